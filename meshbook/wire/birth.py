@@ -1,0 +1,63 @@
+"""How a rank comes into the world: what the host tells the fork server, or a fresh interpreter, and what it hears back.
+
+The fork server is `python -m meshbook.rank.forkserver FD`; FD is one end of a SOCK_SEQPACKET pair, one message each.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+
+from meshbook.wire.messages import MeshSpec
+
+
+class RankBirth(Struct, frozen=True):
+    """All that a new rank is told."""
+
+    rank: int
+    local_rank: int
+    local_world_size: int  # ranks of this mesh on this host
+    world_size: int
+    token: str
+    work_address: str  # of the host's two sockets
+    service_address: str
+    spec: MeshSpec
+    threads: int  # for torch's own thread pool
+
+
+class ForkRank(Struct, tag=True, frozen=True):
+    """Fork a rank. Four descriptors come along: read ends, then write ends, of its stdout and stderr pipes."""
+
+    birth: RankBirth
+
+
+class ForkStore(Struct, tag=True, frozen=True):
+    """Fork the process that serves the TCPStore. One descriptor comes along: it writes its port there, in decimal."""
+
+
+class ForkServerReady(Struct, tag=True, frozen=True):
+    """The imports are done."""
+
+    seconds: float
+
+
+class Forked(Struct, tag=True, frozen=True):
+    """The answer to ForkRank and ForkStore, in the order asked."""
+
+    pid: int
+
+
+class ChildExited(Struct, tag=True, frozen=True):
+    pid: int
+    status: int  # as waitpid gives it
+
+
+ForkCommand = ForkRank | ForkStore
+ForkReport = ForkServerReady | Forked | ChildExited
+
+MAX_BIRTH_BYTES = 1 << 20
+
+encoder = msgspec.msgpack.Encoder()
+fork_commands = msgspec.msgpack.Decoder(ForkCommand)
+fork_reports = msgspec.msgpack.Decoder(ForkReport)
+births = msgspec.msgpack.Decoder(RankBirth)

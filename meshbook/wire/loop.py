@@ -1,0 +1,109 @@
+"""The one loop that waits: zmq sockets, file descriptors and timers, on one thread.
+
+asyncio would do the same; on a round trip to four ranks its selector and callbacks around a zmq socket cost more than
+all of our own work (benchmarks/round_trip.py), so the hot path polls zmq itself.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from meshbook.clock import Clock, SystemClock
+
+log = logging.getLogger("meshbook.loop")
+
+# Messages taken from one socket before the others get their turn.
+_FAIR_SHARE = 64
+
+
+class Timer:
+    """A call in the future; `cancel()` undoes it."""
+
+    __slots__ = ("callback", "due")
+
+    def __init__(self, due: float, callback: Callable[[], None]) -> None:
+        self.due = due
+        self.callback: Callable[[], None] | None = callback
+
+    def cancel(self) -> None:
+        self.callback = None
+
+
+class Loop:
+    """Waits and calls back, until `stop()`. A callback that raises is logged and the loop goes on."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self.clock = clock or SystemClock()
+        self._poller = zmq.Poller()
+        self._handlers: dict[Any, Callable[[], None]] = {}
+        self._timers: list[tuple[float, int, Timer]] = []
+        self._order = itertools.count()
+        self._stopped = False
+
+    def watch_socket(self, socket: zmq.Socket[bytes], on_frames: Callable[[list[bytes]], None]) -> None:
+        """Call `on_frames` with each message that arrives."""
+
+        def drain() -> None:
+            for _ in range(_FAIR_SHARE):
+                try:
+                    frames = socket.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    return
+                self._guarded(lambda frames=frames: on_frames(frames))  # type: ignore[misc]
+
+        self._handlers[socket] = drain
+        self._poller.register(socket, zmq.POLLIN)
+
+    def watch_fd(self, fd: int, on_readable: Callable[[], None]) -> None:
+        self._handlers[fd] = on_readable
+        self._poller.register(fd, zmq.POLLIN)
+
+    def unwatch(self, source: Any) -> None:
+        if self._handlers.pop(source, None) is not None:
+            self._poller.unregister(source)
+
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> Timer:
+        timer = Timer(self.clock.monotonic() + delay_s, callback)
+        heapq.heappush(self._timers, (timer.due, next(self._order), timer))
+        return timer
+
+    def stop(self) -> None:
+        self._stopped = True
+
+    def run(self) -> None:
+        while not self._stopped:
+            self.turn()
+
+    def turn(self, max_wait_s: float | None = None) -> None:
+        """Wait for the next thing to happen, at most `max_wait_s` seconds, and handle all that did."""
+        for source, _ in self._poller.poll(self._wait_ms(max_wait_s)):
+            handler = self._handlers.get(source)
+            if handler is not None:
+                self._guarded(handler)
+        now = self.clock.monotonic()
+        while self._timers and self._timers[0][0] <= now:
+            timer = heapq.heappop(self._timers)[2]
+            callback, timer.callback = timer.callback, None
+            if callback is not None:
+                self._guarded(callback)
+
+    def _wait_ms(self, max_wait_s: float | None) -> int | None:
+        while self._timers and self._timers[0][2].callback is None:
+            heapq.heappop(self._timers)
+        waits = [] if max_wait_s is None else [max_wait_s]
+        if self._timers:
+            waits.append(self._timers[0][0] - self.clock.monotonic())
+        # Rounded up: a timer polled a fraction early would spin.
+        return max(0, int(min(waits) * 1000) + 1) if waits else None
+
+    def _guarded(self, callback: Callable[[], None]) -> None:
+        try:
+            callback()
+        except Exception:
+            log.exception("a callback failed; the loop goes on")

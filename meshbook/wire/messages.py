@@ -1,0 +1,673 @@
+"""Every word that Meshbook's processes say to each other.
+
+Commands are verbs and go down (controller, supervisor, host, rank); reports are past tense and come up. Each is a
+msgspec struct whose tag is its class name. Structs and nothing else: no sockets, no codec, no behaviour. Ranks travel
+as sorted tuples of ints; seconds are floats; byte counts are ints.
+
+An unknown field is ignored and a missing one takes its default, so a field may be added without a new protocol
+version; anything else needs one (`codec.PROTOCOL`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from meshbook.ids import CallId, Ranks
+
+
+class Message(Struct, tag=True, frozen=True, gc=False):
+    """What every message is: immutable, and named on the wire by its class."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Payloads: Python objects on their way
+
+
+class SharedBuffer(Struct, tag="shared", frozen=True, gc=False):
+    """Bytes in an anonymous memory file of a process on this machine, readable through /proc/<pid>/fd/<fd>."""
+
+    pid: int
+    fd: int
+    offset: int
+    nbytes: int
+    segment: str  # the owner's name for it; quoted back in `Release`
+
+
+class InlineBuffer(Struct, tag="inline", frozen=True, gc=False):
+    """Bytes that ride in the message itself."""
+
+    data: bytes
+
+
+class Payload(Struct, frozen=True, gc=False):
+    """One pickled object: protocol 5, its large buffers out of band, in the order the pickle wants them."""
+
+    pickled: bytes
+    buffers: tuple[SharedBuffer | InlineBuffer, ...] = ()
+
+
+class TensorMeta(Struct, frozen=True, gc=False):
+    """What can be said of a tensor without moving it."""
+
+    shape: tuple[int, ...]  # local shape, or the global one if `placements` is set
+    dtype: str  # "float32", without "torch."
+    device: str  # "cpu", "cuda:0"
+    requires_grad: bool = False
+    placements: str | None = None  # "(Shard(dim=0),)" of a DTensor; None for a plain tensor
+    local_shape: tuple[int, ...] | None = None  # of a DTensor
+
+
+class Preview(Struct, frozen=True, gc=False):
+    """A value as a reader sees it: enough to show it and to tell whether two ranks hold the same."""
+
+    kind: Literal["plain", "tensor", "object", "none"]
+    type: str  # "int", "torch.Tensor", "numpy.ndarray", "__main__.Model"
+    text: str  # bounded repr
+    html: str | None = None  # bounded _repr_html_
+    data: dict[str, Any] = {}  # other MIME types of a rich display, bounded; bytes already in base64
+    metadata: dict[str, Any] = {}
+    tensor: TensorMeta | None = None
+    digest: str | None = None  # equal digests mean equal content even where the text is cut; None: not computed
+    truncated: bool = False
+
+
+class Value(Struct, frozen=True, gc=False):
+    """The value of an expression on a rank."""
+
+    preview: Preview
+    ref: str | None = None  # the rank keeps the object under this name until `Release`; None: it is all in `payload`
+    payload: Payload | None = None  # the object itself, when small
+
+
+class Frame(Struct, frozen=True, gc=False):
+    """One line of a Python stack."""
+
+    file: str
+    line: int
+    function: str
+
+
+class RankError(Struct, frozen=True, gc=False):
+    """An exception as a rank saw it."""
+
+    ename: str  # class name, "ZeroDivisionError"
+    evalue: str  # str(exception)
+    traceback: tuple[str, ...]  # rendered by IPython on the rank, ANSI colours, cell source lines
+    frames: tuple[Frame, ...] = ()  # outermost first; what equal failures are recognised by
+    pickled: bytes | None = None  # the exception itself, when it can be pickled and is small
+    notes: tuple[str, ...] = ()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Output of a cell
+
+
+class Text(Struct, tag="text", frozen=True, gc=False):
+    """A piece of stdout or stderr as it was written: may hold part of a line, many lines, carriage returns."""
+
+    stream: Literal["stdout", "stderr"]
+    text: str
+
+
+class Display(Struct, tag="display", frozen=True, gc=False):
+    """display_data, or update_display_data when `update`."""
+
+    data: dict[str, Any]
+    metadata: dict[str, Any] = {}
+    display_id: str | None = None
+    update: bool = False
+
+
+class ClearOutput(Struct, tag="clear", frozen=True, gc=False):
+    wait: bool = False
+
+
+class Notice(Struct, tag="notice", frozen=True, gc=False):
+    """Something Meshbook itself has to say in the output: text cut, a rank that would not stop."""
+
+    text: str
+
+
+OutputItem = Text | Display | ClearOutput | Notice
+
+
+class Varying(Struct, array_like=True, frozen=True, gc=False):
+    """A number of a folded line that is not the same on all its ranks."""
+
+    place: int  # which of the line's numbers, counted from 0
+    written: tuple[str, ...]  # as each rank wrote it, in the order of the line's ranks
+
+
+class Line(Struct, tag="line", frozen=True, gc=False, omit_defaults=True):
+    """One folded line of text: said by `ranks`, equal on all of them, or equal but for numbers.
+
+    `text` is ready to be shown, without the ranks and without the line end; where numbers differ it shows their range.
+    """
+
+    ranks: Ranks
+    stream: Literal["stdout", "stderr"]
+    text: str
+    live: bool = False  # an unfinished line's state, such as a progress bar's; replaces these ranks' earlier live lines
+    end: str = "\n"  # "" where the last line of a cell had no line end
+    lead: str = ""  # the line as its first rank wrote it, where numbers differ; host to supervisor only
+    varying: tuple[Varying, ...] = ()  # those numbers, so that lines of several hosts fold exactly; as `lead`
+
+
+class RankDisplay(Struct, tag="rank_display", frozen=True, gc=False):
+    """A display, an update of one, or clear_output, with the ranks that made the same one."""
+
+    ranks: Ranks
+    item: Display | ClearOutput | Notice
+
+
+FoldedItem = Line | RankDisplay
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a rank's part in a call came to
+
+
+class Outcome(Struct, frozen=True, gc=False):
+    """How a call ended on one rank; equal outcomes of many ranks are folded."""
+
+    status: Literal["ok", "error", "interrupted", "lost", "skipped"]
+    value: Value | None = None  # of the last expression; None: there was none
+    error: RankError | None = None  # for "error" and "interrupted"; for "lost" the text of what is known
+    bound: tuple[str, ...] = ()  # names of the namespace that the cell bound, changed or rebound
+    unbound: tuple[str, ...] = ()  # names that it deleted
+    groups_broken: bool = False  # a process group of this rank cannot be used until it is re-formed
+    answer: Any = None  # of the calls that are questions (Complete, Inspect, Peek): plain data
+
+
+class Part(Struct, frozen=True, gc=False):
+    """Ranks whose outcome is the same."""
+
+    ranks: Ranks
+    outcome: Outcome
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The mesh, described
+
+
+class MeshSpec(Struct, frozen=True, gc=False):
+    """What a mesh was asked to be."""
+
+    axes: dict[str, int]  # in order; the product is world_size
+    engine: str = "local"
+    num_hosts: int = 1
+    start_method: Literal["fork", "fresh"] = "fork"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    process_group: bool = True
+    torch: bool = True  # False: light ranks, without torch
+    env: dict[str, str] = {}
+    cwd: str | None = None
+    sys_path: tuple[str, ...] = ()  # what the controller's sys.path has beyond the interpreter's own
+    group_timeout_s: float = 1800.0
+    threads_per_rank: int | None = None  # OMP_NUM_THREADS; None: cores / ranks on the host
+
+
+class RankInfo(Struct, frozen=True, gc=False):
+    """What the supervisor knows of a rank."""
+
+    rank: int
+    state: Literal["starting", "idle", "busy", "silent", "dead"]
+    host: str
+    pid: int | None = None
+    device: str = "cpu"
+    call: CallId | None = None  # running now
+    cell: str | None = None  # how people know that call: "cell 7"
+    line: int | None = None  # of that cell
+    beat_age_s: float | None = None
+    rss_bytes: int | None = None
+    peak_rss_bytes: int | None = None
+    exit: str | None = None  # "killed by SIGKILL", "exited with 3"
+
+
+class MeshInfo(Struct, frozen=True, gc=False):
+    """What `status` and `list` show."""
+
+    name: str
+    spec: MeshSpec | None  # None: the supervisor is up, no ranks were asked for yet
+    ranks: tuple[RankInfo, ...]
+    supervisor_pid: int
+    started_at: float  # wall clock
+    epoch: int  # how often the process groups were formed
+    groups: Literal["none", "forming", "ready", "broken"]
+    clients: tuple[str, ...]
+    names: tuple[str, ...]  # bound on the ranks by cells, in order of appearance
+    backend: str | None = None  # "gloo", "nccl"
+    cells_run: int = 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Commands: controller -> supervisor
+
+
+class Hello(Message):
+    """First word of every connection. Nothing else is heard from a peer that has not shown the token."""
+
+    token: str
+    client: str  # the client's random id: its two sockets say the same
+    kind: str  # "kernel", "script", "marimo", "cli"
+    pid: int
+    channel: Literal["send", "receive"]  # a client speaks on one socket and is answered on the other
+    observer: bool = False  # looks on; its presence does not keep the mesh alive
+    orphan_ttl_s: float | None = None  # how long the mesh lives on without clients once this one is gone
+
+
+class StartMesh(Message):
+    call: CallId
+    spec: MeshSpec
+
+
+class RunCell(Message):
+    """Run source in the shells of `ranks`."""
+
+    call: CallId
+    ranks: Ranks
+    source: str
+    number: int | None = None  # execution count to show in tracebacks; None: the rank's own next
+    filename: str | None = None  # what compile() is given; None: the shell's usual name
+    label: str = ""  # how people know this call: "cell 7"
+    store_history: bool = True
+    silent: bool = False  # no output, no value
+    allow_input: bool = False  # input() may ask the client
+    setup: bool = False  # kept, to be run again on ranks that join
+    background: bool = False
+    inline_limit: int = 0  # a value that pickles to at most this many bytes comes along in the outcome
+
+
+class CallFunction(Message):
+    """Call a pickled function. Remote values among the arguments arrive as the rank's own objects."""
+
+    call: CallId
+    ranks: Ranks
+    function: Payload  # of (fn, args, kwargs)
+    label: str = ""
+    inline_limit: int = 1 << 20
+    keep: bool = True  # a result above the limit is kept under a ref
+    keep_always: bool = False  # under a ref even if it is small: for handles
+
+
+class Evaluate(Message):
+    """Follow a path from a name or a kept object, on the main thread: `x`, `x.shape`, `x[0]`, `x(…)`, `x + y`."""
+
+    call: CallId
+    ranks: Ranks
+    path: Payload  # of a rank.paths.Path
+    inline_limit: int = 1 << 20
+    keep: bool = True
+    keep_always: bool = False  # under a ref even if it is small: for handles
+
+
+class SetNames(Message):
+    """Bind names in the ranks' namespaces."""
+
+    call: CallId
+    ranks: Ranks
+    names: tuple[str, ...]
+    payload: Payload  # of the tuple of values, in the order of `names`; with `per_rank`, of {rank: tuple}
+    per_rank: bool = False
+
+
+class DeleteNames(Message):
+    call: CallId
+    ranks: Ranks
+    names: tuple[str, ...]
+
+
+class Complete(Message):
+    """Completions at a cursor. Answered by the service thread, cell or no cell."""
+
+    call: CallId
+    ranks: Ranks
+    code: str
+    cursor: int
+
+
+class Inspect(Message):
+    """`?` (detail 0) and `??` (detail 1). Answered by the service thread."""
+
+    call: CallId
+    ranks: Ranks
+    code: str
+    cursor: int
+    detail: int = 0
+
+
+class Peek(Message):
+    """Previews of names, or of attribute paths, without running user code. Answered by the service thread."""
+
+    call: CallId
+    ranks: Ranks
+    names: tuple[str, ...]  # "x", "x.weight"; an answer holds {name: Preview | None}
+
+
+class Release(Message):
+    """Kept objects and shared segments that nobody on this side needs any more."""
+
+    ranks: Ranks
+    refs: tuple[str, ...] = ()
+    segments: tuple[str, ...] = ()
+
+
+class Interrupt(Message):
+    """Stop what the ranks run. Only `target`, if given: a call that has ended is not interrupted by mistake."""
+
+    ranks: Ranks
+    target: CallId | None = None
+    hard: bool = False  # a second Stop: also kill the ranks that do not come back
+
+
+class ReplyInput(Message):
+    target: CallId
+    rank: int
+    text: str | None  # None: there is nobody to ask; the rank gets EOFError
+    interrupted: bool = False
+
+
+class KillRanks(Message):
+    call: CallId
+    ranks: Ranks
+    signal: int = 9
+
+
+class AskStatus(Message):
+    call: CallId
+
+
+class AskLogs(Message):
+    """The last output of a rank, also of a dead one."""
+
+    call: CallId
+    rank: int
+    limit_bytes: int = 1 << 16
+
+
+class AskHistory(Message):
+    call: CallId
+
+
+class StopMesh(Message):
+    call: CallId
+    now: bool = False  # do not wait for running cells
+
+
+class Ping(Message):
+    """A client on another machine lives; local clients are known by their process."""
+
+
+class Detach(Message):
+    """This client leaves; the mesh stays for `orphan_ttl_s` seconds, or for ever when None."""
+
+    call: CallId
+    orphan_ttl_s: float | None = None
+
+
+# Commands: supervisor -> host -> rank, beside those that are passed on
+
+
+class StartRanks(Message):
+    """To a host: start these ranks of the mesh and keep them."""
+
+    spec: MeshSpec
+    ranks: Ranks
+    world_size: int
+    serve_store: bool  # this host also starts the process that serves the TCPStore, and says where in `StoreServed`
+
+
+class FormGroups(Message):
+    """To every rank: make the process groups of this epoch, the first time or again. Goes before queued commands."""
+
+    call: CallId
+    ranks: Ranks
+    epoch: int
+    store_host: str
+    store_port: int
+
+
+class Unblock(Message):
+    """To ranks in a collective that cannot finish: give up on it, with this reason. Groups are broken afterwards."""
+
+    ranks: Ranks
+    reason: str
+    interrupt: bool = False  # the waiter sees KeyboardInterrupt, not GroupBroken
+
+
+class Exit(Message):
+    """To a rank: end in order. To a host: end every rank, then itself."""
+
+    ranks: Ranks = ()
+    grace_s: float = 1.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reports: rank -> host -> supervisor -> controller
+
+
+class RankReady(Message):
+    """A rank's process is up and listens; its groups are formed by its first command. Sent on both of its sockets."""
+
+    rank: int
+    pid: int
+    device: str
+    token: str
+
+
+class RankSaid(Message):
+    """Output of a running call, rank to host. `seq` counts from 1 within the rank."""
+
+    rank: int
+    call: CallId | None
+    seq: int
+    items: tuple[OutputItem, ...]
+
+
+class RankFinished(Message):
+    """A rank's part in a call is over, with the output that had not been sent yet."""
+
+    rank: int
+    call: CallId
+    outcome: Outcome
+    seconds: float
+    items: tuple[OutputItem, ...] = ()
+    said_seq: int = 0  # the last RankSaid before this; the host waits for it
+    released: tuple[str, ...] = ()  # shared segments of others that this rank no longer maps
+
+
+class RankAnswered(Message):
+    """From the service thread: the answer to Complete, Inspect, Peek."""
+
+    rank: int
+    call: CallId
+    answer: Any
+
+
+class RankAsked(Message):
+    """input() or getpass() on a rank waits for text."""
+
+    rank: int
+    call: CallId
+    prompt: str
+    password: bool = False
+
+
+class RankBeat(Message):
+    rank: int
+    call: CallId | None  # running on the main thread
+    line: int | None  # of the cell
+    rss_bytes: int
+    peak_rss_bytes: int
+    released: tuple[str, ...] = ()  # shared segments of others that this rank no longer maps
+
+
+class RankExited(Message):
+    """A rank's process is gone."""
+
+    rank: int
+    pid: int
+    exit_code: int | None  # None: ended by a signal
+    signal: int | None
+    host: str
+    last_lines: tuple[str, ...]  # of what it printed, C and C++ included
+    last_collective: str | None  # "all_reduce #41 at cell 7, line 3", if known
+
+
+class HostReady(Message):
+    host: int
+    hostname: str
+    pid: int
+    token: str = ""
+
+
+class StoreServed(Message):
+    host: int
+    address: str
+    port: int
+
+
+class HostBeat(Message):
+    """One host's ranks, folded into one message, once per second."""
+
+    host: int
+    ranks: tuple[RankInfo, ...]
+
+
+class HostFailed(Message):
+    host: int
+    reason: str
+
+
+class Segments(Message):
+    """Shared segments that a rank has let go of."""
+
+    rank: int
+    segments: tuple[str, ...]
+
+
+class CallOutput(Message):
+    """Folded output of a call, in order."""
+
+    call: CallId
+    items: tuple[FoldedItem, ...]
+
+
+class CallProgressed(Message):
+    """Ranks of an open call that are done; sent at most a few times per second."""
+
+    call: CallId
+    done: Ranks
+
+
+class CallFinished(Message):
+    """Every rank's part is over."""
+
+    call: CallId
+    parts: tuple[Part, ...]
+    seconds: float  # the slowest rank's
+    rank_seconds: dict[int, float] | None = None  # per rank, when the mesh is small (at most 64 ranks)
+    lost: tuple[RankExited, ...] = ()
+    items: tuple[FoldedItem, ...] = ()  # output that had not been sent yet
+
+
+class InputRequested(Message):
+    call: CallId
+    rank: int
+    prompt: str
+    password: bool
+
+
+class Answered(Message):
+    """The answer to a question that is not asked of ranks: status, logs, history, stop."""
+
+    call: CallId
+    info: MeshInfo | None = None
+    text: str | None = None
+    history: tuple[HistoryEntry, ...] = ()
+
+
+class Refused(Message):
+    """A command that was not carried out. Nothing changed."""
+
+    call: CallId | None
+    error: str  # class name in meshbook.errors
+    text: str
+
+
+class Welcome(Message):
+    info: MeshInfo
+    open_calls: tuple[OpenCall, ...] = ()
+
+
+class MeshReady(Message):
+    call: CallId
+    info: MeshInfo
+    seconds: float
+
+
+class RanksChanged(Message):
+    """News about the mesh, to every client: a rank died, groups broke or were re-formed, cells bound names."""
+
+    info: MeshInfo
+    exited: tuple[RankExited, ...] = ()
+
+
+class MeshStopped(Message):
+    reason: str
+
+
+class OpenCall(Struct, frozen=True, gc=False):
+    call: CallId
+    label: str
+    ranks: Ranks
+    client: str
+    seconds: float  # since it was asked for
+
+
+class HistoryEntry(Struct, frozen=True, gc=False):
+    number: int | None
+    label: str
+    source: str
+    ranks: Ranks
+    started_at: float  # wall clock
+    seconds: float | None  # None: still running
+    status: str  # "running", "ok", "error", "interrupted", "lost"
+    setup: bool = False
+
+
+ClientCommand = (
+    Hello | StartMesh | RunCell | CallFunction | Evaluate | SetNames | DeleteNames | Complete | Inspect | Peek
+    | Release | Interrupt | ReplyInput | KillRanks | AskStatus | AskLogs | AskHistory | StopMesh | Detach | Ping
+)
+HostCommand = (
+    StartRanks | FormGroups | RunCell | CallFunction | Evaluate | SetNames | DeleteNames | Complete | Inspect | Peek
+    | Release | Interrupt | ReplyInput | KillRanks | AskLogs | Unblock | Exit
+)
+RankCommand = (
+    FormGroups | RunCell | CallFunction | Evaluate | SetNames | DeleteNames | Complete | Inspect | Peek | Release
+    | ReplyInput | Unblock | Interrupt | Exit
+)
+RankReport = RankReady | RankSaid | RankFinished | RankAnswered | RankAsked | RankBeat
+HostReport = (
+    HostReady | HostFailed | HostBeat | StoreServed | RankReady | RankExited | RankBeat | CallOutput | CallFinished | CallProgressed
+    | InputRequested | Answered | Segments
+)
+SupervisorReport = (
+    Welcome | MeshReady | RanksChanged | MeshStopped | CallOutput | CallFinished | CallProgressed | InputRequested
+    | Answered | Refused | Segments
+)
+AnyMessage = ClientCommand | HostCommand | RankReport | HostReport | SupervisorReport
+
+
+# Commands that a rank's main thread carries out, one at a time, in the order sent; the rest is the service thread's.
+MAIN_THREAD = (FormGroups, RunCell, CallFunction, Evaluate, SetNames, DeleteNames)
+QUESTIONS = (Complete, Inspect, Peek)
+
+__all__ = [name for name, thing in list(globals().items()) if isinstance(thing, type) and issubclass(thing, Struct)] + [
+    "AnyMessage", "ClientCommand", "FoldedItem", "HostCommand", "HostReport", "MAIN_THREAD", "OutputItem", "QUESTIONS",
+    "RankCommand", "RankReport", "SupervisorReport", "msgspec",
+]
