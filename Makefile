@@ -1,0 +1,55 @@
+# Everything a newcomer types. Each target makes what it needs first: a virtual environment in .venv, with the package
+# installed from this folder and every direct dependency at the version in constraints.txt.
+#
+#   make demo    run notebooks/quickstart.ipynb on a local mesh of four ranks, and say where the result is
+#   make test    run every test this machine can run
+#   make lab     open the quickstart in JupyterLab
+#   make bench   measure, and compare with what others do (make bench PEERS=1 installs the others too)
+#   make check   ruff and mypy --strict
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+QUICKSTART := notebooks/quickstart.ipynb
+
+# What an installation depends on. The kernelspec is copied into the environment, so a change to it installs again.
+SOURCES := pyproject.toml constraints.txt $(wildcard kernelspec/*)
+
+# Never without the constraints: unpinned, pip may replace torch by a build of some gigabytes.
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lab bench check clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Meshbook needs Python 3.11 or newer; name one with: make $(MAKECMDGOALS) PYTHON=python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# One stamp per set of extras: installed if this file is newer than everything it was made from.
+$(VENV)/installed-%: $(SOURCES) | $(BIN)/python
+	$(INSTALL) -e '.[$*]'
+	@touch $@
+
+# Writes build/quickstart.ipynb and build/quickstart.html, and says so.
+demo: $(VENV)/installed-demo
+	$(BIN)/python -m meshbook.cli.main run $(QUICKSTART)
+
+test: $(VENV)/installed-dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lab: $(VENV)/installed-lab
+	$(BIN)/python -m jupyter lab $(QUICKSTART)
+
+bench: $(VENV)/installed-dev $(if $(PEERS),$(VENV)/installed-peers)
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+check: $(VENV)/installed-dev
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m mypy
+
+clean:
+	rm -rf $(VENV) build dist

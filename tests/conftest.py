@@ -1,0 +1,83 @@
+"""The house in which every test runs: a runtime folder of its own, quiet threads, and a look round at the end.
+
+Nothing here imports torch: a run of a few pure tests starts at once.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.leaks import GRACE_S, Run
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Before anything imports torch or numpy, for these read it once. Ranks of one test share few cores: with a pool of
+# threads in each they fight, and numbers that are compared bit for bit would depend on how many threads summed them.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+# Where jupyter_core looks for its folders is its own affair; unset, it warns that it will look elsewhere one day.
+os.environ["JUPYTER_PLATFORM_DIRS"] = "1"
+
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+def missing(marker: str) -> str | None:
+    """Why tests with this marker cannot run here; None: they can."""
+    match marker:
+        case "gpu" if not Path("/dev/nvidiactl").exists():  # the driver's own file: asks without initialising CUDA
+            return "no NVIDIA GPU on this machine"
+        case "browser" if importlib.util.find_spec("playwright") is None:
+            return "playwright is not installed: pip install -e '.[dev]'"
+        case "browser" if not any(map(shutil.which, CHROMIUM)):
+            return "no Chromium on PATH: apt-get install chromium"
+        case "monarch" if importlib.util.find_spec("monarch") is None:
+            return "torchmonarch is not installed: pip install -e '.[monarch]'"
+        case "ray" if importlib.util.find_spec("ray") is None:
+            return "ray is not installed: pip install -e '.[ray]'"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for marker in ("gpu", "browser", "monarch", "ray"):
+            if item.get_closest_marker(marker) and (reason := missing(marker)):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def run() -> Iterator[Run]:
+    """This run's own surroundings, for every process that a test starts.
+
+    It is the first fixture to be set up and so the last to be torn down, when tests and fixtures have all ended what
+    they began. What is left then is an error of the run, shown at the last test, whichever test began it.
+    """
+    run = Run()
+    os.environ.update(run.environment)
+    # The tree under test and its kernelspec, in every kernel, supervisor and rank, whatever else is installed.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    kernels = run.home / "jupyter" / "kernels"
+    kernels.mkdir(parents=True)
+    (kernels / "meshbook").symlink_to(ROOT / "kernelspec")
+    os.environ["JUPYTER_PATH"] = str(kernels.parent)
+    # And nothing of the person who runs the tests: no startup files, no history, no connection files.
+    os.environ["IPYTHONDIR"] = str(run.home / "ipython")
+    os.environ["JUPYTER_CONFIG_DIR"] = str(run.home / "jupyter-config")
+    os.environ["JUPYTER_DATA_DIR"] = str(run.home / "jupyter-data")
+    os.environ["JUPYTER_RUNTIME_DIR"] = str(run.home / "jupyter-run")
+    yield run
+    left = run.wait_until_clean(float(os.environ.get("MESHBOOK_LEAK_GRACE_S", GRACE_S)))
+    run.clean()
+    if left:
+        pytest.fail("the test run left something behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    """Path of a Chromium for tests marked `browser`."""
+    return next(path for path in map(shutil.which, CHROMIUM) if path)

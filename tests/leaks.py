@@ -1,0 +1,170 @@
+"""What a test run must not leave on the machine: processes, sockets and folders, shared-memory files.
+
+`Run` gives a run a name and folders of its own and remembers how the machine looked before; `leftovers` says, in
+sentences, what is there now that was not. Every process that a run starts inherits its name in `MESHBOOK_TEST_RUN`,
+however far it has daemonised, so nothing is missed for having left the process tree, and the processes of another run
+on the same machine are never taken for ours. Knows nothing of pytest and nothing of Meshbook.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+MARKER = "MESHBOOK_TEST_RUN"
+SHARED_MEMORY = Path("/dev/shm")
+
+# Seconds that what was told to end may take to end. A supervisor gives its ranks 1 s; a loaded machine doubles that
+# more than once.
+GRACE_S = 10.0
+
+
+class Run:
+    """One test run: its marker, its folders, and how the machine looked before.
+
+    Attributes:
+        runtime_dir: where meshes keep their sockets and connection files; mode 0700, and to be empty at the end. Its
+            path is short, because a unix socket's path has 107 bytes at most and tests open some a few folders down.
+        home: where programs may keep what they like: settings, histories.
+    """
+
+    def __init__(self) -> None:
+        self.id = secrets.token_hex(6)
+        self._root = Path(tempfile.mkdtemp(prefix="mb", dir="/tmp"))
+        self.runtime_dir = self._root / "run"
+        self.home = self._root / "home"
+        for folder in (self.runtime_dir, self.home):
+            folder.mkdir(mode=0o700)
+        self._shared_before = _shared_memory()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What every process of this run must inherit."""
+        return {MARKER: self.id, "MESHBOOK_RUNTIME_DIR": str(self.runtime_dir)}
+
+    def processes(self) -> dict[int, str]:
+        """Live processes of this run, by pid, each with its command line; not the asking process and its parents."""
+        apart = set(_ancestry(os.getpid()))
+        return {pid: _command(pid) for pid in _pids() if pid not in apart and self._owns(pid)}
+
+    def leftovers(self) -> list[str]:
+        """One sentence for each thing that is there and should not be; empty for a clean house."""
+        return [
+            *(f"process {pid} still runs: {command}" for pid, command in self.processes().items()),
+            *(f"{path} is still in the runtime folder" for path in sorted(self.runtime_dir.rglob("*"))),
+            *(f"{path} is new" for path in sorted(self._new_shared_memory())),
+        ]
+
+    def wait_until_clean(self, grace_s: float = GRACE_S) -> list[str]:
+        """`leftovers` once there are none, or those that are there after `grace_s` seconds. Blocks until then."""
+        deadline = time.monotonic() + grace_s
+        while (left := self.leftovers()) and time.monotonic() < deadline:
+            time.sleep(0.05)  # other people's processes cannot be waited for, only looked at again
+        return left
+
+    def clean(self) -> None:
+        """End this run's processes and remove its folders: a leak is reported once and does not spoil the next run.
+
+        Files in /dev/shm stay: whose they are is a guess, good enough to report and not to remove.
+        """
+        for pid in self.processes():
+            self._kill(pid)
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    def _owns(self, pid: int) -> bool:
+        """Whether this run started the process: it has our marker, or the asking process forked it and it has none.
+
+        Not Python's resource tracker, which lives and ends with the process that it was started for.
+        """
+        environment = _read(Path(f"/proc/{pid}/environ")).split(b"\0")
+        markers = [entry for entry in environment if entry.startswith(f"{MARKER}=".encode())]
+        if _parent(pid) == os.getpid() and (not markers or "multiprocessing.resource_tracker" in _command(pid)):
+            return not markers and bool(_command(pid))  # a zombie has no command line
+        return markers == [f"{MARKER}={self.id}".encode()]
+
+    def _kill(self, pid: int) -> None:
+        """SIGKILL for `pid`, if it is ours still: its number may have gone to a stranger since."""
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return
+        try:
+            if self._owns(pid):
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        finally:
+            os.close(handle)
+
+    def _new_shared_memory(self) -> set[Path]:
+        """Files in /dev/shm that this run may have left: new, and not in use by any process outside it.
+
+        On a machine that is not ours alone, other programs make files there too; those of a live program are its own.
+        """
+        new = _shared_memory() - self._shared_before
+        return new - _in_use(new, apart_from={os.getpid(), *self.processes()}) if new else new
+
+
+def _shared_memory() -> set[Path]:
+    return set(SHARED_MEMORY.iterdir()) if SHARED_MEMORY.is_dir() else set()
+
+
+def _in_use(paths: set[Path], *, apart_from: set[int]) -> set[Path]:
+    """Those of `paths` that another process holds open or has mapped."""
+    names = {str(path).encode(): path for path in paths}
+    used: set[Path] = set()
+    for pid in _pids():
+        if pid in apart_from:
+            continue
+        maps = _read(Path(f"/proc/{pid}/maps"))
+        used |= {path for name, path in names.items() if name in maps}
+        used |= {Path(target) for target in _open_files(pid) if Path(target) in paths}
+    return used
+
+
+def _open_files(pid: int) -> Iterator[str]:
+    try:
+        descriptors = os.listdir(f"/proc/{pid}/fd")
+    except OSError:  # it has ended, or it is another user's
+        return
+    for descriptor in descriptors:
+        try:
+            yield os.readlink(f"/proc/{pid}/fd/{descriptor}")
+        except OSError:
+            continue
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+
+
+def _ancestry(pid: int) -> Iterator[int]:
+    """`pid`, its parent, and so on, without process 1."""
+    while pid > 1:
+        yield pid
+        pid = _parent(pid)
+
+
+def _parent(pid: int) -> int:
+    """0: it has none, or it has ended."""
+    stat = _read(Path(f"/proc/{pid}/stat"))
+    # The name in brackets may hold anything, brackets too.
+    return int(stat.rpartition(b")")[2].split()[1]) if stat else 0
+
+
+def _command(pid: int) -> str:
+    return _read(Path(f"/proc/{pid}/cmdline")).replace(b"\0", b" ").decode(errors="replace").strip()
+
+
+def _read(path: Path) -> bytes:
+    """The file's bytes; none when the process behind it has ended or belongs to another user."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""

@@ -1,0 +1,14 @@
+"""A test run that leaves everything behind, for tests/test_leaks.py to see it fail. Not collected with the others."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+
+def test_passes_and_leaves_a_daemon_and_a_socket() -> None:
+    os.spawnv(os.P_NOWAIT, sys.executable, [sys.executable, "-c", "import time; time.sleep(100)"])
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(Path(os.environ["MESHBOOK_RUNTIME_DIR"]) / "left"))
