@@ -1,0 +1,717 @@
+"""Python objects as `Payload`s, and back.
+
+cloudpickle, protocol 5: functions and classes of a notebook travel by value, large buffers beside the pickle, in
+shared memory where there is a pool. Tensors are buffers too, whatever their dtype and strides, and those that share a
+storage share it again on the other side. Knows nothing of sockets, ranks or names; torch is touched only where the
+sender has imported it, or where a tensor arrives.
+
+What changes on the way:
+
+- a tensor of another device arrives as a copy on the CPU (the receiver may have no such device, or another one);
+- a tensor that autograd computed arrives as a leaf with the same `requires_grad`, without its history and `.grad`;
+- of a view only the part of the storage that it spans, with other views in the same value, is sent;
+- a DTensor that is whole on every rank arrives as a plain tensor; one that is sharded is refused;
+- whatever `persistent` has a key for arrives as what `resolve` makes of the key.
+
+The pickled stream is two pickles, one after the other: the table of tensors (None if there are none), which is known
+only at the end of pickling but needed at the start of unpickling, and the object.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import dis
+import functools
+import io
+import pickle
+import sys
+import time
+import types
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import cloudpickle
+
+from meshbook.errors import TransferError
+from meshbook.wire.buffers import SegmentPool, SegmentReader
+from meshbook.wire.messages import InlineBuffer, Payload
+
+if TYPE_CHECKING:
+    import torch
+    from torch.storage import UntypedStorage
+
+INLINE_THRESHOLD = 64 << 10  # bytes; below it a copy into the message is cheaper than opening and releasing a segment
+STREAM_THRESHOLD = 1 << 20  # of the pickle itself (a list of a million ints): one copy instead of one per rank and hop
+BLAME_BUDGET_S = 1.0  # how long the search for what cannot be pickled may take; then it names what it has come to
+BLAME_DEPTH = 32
+
+Persistent = Callable[[object], "str | None"]  # the key of an object that the other side has, else None
+Resolve = Callable[[str], object]  # that object
+
+
+def dump(
+    obj: object,
+    *,
+    pool: SegmentPool | None,
+    readers: int | Collection[int] = 1,
+    inline_threshold: int = INLINE_THRESHOLD,
+    persistent: Persistent | None = None,
+    name: str | Sequence[str] = "value",
+) -> Payload:
+    """`obj`, pickled. Waits for the copy into shared memory.
+
+    Args:
+        pool: where buffers of at least `inline_threshold` bytes go; None sends them in the message.
+        readers: as `SegmentPool.write` has it.
+        persistent: asked about every object but plain containers, numbers and strings.
+        name: what an error calls the object; one name for each element if the object is a tuple of things sent.
+
+    Raises:
+        TransferError: it cannot be pickled, naming the part that is to blame; or there is no memory to share it.
+            No segment is kept.
+    """
+    sink = _Sink()
+    loose: list[pickle.PickleBuffer] = []
+
+    def take_out(buffer: pickle.PickleBuffer) -> bool:
+        if buffer.raw().nbytes < inline_threshold:
+            return True  # stays in the pickle
+        loose.append(buffer)
+        return False
+
+    pickler = _Pickler(sink, take_out, persistent)
+    try:
+        pickler.dump(obj)
+        windows = pickler.tensors.windows() if pickler.tensors else []
+    except Exception as error:
+        raise TransferError(_explain(obj, name, persistent, error)) from error
+    large = [buffer.raw() for buffer in loose]
+    storages: list[int | bytes] = []
+    for window in windows:
+        if window.nbytes < inline_threshold:
+            storages.append(bytes(window))
+        else:
+            storages.append(len(large))
+            large.append(window)
+    stream = sink.joined(_table(pickler, storages))
+    if pool is not None and len(stream) >= STREAM_THRESHOLD:
+        large.append(memoryview(stream))
+        stream = b""
+    if pool is None:
+        return Payload(stream, tuple(InlineBuffer(bytes(view)) for view in large))
+    return Payload(stream, tuple(pool.write(large, readers)) if large else ())
+
+
+def dump_small(obj: object, limit: int, *, persistent: Persistent | None = None) -> Payload | None:
+    """`obj` in at most `limit` bytes without separate buffers, or None: it would take more.
+
+    Ends as soon as that is known. Asked of every cell's value, so a failure is told without a search for its place.
+
+    Raises:
+        TransferError: it cannot be pickled.
+    """
+    sink = _Sink(limit)
+    pickler = _Pickler(sink, lambda buffer: sink.make_room(buffer.raw().nbytes), persistent, limit=limit)
+    try:
+        pickler.dump(obj)
+        if pickler.tensors:
+            sink.make_room(pickler.tensors.nbytes())
+        windows = pickler.tensors.windows() if pickler.tensors else []
+    except _TooLarge:
+        return None
+    except Exception as error:
+        raise TransferError(f"a {_type_name(obj)} cannot be pickled: {_reason(error)}") from error
+    stream = sink.joined(_table(pickler, [bytes(window) for window in windows]))
+    return Payload(stream) if len(stream) <= limit else None
+
+
+def load(payload: Payload, *, reader: SegmentReader | None = None, resolve: Resolve | None = None) -> Any:
+    """The object of a payload.
+
+    Large arrays and tensors in it are private views of shared memory: writable, copied page by page when written to,
+    and released to `reader` when the last of them is gone. A payload in shared memory can be loaded once per reader
+    that its sender counted.
+
+    Raises:
+        TransferError: the owner of the memory is gone; something cannot be imported here; a handle is not known
+            here; or the payload is damaged.
+    """
+    if reader is None and not all(isinstance(buffer, InlineBuffer) for buffer in payload.buffers):
+        raise TransferError("this value is in another process's memory, which cannot be read here")
+    views = (reader or SegmentReader()).open_all(payload.buffers)
+    try:
+        stream = io.BytesIO(payload.pickled or views[-1])
+        return _Unpickler(stream, views, _TensorsReceived(pickle.load(stream), views), resolve).load()
+    except (TransferError, MemoryError):
+        raise
+    except Exception as error:
+        raise TransferError(
+            f"the value arrived and cannot be rebuilt here: {type(error).__name__}: {error}; if its class is your own, "
+            f"look at its __setstate__ and __init__, or send plain data"
+        ) from error
+    finally:
+        views.clear()  # a traceback keeps this frame, and must not keep the memory
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pickling
+
+
+class _TooLarge(Exception):
+    """More than the limit: no error, an answer."""
+
+
+class _Refused(Exception):
+    """An object that could be pickled and must not be. Becomes a `TransferError`, with the place."""
+
+
+class _Sink:
+    """Where a pickler writes. Keeps the pieces: nothing is copied until `joined`."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        self._pieces: list[bytes] = []
+        self._limit = limit
+        self._nbytes = 0
+
+    def write(self, piece: bytes | memoryview) -> int:
+        self._nbytes += len(piece)
+        self.make_room(0)
+        self._pieces.append(bytes(piece))  # bytes are not copied by this
+        return len(piece)
+
+    def make_room(self, nbytes: int) -> bool:
+        """True: so many more bytes are welcome.
+
+        Raises:
+            _TooLarge: they are not.
+        """
+        if self._limit is not None and self._nbytes + nbytes > self._limit:
+            raise _TooLarge
+        return True
+
+    def joined(self, head: bytes) -> bytes:
+        return b"".join([head, *self._pieces])
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+    """cloudpickle's, with tensors in a table and the other side's objects as keys."""
+
+    def __init__(
+        self,
+        sink: Any,
+        buffer_callback: Callable[[pickle.PickleBuffer], Any],
+        persistent: Persistent | None,
+        *,
+        limit: int | None = None,
+    ) -> None:
+        super().__init__(sink, protocol=5, buffer_callback=buffer_callback)
+        self._persistent = persistent
+        self._limit = limit
+        self._torch: Any = sys.modules.get("torch")
+        self._tensor_type: Any = getattr(self._torch, "Tensor", None) or ()
+        self._storage_type: Any = getattr(self._torch, "UntypedStorage", None) or ()
+        self._typed_storage_type: Any = getattr(self._torch, "TypedStorage", None) or ()
+        self._array_type: Any = getattr(sys.modules.get("numpy"), "ndarray", None)
+        self.tensors = _TensorsSent()
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Called by pickle for everything but plain containers, numbers and strings."""
+        if self._persistent is not None and (key := self._persistent(obj)) is not None:
+            return _resolve, (key,)
+        if isinstance(obj, self._tensor_type):
+            return self._reduce_tensor(obj)
+        if isinstance(obj, self._storage_type):  # as a tensor, to be shared with the tensors that use it
+            return _untyped_storage, (self._bytes_of(obj),)
+        if isinstance(obj, self._typed_storage_type):
+            return _typed_storage, (self._bytes_of(obj._untyped_storage), obj.dtype)
+        if type(obj) is self._array_type and not obj.dtype.hasobject:
+            if self._limit is not None and obj.nbytes > self._limit:
+                raise _TooLarge
+            if not obj.flags.forc:  # numpy would put it into the pickle itself
+                return obj.copy().__reduce_ex__(5)
+        return super().reducer_override(obj)
+
+    def _bytes_of(self, storage: UntypedStorage) -> torch.Tensor:
+        flat: torch.Tensor = self._torch.empty(0, dtype=self._torch.uint8, device=storage.device).set_(storage)
+        return flat
+
+    def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
+        torch = self._torch
+        whole = _plain(tensor)
+        if whole is not tensor:
+            return _same, (whole,)
+        is_parameter = type(tensor) is torch.nn.Parameter
+        if (
+            not (is_parameter or type(tensor) is torch.Tensor)
+            or tensor.layout is not torch.strided
+            or tensor.device.type == "meta"
+            or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized
+            or any(getattr(tensor, "names", ()))  # gone since torch 2.13
+        ):  # fmt: skip
+            return NotImplemented  # torch's own way, whose storages come by here again
+        try:
+            index = self.tensors.add(tensor, is_parameter)
+        except NotImplementedError:  # no storage: a tensor in the middle of torch.func, which knows what to say
+            return NotImplemented
+        attributes = getattr(tensor, "__dict__", None)
+        if attributes:
+            return _tensor, (index,), dict(attributes), None, None, _set_attributes
+        return _tensor, (index,)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or, where torch distributed has wrapped one that is whole on this rank, that one.
+
+    Raises:
+        _Refused: no rank has all of it.
+    """
+    wrapper = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    if wrapper is not None and isinstance(tensor, wrapper):
+        mesh = tensor.device_mesh
+        if not all(place.is_replicate() or mesh.size(axis) == 1 for axis, place in enumerate(tensor.placements)):
+            raise _Refused(
+                f"a DTensor with placements {tensor.placements} is not whole on any rank; send x.full_tensor() (all of "
+                f"it; every rank has to call it) or x.to_local() (this rank's shard)"
+            )
+        return cast("torch.Tensor", tensor.detach().to_local().requires_grad_(tensor.requires_grad))
+    waiting = getattr(sys.modules.get("torch.distributed._functional_collectives"), "AsyncCollectiveTensor", None)
+    if waiting is not None and isinstance(tensor, waiting):
+        return cast("torch.Tensor", tensor.wait())
+    return tensor
+
+
+@dataclass
+class _View:
+    """One tensor of the table, as plain data."""
+
+    dtype: str
+    item_bytes: int
+    offset: int  # in items, from the start of what is sent
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    requires_grad: bool
+    is_parameter: bool
+
+    def span(self) -> tuple[int, int]:
+        """First byte, and the one after the last."""
+        if 0 in self.size:
+            return 0, 0
+        last = sum((length - 1) * step for length, step in zip(self.size, self.stride, strict=True))
+        return self.offset * self.item_bytes, (self.offset + last + 1) * self.item_bytes
+
+    def nbytes(self) -> int:
+        items = 1
+        for length in self.size:
+            items *= length
+        return items * self.item_bytes
+
+
+@dataclass
+class _Storage:
+    """A storage, and the tensors of this pickle that look at it."""
+
+    index: int
+    storage: UntypedStorage  # kept, so that its address stays its own
+    sample: torch.Tensor  # one of the tensors
+    views: list[_View] = field(default_factory=list)
+
+    def window(self) -> tuple[int, int]:
+        """The bytes that all views together span. Starts where any item can be aligned."""
+        spans = [view.span() for view in self.views if 0 not in view.size]
+        if not spans:
+            return 0, 0
+        return min(start for start, _ in spans) // 64 * 64, max(stop for _, stop in spans)
+
+    def is_sparse(self) -> bool:
+        """A lone view, say a column of a matrix, that leaves out more than it shows."""
+        start, stop = self.window()
+        return len(self.views) == 1 and 2 * self.views[0].nbytes() < stop - start
+
+    def nbytes(self) -> int:
+        start, stop = self.window()
+        return self.views[0].nbytes() if self.is_sparse() else stop - start
+
+    def take(self) -> memoryview:
+        """The bytes to send; moves the views to where their items are in them.
+
+        On the CPU this is the storage's own memory, to be copied by whoever keeps it; of another device, a copy.
+        """
+        torch = sys.modules["torch"]
+        if self.is_sparse():
+            packed = self.sample.detach().clone(memory_format=torch.contiguous_format)
+            self.storage = packed.untyped_storage()
+            self.views[0].offset, self.views[0].stride = 0, tuple(packed.stride())
+        start, stop = self.window()
+        for view in self.views:
+            view.offset = 0 if 0 in view.size else view.offset - start // view.item_bytes
+        flat = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
+        return memoryview(flat[start:stop].cpu().numpy())  # on the CPU, both are that memory itself
+
+
+class _TensorsSent:
+    """The tensors of a pickle. What is sent of a storage is decided when all that look at it are known."""
+
+    def __init__(self) -> None:
+        self._storages: dict[tuple[str, int, int], _Storage] = {}
+        self._views: list[tuple[int, _View]] = []  # with the index of the storage
+
+    def __bool__(self) -> bool:
+        return bool(self._views)
+
+    def add(self, tensor: torch.Tensor, is_parameter: bool) -> int:
+        """Its place in the table."""
+        storage = tensor.untyped_storage()
+        view = _View(
+            str(tensor.dtype).removeprefix("torch."), tensor.element_size(), int(tensor.storage_offset()),
+            tuple(tensor.shape), tuple(tensor.stride()), tensor.requires_grad, is_parameter,
+        )  # fmt: skip
+        if view.span()[1] > storage.nbytes():
+            raise _Refused(
+                f"a tensor of shape {view.size} whose storage holds {storage.nbytes()} bytes has been freed (as FSDP "
+                f"frees unsharded parameters); gather it first"
+            )
+        # By address: two storages over one memory, as torch.from_numpy makes them, are one.
+        key = (str(storage.device), storage.data_ptr() or -len(self._views), storage.nbytes())
+        shared = self._storages.setdefault(key, _Storage(len(self._storages), storage, tensor))
+        shared.views.append(view)
+        self._views.append((shared.index, view))
+        return len(self._views) - 1
+
+    def nbytes(self) -> int:
+        return sum(storage.nbytes() for storage in self._storages.values())
+
+    def windows(self) -> list[memoryview]:
+        """The bytes of each storage, in the order of their indices."""
+        return [storage.take() for storage in self._storages.values()]
+
+    def table(self) -> list[tuple[Any, ...]]:
+        return [
+            (index, view.dtype, view.offset, view.size, view.stride, view.requires_grad, view.is_parameter)
+            for index, view in self._views
+        ]
+
+
+def _table(pickler: _Pickler, storages: Sequence[int | bytes]) -> bytes:
+    """The first of the stream's two pickles. A storage is the index of its buffer, or its bytes."""
+    if not pickler.tensors:
+        return pickle.dumps(None, 0)  # two bytes
+    return pickle.dumps((list(storages), pickler.tensors.table()), 5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Unpickling
+
+
+class _TensorsReceived:
+    """The table of tensors on the receiving side. Tensors are made when the pickle asks for them."""
+
+    def __init__(
+        self, table: tuple[list[int | bytes], list[tuple[Any, ...]]] | None, views: Sequence[memoryview]
+    ) -> None:
+        self._storages: list[Any] = []
+        self._table: list[tuple[Any, ...]] = []
+        if table is None:
+            return
+        try:
+            import torch
+        except ImportError as error:
+            raise TransferError(_cannot_import("torch", error)) from error
+        storages, self._table = table
+        for place in storages:
+            flat = torch.empty(0, dtype=torch.uint8)
+            if isinstance(place, int):  # stays where it is
+                flat = torch.frombuffer(views[place], dtype=torch.uint8)
+            elif place:  # torch's own memory: aligned, resizable
+                flat = torch.frombuffer(bytearray(place), dtype=torch.uint8).clone()
+            self._storages.append(flat.untyped_storage())
+
+    def __call__(self, index: int) -> torch.Tensor:
+        import torch
+
+        storage, dtype, offset, size, stride, requires_grad, is_parameter = self._table[index]
+        tensor = torch.empty(0, dtype=getattr(torch, dtype)).set_(self._storages[storage], offset, size, stride)
+        if is_parameter:
+            return torch.nn.Parameter(tensor, requires_grad)
+        return tensor.requires_grad_(requires_grad)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows the tensors of this stream, what the receiver resolves keys to, and whom to blame for an import."""
+
+    def __init__(
+        self, stream: io.BytesIO, views: Sequence[memoryview], tensors: _TensorsReceived, resolve: Resolve | None
+    ) -> None:
+        super().__init__(stream, buffers=views)
+        self._instead: dict[tuple[str, str], Any] = {
+            (__name__, "_tensor"): tensors,
+            (__name__, "_resolve"): resolve or _resolve,
+            ("torch._utils", "_rebuild_sparse_tensor"): _sparse_tensor,
+        }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self._instead:
+            return self._instead[module, name]
+        try:
+            return super().find_class(module, name)
+        except ImportError as error:
+            raise TransferError(_cannot_import(module, error)) from error
+        except AttributeError as error:
+            raise TransferError(
+                f"the value needs `{name}` from module `{module}`, which has none where the value arrived: the two "
+                f"sides have loaded different versions of it; reload it there, or restart the mesh"
+            ) from error
+
+
+def _cannot_import(module: str, error: ImportError) -> str:
+    missing = error.name or module
+    because = "" if missing == module else f" (it needs `{missing}`)"
+    return (
+        f"the value needs module `{module}`, which cannot be imported where the value arrived{because}: {error}; "
+        f"install it there, add its folder to sys.path before the mesh starts, or send its code along: "
+        f"cloudpickle.register_pickle_by_value({module.partition('.')[0]})"
+    )
+
+
+# What a pickle names to rebuild an object. The first two are replaced by `_Unpickler.find_class`.
+
+
+def _tensor(index: int) -> Any:
+    raise TransferError(f"tensor {index} of a value came without its table; read it with meshbook.wire.pickling.load")
+
+
+def _resolve(key: str) -> object:
+    raise TransferError(f"the value holds the handle `{key}`, and nothing here knows what it stands for; pull it first")
+
+
+def _sparse_tensor(layout: Any, data: Any) -> Any:
+    """torch's own, which keeps every tensor that it makes until torch.load has checked it: elsewhere, for ever."""
+    import torch._utils as torch_utils
+
+    utils: Any = torch_utils  # it has no types
+    tensor = utils._rebuild_sparse_tensor(layout, data)
+    utils._validate_loaded_sparse_tensors()
+    return tensor
+
+
+def _same(obj: object) -> object:
+    return obj
+
+
+def _set_attributes(obj: Any, attributes: dict[str, Any]) -> None:
+    obj.__dict__.update(attributes)
+
+
+def _untyped_storage(flat: torch.Tensor) -> UntypedStorage:
+    return flat.untyped_storage()
+
+
+def _typed_storage(flat: torch.Tensor, dtype: torch.dtype) -> Any:
+    import torch
+
+    storage: Any = torch.TypedStorage  # it has no types
+    return storage(wrap_storage=flat.untyped_storage(), dtype=dtype, _internal=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whose fault it is
+
+
+def _explain(obj: object, name: str | Sequence[str], persistent: Persistent | None, error: Exception) -> str:
+    """The sentence for an object that cannot be pickled."""
+    path = name if isinstance(name, str) else "value"
+    if isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError):
+        return f"`{path}` is nested too deeply to be pickled; send it in a flatter form, or raise sys.setrecursionlimit"
+    search = _Search(persistent, error)
+    if isinstance(name, str) or not isinstance(obj, tuple):
+        search.descend(path, obj)
+    else:
+        search.descend_into_first(zip(name, obj, strict=False))
+    culprit = f"`{search.path or path}` (a {_type_name(search.culprit)})"
+    if isinstance(search.error, _Refused):
+        return f"{culprit} cannot travel: {search.error}"
+    return f"{culprit} cannot be pickled: {_reason(search.error)}; {_advice(search)}"
+
+
+class _Search:
+    """From an object that cannot be pickled down to the part that is to blame, by trying the parts one by one.
+
+    Objects on the way down, and those found to be fine, count as pickled: a part is not blamed for pointing back to
+    its owner, and nothing is pickled again and again.
+    """
+
+    def __init__(self, persistent: Persistent | None, error: Exception) -> None:
+        self._persistent = persistent
+        self._deadline = time.monotonic() + BLAME_BUDGET_S
+        self._settled: dict[int, object] = {}  # by id; kept, so that the ids stay theirs
+        self.path = ""
+        self.culprit: object = None
+        self.owner: object = None
+        self.error = error
+
+    def descend(self, path: str, obj: object) -> None:
+        """Blame `obj`, or the part of it that is to blame."""
+        self.path, self.culprit = path, obj
+        for _ in range(BLAME_DEPTH):
+            self._settled[id(self.culprit)] = self.culprit
+            if not self._step(_parts(self.path, self.culprit)):
+                return
+
+    def descend_into_first(self, parts: Iterator[tuple[str, object]]) -> None:
+        if self._step(parts):
+            self.descend(self.path, self.culprit)
+
+    def _step(self, parts: Iterator[tuple[str, object]]) -> bool:
+        """Go to the first part that cannot be pickled. False: there is none, or no time to find it."""
+        owner = self.culprit
+        try:
+            for path, part in parts:
+                if time.monotonic() > self._deadline:
+                    return False
+                error = self._error_of(part)
+                if error is not None:
+                    self.path, self.culprit, self.owner, self.error = path, part, owner, error
+                    return True
+                self._settled[id(part)] = part
+        except Exception:  # user code that fails while it tells its parts (__reduce__, a key's __repr__): that is it
+            return False
+        return False
+
+    def _error_of(self, part: object) -> Exception | None:
+        probe = _Probe(self._persistent, self._settled, self._deadline)
+        try:
+            probe.dump(part)
+        except _OutOfTime:
+            return None
+        except Exception as error:
+            return error
+        return None
+
+
+class _OutOfTime(Exception):
+    """The search takes too long: no error, an answer."""
+
+
+class _Probe(_Pickler):
+    """Pickles into nothing, and takes settled objects for pickled."""
+
+    def __init__(self, persistent: Persistent | None, settled: dict[int, object], deadline: float) -> None:
+        super().__init__(self, lambda buffer: False, persistent)
+        self._settled = settled
+        self._deadline = deadline
+
+    def write(self, piece: bytes | memoryview) -> int:
+        if time.monotonic() > self._deadline:
+            raise _OutOfTime
+        return len(piece)
+
+    def persistent_id(self, obj: object) -> str | None:
+        return "settled" if id(obj) in self._settled else None
+
+
+def _parts(path: str, obj: object) -> Iterator[tuple[str, object]]:
+    """What an object's pickle is made of, each with what a person would call it."""
+    if type(obj) is dict:
+        yield from ((f"{path}[{_short(key)}]", part) for key, part in cast("dict[object, object]", obj).items())
+        yield from ((f"key {_short(key)} of {path}", key) for key in obj)
+    elif type(obj) in (list, tuple):
+        yield from ((f"{path}[{index}]", part) for index, part in enumerate(cast("list[object]", obj)))
+    elif type(obj) in (set, frozenset):
+        yield from ((f"{_short(part)} in {path}", part) for part in cast("set[object]", obj))
+    elif isinstance(obj, types.FunctionType):
+        yield from _parts_of_function(path, obj)
+    elif isinstance(obj, types.MethodType):
+        yield f"{path}.__self__", obj.__self__
+    elif isinstance(obj, functools.partial):
+        yield f"{path}.func", obj.func
+        yield from ((f"{path}.args[{index}]", part) for index, part in enumerate(obj.args))
+        yield from ((f"{path}.keywords[{key!r}]", part) for key, part in obj.keywords.items())
+    elif isinstance(obj, type):
+        own = {key: part for key, part in vars(obj).items() if key not in ("__dict__", "__weakref__")}
+        yield from ((f"{path}.{key}", part) for key, part in own.items())
+    elif isinstance(obj, (property, staticmethod, classmethod)):
+        accessors = (obj.fget, obj.fset, obj.fdel) if isinstance(obj, property) else (obj.__func__,)
+        yield from ((path, part) for part in accessors)
+    else:
+        yield from _parts_of_object(path, obj)
+
+
+def _parts_of_function(path: str, function: types.FunctionType) -> Iterator[tuple[str, object]]:
+    code = function.__code__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield f"{path} -> {name}", cell.cell_contents
+        except ValueError:  # not bound yet
+            continue
+    for name in _globals_of(code):
+        if name in function.__globals__:
+            yield f"{path} -> {name}", function.__globals__[name]
+    positional = code.co_varnames[: code.co_argcount]
+    defaults = dict(zip(reversed(positional), reversed(function.__defaults__ or ()), strict=False))
+    for name, default in (defaults | (function.__kwdefaults__ or {})).items():
+        yield f"{path}({name}=...)", default
+    yield from ((f"{path}.{name}", part) for name, part in vars(function).items())
+
+
+def _globals_of(code: types.CodeType) -> list[str]:
+    """Global names that the code, or a function inside it, uses: those that cloudpickle sends along."""
+    names = {str(step.argval): None for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names.update(dict.fromkeys(_globals_of(constant)))
+    return list(names)
+
+
+def _parts_of_object(path: str, obj: object) -> Iterator[tuple[str, object]]:
+    reduce = copyreg.dispatch_table.get(type(obj))
+    reduced: Any = reduce(obj) if reduce is not None else obj.__reduce_ex__(5)
+    if isinstance(reduced, str):
+        return
+    _, arguments, state, items, pairs = (*reduced, None, None, None)[:5]
+    for attributes in state if isinstance(state, tuple) else (state,):
+        if isinstance(attributes, dict):
+            yield from ((f"{path}.{name}", part) for name, part in attributes.items())
+    yield from ((f"{path}[{index}]", part) for index, part in enumerate(items or ()))
+    yield from ((f"{path}[{_short(key)}]", part) for key, part in pairs or ())
+    for index, argument in enumerate(arguments):
+        yield (argument.__qualname__ if isinstance(argument, type) else f"{path}.__reduce__()[1][{index}]"), argument
+    if not isinstance(state, dict):
+        yield f"{path}.__getstate__()", state
+
+
+def _advice(search: _Search) -> str:
+    kind = _type_name(search.culprit)
+    for start, advice in _ADVICE.items():
+        if kind.startswith(start):
+            return advice
+    owner = search.owner
+    if owner is not None and not isinstance(owner, (dict, list, tuple, set, frozenset, type, types.FunctionType)):
+        return f"leave it out, or define __getstate__ on {type(owner).__name__} to do so"
+    return "leave it out, or make it where it is needed"
+
+
+# By the start of a type's name, without importing what it comes from.
+_ADVICE = {
+    "generator": "send list(...) of it, or make it where it is needed",
+    "coroutine": "await it, and send what it gives",
+    "_io.": "send its path, and open it where it is needed",
+    "socket.": "connect where it is needed",
+    "torch._C._distributed_c10d.": "every rank has its own; use that one",
+    "torch.distributed.": "every rank has its own; use that one",
+}
+
+
+def _type_name(obj: object) -> str:
+    kind = type(obj)
+    plain = kind.__module__ in ("builtins", "__main__")
+    return kind.__qualname__ if plain else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _reason(error: Exception) -> str:
+    text = str(error).strip().rstrip(".")
+    return text if text else type(error).__name__
+
+
+def _short(key: object) -> str:
+    text = repr(key)
+    return text if len(text) <= 40 else f"{text[:37]}..."
