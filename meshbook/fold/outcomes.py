@@ -1,0 +1,78 @@
+"""How a call ended on many ranks, folded: equal outcomes once, equal failures once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from meshbook.errors import Failure
+from meshbook.fold.numbers import Member, fold, shape_of
+from meshbook.ids import Ranks
+from meshbook.wire.messages import Frame, Outcome, Part, RankError
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def fold_outcomes(pairs: Iterable[tuple[int, Outcome]]) -> tuple[Part, ...]:
+    """Each distinct outcome once, with the ranks that had it. Ordered by lowest rank.
+
+    Outcomes are equal when their encoded bytes are, so that a field that is added some day counts too.
+    """
+    return merge_parts([tuple(Part((rank,), outcome) for rank, outcome in pairs)])
+
+
+def merge_parts(several: Iterable[Sequence[Part]]) -> tuple[Part, ...]:
+    """The parts of several hosts as one fold. Ordered by lowest rank."""
+    ranks_of: dict[bytes, list[int]] = {}
+    outcomes: dict[bytes, Outcome] = {}
+    for parts in several:
+        for part in parts:
+            packed = _encode(part.outcome)
+            if packed in ranks_of:
+                ranks_of[packed].extend(part.ranks)
+            else:
+                ranks_of[packed] = list(part.ranks)
+                outcomes[packed] = part.outcome
+    folded = [Part(tuple(sorted(set(ranks))), outcomes[packed]) for packed, ranks in ranks_of.items()]
+    return tuple(sorted(folded, key=lambda part: part.ranks))
+
+
+def fold_errors(parts: Iterable[Part]) -> tuple[Failure, ...]:
+    """Each distinct failure once: the same exception at the same place, its message equal but for numbers.
+
+    Of "error" and "interrupted" outcomes; a lost rank is no failure of the code it ran. Where messages differ in
+    numbers, `evalue` and the last line of the traceback show the range. The rest of the traceback is the lowest rank's.
+
+    Returns:
+        The failure that most ranks had comes first; among equals, that of the lowest rank.
+    """
+    alike: dict[tuple[str, tuple[Frame, ...], str], list[tuple[Member, RankError]]] = {}
+    for part in sorted(parts, key=lambda one: one.ranks):
+        error = part.outcome.error
+        if error is None or part.outcome.status not in ("error", "interrupted"):
+            continue
+        shape = shape_of(error.evalue)
+        key = (error.ename, error.frames, shape.key)
+        alike.setdefault(key, []).append((Member(part.ranks, error.evalue, shape.numbers), error))
+    failures: list[Failure] = []
+    for group in alike.values():
+        first = group[0][1]
+        folded = fold([one for one, _ in group], None)
+        assert folded is not None  # None as the bound: no number of differences is too many
+        traceback = first.traceback
+        if traceback and folded.text != first.evalue:
+            traceback = (*traceback[:-1], _with_message(traceback[-1], first.evalue, folded.text))
+        failures.append(Failure(folded.ranks, first.ename, folded.text, traceback))
+    return tuple(sorted(failures, key=lambda failure: (-len(failure.ranks), failure.ranks)))
+
+
+def ranks_with(parts: Iterable[Part], *statuses: str) -> Ranks:
+    """Ranks whose outcome has one of these statuses."""
+    return tuple(sorted(rank for part in parts if part.outcome.status in statuses for rank in part.ranks))
+
+
+def _with_message(line: str, message: str, folded: str) -> str:
+    """A traceback's last line with the folded message in place of one rank's."""
+    before, found, after = line.rpartition(message)
+    return before + folded + after if found else line

@@ -1,0 +1,232 @@
+"""How folded things read: lines with their ranks, values, failures. Plain text with ANSI colours, and a little HTML.
+
+Whoever shows something of many ranks (kernel, terminal, marimo, a repr) takes the words from here, so that they read
+alike everywhere. Text that ranks wrote stays text: control sequences other than colours are made visible, and in HTML
+everything is escaped but what an object itself gave as its HTML.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from meshbook.errors import Failure
+from meshbook.fold.numbers import ANSI, fold_texts
+from meshbook.ids import Ranks, format_ranks, name_ranks
+from meshbook.wire.messages import FoldedItem, Line, Part, Preview, RankDisplay
+
+# Distinct values shown in text; more are counted. Above as many, values that differ in numbers only become a range.
+MAX_SHOWN = 8
+# Distinct values shown as HTML, which takes room: tables, figures.
+MAX_SHOWN_HTML = 4
+# Characters of an error's message in the header above its traceback, which has all of it.
+MAX_HEADER_CHARS = 300
+
+# Bright black: JupyterLab and notebooks draw it, and do not know "dim".
+_DIM, _BOLD, _OFF = "\x1b[90m", "\x1b[1m", "\x1b[0m"
+_HOW_TO_SEE = "values[rank] shows one"
+_COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
+# What could move a terminal's cursor, change its title or hide text: C0 and C1 controls but tab and line end, and the
+# marks that turn the direction of writing around.
+_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_LABEL = '<div class="meshbook-ranks" style="opacity:.6;font-size:smaller">'
+
+
+def show_line(line: Line, world_ranks: Ranks, *, colour: bool = True) -> str:
+    """A line, without its end, and a dim `[0-2] ` before it unless all ranks of the call said it."""
+    text = clean(line.text, colour=colour)
+    if line.ranks != tuple(world_ranks):
+        prefix = f"[{format_ranks(line.ranks)}] "
+        shown = _dim(prefix, colour)
+        # A colour that the rank left on is not to run into what other ranks say.
+        off = _OFF if colour and "\x1b" in text else ""
+        text = shown + text.replace("\n", f"\n{' ' * len(prefix)}") + off
+    return text
+
+
+def show_values(parts: Iterable[Part], world_ranks: Ranks, *, limit: int = MAX_SHOWN, colour: bool = True) -> str:
+    """The values of a call, folded; "" if there are none.
+
+    Equal on all ranks: the bare text, as on one rank. Else each distinct value with the ranks that hold it, ordered by
+    lowest rank, at most `limit` of them. Where there are more, those that differ in numbers only become their range.
+    Ranks without a value (a cell that ends in a statement or in None) are not named.
+    """
+    values = _distinct(parts)
+    if not values:
+        return ""
+    entries = [(value.ranks, _text_of(value, colour)) for value in values]
+    if len(entries) > limit:
+        entries = fold_texts(entries)
+    if len(entries) == 1 and entries[0][0] == tuple(world_ranks):
+        return entries[0][1]
+    return _labelled(entries, limit, colour)
+
+
+def show_errors(
+    failures: Sequence[Failure],
+    succeeded: Sequence[int] = (),
+    lost: Sequence[int] | None = None,
+    *,
+    colour: bool = True,
+) -> list[str]:
+    """Lines of a traceback in which many ranks speak with one voice.
+
+    For each failure the header `ranks 0-1,3: ZeroDivisionError: division by zero` and its one traceback; then who ran
+    to the end, and who was lost.
+    """
+    lines: list[str] = []
+    for failure in failures:
+        if lines:
+            lines.append("")
+        message = failure.evalue.split("\n", 1)[0]
+        if len(message) > MAX_HEADER_CHARS:
+            message = message[:MAX_HEADER_CHARS] + "…"
+        whose = name_ranks(failure.ranks)
+        title = f"{failure.ename}: {message}" if message else failure.ename
+        lines.append(f"{_BOLD}{whose}:{_OFF} {clean(title)}" if colour else f"{whose}: {clean(title, colour=False)}")
+        lines.extend(clean(entry, colour=colour) for entry in failure.traceback)
+    if succeeded:
+        its = "its" if len(set(succeeded)) == 1 else "their"
+        lines.append(f"{name_ranks(succeeded)} ran to {its} end")
+    if lost:
+        was = "was" if len(set(lost)) == 1 else "were"
+        lines.append(f"{name_ranks(lost)} {was} lost")
+    return lines
+
+
+def html_values(parts: Iterable[Part], world_ranks: Ranks, *, limit: int = MAX_SHOWN_HTML) -> str | None:
+    """The values of a call as HTML; None if no rank's value has an HTML form.
+
+    Each distinct value is labelled with its ranks, unless all ranks hold the same; at most `limit`, the others are
+    named. An object's own HTML is taken as it is, like in any notebook; all else is escaped.
+    """
+    values = _distinct(parts)
+    if not any(value.preview.html is not None for value in values):
+        return None
+    everywhere = len(values) == 1 and values[0].ranks == tuple(world_ranks)
+    blocks: list[str] = []
+    for value in values[:limit]:
+        shown = value.preview.html
+        if shown is None:
+            shown = f"<pre>{html.escape(_text_of(value, colour=False))}</pre>"
+        label = "" if everywhere else f"{_LABEL}{html.escape(name_ranks(value.ranks))}</div>"
+        blocks.append(f'<div class="meshbook-value">{label}{shown}</div>')
+    if len(values) > limit:
+        rest = values[limit:]
+        holders = name_ranks(rank for value in rest for rank in value.ranks)
+        blocks.append(f"{_LABEL}{html.escape(f'{_more(len(rest))} on {holders}; {_HOW_TO_SEE}')}</div>")
+    return "\n".join(blocks)
+
+
+class LiveBoard:
+    """What a reader keeps of lines that are still being written: progress bars' latest states.
+
+    Feed it all items of a call in order; draw `text` where the output ends, again whenever `take` says that it changed.
+    """
+
+    def __init__(self) -> None:
+        self._lines: list[Line] = []
+
+    def take(self, item: FoldedItem) -> bool:
+        """Whether the item changed what is to be drawn. A live line itself is not ordinary output."""
+        if isinstance(item, RankDisplay):
+            return False
+        spoke = set(item.ranks)
+        left: list[Line] = []
+        for line in self._lines:
+            ranks = line.ranks if line.stream != item.stream else tuple(r for r in line.ranks if r not in spoke)
+            if ranks:
+                left.append(line if ranks == line.ranks else Line(ranks, line.stream, line.text, live=True))
+        if item.live and item.text:
+            left.append(item)
+        before, self._lines = self._lines, sorted(left, key=lambda line: (line.ranks, line.stream))
+        return before != self._lines
+
+    def text(self, world_ranks: Ranks, *, colour: bool = True) -> str:
+        """The live lines, each with its ranks, joined by line ends; "" when there are none."""
+        return "\n".join(show_line(line, world_ranks, colour=colour) for line in self._lines)
+
+
+def clean(text: str, *, colour: bool = True) -> str:
+    """Text of a rank, safe to be shown: colours stay unless told otherwise, other control characters become visible."""
+    if text.isascii() and text.isprintable():
+        return text
+    if "\x1b" in text:
+        pieces = _COLOUR.split(text)
+        colours = _COLOUR.findall(text) if colour else [""] * (len(pieces) - 1)
+        cleaned = [_visible(ANSI.sub("", piece)) for piece in pieces]
+        return "".join(piece + colour for piece, colour in zip(cleaned, [*colours, ""], strict=True))
+    return _visible(text)
+
+
+def plain(text: str) -> str:
+    """Text without colours and other control sequences."""
+    return clean(text, colour=False)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class _Held(NamedTuple):
+    """A distinct value and who holds it."""
+
+    ranks: Ranks
+    preview: Preview
+    alike: bool  # False: values that differ where their texts do not
+
+
+def _distinct(parts: Iterable[Part]) -> list[_Held]:
+    """Distinct values by what a reader can tell apart. Ordered by lowest rank."""
+    by_look: dict[tuple[str, str, str | None], dict[str | None, list[tuple[Ranks, Preview]]]] = {}
+    for part in parts:
+        if part.outcome.status != "ok" or part.outcome.value is None:
+            continue
+        preview = part.outcome.value.preview
+        look = (preview.type, preview.text, preview.html)
+        by_look.setdefault(look, {}).setdefault(preview.digest, []).append((part.ranks, preview))
+    held: list[_Held] = []
+    for by_digest in by_look.values():
+        several = [one for group in by_digest.values() for one in group]
+        ranks = tuple(sorted(rank for rank_set, _ in several for rank in rank_set))
+        held.append(_Held(ranks, several[0][1], len(by_digest) == 1))
+    return sorted(held, key=lambda one: one.ranks)
+
+
+def _text_of(value: _Held, colour: bool) -> str:
+    text = clean(value.preview.text, colour=colour)
+    return text if value.alike else f"{text}  {_dim('(the ranks differ in what is not shown)', colour)}"
+
+
+def _labelled(entries: Sequence[tuple[Ranks, str]], limit: int, colour: bool) -> str:
+    """One block for each entry, its ranks before it, texts in one column."""
+    shown = entries[:limit]
+    labels = [f"[{format_ranks(ranks)}] " for ranks, _ in shown]
+    width = max(map(len, labels))
+    blocks = [
+        _dim(label, colour) + " " * (width - len(label)) + text.replace("\n", "\n" + " " * width)
+        for label, (_, text) in zip(labels, shown, strict=True)
+    ]
+    if len(entries) > limit:
+        blocks.append(f"… {_more(len(entries) - limit)}; {_HOW_TO_SEE}")
+    return "\n".join(blocks)
+
+
+def _more(count: int) -> str:
+    return f"{count:,} more distinct value{'' if count == 1 else 's'}"
+
+
+def _dim(text: str, colour: bool) -> str:
+    return f"{_DIM}{text}{_OFF}" if colour else text
+
+
+def _visible(text: str) -> str:
+    """Control characters as pictures of themselves: the escape character as a picture of `ESC`, and so on."""
+    return _UNSEEN.sub(lambda found: _picture(ord(found[0])), text)
+
+
+def _picture(code: int) -> str:
+    if code < 0x20:
+        return chr(0x2400 + code)
+    return "\u2421" if code == 0x7F else "\N{REPLACEMENT CHARACTER}"

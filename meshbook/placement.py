@@ -1,0 +1,124 @@
+"""How a tensor lies on a mesh: `Shard(dim)`, `Replicate()`, `Partial(op)`, one word per axis of the mesh.
+
+The words and their arithmetic only, in PyTorch's spelling and with its rule of division, so that a tensor cut here and
+a DTensor cut by torch have the same pieces. `axis` is the mesh's, `dim` the tensor's. No torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshbook.errors import PlacementError
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Cut along tensor dim `dim`, one piece for each place of the axis. Negative dims count from the end."""
+
+    dim: int
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Whole and equal at each place of the axis."""
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Of full size at each place of the axis; the tensor is what `op` makes of them all: "sum", "avg", "max", "min"."""
+
+    op: str = "sum"
+
+    def __repr__(self) -> str:
+        return f"Partial({self.op})"
+
+
+Placement = Shard | Replicate | Partial
+Span = tuple[int, int]  # start and stop along one dim; equal where a piece is empty
+
+_OPS = ("sum", "avg", "product", "max", "min", "band", "bor", "bxor")
+_WORD = re.compile(
+    r"(?:Shard|S)\((?:dim=)?(?P<dim>-?\d+)\)|(?P<whole>Replicate\(\)|R\b)|(?:Partial|P)(?:\((?P<op>\w*)\)|\b)"
+)
+
+
+def shard_spans(length: int, num_shards: int) -> tuple[Span, ...]:
+    """Where each piece of a dim of `length` starts and stops.
+
+    As torch.chunk and DTensor cut: ceil(length / num_shards) for each piece; the last ones may be shorter, or empty.
+    """
+    step = -(-length // num_shards)
+    return tuple((min(place * step, length), min((place + 1) * step, length)) for place in range(num_shards))
+
+
+def local_spans(
+    shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int], point: Sequence[int]
+) -> tuple[Span, ...]:
+    """The box of a tensor of global `shape` that the rank at `point` holds: one span for each tensor dim.
+
+    Placements apply in the order of the mesh's axes, outermost first, so two axes may cut the same dim.
+
+    Args:
+        placements: one per mesh axis.
+        mesh_shape: size of each mesh axis.
+        point: the rank's place along each mesh axis.
+
+    Raises:
+        PlacementError: the placements do not fit the tensor or the mesh.
+    """
+    if not len(placements) == len(mesh_shape) == len(point):
+        raise PlacementError(
+            f"{len(placements)} placements for a mesh of {len(mesh_shape)} axes {tuple(mesh_shape)}; give one per axis"
+        )
+    spans = [(0, length) for length in shape]
+    for placement, num_shards, place in zip(placements, mesh_shape, point, strict=True):
+        if isinstance(placement, Shard):
+            dim = check_dim(placement.dim, shape)
+            start, stop = spans[dim]
+            low, high = shard_spans(stop - start, num_shards)[place]
+            spans[dim] = (start + low, start + high)
+    return tuple(spans)
+
+
+def check_dim(dim: int, shape: Sequence[int]) -> int:
+    """A tensor dim counted from the start.
+
+    Raises:
+        PlacementError: a tensor of this shape has no such dim.
+    """
+    if not -len(shape) <= dim < len(shape):
+        span = f"dims 0-{len(shape) - 1}" if len(shape) > 1 else "dim 0" if shape else "no dims"
+        raise PlacementError(f"Shard(dim={dim}) needs dim {dim}, but a tensor of shape {tuple(shape)} has {span}")
+    return dim % len(shape)
+
+
+def parse_placements(text: str) -> tuple[Placement, ...]:
+    """`(Shard(dim=0), Replicate())` as a DTensor writes its placements, long or short (`S(0)`, `R`, `P(sum)`).
+
+    Raises:
+        PlacementError: a placement that is none of these three, such as a strided shard.
+    """
+    inside = text.strip()
+    if inside.startswith("("):
+        inside = inside[1:].removesuffix(")")
+    placements: list[Placement] = []
+    at = 0
+    while at < len(inside):
+        word = _WORD.match(inside, at)
+        if word is None:
+            raise PlacementError(f"{text} has a placement other than Shard, Replicate and Partial: {inside[at:]}")
+        if word["dim"] is not None:
+            placements.append(Shard(int(word["dim"])))
+        elif word["whole"]:
+            placements.append(Replicate())
+        else:
+            op = word["op"] or "sum"
+            if op not in _OPS:
+                raise PlacementError(f"Partial({op}) is not a reduction; use one of {', '.join(_OPS)}")
+            placements.append(Partial(op))
+        at = word.end()
+        while at < len(inside) and inside[at] in ", ":
+            at += 1
+    return tuple(placements)
