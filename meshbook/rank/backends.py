@@ -1,0 +1,156 @@
+"""Real gloo and NCCL backends: how to make one, and how to end what is stuck in it.
+
+Neither library lets a thread give up a wait from outside. A gloo wait ends when its connections are shut down, so a
+backend is made with the addresses of its connections noted. An NCCL kernel ends when its communicator is aborted; what
+it was computing is then garbage, and nothing raises.
+
+Knows nothing of process groups, epochs or users.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+from torch.distributed.distributed_c10d import ProcessGroupGloo, is_nccl_available
+
+# What a connection's end is called, "127.0.0.1:43211". Only compared.
+Address = str
+
+
+@dataclass(frozen=True)
+class Link:
+    """One real backend and what it takes to end what is stuck in it."""
+
+    kind: str  # "gloo" or "nccl"
+    backend: Any
+    addresses: frozenset[Address] = field(default_factory=frozenset)  # of gloo's listeners, this rank's and its peers'
+
+
+def connect_gloo(
+    store: Store, rank: int, size: int, *, hostname: str | None, connect_timeout_s: float, timeout: timedelta
+) -> Link:
+    """A gloo backend, connected to all its peers. Blocks until they have all come.
+
+    Args:
+        store: this group's own corner of the store, the same on all its members.
+        rank, size: in the group.
+        hostname: the interface to listen on; None leaves the choice to torch, as `init_process_group` does.
+        connect_timeout_s: seconds to wait for the peers.
+        timeout: of every collective afterwards, unless the call brings its own.
+
+    Raises:
+        RuntimeError: the peers did not come in time, or the connection to the store was cut.
+    """
+    gloo: Any = ProcessGroupGloo
+    before = set(_listening())
+    device = gloo.create_device(hostname=hostname) if hostname else gloo.create_default_device()
+    ours = [address for address in _listening() if address not in before]
+    options = gloo._Options()
+    options._devices = [device]
+    options._timeout = timedelta(seconds=connect_timeout_s)
+    backend = gloo(store, rank, size, options)
+    backend._set_sequence_number_for_group()
+    backend._set_default_timeout(timeout)
+    # One end of every connection is a listener of one of the members, so the listeners name the connections exactly,
+    # lazily made ones included, and no connection of the user's own is ever taken for one of gloo's.
+    store.set(f"listeners/{rank}", " ".join(ours))
+    known = store.multi_get([f"listeners/{peer}" for peer in range(size)])
+    return Link("gloo", backend, frozenset(address for text in known for address in text.decode().split()))
+
+
+def connect_nccl(store: Store, rank: int, size: int, *, timeout: timedelta, options: Any = None) -> Link:
+    """An NCCL backend. Its communicators are made by the first collective, on the device current then.
+
+    Args:
+        options: the `ProcessGroupNCCL.Options` that the user gave to `new_group`; None for torch's own.
+    """
+    if not is_nccl_available():
+        raise RuntimeError("this build of torch has no NCCL; install a CUDA build, or use CPU ranks (gloo)")
+    from torch.distributed.distributed_c10d import ProcessGroupNCCL
+
+    nccl: Any = ProcessGroupNCCL
+    # torch's watchdog would end the whole process when a collective fails or takes too long, and the monitor when the
+    # watchdog itself is late. Here a supervisor decides, and the user's tensors must live.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+    if options is None:
+        options = nccl.Options()
+    options._timeout = timeout
+    backend = nccl(store, rank, size, options)
+    backend._set_sequence_number_for_group()
+    return Link("nccl", backend)
+
+
+def abort(links: Collection[Link]) -> None:
+    """End whatever runs in these NCCL backends, and make every later use of them fail. May block; any thread."""
+    nccl = [link.backend for link in links]
+    # One by one, two ranks that abort in different order can wait for each other (pytorch#119797).
+    nccl[0]._group_start()
+    try:
+        for backend in nccl:
+            backend.abort()
+    finally:
+        nccl[0]._group_end()
+
+
+def cut_connections(addresses: Collection[Address]) -> int:
+    """Shut down every TCP connection of this process that has one of these addresses at either end.
+
+    gloo operations that wait for them fail. Any thread; does not wait. Returns how many there were.
+
+    Listeners are left alone: gloo ends the process when one fails under it.
+    """
+    if not addresses:
+        return 0
+    count = 0
+    for connection in _tcp_sockets():
+        with contextlib.suppress(OSError):  # not connected, or not any more
+            if _listens(connection):
+                continue
+            ends = {_address(connection.getsockname()), _address(connection.getpeername())}
+            if not ends.isdisjoint(addresses):
+                connection.shutdown(socket.SHUT_RDWR)
+                count += 1
+    return count
+
+
+def address_of(host: str, port: int) -> Address:
+    """How the far end of a connection to `host` is called."""
+    return _address((socket.gethostbyname(host), port))
+
+
+def _listening() -> Iterator[Address]:
+    for listener in _tcp_sockets():
+        with contextlib.suppress(OSError):
+            if _listens(listener):
+                yield _address(listener.getsockname())
+
+
+def _tcp_sockets() -> Iterable[socket.socket]:
+    """A duplicate of every TCP socket that this process has open, each closed before the next is made."""
+    for name in os.listdir("/dev/fd"):
+        with contextlib.ExitStack() as closing, contextlib.suppress(OSError):  # suppressed: closed since the listing
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            # What was duplicated is asked, not what was listed: the number may belong to another socket by now.
+            duplicate = socket.socket(fileno=os.dup(int(name)))
+            closing.enter_context(duplicate)
+            if duplicate.family in (socket.AF_INET, socket.AF_INET6) and duplicate.type == socket.SOCK_STREAM:
+                yield duplicate
+
+
+def _listens(candidate: socket.socket) -> bool:
+    return bool(candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _address(name: tuple[Any, ...]) -> Address:
+    # An IPv4 peer of a socket that speaks both is shown as ::ffff:127.0.0.1.
+    return f"{str(name[0]).removeprefix('::ffff:')}:{name[1]}"

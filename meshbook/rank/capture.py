@@ -1,0 +1,620 @@
+"""Everything a rank says while it runs, in one ordered and bounded buffer.
+
+Three ways in: Python's `sys.stdout` and `sys.stderr`, the file descriptors 1 and 2 (C, C++, subprocesses, `os.write`),
+and displays. One way out: `take()`. The two descriptors are pipes whose other ends are read here: by whoever writes in
+Python, before its own text is added, so that the order holds; by the service thread (`pump`), while the main thread
+computes; and once more when a call ends (`drain`).
+
+A rank that prints without end is slowed down first and cut in the middle afterwards; the buffer never grows past its
+limit. Knows nothing of calls, sockets, or who takes.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import ctypes
+import fcntl
+import io
+import os
+import select
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, Final, Literal, NoReturn
+
+from meshbook.wire.messages import Display, Notice, OutputItem, Text
+
+StreamName = Literal["stdout", "stderr"]
+
+# Room in each pipe, so that C code that prints while it holds the GIL (nobody can read then) does not stop at once.
+# 1 MiB is what Linux lets an ordinary process ask for (/proc/sys/fs/pipe-max-size).
+PIPE_BYTES: Final = 1 << 20
+# Read from a pipe in pieces of this size; equal to the default capacity of a pipe.
+READ_BYTES: Final = 1 << 16
+# Text is sealed into items of about this many characters: the grain at which a flood is cut.
+SEAL_CHARS: Final = 1 << 14
+# What an item weighs beside its text, so that a flood of one-character items is bounded as well.
+ITEM_WEIGHT: Final = 96
+# The most that one visit to the pipes reads, so that a child that never stops writing cannot hold the reader.
+VISIT_BYTES: Final = 4 << 20
+# Seconds between two pieces that `pump` reads while the buffer is full: 13 MB/s, which the writers feel as a slow pipe
+# and the processor does not feel.
+FLOOD_PAUSE_S: Final = 0.005
+WAIT_SLICE_S: Final = 0.1
+
+_F_SETPIPE_SZ: Final = getattr(fcntl, "F_SETPIPE_SZ", 1031)
+_IOLBF: Final = 1  # <stdio.h>: line buffered
+
+
+class Output:
+    """What was said and not yet taken, in order.
+
+    Any thread may write; one thread pumps and takes, and is never made to wait for room.
+
+    Attributes:
+        text_total: characters of text ever written, those that were cut included.
+    """
+
+    def __init__(
+        self,
+        fds: tuple[int, int] | None = None,
+        *,
+        descriptors: bool = True,
+        limit: int = 1 << 20,
+        patience_s: float = 1.0,
+    ) -> None:
+        """
+        Args:
+            fds: read ends of pipes whose write ends are descriptors 1 and 2 already; they become non-blocking for every
+                process that shares them. None: `install` makes the pipes.
+            descriptors: False leaves descriptors 1 and 2 alone and captures Python's streams only.
+            limit: characters that may wait here, displays counted by the length of their data.
+            patience_s: how long a writer waits for room before the middle of what waits is cut.
+        """
+        self.text_total = 0
+        self._fds = fds
+        self._descriptors = descriptors
+        self._limit = limit
+        self._patience_s = patience_s
+        # Reentrant: a finalizer that prints may run while the same thread is in here.
+        self._lock = threading.RLock()
+        self._taken = threading.Condition(self._lock)
+        # In order: head, tail, run. The head is what is kept of a flood's beginning, the tail of its end; the run is
+        # the text of one stream that is still being added to.
+        self._head: list[OutputItem] = []
+        self._tail: deque[tuple[OutputItem, int]] = deque()
+        self._run: list[str] = []
+        self._run_stream: StreamName = "stdout"
+        self._head_size = self._tail_size = self._run_size = 0
+        self._cut = _Cut()
+        self._cutting = False  # nobody takes: cut at once, until somebody does
+        # Rung when the buffer stops being empty. A counter in the kernel, so that any poller can wait for it.
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._rung = False
+        self._pumper: int | None = None  # the thread that pumps
+        self._muted: set[int] = set()  # threads
+        self._pipes: list[_Pipe] = []
+        self._poll: Callable[[int], list[tuple[int, int]]] | None = None
+        self._saved: _Saved | None = None
+        self._foreign = False  # this is a forked child: the buffer belongs to the parent
+        _outputs.add(self)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Taking over the process's output
+
+    def install(self) -> None:
+        """Put this buffer behind `sys.stdout`, `sys.stderr` and descriptors 1 and 2."""
+        saved = _Saved(sys.stdout, sys.stderr)
+        _flush(sys.stdout, sys.stderr)
+        if self._descriptors:
+            if self._fds is None:
+                saved.fds = (os.dup(1), os.dup(2))
+                out, err = _redirect(1), _redirect(2)
+            else:
+                out, err = self._fds
+            self._pipes = [_Pipe(out, 1, "stdout"), _Pipe(err, 2, "stderr")]
+            poll = select.poll()
+            for pipe in self._pipes:
+                os.set_blocking(pipe.fd, False)
+                with contextlib.suppress(OSError):  # more than this user may have: the default size serves
+                    fcntl.fcntl(pipe.fd, _F_SETPIPE_SZ, PIPE_BYTES)
+                poll.register(pipe.fd, select.POLLIN)
+            self._poll = poll.poll
+            _line_buffer_libc()
+        self._saved = saved
+        sys.stdout = Stream(self, "stdout", 1)
+        sys.stderr = Stream(self, "stderr", 2)
+
+    def uninstall(self) -> None:
+        """Give the streams and descriptors back as they were. What is in the buffer stays."""
+        saved, self._saved = self._saved, None
+        if saved is None:
+            return
+        self._drain(saved)
+        sys.stdout, sys.stderr = saved.stdout, saved.stderr
+        self._poll = None
+        pipes, self._pipes = self._pipes, []
+        if saved.fds is not None:
+            for number, fd in zip((1, 2), saved.fds, strict=True):
+                os.dup2(fd, number)
+                os.close(fd)
+        for pipe in pipes:
+            os.close(pipe.fd)
+            os.close(pipe.keep)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self._bell)
+
+    def service_fds(self) -> tuple[int, ...]:
+        """Descriptors to poll for reading: whenever one is readable, call `pump`, and `take` soon after."""
+        return (self._bell, *(pipe.fd for pipe in self._pipes))
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # In
+
+    def write(self, stream: StreamName, text: str) -> None:
+        """Add text. Waits, for a bounded time, while the buffer is full."""
+        if self._foreign:
+            _write_all(1 if stream == "stdout" else 2, text.encode("utf-8", "backslashreplace"))
+            return
+        if self._muted and threading.get_ident() in self._muted:
+            return
+        if len(text) > READ_BYTES:
+            for start in range(0, len(text), READ_BYTES):
+                self._write(stream, text[start : start + READ_BYTES])
+        else:
+            self._write(stream, text)
+
+    def _write(self, stream: StreamName, text: str) -> None:
+        with self._lock:
+            # What C code wrote before this text belongs before it. One system call when there is nothing.
+            if self._poll is not None and self._poll(0):
+                self._read_pipes()
+            self._append(stream, text)
+            if self._head_size + self._tail_size + self._run_size > self._limit:
+                self._make_room()
+
+    def put(self, item: OutputItem, size: int | None = None) -> None:
+        """Add a display, a clear or a notice; text goes through `write`.
+
+        Args:
+            size: what it counts for, in characters; None: measured here.
+        """
+        if self._foreign:
+            if isinstance(item, Display) and "text/plain" in item.data:
+                _write_all(1, f"{item.data['text/plain']}\n".encode("utf-8", "backslashreplace"))
+            return
+        if self._muted and threading.get_ident() in self._muted:
+            return
+        with self._lock:
+            if self._poll is not None and self._poll(0):
+                self._read_pipes()
+            self._seal()
+            self._keep(item, (_weight(item) if size is None else size) + ITEM_WEIGHT)
+            if not self._rung:
+                self._ring()
+            if self._size() > self._limit:
+                self._make_room()
+
+    def pump(self) -> bool:
+        """Read what C code and subprocesses have written by now, and silence the bell. For one thread.
+
+        While the buffer is full a flood is read slowly, and cut; that takes FLOOD_PAUSE_S at most.
+
+        Returns:
+            Whether there was anything.
+        """
+        if self._foreign:
+            return False
+        self._pumper = threading.get_ident()
+        with self._lock:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._bell)
+            full = self._size() > self._limit
+            found = self._read_pipes(READ_BYTES if full else VISIT_BYTES)
+        if full and found:
+            time.sleep(FLOOD_PAUSE_S)
+        return found
+
+    def drain(self) -> None:
+        """At the end of a call: bring in everything written so far, also what C's stdio still holds back."""
+        if self._saved is not None and not self._foreign:
+            self._drain(self._saved)
+
+    def _drain(self, saved: _Saved) -> None:
+        _flush(saved.stdout, saved.stderr, sys.__stdout__, sys.__stderr__)
+        if not self._pipes:
+            return
+        with self._lock:
+            self._read_pipes()  # first, so that the flush below finds room in the pipe
+        _flush_libc()
+        with self._lock:
+            self._read_pipes()
+            for pipe in self._pipes:
+                rest = pipe.decode(b"", final=True)
+                if rest:
+                    self._append(pipe.stream, rest)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Out
+
+    def take(self) -> tuple[OutputItem, ...]:
+        """Remove and return everything, in order; neighbouring texts of one stream come as one."""
+        with self._lock:
+            self._seal()
+            head, tail, cut = self._head, [item for item, _ in self._tail], self._cut
+            self._head, self._tail, self._cut = [], deque(), _Cut()
+            self._head_size = self._tail_size = 0
+            self._rung = self._cutting = False
+            self._taken.notify_all()
+        if cut:
+            cut.trim(head, tail)
+            head.append(cut.notice())
+        return _merge([*head, *tail])
+
+    def pending(self) -> bool:
+        """Whether there is anything to take."""
+        return self._size() > 0 or bool(self._cut)
+
+    @contextlib.contextmanager
+    def muted(self) -> Iterator[None]:
+        """What the calling thread prints and displays in here is dropped. Nests; other threads are not concerned."""
+        ident = threading.get_ident()
+        outermost = ident not in self._muted
+        self._muted.add(ident)
+        try:
+            yield
+        finally:
+            if outermost:
+                self._muted.discard(ident)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Inside the lock
+
+    def _size(self) -> int:
+        return self._head_size + self._tail_size + self._run_size
+
+    def _append(self, stream: StreamName, text: str) -> None:
+        if stream != self._run_stream:
+            self._seal()
+            self._run_stream = stream
+        self._run.append(text)
+        self.text_total += len(text)
+        self._run_size += len(text)
+        if self._run_size >= SEAL_CHARS:
+            self._seal()
+        if not self._rung:
+            self._ring()
+
+    def _ring(self) -> None:
+        self._rung = True
+        with contextlib.suppress(OSError):  # the counter is at its limit, so whoever listens is awake; or all is over
+            os.eventfd_write(self._bell, 1)
+
+    def _seal(self) -> None:
+        if not self._run:
+            return
+        text = "".join(self._run)
+        self._run.clear()
+        self._run_size = 0
+        if not text:
+            return
+        if not text.isascii():
+            # Lone surrogates (an undecodable file name, say) cannot travel.
+            text = text.encode("utf-8", "backslashreplace").decode()
+        self._keep(Text(self._run_stream, text), len(text) + ITEM_WEIGHT)
+
+    def _keep(self, item: OutputItem, size: int) -> None:
+        if not self._tail and not self._cut and self._head_size < self._limit // 2:
+            self._head.append(item)
+            self._head_size += size
+        else:
+            self._tail.append((item, size))
+            self._tail_size += size
+
+    def _make_room(self) -> None:
+        """The buffer is over its limit: wait until somebody takes; if nobody does, or this thread would, cut."""
+        if threading.get_ident() != self._pumper:
+            deadline = time.monotonic() + self._patience_s
+            while self._size() > self._limit and not self._cutting:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    self._cutting = True
+                else:
+                    # In slices: a signal that comes just before the wait begins does not end it.
+                    self._taken.wait(min(left, WAIT_SLICE_S))
+        if self._size() > self._limit:
+            self._cut_middle()
+
+    def _cut_middle(self) -> None:
+        self._seal()
+        while self._tail_size > self._limit // 2 and len(self._tail) > 1:
+            item, size = self._tail.popleft()
+            self._tail_size -= size
+            self._cut.add(item)
+
+    def _read_pipes(self, budget: int = VISIT_BYTES) -> bool:
+        found = False
+        for pipe in self._pipes:
+            while budget > 0:
+                try:
+                    data = os.read(pipe.fd, READ_BYTES)
+                except BlockingIOError:
+                    break
+                if not data:  # impossible while `_Pipe.keep` is open
+                    break
+                budget -= len(data)
+                found = True
+                self._append(pipe.stream, pipe.decode(data))
+                if self._size() > self._limit:
+                    self._make_room()
+        return found
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: the parent's lock may be held by a thread that is not here, and nobody takes."""
+        self._foreign = True
+        self._lock = threading.RLock()
+        self._taken = threading.Condition(self._lock)
+        self._poll = None
+        self._pipes = []
+
+
+class Stream(io.TextIOBase):
+    """`sys.stdout` or `sys.stderr` of a rank: text goes to the buffer, `fileno` is the real descriptor."""
+
+    encoding = "utf-8"
+    errors = "backslashreplace"
+    newlines = None
+    mode = "w"
+    line_buffering = True
+    write_through = True
+
+    def __init__(self, output: Output, stream: StreamName, fd: int) -> None:
+        self.name = f"<{stream}>"
+        self.buffer = _Bytes(output, stream, fd)
+        self._output = output
+        self._stream: StreamName = stream
+        self._fd = fd
+
+    def write(self, text: str, /) -> int:
+        if not isinstance(text, str):
+            raise TypeError(f"write() argument must be str, not {type(text).__name__}")
+        if text:
+            self._output.write(self._stream, text)
+        return len(text)
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return False
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def flush(self) -> None:
+        """Nothing waits in here: every write is in the buffer already, in order."""
+
+    def close(self) -> None:
+        """Stays open: a cell that closes its stdout must not silence the cells after it."""
+
+    def reconfigure(self, **_options: Any) -> None:
+        """Accepted and ignored: encoding and buffering are the rank's."""
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a rank's output stream cannot be pickled: it writes to this process's notebook output")
+
+
+class _Bytes(io.BufferedIOBase):
+    """The `buffer` of a Stream: bytes are decoded as UTF-8, also when a character comes in two pieces."""
+
+    mode = "wb"
+
+    def __init__(self, output: Output, stream: StreamName, fd: int) -> None:
+        self.name = f"<{stream}>"
+        self._output = output
+        self._stream: StreamName = stream
+        self._fd = fd
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def write(self, data: Any, /) -> int:
+        view = memoryview(data).cast("B")
+        text = self._decoder.decode(bytes(view))
+        if text:
+            self._output.write(self._stream, text)
+        return len(view)
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return False
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def flush(self) -> None:
+        """Nothing waits in here but half a character."""
+
+    def close(self) -> None:
+        """Stays open, as the Stream does."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Small parts
+
+
+class _Pipe:
+    """The read end of a pipe whose write end is descriptor 1 or 2."""
+
+    def __init__(self, fd: int, number: int, stream: StreamName) -> None:
+        self.fd = fd
+        self.stream: StreamName = stream
+        # A write end of our own: user code may close descriptor 1, and a pipe that nobody can write to is readable for
+        # ever, which would keep every poller awake.
+        self.keep = os.dup(number)
+        os.set_inheritable(self.keep, False)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def decode(self, data: bytes, *, final: bool = False) -> str:
+        text = self._decoder.decode(data, final)
+        if final:
+            self._decoder.reset()
+        return text
+
+
+class _Saved:
+    """What the process wrote to before."""
+
+    def __init__(self, stdout: Any, stderr: Any) -> None:
+        self.stdout = stdout
+        self.stderr = stderr
+        self.fds: tuple[int, int] | None = None
+
+
+class _Cut:
+    """What a flood lost in its middle."""
+
+    def __init__(self) -> None:
+        self.lines = self.nbytes = self.displays = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.nbytes or self.displays)
+
+    def add(self, item: OutputItem) -> None:
+        if isinstance(item, Text):
+            self._text(item.text)
+        elif isinstance(item, Display):
+            self.displays += 1
+
+    def _text(self, text: str) -> None:
+        self.lines += text.count("\n")
+        self.nbytes += len(text.encode())
+
+    def trim(self, head: list[OutputItem], tail: list[OutputItem]) -> None:
+        """Move the edges of the gap to line ends, so that no line shows in half."""
+        if head and isinstance(last := head[-1], Text) and "\n" in last.text:
+            keep = last.text.rindex("\n") + 1
+            self._text(last.text[keep:])
+            head[-1] = Text(last.stream, last.text[:keep])
+        if tail and isinstance(first := tail[0], Text) and "\n" in first.text:
+            keep = first.text.index("\n") + 1
+            self._text(first.text[:keep])
+            tail[0] = Text(first.stream, first.text[keep:])
+
+    def notice(self) -> Notice:
+        parts = []
+        if self.nbytes:
+            parts.append(f"{_count(self.lines, 'line')} ({_count(self.nbytes, 'byte')})")
+        if self.displays:
+            parts.append(_count(self.displays, "display"))
+        return Notice(f"{' and '.join(parts)} left out here: printed faster than the output could be taken away")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _merge(items: list[OutputItem]) -> tuple[OutputItem, ...]:
+    merged: list[OutputItem] = []
+    texts: list[str] = []
+    stream: StreamName = "stdout"
+    for item in items:
+        if isinstance(item, Text):
+            if texts and item.stream != stream:
+                merged.append(Text(stream, "".join(texts)))
+                texts = []
+            stream = item.stream
+            texts.append(item.text)
+            continue
+        if texts:
+            merged.append(Text(stream, "".join(texts)))
+            texts = []
+        merged.append(item)
+    if texts:
+        merged.append(Text(stream, "".join(texts)))
+    return tuple(item for item in merged if not (isinstance(item, Text) and not item.text))
+
+
+def _weight(item: OutputItem) -> int:
+    """About how many characters an item holds. Structured data counts by its repr: rare, and small as a rule."""
+    if not isinstance(item, Display):
+        return 0
+    return sum(len(value) if isinstance(value, (str, bytes)) else len(repr(value)) for value in item.data.values())
+
+
+def _redirect(number: int) -> int:
+    """Make descriptor `number` the write end of a new pipe; returns the read end."""
+    read, write = os.pipe()
+    os.dup2(write, number)  # inheritable, unlike the original: subprocesses write there
+    os.close(write)
+    return read
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(fd, view) :]
+        except BlockingIOError:
+            select.select([], [fd], [])
+        except OSError:  # the other end is gone: nobody to tell
+            return
+
+
+def _flush(*streams: Any) -> None:
+    for stream in streams:
+        if stream is not None and not isinstance(stream, Stream):
+            with contextlib.suppress(Exception):  # closed, or a stand-in of the user's
+                stream.flush()
+
+
+class _Libc:
+    """C's own stdout: its buffer is invisible to Python."""
+
+    def __init__(self) -> None:
+        self.flush: Callable[[], object] | None = None
+        try:
+            library = ctypes.CDLL(None)
+            stdout = ctypes.c_void_p.in_dll(library, "stdout")
+            library.fflush.argtypes = [ctypes.c_void_p]
+            library.setvbuf.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+        except (OSError, ValueError, AttributeError):  # a C library that names it otherwise
+            return
+        # Only stdout: stderr is never buffered, and fflush(NULL) takes the lock of every open FILE, so one thread that
+        # sits in a read of some other FILE would hang the rank here.
+        self.flush = lambda: library.fflush(stdout)
+        # Line buffered, as on a terminal, so that printf's lines come as they are written and in order with Python's.
+        library.setvbuf(stdout, None, _IOLBF, 0)
+
+
+_libc: _Libc | None = None
+
+
+def _line_buffer_libc() -> None:
+    global _libc
+    if _libc is None:
+        _libc = _Libc()
+
+
+def _flush_libc() -> None:
+    if _libc is not None and _libc.flush is not None:
+        _libc.flush()
+
+
+# A process-wide list, because fork hooks are process-wide and cannot be taken back: DataLoader workers and other forked
+# children must write to the pipe they inherited instead of to a copy of the buffer that nobody takes from.
+_outputs: weakref.WeakSet[Output] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for output in list(_outputs):
+        output._leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

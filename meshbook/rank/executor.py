@@ -1,0 +1,300 @@
+"""What a rank does on its main thread: one command at a time, each ended by a report.
+
+Knows the shell, the groups and the object store; knows nothing of other ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import Any
+
+import msgspec
+
+from meshbook.errors import RankLost, TransferError
+from meshbook.rank import paths
+from meshbook.rank.capture import Output
+from meshbook.rank.preview import preview
+from meshbook.rank.ring import Ring
+from meshbook.rank.service import Reporter
+from meshbook.rank.shell import InterruptGate, RankShell
+from meshbook.wire import birth, codec, messages, pickling
+from meshbook.wire.buffers import SegmentPool, SegmentReader
+from meshbook.wire.messages import Outcome, Value
+
+# How many kept results of plain calls a rank holds for a client that never releases them.
+_MAX_KEPT = 100_000
+
+# Seconds that ranks wait for each other while process groups are formed.
+_FORM_TIMEOUT_S = 60.0
+
+# Plain values (numbers, short strings, small tuples of them) ride in the report of the cell that made them.
+_PLAIN_BYTES = 4096
+
+
+class Executor:
+    """The main thread's work. `serve()` runs until the host says `Exit`."""
+
+    def __init__(
+        self, told: birth.RankBirth, shell: RankShell, output: Output, gate: InterruptGate, reporter: Reporter
+    ) -> None:
+        self.told = told
+        self.shell = shell
+        self.running: str | None = None  # the call on the main thread
+        self.ring = Ring()
+        self.pool = SegmentPool()
+        self.reader = SegmentReader()
+        self._output, self._gate, self._reporter = output, gate, reporter
+        self._groups: Any = None
+        self._kept: dict[str, Any] = {}
+        self._device = "cpu"
+        self._does: dict[type, Callable[[Any], Outcome]] = {
+            messages.RunCell: self._run_cell,
+            messages.CallFunction: self._call_function,
+            messages.Evaluate: self._evaluate,
+            messages.SetNames: self._set_names,
+            messages.DeleteNames: self._delete_names,
+            messages.FormGroups: self._form_groups,
+        }
+
+    # ---- the loop
+
+    def serve(self) -> None:
+        work = self._reporter.work
+        while True:
+            command = codec.rank_commands.decode(work.recv_multipart())
+            if isinstance(command, messages.Exit):
+                return
+            act = self._does.get(type(command))
+            if act is not None:  # a late ReplyInput, for example, is nobody's any more
+                self._do(command, act)
+
+    def _do(self, command: Any, act: Callable[[Any], Outcome]) -> None:
+        started = time.perf_counter()
+        self.running = self._reporter.call = command.call
+        try:
+            outcome = act(command)
+        except KeyboardInterrupt:  # between two lines of ours, where no user code is left to end
+            outcome = Outcome(status="interrupted")
+        except Exception as error:
+            outcome = Outcome(status="error", error=self.shell.describe_error(error))
+        seconds = time.perf_counter() - started
+        if self._groups is not None and self._groups.broken:
+            outcome = msgspec.structs.replace(outcome, groups_broken=True)
+        self._output.drain()
+        items, seq = self._reporter.take_rest()
+        self.running = None
+        self._reporter.send(
+            messages.RankFinished(
+                rank=self.told.rank,
+                call=command.call,
+                outcome=outcome,
+                seconds=seconds,
+                items=items,
+                said_seq=seq,
+                released=self.reader.take_released(),
+            )
+        )
+
+    # ---- commands
+
+    def _run_cell(self, command: messages.RunCell) -> Outcome:
+        run = self.shell.run(command)
+        value = None
+        if run.has_result and not command.silent:
+            value = self._describe(command.call, run.result, command.inline_limit, keep=True)
+        return Outcome(status=run.status, value=value, error=run.error, bound=run.bound, unbound=run.unbound)
+
+    def _call_function(self, command: messages.CallFunction) -> Outcome:
+        function, args, kwargs = self._load(command.function)
+        self._lend_names(function)
+        return self._call(command, lambda: function(*args, **kwargs))
+
+    def _evaluate(self, command: messages.Evaluate) -> Outcome:
+        path = self._load(command.path)
+        return self._call(command, lambda: paths.evaluate(path, self.shell.user_ns, self._kept, self._resolve))
+
+    def _call(self, command: messages.CallFunction | messages.Evaluate, act: Callable[[], Any]) -> Outcome:
+        called = self.shell.call(act)
+        if called.status != "ok":
+            return Outcome(status=called.status, error=called.error)
+        if command.keep_always:
+            self._keep(command.call, called.result)
+        value = self._describe(command.call, called.result, command.inline_limit, keep=command.keep)
+        if command.keep_always:
+            value = msgspec.structs.replace(value, ref=command.call)
+        return Outcome(status="ok", value=value)
+
+    def _set_names(self, command: messages.SetNames) -> Outcome:
+        values = self._load(command.payload)
+        if command.per_rank:
+            values = values[self.told.rank]
+        for name, value in zip(command.names, values, strict=True):
+            self.shell.user_ns[name] = value
+        return Outcome(status="ok", bound=command.names)
+
+    def _delete_names(self, command: messages.DeleteNames) -> Outcome:
+        for name in command.names:
+            self.shell.user_ns.pop(name, None)
+        return Outcome(status="ok", unbound=command.names)
+
+    def _form_groups(self, command: messages.FormGroups) -> Outcome:
+        """The process groups of this epoch, and with the first of them the names that user code finds."""
+        spec = self.told.spec
+        if not spec.torch:
+            self.shell.preset(rank=self.told.rank, local_rank=self.told.local_rank, world_size=self.told.world_size)
+            return Outcome(status="ok", answer={"backend": None})
+        import torch
+        import torch.distributed as dist
+
+        device = torch.device(self._device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        names: dict[str, Any] = dict(
+            rank=self.told.rank,
+            local_rank=self.told.local_rank,
+            world_size=self.told.world_size,
+            device=device,
+            torch=torch,
+            dist=dist,
+        )
+        backend = None
+        if spec.process_group:
+            from meshbook.rank.groups import Groups
+
+            if self._groups is None:
+                self._groups = Groups(self.ring, collective_timeout_s=spec.group_timeout_s)
+            names["mesh"] = self._groups.form(
+                command.epoch,
+                rank=self.told.rank,
+                world_size=self.told.world_size,
+                host=command.store_host,
+                port=command.store_port,
+                device=device,
+                timeout_s=_FORM_TIMEOUT_S,
+                axes=spec.axes,
+            )
+            backend = dist.get_backend()
+        if command.epoch == 1 or "rank" not in self.shell.user_ns:
+            self.shell.preset(**names)
+        return Outcome(status="ok", answer={"backend": backend})
+
+    # ---- values
+
+    def _describe(self, call: str, result: Any, inline_limit: int, *, keep: bool) -> Value:
+        """A value as it is reported: its preview, itself if small, and a name to ask for it later if not.
+
+        Plain values always come along; others only up to `inline_limit` bytes of pickle.
+        """
+        shown = preview(result, formatter=self.shell.display_formatter)
+        if shown.kind in ("plain", "none") and not shown.truncated:
+            inline_limit = max(inline_limit, _PLAIN_BYTES)
+        payload = pickling.dump_small(result, inline_limit) if inline_limit else None
+        if payload is not None:
+            return Value(preview=shown, payload=payload)
+        if not keep:
+            return Value(preview=shown, payload=pickling.dump(result, pool=self.pool))
+        self._keep(call, result)
+        return Value(preview=shown, ref=call)
+
+    def _keep(self, ref: str, thing: Any) -> None:
+        self._kept[ref] = thing
+        while len(self._kept) > _MAX_KEPT:
+            del self._kept[next(iter(self._kept))]
+
+    def _lend_names(self, function: Any) -> None:
+        """A function of the notebook, sent by value, knows only the globals that came with it; what it names beyond them
+        (`rank`, `dist`, what cells have bound) it finds as if it had been defined in a cell."""
+        known = getattr(function, "__globals__", None)
+        module = sys.modules.get(getattr(function, "__module__", None) or "")
+        if known is None or known is getattr(module, "__dict__", None):
+            return
+        for name in _names_in(function.__code__):
+            if name not in known and name in self.shell.user_ns:
+                known[name] = self.shell.user_ns[name]
+
+    def _load(self, payload: messages.Payload) -> Any:
+        return pickling.load(payload, reader=self.reader, resolve=self._resolve)
+
+    def _resolve(self, reference: str) -> Any:
+        """The rank's own object for a handle that came among the arguments: `name:x`, or `ref:<call>`."""
+        kind, _, key = reference.partition(":")
+        if kind == "ref":
+            if key not in self._kept:
+                raise TransferError(f"the object behind this handle was released on rank {self.told.rank}")
+            return self._kept[key]
+        if key not in self.shell.user_ns:
+            raise NameError(f"name {key!r} is not defined on rank {self.told.rank}")
+        return self.shell.user_ns[key]
+
+    # ---- called by the service thread
+
+    def unblock(self, reason: str, *, interrupt: bool) -> None:
+        """Free the main thread from a collective it waits in; on an interrupt only if it waits in one."""
+        if self._groups is None or (interrupt and not self.ring.running()):
+            return
+        self._groups.sever(KeyboardInterrupt(reason) if interrupt else RankLost(reason))
+
+    def release(self, refs: tuple[str, ...], segments: tuple[str, ...]) -> None:
+        for ref in refs:
+            self._kept.pop(ref, None)
+        for segment in segments:
+            self.pool.release(segment)
+
+    # ---- asking the user
+
+    def ask(self, prompt: str, password: bool) -> str:
+        """What the user answers in the notebook; input() and getpass() come here.
+
+        Raises:
+            EOFError: there is nobody to ask.
+            KeyboardInterrupt: the user pressed Stop instead.
+        """
+        work = self._reporter.work
+        call = self.running
+        if call is None or not self.shell.allow_input:
+            raise EOFError(
+                "input() can be answered only while a cell of a notebook or terminal runs; "
+                "give the value as a variable instead"
+            )
+        self._output.drain()
+        self._reporter.say(work)
+        self._reporter.send(messages.RankAsked(rank=self.told.rank, call=call, prompt=prompt, password=password))  # type: ignore[arg-type]
+        while True:
+            work.poll()  # a SIGINT raises here, with no message half taken
+            reply = codec.rank_commands.decode(work.recv_multipart())
+            if isinstance(reply, messages.ReplyInput) and reply.target == call:
+                if reply.interrupted:
+                    raise KeyboardInterrupt
+                if reply.text is None:
+                    raise EOFError("there is nobody to ask for input() here")
+                return reply.text
+
+    # ---- begin and end
+
+    def choose_device(self) -> str:
+        """`cuda:<local rank>` when there is a GPU for every rank of this host, else `cpu`."""
+        spec = self.told.spec
+        if spec.torch and spec.device != "cpu":
+            import torch
+
+            num_gpus = torch.cuda.device_count()
+            if num_gpus >= self.told.local_world_size or spec.device == "cuda":
+                self._device = f"cuda:{self.told.local_rank % max(1, num_gpus)}"
+        return self._device
+
+    def close(self) -> None:
+        """Leave the process groups without waiting for the others."""
+        if self._groups is not None and "torch" in sys.modules:
+            self._groups.close()
+        self.pool.close()
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """Global names that a function uses, also in functions inside it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)

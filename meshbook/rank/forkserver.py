@@ -1,0 +1,128 @@
+"""The process that ranks are born from.
+
+It imports torch, numpy and IPython once and then only forks: each rank starts in tens of milliseconds and shares the
+imported pages. To stay safe to fork from it has one thread, never runs a torch operation, never touches CUDA, holds no
+zmq context and serves no store (a forker that did any of these hung its children in libgomp or on a lock; see
+docs/architecture.md). It reaps its children and tells the host how each one ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from typing import NoReturn
+
+from meshbook.wire import birth
+from meshbook.wire.lifeline import die_with_parent
+
+# What a rank needs in any case, imported here so that it is shared. DTensor and FSDP2 come with torch.distributed's
+# users; importing them here costs 0.3 s once and saves 0.3 s and 20 MiB in every rank that uses them.
+_WARM = (
+    "numpy",
+    "torch",
+    "torch.distributed",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch.nn.parallel",
+    "torch.optim",
+)
+
+
+def serve(fd: int, *, with_torch: bool) -> NoReturn:
+    """Fork on request until the host's end of the socket closes."""
+    started = time.monotonic()
+    host = socket.socket(fileno=fd)
+    for name in _WARM if with_torch else ():
+        importlib.import_module(name)
+    from meshbook.rank import main as _rank_main  # after torch, so that its threads setting is in place
+    from meshbook.rank.shell import preload
+
+    preload()
+
+    if with_torch:
+        import torch
+
+        torch.set_num_threads(1)  # a pool that exists here would be a pool of dead threads in every child
+    children = _watch_children()
+    gc.collect()
+    gc.freeze()  # the collector must not write to the shared pages
+    host.send(birth.encoder.encode(birth.ForkServerReady(time.monotonic() - started)))
+    while True:
+        readable, _, _ = select.select([host, children], [], [])
+        if children in readable:
+            with contextlib.suppress(BlockingIOError):
+                os.read(children, 4096)
+            _reap(host)
+        if host in readable:
+            data, descriptors, _, _ = socket.recv_fds(host, birth.MAX_BIRTH_BYTES, 4)
+            if not data:
+                os._exit(0)
+            command = birth.fork_commands.decode(data)
+            pid = os.fork()
+            if pid == 0:
+                _in_child(_rank_main, host, command, descriptors)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            host.send(birth.encoder.encode(birth.Forked(pid)))
+
+
+def _watch_children() -> int:
+    """A descriptor that becomes readable when a child ends."""
+    readable, writable = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
+    return readable
+
+
+def _reap(host: socket.socket) -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        host.send(birth.encoder.encode(birth.ChildExited(pid, status)))
+
+
+def _in_child(rank_main: object, host: socket.socket, command: birth.ForkCommand, descriptors: list[int]) -> NoReturn:
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        host.close()
+        die_with_parent()
+        match command:
+            case birth.ForkRank(birth=told):
+                read_out, read_err, write_out, write_err = descriptors
+                os.dup2(write_out, 1)
+                os.dup2(write_err, 2)
+                os.close(write_out)
+                os.close(write_err)
+                rank_main.be_rank(told, (read_out, read_err))  # type: ignore[attr-defined]
+            case birth.ForkStore():
+                from meshbook.rank import store
+
+                store.serve(descriptors[0])
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def main() -> NoReturn:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent()
+    serve(int(sys.argv[1]), with_torch="--no-torch" not in sys.argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""A rank's life: be born, listen, run what comes, end.
+
+The main thread polls its own socket for commands and runs them, so that signals and CUDA behave and no message waits for
+a thread switch. Everything that must be answered while it is busy is the service thread's (`service.py`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import random
+import signal
+import sys
+from typing import NoReturn
+
+import zmq
+
+from meshbook.rank.capture import Output
+from meshbook.rank.executor import Executor
+from meshbook.rank.service import Reporter, Service
+from meshbook.rank.shell import InterruptGate, RankShell
+from meshbook.wire import birth, messages
+from meshbook.wire.lifeline import die_with_parent
+
+
+def be_rank(told: birth.RankBirth, pipes: tuple[int, int]) -> NoReturn:
+    """Live as a rank in this process; never returns.
+
+    Args:
+        told: who to be.
+        pipes: read ends of the pipes that stdout and stderr (descriptors 1 and 2) write to.
+    """
+    _settle(told)
+    gate = InterruptGate()
+    gate.install()
+    context = zmq.Context()
+    output = Output(fds=pipes)
+    output.install()
+    reporter = Reporter(context, told, output)
+    shell = RankShell.make(output=output, gate=gate)
+    executor = Executor(told, shell, output, gate, reporter)
+    shell.ask = executor.ask
+    service = Service(context, told, executor, output, reporter)
+    device = executor.choose_device()
+    ready = messages.RankReady(rank=told.rank, pid=os.getpid(), device=device, token=told.token)
+    service.start(ready)
+    reporter.send(ready)
+    try:
+        executor.serve()
+    finally:
+        _end(executor, output)
+
+
+def _settle(told: birth.RankBirth) -> None:
+    """Make this process the one that user code expects."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ.update(told.spec.env)
+    os.environ.update(
+        RANK=str(told.rank),
+        LOCAL_RANK=str(told.local_rank),
+        WORLD_SIZE=str(told.world_size),
+        LOCAL_WORLD_SIZE=str(told.local_world_size),
+        OMP_NUM_THREADS=str(told.threads),
+    )
+    for path in reversed(told.spec.sys_path):
+        if path not in sys.path:
+            sys.path.insert(0, path)
+    if told.spec.cwd:
+        with contextlib.suppress(OSError):
+            os.chdir(told.spec.cwd)
+    # Forked ranks would all draw the fork server's numbers; torch's own default seed is the same in every process anyway.
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(told.threads)
+
+
+def _end(executor: Executor, output: Output) -> NoReturn:
+    """Leave without waiting for threads of the user's that may never end."""
+    with contextlib.suppress(BaseException):
+        executor.close()
+    with contextlib.suppress(BaseException):
+        atexit._run_exitfuncs()
+    with contextlib.suppress(BaseException):
+        output.drain()
+    os._exit(0)
+
+
+def main() -> NoReturn:
+    """A rank in a fresh interpreter: `python -m meshbook.rank.main OUT_FD ERR_FD`, told who it is on standard input."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent()
+    told = birth.births.decode(sys.stdin.buffer.read())
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    be_rank(told, (int(sys.argv[1]), int(sys.argv[2])))
+
+
+if __name__ == "__main__":
+    main()

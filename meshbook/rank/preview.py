@@ -1,0 +1,662 @@
+"""A value as a reader sees it: a bounded text, what a front end can draw, and whether two ranks hold the same.
+
+Cheap whatever the value: of a tensor a few elements are read, of a list of millions its beginning. On the main thread
+the user's own `__repr__`s and formatters are used; with `safe`, for the service thread, no code of the user's runs and
+no device is waited for. torch is never imported here, only recognised.
+"""
+
+# mypy: allow-untyped-calls
+# (most of IPython's methods have no annotations)
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import itertools
+import marshal
+import re
+import struct
+import sys
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+from IPython.lib import pretty
+
+from meshbook.wire.messages import Preview, TensorMeta
+
+if TYPE_CHECKING:
+    from IPython.core.formatters import DisplayFormatter
+
+HTML_CHARS: Final = 100_000
+# One MIME type of one display. A front end holds every output in its page, so more would help nobody.
+DISPLAY_BYTES: Final = 8 << 20
+# Content up to here is hashed, in 0.1 ms; beyond it, to say "equal" would cost more than to look.
+DIGEST_BYTES: Final = 64 << 10
+# Of nested lists, dicts and sets, in 3 ms at most; a flat list of numbers is hashed in one go and counts a 50th.
+DIGEST_ITEMS: Final = 4_000
+# Single elements are read off a device one by one, each a wait for it.
+SCALARS_READ: Final = 16
+
+# Views of widgets: the objects behind them are on the rank, where no front end reaches them.
+_WIDGET_VIEW: Final = "application/vnd.jupyter.widget-view+json"
+_ADDRESS: Final = re.compile(r" at 0x[0-9a-fA-F]+")
+_PLAIN: Final = frozenset({int, float, complex, bool, str, bytes, type(None), type(Ellipsis)})
+_CONTAINERS: Final = frozenset({list, tuple, dict, set, frozenset})
+# Printed by IPython's printers without a call into anyone's class.
+_SAFE: Final = _PLAIN | _CONTAINERS | {OrderedDict, defaultdict, deque, range, bytearray, types.SimpleNamespace}
+_NUMBERS: Final = frozenset({int, float, complex, bool, type(None)})
+_FUNCTIONS: Final = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+# Of torch, these are values: shown in full, equal where their texts are.
+_TORCH_VALUES: Final = frozenset({"Size", "dtype", "device"})
+
+
+def preview(
+    obj: Any,
+    *,
+    text_limit: int = 2000,
+    rich: bool = True,
+    formatter: DisplayFormatter | None = None,
+    safe: bool = False,
+) -> Preview:
+    """How a value shows.
+
+    Questions about classes are asked with `issubclass(type(obj), ...)`, for isinstance() runs code of the object's.
+
+    Args:
+        text_limit: characters of text at most.
+        rich: HTML, images and other MIME types as well, if a formatter is given.
+        formatter: the shell's; also knows the user's own printers and `%precision`.
+        safe: nothing that could run user code, wait for a device, or take long.
+
+    Returns:
+        Of kind "plain" if the value is made of numbers, strings and built-in containers only. An object that displays
+        itself (`_ipython_display_`) has done so by then, and has no text.
+
+    Raises:
+        KeyboardInterrupt: during the user's own code. Nothing else.
+    """
+    kind = type(obj)
+    if obj is None:
+        return _NONE
+    if kind in _PLAIN:
+        return _atom(obj, kind, text_limit, None if safe else formatter)
+    torch = sys.modules.get("torch")
+    if torch is not None and issubclass(kind, torch.Tensor):
+        return _tensor(obj, text_limit, safe)
+    try:
+        return _object(obj, kind, text_limit, formatter if rich and not safe else None, formatter, safe)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return Preview(kind="object", type=type_name(kind), text=_broken(kind, error))
+
+
+def type_name(kind: type) -> str:
+    """`int`, `torch.Tensor`, `__main__.Model`."""
+    module, name = kind.__module__, kind.__qualname__
+    if not isinstance(module, str) or module == "builtins":
+        return name
+    if module == "torch.nn.parameter":  # as everyone writes it
+        module = "torch.nn"
+    return f"{module}.{name}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Plain values
+
+
+_NONE: Final = Preview(kind="none", type="NoneType", text="None", digest="none")
+
+
+def _atom(obj: Any, kind: type, limit: int, formatter: DisplayFormatter | None) -> Preview:
+    name = kind.__name__
+    if kind is str or kind is bytes:
+        if len(obj) > limit:
+            text, cut = _cut(repr(obj[:limit]), limit), True
+        else:
+            text = repr(obj)
+            cut = len(text) > limit
+            if cut:
+                text = _cut(text, limit)
+            elif kind is str and not text.isascii():
+                text = _clean(text)
+        if not cut:
+            return Preview(kind="plain", type=name, text=text, digest=_digest_text(name, text))
+        data = obj.encode("utf-8", "surrogatepass") if kind is str and len(obj) <= DIGEST_BYTES else obj
+        digest = _digest(name, data) if len(obj) <= DIGEST_BYTES else None
+        return Preview(kind="plain", type=name, text=text, digest=digest, truncated=True)
+    if kind is int and obj.bit_length() > 4 * limit:
+        text = f"<int of {obj.bit_length():,} bits>"
+        return Preview(kind="plain", type=name, text=text, digest=None, truncated=True)
+    if kind is float and formatter is not None:
+        text = formatter.formatters["text/plain"].float_format % obj
+        return Preview(kind="plain", type=name, text=text, digest=_digest_text(name, repr(obj)))
+    text = repr(obj)
+    return Preview(kind="plain", type=name, text=text, digest=_digest_text(name, text))
+
+
+def _digest(name: str, data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8, key=name.encode()[:64]).hexdigest()
+
+
+def _digest_text(name: str, text: str) -> str:
+    return hashlib.blake2b(f"{name}:{text}".encode(), digest_size=8).hexdigest()
+
+
+class _TooMuch(Exception):
+    """More content than is worth hashing, or content that is not plain."""
+
+
+def _digest_content(obj: Any) -> str | None:
+    """A hash over all of a value made of plain values; None if it is not, or is large."""
+    budget = [DIGEST_ITEMS, 16 * DIGEST_BYTES]
+    try:
+        return _fold(obj, budget, ()).hex()
+    except (_TooMuch, RuntimeError):  # RuntimeError: a thread of the user's changes it meanwhile
+        return None
+
+
+def _fold(obj: Any, budget: list[int], above: tuple[int, ...]) -> bytes:
+    kind = type(obj)
+    budget[0] -= 1
+    if budget[0] < 0 or id(obj) in above:
+        raise _TooMuch
+    flat = kind in (list, tuple) and len(obj) > 20 and _NUMBERS.issuperset(map(type, obj[:20]))
+    if kind in _CONTAINERS and len(obj) > (50 if flat else 1) * budget[0]:
+        raise _TooMuch
+    if kind in _PLAIN:
+        if kind is str:
+            data = obj.encode("utf-8", "surrogatepass")
+        elif kind is bytes:
+            data = obj
+        elif kind is int:
+            data = obj.to_bytes(obj.bit_length() // 8 + 1, "little", signed=True)
+        elif kind is float:
+            data = struct.pack("<d", obj)
+        else:
+            data = repr(obj).encode()
+        budget[1] -= len(data)
+        if budget[1] < 0:
+            raise _TooMuch
+        return hashlib.blake2b(kind.__name__.encode() + b":" + data, digest_size=8).digest()
+    if kind not in _CONTAINERS:
+        raise _TooMuch
+    if flat and _NUMBERS.issuperset(map(type, obj)):
+        budget[0] -= len(obj) // 50
+        # Version 2 of the format writes equal numbers equally; later ones depend on which objects are shared.
+        return hashlib.blake2b(kind.__name__.encode() + b"!" + marshal.dumps(obj, 2), digest_size=8).digest()
+    above = (*above, id(obj))
+    if kind is dict:
+        parts = [_fold(key, budget, above) + _fold(value, budget, above) for key, value in obj.items()]
+    else:
+        parts = [_fold(item, budget, above) for item in obj]
+    if kind in (set, frozenset):
+        parts.sort()  # the order of a set is each process's own
+    return hashlib.blake2b(kind.__name__.encode() + b":" + b"".join(parts), digest_size=8).digest()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Objects and containers
+
+
+def _object(
+    obj: Any,
+    kind: type,
+    limit: int,
+    rich: DisplayFormatter | None,
+    printers: DisplayFormatter | None,
+    safe: bool,
+) -> Preview:
+    data: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
+    if rich is not None and kind not in _CONTAINERS:
+        data, metadata = rich.format(obj, exclude=("text/plain",))
+        if not data and _displayed_itself(obj, rich):
+            return Preview(kind="object", type=type_name(kind), text="", metadata={"displayed": True})
+    html = data.pop("text/html", None)
+    data.pop("text/plain", None)
+    data.pop(_WIDGET_VIEW, None)
+    truncated = False
+    if html is not None and (not isinstance(html, str) or len(html) > HTML_CHARS):
+        html, truncated = None, True
+    text, cut, plain = _printed(obj, limit, printers, safe)
+    digest = None
+    if plain:
+        digest = _digest_content(obj) if cut or kind in (set, frozenset) else _digest_text(type_name(kind), text)
+    else:
+        text = _ADDRESS.sub("", text)  # the same object on two ranks is shown once
+        digest = _digest_array(obj, kind)
+    return Preview(
+        kind="plain" if plain else "object",
+        type=type_name(kind),
+        text=text,
+        html=None if html is None else _clean(html),
+        data={mime: plain_mime(mime, value) for mime, value in data.items()},
+        metadata=plain_data(metadata),
+        digest=digest,
+        truncated=cut or truncated,
+    )
+
+
+def _displayed_itself(obj: Any, formatter: DisplayFormatter) -> bool:
+    """Whether `format` came back empty because the object has its own way to display."""
+    return getattr(type(obj), "_ipython_display_", None) is not None or (
+        type(obj) in formatter.ipython_display_formatter.type_printers
+    )
+
+
+def _printed(obj: Any, limit: int, formatter: DisplayFormatter | None, safe: bool) -> tuple[str, bool, bool]:
+    """Text, whether it was cut, whether everything in it is plain."""
+    stream = _Stream(limit)
+    printer = _Printer(stream, formatter, safe)
+    cut = False
+    try:
+        printer.pretty(obj)
+        printer.flush()
+    except _Full:
+        cut = True
+    except RuntimeError as error:  # "changed size during iteration": a thread of the user's is at it
+        return _broken(type(obj), error), False, False
+    text = stream.text()
+    if cut or len(text) > limit:
+        text, cut = _cut(text, limit), True
+    return _clean(text), cut or printer.cut, printer.plain
+
+
+class _Full(Exception):
+    """Enough text."""
+
+
+class _Stream:
+    def __init__(self, limit: int) -> None:
+        self._parts: list[str] = []
+        self._room = limit
+
+    def write(self, text: str) -> None:
+        self._parts.append(text)
+        self._room -= len(text)
+        if self._room < 0:
+            raise _Full
+
+    def text(self) -> str:
+        return "".join(self._parts)
+
+
+class _Printer(pretty.RepresentationPrinter):
+    """IPython's printer, with tensors in short, and with nothing that could raise, or run user code if not wanted."""
+
+    def __init__(self, stream: _Stream, formatter: DisplayFormatter | None, safe: bool) -> None:
+        if formatter is None or safe:
+            super().__init__(stream)
+        else:
+            text = formatter.formatters["text/plain"]
+            super().__init__(
+                stream,
+                max_width=text.max_width,
+                max_seq_length=text.max_seq_length,
+                singleton_pprinters=text.singleton_printers,
+                type_pprinters=text.type_printers,
+                deferred_pprinters=text.deferred_printers,
+            )
+        self.plain = True  # nothing but plain values was met
+        self.cut = False  # something in the middle was left out
+        self._safe = safe
+        self._scalars = SCALARS_READ
+        self._torch = sys.modules.get("torch")
+
+    def pretty(self, obj: Any) -> None:
+        kind = type(obj)
+        if kind in _CONTAINERS:
+            if len(obj) > self.max_seq_length:
+                self.cut = True
+            if self._safe and kind in (set, frozenset) and not all(type(item) in _PLAIN for item in obj):
+                self.plain = False
+                self.text(f"<{kind.__name__} of {len(obj):,}>")  # the printer would sort, and so compare, user objects
+            elif kind in (list, tuple) and len(obj) > 20 and _NUMBERS.issuperset(map(type, obj[: self.max_seq_length])):
+                self._numbers(obj, "[]" if kind is list else "()")
+            else:
+                super().pretty(obj)
+        elif kind in _PLAIN:
+            if kind in (str, bytes) and len(obj) > 1000:
+                self.cut = True
+                self.text(f"{obj[:1000]!r}…")
+            elif kind is int and obj.bit_length() > 4000:
+                self.cut = True
+                self.text(f"<int of {obj.bit_length():,} bits>")
+            else:
+                super().pretty(obj)
+        else:
+            if not _is_value(kind):
+                self.plain = False
+            self._other(obj, kind)
+
+    def _numbers(self, numbers: Any, brackets: str) -> None:
+        """A long list of numbers, as many to a line as fit; IPython gives each a line of its own."""
+        self.text(brackets[0])
+        self.indentation += 1
+        column = self.output_width + self.buffer_width
+        shown = numbers[: self.max_seq_length]
+        for i, number in enumerate(shown):
+            text = repr(number) if type(number) is not int or number.bit_length() < 4000 else "<int>"
+            last = i + 1 == len(numbers)
+            if i and column + len(text) + 2 > self.max_width:
+                self.break_()
+                column = self.indentation
+            elif i:
+                text = f" {text}"
+            text = text if last else f"{text},"
+            self.text(text)
+            column += len(text)
+        if len(shown) < len(numbers):
+            self.text(" …")
+        self.indentation -= 1
+        self.text(brackets[1])
+
+    def _other(self, obj: Any, kind: type) -> None:
+        torch = self._torch
+        if torch is not None and issubclass(kind, torch.Tensor):
+            self._tensor(obj)
+        elif torch is not None and issubclass(kind, torch.nn.Module):
+            self.text(_module(obj, short=self._safe or bool(self.stack)))
+        elif torch is not None and issubclass(kind, torch.optim.Optimizer):
+            self.text(_optimizer(obj))
+        elif self._safe and kind not in _SAFE and kind.__module__ != pretty.__name__:  # its own parts of a text
+            self.text(_named(obj, kind))
+        else:
+            try:
+                super().pretty(obj)
+            except (_Full, KeyboardInterrupt):
+                raise
+            except BaseException as error:
+                self.text(_broken(kind, error))
+
+    def _tensor(self, obj: Any) -> None:
+        """A tensor inside something else: its kind and shape; its value if it is one number."""
+        meta = _meta(obj)
+        text = f"{_tensor_word(obj)} {meta.dtype} {meta.shape}"
+        if meta.device != "cpu":
+            text += f" {meta.device}"
+        if self._scalars > 0 and _num_elements(meta.shape) == 1 and meta.placements is None:
+            self._scalars -= 1
+            glimpse = _glimpse(obj, self._safe)
+            text += f"  {glimpse}" if glimpse else ""
+        self.text(text)
+
+
+def _is_value(kind: type) -> bool:
+    """Whether a class outside the built-in ones is a plain value: numpy's numbers, torch's sizes and names."""
+    if kind.__module__ == "torch":
+        return kind.__name__ in _TORCH_VALUES
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and issubclass(kind, numpy.generic)
+
+
+def _named(obj: Any, kind: type) -> str:
+    """What can be said of an object without asking it; numpy's and torch's own values say it themselves."""
+    if issubclass(kind, type):
+        return f"<class {type_name(obj)}>"
+    if kind in _FUNCTIONS:
+        return f"<function {obj.__qualname__}>"
+    if kind is types.ModuleType:
+        return f"<module {obj.__dict__.get('__name__', '')}>"
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and kind is numpy.ndarray:
+        return f"<numpy.ndarray {obj.shape} of objects>" if obj.dtype.hasobject else repr(obj)
+    if _is_value(kind):
+        return repr(obj)
+    return f"<{type_name(kind)}{_shape_of_frame(obj, kind)}>"
+
+
+def _shape_of_frame(obj: Any, kind: type) -> str:
+    """` 100 rows x 3 columns` of a pandas table."""
+    pandas = sys.modules.get("pandas")
+    if pandas is None or kind not in (getattr(pandas, "DataFrame", None), getattr(pandas, "Series", None)):
+        return ""
+    shape = obj.shape
+    return f" {shape[0]} rows" + (f" x {shape[1]} columns" if len(shape) == 2 else "")
+
+
+def _digest_array(obj: Any, kind: type) -> str | None:
+    """A hash over a small numpy array or scalar."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not (kind is numpy.ndarray or issubclass(kind, numpy.generic)):
+        return None
+    if obj.dtype.hasobject or obj.nbytes > DIGEST_BYTES:
+        return None
+    return _digest("numpy", f"{obj.dtype.str}{obj.shape}:".encode() + obj.tobytes())
+
+
+def _broken(kind: type, error: BaseException) -> str:
+    try:
+        said = f": {str(error)[:200]}"
+    except Exception:
+        said = ""
+    return _clean(f"<{type_name(kind)}: showing it raised {type(error).__name__}{said}>")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tensors, modules, optimizers
+
+
+def _tensor(obj: Any, limit: int, safe: bool) -> Preview:
+    kind = type(obj)
+    try:
+        meta = _meta(obj)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a subclass that denies its own shape
+        return Preview(kind="object", type=type_name(kind), text=_broken(kind, error))
+    local = obj._local_tensor if meta.placements is not None else obj  # no collective: this rank's part only
+    words = [_tensor_word(obj), meta.dtype, str(meta.shape), meta.device]
+    if meta.placements is not None:
+        words += [meta.placements, f"local {meta.local_shape}"]
+    elif meta.requires_grad and _tensor_word(obj) == "tensor":
+        words.append("requires_grad")
+    glimpse = _glimpse(local, safe)
+    text = " ".join(words) + (f"  {glimpse}" if glimpse else "")
+    digest = None if safe else _digest_tensor(local, meta)
+    return Preview(
+        kind="tensor",
+        type=type_name(kind),
+        text=_cut(text, limit),
+        tensor=meta,
+        digest=digest,
+        truncated=not glimpse or "…" in glimpse or len(text) > limit,
+    )
+
+
+def _tensor_word(obj: Any) -> str:
+    name = type(obj).__name__
+    return "tensor" if name == "Tensor" else name
+
+
+def _meta(obj: Any) -> TensorMeta:
+    placements = local_shape = None
+    if _is_dtensor(obj):
+        placements = str(tuple(obj.placements))
+        local_shape = tuple(int(n) for n in obj._local_tensor.shape)
+    return TensorMeta(
+        shape=tuple(int(n) for n in obj.shape),
+        dtype=str(obj.dtype).removeprefix("torch."),
+        device=str(obj.device),
+        requires_grad=bool(obj.requires_grad),
+        placements=placements,
+        local_shape=local_shape,
+    )
+
+
+def _is_dtensor(obj: Any) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(obj, getattr(module, "DTensor", ()))
+
+
+def _num_elements(shape: tuple[int, ...]) -> int:
+    total = 1
+    for n in shape:
+        total *= n
+    return total
+
+
+def _glimpse(obj: Any, safe: bool) -> str:
+    """The first few elements, nested as the tensor is; "" if they cannot be read, or not without waiting."""
+    torch = sys.modules["torch"]
+    try:
+        if obj.layout is not torch.strided or obj.is_meta or obj.is_quantized:
+            return ""
+        if safe and (obj.device.type != "cpu" or type(obj) not in (torch.Tensor, torch.nn.Parameter)):
+            return ""
+        shape = tuple(obj.shape)
+        if not _num_elements(shape):
+            return "[]"
+        rows = 2 if len(shape) < 4 else 1
+        window = tuple(slice(0, 6 if n <= 6 else 4) for n in shape[-1:])
+        window = tuple(slice(0, rows if n > 3 or len(shape) > 2 else 3) for n in shape[:-1]) + window
+        part = obj.detach()[window].to("cpu")
+        if part.is_floating_point() and part.element_size() == 1:
+            part = part.to(torch.float32)  # the 8-bit floats have no Python numbers
+        return _nested(part.tolist(), shape)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # a fake, functional or wrapped tensor; a device in a bad state
+        return ""
+
+
+def _nested(values: Any, shape: tuple[int, ...]) -> str:
+    if not shape:
+        return _number(values)
+    inner = [_nested(value, shape[1:]) for value in values]
+    if len(inner) < shape[0]:
+        inner.append("…")
+    return f"[{', '.join(inner)}]"
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, complex):
+        return f"{value.real:.4g}{value.imag:+.4g}j"
+    return str(value)
+
+
+def _digest_tensor(local: Any, meta: TensorMeta) -> str | None:
+    torch = sys.modules["torch"]
+    try:
+        if local.layout is not torch.strided or local.is_meta or local.is_quantized:
+            return None
+        if local.numel() * local.element_size() > DIGEST_BYTES:
+            return None
+        flat = local.detach().to("cpu").contiguous().reshape(-1)
+        content = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        return None
+    said = f"{meta.shape}{meta.dtype}{meta.requires_grad}{meta.placements}{meta.local_shape}:"
+    return _digest("tensor", said.encode() + content)
+
+
+def _module(obj: Any, *, short: bool) -> str:
+    """`GPT: 10,788,929 parameters float32 cpu`, and its layers below."""
+    count = 0
+    dtypes: set[str] = set()
+    devices: set[str] = set()
+    for parameter in itertools.islice(_parameters(obj), 100_000):
+        count += _num_elements(tuple(parameter.shape))
+        dtypes.add(str(parameter.dtype).removeprefix("torch."))
+        devices.add(str(parameter.device))
+    head = f"{type(obj).__name__}: {count:,} parameters"
+    for words in (dtypes, devices):
+        head += f" {'/'.join(sorted(words))}" if words else ""
+    if short:
+        return f"<{head}>"
+    try:
+        return f"{head}\n{obj!r}"
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return f"{head}\n{_broken(type(obj), error)}"
+
+
+def _parameters(module: Any) -> Iterator[Any]:
+    """Each parameter once, from the dictionaries that torch keeps: a Module's own methods may be overridden."""
+    seen: set[int] = set()
+    pending = [module]
+    while pending:
+        fields = getattr(pending.pop(), "__dict__", {})
+        for parameter in list((fields.get("_parameters") or {}).values()):
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield parameter
+        for child in list((fields.get("_modules") or {}).values()):
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                pending.append(child)
+
+
+def _optimizer(obj: Any) -> str:
+    """`AdamW(lr=0.001, betas=(0.9, 0.95), weight_decay=0.1): 2 groups, 74 tensors`."""
+    fields = getattr(obj, "__dict__", {})
+    groups = fields.get("param_groups") or []
+    defaults = fields.get("defaults") or {}
+    named = ("lr", "momentum", "betas", "eps", "weight_decay")
+    shown = [f"{key}={defaults[key]!r}" for key in named if key in defaults]
+    tensors = sum(len(group.get("params", ())) for group in groups)
+    return (
+        f"{type(obj).__name__}({', '.join(shown)}): {len(groups)} group{'' if len(groups) == 1 else 's'}, "
+        f"{tensors} tensor{'' if tensors == 1 else 's'}"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Texts and data fit to travel
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[: max(0, limit - 1)]}…"
+
+
+def _clean(text: str) -> str:
+    """Without lone surrogates, which cannot be encoded."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
+def plain_mime(mime: str, value: Any) -> Any:
+    """A display's data of one MIME type, fit to travel; bytes in base64, as Jupyter has them."""
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        size = len(bytes(value))
+        if size <= DISPLAY_BYTES:
+            return base64.b64encode(bytes(value)).decode("ascii")
+    elif isinstance(value, str):
+        size = len(value)
+        if size <= DISPLAY_BYTES:
+            return _clean(value)
+    else:
+        return plain_data(value)
+    if mime == "text/plain":
+        return _clean(_cut(str(value), DISPLAY_BYTES))
+    return f"<{mime} of {size:,} bytes not shown: larger than {DISPLAY_BYTES:,}>"
+
+
+def plain_data(value: Any) -> Any:
+    """Structured data with nothing in it but what JSON has."""
+    kind = type(value)
+    if kind in (int, float, bool, type(None)):
+        return value
+    if kind is str or isinstance(value, str):
+        return _clean(str(value))
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return base64.b64encode(bytes(value)).decode("ascii")
+    if isinstance(value, dict):
+        return {str(key): plain_data(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain_data(item) for item in value]
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    item: Callable[[], Any] | None = getattr(value, "item", None)  # a numpy number
+    if callable(item) and getattr(value, "ndim", 1) == 0:
+        return plain_data(item())
+    return str(value)

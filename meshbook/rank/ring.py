@@ -1,0 +1,287 @@
+"""The last collectives of a rank: what was called, where in the user's code, and whether it has finished.
+
+Always on, so it must cost microseconds: `begin` stores references and turns them into shapes and line numbers only
+when somebody reads. Knows nothing of torch (a tensor is whatever has `shape` and `dtype`), of groups beyond their
+label, or of what a collective does.
+
+Times are `time.monotonic` seconds of this process; `Collective.seconds` says how long one has run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import CodeType
+from typing import Any, NamedTuple, Protocol
+
+
+class UserLine(NamedTuple):
+    """One place in somebody's source."""
+
+    file: str
+    line: int
+    function: str
+
+
+class TensorLike(Protocol):
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    @property
+    def dtype(self) -> object: ...
+
+
+class Label:
+    """A process group as the ring sees it: its name, the global ranks in it, and a counter of its collectives."""
+
+    __slots__ = ("name", "next_seq", "ranks")
+
+    def __init__(self, name: str, ranks: Iterable[int]) -> None:
+        self.name = name
+        self.ranks = tuple(ranks)
+        self.next_seq: Callable[[], int] = itertools.count(1).__next__  # atomic: collectives come from several threads
+
+
+class Collective:
+    """One call of a collective.
+
+    Attributes:
+        op: the process group's own name for it, "allreduce", "send".
+        seq: number among all collectives of this rank, from 1.
+        group_seq: number among those of its group, from 1; equal on all members of a group that run the same code.
+        t_start, t_end: monotonic seconds; `t_end` is None while it runs. For one that nobody waited for, it is when
+            its end was first noticed.
+        error: why it failed, one line; None if it did not.
+        peer: the other side's global rank, of a send or recv; None otherwise.
+    """
+
+    __slots__ = (
+        "_code",
+        "_dtypes",
+        "_finished",
+        "_instruction",
+        "_shapes",
+        "error",
+        "group_seq",
+        "label",
+        "op",
+        "peer",
+        "seq",
+        "t_end",
+        "t_start",
+    )
+
+    def __init__(
+        self,
+        op: str,
+        seq: int,
+        label: Label,
+        group_seq: int,
+        shapes: tuple[Sequence[int], ...],
+        dtypes: tuple[object, ...],
+        peer: int | None,
+        code: CodeType | None,
+        instruction: int,
+        t_start: float,
+    ) -> None:
+        self.op = op
+        self.seq = seq
+        self.label = label
+        self.group_seq = group_seq
+        self.peer = peer
+        self.t_start = t_start
+        self.t_end: float | None = None
+        self.error: str | None = None
+        self._shapes = shapes
+        self._dtypes = dtypes
+        self._code = code  # the code object, not the frame: a frame would keep the user's locals alive
+        self._instruction = instruction
+        self._finished: Callable[[], bool] | None = None
+
+    @property
+    def group(self) -> str:
+        return self.label.name
+
+    @property
+    def group_ranks(self) -> tuple[int, ...]:
+        return self.label.ranks
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """What this rank puts in (a recv or broadcast: what it fills); at most `MAX_TENSORS` of them."""
+        return tuple(tuple(int(size) for size in shape) for shape in self._shapes)
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """One per shape: "float32", without "torch."."""
+        return tuple(str(dtype).removeprefix("torch.") for dtype in self._dtypes)
+
+    @property
+    def line(self) -> UserLine | None:
+        """The innermost frame of the user's code at the call; None if no such frame was on any stack."""
+        if self._code is None:
+            return None
+        for start, end, line in self._code.co_lines():
+            if start <= self._instruction < end and line is not None:
+                return UserLine(self._code.co_filename, line, self._code.co_name)
+        return UserLine(self._code.co_filename, self._code.co_firstlineno, self._code.co_name)
+
+    def seconds(self, now: float | None = None) -> float:
+        """How long it took, or has been running at monotonic time `now` (default: this moment)."""
+        end = self.t_end
+        if end is None:
+            end = time.monotonic() if now is None else now
+        return end - self.t_start
+
+    def __repr__(self) -> str:
+        where = self.line
+        state = "running" if self.t_end is None else self.error or "done"
+        place = f" at {where.file}:{where.line}" if where else ""
+        return f"<{self.op} #{self.seq} on {self.group}{place}: {state}>"
+
+
+# Shapes kept per collective. Coalesced calls carry hundreds of tensors; the first few tell a mismatch from a match.
+MAX_TENSORS = 8
+
+
+class Ring:
+    """The last `size` collectives.
+
+    `begin` and `finish` are called by the threads that run collectives; everything else may be called by any thread
+    at any time. Nothing here waits.
+
+    Args:
+        size: how many are kept.
+        skip: folders and files whose frames are not the user's.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        size: int = 1000,
+        *,
+        skip: Iterable[str | os.PathLike[str]] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if size < 1:
+            raise ValueError(f"a ring of {size} entries keeps nothing; give it at least 1")
+        self._size = size
+        self._slots: list[Collective | None] = [None] * size
+        self._next_seq: Callable[[], int] = itertools.count(1).__next__
+        self._clock = clock
+        self._skip: tuple[str, ...] = ("<frozen ",)
+        self._skipped: dict[str, bool] = {}  # by file name: a dict look-up costs a tenth of a prefix test
+        # contextlib's frames lie between the user's `with` and the library that ends a coalesced collective in it.
+        for path in (Path(__file__).resolve().parent.parent, contextlib.__file__, *skip):
+            self.skip(path)
+        self._last: Collective | None = None
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def last(self) -> Collective | None:
+        """The one begun last; None before the first."""
+        return self._last
+
+    def skip(self, path: str | os.PathLike[str]) -> None:
+        """From now on frames of this file, or of the files in this folder, are not the user's."""
+        prefix = str(path)
+        if not prefix.endswith(".py"):
+            prefix = prefix.rstrip(os.sep) + os.sep  # site-packages/torch/, and not site-packages/torchvision
+        if prefix not in self._skip:
+            self._skip = (*self._skip, prefix)
+            self._skipped = {}
+
+    def begin(self, op: str, label: Label, tensors: Sequence[TensorLike] = (), peer: int | None = None) -> Collective:
+        """Note that `op` starts now, called from the innermost frame that is not skipped.
+
+        Args:
+            tensors: what the call hands over; only shapes and dtypes are kept.
+            peer: global rank of the other side, for a send or recv.
+        """
+        frame: Any = sys._getframe(1)
+        skipped = self._skipped
+        while frame is not None:
+            name = frame.f_code.co_filename
+            skip = skipped.get(name)
+            if skip is None:
+                skip = skipped[name] = name.startswith(self._skip)
+            if not skip:
+                break
+            frame = frame.f_back
+        if frame is None:
+            frame = self._users_frame()
+        if len(tensors) > MAX_TENSORS:
+            tensors = tensors[:MAX_TENSORS]
+        seq = self._next_seq()
+        collective = Collective(
+            op,
+            seq,
+            label,
+            label.next_seq(),
+            tuple([tensor.shape for tensor in tensors]),
+            tuple([tensor.dtype for tensor in tensors]),
+            peer,
+            None if frame is None else frame.f_code,
+            -1 if frame is None else frame.f_lasti,
+            self._clock(),
+        )
+        self._slots[seq % self._size] = self._last = collective
+        return collective
+
+    def finish(self, collective: Collective, error: BaseException | str | None = None) -> None:
+        """Note that it has ended. The first end counts: what fails after that is another story."""
+        if collective.t_end is not None:
+            return
+        if error is not None:
+            collective.error = error if isinstance(error, str) else one_line(error)
+        collective.t_end = self._clock()
+        collective._finished = None
+
+    def settle_by(self, collective: Collective, finished: Callable[[], bool] | None) -> None:
+        """Give a collective that may end unnoticed a way to ask; readers of the ring call `finished` when they look.
+
+        None takes it back: somebody will say `finish`.
+        """
+        collective._finished = finished
+
+    def snapshot(self) -> tuple[Collective, ...]:
+        """All that are kept, oldest first."""
+        # Copying a list is one step under the interpreter lock, so a thread that begins another one cannot tear it.
+        kept = [collective for collective in self._slots[:] if collective is not None]
+        for collective in kept:
+            self._settle(collective)
+        kept.sort(key=lambda collective: collective.seq)
+        return tuple(kept)
+
+    def running(self) -> tuple[Collective, ...]:
+        """Those that have not finished, oldest first."""
+        return tuple(collective for collective in self.snapshot() if collective.t_end is None)
+
+    def _settle(self, collective: Collective) -> None:
+        finished = collective._finished
+        if collective.t_end is None and finished is not None and finished():
+            self.finish(collective)
+
+    def _users_frame(self) -> Any:
+        """The user's frame on the main thread: where a backward pass was called that runs on a thread of its own."""
+        main = threading.main_thread().ident
+        frame: Any = sys._current_frames().get(main) if main is not None else None
+        while frame is not None and frame.f_code.co_filename.startswith(self._skip):
+            frame = frame.f_back
+        return frame
+
+
+def one_line(error: BaseException) -> str:
+    """`RuntimeError: Connection closed by peer`, without the lines below."""
+    text = str(error).strip()
+    first = text.splitlines()[0] if text else ""
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__

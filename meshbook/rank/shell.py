@@ -1,0 +1,907 @@
+"""The IPython shell of a rank: runs cells, remembers their values, never ends the process.
+
+An `InteractiveShell` without a terminal, without files of its own and without a kernel: output and displays go to the
+rank's `Output`, the last expression's value is handed back, input() asks whoever composed the rank. A cell runs through
+a path of our own that is leaner than `run_cell` and arms interrupts around user code only; everything that IPython
+itself starts (`%run`, `%rerun`, extensions) goes through the inherited one.
+
+Knows nothing of messages beyond the words it is called with, nor of groups, hosts or other ranks.
+"""
+
+# mypy: allow-untyped-calls
+# (most of IPython's methods have no annotations)
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import builtins
+import contextlib
+import fcntl
+import fnmatch
+import getpass
+import importlib.util
+import inspect
+import os
+import pdb
+import re
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+import traceback
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import CodeType, TracebackType
+from typing import Any, Final, Literal, NoReturn
+
+# Imported for the ranks that are forked from a process that has imported this file: IPython itself would import these
+# in every rank, at its first traceback, completion or question, at 20 to 200 ms and some MiB each.
+import IPython.core.completer
+import IPython.core.magics.basic
+import IPython.core.magics.execution
+import IPython.core.oinspect
+import stack_data  # noqa: F401
+import traitlets
+from IPython.core.autocall import ExitAutocall
+from IPython.core.builtin_trap import BuiltinTrap
+from IPython.core.display_trap import DisplayTrap
+from IPython.core.displayhook import DisplayHook
+from IPython.core.displaypub import DisplayPublisher
+from IPython.core.error import UsageError
+from IPython.core.history import HistoryManager
+from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult, InteractiveShell
+from IPython.core.macro import Macro
+from IPython.utils.text import LSString, SList
+from traitlets.config import Config
+
+from meshbook.errors import MeshbookError
+from meshbook.ids import CallId
+from meshbook.rank import failures, questions
+from meshbook.rank.capture import Output
+from meshbook.rank.interrupt import InterruptGate
+from meshbook.rank.names import Names
+from meshbook.rank.preview import plain_data, plain_mime, preview, type_name
+from meshbook.wire.messages import ClearOutput, Display, Preview, RankError, RunCell
+
+__all__ = ["CellRun", "InterruptGate", "RankShell", "preload"]
+
+# Seconds that a shell command has to end itself after the interrupt that Stop sends it.
+COMMAND_GRACE_S: Final = 0.3
+
+_INLINE_BACKEND: Final = "module://matplotlib_inline.backend_inline"
+# Views of widgets: the objects behind them are on the rank, where no front end reaches them.
+_WIDGET_VIEW: Final = "application/vnd.jupyter.widget-view+json"
+
+# What IPython's input transformations may have something to say about: magics, shell commands, help, pasted prompts,
+# quoting calls, an indented beginning. A superset, so a match costs time and nothing else; without a match the text is
+# Python already, and tokenizing it several times (30 us a line) finds nothing.
+_MAY_BE_SPECIAL: Final = re.compile(r"\A\s|\?|^\s*(?:[%!,;/]|>>>|\.\.\.|In ?\[|\[)|=\s*[%!]", re.MULTILINE)
+_WORD: Final = re.compile(r"[\w.]*")
+
+
+@dataclass(slots=True)
+class CellRun:
+    """How a cell, or a call, ended."""
+
+    status: Literal["ok", "error", "interrupted"]
+    has_result: bool = False  # whether there was a last expression with a value other than None
+    result: Any = None
+    error: RankError | None = None  # for "error" and "interrupted"
+    bound: tuple[str, ...] = ()  # names of the namespace that it bound; of cells only
+    unbound: tuple[str, ...] = ()  # names that it deleted; of cells only
+    seconds: float = 0.0
+
+
+class RankShell(InteractiveShell):
+    """The shell in which a rank's user code runs. One per process: make it with `RankShell.make`.
+
+    Attributes:
+        out: where everything goes that cells print and display.
+        gate: what SIGINT does.
+        ask: called by input() and getpass() with the prompt and whether to hide what is typed; returns the text, or
+            raises EOFError or KeyboardInterrupt.
+        allow_input: whether the cell that runs may ask; for `ask` to look at.
+        running_file: the file name that the running cell was compiled under; None between cells.
+    """
+
+    displayhook: RankDisplayHook
+    # Traits and attributes of IPython's that its annotations describe too narrowly for what is done with them here.
+    compile: Any
+    configurables: Any
+    history_manager: Any
+    InteractiveTB: Any
+    SyntaxTB: Any
+
+    @classmethod
+    def make(cls, *, output: Output, gate: InterruptGate | None = None) -> RankShell:
+        """The shell of this process, installed: `get_ipython()` finds it, input() asks through it."""
+        cls.clear_instance()
+        InteractiveShell.clear_instance()  # one of another class, inherited by a fork
+        config = Config()
+        # Jedi is slow, imports what it completes, and is not needed where the objects themselves are at hand.
+        config.IPCompleter.use_jedi = False
+        config.IPCompleter.evaluation = "limited"
+        shell = cls.instance(config=config, output=output, gate=gate or InterruptGate())
+        shell.install()
+        return shell
+
+    def __init__(self, *, output: Output, gate: InterruptGate, **kwargs: Any) -> None:
+        self.out = output
+        self.gate = gate
+        self.ask: Callable[[str, bool], str] = _nobody_to_ask
+        self.allow_input = False
+        self.running_file: str | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._undo: list[Callable[[], object]] = []
+        # display_page: what would go to a pager is displayed, for `less` would wait for a terminal for ever.
+        super().__init__(display_page=True, **kwargs)
+        self.loop_runner = self.run_coroutine
+        self.InteractiveTB.tb_offset = 0  # frames that are not the user's are cut by name, not by number
+        self._names = Names(self.user_ns, self.user_ns_hidden)
+        self._known_transforms = self._transforms()
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Making: what InteractiveShell would do with files and terminals
+
+    def init_ipython_dir(self, ipython_dir: str | None) -> None:
+        """No folder: a rank keeps nothing on disk."""
+
+    def init_profile_dir(self, profile_dir: Any) -> None:
+        self.profile_dir = None
+        self.db = _MemoryStore()
+
+    def init_environment(self) -> None:
+        """What an ipykernel tells its subprocesses: colours are shown, pagers are not."""
+        for name, value in {
+            "TERM": "xterm-color",
+            "CLICOLOR": "1",
+            "FORCE_COLOR": "1",
+            "CLICOLOR_FORCE": "1",
+            "PAGER": "cat",
+            "GIT_PAGER": "cat",
+        }.items():
+            os.environ[name] = value
+        # Read by matplotlib when it is imported, if it ever is: figures become displays at the end of the cell.
+        if importlib.util.find_spec("matplotlib_inline") is not None:
+            os.environ.setdefault("MPLBACKEND", _INLINE_BACKEND)
+
+    def init_history(self) -> None:
+        self.history_manager = RankHistory(shell=self, parent=self, enabled=False, hist_file=":memory:")
+        self.configurables.append(self.history_manager)
+
+    def init_builtins(self) -> None:
+        super().init_builtins()
+        self.builtin_trap = _SteadyTrap(shell=self)
+
+    def init_display_pub(self) -> None:
+        self.display_pub = RankDisplayPublisher(parent=self, shell=self)
+        self.configurables.append(self.display_pub)
+
+    def init_displayhook(self) -> None:
+        self.displayhook = RankDisplayHook(parent=self, shell=self, cache_size=self.cache_size)
+        self.configurables.append(self.displayhook)
+        self.display_trap = DisplayTrap(hook=self.displayhook)
+
+    @traitlets.default("exiter")
+    def _exiter_default(self) -> ExitAutocall:
+        return _Exiter(self)
+
+    def install(self) -> None:
+        """Make this process's input(), breakpoint() and hooks the shell's own."""
+        self.builtin_trap.activate()
+        for place, name, value in (
+            (sys, "excepthook", self.excepthook),
+            (sys, "breakpointhook", self._breakpoint),
+            (pdb, "set_trace", self._set_trace),
+            (builtins, "input", self._input),
+            (getpass, "getpass", self._getpass),
+        ):
+            self._undo.append(partial(setattr, place, name, getattr(place, name)))
+            setattr(place, name, value)
+
+    def close(self) -> None:
+        """Undo `install`, and let another shell be made in this process."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+        self.builtin_trap.deactivate()
+        self.restore_sys_module_state_of_main()
+        if self._loop is not None:
+            self._loop.close()
+            self._loop = None
+            asyncio.set_event_loop(None)
+        type(self).clear_instance()
+
+    def restore_sys_module_state_of_main(self) -> None:
+        """Give `__main__` back to the module that was it before this shell."""
+        if self._orig_sys_modules_main_mod is not None:
+            sys.modules[self._orig_sys_modules_main_name] = self._orig_sys_modules_main_mod
+
+    def preset(self, **names: Any) -> None:
+        """Bind names that are there from the start: `%who` does not list them, and they are not news of any cell."""
+        self.push(names, interactive=False)
+        self._names.settle()
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Running
+
+    def run(self, cell: RunCell) -> CellRun:
+        """Run a cell on this thread, which must be the main one. Waits for it; raises nothing.
+
+        A SIGINT ends it with status "interrupted", unless its code catches KeyboardInterrupt and goes on.
+        """
+        started = time.perf_counter()
+        self.allow_input = cell.allow_input
+        self._names.settle()
+        gate = self.gate
+        gate.begin()
+        try:
+            if cell.silent:
+                with self.out.muted():
+                    run, codes = self._run_source(cell)
+            else:
+                run, codes = self._run_source(cell)
+        finally:
+            gate.end()
+            self.allow_input = False
+        run.bound, run.unbound = self._names.changes(codes)
+        run.seconds = time.perf_counter() - started
+        return run
+
+    def call(self, function: Callable[[], Any]) -> CellRun:
+        """Call a function of the user's as a cell is run: interruptible, its exception told, its value the result."""
+        started = time.perf_counter()
+        gate = self.gate
+        gate.begin()
+        try:
+            try:
+                try:
+                    gate.arm()
+                    result = function()
+                finally:
+                    gate.disarm()
+            except BaseException as error:
+                gate.disarm()
+                run = self._failed(error)
+            else:
+                run = CellRun("ok", has_result=True, result=result)
+        finally:
+            gate.end()
+        run.seconds = time.perf_counter() - started
+        return run
+
+    def preview(self, value: Any) -> Preview:
+        """How a value shows, by the user's own formatters and `__repr__`s: interruptible, raises nothing."""
+        gate = self.gate
+        gate.begin()
+        try:
+            try:
+                gate.arm()
+                return preview(value, formatter=self.display_formatter)
+            finally:
+                gate.disarm()
+        except KeyboardInterrupt:
+            gate.disarm()
+            kind = type_name(type(value))
+            return Preview(kind="object", type=kind, text=f"<{kind}: interrupted while it was being shown>")
+        finally:
+            gate.end()
+
+    def _run_source(self, cell: RunCell) -> tuple[CellRun, list[CodeType]]:
+        source = cell.source
+        if not source or source.isspace():
+            return CellRun("ok"), []
+        gate = self.gate
+        hook = self.displayhook
+        number = cell.number if cell.number is not None else self.execution_count
+        keeps = cell.store_history and not cell.silent
+        codes: list[CodeType] = []
+        info = _execution_info(cell)
+        outcome = ExecutionResult(info)
+        outcome.execution_count = number
+        try:
+            try:
+                text = self._transformed(source)
+                info.transformed_cell = text
+                name = cell.filename or self.compile.get_code_name(source, text, number)
+                self._remember_source(name, number, text)
+                self.execution_count = number
+                if keeps:
+                    self.history_manager.store_inputs(number, text, source)
+                hook.begin(number, text, silent=cell.silent)
+                codes += self._compiled(text, name, silent=cell.silent)
+                self.running_file = name
+                gate.arm()
+                with self.display_trap:
+                    self.events.trigger("pre_execute")
+                    if not cell.silent:
+                        self.events.trigger("pre_run_cell", info)
+                    self._execute(codes)
+            finally:
+                gate.disarm()
+                self.running_file = None
+                if keeps:
+                    self.execution_count = number + 1
+        except BaseException as error:
+            gate.disarm()
+            hook.end()
+            run = self._failed(error)
+            outcome.error_in_exec = error
+        else:
+            has_result, result = hook.end()
+            run = CellRun("ok", has_result=has_result, result=result)
+            outcome.result = result
+        self._after(outcome, silent=cell.silent)
+        outcome.error_in_exec = None  # an exception holds its frames, and they whatever the cell had in its hands
+        return run, codes
+
+    def _execute(self, codes: list[CodeType]) -> None:
+        if any(map(_awaits, codes)):
+            self.run_coroutine(self._execute_in_loop(codes))
+            return
+        for code in codes:
+            exec(code, self.user_ns)
+
+    async def _execute_in_loop(self, codes: list[CodeType]) -> None:
+        for code in codes:
+            made = eval(code, self.user_ns)
+            if _awaits(code):
+                await made
+
+    def _after(self, outcome: ExecutionResult, *, silent: bool) -> None:
+        """The hooks after a cell: matplotlib shows its figures in one of them, and drawing may take a while."""
+        gate = self.gate
+        self.last_execution_succeeded = outcome.success
+        self.last_execution_result = outcome
+        try:
+            try:
+                gate.arm()
+                self.events.trigger("post_execute")
+                if not silent:
+                    self.events.trigger("post_run_cell", outcome)
+            finally:
+                gate.disarm()
+        except KeyboardInterrupt:
+            gate.disarm()
+
+    def run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine in the shell's own event loop until it is done. A SIGINT ends it at once: what it awaits is
+        cancelled, and its `finally:` blocks run.
+        """
+        loop = self._event_loop()
+        task = loop.create_task(coroutine)
+        try:
+            with self._awake_on_signals(loop):
+                return loop.run_until_complete(task)
+        except KeyboardInterrupt:
+            if task.done():  # it was computing, and has the exception itself
+                if not task.cancelled():
+                    task.exception()  # asked for, so that asyncio does not report it as forgotten
+                raise
+            task.cancel()
+            where: TracebackType | None = None
+            try:
+                loop.run_until_complete(task)
+            except asyncio.CancelledError as cancelled:
+                where = cancelled.__traceback__  # leads to the line that awaited
+            raise KeyboardInterrupt().with_traceback(where) from None
+
+    def _event_loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None or self._loop.is_closed():
+            self._loop = asyncio.new_event_loop()
+            asyncio.set_event_loop(self._loop)
+        return self._loop
+
+    @contextlib.contextmanager
+    def _awake_on_signals(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+        """A signal that comes just before the loop goes to sleep wakes it, instead of waiting for its next timer."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        readable, writable = socket.socketpair()
+        with readable, writable:
+            readable.setblocking(False)
+            writable.setblocking(False)
+            before = signal.set_wakeup_fd(writable.fileno(), warn_on_full_buffer=False)
+            loop.add_reader(readable, readable.recv, 4096)
+            try:
+                yield
+            finally:
+                loop.remove_reader(readable)
+                signal.set_wakeup_fd(before)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # From text to code
+
+    def _transforms(self) -> tuple[Any, ...]:
+        manager = self.input_transformer_manager
+        return (
+            *manager.cleanup_transforms,
+            *manager.line_transforms,
+            *manager.token_transformers,
+            *self.input_transformers_post,
+        )
+
+    def _transformed(self, source: str) -> str:
+        """The Python of a cell: magics and shell commands spelled out."""
+        if _MAY_BE_SPECIAL.search(source) or self._transforms() != self._known_transforms:
+            return str(self.transform_cell(source))
+        text = source if source.endswith("\n") else source + "\n"
+        # One line alone may be a magic without its %, a macro, or a bare `exit`.
+        if text.count("\n") == 1 and self._may_be_rewritten(text):
+            return str(self.transform_cell(source))
+        return text
+
+    def _may_be_rewritten(self, line: str) -> bool:
+        word = _WORD.match(line).group()  # type: ignore[union-attr]  # it matches the empty string as well
+        if not word:
+            return False
+        held = self.user_ns.get(word)
+        return (
+            bool(self.autocall)
+            or isinstance(held, (Macro, IPython.core.autocall.IPyAutocall))
+            or (self.automagic and self.find_line_magic(word) is not None)
+            or (self.automagic and self.find_cell_magic(word) is not None)
+        )
+
+    def _remember_source(self, name: str, number: int, text: str) -> None:
+        """Tracebacks, `??` and debuggers find the lines of this cell, and call it `Cell In[number]`."""
+        compiler = self.compile
+        get_name = compiler.get_code_name
+        compiler.get_code_name = lambda *_: name
+        try:
+            compiler.cache(text, number, raw_code=text)
+        finally:
+            compiler.get_code_name = get_name
+
+    def _compiled(self, text: str, name: str, *, silent: bool) -> list[CodeType]:
+        """The code of a cell: what is executed, then what is shown."""
+        compiler = self.compile
+        tree = compiler.ast_parse(text, filename=name)
+        if self.ast_transformers:
+            tree = self.transform_ast(tree)
+        body: list[ast.stmt] = tree.body
+        executed, shown = self._split(body, "none" if silent else self.ast_node_interactivity)
+        # `from __future__` must come first in what is compiled in one go; after a magic it does not.
+        late_future = any(isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in executed[1:])
+        parts = [[node] for node in executed] if late_future else [executed] if executed else []
+        flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT if self.autoawait else 0
+        with compiler.extra_flags(flags):
+            return [
+                *(compiler(ast.Module(part, []), name, "exec") for part in parts),
+                *(compiler(ast.Interactive([node]), name, "single") for node in shown),
+            ]
+
+    @staticmethod
+    def _split(body: list[ast.stmt], interactivity: str) -> tuple[list[ast.stmt], list[ast.stmt]]:
+        """Statements to execute, and those whose values are shown."""
+        if not body or interactivity == "none":
+            return body, []
+        if interactivity == "all":
+            return [], body
+        last = body[-1]
+        if interactivity == "last_expr_or_assign":
+            target = None
+            if isinstance(last, ast.Assign) and len(last.targets) == 1:
+                target = last.targets[0]
+            elif isinstance(last, (ast.AugAssign, ast.AnnAssign)):
+                target = last.target
+            if isinstance(target, ast.Name):
+                show = ast.copy_location(ast.Expr(ast.Name(target.id, ast.Load())), last)
+                return body, [ast.fix_missing_locations(show)]
+        if isinstance(last, ast.Expr) or interactivity == "last":
+            return body[:-1], [last]
+        return body, []
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Failures
+
+    def _failed(self, error: BaseException) -> CellRun:
+        told = self.describe_error(error)
+        return CellRun("interrupted" if isinstance(error, KeyboardInterrupt) else "error", error=told)
+
+    def describe_error(self, error: BaseException) -> RankError:
+        """What is told of an exception, which becomes the one that `%tb` shows. Raises nothing."""
+        told = failures.describe(error, self)
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        if sys.version_info >= (3, 12):
+            sys.last_exc = error
+        return told
+
+    def render(self, error: BaseException) -> list[str]:
+        """IPython's traceback of the exception."""
+        kind, tb = type(error), error.__traceback__
+        if isinstance(error, UsageError):
+            return [f"UsageError: {error}"]
+        own = getattr(error, "_render_traceback_", None)
+        if callable(own):
+            return [str(part) for part in own()]
+        if isinstance(error, SyntaxError) and not _ran(tb):
+            return list(self.SyntaxTB.structured_traceback(kind, error, []))
+        if _has_group(error):  # IPython cannot draw them
+            return ["".join(traceback.format_exception(kind, error, tb)).rstrip("\n")]
+        if isinstance(error, SyntaxError):
+            return list(self.SyntaxTB.structured_traceback(kind, error, traceback.extract_tb(tb)))
+        return list(self.InteractiveTB.structured_traceback(kind, error, tb, tb_offset=0))
+
+    def _get_exc_info(self, exc_tuple: Any = None) -> Any:
+        """What `%tb` and failures inside magics show: without Meshbook's frames."""
+        kind, value, _ = super()._get_exc_info(exc_tuple)
+        failures.cut_own_frames(value)
+        sys.last_traceback = value.__traceback__
+        return kind, value, value.__traceback__
+
+    def debugger(self, force: bool = False) -> None:
+        """What `%debug` does: say how to look at the failure, for there is no terminal to do it in."""
+        if not (force or self.call_pdb):
+            return
+        if getattr(sys, "last_value", None) is None:
+            print("Nothing has failed on this rank yet.")
+            return
+        self.showtraceback()
+        print(
+            f"{self._place()} has no terminal for a debugger. What the failure left is still there: in a cell that "
+            f"runs on this rank only ({self._how_to_run()}), `%tb Verbose` shows the variables of each frame, and "
+            f"sys.last_value is the exception. From outside, the process is pid {os.getpid()}."
+        )
+
+    def _breakpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """breakpoint(): what PYTHONBREAKPOINT says, if it says anything but pdb; else `_set_trace`."""
+        if os.environ.get("PYTHONBREAKPOINT", "pdb.set_trace") not in ("", "pdb.set_trace"):
+            return sys.__breakpointhook__(*args, **kwargs)
+        return self._set_trace()
+
+    def _set_trace(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise MeshbookError(
+            f"{self._place()} has no terminal for a debugger, so a breakpoint cannot stop here. Look at the variables "
+            f"of this frame with `%tb Verbose` in a cell that runs on this rank only ({self._how_to_run()}), or print "
+            "them here; PYTHONBREAKPOINT=0 passes breakpoints by"
+        )
+
+    def _place(self) -> str:
+        rank = self.user_ns_hidden.get("rank")
+        return "A rank" if rank is None else f"Rank {rank}"
+
+    def _how_to_run(self) -> str:
+        return f"%%mesh --ranks {self.user_ns_hidden.get('rank', 0)}"
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # What a terminal would do
+
+    def _input(self, prompt: object = "", /) -> str:
+        return self.ask(str(prompt), False)
+
+    def _getpass(self, prompt: str = "Password: ", stream: Any = None, **_options: Any) -> str:
+        return self.ask(str(prompt), True)
+
+    def enable_gui(self, gui: str | None = None) -> None:
+        """Only what needs no event loop: figures are drawn inline."""
+        if gui not in (None, "inline", "agg"):
+            raise UsageError(f"a rank has no screen for {gui} windows; use %matplotlib inline")
+
+    def ask_exit(self) -> NoReturn:
+        """What `exit`, `quit` and `%exit` come to."""
+        raise MeshbookError(
+            "exit does not end a rank: the mesh would lose its state. `%mesh stop` ends the mesh, `%mesh kill "
+            f"{self.user_ns_hidden.get('rank', 0)}` this rank; os._exit() ends its process for good"
+        )
+
+    def system_piped(self, cmd: str) -> None:
+        """`!cmd`: its output comes as it is written, its exit code is `_exit_code`. A SIGINT ends it and the cell."""
+        if cmd.rstrip().endswith("&"):
+            raise OSError("a command in the background would outlive its output; use subprocess.Popen for that")
+        code = _run_on_pty(self.var_expand(cmd, depth=1), self.gate)
+        self.user_ns["_exit_code"] = code
+        if self.system_raise_on_error and code != 0:
+            raise subprocess.CalledProcessError(code, cmd)
+
+    system = system_piped
+
+    def getoutput(self, cmd: str, split: bool = True, depth: int = 0) -> Any:
+        """`x = !cmd`: what it printed, as lines."""
+        if cmd.rstrip().endswith("&"):
+            raise OSError("a command in the background has no output to wait for")
+        expanded = self.var_expand(cmd, depth=depth + 1)
+        done = subprocess.run(
+            expanded,
+            shell=True,
+            executable=_user_shell(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        self.user_ns["_exit_code"] = done.returncode
+        if self.system_raise_on_error and done.returncode != 0:
+            raise subprocess.CalledProcessError(done.returncode, cmd)
+        return SList(done.stdout.splitlines()) if split else LSString(done.stdout)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parts of the shell
+
+
+class RankDisplayHook(DisplayHook):
+    """Keeps the value of a cell's last expression instead of printing it."""
+
+    shell: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._number = 0
+        self._text = ""
+        self._open = False  # between `begin` and `end`
+        self._has_value = False
+        self._value: Any = None
+        super().__init__(*args, **kwargs)
+
+    @property
+    def prompt_count(self) -> int:
+        return self._number
+
+    def begin(self, number: int, text: str, *, silent: bool) -> None:
+        """A cell starts; what is shown from here on is its value."""
+        self._number, self._text = number, text
+        self._has_value, self._value = False, None
+        self._open = not silent
+
+    def end(self) -> tuple[bool, Any]:
+        """Whether the cell had a value, and the value, which is not kept."""
+        found = self._has_value, self._value
+        self._open = self._has_value = False
+        self._value = None
+        return found
+
+    def quiet(self) -> bool:
+        return ";" in self._text and self.semicolon_at_end_of_expression(self._text)
+
+    def __call__(self, result: Any = None) -> None:
+        self.check_for_underscore()
+        if result is None or self.quiet():
+            return
+        if self._has_value:  # more than one value is shown (ast_node_interactivity = "all", or a cell within a cell)
+            self._display(self._value)
+        self.update_user_ns(result)
+        self.fill_exec_result(result)
+        if self._open:
+            self._has_value, self._value = True, result
+        else:
+            self._display(result)
+
+    def _display(self, value: Any) -> None:
+        data, metadata = self.compute_format_data(value)
+        if data:
+            self.shell.display_pub.publish(data, metadata)
+
+
+class RankDisplayPublisher(DisplayPublisher):
+    """Puts displays into the rank's output, in order with its text."""
+
+    shell: Any
+
+    def publish(
+        self,
+        data: dict[str, Any],
+        metadata: dict[str, Any] | None = None,
+        source: Any = None,
+        *,
+        transient: dict[str, Any] | None = None,
+        update: bool = False,
+        **_kwargs: Any,
+    ) -> None:
+        self._validate_data(data, metadata)
+        shown = {mime: plain_mime(mime, value) for mime, value in data.items() if mime != _WIDGET_VIEW}
+        display_id = (transient or {}).get("display_id")
+        self.shell.out.put(
+            Display(
+                data=shown,
+                metadata=plain_data(metadata or {}),
+                display_id=None if display_id is None else str(display_id),
+                update=update,
+            )
+        )
+
+    def clear_output(self, wait: bool = False) -> None:
+        self.shell.out.put(ClearOutput(bool(wait)))
+
+
+class RankHistory(HistoryManager):
+    """The cells of this rank, in memory, each at its own number."""
+
+    def store_inputs(self, line_num: int, source: str, source_raw: str | None = None) -> None:
+        raw = source if source_raw is None else source_raw
+        parsed_list, raw_list = self.input_hist_parsed, self.input_hist_raw
+        # A cell that did not run here leaves a gap; one that is run again under its number replaces itself.
+        for entries, text in ((parsed_list, source), (raw_list, raw)):
+            while len(entries) < line_num:
+                entries.append("")
+            entries[line_num:] = [text.rstrip("\n")]
+        self._iii, self._ii, self._i, self._i00 = self._ii, self._i, self._i00, raw.rstrip("\n")
+        names = {"_i": self._i, "_ii": self._ii, "_iii": self._iii, f"_i{line_num}": self._i00}
+        self.shell.user_ns.update(names)
+        self.shell.user_ns_hidden.update(names)
+
+
+class _SteadyTrap(BuiltinTrap):
+    """`get_ipython` among the builtins for good.
+
+    IPython's own adds and removes it around each use, and counts; the main and the service thread would miscount.
+    """
+
+    def __enter__(self) -> _SteadyTrap:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> Literal[False]:
+        return False
+
+
+class _Exiter(ExitAutocall):
+    """`exit` and `quit`, with or without parentheses."""
+
+    def __init__(self, shell: RankShell) -> None:
+        super().__init__(shell)
+        self._shell = shell
+
+    def __call__(self, *_args: Any) -> None:
+        self._shell.ask_exit()
+
+
+class _MemoryStore(dict[str, Any]):
+    """What `%bookmark`, `%store` and import completion keep: in memory, where IPython has a folder."""
+
+    def keys(self, pattern: str | None = None) -> Any:
+        names = super().keys()
+        return names if pattern is None else fnmatch.filter(names, pattern)
+
+
+def _nobody_to_ask(_prompt: str, _password: bool) -> str:
+    raise EOFError("there is nobody to ask for input() here")
+
+
+def _execution_info(cell: RunCell) -> Any:
+    """IPython's words for a cell, for the hooks of extensions. Made without its constructor, whose arguments differ
+    from version to version.
+    """
+    info: Any = ExecutionInfo.__new__(ExecutionInfo)
+    info.raw_cell, info.transformed_cell = cell.source, None
+    info.store_history, info.silent, info.shell_futures = cell.store_history, cell.silent, True
+    info.cell_id = info.cell_meta = None
+    return info
+
+
+def _awaits(code: CodeType) -> bool:
+    """Whether there is an `await` at its top level: then evaluating it gives a coroutine."""
+    return bool(code.co_flags & inspect.CO_COROUTINE)
+
+
+def _ran(tb: TracebackType | None) -> bool:
+    """Whether any code but IPython's and ours ran. If so, a SyntaxError is that of a module, not of the cell."""
+    while tb is not None:
+        module = tb.tb_frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] not in ("IPython", "codeop", "meshbook"):
+            return True
+        tb = tb.tb_next
+    return False
+
+
+def _has_group(error: BaseException | None) -> bool:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, BaseExceptionGroup):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shell commands
+
+
+def _user_shell() -> str | None:
+    return os.environ.get("SHELL") or None
+
+
+def _run_on_pty(command: str, gate: InterruptGate) -> int:
+    """Run a shell command, its output to sys.stdout as it comes.
+
+    On a pseudo-terminal, because most programs hold their output back when they see a pipe; it reads nothing. Spawned,
+    not forked: this process has threads.
+
+    Returns:
+        The exit code; of a command that a signal ended, the signal's number, negative.
+    """
+    process: subprocess.Popen[bytes] | None = None
+    master, slave = os.openpty()
+    try:
+        attributes = termios.tcgetattr(slave)
+        attributes[1] &= ~termios.OPOST  # line ends as they are written
+        termios.tcsetattr(slave, termios.TCSANOW, attributes)
+        with contextlib.suppress(OSError):
+            fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        with gate.held():  # a child whose pid nobody noted could not be ended
+            process = subprocess.Popen(
+                command,
+                shell=True,
+                executable=_user_shell(),
+                stdin=subprocess.DEVNULL,
+                stdout=slave,
+                stderr=slave,
+                start_new_session=True,
+            )
+            os.close(slave)
+            slave = -1
+        for data in _chunks(master, process):
+            sys.stdout.buffer.write(data)
+    except KeyboardInterrupt:
+        if process is not None:
+            _end_command(process, master)
+        raise
+    finally:
+        os.close(master)
+        if slave >= 0:
+            os.close(slave)
+    code = process.wait()
+    return -(code - 128) if code > 128 else code
+
+
+def _chunks(master: int, process: subprocess.Popen[bytes]) -> Iterator[bytes]:
+    """What the command writes, until it has ended and everything was read, whatever its children keep open."""
+    while True:
+        readable, _, _ = select.select([master], [], [], 0.05)
+        if readable:
+            try:
+                data = os.read(master, 1 << 16)
+            except OSError:  # EIO: nobody has the other end any more
+                return
+            if not data:
+                return
+            yield data
+        elif process.poll() is not None:
+            return
+
+
+def _end_command(process: subprocess.Popen[bytes], master: int) -> None:
+    """SIGINT to the command and its children, as Ctrl-C would; SIGKILL if that does not help soon."""
+    deadline = time.monotonic() + COMMAND_GRACE_S
+    for number in (signal.SIGINT, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        while process.poll() is None and time.monotonic() < deadline:
+            readable, _, _ = select.select([master], [], [], 0.02)
+            if readable:
+                with contextlib.suppress(OSError):
+                    sys.stdout.buffer.write(os.read(master, 1 << 16))
+    process.wait()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Before the fork
+
+
+def preload() -> None:
+    """Do once, in the process that ranks are forked from, what every rank would do at its first cell and first error.
+
+    Starts no thread, opens no file for good, leaves no shell behind; 0.2 s.
+    """
+    environment = dict(os.environ)
+    output = Output(descriptors=False)
+    output.install()
+    shell = RankShell.make(output=output)
+    try:
+        for source in ("1 + 1", "def f():\n    return 1 / 0\n\nf()", "%who", "x = ["):
+            shell.run(RunCell(call=CallId("preload"), ranks=(), source=source))
+        questions.complete(shell, "sys.st", 6)
+        questions.inspect(shell, "print", 5, 1)
+    finally:
+        shell.close()
+        output.uninstall()
+        os.environ.clear()
+        os.environ.update(environment)

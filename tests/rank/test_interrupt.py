@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from meshbook.rank import interrupt
+from meshbook.rank.interrupt import InterruptGate
+
+
+@pytest.fixture
+def gate() -> Iterator[InterruptGate]:
+    gate = InterruptGate()
+    gate.install()
+    yield gate
+    gate.uninstall()
+
+
+def sigint() -> None:
+    """To this process and thread: handled before the call returns."""
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_sigint_raises_while_armed(gate: InterruptGate) -> None:
+    gate.begin()
+    gate.arm()
+    with pytest.raises(KeyboardInterrupt):
+        sigint()
+    gate.disarm()
+    gate.end()
+    assert (gate.raised, gate.missed) == (1, 0)
+
+
+def test_sigint_outside_of_calls_is_counted_and_forgotten(gate: InterruptGate) -> None:
+    sigint()
+    gate.begin()
+    gate.arm()
+    gate.disarm()
+    gate.end()
+    assert (gate.raised, gate.missed) == (0, 1)
+
+
+def test_sigint_before_the_user_code_of_a_call_stops_it_at_its_start(gate: InterruptGate) -> None:
+    gate.begin()
+    sigint()
+    with pytest.raises(KeyboardInterrupt):
+        gate.arm()
+    gate.disarm()
+    gate.end()
+    assert (gate.raised, gate.missed) == (1, 0)
+
+
+def test_sigint_after_the_user_code_of_a_call_does_not_reach_the_next_call(gate: InterruptGate) -> None:
+    gate.begin()
+    gate.arm()
+    gate.disarm()
+    sigint()
+    gate.end()
+    gate.begin()
+    gate.arm()
+    gate.disarm()
+    gate.end()
+    assert (gate.raised, gate.missed) == (0, 1)
+
+
+def test_a_stop_that_is_told_twice_raises_once(gate: InterruptGate) -> None:
+    gate.begin()
+    gate.arm()
+    with pytest.raises(KeyboardInterrupt):
+        sigint()
+    sigint()  # in the user's `finally:`
+    gate.disarm()
+    gate.end()
+    assert (gate.raised, gate.missed) == (1, 1)
+
+
+def test_a_later_stop_raises_again_in_code_that_survived_the_first(
+    gate: InterruptGate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interrupt, "SAME_STOP_S", 0.0)
+    gate.begin()
+    gate.arm()
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            sigint()
+    gate.disarm()
+    gate.end()
+    assert gate.raised == 3
+
+
+def test_an_inherited_ignore_does_not_disarm_the_gate(gate: InterruptGate) -> None:
+    gate.uninstall()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        gate.install()
+        gate.begin()
+        gate.arm()
+        with pytest.raises(KeyboardInterrupt):
+            sigint()
+    finally:
+        gate.end()
+        signal.signal(signal.SIGINT, before)
+        gate.install()

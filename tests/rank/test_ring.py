@@ -1,0 +1,262 @@
+"""The ring of collectives, without torch: a tensor is whatever has a shape and a dtype."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meshbook.rank import ring as ring_module
+from meshbook.rank.ring import MAX_TENSORS, Collective, Label, Ring
+
+
+class FakeTensor:
+    def __init__(self, *shape: int, dtype: str = "torch.float32") -> None:
+        self.shape = shape
+        self.dtype = dtype
+
+
+class Ticks:
+    """A clock that is one second later each time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+WORLD = (0, 1, 2, 3)
+
+
+def begin(ring: Ring, op: str = "allreduce", label: Label | None = None) -> Collective:
+    return ring.begin(op, label or Label("0", WORLD), [FakeTensor(2, 3)])
+
+
+def library(name: str, source: str, **names: object) -> types.ModuleType:
+    """A module that was written elsewhere: its frames carry the file name `name`."""
+    module = types.ModuleType("elsewhere")
+    module.__dict__.update(names)
+    exec(compile(source, name, "exec"), module.__dict__)
+    return module
+
+
+def test_a_collective_knows_what_was_called_on_which_group_and_where() -> None:
+    ring = Ring()
+    label = Label("dp", (1, 3))
+    collective = ring.begin("allreduce", label, [FakeTensor(2, 3), FakeTensor(4, dtype="torch.int64")])
+    line = sys._getframe().f_lineno - 1
+    assert (collective.op, collective.group, collective.group_ranks) == ("allreduce", "dp", (1, 3))
+    assert collective.shapes == ((2, 3), (4,))
+    assert collective.dtypes == ("float32", "int64")
+    assert collective.line == (__file__, line, "test_a_collective_knows_what_was_called_on_which_group_and_where")
+    assert ring.last is collective
+
+
+def test_it_runs_until_it_is_finished() -> None:
+    ring = Ring(clock=Ticks())
+    collective = begin(ring)
+    assert collective.t_start == 1.0
+    assert collective.t_end is None
+    assert collective.seconds(now=4.5) == 3.5
+    assert ring.running() == (collective,)
+    ring.finish(collective)
+    assert collective.t_end == 2.0
+    assert collective.seconds() == 1.0
+    assert collective.error is None
+    assert ring.running() == ()
+
+
+def test_only_its_first_end_counts() -> None:
+    ring = Ring(clock=Ticks())
+    collective = begin(ring)
+    ring.finish(collective, RuntimeError("Connection closed by peer\nframe #0: ..."))
+    ring.finish(collective)
+    ring.finish(collective, "something else")
+    assert collective.error == "RuntimeError: Connection closed by peer"
+    assert collective.t_end == 2.0
+
+
+def test_the_sequence_counts_on_the_rank_and_in_each_group() -> None:
+    ring = Ring()
+    world, pair = Label("0", WORLD), Label("1", (0, 1))
+    made = [begin(ring, label=label) for label in (world, pair, world, pair, pair)]
+    assert [collective.seq for collective in made] == [1, 2, 3, 4, 5]
+    assert [(collective.group, collective.group_seq) for collective in made] == [
+        ("0", 1),
+        ("1", 1),
+        ("0", 2),
+        ("1", 2),
+        ("1", 3),
+    ]
+
+
+def test_only_the_last_ones_are_kept_in_the_order_they_began() -> None:
+    ring = Ring(size=3)
+    made = [begin(ring) for _ in range(5)]
+    assert ring.snapshot() == tuple(made[2:])
+    assert ring.size == 3
+
+
+def test_a_ring_without_room_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        Ring(size=0)
+
+
+def test_the_users_line_is_the_innermost_outside_of_libraries(tmp_path: Path) -> None:
+    ring = Ring(skip=[tmp_path / "torch"])
+    torch = library(str(tmp_path / "torch" / "distributed.py"), "def call(f): return f()")
+    trainer = library(str(tmp_path / "trainer.py"), "def step(call, f):\n    x = 1\n    return call(f)\n")
+    inner = library(str(Path(ring_module.__file__).parent / "watched.py"), "def call(f): return f()")
+    begin_in_library = library(
+        str(tmp_path / "torch" / "c10d.py"), "def run(): return ring.begin('allreduce', label)",
+        ring=ring, label=Label("0", WORLD),
+    )  # fmt: skip
+    collective = trainer.step(torch.call, lambda: begin_in_library.run())
+    # The lambda is this file's, and it is further in than the trainer.
+    assert collective.line is not None
+    assert collective.line.file == __file__
+    collective = trainer.step(torch.call, begin_in_library.run)
+    assert collective.line == (str(tmp_path / "trainer.py"), 3, "step")
+    collective = trainer.step(inner.call, begin_in_library.run)
+    assert collective.line == (str(tmp_path / "trainer.py"), 3, "step")
+
+
+def test_files_can_be_skipped_later(tmp_path: Path) -> None:
+    ring = Ring()
+    torch = library(
+        str(tmp_path / "torch" / "c10d.py"),
+        "def run(): return ring.begin('x', label)",
+        ring=ring,
+        label=Label("0", WORLD),
+    )
+    assert torch.run().line.file == str(tmp_path / "torch" / "c10d.py")
+    ring.skip(tmp_path / "torch")
+    assert torch.run().line.file == __file__
+
+
+def test_a_thread_without_user_code_points_at_what_the_main_thread_runs(tmp_path: Path) -> None:
+    """As autograd does, which runs a backward pass for CUDA on a thread of its own."""
+    ring = Ring(skip=[tmp_path, threading.__file__])
+    engine = library(
+        str(tmp_path / "engine.py"), "def run(): made.append(ring.begin('x', label))",
+        ring=ring, label=Label("0", WORLD), made=[],
+    )  # fmt: skip
+    thread = threading.Thread(target=engine.run)
+    thread.start()
+    thread.join()
+    (collective,) = engine.made
+    assert collective.line.file == __file__
+    assert collective.line.function == "test_a_thread_without_user_code_points_at_what_the_main_thread_runs"
+
+
+def test_a_kept_collective_keeps_neither_tensors_nor_locals() -> None:
+    ring = Ring()
+    held: list[weakref.ref[FakeTensor]] = []
+
+    def cell() -> None:
+        tensor = FakeTensor(8)
+        held.append(weakref.ref(tensor))
+        ring.begin("allreduce", Label("0", WORLD), [tensor])
+
+    cell()
+    gc.collect()
+    assert held[0]() is None
+    assert ring.last is not None
+    assert ring.last.shapes == ((8,),)
+
+
+def test_of_many_tensors_the_first_few_are_told() -> None:
+    collective = Ring().begin("allreduce_coalesced", Label("0", WORLD), [FakeTensor(n) for n in range(100)])
+    assert collective.shapes == tuple((n,) for n in range(MAX_TENSORS))
+    assert len(collective.dtypes) == MAX_TENSORS
+
+
+def test_one_that_nobody_waits_for_is_asked_when_somebody_looks() -> None:
+    ring = Ring(clock=Ticks())
+    collective = begin(ring)
+    answers = iter([False, True])
+    ring.settle_by(collective, lambda: next(answers))
+    assert ring.running() == (collective,)
+    assert ring.running() == ()
+    assert collective.t_end is not None
+    assert ring.snapshot() == (collective,)  # and is not asked again
+
+
+def test_one_whose_end_will_be_told_is_not_asked() -> None:
+    ring = Ring()
+    collective = begin(ring)
+    ring.settle_by(collective, lambda: True)
+    ring.settle_by(collective, None)
+    assert ring.running() == (collective,)
+
+
+def test_a_reader_in_another_thread_never_sees_a_torn_ring() -> None:
+    ring = Ring(size=50)
+    done = threading.Event()
+    wrong: list[str] = []
+
+    def look(check: Callable[[tuple[Collective, ...]], bool]) -> None:
+        while not done.is_set():
+            seen = ring.snapshot()
+            if not check(seen):
+                wrong.append(f"{[collective.seq for collective in seen]}")
+                return
+
+    def whole(seen: tuple[Collective, ...]) -> bool:
+        numbers = [collective.seq for collective in seen]
+        return len(seen) <= 50 and numbers == sorted(set(numbers)) and (not seen or numbers[-1] - numbers[0] < 2 * 50)
+
+    readers = [threading.Thread(target=look, args=(whole,)) for _ in range(2)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for reader in readers:
+            reader.start()
+        label = Label("0", WORLD)
+        for _ in range(5000):
+            ring.finish(begin(ring, label=label))
+    finally:
+        done.set()
+        sys.setswitchinterval(before)
+        for reader in readers:
+            reader.join()
+    assert wrong == []
+
+
+def test_two_threads_never_get_the_same_number() -> None:
+    ring = Ring(size=4000)
+    label = Label("0", WORLD)
+
+    def many() -> None:
+        for _ in range(1000):
+            begin(ring, label=label)
+
+    threads = [threading.Thread(target=many) for _ in range(4)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert [collective.seq for collective in ring.snapshot()] == list(range(1, 4001))
+    assert sorted(collective.group_seq for collective in ring.snapshot()) == list(range(1, 4001))
+
+
+def test_it_reads_like_a_sentence() -> None:
+    ring = Ring()
+    collective = begin(ring)
+    assert repr(collective).startswith("<allreduce #1 on 0 at ")
+    assert repr(collective).endswith(": running>")
+    ring.finish(collective, KeyboardInterrupt())
+    assert repr(collective).endswith(": KeyboardInterrupt>")

@@ -1,0 +1,764 @@
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib
+import linecache
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import IPython
+import msgspec
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+
+from meshbook.ids import CallId
+from meshbook.rank import failures
+from meshbook.rank.capture import Output
+from meshbook.rank.interrupt import InterruptGate
+from meshbook.rank.shell import CellRun, RankShell, preload
+from meshbook.wire.messages import ClearOutput, Display, RankError, RunCell, Text
+
+DEADLINE_S = 20.0
+
+
+class Rank:
+    """A shell with its output, as a rank has them."""
+
+    def __init__(self) -> None:
+        self.output = Output(descriptors=False)
+        self.gate = InterruptGate()
+        self.gate.install()
+        self.shell = RankShell.make(output=self.output, gate=self.gate)
+
+    def run(self, source: str, **fields: Any) -> CellRun:
+        self.output.take()
+        stdout, stderr = sys.stdout, sys.stderr
+        self.output.install()
+        try:
+            return self.shell.run(RunCell(CallId("c-1"), (0,), textwrap.dedent(source), **fields))
+        finally:
+            self.output.uninstall()
+            sys.stdout, sys.stderr = stdout, stderr
+
+    def ok(self, source: str, **fields: Any) -> CellRun:
+        run = self.run(source, **fields)
+        assert run.status == "ok", run.error
+        return run
+
+    def error(self, source: str, **fields: Any) -> RankError:
+        run = self.run(source, **fields)
+        assert run.status == "error"
+        assert run.error is not None
+        return run.error
+
+    def said(self) -> str:
+        return "".join(item.text for item in self.output.take() if isinstance(item, Text))
+
+    def line(self, thread: int) -> int | None:
+        """The line of the running cell that a thread is at, below whatever it called."""
+        frame = sys._current_frames().get(thread)
+        while frame is not None and frame.f_code.co_filename != self.shell.running_file:
+            frame = frame.f_back
+        return None if frame is None else frame.f_lineno
+
+    def interrupted(self, act: Callable[[], CellRun], *, at_line: int | None = None) -> CellRun:
+        """Do something that prints, and SIGINT once it has (and is at that line of its cell): again and again, as a host
+        does, until it has ended.
+        """
+        over = threading.Event()
+        main = threading.get_ident()
+
+        def stop() -> None:
+            select.select(self.output.service_fds()[:1], [], [], DEADLINE_S)
+            while at_line is not None and self.line(main) != at_line and not over.is_set():
+                os.sched_yield()
+            while not over.is_set():
+                os.kill(os.getpid(), signal.SIGINT)
+                over.wait(0.7)
+
+        helper = threading.Thread(target=stop)
+        helper.start()
+        started = time.monotonic()
+        try:
+            run = act()
+        finally:
+            over.set()
+            helper.join()
+        assert time.monotonic() - started < DEADLINE_S
+        return run
+
+    def interrupted_cell(self, source: str, *, at_line: int | None = None) -> CellRun:
+        return self.interrupted(lambda: self.run(source), at_line=at_line)
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
+    for name in ("TERM", "CLICOLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "PAGER", "GIT_PAGER", "MPLBACKEND"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)  # and so it is what it was, after the shell has set it
+    monkeypatch.setattr(sys, "ps1", "", raising=False)
+    monkeypatch.setattr(sys, "ps2", "", raising=False)
+    monkeypatch.setattr(sys, "ps3", "", raising=False)
+    rank = Rank()
+    yield rank
+    rank.shell.close()
+    rank.gate.uninstall()
+
+
+def plain(error: RankError) -> str:
+    """The traceback without colours."""
+    import re
+
+    return re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(error.traceback))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Values
+
+
+def test_the_last_expression_is_the_value_and_is_not_printed(rank: Rank) -> None:
+    run = rank.ok("x = 20\nx + 22")
+    assert (run.has_result, run.result) == (True, 42)
+    assert rank.output.take() == ()
+
+
+@pytest.mark.parametrize("source", ["x = 1", "None", "1 + 1;", "1 + 1;  # quiet", "for i in range(3): i", "", "  \n"])
+def test_some_cells_have_no_value(rank: Rank, source: str) -> None:
+    assert not rank.ok(source).has_result
+
+
+def test_earlier_values_and_cells_are_at_hand_under_their_numbers(rank: Rank) -> None:
+    rank.ok("'first'", number=3)
+    rank.ok("'second'", number=8)
+    assert rank.ok("_, __, Out[3], Out[8], _3, In[3], In[8], len(In)", number=9).result == (
+        "second",
+        "first",
+        "first",
+        "second",
+        "first",
+        "'first'",
+        "'second'",
+        10,
+    )
+    assert rank.shell.execution_count == 10
+
+
+def test_a_cell_without_a_number_takes_the_ranks_next(rank: Rank) -> None:
+    rank.ok("1", number=5)
+    rank.ok("'six'")
+    assert rank.ok("Out[6]").result == "six"
+
+
+def test_a_cell_outside_of_history_leaves_no_trace_of_itself(rank: Rank) -> None:
+    rank.ok("x = 1", number=4, store_history=False)
+    assert rank.shell.execution_count == 4
+    assert rank.ok("'x = 1' in In").result is False
+
+
+def test_a_silent_cell_runs_and_says_nothing(rank: Rank) -> None:
+    run = rank.ok("x = 5\nprint('loud')\ndisplay(x)\nx", silent=True)
+    assert not run.has_result
+    assert rank.output.take() == ()
+    assert rank.ok("x").result == 5
+
+
+def test_values_that_are_not_the_last_are_displayed_when_all_are_wanted(rank: Rank) -> None:
+    rank.ok("get_ipython().ast_node_interactivity = 'all'")
+    run = rank.ok("1\n2\n3")
+    assert run.result == 3
+    assert [item.data["text/plain"] for item in rank.output.take() if isinstance(item, Display)] == ["1", "2"]
+
+
+def test_the_value_is_not_kept_by_the_shell_once_the_user_lets_go(rank: Rank) -> None:
+    run = rank.ok("class Big: pass\nBig()")
+    gone = weakref.ref(run.result)
+    del run
+    for value in range(3):  # _, __ and ___ are somebody else's
+        rank.ok(str(value))
+    rank.ok("%reset -f out")
+    gc.collect()
+    assert gone() is None
+
+
+def test_get_ipython_finds_this_shell_from_cells_and_from_libraries(rank: Rank) -> None:
+    assert rank.ok("get_ipython()").result is rank.shell
+    assert IPython.get_ipython() is rank.shell
+    assert rank.ok("import IPython; IPython.get_ipython() is get_ipython()").result is True
+
+
+def test_classes_of_cells_are_in_main_and_can_be_pickled(rank: Rank) -> None:
+    assert rank.ok("import pickle\nclass A: pass\ntype(pickle.loads(pickle.dumps(A()))) is A").result is True
+
+
+def test_future_imports_hold_for_the_cells_after(rank: Rank) -> None:
+    rank.ok("%matplotlib --list\nfrom __future__ import annotations")
+    assert rank.ok("def f(x: not_there): pass\nf.__annotations__['x']").result == "not_there"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Names
+
+
+def test_a_cell_tells_which_names_it_bound_and_deleted(rank: Rank) -> None:
+    rank.shell.preset(rank=0, mesh="m")
+    run = rank.ok("x = 1\nimport json\n_private = 2\n_, In, Out")
+    assert (run.bound, run.unbound) == (("x", "json"), ())
+    run = rank.ok("x = 2\ndel json")
+    assert (run.bound, run.unbound) == (("x",), ("json",))
+    run = rank.ok("rank, mesh, x")
+    assert (run.bound, run.unbound) == ((), ())
+    assert rank.ok("rank = 7").bound == ("rank",)
+
+
+def test_a_failing_cell_tells_what_it_bound_before(rank: Rank) -> None:
+    run = rank.run("a = 1\n1 / 0\nb = 2")
+    assert run.status == "error"
+    assert run.bound == ("a",)
+
+
+def test_names_that_others_bind_between_cells_are_not_news_of_the_next_cell(rank: Rank) -> None:
+    rank.shell.user_ns["pushed"] = [1]
+    assert rank.ok("x = pushed").bound == ("x",)
+
+
+def test_a_deleted_object_is_gone_while_the_cell_still_runs(rank: Rank) -> None:
+    rank.ok("import weakref\nclass Big: pass\nbig = Big()\ngone = weakref.ref(big)")
+    assert rank.ok("del big\ngone() is None").result is True
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Failures
+
+
+def test_a_failure_shows_the_cells_lines_and_only_the_users_frames(rank: Rank) -> None:
+    error = rank.error(
+        """\
+        def divide(a):
+            return a / 0
+
+        divide(1)
+        """,
+        number=7,
+    )
+    assert (error.ename, error.evalue) == ("ZeroDivisionError", "division by zero")
+    text = plain(error)
+    assert "Cell In[7], line 4" in text
+    assert "Cell In[7], line 2, in divide(a)" in text
+    assert "----> 2     return a / 0" in text
+    assert text.endswith("ZeroDivisionError: division by zero")
+    assert "meshbook" not in text
+    assert [(frame.line, frame.function) for frame in error.frames] == [(4, "<module>"), (2, "divide")]
+    assert any("\x1b[" in part for part in error.traceback)
+    assert error.pickled is not None
+    assert type(pickle.loads(error.pickled)) is ZeroDivisionError
+
+
+def test_a_cell_is_compiled_under_the_name_that_the_controller_gives_it(rank: Rank) -> None:
+    error = rank.error("x = 1\nx.nope", number=2, filename="/tmp/ipykernel_1/2.py")
+    assert error.frames[-1].file == "/tmp/ipykernel_1/2.py"
+    assert "Cell In[2], line 2" in plain(error)
+    assert linecache.getline("/tmp/ipykernel_1/2.py", 2) == "x.nope\n"
+
+
+def test_without_a_name_equal_cells_have_equal_names_on_every_rank(rank: Rank) -> None:
+    first = rank.error("1 / 0", number=5)
+    rank.ok("something_else = 1")
+    assert rank.error("1 / 0", number=5).frames == first.frames
+
+
+def test_frames_of_libraries_are_shown(rank: Rank) -> None:
+    error = rank.error("import json\njson.loads('{')")
+    assert error.frames[0].function == "<module>"
+    assert error.frames[-1].file.endswith("json/decoder.py")
+
+
+def test_a_cell_that_does_not_compile_fails_before_its_first_line(rank: Rank) -> None:
+    error = rank.error("x = 1\nprint('ran')\ny = = 2", number=4)
+    assert error.ename == "SyntaxError"
+    assert "Cell In[4], line 3" in plain(error)
+    assert "y = = 2" in plain(error)
+    assert error.frames == ()
+    assert rank.said() == ""
+    assert "x" not in rank.shell.user_ns
+    assert rank.error("return 1").ename == "SyntaxError"
+
+
+def test_a_syntax_error_in_an_imported_module_shows_where_it_was_imported(rank: Rank, tmp_path: Path) -> None:
+    (tmp_path / "broken_module_of_a_test.py").write_text("a = = 1\n")
+    error = rank.error(f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nimport broken_module_of_a_test", number=3)
+    sys.path.remove(str(tmp_path))
+    assert "line 3" in plain(error)
+    assert "a = = 1" in plain(error)
+
+
+def test_exceptions_that_led_to_one_another_are_all_shown(rank: Rank) -> None:
+    text = plain(rank.error("try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise KeyError('x') from e"))
+    assert text.index("ZeroDivisionError") < text.index("direct cause") < text.index("KeyError: 'x'")
+
+
+def test_exception_groups_are_shown_with_their_members(rank: Rank) -> None:
+    text = plain(rank.error("raise ExceptionGroup('two', [ValueError('a'), TypeError('b')])"))
+    assert "ValueError: a" in text
+    assert "TypeError: b" in text
+    assert "meshbook" not in text
+
+
+def test_sys_exit_is_an_error_of_its_cell(rank: Rank) -> None:
+    error = rank.error("import sys\nsys.exit(3)")
+    assert (error.ename, error.evalue) == ("SystemExit", "3")
+    assert rank.ok("1 + 1").result == 2
+
+
+@pytest.mark.parametrize("source", ["exit", "quit", "exit()", "quit()", "exit(2)", "if True:\n    quit()"])
+def test_exit_says_how_to_end_the_mesh_and_ends_nothing(rank: Rank, source: str) -> None:
+    assert "%mesh stop" in rank.error(source).evalue
+    assert rank.ok("1 + 1").result == 2
+
+
+def test_os_exit_ends_the_process() -> None:
+    source = """
+        from meshbook.rank.capture import Output
+        from meshbook.rank.shell import RankShell
+        from meshbook.wire.messages import RunCell
+        shell = RankShell.make(output=Output(descriptors=False))
+        shell.run(RunCell("c", (), "import os; os._exit(7)"))
+        """
+    assert subprocess.run([sys.executable, "-c", textwrap.dedent(source)]).returncode == 7
+
+
+def test_an_unknown_magic_is_told_in_one_line(rank: Rank) -> None:
+    error = rank.error("%no_such_magic")
+    assert error.traceback == ("UsageError: Line magic function `%no_such_magic` not found.",)
+
+
+def test_tb_shows_the_last_failure_again(rank: Rank) -> None:
+    rank.error("1 / 0")
+    rank.ok("%tb")
+    said = rank.said()
+    assert "ZeroDivisionError" in said
+    assert "meshbook" not in said
+
+
+def test_debug_and_breakpoints_say_how_to_look_instead_of_waiting_for_a_terminal(rank: Rank) -> None:
+    rank.shell.preset(rank=2)
+    rank.ok("%debug")
+    assert "Nothing has failed" in rank.said()
+    for source in ("breakpoint()", "import pdb; pdb.set_trace()", "from pdb import set_trace; set_trace()"):
+        error = rank.error(source)
+        assert "Rank 2 has no terminal" in error.evalue
+        assert "%%mesh --ranks 2" in error.evalue
+    rank.error("secret = 41\n1 / 0")
+    rank.ok("%debug")
+    said = rank.said()
+    assert "ZeroDivisionError" in said
+    assert "%%mesh --ranks 2" in said
+
+
+def test_breakpoints_are_passed_by_where_python_is_told_so(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONBREAKPOINT", "0")
+    assert rank.ok("breakpoint()\n5").result == 5
+
+
+def test_enormous_messages_and_deep_recursions_are_told_in_bounds(rank: Rank) -> None:
+    error = rank.error("raise ValueError('x' * 10_000_000)")
+    assert len(error.evalue) < 2 * failures.EVALUE_CHARS
+    assert sum(map(len, error.traceback)) < 2 * failures.TRACEBACK_CHARS
+    assert error.pickled is None
+    error = rank.error("def f(n):\n    return f(n + 1)\nf(0)")
+    assert error.ename == "RecursionError"
+    assert len(error.frames) <= failures.NUM_FRAMES
+    assert error.frames[0].function == "<module>"
+    assert sum(map(len, error.traceback)) < 2 * failures.TRACEBACK_CHARS
+
+
+def test_an_exception_that_cannot_even_be_printed_is_told(rank: Rank) -> None:
+    error = rank.error("class Odd(Exception):\n    def __str__(self): 1 / 0\nraise Odd")
+    assert error.ename == "Odd"
+    assert "__str__ raised ZeroDivisionError" in error.evalue
+    assert error.pickled is None  # its class is this rank's alone
+    msgspec.msgpack.encode(error)
+
+
+def test_notes_of_an_exception_come_along(rank: Rank) -> None:
+    error = rank.error("e = ValueError('v')\ne.add_note('remember this')\nraise e")
+    assert error.notes == ("remember this",)
+    assert "remember this" in plain(error)
+
+
+def test_a_failing_cell_does_not_hold_its_objects_once_another_has_failed(rank: Rank) -> None:
+    rank.ok("import weakref\nclass Big: pass")
+    rank.error("def f():\n    global gone\n    big = Big()\n    gone = weakref.ref(big)\n    1 / 0\nf()")
+    rank.error("1 / 0")
+    gc.collect()
+    assert rank.ok("gone() is None").result is True
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Interrupts
+
+
+def test_sigint_ends_a_sleep_and_the_next_cell_runs(rank: Rank) -> None:
+    run = rank.interrupted_cell("import time\nprint('ready')\ntime.sleep(1000)", at_line=3)
+    assert run.status == "interrupted"
+    assert run.error is not None
+    assert run.error.ename == "KeyboardInterrupt"
+    assert "line 3" in plain(run.error)
+    assert "meshbook" not in plain(run.error)
+    assert rank.ok("1 + 1").result == 2
+
+
+def test_sigint_ends_a_python_loop(rank: Rank) -> None:
+    assert rank.interrupted_cell("n = 0\nprint('ready')\nwhile True:\n    n += 1").status == "interrupted"
+    assert rank.ok("n > 0").result is True
+
+
+def test_sigint_ends_an_await_at_once_and_shows_the_line_that_awaited(rank: Rank) -> None:
+    run = rank.interrupted_cell(
+        """\
+        import asyncio
+        async def nap():
+            asyncio.get_running_loop().call_soon(print, 'asleep')
+            try:
+                await asyncio.sleep(1000)
+            finally:
+                print('cleaned up')
+        await nap()
+        """
+    )
+    assert run.status == "interrupted"
+    assert run.error is not None
+    assert [(frame.line, frame.function) for frame in run.error.frames[:2]] == [(8, "<module>"), (5, "nap")]
+    assert "cleaned up" in rank.said()
+    assert rank.ok("await asyncio.sleep(0, 'again')").result == "again"
+
+
+def test_sigint_ends_a_coroutine_that_computes(rank: Rank) -> None:
+    run = rank.interrupted_cell("import asyncio\nawait asyncio.sleep(0)\nprint('ready')\nwhile True:\n    pass")
+    assert run.status == "interrupted"
+    assert run.error is not None
+    assert run.error.frames[0].function == "<module>"
+
+
+def test_sigint_ends_a_shell_command_with_its_children_and_the_cell(rank: Rank) -> None:
+    run = rank.interrupted_cell("!echo $$; sleep 1000\nafter = 1")
+    assert run.status == "interrupted"
+    assert "after" not in rank.shell.user_ns
+    pid = int(rank.said().split()[0])
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_code_that_catches_the_interrupt_goes_on(rank: Rank) -> None:
+    run = rank.interrupted_cell(
+        "import time\ntry:\n    print('ready')\n    time.sleep(1000)\nexcept KeyboardInterrupt:\n    saved = 1\nsaved"
+    )
+    assert (run.status, run.result) == ("ok", 1)
+
+
+def test_sigint_between_cells_is_nobodys(rank: Rank) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    assert rank.ok("1 + 1").result == 2
+    assert rank.gate.missed == 1
+
+
+def test_the_line_of_a_running_cell_can_be_found_from_another_thread(rank: Rank) -> None:
+    seen: list[int | None] = []
+    main = threading.get_ident()
+
+    rank.shell.user_ns["look"] = lambda: seen.append(rank.line(main))
+    rank.ok("import threading\nt = threading.Thread(target=look)\nt.start()\nt.join()")
+    assert seen[0] in (3, 4)
+    assert rank.shell.running_file is None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Calls
+
+
+def test_a_call_gives_its_value_or_its_failure(rank: Rank) -> None:
+    called = rank.shell.call(lambda: {"a": 1})
+    assert (called.status, called.has_result, called.result) == ("ok", True, {"a": 1})
+    called = rank.shell.call(lambda: None)
+    assert (called.has_result, called.result) == (True, None)
+    called = rank.shell.call(lambda: 1 / 0)
+    assert called.status == "error"
+    assert called.error is not None
+    assert called.error.frames[-1].file == __file__
+
+
+def test_a_call_is_interruptible(rank: Rank) -> None:
+    def spin() -> None:
+        rank.output.write("stdout", "ready")
+        while True:
+            pass
+
+    assert rank.interrupted(lambda: rank.shell.call(spin)).status == "interrupted"
+    assert rank.shell.call(lambda: 5).result == 5
+
+
+def test_a_preview_by_the_users_own_repr_is_interruptible(rank: Rank) -> None:
+    class Endless:
+        def __repr__(self) -> str:
+            signal.raise_signal(signal.SIGINT)
+            return "never"
+
+    shown = rank.shell.preview(Endless())
+    assert "interrupted while it was being shown" in shown.text
+    assert rank.shell.preview([1]).text == "[1]"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Asking
+
+
+def test_input_and_getpass_ask_whoever_composed_the_rank(rank: Rank) -> None:
+    asked: list[tuple[str, bool, bool]] = []
+
+    def ask(prompt: str, password: bool) -> str:
+        asked.append((prompt, password, rank.shell.allow_input))
+        return "answer"
+
+    rank.shell.ask = ask
+    run = rank.ok("import getpass\ninput('name? '), input(), getpass.getpass()", allow_input=True)
+    assert run.result == ("answer", "answer", "answer")
+    assert asked == [("name? ", False, True), ("", False, True), ("Password: ", True, True)]
+    assert not rank.shell.allow_input
+
+
+def test_input_with_nobody_to_ask_is_an_error_of_the_cell(rank: Rank) -> None:
+    error = rank.error("input('?')")
+    assert error.ename == "EOFError"
+    assert [frame.function for frame in error.frames] == ["<module>"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Magics and shell commands
+
+
+def test_a_shell_command_prints_and_leaves_its_exit_code(rank: Rank) -> None:
+    rank.shell.user_ns["word"] = "hello"
+    run = rank.ok("!echo {word}; echo oops >&2; exit 3")
+    assert rank.said() == "hello\noops\n"
+    assert run.bound == ()
+    assert rank.ok("_exit_code").result == 3
+
+
+def test_a_shell_command_ended_by_a_signal_has_a_negative_code(rank: Rank) -> None:
+    rank.ok("!kill -9 $$")
+    assert rank.ok("_exit_code").result == -9
+
+
+def test_a_shell_commands_output_can_be_assigned(rank: Rank) -> None:
+    run = rank.ok("lines = !printf 'a\\nb\\n'\nlines")
+    assert list(run.result) == ["a", "b"]
+    assert run.bound == ("lines",)
+
+
+def test_shell_commands_see_no_keyboard(rank: Rank) -> None:
+    rank.ok("!read x; echo got $?")
+    assert rank.said() == "got 1\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("%timeit -n1 -r1 pass", "per loop"),
+        ("%%time\nx = 1", "Wall time"),
+        ("%time 1 + 1", "Wall time"),
+        ("%who", "Interactive namespace is empty"),
+        ("%pwd", ""),
+        ("time 1 + 1", "Wall time"),
+    ],
+)
+def test_magics_run_on_the_rank(rank: Rank, source: str, said: str) -> None:
+    rank.ok(source)
+    assert said in rank.said()
+
+
+def test_automagic_yields_to_a_variable_of_that_name(rank: Rank) -> None:
+    rank.ok("time = 5")
+    assert rank.ok("time").result == 5
+
+
+def test_cd_changes_the_folder(rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub").mkdir()
+    rank.ok("%cd sub")
+    assert Path.cwd() == tmp_path / "sub"
+
+
+def test_capture_keeps_the_output_of_its_cell(rank: Rank) -> None:
+    rank.ok("%%capture kept\nprint('inside')\ndisplay(5)\n6")
+    assert rank.said() == ""
+    assert rank.ok("kept.stdout, len(kept.outputs)").result == ("inside\n", 2)
+
+
+def test_autoreload_brings_in_a_changed_module(rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = tmp_path / "changing_module_of_a_test.py"
+    module.write_text("value = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rank.ok("%load_ext autoreload\n%autoreload 2\nimport changing_module_of_a_test as m")
+    assert rank.ok("m.value").result == 1
+    module.write_text("value = 22\n")
+    os.utime(module, (time.time() + 5, time.time() + 5))
+    importlib.invalidate_caches()
+    assert rank.ok("m.value").result == 22
+
+
+def test_history_is_in_memory_only(rank: Rank) -> None:
+    rank.ok("x = 1", number=1)
+    rank.ok("y = 2", number=2)
+    rank.ok("%history -n 1-2", number=3)
+    assert rank.said().split() == ["1:", "x", "=", "1", "2:", "y", "=", "2"]
+    assert not rank.shell.history_manager.enabled
+    assert rank.shell.history_manager.db_input_cache == []
+
+
+def test_help_is_displayed_and_no_pager_waits(rank: Rank) -> None:
+    rank.ok("len?")
+    (shown,) = rank.output.take()
+    assert isinstance(shown, Display)
+    assert "Return the number of items" in shown.data["text/plain"]
+
+
+def test_a_run_script_binds_its_names(rank: Rank, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("made = 7\nprint('script ran')\n")
+    run = rank.ok(f"%run {tmp_path / 'script.py'}")
+    assert run.bound == ("made",)
+    assert rank.said() == "script ran\n"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# await
+
+
+def test_cells_may_await_and_share_one_loop(rank: Rank) -> None:
+    rank.ok("import asyncio\nready = asyncio.Event()\nasync def work():\n    await ready.wait()\n    return 'done'")
+    rank.ok("task = asyncio.create_task(work())\nawait asyncio.sleep(0)")
+    assert rank.ok("ready.set()\nawait task").result == "done"
+    error = rank.error("await asyncio.sleep(0)\n1 / 0", number=3)
+    assert error.frames[0].line == 2
+    assert "asyncio" not in plain(error).replace("await asyncio.sleep(0)", "")
+
+
+def test_asyncio_run_works_in_a_cell(rank: Rank) -> None:
+    assert rank.ok("import asyncio\nasync def f():\n    return 4\nasyncio.run(f())").result == 4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Displays
+
+
+def test_displays_come_in_order_with_text(rank: Rank) -> None:
+    rank.ok("from IPython.display import HTML\nprint('before')\ndisplay(HTML('<b>bold</b>'))\nprint('after')")
+    before, shown, after = rank.output.take()
+    assert (before, after) == (Text("stdout", "before\n"), Text("stdout", "after\n"))
+    assert isinstance(shown, Display)
+    assert shown.data["text/html"] == "<b>bold</b>"
+
+
+def test_displays_can_be_updated_and_cleared(rank: Rank) -> None:
+    rank.ok(
+        "from IPython.display import clear_output\n"
+        "handle = display('one', display_id='bar')\nhandle.update('two')\nclear_output(wait=True)"
+    )
+    first, second, clear = rank.output.take()
+    assert first == Display({"text/plain": "'one'"}, display_id="bar")
+    assert second == Display({"text/plain": "'two'"}, display_id="bar", update=True)
+    assert clear == ClearOutput(wait=True)
+
+
+def test_display_data_is_fit_to_travel(rank: Rank) -> None:
+    rank.ok(
+        "from IPython.display import publish_display_data\nimport numpy as np\n"
+        "publish_display_data({'image/png': b'\\x89PNG', 'application/json': {'a': (1, np.float32(2)), 3: {4}},"
+        " 'application/vnd.jupyter.widget-view+json': {'model_id': 'x'}, 'text/plain': 'p'}, {'m': (1,)})"
+    )
+    (shown,) = rank.output.take()
+    assert shown == Display(
+        {"image/png": "iVBORw==", "application/json": {"a": [1, 2.0], "3": [4]}, "text/plain": "p"}, {"m": [1]}
+    )
+    msgspec.msgpack.encode(shown)
+
+
+def test_tqdm_is_text_here(rank: Rank) -> None:
+    rank.ok("from tqdm.auto import tqdm\nfor i in tqdm(range(3), desc='steps'): pass")
+    (item,) = rank.output.take()
+    assert isinstance(item, Text)
+    assert item.stream == "stderr"
+    assert "steps: 100%" in item.text
+
+
+@pytest.mark.parametrize("first", ["pass", "%matplotlib inline"])
+def test_figures_are_shown_at_the_end_of_the_cell(first: str) -> None:
+    """In a process of its own: matplotlib settles on a backend once."""
+    source = f"""
+        import sys
+        from meshbook.rank.capture import Output
+        from meshbook.rank.shell import RankShell
+        from meshbook.wire.messages import Display, RunCell
+        output = Output(descriptors=False)
+        shell = RankShell.make(output=output)
+        def run(source):
+            done = shell.run(RunCell("c", (), source))
+            assert done.status == "ok", done.error
+            return output.take()
+        assert run({first!r}) == ()
+        assert "matplotlib" not in sys.modules or {first!r} != "pass"
+        for _ in range(2):
+            (shown,) = run("import matplotlib.pyplot as plt\\nplt.plot([1, 2])\\nNone")
+            assert isinstance(shown, Display) and shown.data["image/png"].startswith("iVBOR"), shown
+        assert run("1 + 1") == ()
+        """
+    environment = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(source)], env=environment, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Before and after
+
+
+def test_preloading_leaves_no_trace(capfd: pytest.CaptureFixture[str]) -> None:
+    before: Callable[[], Any] = lambda: (  # noqa: E731
+        sys.stdout,
+        sys.displayhook,
+        sys.modules["__main__"],
+        dict(os.environ),
+        threading.active_count(),
+        InteractiveShell.initialized(),
+        input,
+    )
+    was = before()
+    preload()
+    assert before() == was
+    assert capfd.readouterr() == ("", "")
+
+
+def test_closing_a_shell_gives_the_process_back(rank: Rank) -> None:
+    hook, ask = sys.breakpointhook, input
+    other = RankShell.make(output=Output(descriptors=False))
+    assert sys.breakpointhook != hook
+    assert input != ask
+    other.close()
+    assert sys.breakpointhook == hook
+    assert input == ask
+
+
+def test_no_event_loop_is_made_before_a_cell_awaits(rank: Rank) -> None:
+    rank.ok("1 + 1")
+    assert rank.shell._loop is None
+    rank.ok("import asyncio\nawait asyncio.sleep(0)")
+    assert isinstance(rank.shell._loop, asyncio.AbstractEventLoop)

@@ -1,0 +1,366 @@
+"""Worlds of real ranks for tests: forked from a clean single-threaded process, told what to run, stopped by pid.
+
+A `Forker` is that process; it has imported torch and nothing of its own runs in it. A `World` is a store and some
+ranks that it forked. Each rank has a main thread, which runs functions of the test's module, and a service thread,
+which can be asked to look at the main thread or to sever its groups, as in a real rank.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+# Seconds until a wait counts as a hang. Generous: machines that run tests are busy; nothing here takes a tenth of it.
+DEADLINE_S = 60.0
+
+# How long the main thread must stand at one instruction to count as stuck.
+STILL_S = 0.05
+
+
+def _send(connection: Connection, value: object) -> None:
+    # Plain pickle: multiprocessing's own would hand tensors over as descriptors of the sender.
+    connection.send_bytes(pickle.dumps(value))
+
+
+class Hung(AssertionError):
+    """Something did not happen in time."""
+
+
+class Failed(Exception):
+    """A rank's function raised: the exception, and its traceback as text."""
+
+    def __init__(self, rank: int, error: BaseException, text: str) -> None:
+        super().__init__(f"rank {rank}: {text}")
+        self.error = error
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In the test
+
+
+class Forker:
+    """Forks ranks and stores. Use as a context manager; everything it forked ends with it."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.rank.worlds", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            cwd=ROOT,
+            env=environment,
+        )
+        theirs.close()
+        self._socket.settimeout(DEADLINE_S)
+        assert self._socket.recv(16) == b"ready"
+
+    def fork(self, what: Mapping[str, Any], descriptors: Sequence[int]) -> int:
+        """The new process's pid; it has the descriptors."""
+        socket.send_fds(self._socket, [json.dumps(what).encode()], list(descriptors))
+        return int(self._socket.recv(16))
+
+    def __enter__(self) -> Forker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+        self._process.wait(DEADLINE_S)
+
+
+class Member:
+    """One rank of a world, as a test holds it."""
+
+    def __init__(self, forker: Forker, rank: int, size: int, *, plain: bool, device: str) -> None:
+        self.rank = rank
+        self._alive = True
+        ours, theirs = zip(*(socket.socketpair() for _ in range(2)), strict=True)
+        what = {"kind": "rank", "rank": rank, "size": size, "plain": plain, "device": device}
+        self.pid = forker.fork(what, [end.fileno() for end in theirs])
+        for end in theirs:
+            end.close()
+        self._work, self._service = (Connection(end.detach()) for end in ours)
+
+    def begin(self, function: Callable[..., Any], *args: Any) -> None:
+        """Have the main thread run `function(member, *args)`; does not wait."""
+        _send(self._work, (function.__code__.co_filename, function.__qualname__, args))
+
+    def result(self, deadline_s: float = DEADLINE_S) -> Any:
+        return self._answer(self._work, deadline_s)
+
+    def error(self, deadline_s: float = DEADLINE_S) -> BaseException:
+        """What the function raised; an assertion error if it did not."""
+        try:
+            value = self.result(deadline_s)
+        except Failed as failed:
+            return failed.error
+        raise AssertionError(f"rank {self.rank} returned {value!r} and should have raised")
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        self.begin(function, *args)
+        return self.result()
+
+    def error_of(self, function: Callable[..., Any], *args: Any) -> BaseException:
+        self.begin(function, *args)
+        return self.error()
+
+    def ask(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run `function(member, *args)` in the service thread, also while the main thread is stuck."""
+        _send(self._service, (function.__code__.co_filename, function.__qualname__, args))
+        return self._answer(self._service, DEADLINE_S)
+
+    def wait_until_stuck(self) -> None:
+        """Until the main thread stands still in a collective."""
+        self.ask(_wait_until_stuck)
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """As the out-of-memory killer would."""
+        if self._alive:
+            os.kill(self.pid, signal.SIGKILL)
+            self._alive = False
+
+    def close(self) -> None:
+        self.kill()
+        self._work.close()
+        self._service.close()
+
+    def _answer(self, connection: Connection, deadline_s: float) -> Any:
+        if not connection.poll(deadline_s):
+            raise Hung(f"rank {self.rank} did not answer within {deadline_s} s")
+        ok, value, text = pickle.loads(connection.recv_bytes())
+        if not ok:
+            raise Failed(self.rank, value, text)
+        return value
+
+
+class World:
+    """Some ranks and their store. Use as a context manager.
+
+    Args:
+        axes: of the mesh, {"dp": 2, "tp": 2}.
+        plain: torch's own gloo group, without Meshbook: what results are compared with.
+        device: "cpu", or "cuda" for the GPU of each rank's number.
+    """
+
+    def __init__(self, forker: Forker, axes: Mapping[str, int], *, plain: bool = False, device: str = "cpu") -> None:
+        self.axes = dict(axes)
+        self.plain = plain
+        self.device = device
+        self.epoch = 0
+        self._forker = forker
+        size = 1
+        for axis in axes.values():
+            size *= axis
+        self.size = size
+        read, write = os.pipe()
+        self._store_pid = forker.fork({"kind": "store"}, [write])
+        os.close(write)
+        with os.fdopen(read) as port:
+            self.port = int(port.readline())
+        self.members = [Member(forker, rank, size, plain=plain, device=device) for rank in range(size)]
+        try:
+            self.form()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def form(self) -> None:
+        """Form the groups of the next epoch, on all ranks."""
+        self.epoch += 1
+        self.run(_form, self.epoch, self.port, self.axes)
+
+    def replace(self, rank: int) -> None:
+        """A new process in the place of one that is dead."""
+        self.members[rank].close()
+        self.members[rank] = Member(self._forker, rank, self.size, plain=self.plain, device=self.device)
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Run `function(member, *args)` on the main thread of all ranks; their results, in rank order."""
+        for member in self.members:
+            member.begin(function, *args)
+        return [member.result() for member in self.members]
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for member in self.members:
+            member.close()
+        os.kill(self._store_pid, signal.SIGKILL)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In the rank
+
+
+class Here:
+    """This rank, as functions of tests get it."""
+
+    def __init__(self, rank: int, size: int, *, plain: bool, device: str) -> None:
+        self.rank = rank
+        self.device = device
+        self.size = size
+        self.mesh: Any = None
+        self.kept: dict[str, Any] = {}  # what one function leaves for the next
+        self.groups: Any = None
+        self.ring: Any = None
+        if not plain:
+            from meshbook.rank.groups import Groups
+            from meshbook.rank.ring import Ring
+
+            self.ring = Ring()
+            self.groups = Groups(self.ring)
+
+
+def _form(here: Here, epoch: int, port: int, axes: dict[str, int]) -> None:
+    import torch
+
+    if here.groups is not None:
+        here.mesh = here.groups.form(
+            epoch,
+            rank=here.rank,
+            world_size=here.size,
+            host="127.0.0.1",
+            port=port,
+            device=torch.device(here.device, here.rank) if here.device == "cuda" else torch.device(here.device),
+            timeout_s=DEADLINE_S,
+            axes=axes,
+        )
+        return
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed.device_mesh import init_device_mesh
+
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=here.rank, world_size=here.size)
+    here.mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def _wait_until_stuck(here: Here) -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+    deadline = time.monotonic() + DEADLINE_S
+    pause = threading.Event()
+    stood: tuple[int, int] | None = None
+    since = time.monotonic()
+    while time.monotonic() < deadline:
+        frame = sys._current_frames()[main]
+        # Slices of a wait end and begin again, so what counts is the frame, and not the instruction, of the wait.
+        where = (id(frame), 0 if frame.f_code.co_name == "_wait_in_slices" else frame.f_lasti)
+        if where != stood or not here.ring.running():
+            stood, since = where, time.monotonic()
+        elif time.monotonic() - since > STILL_S:
+            return
+        pause.wait(0.005)
+    raise Hung("the main thread does not stand still in a collective")
+
+
+_modules: dict[str, types.ModuleType] = {}
+_loading = threading.Lock()  # both threads may be told to run a function of a module that neither has loaded
+
+
+def _function(file: str, name: str) -> Callable[..., Any]:
+    """By file, because a test's module has another name under pytest."""
+    if file == __file__:
+        return cast("Callable[..., Any]", globals()[name])
+    with _loading:
+        if file not in _modules:
+            spec = importlib.util.spec_from_file_location(f"ranks_{Path(file).stem}", file)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            _modules[file] = module
+    return cast("Callable[..., Any]", getattr(_modules[file], name))
+
+
+def _answer(here: Here, connection: Connection, told: tuple[str, str, tuple[Any, ...]]) -> None:
+    import traceback
+
+    file, name, args = told
+    try:
+        answer = (True, _function(file, name)(here, *args), "")
+    except BaseException as error:
+        text = "".join(traceback.format_exception(error))
+        answer = (False, error.with_traceback(None), text)
+        error.__context__ = error.__cause__ = None
+    _send(connection, answer)
+
+
+def _serve(here: Here, connection: Connection) -> None:
+    while True:
+        try:
+            told = pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(0)
+        _answer(here, connection, told)
+
+
+def _be_rank(what: Mapping[str, Any], work: int, service: int) -> NoReturn:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    here = Here(what["rank"], what["size"], plain=what["plain"], device=what["device"])
+    threading.Thread(target=_serve, args=(here, Connection(service)), daemon=True).start()
+    _serve(here, Connection(work))
+    raise AssertionError("not reached")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In the forker
+
+
+def _fork_for_ever(asked: socket.socket) -> NoReturn:
+    import torch
+    import torch.distributed.fsdp
+    import torch.distributed.tensor
+
+    import meshbook.rank.groups  # noqa: F401  so that ranks share it
+    from meshbook.rank import store
+    from meshbook.wire.lifeline import die_with_parent
+
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps them
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    asked.send(b"ready")
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(asked, 65536, 4)
+        if not data:
+            os._exit(0)
+        what = json.loads(data)
+        pid = os.fork()
+        if pid == 0:
+            asked.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            die_with_parent()
+            try:
+                if what["kind"] == "store":
+                    store.serve(descriptors[0])
+                _be_rank(what, *descriptors)
+            finally:
+                os._exit(1)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        asked.send(str(pid).encode())
+
+
+if __name__ == "__main__":
+    from meshbook.wire.lifeline import die_with_parent
+
+    die_with_parent()
+    _fork_for_ever(socket.socket(fileno=int(sys.argv[1])))
