@@ -1,0 +1,99 @@
+"""Defaults: what a mesh is when the user does not say.
+
+Later beats earlier: built in, `[tool.meshbook]` of the nearest pyproject.toml, the nearest meshbook.toml, the
+environment (`MESHBOOK_RANKS`, `MESHBOOK_ENGINE`). A key that is not known is an error that lists the known ones.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tomllib
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from meshbook.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What `create_mesh()` takes when it is not told.
+
+    Attributes:
+        ranks: how many; None: one per visible GPU, else 2 to 4 by cores.
+        engine: "local".
+        start_method: "fork" or "fresh".
+        device: "auto", "cpu" or "cuda".
+        orphan_ttl_s: seconds a mesh lives without clients.
+        keep: whether the mesh outlives an orderly end of the kernel.
+        start_timeout_s: seconds that a mesh may take to come up.
+    """
+
+    ranks: int | None = None
+    engine: str = "local"
+    start_method: str = "fork"
+    device: str = "auto"
+    orphan_ttl_s: float = 1800.0
+    keep: bool = False
+    start_timeout_s: float = 120.0
+
+    def num_ranks(self) -> int:
+        if self.ranks is not None:
+            return self.ranks
+        return count_gpus() or min(4, max(2, os.cpu_count() or 2))
+
+
+def read_defaults(start: Path | None = None, environment: dict[str, str] | None = None) -> Defaults:
+    """The defaults that hold in folder `start` (the current one when None).
+
+    Raises:
+        UsageError: a file or variable says something that is not understood; the message names it.
+    """
+    environment = dict(os.environ) if environment is None else environment
+    found = Defaults()
+    folder = (start or Path.cwd()).resolve()
+    for name, table in (("pyproject.toml", "tool.meshbook"), ("meshbook.toml", "")):
+        path = next((place / name for place in (folder, *folder.parents) if (place / name).is_file()), None)
+        if path is None:
+            continue
+        try:
+            settings: dict[str, Any] = tomllib.loads(path.read_text())
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise UsageError(f"{path} cannot be read: {error}") from error
+        if table:
+            settings = settings.get("tool", {}).get("meshbook", {})
+        found = _with(found, settings, str(path))
+    from_environment: dict[str, Any] = {}
+    if ranks := environment.get("MESHBOOK_RANKS"):
+        if not ranks.isdecimal():
+            raise UsageError(f"MESHBOOK_RANKS={ranks!r} is not a number of ranks; set it to 4, for example")
+        from_environment["ranks"] = int(ranks)
+    if engine := environment.get("MESHBOOK_ENGINE"):
+        from_environment["engine"] = engine
+    return _with(found, from_environment, "the environment")
+
+
+def _with(defaults: Defaults, settings: dict[str, Any], source: str) -> Defaults:
+    known = {field.name for field in fields(Defaults)}
+    for key, value in settings.items():
+        if key not in known:
+            raise UsageError(f"{source} sets {key!r}, which Meshbook does not know; it knows {', '.join(sorted(known))}")
+        expected = type(getattr(Defaults(ranks=1), key))
+        if not isinstance(value, (int, float) if expected is float else expected) or (
+            expected is not bool and isinstance(value, bool)
+        ):
+            raise UsageError(f"{source} sets {key} = {value!r}; a {expected.__name__} is wanted")
+    return replace(defaults, **settings)
+
+
+def count_gpus() -> int:
+    """NVIDIA GPUs that ranks would see. Asks the driver's own tool, so that nothing here initialises CUDA."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([part for part in visible.split(",") if part.strip() and part.strip() != "-1"])
+    try:
+        listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else 0

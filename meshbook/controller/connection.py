@@ -1,0 +1,293 @@
+"""A client's line to its supervisor: one socket to speak on, one to listen on, one thread that listens.
+
+Two sockets, because a zmq socket has one thread: whoever calls sends from its own thread, under a lock, and no message
+waits for a hand-over to the listening thread. Reports are matched to calls here; what they mean is not known here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+
+from meshbook import errors
+from meshbook.ids import CallId, CallIds
+from meshbook.wire import codec, keys, messages
+
+log = logging.getLogger("meshbook.connection")
+
+_CONNECT_TIMEOUT_S = 10.0
+_IDLE_MS = 5000
+
+
+@dataclass
+class Pending:
+    """A call that has not been answered yet."""
+
+    future: Future[Any]
+    on_output: Callable[[tuple[messages.FoldedItem, ...]], None] | None = None
+    on_input: Callable[[messages.InputRequested], None] | None = None
+    on_progress: Callable[[messages.CallProgressed], None] | None = None
+
+
+@dataclass
+class Listeners:
+    """Who else wants to know; called from the listening thread, and must not block."""
+
+    changed: list[Callable[[messages.RanksChanged], None]] = field(default_factory=list)
+    stopped: list[Callable[[str], None]] = field(default_factory=list)
+    segments: list[Callable[[messages.Segments], None]] = field(default_factory=list)
+    idle: list[Callable[[], None]] = field(default_factory=list)  # every few seconds
+    stray_output: list[Callable[[messages.CallOutput], None]] = field(default_factory=list)
+
+
+class Connection:
+    """An open line. `close()` ends it; the mesh lives on."""
+
+    def __init__(
+        self, found: keys.Connection, *, kind: str, observer: bool = False, orphan_ttl_s: float | None = None
+    ) -> None:
+        """Connect and wait for the supervisor's welcome. Blocks.
+
+        Raises:
+            NotAttached: it does not answer, or does not know us.
+            VersionMismatch: it is of another version.
+        """
+        self.found = found
+        self.listeners = Listeners()
+        self.ids = CallIds()
+        self._pending: dict[str, Pending] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        client = secrets.token_hex(8)
+        self._speak = self._connect(client, "s")
+        self._listen = self._connect(client, "r")
+        self._wake, self._woken = os.pipe()
+        self._life = _process_fd(found)
+        self._stop_reason: str | None = None
+        hello = messages.Hello(
+            token=found.token,
+            client=client,
+            kind=kind,
+            pid=os.getpid(),
+            channel="send",
+            observer=observer,
+            orphan_ttl_s=orphan_ttl_s,
+        )
+        self._speak.send_multipart(codec.encode(hello))
+        receive = {name: getattr(hello, name) for name in hello.__struct_fields__} | {"channel": "receive"}
+        self._listen.send_multipart(codec.encode(messages.Hello(**receive)))
+        try:
+            self.welcome = self._await_welcome()
+        except BaseException:
+            self._close_sockets()
+            raise
+        self.thread = threading.Thread(target=self._run, name=f"meshbook-{found.name}", daemon=True)
+        self.thread.start()
+
+    def _connect(self, client: str, suffix: str) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        keys.harden(socket, max_message_bytes=codec.MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.IDENTITY, f"{client}/{suffix}".encode())
+        if self.found.server_key:
+            public, secret = keys.curve_keys()
+            socket.curve_serverkey = self.found.server_key.encode()
+            socket.curve_publickey, socket.curve_secretkey = public, secret
+        socket.connect(self.found.address)
+        return socket
+
+    def _await_welcome(self) -> messages.Welcome:
+        if not self._listen.poll(int(_CONNECT_TIMEOUT_S * 1000)):
+            raise errors.NotAttached(
+                f"the mesh {self.found.name!r} (pid {self.found.pid}) did not answer within {_CONNECT_TIMEOUT_S:.0f} s; "
+                "meshbook status shows it, meshbook stop ends it"
+            )
+        report = codec.supervisor_reports.decode(self._listen.recv_multipart())
+        if isinstance(report, messages.Welcome):
+            return report
+        if isinstance(report, messages.Refused):
+            raise _error_class(report.error)(report.text)
+        raise errors.ProtocolError(f"{type(report).__name__} came where Welcome was expected")
+
+    # ---- speaking
+
+    def send(self, command: messages.ClientCommand) -> None:
+        """Send and expect nothing.
+
+        Raises:
+            NotAttached: the line is closed.
+        """
+        self.send_body(codec.encode_body(command))
+
+    def send_body(self, body: bytes) -> None:
+        with self._lock:
+            if self._closed:
+                raise errors.NotAttached(f"this process has left the mesh {self.found.name!r}; attach again")
+            self._speak.send_multipart([codec.PROTOCOL, body])
+
+    def request(
+        self,
+        command: Any,
+        *,
+        on_output: Callable[[tuple[messages.FoldedItem, ...]], None] | None = None,
+        on_input: Callable[[messages.InputRequested], None] | None = None,
+    ) -> Future[Any]:
+        """Send a command that will be answered; the future gives the report (`CallFinished`, `Answered`, `MeshReady`).
+
+        `on_output` and `on_input` are called from the listening thread. A refusal is the future's exception.
+        """
+        future: Future[Any] = Future()
+        self._pending[command.call] = Pending(future, on_output, on_input)
+        try:
+            self.send(command)
+        except BaseException:
+            self._pending.pop(command.call, None)
+            raise
+        return future
+
+    def next_call(self) -> CallId:
+        return self.ids.next()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    # ---- listening
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._listen, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        life = self._life
+        if life is not None:
+            poller.register(life, zmq.POLLIN)
+        while not self._closed:
+            ready = dict(poller.poll(_IDLE_MS))
+            if not ready:
+                for idle in self.listeners.idle:
+                    idle()
+            if self._wake in ready:
+                break
+            while True:
+                try:
+                    frames = self._listen.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                try:
+                    self._heard(codec.supervisor_reports.decode(frames))
+                except Exception:
+                    log.exception("a report could not be handled; listening goes on")
+            if life is not None and life in ready:
+                poller.unregister(life)
+                self._supervisor_gone()
+        self._close_sockets()
+
+    def _heard(self, report: messages.SupervisorReport) -> None:
+        match report:
+            case messages.CallFinished():
+                pending = self._pending.pop(report.call, None)
+                if pending is not None:
+                    if report.items and pending.on_output is not None:
+                        pending.on_output(report.items)
+                    pending.future.set_result(report)
+            case messages.CallOutput():
+                pending = self._pending.get(report.call)
+                if pending is not None and pending.on_output is not None:
+                    pending.on_output(report.items)
+                else:
+                    for listener in self.listeners.stray_output:
+                        listener(report)
+            case messages.InputRequested():
+                pending = self._pending.get(report.call)
+                if pending is not None and pending.on_input is not None:
+                    pending.on_input(report)
+                else:
+                    self.send(messages.ReplyInput(target=report.call, rank=report.rank, text=None))
+            case messages.CallProgressed():
+                pending = self._pending.get(report.call)
+                if pending is not None and pending.on_progress is not None:
+                    pending.on_progress(report)
+            case messages.Answered() | messages.MeshReady():
+                pending = self._pending.pop(report.call, None)
+                if pending is not None:
+                    pending.future.set_result(report)
+            case messages.Refused(call=call, error=error, text=text):
+                pending = self._pending.pop(call or "", None)
+                if pending is not None:
+                    pending.future.set_exception(_error_class(error)(text))
+                else:
+                    log.warning("the supervisor refused something: %s", text)
+            case messages.RanksChanged():
+                for changed in self.listeners.changed:
+                    changed(report)
+            case messages.Segments():
+                for segments in self.listeners.segments:
+                    segments(report)
+            case messages.MeshStopped(reason=reason):
+                self._stop_reason = reason
+                self._fail_all(f"the mesh {self.found.name!r} has ended: {reason}")
+                if self._life is None:
+                    self._supervisor_gone()
+            case messages.Welcome():
+                pass
+
+    def _fail_all(self, text: str) -> None:
+        for call in list(self._pending):
+            pending = self._pending.pop(call, None)
+            if pending is not None and not pending.future.done():
+                pending.future.set_exception(errors.NotAttached(text))
+
+    def _supervisor_gone(self) -> None:
+        """Its process has ended; every call that is still open ends."""
+        reason = self._stop_reason or f"its supervisor (pid {self.found.pid}) has ended"
+        self._fail_all(f"the mesh {self.found.name!r} is gone: {reason}")
+        for stopped in self.listeners.stopped:
+            stopped(reason)
+
+    def close(self) -> None:
+        """Stop listening. Open calls end with NotAttached."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._fail_all(f"this process has left the mesh {self.found.name!r}")
+        with contextlib.suppress(OSError):
+            os.write(self._woken, b"x")
+        if threading.current_thread() is not self.thread:
+            self.thread.join(5)
+
+    def _close_sockets(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._speak.close(linger=200)
+            self._listen.close(linger=0)
+            for fd in (self._wake, self._woken, self._life):
+                if fd is not None:
+                    os.close(fd)
+        self._context.term()
+
+
+def _process_fd(found: keys.Connection) -> int | None:
+    """A descriptor that becomes readable when the supervisor's process ends; None on another machine or system."""
+    if not hasattr(os, "pidfd_open") or not keys.is_running(found.pid, found.process_started_at):
+        return None
+    try:
+        return os.pidfd_open(found.pid)
+    except OSError:
+        return None
+
+
+def _error_class(name: str) -> type[errors.MeshbookError]:
+    found = getattr(errors, name, None)
+    if isinstance(found, type) and issubclass(found, errors.MeshbookError):
+        return found
+    return errors.MeshbookError

@@ -1,0 +1,65 @@
+"""Output of ranks as text on a terminal, in a script or under a marimo cell."""
+
+from __future__ import annotations
+
+import getpass
+import sys
+
+from meshbook.fold import words
+from meshbook.ids import Ranks
+from meshbook.wire import messages
+
+
+class Console:
+    """Writes folded output to the standard streams, and keeps its plain text."""
+
+    def __init__(self, ranks: Ranks, *, echo: bool) -> None:
+        self._ranks, self._echo = ranks, echo
+        self._text: list[str] = []
+        self._live = False  # the terminal's last line is a progress bar
+
+    def __call__(self, items: tuple[messages.FoldedItem, ...]) -> None:
+        for item in items:
+            if isinstance(item, messages.Line):
+                self._line(item)
+            elif isinstance(item.item, messages.Display):
+                text = item.item.data.get("text/plain")
+                if text:
+                    shown = messages.Line(ranks=item.ranks, stream="stdout", text=str(text))
+                    self._line(shown)
+            elif isinstance(item.item, messages.Notice):
+                self._write("stderr", f"[meshbook] {item.item.text}\n")
+                self._text.append(f"[meshbook] {item.item.text}\n")
+        if self._echo:
+            sys.stdout.flush()
+            sys.stderr.flush()
+
+    @property
+    def text(self) -> str:
+        return "".join(self._text)
+
+    def _line(self, line: messages.Line) -> None:
+        text = words.show_line(line, self._ranks, colour=_colours(line.stream))
+        if line.live:
+            self._write(line.stream, "\r" + text)
+            self._live = True
+            return
+        self._write(line.stream, ("\r" if self._live else "") + text + line.end)
+        self._live = False
+        self._text.append(words.plain(text) + line.end)
+
+    def _write(self, stream: str, text: str) -> None:
+        if self._echo:
+            (sys.stderr if stream == "stderr" else sys.stdout).write(text)
+
+
+def ask_on_terminal(question: messages.InputRequested) -> str | None:
+    """Put a rank's question to whoever sits at the terminal; None when nobody does."""
+    prompt = f"[rank {question.rank}] {question.prompt}"
+    if question.password:
+        return getpass.getpass(prompt)
+    return input(prompt)
+
+
+def _colours(stream: str) -> bool:
+    return bool((sys.stderr if stream == "stderr" else sys.stdout).isatty())

@@ -1,0 +1,112 @@
+"""A result that is still being made on the ranks: one implementation, two ways to wait."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, Generic, TypeVar
+
+from meshbook.errors import MeshTimeout
+
+T = TypeVar("T")
+
+
+class MeshFuture(Generic[T]):
+    """What `mesh.run(…, wait=False)` and background cells give: `result()`, `await`, `done()`, `interrupt()`."""
+
+    def __init__(
+        self,
+        source: Future[Any],
+        finish: Callable[[Any], T],
+        *,
+        interrupt: Callable[[], None],
+        deliverer: threading.Thread,
+        label: str = "call",
+    ) -> None:
+        self._source = source
+        self._finish = finish
+        self._interrupt = interrupt
+        self._deliverer = deliverer
+        self._label = label
+        self._lock = threading.Lock()
+        self._answer: tuple[T | None, BaseException | None] | None = None
+
+    def done(self) -> bool:
+        return self._source.done()
+
+    def result(self, timeout: float | None = None) -> T:
+        """Wait for every rank and give the result. Blocks; in a coroutine use `await`.
+
+        Args:
+            timeout: seconds; None waits for as long as the ranks live.
+
+        Raises:
+            CellError, RankLost: as the call itself would have raised.
+            MeshTimeout: the time is over; the ranks go on.
+            RuntimeError: called on the thread that has to deliver the answer, where it would wait for ever.
+        """
+        if threading.current_thread() is self._deliverer and not self._source.done():
+            raise RuntimeError("this thread delivers the answers of the mesh and cannot wait for one; use a callback")
+        try:
+            self._source.result(timeout)
+        except (FutureTimeout, TimeoutError):
+            if not self._source.done():
+                raise MeshTimeout(
+                    f"{self._label} did not end within {timeout:g} s; it goes on: wait again, or call interrupt()"
+                ) from None
+        return self._take()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """The error that `result()` would raise; None when there is none. Blocks."""
+        try:
+            self.result(timeout)
+        except MeshTimeout:
+            raise
+        except BaseException as error:
+            return error
+        return None
+
+    def add_done_callback(self, callback: Callable[[MeshFuture[T]], None]) -> None:
+        """Call `callback(self)` once done, on the thread that delivers; at once if done already."""
+        self._source.add_done_callback(lambda _: callback(self))
+
+    def interrupt(self) -> None:
+        """Stop it on the ranks, as the Stop button would."""
+        if not self.done():
+            self._interrupt()
+
+    def __await__(self) -> Generator[Any, None, T]:
+        waiting = asyncio.wrap_future(self._source)
+
+        async def wait() -> T:
+            try:
+                await asyncio.shield(waiting)
+            except asyncio.CancelledError:
+                self.interrupt()
+                raise
+            except Exception:
+                pass  # _take raises it, in the form that users know
+            return self._take()
+
+        return wait().__await__()
+
+    def _take(self) -> T:
+        with self._lock:
+            if self._answer is None:
+                try:
+                    self._answer = (self._finish(self._source.result()), None)
+                except BaseException as error:
+                    self._answer = (None, error)
+        value, error = self._answer
+        if error is not None:
+            raise error
+        return value  # type: ignore[return-value]
+
+    def __repr__(self) -> str:
+        if not self.done():
+            return f"<MeshFuture: {self._label} is running>"
+        error = self.exception()
+        return f"<MeshFuture: {self._label} {'is done' if error is None else f'raised {type(error).__name__}'}>"

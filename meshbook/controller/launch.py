@@ -1,0 +1,85 @@
+"""Starting a supervisor, and waiting until it listens."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from meshbook.errors import StartError
+from meshbook.wire import keys
+
+
+def launch_supervisor(
+    name: str, *, owner: str | None = None, listen: str | None = None, timeout_s: float = 30.0
+) -> keys.Connection:
+    """Start the daemon of a new mesh. It has no ranks yet, but warms up to fork them. Blocks, about 0.2 s.
+
+    Args:
+        name: the mesh's; no other of this user may have it.
+        owner: what a restarted notebook will look for.
+        listen: a tcp address to listen on, with CURVE; None: a socket in the mesh's own folder.
+
+    Raises:
+        MeshInUse: the name is taken.
+        StartError: it did not come up; the message says why.
+    """
+    folder = keys.claim_folder(name)
+    keys.mark_starting(folder, os.getpid())
+    ready, theirs = os.pipe()
+    # -P: a torch.py in the user's folder must not be taken for torch; ranks get the user's own path later.
+    command = [sys.executable, "-P", "-m", "meshbook.supervisor", str(folder), name, str(theirs)]
+    command += ["--owner", owner] if owner else []
+    command += ["--listen", listen] if listen else []
+    try:
+        with open(folder / "supervisor.log", "ab") as log:
+            starter = subprocess.Popen(
+                command, pass_fds=(theirs,), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment()
+            )
+    except OSError as error:
+        keys.remove_folder(folder)
+        raise StartError(f"the supervisor could not be started: {error.strerror}") from error
+    finally:
+        os.close(theirs)
+    starter.wait()  # the first of two forks; the daemon is not our child
+    said = _read_until_closed(ready, time.monotonic() + timeout_s)
+    connection = keys.read_connection(folder)
+    if said != "ready" or connection is None:
+        reason = said or _last_line(folder / "supervisor.log") or f"no word within {timeout_s:.0f} s"
+        keys.remove_folder(folder)
+        raise StartError(f"the mesh {name!r} did not come up: {reason}")
+    return connection
+
+
+def _last_line(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip().rpartition("\n")[2]
+    except OSError:
+        return ""
+
+
+def _environment() -> dict[str, str]:
+    """Ours, with this Meshbook importable also where it was found through sys.path alone."""
+    environment = dict(os.environ)
+    here = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    paths = environment.get("PYTHONPATH", "").split(os.pathsep) if environment.get("PYTHONPATH") else []
+    if here not in paths and not here.endswith("-packages"):
+        environment["PYTHONPATH"] = os.pathsep.join([here, *paths])
+    return environment
+
+
+def _read_until_closed(fd: int, deadline: float) -> str:
+    text = b""
+    try:
+        while (left := deadline - time.monotonic()) > 0:
+            if select.select([fd], [], [], left)[0]:
+                piece = os.read(fd, 4096)
+                if not piece:
+                    break
+                text += piece
+        return text.decode("utf-8", "replace")
+    finally:
+        os.close(fd)

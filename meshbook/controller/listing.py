@@ -1,0 +1,154 @@
+"""The meshes of this user that run on this machine, and what each says of itself.
+
+Asking does not change them: one looks on as an observer, whose coming and going neither keeps a mesh alive nor ends it.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import msgspec
+
+from meshbook.controller.connection import Connection
+from meshbook.controller.session import Session
+from meshbook.controller.tables import Table, describe_size, format_age
+from meshbook.errors import MeshbookError
+from meshbook.wire import keys, messages
+
+# A supervisor answers in milliseconds; one that has not after this long is stopped, swapped out or stuck.
+_ANSWER_TIMEOUT_S = 3.0
+_KIND = "onlooker"  # what the mesh calls who only asks
+
+
+@dataclass(frozen=True)
+class FoundMesh:
+    """One mesh that runs.
+
+    Attributes:
+        name: what `attach` knows it by.
+        pid: its supervisor's.
+        started_at: wall clock, seconds since the epoch.
+        owner: the notebook or script that started it, if it said.
+        info: what it says of itself; None when it did not answer.
+        trouble: why it did not answer; empty when it did.
+    """
+
+    name: str
+    pid: int
+    started_at: float
+    owner: str | None
+    info: messages.MeshInfo | None
+    trouble: str = ""
+
+
+class MeshList(Sequence[FoundMesh]):
+    """Meshes, oldest first; reads as a table."""
+
+    def __init__(self, found: Sequence[FoundMesh]) -> None:
+        self._found = tuple(found)
+
+    @overload
+    def __getitem__(self, index: int) -> FoundMesh: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[FoundMesh]: ...
+
+    def __getitem__(self, index: int | slice) -> FoundMesh | Sequence[FoundMesh]:
+        return self._found[index]
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __repr__(self) -> str:
+        return str(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+    def table(self, mine: Sequence[str] = ()) -> Table:
+        """As a table; meshes named in `mine` are marked as this notebook's."""
+        if not self._found:
+            return Table("No mesh is running. Start one with %mesh start -n 4, or meshbook.create_mesh(4).")
+        now = time.time()
+        rows = tuple(
+            (
+                mesh.name,
+                describe_size(mesh.info.spec) if mesh.info and mesh.info.spec else "",
+                mesh.trouble or _state(mesh.info),
+                format_age(now - mesh.started_at),
+                "this notebook" if mesh.name in mine else "",
+                (", ".join(mesh.info.clients) or "nobody") if mesh.info else "",
+            )
+            for mesh in self._found
+        )
+        return Table("", ("name", "size", "state", "up", "of", "attached"), rows)
+
+
+def list_meshes(timeout_s: float = _ANSWER_TIMEOUT_S) -> MeshList:
+    """Every mesh of this user that runs on this machine, oldest first. What dead ones left behind is removed.
+
+    Args:
+        timeout_s: seconds to wait for all of them together; who has not answered then is listed as not answering.
+    """
+    connections = keys.list_connections()
+    answers: queue.SimpleQueue[tuple[str, messages.MeshInfo | MeshbookError]] = queue.SimpleQueue()
+
+    def ask(connection: keys.Connection) -> None:
+        try:
+            answers.put((connection.name, look_at(connection)))
+        except MeshbookError as error:
+            answers.put((connection.name, error))
+
+    for connection in connections:
+        # Daemons: one that waits for a stuck supervisor must not keep a command from ending.
+        threading.Thread(target=ask, args=(connection,), name=f"ask-{connection.name}", daemon=True).start()
+    heard: dict[str, messages.MeshInfo | MeshbookError] = {}
+    deadline = time.monotonic() + timeout_s
+    while len(heard) < len(connections) and (left := deadline - time.monotonic()) > 0:
+        try:
+            name, answer = answers.get(timeout=left)
+        except queue.Empty:
+            break
+        heard[name] = answer
+    found = []
+    for connection in connections:
+        said = heard.get(connection.name)
+        trouble = str(said) if isinstance(said, MeshbookError) else "" if said else "does not answer"
+        info = said if isinstance(said, messages.MeshInfo) else None
+        found.append(
+            FoundMesh(connection.name, connection.pid, connection.started_at, connection.owner, info, trouble)
+        )
+    return MeshList(found)
+
+
+def look_at(connection: keys.Connection) -> messages.MeshInfo:
+    """What a mesh says of itself, asked as an observer. Blocks.
+
+    Raises:
+        NotAttached: it does not answer.
+        VersionMismatch: it is of another version of Meshbook.
+    """
+    session = Session(Connection(connection, kind=_KIND, observer=True), stop_at_exit=False)
+    try:
+        info = session.status()
+    finally:
+        session.detach()
+    us = f"{_KIND} (pid {os.getpid()})"
+    return msgspec.structs.replace(info, clients=tuple(client for client in info.clients if client != us))
+
+
+def _state(info: messages.MeshInfo | None) -> str:
+    if info is None or info.spec is None:
+        return "no ranks yet"
+    states = [rank.state for rank in info.ranks]
+    counts = {state: states.count(state) for state in ("starting", "busy", "silent", "dead") if state in states}
+    if not counts:
+        return "idle"
+    words = {"starting": "starting", "busy": "busy", "silent": "without a sign of life", "dead": "dead"}
+    return ", ".join(f"{count} {words[state]}" for state, count in counts.items())

@@ -1,0 +1,157 @@
+"""A marimo notebook's meshes: a cell that makes one may run again, and finds the mesh it made.
+
+marimo runs a cell again whenever something that it uses changes, and deletes the cell's variables first. So what a cell
+made is remembered here by notebook, cell and count of calls, beyond the life of those variables. A kernel that was
+restarted finds the meshes of the one before it by their owner.
+
+marimo is never imported here: when none of its notebooks runs, it need not even be installed. What is asked of it is
+internal to it, so each question may be answered by silence, and then a cell is like any other code.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from meshbook.controller.connection import Connection
+from meshbook.controller.session import Session
+from meshbook.errors import MeshbookError
+from meshbook.wire import keys
+from meshbook.wire.messages import MeshSpec
+
+KIND = "marimo"
+
+# Seconds that a mesh outlives a marimo kernel in `marimo edit`, unless create_mesh is told: the kernel is killed alike when
+# it is restarted and when the notebook is closed. Long enough to restart and run the first cells; no GPU is kept for long.
+EDIT_TTL_S = 300.0
+
+
+class Start(Protocol):
+    """Starts a mesh, as create_mesh was asked to."""
+
+    def __call__(self, *, owner: str, kind: str, default_ttl_s: float | None, stop_at_exit: bool) -> Session: ...
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The cell that this thread runs.
+
+    Attributes:
+        owner: the notebook, as its meshes name it.
+        id: marimo's name for the cell.
+        mode: "edit": a kernel of its own, which may be restarted; "run": a thread of the server, and readers share the
+            notebook's meshes; "script": `python notebook.py`, app.run() and tests.
+        execution: what marimo keeps of this one run of the cell.
+    """
+
+    owner: str
+    id: str
+    mode: str
+    execution: Any
+
+    def session(self, spec: MeshSpec, name: str | None, start: Start) -> Session:
+        """The mesh that this cell's call made when it ran before, if it is alive and as asked for now; else a new one.
+
+        In `marimo edit` one that is no longer as asked for is stopped: the variable that held it is gone.
+        """
+        with _lock:
+            key = (self.owner, self.id, self._count())
+            kept = _kept.pop(key, None)
+            if kept is not None and _serves(kept, spec, name):
+                _kept[key] = kept
+                return kept
+            if kept is not None and self.mode == "edit":
+                kept.stop()
+            session = self._adopt(spec, name) if kept is None and self.mode == "edit" else None
+            edits = self.mode == "edit"
+            session = session or start(
+                owner=self.owner, kind=KIND, default_ttl_s=EDIT_TTL_S if edits else None, stop_at_exit=not edits
+            )
+            _kept[key] = session
+            return session
+
+    def _count(self) -> int:
+        """How many meshes this run of the cell has asked for before."""
+        if self.execution is None:
+            return 0
+        count: int = getattr(self.execution, "_meshbook_meshes", 0)
+        self.execution._meshbook_meshes = count + 1
+        return count
+
+    def _adopt(self, spec: MeshSpec, name: str | None) -> Session | None:
+        """A mesh that a kernel of this notebook left behind, if it is as asked for and nobody else has it."""
+        mine = {session.name for session in _kept.values()}
+        for found in keys.list_connections():
+            if found.owner != self.owner or found.name in mine or (name is not None and found.name != name):
+                continue
+            try:
+                session = Session(Connection(found, kind=KIND, orphan_ttl_s=EDIT_TTL_S), stop_at_exit=False)
+            except MeshbookError:
+                continue
+            us = f"{KIND} (pid {os.getpid()})"
+            others = [client for client in session.info.clients if client != us and not client.startswith("onlooker")]
+            if _serves(session, spec, name) and not others:
+                return session
+            session.close()
+        return None
+
+
+# A module's state, because it must outlive what the user's variables hold, and because in `marimo run` every reader's
+# session is a thread of one process and all share the notebook's meshes.
+_kept: dict[tuple[str, str, int], Session] = {}
+_lock = threading.RLock()
+
+
+def running_cell() -> Cell | None:
+    """The marimo cell that this thread runs; None where it runs none."""
+    context = _ask("marimo._runtime.context.types", "safe_get_context")
+    if context is None:
+        return None
+    id = getattr(context, "cell_id", None)
+    if id is None:
+        return None
+    filename = getattr(context, "filename", None)
+    mode = _ask("marimo._runtime.context.utils", "get_mode")
+    return Cell(
+        owner=f"{KIND}:{os.path.abspath(filename)}" if filename else f"{KIND}:pid {os.getpid()}",
+        id=str(id),
+        mode=mode if mode in ("edit", "run") else "script",
+        execution=getattr(context, "execution_context", None),
+    )
+
+
+def latest(owner: str) -> Session | None:
+    """The mesh that a notebook's cells made last, of those that live."""
+    with _lock:
+        living = [session for (whose, _, _), session in _kept.items() if whose == owner and session.ended is None]
+    return living[-1] if living else None
+
+
+def _ask(module: str, function: str) -> Any:
+    """What one of marimo's own functions says; None where marimo is not in use, or has it no more."""
+    known: Callable[[], Any] | None = getattr(sys.modules.get(module), function, None)
+    try:
+        return known() if known is not None else None
+    except Exception:
+        return None
+
+
+def _serves(session: Session, spec: MeshSpec, name: str | None) -> bool:
+    """Whether a mesh lives, is whole, and is what would be started now."""
+    if session.ended is not None or session.lost or session.info.spec is None:
+        return False
+    if name is not None and session.name != name:
+        return False
+    return _essence(session.info.spec) == _essence(spec)
+
+
+def _essence(spec: MeshSpec) -> tuple[Any, ...]:
+    """What was asked for, without what depends on who asks: the folder and the path, which a cell may have changed."""
+    asked = msgspec.structs.asdict(msgspec.structs.replace(spec, cwd=None, sys_path=()))
+    return (*asked.pop("axes").items(), *sorted(asked.items()))

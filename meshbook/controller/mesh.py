@@ -1,0 +1,616 @@
+"""`meshbook.Mesh`: a mesh of processes, or a part of one, as an object in Python."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+import os
+import re
+import secrets
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Generic, ParamSpec, TypeVar, overload
+
+from meshbook.controller import marimo, remote
+from meshbook.controller.config import read_defaults
+from meshbook.controller.connection import Connection
+from meshbook.controller.console import Console, ask_on_terminal
+from meshbook.controller.futures import MeshFuture
+from meshbook.controller.launch import launch_supervisor
+from meshbook.controller.remote import RemoteValue
+from meshbook.controller.results import CellResult, RankValues
+from meshbook.controller.session import Session
+from meshbook.errors import MeshTimeout, NotAttached, RankLost, StartError, UsageError
+from meshbook.ids import Ranks, format_ranks, name_ranks
+from meshbook.mesh import MeshAxes
+from meshbook.placement import shard_spans
+from meshbook.rank import paths
+from meshbook.wire import keys, messages
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+ENGINES = ("local",)
+
+
+class Mesh:
+    """Ranks in a grid of named axes. Views (`mesh.slice(dp=0)`, `mesh[1:3]`) share its processes.
+
+    `Mesh(shape=(2, 2), mesh_dim_names=("dp", "tp"))` starts one, as `create_mesh` does. As a context manager it is
+    stopped at the end; otherwise when this process ends, unless it was detached.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int] | None = None,
+        mesh_dim_names: Sequence[str] | None = None,
+        **options: Any,
+    ) -> None:
+        started = create_mesh(shape=shape, mesh_dim_names=mesh_dim_names, **options)
+        self._session, self._axes = started._session, started._axes
+
+    @classmethod
+    def of(cls, session: Session, axes: MeshAxes) -> Mesh:
+        """The view of a session's mesh that `axes` cuts out."""
+        mesh = cls.__new__(cls)
+        mesh._session, mesh._axes = session, axes
+        return mesh
+
+    # ---- the grid
+
+    @property
+    def name(self) -> str:
+        return self._session.name
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Axis name -> size, outermost first."""
+        return self._axes.axes
+
+    @property
+    def ranks(self) -> Ranks:
+        """Global ranks, in grid order."""
+        return self._axes.ranks
+
+    @property
+    def grid(self) -> MeshAxes:
+        """The arithmetic behind this view."""
+        return self._axes
+
+    @property
+    def session(self) -> Session:
+        """What all views of this mesh share."""
+        return self._session
+
+    def size(self, axis: str | None = None) -> int:
+        """How many ranks; with an axis, how many places it has."""
+        return self._axes.size if axis is None else self._axes.size_of(axis)
+
+    def slice(self, **which: int | slice) -> Mesh:
+        """The part at these places: an int drops the axis, a slice keeps it. Raises MeshShapeError."""
+        return Mesh.of(self._session, self._axes.slice(**which))
+
+    def flatten(self, name: str = "rank") -> Mesh:
+        """The same ranks along one axis."""
+        return Mesh.of(self._session, self._axes.flatten(name))
+
+    def rename(self, **names: str) -> Mesh:
+        """The same grid with other axis names: `rename(dp="replica")`."""
+        return Mesh.of(self._session, self._axes.rename(**names))
+
+    @overload
+    def __getitem__(self, key: str) -> RemoteValue: ...
+
+    @overload
+    def __getitem__(self, key: int | slice | tuple[int | slice, ...]) -> Mesh: ...
+
+    def __getitem__(self, key: Any) -> Any:
+        """`mesh["x"]`: a handle to the ranks' `x`. `mesh[0]`, `mesh[1:3]`: a part, along the first axis.
+
+        Raises:
+            MeshNameError: no rank has that name.
+            MeshShapeError: no such place.
+        """
+        if isinstance(key, str):
+            self._session.check()
+            return remote.named(self._session, key, self.ranks)
+        return Mesh.of(self._session, self._axes.select(key))
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Bind a name on every rank: `mesh["lr"] = 0.1`. A handle binds each rank's own object."""
+        self.push(**{name: value})
+
+    def __len__(self) -> int:
+        return self._axes.size
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        state = ""
+        if self._session.ended is not None:
+            state = f", ended: {self._session.ended}"
+        elif lost := [rank for rank in self._session.lost if rank in self.ranks]:
+            state = f", {name_ranks(lost)} lost"
+        return f"<Mesh {self.name!r} {self._axes}{state}>"
+
+    # ---- running code
+
+    def run(
+        self,
+        source: str,
+        *,
+        ranks: Sequence[int] | int | str | None = None,
+        timeout: float | None = None,
+        wait: bool = True,
+        echo: bool = True,
+        setup: bool = False,
+    ) -> Any:
+        """Run source on the ranks, as a cell.
+
+        Args:
+            ranks: some of them, as ints or as a selection (`"0,2-3"`, `"dp=0"`); None: all of this view that live.
+            timeout: seconds, after which the cell is interrupted; None waits for as long as the ranks live.
+            wait: False gives a MeshFuture at once.
+            echo: show output as it comes, folded by rank, on this process's standard streams.
+            setup: run it again on ranks that join later.
+
+        Returns:
+            CellResult; with `wait=False` a MeshFuture of one.
+
+        Raises:
+            CellError: it raised on ranks; one entry per distinct failure.
+            RankLost: a rank died while it ran; the others were stopped and keep their state.
+            MeshTimeout: it was interrupted after `timeout` seconds.
+            CellInterrupted: Ctrl-C.
+        """
+        chosen = self.choose(ranks)
+        command = self._session.cell_command(
+            textwrap.dedent(source), chosen, setup=setup, allow_input=wait, label="the cell"
+        )
+        console = Console(chosen, echo=echo)
+        return self._carry_out(command, console, timeout, wait)
+
+    def execute(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RankValues:
+        """Call a function on every rank. Handles among the arguments arrive as the rank's own objects. Blocks.
+
+        Raises:
+            CellError, RankLost: as `run`.
+            TransferError: function or arguments cannot be pickled; the message names the part.
+        """
+        ranks = self.choose(None)
+        label = f"{getattr(function, '__name__', 'the function')}()"
+        command = self._session.call_command(function, args, kwargs, ranks, label=label)
+        console = Console(ranks, echo=True)
+        result: CellResult = self._carry_out(command, console, None, True)
+        return result.values
+
+    def remote(self, function: Callable[P, Any]) -> RemoteFunction[P]:
+        """Decorator: a function that runs on every rank when it is called, and returns RankValues."""
+        return RemoteFunction(self, function)
+
+    def cell(self, function: Callable[[], Any]) -> BodyCell:
+        """Decorator: the function's body runs at once, as a cell on every rank; its names bind there.
+
+        For notebooks without magics, such as marimo. Gives the CellResult; call it to run the body again.
+
+        Raises:
+            UsageError: the function has parameters, or its source cannot be found.
+        """
+        return BodyCell(self, function)
+
+    def _carry_out(self, command: Any, console: Console, timeout: float | None, wait: bool) -> Any:
+        session = self._session
+
+        def finish(finished: messages.CallFinished) -> CellResult:
+            session.conclude(finished, command.ranks, label=command.label)
+            return session.result_of(finished, console.text)
+
+        if not wait:
+            source = session.request(command, on_output=console)
+            return session.future(source, command, finish)
+        if timeout is not None:
+            return self._within(timeout, command, console, finish)
+        ask = ask_on_terminal if sys.stdin is not None and sys.stdin.isatty() else None
+        return finish(session.foreground(command, sink=console, ask=ask))
+
+    def _within(
+        self, timeout: float, command: Any, console: Console, finish: Callable[[messages.CallFinished], CellResult]
+    ) -> CellResult:
+        source = self._session.request(command, on_output=console)
+        future: MeshFuture[CellResult] = self._session.future(source, command, finish)
+        try:
+            return future.result(timeout)
+        except MeshTimeout:
+            future.interrupt()
+            future.exception(10.0)
+            raise MeshTimeout(f"{command.label} did not end within {timeout:g} s and was interrupted") from None
+        except KeyboardInterrupt:
+            future.interrupt()
+            return future.result(10.0)
+
+    # ---- names and values
+
+    def push(self, **names: Any) -> None:
+        """Bind names on every rank. One copy through shared memory, whatever the number of ranks. Blocks.
+
+        Raises:
+            TransferError: a value cannot be pickled; the message names the part.
+        """
+        self._session.set_names(names, self.choose(None))
+
+    def pull(self, what: str | RemoteValue, *, ranks: Sequence[int] | int | str | None = None) -> RankValues:
+        """Bring what the ranks hold under a name (or behind a handle) here, by rank. Blocks.
+
+        Raises:
+            MeshNameError: no rank has that name.
+            TransferError: a value cannot be pickled.
+        """
+        handle = self[what] if isinstance(what, str) else what
+        return remote.pull(handle, self.choose(ranks) if ranks is not None else self._session.living(self.ranks))
+
+    def scatter(self, batch: Any, *, axis: str | None = None, dim: int = 0) -> RemoteValue:
+        """Cut a tensor, array or sequence along `dim`, one piece per place of `axis`. Blocks.
+
+        The pieces are as `torch.chunk` would cut them, the last ones shorter where it does not divide. Ranks at the same
+        place of the axis get the same piece. With one axis it need not be named.
+
+        Returns:
+            A handle to the pieces.
+        """
+        axis = self._one_axis(axis)
+        spans = shard_spans(_length(batch, dim), self._axes.size_of(axis))
+        pieces = {
+            rank: _cut(batch, dim, *spans[self._axes.point(rank)[axis]]) for rank in self._session.living(self.ranks)
+        }
+        key = RemoteValue(self._session, paths.Path(paths.Name("rank")), tuple(pieces))
+        command = self._session.call_command(
+            operator.getitem, (pieces, key), {}, tuple(pieces), keep_always=True, label="scatter", inline_limit=0
+        )
+        finished = self._session.foreground(command)
+        self._session.conclude(finished, command.ranks, label="scatter")
+        values = self._session.values_of(finished.parts)
+        return remote.kept(self._session, command.call, command.ranks, values, "scattered")
+
+    def gather(self, what: str | RemoteValue, *, axis: str | None = None, dim: int = 0) -> Any:
+        """The pieces along `axis`, joined along `dim`: what `scatter` took apart. Blocks.
+
+        Of ranks at the same place of the axis the first is taken.
+
+        Returns:
+            `torch.Tensor`, `numpy.ndarray`, or a list, as the pieces are.
+        """
+        axis = self._one_axis(axis)
+        first = {}
+        for rank in self.ranks:
+            first.setdefault(self._axes.point(rank)[axis], rank)
+        values = self.pull(what, ranks=list(first.values()))
+        return _join([values[first[place]] for place in sorted(first)], dim)
+
+    def _one_axis(self, axis: str | None) -> str:
+        if axis is not None:
+            self._axes.size_of(axis)
+            return axis
+        if len(self.axes) != 1:
+            raise UsageError(f"this mesh has the axes {', '.join(self.axes)}; say along which with axis=…")
+        return next(iter(self.axes))
+
+    # ---- looking at it, steering it
+
+    def status(self) -> messages.MeshInfo:
+        """What the supervisor knows now."""
+        return self._session.status()
+
+    def history(self) -> tuple[messages.HistoryEntry, ...]:
+        """The cells that ran, oldest first."""
+        return self._session.history()
+
+    def logs(self, rank: int, limit_bytes: int = 1 << 16) -> str:
+        """The last output of a rank, also of a dead one."""
+        self._axes.check_ranks((rank,))
+        return self._session.logs(rank, limit_bytes)
+
+    def interrupt(self, ranks: Sequence[int] | int | str | None = None) -> None:
+        """Stop what the ranks run, as the Stop button would. Does not wait."""
+        self._session.check()
+        chosen = self.ranks if ranks is None else self._select(ranks)
+        self._session.interrupt(chosen)
+
+    def kill(self, ranks: Sequence[int] | int | str, *, signal: int = 9) -> None:
+        """Send a signal to ranks; by default one they do not survive."""
+        self._session.kill(self._select(ranks), signal)
+
+    def detach(self, orphan_ttl_s: float | None = None) -> None:
+        """Leave the mesh running without this process; `meshbook.attach(name)` finds it again.
+
+        Args:
+            orphan_ttl_s: how long it may live with no client at all, in seconds; None: until it is stopped.
+        """
+        self._session.detach(orphan_ttl_s)
+
+    def stop(self) -> None:
+        """End every rank and the supervisor. Waits until they are gone; harmless when they are."""
+        self._session.stop()
+
+    def __enter__(self) -> Mesh:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.stop()
+
+    def choose(self, ranks: Sequence[int] | int | str | None) -> Ranks:
+        """The ranks that are meant, all of them alive; None: those of this view that live.
+
+        Raises:
+            MeshShapeError: not in this mesh.
+            RankLost: asked for by number, and gone.
+            NotAttached: the mesh is no more.
+        """
+        self._session.check()
+        if ranks is None:
+            living = self._session.living(self.ranks)
+            if not living:
+                raise RankLost(f"no rank of {self!r} is left; start anew with %mesh stop and %mesh start", ranks=self.ranks)
+            return tuple(sorted(living))
+        chosen = self._select(ranks)
+        lost = tuple(rank for rank in chosen if rank in self._session.lost)
+        if lost:
+            living = self._session.living(self.ranks)
+            raise RankLost(
+                f"{name_ranks(lost)} {'is' if len(lost) == 1 else 'are'} gone; nothing was run. "
+                f"Living: {format_ranks(living)}",
+                ranks=lost,
+                survivors=living,
+            )
+        return chosen
+
+    def _select(self, ranks: Sequence[int] | int | str) -> Ranks:
+        if isinstance(ranks, str):
+            return self._axes.parse_selection(ranks)
+        return self._axes.check_ranks((ranks,) if isinstance(ranks, int) else ranks)
+
+
+class RemoteFunction(Generic[P]):
+    """A function that runs on every rank of its mesh."""
+
+    def __init__(self, mesh: Mesh, function: Callable[P, Any]) -> None:
+        self._mesh, self._function = mesh, function
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> RankValues:
+        return self._mesh.execute(self._function, *args, **kwargs)
+
+    def on(self, mesh: Mesh) -> RemoteFunction[P]:
+        """The same function on another mesh, or on a part of this one."""
+        return RemoteFunction(mesh, self._function)
+
+    def __repr__(self) -> str:
+        return f"<{getattr(self._function, '__name__', 'function')} on {self._mesh!r}>"
+
+
+class BodyCell:
+    """A function's body as a cell: `result` is what its last run gave; call it to run it again."""
+
+    def __init__(self, mesh: Mesh, function: Callable[[], Any]) -> None:
+        self._mesh = mesh
+        self.__name__ = function.__name__
+        self.source = body_of(function)
+        self.result: CellResult = mesh.run(self.source)
+
+    def __call__(self) -> CellResult:
+        self.result = self._mesh.run(self.source)
+        return self.result
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.result, name)
+
+    def __repr__(self) -> str:
+        return repr(self.result)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        return self.result._repr_mimebundle_()
+
+
+def body_of(function: Callable[..., Any]) -> str:
+    """The source of a function's body, at the left margin; a `return` at its end becomes the cell's value.
+
+    Raises:
+        UsageError: it takes parameters, or its source is not to be had.
+    """
+    if inspect.signature(function).parameters:
+        raise UsageError(
+            f"{function.__name__} takes parameters, and a cell has none; use @mesh.remote for a function with arguments"
+        )
+    try:
+        source = textwrap.dedent(inspect.getsource(function))
+    except (OSError, TypeError) as error:
+        raise UsageError(f"the source of {function.__name__} cannot be found ({error}); use mesh.run with a string") from error
+    import ast
+
+    tree = ast.parse(source)
+    definition = tree.body[0]
+    assert isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef)
+    last = definition.body[-1]
+    lines = source.splitlines()
+    if isinstance(last, ast.Return):
+        row = last.lineno - 1
+        replaced = "pass" if last.value is None else ast.get_source_segment(source, last.value) or "pass"
+        indent = lines[row][: last.col_offset]
+        lines[row : last.end_lineno] = [f"{indent}({replaced})" if last.value is not None else f"{indent}pass"]
+    first = definition.body[0]
+    if first.lineno == definition.lineno:
+        raise UsageError(f"write the body of {function.__name__} on lines of its own")
+    return textwrap.dedent("\n".join(lines[first.lineno - 1 :])) + "\n"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Starting and finding
+
+
+def create_mesh(
+    axes: int | Mapping[str, int] | None = None,
+    *,
+    nodes: int | None = None,
+    gpus_per_node: int | None = None,
+    shape: Sequence[int] | None = None,
+    mesh_dim_names: Sequence[str] | None = None,
+    name: str | None = None,
+    engine: str | None = None,
+    num_hosts: int = 1,
+    start_method: str | None = None,
+    device: str | None = None,
+    process_group: bool = True,
+    torch: bool = True,
+    env: Mapping[str, str] | None = None,
+    listen: str | None = None,
+    orphan_ttl_s: float | None = None,
+    kind: str = "script",
+    owner: str | None = None,
+) -> Mesh:
+    """Start a mesh and wait until its process group is up. It ends with this process, unless detached.
+
+    In a marimo notebook, a cell that runs again finds the mesh that it made before, if it still asks for the same.
+
+    Args:
+        axes: a number of ranks, or {axis: size}; see also `nodes` and `gpus_per_node`, or `shape` and `mesh_dim_names`.
+            Nothing at all: one rank per visible GPU, else 2 to 4 by cores (`MESHBOOK_RANKS`, meshbook.toml).
+        name: what `attach` and `meshbook list` know it by; by default made from the script's name.
+        engine: "local".
+        num_hosts: simulate so many hosts on this machine.
+        start_method: "fork" (from a warm server) or "fresh" (new interpreters).
+        device: "auto", "cpu" or "cuda".
+        process_group: False leaves torch.distributed alone.
+        torch: False starts light ranks that import no torch.
+        env: environment variables for the ranks.
+        listen: a tcp address to be reached at, encrypted, instead of a local socket.
+        orphan_ttl_s: seconds it may live without any client.
+
+    Raises:
+        MeshShapeError: axes that make no mesh.
+        MeshInUse: the name is taken.
+        StartError: it did not come up; nothing is left running.
+    """
+    defaults = read_defaults()
+    if axes is None and nodes is None and gpus_per_node is None and shape is None:
+        axes = defaults.num_ranks()
+    grid = MeshAxes.of(axes, nodes=nodes, gpus_per_node=gpus_per_node, shape=shape, mesh_dim_names=mesh_dim_names)
+    spec = make_spec(
+        grid,
+        engine=engine or defaults.engine,
+        num_hosts=num_hosts,
+        start_method=start_method or defaults.start_method,
+        device=device or defaults.device,
+        process_group=process_group,
+        torch=torch,
+        env=env,
+    )
+
+    def start(*, owner: str | None, kind: str, default_ttl_s: float | None, stop_at_exit: bool) -> Session:
+        ttl_s = next(s for s in (orphan_ttl_s, default_ttl_s, defaults.orphan_ttl_s) if s is not None)
+        found = launch_supervisor(name or free_name(), owner=owner, listen=listen)
+        session = Session(Connection(found, kind=kind, orphan_ttl_s=ttl_s), stop_at_exit=stop_at_exit)
+        session.start(grid, spec, timeout_s=defaults.start_timeout_s)
+        return session
+
+    cell = marimo.running_cell() if owner is None else None
+    if cell is not None:
+        return Mesh.of(cell.session(spec, name, start), grid)
+    return Mesh.of(start(owner=owner, kind=kind, default_ttl_s=None, stop_at_exit=True), grid)
+
+
+def make_spec(
+    grid: MeshAxes,
+    *,
+    engine: str = "local",
+    num_hosts: int = 1,
+    start_method: str = "fork",
+    device: str = "auto",
+    process_group: bool = True,
+    torch: bool = True,
+    env: Mapping[str, str] | None = None,
+) -> messages.MeshSpec:
+    """What a supervisor is asked for; checked.
+
+    Raises:
+        UsageError: an engine, start method or device that does not exist.
+        StartError: more hosts than ranks.
+    """
+    for what, value, known in (
+        ("engine", engine, ENGINES),
+        ("start method", start_method, ("fork", "fresh")),
+        ("device", device, ("auto", "cpu", "cuda")),
+    ):
+        if value not in known:
+            raise UsageError(f"there is no {what} {value!r}; known: {', '.join(known)}")
+    if not 1 <= num_hosts <= grid.size:
+        raise StartError(f"{grid.size} ranks cannot be spread over {num_hosts} hosts; every host needs a rank")
+    return messages.MeshSpec(
+        axes=grid.axes,
+        engine=engine,
+        num_hosts=num_hosts,
+        start_method=start_method,  # type: ignore[arg-type]
+        device=device,  # type: ignore[arg-type]
+        process_group=process_group and torch,
+        torch=torch,
+        env=dict(env or {}),
+        cwd=os.getcwd(),
+        sys_path=tuple(path for path in sys.path if path and os.path.isdir(path)),
+    )
+
+
+def attach(name: str | None = None, *, kind: str = "script", observer: bool = False) -> Mesh:
+    """A mesh that runs already; without a name the only one there is. It does not end with this process.
+
+    Raises:
+        NotAttached: none is running, or it has no ranks.
+        MeshNameError: no such name, or several meshes and no name.
+        VersionMismatch: it is of another version of Meshbook.
+    """
+    session = Session(Connection(keys.find_connection(name), kind=kind, observer=observer), stop_at_exit=False)
+    if session.axes is None:
+        session.close()
+        raise NotAttached(f"the mesh {session.name!r} has no ranks yet; start them with %mesh start -n 4")
+    return Mesh.of(session, session.axes)
+
+
+def free_name(stem: str | None = None) -> str:
+    """A name that no mesh has: the script's, and four letters."""
+    if stem is None:
+        stem = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "mesh").stem
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._")[:32] or "mesh"
+    return f"{stem}-{secrets.token_hex(2)}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _length(batch: Any, dim: int) -> int:
+    if hasattr(batch, "shape"):
+        return int(batch.shape[dim])
+    if dim != 0:
+        raise UsageError(f"a {type(batch).__name__} has one dim and cannot be cut along dim {dim}")
+    return len(batch)
+
+
+def _cut(batch: Any, dim: int, start: int, stop: int) -> Any:
+    index = (slice(None),) * (dim % batch.ndim) + (slice(start, stop),) if hasattr(batch, "shape") else slice(start, stop)
+    return batch[index]
+
+
+def _join(pieces: list[Any], dim: int) -> Any:
+    first = pieces[0]
+    if type(first).__module__.partition(".")[0] == "torch":
+        import torch
+
+        return torch.cat(pieces, dim)
+    if hasattr(first, "shape"):
+        import numpy
+
+        return numpy.concatenate(pieces, axis=dim)
+    return [item for piece in pieces for item in piece]

@@ -1,0 +1,257 @@
+"""A handle to something that lives on the ranks: it shows what they hold, and what is done with it is done there.
+
+Truthful: its repr is asked of the ranks when it is read, also while a cell runs. Where one value is needed (`float(x)`,
+`if x:`, `len(x)`), all ranks must agree on it; where they do not, the error shows what each holds.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from meshbook.controller.results import RankValues, bundle_of
+from meshbook.controller.session import Session
+from meshbook.errors import MeshNameError, TransferError
+from meshbook.fold import words
+from meshbook.ids import Ranks, name_ranks
+from meshbook.rank.paths import BINARY, Name, Path, Ref
+from meshbook.wire import messages
+from meshbook.wire.messages import Outcome, Part, Preview, Value
+
+# What libraries probe for on any object; a handle must not look as if it had them.
+_PROBES = ("_repr_", "_ipython_", "__")
+
+
+class RemoteValue:
+    """A value on every rank of a mesh, named by a path from one of the ranks' names: `x`, `model.fc`, `x.shape[0]`."""
+
+    __slots__ = (
+        "__weakref__",
+        "_meshbook_path",
+        "_meshbook_ranks",
+        "_meshbook_session",
+        "_meshbook_values",
+    )
+
+    def __init__(
+        self, session: Session, path: Path, ranks: Ranks, *, values: RankValues | None = None
+    ) -> None:
+        object.__setattr__(self, "_meshbook_session", session)
+        object.__setattr__(self, "_meshbook_path", path)
+        object.__setattr__(self, "_meshbook_ranks", ranks)
+        object.__setattr__(self, "_meshbook_values", values)  # what a Ref's object is; keeps it alive on the ranks
+
+    # ---- following it
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(_PROBES):
+            raise AttributeError(name)
+        path = self._meshbook_path.attr(name)
+        if not path.is_plain():
+            return _evaluate(self, path)
+        answers = [answer for answer in peek(self._meshbook_session, (str(path),), self._meshbook_ranks).values() if answer]
+        if answers and all(answer.get(str(path)) is None for answer in answers):
+            raise AttributeError(f"{self._meshbook_path} has no attribute {name!r} on {name_ranks(self._meshbook_ranks)}")
+        return RemoteValue(self._meshbook_session, path, self._meshbook_ranks)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _evaluate(self, self._meshbook_path.attr("__setattr__").call((name, value)))
+
+    def __getitem__(self, key: Any) -> RemoteValue:
+        return _evaluate(self, self._meshbook_path.item(key))
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        _evaluate(self, self._meshbook_path.attr("__setitem__").call((key, value)))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> RemoteValue:
+        return _evaluate(self, self._meshbook_path.call(args, kwargs))
+
+    def __dir__(self) -> list[str]:
+        return members(self)
+
+    # ---- one value of all ranks
+
+    def __bool__(self) -> bool:
+        return bool(_same(self, "bool"))
+
+    def __int__(self) -> int:
+        return int(_same(self, "int"))
+
+    def __float__(self) -> float:
+        return float(_same(self, "float"))
+
+    def __index__(self) -> int:
+        return operator.index(pull(self).same())
+
+    def __len__(self) -> int:
+        return int(_same(self, "len"))
+
+    def __contains__(self, thing: Any) -> bool:
+        found = _evaluate(self, self._meshbook_path.binary("contains", thing))
+        return bool(found._meshbook_values.same())
+
+    def __iter__(self) -> Iterator[RemoteValue]:
+        return (self[index] for index in range(len(self)))
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        import numpy
+
+        return numpy.asarray(pull(self).same(), dtype=dtype)
+
+    # ---- how it reads
+
+    def __repr__(self) -> str:
+        return words.show_values(show(self), self._meshbook_ranks, colour=False)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        return bundle_of(show(self), self._meshbook_ranks)
+
+    def __format__(self, spec: str) -> str:
+        return format(pull(self).same(), spec) if spec else str(self)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __reduce__(self) -> Any:
+        raise TransferError(
+            f"{self._meshbook_path} lives on the ranks of {self._meshbook_session.name!r} and cannot be pickled here; "
+            "pull it first (mesh.pull(…)), or pass it to mesh.execute, where it arrives as the rank's own object"
+        )
+
+    def _meshbook_key(self, session: Session) -> str:
+        """What names this object to the ranks of `session` when it is among the things that are sent."""
+        if session is not self._meshbook_session:
+            raise TransferError(
+                f"{self._meshbook_path} lives on the mesh {self._meshbook_session.name!r}, not on {session.name!r}; "
+                "pull it and push the values"
+            )
+        if self._meshbook_path.steps:
+            kept = _evaluate(self, self._meshbook_path)
+            object.__setattr__(self, "_meshbook_values", kept._meshbook_values)
+            object.__setattr__(self, "_meshbook_path", kept._meshbook_path)
+        root = self._meshbook_path.root
+        assert isinstance(root, Name | Ref)
+        return root.key
+
+
+def _binary(op: str, *, reflected: bool = False) -> Callable[[RemoteValue, Any], RemoteValue]:
+    def apply(self: RemoteValue, other: Any) -> RemoteValue:
+        return _evaluate(self, self._meshbook_path.binary(op, other, reflected=reflected))
+
+    return apply
+
+
+def _unary(op: str) -> Callable[[RemoteValue], RemoteValue]:
+    def apply(self: RemoteValue) -> RemoteValue:
+        return _evaluate(self, self._meshbook_path.unary(op))
+
+    return apply
+
+
+for _op in BINARY:
+    if _op != "contains":
+        setattr(RemoteValue, f"__{_op}__", _binary(_op))
+        if _op not in ("eq", "ne", "lt", "le", "gt", "ge"):
+            setattr(RemoteValue, f"__r{_op}__", _binary(_op, reflected=True))
+for _op in ("neg", "pos", "invert", "abs", "round"):
+    setattr(RemoteValue, f"__{_op}__", _unary(_op))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is done with handles. Functions, not methods: a method's name would hide the remote object's own attribute.
+
+
+def named(session: Session, name: str, ranks: Ranks) -> RemoteValue:
+    """A handle to a name that must exist on at least one of the ranks.
+
+    Raises:
+        MeshNameError: no rank has it.
+    """
+    answers = [answer for answer in peek(session, (name,), ranks).values() if answer is not None]
+    if answers and all(answer.get(name) is None for answer in answers):
+        raise MeshNameError(f"no rank of {session.name!r} has a name {name!r}; names there: {_listed(session.info.names)}")
+    return RemoteValue(session, Path(Name(name)), ranks)
+
+
+def kept(session: Session, call: str, ranks: Ranks, values: RankValues, spelling: str) -> RemoteValue:
+    """A handle to the result of a call that the ranks keep, for as long as the handle lives."""
+    return RemoteValue(session, Path(Ref(call, spelling)), ranks, values=values)
+
+
+def pull(value: RemoteValue, ranks: Ranks | None = None) -> RankValues:
+    """The objects themselves, brought here from every rank (or from `ranks`)."""
+    session = value._meshbook_session
+    chosen = session.living(value._meshbook_ranks) if ranks is None else ranks
+    return session.evaluate(value._meshbook_path, chosen, keep=False)
+
+
+def show(value: RemoteValue) -> tuple[Part, ...]:
+    """What each rank holds, as previews. Does not wait for a running cell where the path is one of names."""
+    session, path, ranks = value._meshbook_session, value._meshbook_path, value._meshbook_ranks
+    if value._meshbook_values is not None and not path.steps:
+        return value._meshbook_values.parts
+    if not path.is_plain():
+        return session.evaluate(path, session.living(ranks)).parts
+    parts: dict[bytes, tuple[list[int], Outcome]] = {}
+    for rank, answer in peek(session, (str(path),), ranks).items():
+        raw = None if answer is None else answer.get(str(path))
+        if raw is not None:
+            preview = msgspec.convert(raw, Preview)
+        else:
+            text = "(no answer: in code that keeps the GIL)" if answer is None else f"({path} is not defined here)"
+            preview = Preview(kind="none", type="", text=text)
+        outcome = Outcome(status="ok", value=Value(preview))
+        parts.setdefault(msgspec.msgpack.encode(preview), ([], outcome))[0].append(rank)
+    return tuple(Part(tuple(sorted(ranks)), outcome) for ranks, outcome in parts.values())
+
+
+def peek(session: Session, names: tuple[str, ...], ranks: Ranks) -> dict[int, dict[str, Any] | None]:
+    """What the ranks' service threads say of names: rank -> {name: preview as plain data, or None}; None for a rank that
+    did not answer."""
+    command = messages.Peek(call=session.connection.next_call(), ranks=session.living(ranks), names=names)
+    return {rank: part.outcome.answer for part in session.question(command) for rank in part.ranks}
+
+
+def members(value: RemoteValue) -> list[str]:
+    """Attribute names, as the first living rank completes them."""
+    session = value._meshbook_session
+    if not value._meshbook_path.is_plain():
+        return list(session.evaluate(value._meshbook_path.attr("__dir__").call(), session.living(value._meshbook_ranks)[:1]).same())
+    code = f"{value._meshbook_path}."
+    living = session.living(value._meshbook_ranks)[:1]
+    command = messages.Complete(call=session.connection.next_call(), ranks=living, code=code, cursor=len(code))
+    for part in session.question(command):
+        matches = (part.outcome.answer or {}).get("matches", ())
+        return [name for match in matches if (name := match.rpartition(".")[2]).isidentifier()]
+    return []
+
+
+def _evaluate(value: RemoteValue, path: Path) -> RemoteValue:
+    """Follow a path now; the result stays on the ranks, under a handle."""
+    session, ranks = value._meshbook_session, _living(value)
+    command = messages.Evaluate(
+        call=session.connection.next_call(),
+        ranks=ranks,
+        path=session.dump(path, ranks),
+        inline_limit=0,
+        keep_always=True,
+    )
+    finished = session.foreground(command)
+    session.conclude(finished, ranks, label=str(path))
+    return kept(session, command.call, ranks, session.values_of(finished.parts), str(path))
+
+
+def _living(value: RemoteValue) -> Ranks:
+    return value._meshbook_session.living(value._meshbook_ranks)
+
+
+def _same(value: RemoteValue, op: str) -> Any:
+    found = _evaluate(value, value._meshbook_path.unary(op))
+    return found._meshbook_values.same()
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "") if names else "none yet"

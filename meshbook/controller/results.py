@@ -1,0 +1,285 @@
+"""What came back: values by rank, the result of a cell, and the errors that a finished call stands for."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshbook.errors import (
+    CellError,
+    CellInterrupted,
+    Failure,
+    MeshbookError,
+    MeshShapeError,
+    RankLost,
+    ValuesDiffer,
+    describe_exit,
+)
+from meshbook.fold import words
+from meshbook.fold.outcomes import fold_errors
+from meshbook.ids import format_ranks, name_ranks
+from meshbook.mesh import MeshAxes
+from meshbook.wire import messages
+from meshbook.wire.messages import Part, Value
+
+# How values that are not here yet are brought: ranks and the reference they keep them under -> {rank: object}.
+Fetch = Callable[[tuple[int, ...], str], dict[int, Any]]
+
+
+class RankValues(Mapping[int, Any]):
+    """One value per rank, as a mapping from rank to value. Values that were too large to send along are fetched when
+    they are first asked for, from their rank alone; what is shown needs no fetch.
+
+    `values[0]` is rank 0's; `values.item(dp=0, tp=1)` the one at that point of the mesh; `values.same()` the one value
+    that all ranks agree on.
+    """
+
+    def __init__(
+        self,
+        axes: MeshAxes,
+        parts: Sequence[Part],
+        load: Callable[[messages.Payload], Any],
+        fetch: Fetch,
+        release: Callable[[str], None] | None = None,
+    ) -> None:
+        self._axes = axes
+        self.parts = tuple(part for part in parts if part.outcome.value is not None)
+        self._ranks = tuple(sorted(rank for part in parts for rank in part.ranks))
+        self._value_of: dict[int, Value] = {}
+        for part in self.parts:
+            for rank in part.ranks:
+                assert part.outcome.value is not None
+                self._value_of[rank] = part.outcome.value
+        self._load, self._fetch = load, fetch
+        self._here: dict[int, Any] = {}
+        refs = {value.ref for value in self._value_of.values() if value.ref}
+        if refs and release is not None:
+            for ref in refs:
+                weakref.finalize(self, release, ref).atexit = False
+
+    # ---- a mapping
+
+    def __getitem__(self, rank: int) -> Any:
+        if rank not in self._value_of:
+            have = format_ranks(self._value_of)
+            if rank in self._axes.ranks:
+                raise KeyError(f"rank {rank} has no value here; ranks with one: {have}")
+            raise MeshShapeError(f"rank {rank} is not in this mesh of ranks {format_ranks(self._axes.ranks)}")
+        if rank not in self._here:
+            self._bring((rank,))
+        return self._here[rank]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(self._value_of))
+
+    def __len__(self) -> int:
+        return len(self._value_of)
+
+    def values(self) -> Any:
+        self._bring(tuple(self))
+        return super().values()
+
+    def items(self) -> Any:
+        self._bring(tuple(self))
+        return super().items()
+
+    # ---- ways to take them
+
+    def item(self, **point: int) -> Any:
+        """The value at a point of the mesh: `item(dp=0, tp=1)`; with one rank, `item()`.
+
+        Raises:
+            MeshShapeError: no such point, or not one alone.
+        """
+        if not point and len(self._value_of) == 1:
+            return self[next(iter(self))]
+        return self[self._axes.rank_at(**point)]
+
+    def same(self) -> Any:
+        """The value that all ranks agree on.
+
+        Raises:
+            ValuesDiffer: they do not; the message shows the values.
+        """
+        distinct = {value.preview.digest or value.preview.text for value in self._value_of.values()}
+        known = all(value.preview.digest is not None or value.payload is not None for value in self._value_of.values())
+        if not self._value_of:
+            raise ValuesDiffer("no rank has a value here")
+        if len(distinct) > 1 or (not known and not self._equal()):
+            raise ValuesDiffer(
+                f"{name_ranks(self)} do not agree:\n{self}\npick one with values[rank], or use .item(axis=…)"
+            )
+        return self[next(iter(self))]
+
+    def stack(self, dim: int = 0) -> Any:
+        """All ranks' tensors (or arrays, or numbers) stacked along a new dim, in rank order.
+
+        Returns:
+            `torch.Tensor` of shape (ranks, …) for tensors and numbers; `numpy.ndarray` for arrays.
+
+        Raises:
+            ValueError, RuntimeError: as torch or numpy say when shapes differ.
+        """
+        every = [self[rank] for rank in self]
+        if every and type(every[0]).__module__ == "numpy" and hasattr(every[0], "shape"):
+            import numpy
+
+            return numpy.stack(every, axis=dim)
+        import torch
+
+        return torch.stack([torch.as_tensor(value) for value in every], dim)
+
+    def _equal(self) -> bool:
+        self._bring(tuple(self))
+        first, *others = (self._here[rank] for rank in self)
+        return all(_same(first, other) for other in others)
+
+    def _bring(self, ranks: tuple[int, ...]) -> None:
+        """Have these ranks' values here."""
+        by_ref: dict[str, list[int]] = {}
+        for rank in ranks:
+            if rank in self._here:
+                continue
+            value = self._value_of[rank]
+            if value.payload is not None:
+                self._here[rank] = self._load(value.payload)
+            elif value.ref is not None:
+                by_ref.setdefault(value.ref, []).append(rank)
+        for ref, wanted in by_ref.items():
+            self._here.update(self._fetch(tuple(wanted), ref))
+
+    # ---- how they read
+
+    def __repr__(self) -> str:
+        return words.show_values(self.parts, self._ranks, colour=False)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        return bundle_of(self.parts, self._ranks)
+
+
+def bundle_of(parts: Sequence[Part], ranks: Sequence[int]) -> dict[str, Any]:
+    """Values by rank as a front end shows them: text always, HTML where a value has it; one value that all ranks agree
+    on with every form it has."""
+    bundle: dict[str, Any] = {"text/plain": words.show_values(parts, tuple(ranks))}
+    if html := words.html_values(parts, tuple(ranks)):
+        bundle["text/html"] = html
+    if len(parts) == 1 and parts[0].outcome.value is not None:
+        bundle.update(parts[0].outcome.value.preview.data)
+    return bundle
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """How a cell, or a call, ended on the ranks.
+
+    Attributes:
+        values: of the last expression, by rank; empty when there was none.
+        output: what the ranks printed, folded, as text.
+        errors: distinct failures; empty unless the call was told not to raise.
+        seconds: of the slowest rank.
+        rank_seconds: by rank, on meshes of at most 64.
+        bound: names that the cell bound on the ranks.
+    """
+
+    values: RankValues
+    output: str
+    errors: tuple[Failure, ...]
+    seconds: float
+    rank_seconds: dict[int, float]
+    bound: tuple[str, ...] = ()
+    unbound: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return repr(self.values) if len(self.values) else f"<CellResult: no value, {self.seconds:.3f} s>"
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        return self.values._repr_mimebundle_() if len(self.values) else {"text/plain": repr(self)}
+
+
+def error_of(finished: messages.CallFinished, label: str = "the cell") -> MeshbookError | None:
+    """The exception that a finished call stands for; None when it went well on every rank."""
+    statuses = {part.outcome.status for part in finished.parts}
+    if not statuses - {"ok"}:
+        return None
+    succeeded = tuple(rank for part in finished.parts if part.outcome.status == "ok" for rank in part.ranks)
+    failures = fold_errors(finished.parts)
+    if finished.lost or "lost" in statuses:
+        return _lost(finished, failures, label)
+    if "interrupted" in statuses and "error" not in statuses:
+        stopped = tuple(rank for part in finished.parts if part.outcome.status == "interrupted" for rank in part.ranks)
+        summary = f"{label} was stopped on {name_ranks(stopped)}"
+        if succeeded:
+            summary += f"; {name_ranks(succeeded)} had ended already"
+        return CellInterrupted(failures, succeeded, summary=summary)
+    if failures:
+        return CellError(failures, succeeded, summary=_summary(failures, succeeded))
+    skipped = tuple(rank for part in finished.parts if part.outcome.status == "skipped" for rank in part.ranks)
+    return CellError((), succeeded, summary=f"{name_ranks(skipped)} did not answer")
+
+
+def _summary(failures: Sequence[Failure], succeeded: Sequence[int]) -> str:
+    said = "; ".join(f"{name_ranks(failure.ranks)}: {failure.ename}: {failure.evalue}" for failure in failures[:4])
+    if len(failures) > 4:
+        said += f"; and {len(failures) - 4} more"
+    return said + (f" ({name_ranks(succeeded)} ran to the end)" if succeeded else "")
+
+
+def _lost(finished: messages.CallFinished, failures: Sequence[Failure], label: str) -> RankLost:
+    lost_ranks = tuple(
+        sorted(
+            {exited.rank for exited in finished.lost}
+            | {rank for part in finished.parts if part.outcome.status == "lost" for rank in part.ranks}
+        )
+    )
+    survivors = tuple(sorted(rank for part in finished.parts for rank in part.ranks if rank not in lost_ranks))
+    late = tuple(sorted(rank for part in finished.parts if part.outcome.status == "skipped" for rank in part.ranks))
+    first = finished.lost[0] if finished.lost else None
+    sentences = []
+    for exited in finished.lost[:4]:
+        how = describe_exit(exited.signal, exited.exit_code)
+        sentences.append(f"rank {exited.rank} (pid {exited.pid} on {exited.host}) {how} while {label} ran")
+    if not sentences:
+        said = [part.outcome.error.evalue for part in finished.parts if part.outcome.error and part.ranks[0] in lost_ranks]
+        sentences.append(said[0] if said else f"{name_ranks(lost_ranks)} {'is' if len(lost_ranks) == 1 else 'are'} gone")
+    message = "; ".join(sentences) + "."
+    if first is not None and first.signal == 9:
+        message += " SIGKILL is also how the system ends a process when memory runs out."
+    if survivors:
+        message += f" {name_ranks(survivors).capitalize()} {'keeps its' if len(survivors) == 1 else 'keep their'} state."
+    if late:
+        message += f" {name_ranks(late).capitalize()} had not come back from it yet."
+    if first is not None and first.last_collective:
+        message += f"\nIts last collective: {first.last_collective}"
+    if first is not None and first.last_lines:
+        message += "\nIts last lines:\n" + "\n".join(f"    {line}" for line in first.last_lines)
+    if survivors:
+        message += (
+            f"\nNext: go on with the survivors (%%mesh --ranks {format_ranks(survivors)}; collectives need a whole mesh), "
+            "save what they hold (%mesh pull NAME), or start anew with %mesh stop and %mesh start."
+        )
+    return RankLost(
+        message,
+        ranks=lost_ranks,
+        host=first.host if first else "",
+        pid=first.pid if first else None,
+        signal=describe_exit(first.signal, None).rsplit(" ", 1)[-1] if first and first.signal is not None else None,
+        exit_code=first.exit_code if first else None,
+        last_lines=first.last_lines if first else (),
+        last_collective=first.last_collective if first else None,
+        survivors=survivors,
+        failures=failures,
+    )
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equality of two values that may be tensors or arrays."""
+    if type(a) is not type(b):
+        return False
+    if hasattr(a, "shape") and hasattr(a, "dtype"):
+        return bool(a.shape == b.shape and (a == b).all())
+    try:
+        return bool(a == b)
+    except Exception:
+        return False

@@ -1,0 +1,403 @@
+"""One client's dealings with one mesh: what `Mesh` and every view of it share.
+
+Sends commands, waits for their end in the foreground (interruptible, answering `input()`) or hands out futures, brings
+values, and lets go of what nobody holds any more. It shows nothing itself: output goes to the sink it is given.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from meshbook.controller.connection import Connection
+from meshbook.controller.futures import MeshFuture
+from meshbook.controller.results import CellResult, RankValues, error_of
+from meshbook.errors import CellError, MeshbookError, MeshTimeout, NotAttached, RankLost, StartError
+from meshbook.fold import words
+from meshbook.ids import Ranks, name_ranks
+from meshbook.mesh import MeshAxes
+from meshbook.rank import paths
+from meshbook.wire import messages, pickling
+from meshbook.wire.buffers import SegmentPool, SegmentReader
+
+Sink = Callable[[tuple[messages.FoldedItem, ...]], None]
+Ask = Callable[[messages.InputRequested], str | None]
+
+# Two presses of Stop within this time are one: the front end's interrupt reaches us by a message and by a signal.
+_SAME_PRESS_S = 0.25
+# A press within this time of the one before escalates.
+SECOND_PRESS_S = 5.0
+# Seconds after an escalated Stop before the controller stops waiting for ranks that do not even die.
+_LAST_RESORT_S = 6.0
+_STOP_TIMEOUT_S = 15.0
+_PULL_INLINE_BYTES = 1 << 16
+
+
+class Session:
+    """An open connection to a mesh and all that is known of it here."""
+
+    def __init__(self, connection: Connection, *, stop_at_exit: bool) -> None:
+        self.connection = connection
+        self.name = connection.found.name
+        self.info = connection.welcome.info
+        self.axes: MeshAxes | None = _axes_of(self.info)
+        self.ended: str | None = None  # why the mesh is no more
+        self.on_lost: list[Callable[[tuple[messages.RankExited, ...]], None]] = []
+        self._pool = SegmentPool()
+        self._reader = SegmentReader()
+        self._gone = threading.Event()
+        self._refs_to_release: deque[str] = deque()
+        self._pressed_at = float("-inf")
+        self._pressed: str | None = None  # the call that Stop was pressed for last
+        self._hard_at: float | None = None
+        self._number = self.info.cells_run
+        self._running: tuple[str, Ranks] | None = None  # the foreground call
+        connection.listeners.changed.append(self._changed)
+        connection.listeners.stopped.append(self._stopped)
+        connection.listeners.segments.append(self._segments_released)
+        connection.listeners.idle.append(self.let_go)
+        self._at_exit = weakref.finalize(self, _end, connection, self._gone, stop_at_exit)
+
+    # ---- coming and going
+
+    def start(self, axes: MeshAxes, spec: messages.MeshSpec, *, timeout_s: float) -> messages.MeshReady:
+        """Have the ranks started, and wait until their process group is up. Blocks.
+
+        Raises:
+            StartError: they did not come up; nothing is left running.
+            MeshInUse: this mesh has ranks already.
+        """
+        call = self.connection.next_call()
+        future = self.connection.request(messages.StartMesh(call=call, spec=spec))
+        try:
+            ready: messages.MeshReady = future.result(timeout_s)
+        except TimeoutError:
+            self.stop()
+            raise StartError(
+                f"{axes.size} ranks did not come up within {timeout_s:.0f} s and were stopped; give them more time with "
+                "start_timeout_s in meshbook.toml, or look at what they wait for with fewer ranks"
+            ) from None
+        except NotAttached as error:
+            raise StartError(str(error)) from error
+        except BaseException:
+            self.stop()
+            raise
+        self.axes, self.info = axes, ready.info
+        return ready
+
+    def stop(self) -> None:
+        """End the mesh: every rank, the supervisor, their sockets. Waits until they are gone. Harmless when they are."""
+        self._at_exit.detach()
+        if self.ended is None and not self.connection.closed:
+            _end(self.connection, self._gone, stop=True)
+        self.close()
+
+    def detach(self, orphan_ttl_s: float | None = None) -> None:
+        """Leave; the mesh lives on without this process, for `orphan_ttl_s` seconds when nobody else comes (None: for
+        ever)."""
+        self._at_exit.detach()
+        call = self.connection.next_call()
+        self.connection.request(messages.Detach(call=call, orphan_ttl_s=orphan_ttl_s)).result(_STOP_TIMEOUT_S)
+        self.ended = "this process has left it"
+        self.close()
+
+    def close(self) -> None:
+        self.connection.close()
+        self._pool.close()
+
+    def keep_at_exit(self) -> None:
+        """An orderly end of this process no longer stops the mesh."""
+        self._at_exit.detach()
+        self._at_exit = weakref.finalize(self, _end, self.connection, self._gone, False)
+
+    def check(self) -> None:
+        if self.ended is not None:
+            raise NotAttached(f"the mesh {self.name!r} is no more: {self.ended}. Start one with %mesh start -n 4")
+
+    # ---- what is known
+
+    @property
+    def lost(self) -> Ranks:
+        return tuple(rank.rank for rank in self.info.ranks if rank.state == "dead")
+
+    def living(self, ranks: Ranks) -> Ranks:
+        lost = set(self.lost)
+        return tuple(rank for rank in ranks if rank not in lost) if lost else ranks
+
+    def status(self, timeout_s: float = 5.0) -> messages.MeshInfo:
+        self.check()
+        answered = self._ask(messages.AskStatus(call=self.connection.next_call()), timeout_s)
+        assert answered.info is not None
+        self.info = answered.info
+        return answered.info
+
+    def history(self) -> tuple[messages.HistoryEntry, ...]:
+        self.check()
+        return self._ask(messages.AskHistory(call=self.connection.next_call()), 5.0).history
+
+    def logs(self, rank: int, limit_bytes: int) -> str:
+        self.check()
+        command = messages.AskLogs(call=self.connection.next_call(), rank=rank, limit_bytes=limit_bytes)
+        return self._ask(command, 5.0).text or ""
+
+    def kill(self, ranks: Ranks, signal: int) -> None:
+        self.check()
+        self._ask(messages.KillRanks(call=self.connection.next_call(), ranks=ranks, signal=signal), 5.0)
+
+    def _ask(self, command: Any, timeout_s: float) -> messages.Answered:
+        try:
+            answered: messages.Answered = self.connection.request(command).result(timeout_s)
+        except TimeoutError:
+            raise MeshTimeout(f"the supervisor of {self.name!r} did not answer within {timeout_s:g} s") from None
+        return answered
+
+    # ---- calls
+
+    def request(self, command: Any, **handlers: Any) -> Future[Any]:
+        """Send a command for ranks; the future gives its CallFinished."""
+        self.check()
+        self.let_go()
+        return self.connection.request(command, **handlers)
+
+    def foreground(self, command: Any, *, sink: Sink | None = None, ask: Ask | None = None) -> messages.CallFinished:
+        """Send a command and wait for its end on this thread, showing output and answering questions on the way.
+
+        KeyboardInterrupt here stops the ranks and goes on waiting for them; a second within 5 s escalates.
+
+        Raises:
+            KeyboardInterrupt: not even an escalated Stop brought the ranks back.
+        """
+        inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        handlers: dict[str, Any] = {"on_input": inbox.put}
+        if sink is not None:
+            handlers["on_output"] = inbox.put
+        future = self.request(command, **handlers)
+        future.add_done_callback(lambda _: inbox.put(None))
+        self._running = (command.call, command.ranks)
+        try:
+            while True:
+                try:
+                    thing = inbox.get(timeout=1.0 if self._hard_at is not None else None)
+                    if thing is None:
+                        break
+                    if isinstance(thing, messages.InputRequested):
+                        self._answer(thing, ask)
+                    elif sink is not None:
+                        sink(thing)
+                except queue.Empty:
+                    if self._hard_at is not None and time.monotonic() - self._hard_at > _LAST_RESORT_S:
+                        raise KeyboardInterrupt(
+                            f"{name_ranks(command.ranks)} did not come back and could not be killed; see %mesh status"
+                        ) from None
+                except KeyboardInterrupt:
+                    self.press_stop()
+        finally:
+            self._running = self._hard_at = None
+        finished: messages.CallFinished = future.result()
+        return finished
+
+    def press_stop(self) -> bool:
+        """What the Stop button does: interrupt the foreground call on its ranks. Thread-safe. A second press within 5 s
+        also kills the ranks that do not come back.
+
+        Returns:
+            Whether there was something to stop.
+        """
+        running = self._running
+        now = time.monotonic()
+        if running is None or now - self._pressed_at < _SAME_PRESS_S:
+            return running is not None
+        hard = self._pressed == running[0] and now - self._pressed_at < SECOND_PRESS_S
+        self._pressed, self._pressed_at = running[0], now
+        if hard:
+            self._hard_at = now
+        self.interrupt(running[1], target=running[0], hard=hard)
+        return True
+
+    def interrupt(self, ranks: Ranks, *, target: str | None = None, hard: bool = False) -> None:
+        self.connection.send(messages.Interrupt(ranks=ranks, target=target, hard=hard))  # type: ignore[arg-type]
+
+    def _answer(self, question: messages.InputRequested, ask: Ask | None) -> None:
+        # Other ranks' questions may be on their way still when Stop ends one.
+        text, interrupted = None, question.call == self._pressed
+        try:
+            text = ask(question) if ask is not None and not interrupted else None
+        except EOFError:
+            pass
+        except KeyboardInterrupt:
+            interrupted = True
+            self.press_stop()
+        reply = messages.ReplyInput(target=question.call, rank=question.rank, text=text, interrupted=interrupted)
+        self.connection.send(reply)
+
+    def cell_command(self, source: str, ranks: Ranks, *, number: int | None = None, **options: Any) -> messages.RunCell:
+        """A cell, numbered alike on all ranks whatever each has run before, so that their tracebacks can be one."""
+        if number is None:
+            self._number += 1
+            number = self._number
+        return messages.RunCell(call=self.connection.next_call(), ranks=ranks, source=source, number=number, **options)
+
+    def call_command(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], ranks: Ranks, **options: Any
+    ) -> messages.CallFunction:
+        payload = self.dump((function, tuple(args), kwargs), ranks)
+        return messages.CallFunction(call=self.connection.next_call(), ranks=ranks, function=payload, **options)
+
+    def set_names(self, names: dict[str, Any], ranks: Ranks) -> None:
+        """Bind names on the ranks, and wait until they are bound."""
+        command = messages.SetNames(
+            call=self.connection.next_call(),
+            ranks=ranks,
+            names=tuple(names),
+            payload=self.dump(tuple(names.values()), ranks),
+        )
+        self.conclude(self.foreground(command), command.ranks, label="push")
+
+    def evaluate(self, path: paths.Path, ranks: Ranks, *, keep: bool = True) -> RankValues:
+        """Follow a path on the ranks' main threads.
+
+        Args:
+            keep: leave large results there, to be fetched when asked for.
+        """
+        command = messages.Evaluate(
+            call=self.connection.next_call(),
+            ranks=ranks,
+            path=self.dump(path, ranks),
+            inline_limit=_PULL_INLINE_BYTES,
+            keep=keep,
+        )
+        finished = self.foreground(command)
+        self.conclude(finished, ranks, label=str(path))
+        return self.values_of(finished.parts)
+
+    def question(self, command: Any, timeout_s: float = 2.0) -> tuple[messages.Part, ...]:
+        """Ask the ranks' service threads; what came within the time. Does not wait for a running cell."""
+        try:
+            finished: messages.CallFinished = self.request(command).result(timeout_s)
+        except TimeoutError:
+            return ()
+        return finished.parts
+
+    def future(
+        self, source: Future[Any], command: Any, finish: Callable[[messages.CallFinished], Any]
+    ) -> MeshFuture[Any]:
+        return MeshFuture(
+            source,
+            finish,
+            interrupt=lambda: self.interrupt(command.ranks, target=command.call),
+            deliverer=self.connection.thread,
+            label=getattr(command, "label", "") or "the call",
+        )
+
+    # ---- values
+
+    def dump(self, thing: Any, ranks: Ranks) -> messages.Payload:
+        return pickling.dump(thing, pool=self._pool, readers=ranks, persistent=self._reference_to)
+
+    def load(self, payload: messages.Payload) -> Any:
+        return pickling.load(payload, reader=self._reader)
+
+    def values_of(self, parts: Sequence[messages.Part]) -> RankValues:
+        assert self.axes is not None
+        return RankValues(self.axes, parts, self.load, self._fetch, self._refs_to_release.append)
+
+    def conclude(self, finished: messages.CallFinished, ranks: Ranks, *, label: str) -> None:
+        """Raise what the call's end stands for, if it did not go well."""
+        error = error_of(finished, label)
+        if error is not None:
+            raise render(error)
+
+    def result_of(self, finished: messages.CallFinished, output: str) -> CellResult:
+        bound = tuple(dict.fromkeys(name for part in finished.parts for name in part.outcome.bound))
+        unbound = tuple(dict.fromkeys(name for part in finished.parts for name in part.outcome.unbound))
+        error = error_of(finished)
+        return CellResult(
+            values=self.values_of(finished.parts),
+            output=output,
+            errors=getattr(error, "failures", ()),
+            seconds=finished.seconds,
+            rank_seconds=finished.rank_seconds or {},
+            bound=bound,
+            unbound=unbound,
+        )
+
+    def _fetch(self, ranks: tuple[int, ...], ref: str) -> dict[int, Any]:
+        values = self.evaluate(paths.Path(paths.Ref(ref)), ranks, keep=False)
+        return dict(values)
+
+    def _reference_to(self, thing: Any) -> str | None:
+        """The key of a handle of this mesh among the things that are sent; the rank puts its own object there."""
+        key = getattr(type(thing), "_meshbook_key", None)
+        if key is None:
+            return None
+        found: str = key(thing, self)
+        return found
+
+    # ---- letting go
+
+    def let_go(self) -> None:
+        """Tell the ranks what nobody holds here any more. Finalizers only note it: they may run inside a send."""
+        segments = self._reader.take_released()
+        refs = []
+        while self._refs_to_release:
+            refs.append(self._refs_to_release.popleft())
+        self._pool.trim(30.0)
+        if (refs or segments) and not self.connection.closed and self.axes is not None:
+            release = messages.Release(ranks=self.living(self.axes.ranks), refs=tuple(refs), segments=segments)
+            self.connection.send(release)
+
+    # ---- news
+
+    def _changed(self, report: messages.RanksChanged) -> None:
+        self.info = report.info
+        for exited in report.exited:
+            self._pool.forget_reader(exited.rank)
+        if report.exited:
+            for listener in self.on_lost:
+                listener(report.exited)
+
+    def _segments_released(self, report: messages.Segments) -> None:
+        for segment in report.segments:
+            self._pool.release(segment, reader=report.rank)
+
+    def _stopped(self, reason: str) -> None:
+        self.ended = self.ended or reason
+        self._gone.set()
+
+
+def render(error: MeshbookError) -> MeshbookError:
+    """Give an error the ranks' tracebacks, for IPython and for plain Python."""
+    if isinstance(error, (CellError, RankLost)) and not error.rendered:
+        lines = words.show_errors(error.failures, getattr(error, "succeeded", ()), None)
+        if isinstance(error, RankLost):
+            lines = [f"\x1b[31mRankLost\x1b[39m: {error}", *(["", *lines] if error.failures else [])]
+        elif not error.failures:
+            lines = [f"{type(error).__name__}: {error}"]
+        error.rendered = tuple(lines)
+        if error.failures:
+            error.add_note(words.plain("\n".join(lines)))
+    return error
+
+
+def _axes_of(info: messages.MeshInfo) -> MeshAxes | None:
+    return MeshAxes.of(dict(info.spec.axes)) if info.spec is not None else None
+
+
+def _end(connection: Connection, gone: threading.Event, stop: bool) -> None:
+    """At exit, or when nobody holds the session: stop the mesh, or just leave it. Must not refer to the session."""
+    try:
+        if stop and not connection.closed and not gone.is_set():
+            connection.request(messages.StopMesh(call=connection.next_call(), now=True))
+            gone.wait(_STOP_TIMEOUT_S)
+    except MeshbookError:
+        pass
+    finally:
+        connection.close()
+
+

@@ -1,0 +1,234 @@
+"""Meshes, ranks and cells as tables: aligned text for a terminal, HTML for a notebook.
+
+Pure: what is known goes in, words come out. `%mesh status`, `meshbook list` and `mesh.status()` all read the same.
+"""
+
+from __future__ import annotations
+
+import html
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from meshbook.ids import format_ranks, name_ranks
+from meshbook.mesh import MeshAxes
+from meshbook.wire.messages import HistoryEntry, MeshInfo, MeshSpec, RankInfo
+
+# Ranks that get a row each; of more, those that look the same share one. 16 fit a screen with room for the cell.
+_ROWS_OF_RANKS = 16
+_SOURCE_CHARS = 60
+_NAMES_SHOWN = 20
+
+# What a rank's state means to someone who has not read this code.
+STATES = {
+    "starting": "starting",
+    "idle": "idle",
+    "busy": "busy",
+    "silent": "no sign of life",
+    "dead": "dead",
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under column names, between a sentence that opens and notes that close. A row has as many cells as there are
+    columns; a column that is empty in every row is left out."""
+
+    heading: str
+    columns: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        columns, rows = self._filled()
+        lines = [self.heading] if self.heading else []
+        if rows:
+            widths = [max(len(row[at]) for row in (columns, *rows)) for at in range(len(columns))]
+            for row in (columns, *rows):
+                lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        return "\n".join([*lines, *self.notes])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        columns, rows = self._filled()
+        parts = [f"<p>{html.escape(self.heading)}</p>"] if self.heading else []
+        if rows:
+            parts.append(
+                "<table><thead>"
+                + _html_row(columns, "th")
+                + "</thead><tbody>"
+                + "".join(_html_row(row, "td") for row in rows)
+                + "</tbody></table>"
+            )
+        parts += [f"<p>{html.escape(note)}</p>" for note in self.notes]
+        return "".join(parts)
+
+    def _filled(self) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
+        """Column names and rows without the columns that say nothing."""
+        kept = [at for at in range(len(self.columns)) if any(row[at] for row in self.rows)]
+        return tuple(self.columns[at] for at in kept), tuple(tuple(row[at] for at in kept) for row in self.rows)
+
+
+def status_table(info: MeshInfo, *, now: float | None = None) -> Table:
+    """One mesh: a row for each rank, or for each group of ranks that look the same when there are many.
+
+    Args:
+        now: wall clock, seconds since the epoch; None: the present.
+    """
+    now = time.time() if now is None else now
+    if info.spec is None:
+        return Table(
+            f"Mesh {info.name}: no ranks yet, up {format_age(now - info.started_at)}.",
+            notes=("Start them with %mesh start -n 4.",),
+        )
+    ranks = info.ranks
+    rows: Iterable[tuple[str, ...]]
+    if len(ranks) <= _ROWS_OF_RANKS:
+        rows = (_rank_row(str(rank.rank), rank, (rank,)) for rank in ranks)
+    else:
+        alike: dict[tuple[str, ...], list[RankInfo]] = {}
+        for rank in ranks:
+            alike.setdefault((_doing(rank).partition(", last")[0], rank.host, rank.device.partition(":")[0]), []).append(rank)
+        rows = (_rank_row(format_ranks(rank.rank for rank in group), group[0], group) for group in alike.values())
+    notes = []
+    if info.names:
+        more = len(info.names) - _NAMES_SHOWN
+        shown = ", ".join(info.names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+        notes.append(f"Names on the ranks: {shown}.")
+    if info.clients:
+        notes.append(f"Attached: {', '.join(info.clients)}.")
+    if dead := [rank.rank for rank in ranks if rank.state == "dead"]:
+        alive = [rank.rank for rank in ranks if rank.state != "dead"]
+        notes.append(
+            f"{name_ranks(dead).capitalize()} {'is' if len(dead) == 1 else 'are'} gone; "
+            + (f"cells run on the others (%%mesh --ranks {format_ranks(alive)}), " if alive else "")
+            + "a whole mesh needs %mesh stop and %mesh start."
+        )
+    heading = (
+        f"Mesh {info.name}: {describe_size(info.spec)}, {_groups(info)}, "
+        f"up {format_age(now - info.started_at)}, {_count(info.cells_run, 'cell')} run."
+    )
+    return Table(heading, ("rank", "state", "device", "memory", "peak", "host", "pid"), tuple(rows), tuple(notes))
+
+
+def _rank_row(shown: str, rank: RankInfo, group: Sequence[RankInfo]) -> tuple[str, ...]:
+    alive = [other for other in group if other.state != "dead"]
+    rss = [other.rss_bytes for other in alive if other.rss_bytes]
+    peak = [other.peak_rss_bytes for other in alive if other.peak_rss_bytes]
+    return (
+        shown,
+        _doing(rank),
+        rank.device if len(group) == 1 else rank.device.partition(":")[0],
+        _span_bytes(rss),
+        _span_bytes(peak),
+        rank.host,
+        str(rank.pid or "") if len(group) == 1 else "",
+    )
+
+
+def _doing(rank: RankInfo) -> str:
+    """Its state, and where it is in which cell, or how it ended."""
+    told = [STATES[rank.state]]
+    if rank.state == "dead" and rank.exit:
+        told.append(rank.exit)
+    elif rank.state in ("busy", "silent") and rank.cell:
+        told.append(rank.cell + (f" line {rank.line}" if rank.line else ""))
+    if rank.state == "silent" and rank.beat_age_s is not None:
+        told.append(f"last heard of {rank.beat_age_s:.0f} s ago")
+    return ", ".join(told)
+
+
+def _groups(info: MeshInfo) -> str:
+    assert info.spec is not None
+    if info.spec.process_group is False or not info.spec.torch:
+        return "no process group"
+    backend = f" ({info.backend})" if info.backend else ""
+    return {
+        "none": "no process group yet",
+        "forming": "the process group is being formed",
+        "ready": f"process group ready{backend}",
+        "broken": f"process group broken{backend}",
+    }[info.groups]
+
+
+def describe_size(spec: MeshSpec) -> str:
+    """`4 ranks`, or `8 ranks (dp=4, tp=2) on 2 hosts`: how a sentence says what a mesh was asked to be."""
+    axes = MeshAxes.of(dict(spec.axes))
+    text = _count(axes.size, "rank")
+    if axes.names != ("rank",):
+        text += f" ({', '.join(f'{name}={size}' for name, size in axes.axes.items())})"
+    return text + (f" on {spec.num_hosts} simulated hosts" if spec.num_hosts > 1 else "")
+
+
+def history_table(entries: Sequence[HistoryEntry], *, now: float | None = None) -> Table:
+    """The cells that ran, oldest first."""
+    if not entries:
+        return Table("No cell has run on this mesh.")
+    now = time.time() if now is None else now
+    rows = []
+    for entry in entries:
+        seconds = now - entry.started_at if entry.seconds is None else entry.seconds
+        rows.append(
+            (
+                "" if entry.number is None else str(entry.number),
+                time.strftime("%H:%M:%S", time.localtime(entry.started_at)),
+                format_seconds(seconds) + (" so far" if entry.seconds is None else ""),
+                format_ranks(entry.ranks),
+                entry.status + (", setup" if entry.setup else ""),
+                first_line(entry.source),
+            )
+        )
+    return Table("", ("cell", "began", "took", "ranks", "ended", "source"), tuple(rows))
+
+
+def first_line(source: str) -> str:
+    """A cell's first line that says something, cut to fit a table's row."""
+    lines = [line.strip() for line in source.splitlines() if line.strip()]
+    if not lines:
+        return ""
+    told = next((line for line in lines if not line.startswith(("#", "%%"))), lines[0])
+    return told if len(told) <= _SOURCE_CHARS else told[: _SOURCE_CHARS - 1] + "…"
+
+
+def format_age(seconds: float) -> str:
+    """`100 s`, `7 min`, `3 h 05 min`, `2 days 4 h`."""
+    minutes, hours = int(seconds // 60), int(seconds // 3600)
+    if seconds < 120:
+        return f"{max(0, int(seconds))} s"
+    if hours < 1:
+        return f"{minutes} min"
+    if hours < 48:
+        return f"{hours} h {minutes % 60:02} min"
+    return f"{hours // 24} days {hours % 24} h"
+
+
+def format_seconds(seconds: float) -> str:
+    """`4 ms`, `1.3 s`, `7 min`: how long something took."""
+    if seconds < 0.1:
+        return f"{seconds * 1000:.0f} ms"
+    return f"{seconds:.1f} s" if seconds < 120 else format_age(seconds)
+
+
+def format_bytes(count: float) -> str:
+    """`812 KiB`, `1.4 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit in ("B", "KiB", "MiB") else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError("GiB is the last unit")
+
+
+def _span_bytes(counts: Sequence[int]) -> str:
+    if not counts:
+        return ""
+    low, high = format_bytes(min(counts)), format_bytes(max(counts))
+    return low if low == high else f"{low} to {high}"
+
+
+def _count(count: int, one: str) -> str:
+    return f"{count:,} {one}{'' if count == 1 else 's'}"
+
+
+def _html_row(cells: Sequence[str], tag: str) -> str:
+    return "<tr>" + "".join(f"<{tag} style='text-align: left'>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"

@@ -1,0 +1,1 @@
+"""How hosts are reached: on this machine, or through somebody else's launcher."""

@@ -1,0 +1,659 @@
+"""A host's memory of its ranks and of the calls they work on, and the two sockets it reaches them by.
+
+Commands come in through `handle`, folded reports go out through `report`; the supervisor may sit in the same process (the
+local engine) or behind a socket (`host/main.py`), the agent does not know. A rank gets one main-thread command at a time:
+the queue is kept here, so that an interrupt is a signal to a process whose work is known, and never hits the next cell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket as sockets
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from meshbook.errors import ProtocolError, StartError, VersionMismatch, describe_exit
+from meshbook.fold.lines import LineFolder
+from meshbook.fold.outcomes import fold_outcomes
+from meshbook.host.logring import LogRing
+from meshbook.host.starter import Child, ForkStarter, FreshStarter, Starter
+from meshbook.ids import Ranks, format_ranks, name_ranks
+from meshbook.wire import birth, codec, keys, messages
+from meshbook.wire.loop import Loop, Timer
+from meshbook.wire.messages import Outcome, RankDisplay
+
+log = logging.getLogger("meshbook.host")
+
+# Seconds after an interrupt before waiters are freed by force from their collective: longer than a wait slice (0.1 s) and
+# the user's own clean-up code usually take, short enough that Stop on a stuck collective is over within a second.
+_UNBLOCK_AFTER_S = 0.3
+# ... before the signal is sent again.
+_REPEAT_S = (0.05, 0.2, 0.4)
+# ... before the notebook is told that a rank has not stopped.
+_STUBBORN_AFTER_S = 2.0
+# ... after a second Stop before a rank that does not come back is killed.
+_KILL_AFTER_S = 1.0
+# Seconds a question (completion, inspection) waits for ranks that keep the GIL.
+_QUESTION_S = 1.0
+# Seconds without a beat (they come every second) before a rank counts as silent.
+_SILENT_S = 5.0
+# Seconds that an open call must have lasted before its progress is reported.
+_PROGRESS_AFTER_S = 0.5
+_BEAT_S = 1.0
+_FLUSH_S = 0.05
+_LAST_LINES = 10
+
+
+@dataclass
+class Queued:
+    """A main-thread command waiting for a rank, in the form it is sent."""
+
+    call: str
+    body: bytes
+
+
+@dataclass
+class Link:
+    """What the host knows of one rank."""
+
+    rank: int
+    child: Child | None = None
+    device: str = "cpu"
+    work_ready: bool = False
+    service_ready: bool = False
+    dead: str | None = None  # how it ended
+    queue: deque[Queued] = field(default_factory=deque)
+    backlog: list[bytes] = field(default_factory=list)  # for the service thread, until it listens
+    running: Queued | None = None
+    said: int = 0  # pieces of output heard
+    early: dict[int, messages.RankSaid] = field(default_factory=dict)  # heard out of order
+    finish: messages.RankFinished | None = None  # waits for output that is still on its way
+    log: LogRing = field(default_factory=LogRing)
+    beat: messages.RankBeat | None = None
+    beat_at: float | None = None
+    last_call: str | None = None
+
+
+@dataclass
+class Tally:
+    """An open call: who is still at it, and what the others came to."""
+
+    call: str
+    label: str
+    waiting: set[int]
+    opened_at: float
+    folder: LineFolder
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    seconds: dict[int, float] = field(default_factory=dict)
+    flush: Timer | None = None
+    progress_told: int = 0
+
+
+class HostAgent:
+    """One host's ranks of one mesh."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        context: zmq.Context[zmq.Socket[bytes]],
+        folder: Path,
+        token: str,
+        host: int,
+        report: Callable[[messages.HostReport], None],
+        *,
+        mergeable: bool = False,
+    ) -> None:
+        """
+        Args:
+            folder: where the sockets go; mode 0700.
+            report: called with every report, from the loop.
+            mergeable: other hosts' output will be folded with ours.
+        """
+        self._mergeable = mergeable
+        self._loop, self._folder, self._token = loop, folder, token
+        self._host, self._report = host, report
+        self.hostname = sockets.gethostname()
+        self._links: dict[int, Link] = {}
+        self._by_pid: dict[int, Link] = {}
+        self._tallies: dict[str, Tally] = {}
+        self._starter: Starter | None = None
+        self._spec: messages.MeshSpec | None = None
+        self._when_empty: Callable[[], None] | None = None
+        self._work, self._work_address = self._bind(context, "work")
+        self._service, self._service_address = self._bind(context, "service")
+        loop.watch_socket(self._work, lambda frames: self._hear(self._work, frames))
+        loop.watch_socket(self._service, lambda frames: self._hear(self._service, frames))
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            messages.RankReady: self._ready,
+            messages.RankSaid: self._heard_output,
+            messages.RankFinished: self._finished,
+            messages.RankAnswered: self._answered,
+            messages.RankAsked: self._asked,
+            messages.RankBeat: self._beat,
+        }
+        self._beat_timer = loop.call_later(_BEAT_S, self._tick)
+
+    def _bind(self, context: zmq.Context[zmq.Socket[bytes]], name: str) -> tuple[zmq.Socket[bytes], str]:
+        socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        keys.harden(socket, max_message_bytes=codec.MAX_MESSAGE_BYTES)
+        address = f"ipc://{self._folder}/h{self._host}-{name}.sock"
+        socket.bind(address)
+        return socket, address
+
+    # ---- commands from above
+
+    def warm_up(self) -> None:
+        """Start the fork server before anybody asked for ranks, so that its imports are done when they do."""
+        if self._starter is None:
+            self._starter = self._fork_starter(with_torch=True)
+
+    def handle(self, command: messages.HostCommand, body: bytes) -> None:
+        """Carry out a command. `body` is its encoding, which is passed on to ranks as it came."""
+        match command:
+            case messages.StartRanks():
+                self._start_ranks(command)
+            case messages.FormGroups():
+                self._enqueue(command, body, urgent=True)
+            case messages.Complete() | messages.Inspect() | messages.Peek():
+                self._question(command, body)
+            case messages.Release():
+                for link in self._living(command.ranks):
+                    self._to_service(link, body)
+            case messages.Interrupt():
+                self._interrupt(command)
+            case messages.Unblock():
+                for link in self._living(command.ranks):
+                    self._to_service(link, body)
+            case messages.ReplyInput(rank=rank, target=target):
+                link = self._links.get(rank)
+                if link is not None and link.running is not None and link.running.call == target:
+                    self._to_work(link, body)
+            case messages.KillRanks():
+                for link in self._living(command.ranks):
+                    self._signal(link, command.signal)
+            case messages.AskLogs():
+                link = self._links.get(command.rank)
+                text = link.log.tail(command.limit_bytes) if link is not None else ""
+                self._report(messages.Answered(call=command.call, text=text))
+            case messages.Exit():
+                self.stop(command.grace_s, lambda: None)
+            case _:
+                self._enqueue(command, body)
+
+    def _start_ranks(self, command: messages.StartRanks) -> None:
+        spec = self._spec = command.spec
+        if self._starter is None or (
+            isinstance(self._starter, ForkStarter)
+            and (spec.start_method != "fork" or spec.torch != self._starter.with_torch)
+        ):
+            if self._starter is not None:
+                self._starter.close()
+            self._starter = (
+                self._fork_starter(with_torch=spec.torch)
+                if spec.start_method == "fork"
+                else FreshStarter(self._loop, self._exited)
+            )
+        starter = self._starter
+        try:
+            if command.serve_store:
+                starter.start_store(
+                    lambda port: self._report(messages.StoreServed(host=self._host, address="127.0.0.1", port=port))
+                )
+            for local_rank, rank in enumerate(command.ranks):
+                link = self._links[rank] = Link(rank, beat_at=None)
+                told = birth.RankBirth(
+                    rank=rank,
+                    local_rank=local_rank,
+                    local_world_size=len(command.ranks),
+                    world_size=command.world_size,
+                    token=self._token,
+                    work_address=self._work_address,
+                    service_address=self._service_address,
+                    spec=spec,
+                    threads=spec.threads_per_rank or max(1, (os.cpu_count() or 1) // len(command.ranks)),
+                )
+                starter.start_rank(told, lambda child, link=link: self._started(link, child))  # type: ignore[misc]
+        except (OSError, StartError) as error:
+            self._report(messages.HostFailed(host=self._host, reason=str(error)))
+
+    def _fork_starter(self, *, with_torch: bool) -> ForkStarter:
+        return ForkStarter(
+            self._loop,
+            self._exited,
+            lambda reason: self._report(messages.HostFailed(host=self._host, reason=reason)),
+            with_torch=with_torch,
+        )
+
+    def _started(self, link: Link, child: Child) -> None:
+        link.child = child
+        self._by_pid[child.pid] = link
+
+    def _enqueue(self, command: Any, body: bytes, *, urgent: bool = False) -> None:
+        ranks = self._mine(command.ranks)
+        tally = self._open(command, ranks)
+        queued = Queued(command.call, body)
+        for rank in ranks:
+            link = self._links[rank]
+            if link.dead is not None:
+                self._settle(tally, rank, self._lost(link))
+                continue
+            if urgent:
+                link.queue.appendleft(queued)
+            else:
+                link.queue.append(queued)
+            self._dispatch(link)
+        self._close_if_done(tally)
+
+    def _question(self, command: Any, body: bytes) -> None:
+        ranks = self._mine(command.ranks)
+        tally = self._open(command, ranks)
+        for rank in ranks:
+            link = self._links[rank]
+            if link.dead is None:
+                self._to_service(link, body)
+            else:
+                self._settle(tally, rank, self._lost(link))
+        self._close_if_done(tally)
+        self._loop.call_later(_QUESTION_S, lambda: self._give_up(tally))
+
+    def _give_up(self, tally: Tally) -> None:
+        """A question that some rank has not answered: it keeps the GIL, or is stopped."""
+        for rank in sorted(tally.waiting):
+            self._settle(tally, rank, Outcome(status="skipped"))
+        self._close_if_done(tally)
+
+    def _interrupt(self, command: messages.Interrupt) -> None:
+        told: list[tuple[Link, Queued]] = []
+        for link in self._living(command.ranks):
+            for queued in [queued for queued in link.queue if command.target in (None, queued.call)]:
+                link.queue.remove(queued)
+                self._end_part(queued.call, link.rank, Outcome(status="interrupted"))
+            if link.running is not None and command.target in (None, link.running.call):
+                self._signal(link, signal.SIGINT)
+                told.append((link, link.running))
+
+        def still() -> list[Link]:
+            return [link for link, queued in told if link.running is queued and link.dead is None]
+
+        def again() -> None:
+            for link in still():
+                self._signal(link, signal.SIGINT)
+
+        # A signal that comes while the rank is still taking the command from its socket hits nothing. Ranks take those
+        # that follow within half a second of one that worked for the same Stop (`rank.interrupt`).
+        for delay_s in _REPEAT_S:
+            self._loop.call_later(delay_s, again)
+        if command.hard:
+            self._free(still())
+            self._loop.call_later(_KILL_AFTER_S, lambda: self._kill_stubborn(still()))
+        else:
+            self._loop.call_later(_UNBLOCK_AFTER_S, lambda: self._free(still()))
+            self._loop.call_later(_STUBBORN_AFTER_S, lambda: self._tell_stubborn(still()))
+
+    def _free(self, links: list[Link]) -> None:
+        for link in links:
+            unblock = messages.Unblock(ranks=(link.rank,), reason="interrupted", interrupt=True)
+            self._to_service(link, codec.encode_body(unblock))
+
+    def _tell_stubborn(self, links: list[Link]) -> None:
+        for call, group in _by_call(links).items():
+            ranks = tuple(link.rank for link in group)
+            lines = {link.beat.line for link in group if link.beat is not None and link.beat.line is not None}
+            where = f" at line {min(lines)} of the cell" if len(lines) == 1 else ""
+            self._notice(
+                call,
+                ranks,
+                f"{name_ranks(ranks)} did not stop within {_STUBBORN_AFTER_S:.0f} s: in C code that keeps the GIL, or in "
+                f"code that catches KeyboardInterrupt{where}. Press Stop twice within 5 s (or %mesh kill "
+                f"{format_ranks(ranks)}) to end {'it' if len(ranks) == 1 else 'them'}; what "
+                f"{'it holds' if len(ranks) == 1 else 'they hold'} is lost then",
+            )
+
+    def _kill_stubborn(self, links: list[Link]) -> None:
+        for call, group in _by_call(links).items():
+            ranks = tuple(link.rank for link in group)
+            self._notice(call, ranks, f"second Stop: {name_ranks(ranks)} did not come back within 1 s and was killed")
+            for link in group:
+                self._signal(link, signal.SIGKILL)
+
+    def _notice(self, call: str, ranks: Ranks, text: str) -> None:
+        item = RankDisplay(ranks=ranks, item=messages.Notice(text))
+        self._report(messages.CallOutput(call=call, items=(item,)))  # type: ignore[arg-type]
+
+    def stop(self, grace_s: float, then: Callable[[], None]) -> None:
+        """End every rank, in order where it listens and by force after `grace_s` seconds; call `then` when none is left."""
+        self._when_empty = then
+        body = codec.encode_body(messages.Exit())
+        for link in self._living(tuple(self._links)):
+            link.queue.clear()
+            if link.running is None and link.work_ready:
+                self._to_work(link, body)
+            else:
+                self._to_service(link, body)
+        self._loop.call_later(grace_s, self._kill_all)
+        self._check_empty()
+
+    def _kill_all(self) -> None:
+        for link in self._living(tuple(self._links)):
+            self._signal(link, signal.SIGKILL)
+
+    def _check_empty(self) -> None:
+        if self._when_empty is not None and all(link.dead is not None for link in self._links.values()):
+            then, self._when_empty = self._when_empty, None
+            if self._starter is not None:
+                self._starter.close()
+                self._starter = None
+            then()
+
+    def close(self) -> None:
+        """Let go of the sockets. Call after `stop`."""
+        self._beat_timer.cancel()
+        for socket in (self._work, self._service):
+            self._loop.unwatch(socket)
+            socket.close()
+
+    # ---- reports from ranks
+
+    def _hear(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> None:
+        try:
+            message = codec.rank_reports.decode(frames[1:])
+        except (ProtocolError, VersionMismatch) as error:
+            log.warning("a message from %r was refused: %s", frames[0][:16], error)
+            return
+        link = self._links.get(message.rank)
+        if link is None or frames[0] != b"r%d" % message.rank:
+            log.warning("a report from %r speaks for rank %s, and was refused", frames[0][:16], message.rank)
+            return
+        if isinstance(message, messages.RankReady):
+            if message.token != self._token:
+                log.warning("a peer without the mesh's token says it is rank %s, and was refused", message.rank)
+                return
+            if socket is self._work:
+                link.work_ready = True
+            else:
+                link.service_ready = True
+        elif not (link.work_ready if socket is self._work else link.service_ready):
+            log.warning("a peer that has not shown the mesh's token speaks for rank %s, and was refused", message.rank)
+            return
+        self._handlers[type(message)](message)
+
+    def _ready(self, message: messages.RankReady) -> None:
+        link = self._links[message.rank]
+        link.device = message.device
+        if link.service_ready and link.backlog:
+            backlog, link.backlog = link.backlog, []
+            for body in backlog:
+                self._to_service(link, body)
+        if link.work_ready:
+            self._dispatch(link)
+
+    def _heard_output(self, message: messages.RankSaid) -> None:
+        link = self._links[message.rank]
+        link.early[message.seq] = message
+        while (piece := link.early.pop(link.said + 1, None)) is not None:
+            link.said += 1
+            self._take_output(link, piece.call, piece.items)
+        if link.finish is not None and link.finish.said_seq <= link.said:
+            finish, link.finish = link.finish, None
+            self._finished(finish)
+
+    def _take_output(self, link: Link, call: str | None, items: tuple[messages.OutputItem, ...]) -> None:
+        for item in items:
+            if isinstance(item, messages.Text):
+                link.log.append(item.text)
+        if call is None:
+            return
+        tally = self._tallies.get(call)
+        now = self._loop.clock.monotonic()
+        if tally is None:  # a thread of a cell that is over goes on printing
+            folder = LineFolder((link.rank,), mergeable=self._mergeable)
+            folder.feed(link.rank, items, now)
+            folded = tuple(folder.flush(now, final=True))
+            if folded:
+                self._report(messages.CallOutput(call=call, items=folded))  # type: ignore[arg-type]
+            return
+        tally.folder.feed(link.rank, items, now)
+        if tally.flush is None:
+            tally.flush = self._loop.call_later(_FLUSH_S, lambda: self._flush(tally))
+
+    def _flush(self, tally: Tally) -> None:
+        if tally.call not in self._tallies:
+            return
+        now = self._loop.clock.monotonic()
+        items = tuple(tally.folder.flush(now))
+        if items:
+            self._report(messages.CallOutput(call=tally.call, items=items))  # type: ignore[arg-type]
+        deadline = tally.folder.next_deadline()
+        tally.flush = None
+        if deadline is not None:
+            tally.flush = self._loop.call_later(max(_FLUSH_S, deadline - now), lambda: self._flush(tally))
+
+    def _finished(self, message: messages.RankFinished) -> None:
+        link = self._links[message.rank]
+        if message.said_seq > link.said:
+            link.finish = message
+            return
+        if message.released:
+            self._report(messages.Segments(rank=message.rank, segments=message.released))
+        if message.items:
+            self._take_output(link, message.call, message.items)
+        if link.running is not None and link.running.call == message.call:
+            link.running = None
+        tally = self._tallies.get(message.call)
+        if tally is not None:
+            tally.seconds[message.rank] = message.seconds
+        self._end_part(message.call, message.rank, message.outcome)
+        self._dispatch(link)
+
+    def _answered(self, message: messages.RankAnswered) -> None:
+        self._end_part(message.call, message.rank, Outcome(status="ok", answer=message.answer))
+
+    def _asked(self, message: messages.RankAsked) -> None:
+        tally = self._tallies.get(message.call)
+        if tally is not None:  # what was printed before the question must be on the screen before it
+            self._flush_now(tally)
+        self._report(
+            messages.InputRequested(
+                call=message.call, rank=message.rank, prompt=message.prompt, password=message.password
+            )
+        )
+
+    def _flush_now(self, tally: Tally) -> None:
+        items = tuple(tally.folder.flush(self._loop.clock.monotonic(), max_age_s=0.0))
+        if items:
+            self._report(messages.CallOutput(call=tally.call, items=items))  # type: ignore[arg-type]
+
+    def _beat(self, message: messages.RankBeat) -> None:
+        link = self._links[message.rank]
+        link.beat, link.beat_at = message, self._loop.clock.monotonic()
+        if message.released:
+            self._report(messages.Segments(rank=message.rank, segments=message.released))
+
+    def _tick(self) -> None:
+        self._beat_timer = self._loop.call_later(_BEAT_S, self._tick)
+        if not self._links:
+            return
+        for link in self._links.values():
+            self._relieve(link)
+        self._report(messages.HostBeat(host=self._host, ranks=tuple(self._info(link) for link in self._links.values())))
+        now = self._loop.clock.monotonic()
+        for tally in self._tallies.values():
+            done = len(tally.outcomes)
+            if done != tally.progress_told and now - tally.opened_at > _PROGRESS_AFTER_S:
+                tally.progress_told = done
+                self._report(messages.CallProgressed(call=tally.call, done=tuple(sorted(tally.outcomes))))  # type: ignore[arg-type]
+
+    def _relieve(self, link: Link) -> None:
+        """Read the output of a rank that is silent: C code that keeps the GIL would block on a full pipe for ever."""
+        if link.child is None or link.dead is not None or link.beat_at is None:
+            return
+        if self._loop.clock.monotonic() - link.beat_at > 2 * _BEAT_S:
+            self._read_pipes(link)
+
+    def _info(self, link: Link) -> messages.RankInfo:
+        now = self._loop.clock.monotonic()
+        age = None if link.beat_at is None else now - link.beat_at
+        state = "idle" if link.running is None else "busy"
+        if link.dead is not None:
+            state = "dead"
+        elif not link.work_ready:
+            state = "starting"
+        elif age is not None and age > _SILENT_S:
+            state = "silent"
+        tally = self._tallies.get(link.running.call) if link.running is not None else None
+        beat = link.beat
+        return messages.RankInfo(
+            rank=link.rank,
+            state=state,  # type: ignore[arg-type]
+            host=self.hostname,
+            pid=link.child.pid if link.child is not None else None,
+            device=link.device,
+            call=link.running.call if link.running is not None else None,  # type: ignore[arg-type]
+            cell=tally.label if tally is not None else None,
+            line=beat.line if beat is not None and link.running is not None and beat.call == link.running.call else None,
+            beat_age_s=age,
+            rss_bytes=beat.rss_bytes if beat is not None else None,
+            peak_rss_bytes=beat.peak_rss_bytes if beat is not None else None,
+            exit=link.dead,
+        )
+
+    # ---- the end of a rank
+
+    def _exited(self, pid: int, status: int) -> None:
+        link = self._by_pid.pop(pid, None)
+        if link is None or link.child is None:
+            return
+        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+        code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
+        link.dead = describe_exit(number, code)
+        self._hear_the_rest()
+        if link.finish is not None:  # it finished, and died before its last output came
+            finish, link.finish = link.finish, None
+            link.said = finish.said_seq
+            self._finished(finish)
+        self._read_pipes(link)
+        link.child.close()
+        stopping = self._when_empty is not None
+        if not stopping:
+            self._report(
+                messages.RankExited(
+                    rank=link.rank,
+                    pid=pid,
+                    exit_code=code,
+                    signal=number,
+                    host=self.hostname,
+                    last_lines=link.log.last_lines(_LAST_LINES),
+                    last_collective=None,
+                )
+            )
+        link.running = None
+        link.queue.clear()
+        for tally in [tally for tally in self._tallies.values() if link.rank in tally.waiting]:
+            self._settle(tally, link.rank, self._lost(link))
+            self._close_if_done(tally)
+        self._check_empty()
+
+    def _hear_the_rest(self) -> None:
+        """Reports of a dead rank that still lie in the sockets come before the news of its death."""
+        for socket in (self._work, self._service):
+            while socket.poll(0):
+                self._hear(socket, socket.recv_multipart())
+
+    def _read_pipes(self, link: Link) -> None:
+        """What was written to the rank's stdout and stderr and never read by it."""
+        if link.child is None:
+            return
+        for fd, stream in ((link.child.out, "stdout"), (link.child.err, "stderr")):
+            data = bytearray()
+            with contextlib.suppress(BlockingIOError, OSError):
+                while piece := os.read(fd, 1 << 16):
+                    data += piece
+            if data:
+                text = messages.Text(stream=stream, text=data.decode("utf-8", "replace"))  # type: ignore[arg-type]
+                call = link.running.call if link.running is not None else link.last_call
+                self._take_output(link, call, (text,))
+
+    def _lost(self, link: Link) -> Outcome:
+        error = messages.RankError(ename="RankLost", evalue=f"rank {link.rank} {link.dead}", traceback=())
+        return Outcome(status="lost", error=error)
+
+    # ---- calls
+
+    def _open(self, command: Any, ranks: Ranks) -> Tally:
+        label = getattr(command, "label", "") or type(command).__name__
+        tally = Tally(command.call, label, set(ranks), self._loop.clock.monotonic(), LineFolder(ranks, mergeable=self._mergeable))
+        self._tallies[command.call] = tally
+        return tally
+
+    def _end_part(self, call: str, rank: int, outcome: Outcome) -> None:
+        tally = self._tallies.get(call)
+        if tally is not None:
+            self._settle(tally, rank, outcome)
+            self._close_if_done(tally)
+
+    def _settle(self, tally: Tally, rank: int, outcome: Outcome) -> None:
+        if rank in tally.waiting:
+            tally.waiting.discard(rank)
+            tally.outcomes[rank] = outcome
+            tally.folder.rank_done(rank)
+
+    def _close_if_done(self, tally: Tally) -> None:
+        if tally.waiting or self._tallies.get(tally.call) is not tally:
+            return
+        del self._tallies[tally.call]
+        if tally.flush is not None:
+            tally.flush.cancel()
+        small = len(tally.outcomes) <= 64
+        self._report(
+            messages.CallFinished(
+                call=tally.call,  # type: ignore[arg-type]
+                parts=fold_outcomes(tally.outcomes.items()),
+                seconds=max(tally.seconds.values(), default=0.0),
+                rank_seconds=tally.seconds if small else None,
+                items=tuple(tally.folder.flush(self._loop.clock.monotonic(), final=True)),
+            )
+        )
+
+    def _dispatch(self, link: Link) -> None:
+        if link.running is None and link.queue and link.work_ready and link.dead is None:
+            link.running = link.queue.popleft()
+            link.last_call = link.running.call
+            self._to_work(link, link.running.body)
+
+    # ---- helpers
+
+    def _mine(self, ranks: Ranks) -> Ranks:
+        return tuple(rank for rank in ranks if rank in self._links)
+
+    def _living(self, ranks: Ranks) -> list[Link]:
+        return [link for rank in ranks if (link := self._links.get(rank)) is not None and link.dead is None]
+
+    def _to_work(self, link: Link, body: bytes) -> None:
+        self._work.send_multipart([b"r%d" % link.rank, codec.PROTOCOL, body])
+
+    def _to_service(self, link: Link, body: bytes) -> None:
+        if link.service_ready:
+            self._service.send_multipart([b"r%d" % link.rank, codec.PROTOCOL, body])
+        else:
+            link.backlog.append(body)
+
+    def _signal(self, link: Link, number: int) -> None:
+        if link.child is not None and link.dead is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(link.child.pid, number)
+
+
+def _by_call(links: list[Link]) -> dict[str, list[Link]]:
+    found: dict[str, list[Link]] = {}
+    for link in links:
+        if link.running is not None:
+            found.setdefault(link.running.call, []).append(link)
+    return found

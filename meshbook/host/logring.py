@@ -1,0 +1,33 @@
+"""The last output of a rank, kept on its host: for `%mesh logs`, and for what a dead rank said last."""
+
+from __future__ import annotations
+
+from collections import deque
+
+LIMIT_BYTES = 1 << 20
+
+
+class LogRing:
+    """Text, newest kept, at most `limit_bytes` of it (counted in characters)."""
+
+    def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
+        self._limit = limit_bytes
+        self._pieces: deque[str] = deque()
+        self._size = 0
+
+    def append(self, text: str) -> None:
+        self._pieces.append(text[-self._limit :])
+        self._size += len(self._pieces[-1])
+        while self._size > self._limit and len(self._pieces) > 1:
+            self._size -= len(self._pieces.popleft())
+
+    def tail(self, limit_bytes: int) -> str:
+        text = "".join(self._pieces)
+        if len(text) <= limit_bytes:
+            return text
+        cut = text[-limit_bytes:]
+        return cut[cut.find("\n") + 1 :]
+
+    def last_lines(self, count: int) -> tuple[str, ...]:
+        lines = [line.rsplit("\r", 1)[-1].rstrip() for line in self.tail(1 << 14).split("\n")]
+        return tuple([line for line in lines if line][-count:])

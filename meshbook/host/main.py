@@ -1,0 +1,63 @@
+"""A host as a process of its own: `python -m meshbook.host.main FOLDER HOST ADDRESS`, the token on standard input.
+
+It connects to the supervisor, shows the token, and from then on an agent does all the work.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+import zmq
+
+from meshbook.host.agent import HostAgent
+from meshbook.wire import codec, keys, messages
+from meshbook.wire.lifeline import die_with_parent
+from meshbook.wire.loop import Loop
+
+log = logging.getLogger("meshbook.host")
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent()
+    folder, host, address = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    token = sys.stdin.read().strip()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    loop = Loop()
+    upward: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    upward.setsockopt(zmq.IDENTITY, b"h%d" % host)
+    keys.harden(upward, max_message_bytes=codec.MAX_MESSAGE_BYTES)
+    upward.connect(address)
+    agent = HostAgent(
+        loop,
+        context,
+        folder,
+        token,
+        host,
+        lambda report: upward.send_multipart(codec.encode(report)),
+        mergeable=True,
+    )
+
+    def hear(frames: list[bytes]) -> None:
+        command = codec.host_commands.decode(frames)
+        if isinstance(command, messages.Exit):
+            agent.stop(command.grace_s, loop.stop)
+        else:
+            agent.handle(command, frames[1])
+
+    loop.watch_socket(upward, hear)
+    signal.signal(signal.SIGTERM, lambda *_: agent.stop(1.0, loop.stop))
+    ready = messages.HostReady(host=host, hostname=agent.hostname, pid=os.getpid(), token=token)
+    upward.send_multipart(codec.encode(ready))
+    loop.run()
+    agent.close()
+    upward.close()
+    context.term()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""A supervisor's birth: its log, its connection file, the word `ready`; then the driver, then nothing left behind."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+from meshbook.errors import MeshbookError
+from meshbook.supervisor.driver import Driver
+from meshbook.wire import keys
+
+
+def serve(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("name")
+    parser.add_argument("ready_fd", type=int)
+    parser.add_argument("--owner")
+    parser.add_argument("--listen")
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    folder: Path = options.folder
+    try:
+        _settle()
+        keys.mark_starting(folder, os.getpid())
+        driver = Driver(folder, options.name, keys.new_token(), address=options.listen, owner=options.owner)
+        keys.write_connection(folder, driver.connection)
+    except (MeshbookError, OSError) as error:
+        keys.remove_folder(folder)
+        _tell(options.ready_fd, str(error))
+        os._exit(1)
+    _tell(options.ready_fd, "ready")
+    try:
+        driver.run()
+    except BaseException:
+        logging.getLogger("meshbook").exception("the supervisor failed")
+        raise
+    finally:
+        if not (folder / "mesh.json").exists():
+            keys.remove_folder(folder)
+    os._exit(0)
+
+
+def _settle() -> None:
+    """Standard output and error are the mesh's log already; a daemon writes there in lines."""
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s: %(message)s"
+    )
+
+
+def _tell(fd: int, text: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(fd, text.encode())
+        os.close(fd)

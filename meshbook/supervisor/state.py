@@ -1,0 +1,646 @@
+"""The supervisor's memory of one mesh: its ranks, its clients, its open calls.
+
+Ways in: `client_said`, `client_gone`, `host_said`, `host_ended`, `alarm`. One way out: the steps they return. No
+sockets, threads, clocks or torch: time comes in as seconds since the supervisor started, so a test can drive a year of failures in a millisecond,
+and a saved list of events replays to the same state.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from meshbook.errors import describe_exit
+from meshbook.fold.lines import FoldMerger, OutputBudget
+from meshbook.fold.outcomes import merge_parts
+from meshbook.ids import Ranks, format_ranks, name_ranks
+from meshbook.wire import messages
+from meshbook.wire.messages import HistoryEntry, MeshInfo, MeshSpec, Outcome, Part, RankInfo
+
+# Seconds a mesh lives on without clients, unless the last one asked otherwise: long enough to restart a crashed kernel or
+# to find the notebook again after lunch, short enough that forgotten GPUs are free the same afternoon.
+ORPHAN_TTL_S = 1800.0
+# Seconds the survivors of a lost rank have to come back before the call is ended without them: the promise is 2 s.
+_ABANDON_AFTER_S = 1.5
+_FLUSH_S = 0.02
+_HISTORY_ENTRIES = 10_000
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Steps: what the driver is to do
+
+
+@dataclass(frozen=True)
+class ToClient:
+    client: str | None  # None: to all
+    message: messages.SupervisorReport
+
+
+@dataclass(frozen=True)
+class ToHosts:
+    hosts: tuple[int, ...]
+    message: messages.HostCommand
+    body: bytes | None = None  # the encoding it came in, passed on as it is
+
+
+@dataclass(frozen=True)
+class StartHosts:
+    spec: MeshSpec
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """Call `alarm(name)` after `delay_s` seconds."""
+
+    name: str
+    delay_s: float
+
+
+@dataclass(frozen=True)
+class Shutdown:
+    reason: str
+
+
+Step = ToClient | ToHosts | StartHosts | Alarm | Shutdown
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is remembered
+
+
+@dataclass
+class Client:
+    id: str
+    kind: str
+    pid: int
+    observer: bool
+    orphan_ttl_s: float
+
+
+@dataclass
+class Call:
+    """A command that ranks work on."""
+
+    id: str
+    client: str
+    label: str
+    ranks: Ranks
+    waiting: set[int]  # hosts
+    opened_at: float
+    main_thread: bool
+    budget: OutputBudget
+    merger: FoldMerger | None  # None: the mesh has one host, there is nothing to merge
+    parts: list[tuple[Part, ...]] = field(default_factory=list)
+    seconds: float = 0.0
+    rank_seconds: dict[int, float] = field(default_factory=dict)
+    lost: list[messages.RankExited] = field(default_factory=list)
+    entry: HistoryEntry | None = None
+    flush_at: float | None = None  # when an alarm will look for output that waits
+    asking: set[int] = field(default_factory=set)  # ranks that wait for input()
+
+
+class State:
+    """One mesh. The driver calls in, carries the steps out, and knows nothing."""
+
+    def __init__(self, name: str, pid: int, started_at: float) -> None:
+        self.name, self._pid, self._started_at = name, pid, started_at
+        self._clients: dict[str, Client] = {}
+        self._spec: MeshSpec | None = None
+        self._start: tuple[str, str, float] | None = None  # call, client, since: a mesh that is coming up
+        self._host_of: dict[int, int] = {}
+        self._hosts_ready: set[int] = set()
+        self._store: tuple[str, int] | None = None
+        self._ranks: dict[int, RankInfo] = {}
+        self._exited: dict[int, messages.RankExited] = {}
+        self._groups = "none"
+        self._backend: str | None = None
+        self._epoch = 0
+        self._calls: dict[str, Call] = {}
+        self._names: OrderedDict[str, None] = OrderedDict()
+        self._history: deque[HistoryEntry] = deque(maxlen=_HISTORY_ENTRIES)
+        self._setup: list[messages.RunCell] = []
+        self._questions: dict[str, str] = {}  # call -> client, for what hosts answer directly
+        self._orphaned = 0  # counts the times that the last client left, so that an old alarm is known as old
+        self._num_cells = 0
+        self._stopping = False
+        self._commands: dict[type, Callable[[Client, Any, bytes, float], list[Step]]] = {
+            messages.StartMesh: self._start_mesh,
+            messages.Interrupt: self._interrupt,
+            messages.ReplyInput: self._reply_input,
+            messages.Release: self._pass_on,
+            messages.KillRanks: self._kill_ranks,
+            messages.AskStatus: self._ask_status,
+            messages.AskLogs: self._ask_logs,
+            messages.AskHistory: self._ask_history,
+            messages.StopMesh: self._stop_mesh,
+            messages.Detach: self._detach,
+            messages.Ping: lambda client, command, body, now: [],
+        }
+        self._reports: dict[type, Callable[[int, Any, float], list[Step]]] = {
+            messages.HostReady: self._host_ready,
+            messages.HostFailed: self._host_failed,
+            messages.StoreServed: self._store_served,
+            messages.HostBeat: self._host_beat,
+            messages.RankExited: self._rank_exited,
+            messages.CallOutput: self._call_output,
+            messages.CallProgressed: self._call_progressed,
+            messages.CallFinished: self._call_finished,
+            messages.InputRequested: self._input_requested,
+            messages.Answered: self._host_answered,
+            messages.Segments: lambda host, report, now: [ToClient(None, report)],
+        }
+
+    # ---- ways in
+
+    def client_joined(self, hello: messages.Hello, now: float) -> list[Step]:
+        ttl = ORPHAN_TTL_S if hello.orphan_ttl_s is None else hello.orphan_ttl_s
+        self._clients[hello.client] = Client(hello.client, hello.kind, hello.pid, hello.observer, ttl)
+        if not hello.observer:
+            self._orphaned += 1  # whoever was waiting for the mesh to be orphaned long enough waits in vain
+        running = tuple(
+            messages.OpenCall(
+                call=call.id,  # type: ignore[arg-type]
+                label=call.label,
+                ranks=call.ranks,
+                client=call.client,
+                seconds=now - call.opened_at,
+            )
+            for call in self._calls.values()
+            if call.main_thread and call.entry is not None
+        )
+        return [ToClient(hello.client, messages.Welcome(info=self.info(), open_calls=running))]
+
+    def client_said(self, client_id: str, command: messages.ClientCommand, body: bytes, now: float) -> list[Step]:
+        client = self._clients.get(client_id)
+        if client is None:
+            return []
+        handler = self._commands.get(type(command))
+        if handler is not None:
+            return handler(client, command, body, now)
+        return self._call_ranks(client, command, body, now)
+
+    def client_gone(self, client_id: str) -> list[Step]:
+        """A client's process ended, or it left. What it had started on the ranks goes on."""
+        client = self._clients.pop(client_id, None)
+        if client is None:
+            return []
+        steps: list[Step] = []
+        for call in self._calls.values():
+            if call.client == client_id:
+                for rank in sorted(call.asking):
+                    answer = messages.ReplyInput(target=call.id, rank=rank, text=None)  # type: ignore[arg-type]
+                    steps.append(ToHosts(self._hosts((rank,)), answer))
+                call.asking.clear()
+        if not client.observer and all(other.observer for other in self._clients.values()):
+            self._orphaned += 1
+            steps.append(Alarm(f"orphan {self._orphaned}", client.orphan_ttl_s))
+        return steps
+
+    def host_said(self, host: int, report: messages.HostReport, now: float) -> list[Step]:
+        handler = self._reports.get(type(report))
+        return handler(host, report, now) if handler is not None else []
+
+    def host_ended(self, host: int, how: str, now: float) -> list[Step]:
+        """A whole host is gone, and its ranks with it."""
+        if self._start is not None:
+            return self._fail_start(f"host {host} {how} while the mesh was coming up; see supervisor.log")
+        steps: list[Step] = []
+        for rank in [rank for rank, place in self._host_of.items() if place == host and rank not in self._exited]:
+            info = self._ranks[rank]
+            exited = messages.RankExited(
+                rank=rank,
+                pid=info.pid or 0,
+                exit_code=None,
+                signal=9,
+                host=info.host,
+                last_lines=(f"(its host {how})",),
+                last_collective=None,
+            )
+            steps += self._rank_exited(host, exited, now)
+        for call in [call for call in self._calls.values() if host in call.waiting]:
+            lost = tuple(rank for rank in call.ranks if self._host_of[rank] == host)
+            error = messages.RankError(ename="RankLost", evalue=f"{name_ranks(lost)}: the host {how}", traceback=())
+            part = Part(lost, Outcome(status="lost", error=error))
+            steps += self._host_part(call, host, (part,), now)
+        return steps
+
+    def alarm(self, name: str, now: float) -> list[Step]:
+        kind, _, what = name.partition(" ")
+        if kind == "orphan" and what == str(self._orphaned):
+            return [Shutdown("no client was left")]
+        if kind == "abandon" and (call := self._calls.get(what)) is not None:
+            return self._abandon(call, now)
+        if kind == "flush" and (call := self._calls.get(what)) is not None:
+            call.flush_at = None
+            return self._flush(call, now)
+        return []
+
+    # ---- what is known
+
+    def info(self) -> MeshInfo:
+        return MeshInfo(
+            name=self.name,
+            spec=self._spec,
+            ranks=self._ranks_now(),
+            supervisor_pid=self._pid,
+            started_at=self._started_at,
+            epoch=self._epoch,
+            groups=self._groups,  # type: ignore[arg-type]
+            clients=tuple(f"{client.kind} (pid {client.pid})" for client in self._clients.values()),
+            names=tuple(self._names),
+            backend=self._backend,
+            cells_run=self._num_cells,
+        )
+
+    def _ranks_now(self) -> tuple[RankInfo, ...]:
+        """The ranks as hosts last told of them, a second ago at most, but busy or idle as their calls are now."""
+        at_work = {rank: call for call in self._calls.values() if call.main_thread for rank in call.ranks}
+        found = []
+        for rank in sorted(self._ranks):
+            info, call = self._ranks[rank], at_work.get(rank)
+            if info.state == "idle" and call is not None:
+                info = msgspec.structs.replace(info, state="busy", call=call.id, cell=call.label)
+            elif info.state == "busy" and call is None:
+                info = msgspec.structs.replace(info, state="idle", call=None, cell=None, line=None)
+            found.append(info)
+        return tuple(found)
+
+    @property
+    def setup_cells(self) -> tuple[messages.RunCell, ...]:
+        """Cells to be run again on ranks that join."""
+        return tuple(self._setup)
+
+    # ---- coming up
+
+    def _start_mesh(self, client: Client, command: messages.StartMesh, body: bytes, now: float) -> list[Step]:
+        if self._spec is not None:
+            return self._refuse(
+                client,
+                command.call,
+                "MeshInUse",
+                f"the mesh {self.name!r} has its {len(self._ranks)} ranks already; stop it first, or start another one "
+                "under another name",
+            )
+        spec = self._spec = command.spec
+        world_size = 1
+        for size in spec.axes.values():
+            world_size *= size
+        per_host = -(-world_size // spec.num_hosts)
+        self._host_of = {rank: rank // per_host for rank in range(world_size)}
+        self._ranks = {rank: RankInfo(rank=rank, state="starting", host="") for rank in range(world_size)}
+        self._start = (command.call, client.id, now)
+        self._groups = "forming" if spec.process_group and spec.torch else "none"
+        return [StartHosts(spec)]
+
+    def _host_ready(self, host: int, report: messages.HostReady, now: float) -> list[Step]:
+        assert self._spec is not None
+        self._hosts_ready.add(host)
+        mine = tuple(rank for rank, place in self._host_of.items() if place == host)
+        needs_store = self._spec.process_group and self._spec.torch
+        command = messages.StartRanks(
+            spec=self._spec, ranks=mine, world_size=len(self._ranks), serve_store=needs_store and host == 0
+        )
+        for rank in mine:
+            self._ranks[rank] = msgspec.structs.replace(self._ranks[rank], host=report.hostname)
+        steps: list[Step] = [ToHosts((host,), command)]
+        if self._all_hosts() == tuple(sorted(self._hosts_ready)) and (not needs_store or self._store is not None):
+            steps += self._form_groups(now)
+        return steps
+
+    def _store_served(self, host: int, report: messages.StoreServed, now: float) -> list[Step]:
+        self._store = (report.address, report.port)
+        if self._all_hosts() == tuple(sorted(self._hosts_ready)):
+            return self._form_groups(now)
+        return []
+
+    def _host_failed(self, host: int, report: messages.HostFailed, now: float) -> list[Step]:
+        if self._start is not None:
+            return self._fail_start(f"host {host}: {report.reason}")
+        return []
+
+    def _form_groups(self, now: float) -> list[Step]:
+        self._epoch += 1
+        if self._groups != "none":
+            self._groups = "forming"
+        address, port = self._store or ("127.0.0.1", 0)
+        ranks = tuple(sorted(self._ranks))
+        command = messages.FormGroups(
+            call=f"form-{self._epoch}",  # type: ignore[arg-type]
+            ranks=ranks,
+            epoch=self._epoch,
+            store_host=address,
+            store_port=port,
+        )
+        self._open(command.call, "", "forming process groups", ranks, now)
+        return [ToHosts(self._all_hosts(), command)]
+
+    def _groups_formed(self, call: Call, parts: tuple[Part, ...], now: float) -> list[Step]:
+        failed = [part for part in parts if part.outcome.status != "ok"]
+        if failed:
+            error = failed[0].outcome.error
+            text = f"{error.ename}: {error.evalue}" if error is not None else failed[0].outcome.status
+            if self._start is not None:
+                return self._fail_start(f"the process group was not formed: {name_ranks(failed[0].ranks)}: {text}")
+            self._groups = "broken"
+            return [ToClient(None, messages.RanksChanged(info=self.info()))]
+        if self._groups == "forming":
+            self._groups = "ready"
+        self._backend = parts[0].outcome.answer.get("backend") if parts and parts[0].outcome.answer else None
+        if self._start is None:
+            return [ToClient(None, messages.RanksChanged(info=self.info()))]
+        start_call, client, since = self._start
+        self._start = None
+        for rank, info in self._ranks.items():
+            if info.state == "starting":
+                self._ranks[rank] = msgspec.structs.replace(info, state="idle")
+        ready = messages.MeshReady(call=start_call, info=self.info(), seconds=now - since)  # type: ignore[arg-type]
+        return [ToClient(client, ready)]
+
+    def _fail_start(self, text: str) -> list[Step]:
+        assert self._start is not None
+        call, client, _ = self._start
+        self._start = None
+        refused = messages.Refused(call=call, error="StartError", text=text)  # type: ignore[arg-type]
+        return [ToClient(client, refused), Shutdown("the mesh did not come up")]
+
+    # ---- calls
+
+    def _call_ranks(self, client: Client, command: Any, body: bytes, now: float) -> list[Step]:
+        if self._spec is None or self._start is not None:
+            return self._refuse(
+                client, command.call, "NotAttached", f"the mesh {self.name!r} has no ranks yet; wait for it to start"
+            )
+        unknown = [rank for rank in command.ranks if rank not in self._ranks]
+        if unknown or not command.ranks:
+            world = len(self._ranks)
+            what = f"{name_ranks(unknown)} {'is' if len(unknown) == 1 else 'are'} not" if unknown else "no rank is"
+            return self._refuse(
+                client, command.call, "MeshShapeError", f"{what} in this mesh of {world} ranks (0-{world - 1})"
+            )
+        if command.call in self._calls:
+            return self._refuse(client, command.call, "ProtocolError", f"the call {command.call} is open already")
+        label = getattr(command, "label", "") or type(command).__name__
+        call = self._open(command.call, client.id, label, command.ranks, now)
+        call.main_thread = not isinstance(command, messages.QUESTIONS)
+        if isinstance(command, messages.RunCell) and not command.silent:
+            self._num_cells += 1
+            call.entry = HistoryEntry(
+                number=command.number,
+                label=command.label,
+                source=command.source,
+                ranks=command.ranks,
+                started_at=self._started_at + now,
+                seconds=None,
+                status="running",
+                setup=command.setup,
+            )
+            self._history.append(call.entry)
+            if command.setup:
+                self._setup.append(command)
+        return [ToHosts(self._hosts(command.ranks), command, body)]
+
+    def _open(self, call_id: str, client: str, label: str, ranks: Ranks, now: float) -> Call:
+        hosts = self._hosts(ranks)
+        merger = None
+        if len(self._all_hosts()) > 1:
+            merger = FoldMerger({host: tuple(rank for rank in ranks if self._host_of[rank] == host) for host in hosts})
+        call = self._calls[call_id] = Call(
+            call_id, client, label, ranks, set(hosts), now, True, OutputBudget(), merger
+        )
+        return call
+
+    def _call_output(self, host: int, report: messages.CallOutput, now: float) -> list[Step]:
+        call = self._calls.get(report.call)
+        if call is None:  # output after the end, of a thread that the cell left behind
+            return [ToClient(None, report)]
+        if call.merger is None:
+            return self._say(call, report.items, now)
+        call.merger.feed(host, report.items, now)
+        return self._flush(call, now)
+
+    def _flush(self, call: Call, now: float) -> list[Step]:
+        """Show what can be shown now, and come back when there will be more although nobody speaks."""
+        items = tuple(call.merger.flush(now)) if call.merger is not None else ()
+        return self._say(call, items, now)
+
+    def _come_back(self, call: Call, now: float) -> list[Step]:
+        deadlines = [call.budget.next_deadline(), call.merger.next_deadline() if call.merger is not None else None]
+        times = [deadline for deadline in deadlines if deadline is not None]
+        if not times or call.flush_at is not None:
+            return []
+        call.flush_at = max(min(times), now + _FLUSH_S)
+        return [Alarm(f"flush {call.id}", call.flush_at - now)]
+
+    def _say(self, call: Call, items: tuple[messages.FoldedItem, ...], now: float) -> list[Step]:
+        allowed = tuple(call.budget.admit(items, now))
+        said = messages.CallOutput(call=call.id, items=allowed)  # type: ignore[arg-type]
+        return [*([ToClient(call.client, said)] if allowed else []), *self._come_back(call, now)]
+
+    def _call_progressed(self, host: int, report: messages.CallProgressed, now: float) -> list[Step]:
+        call = self._calls.get(report.call)
+        return [ToClient(call.client, report)] if call is not None and call.client else []
+
+    def _call_finished(self, host: int, report: messages.CallFinished, now: float) -> list[Step]:
+        call = self._calls.get(report.call)
+        if call is None:
+            return []
+        call.seconds = max(call.seconds, report.seconds)
+        call.rank_seconds.update(report.rank_seconds or {})
+        if call.merger is not None:
+            call.merger.feed(host, report.items, now)
+            call.merger.host_done(host)
+            items: tuple[messages.FoldedItem, ...] = ()
+        else:
+            items = report.items
+        return self._host_part(call, host, report.parts, now, items)
+
+    def _host_part(
+        self,
+        call: Call,
+        host: int,
+        parts: tuple[Part, ...],
+        now: float,
+        items: tuple[messages.FoldedItem, ...] = (),
+    ) -> list[Step]:
+        call.waiting.discard(host)
+        call.parts.append(parts)
+        if call.waiting:
+            return self._flush(call, now) if call.merger is not None else []
+        if call.merger is not None:
+            items = tuple(call.merger.flush(now, final=True))
+        return self._settle(call, call.parts[0] if len(call.parts) == 1 else merge_parts(call.parts), items, now)
+
+    def _settle(self, call: Call, parts: tuple[Part, ...], items: tuple[messages.FoldedItem, ...], now: float) -> list[Step]:
+        del self._calls[call.id]
+        if call.id.startswith("form-"):
+            return self._groups_formed(call, parts, now)
+        for part in parts:
+            for name in part.outcome.bound:
+                self._names[name] = None
+            for name in part.outcome.unbound:
+                self._names.pop(name, None)
+        if call.entry is not None:
+            self._close_entry(call, parts)
+        small = len(call.ranks) <= 64
+        finished = messages.CallFinished(
+            call=call.id,  # type: ignore[arg-type]
+            parts=parts,
+            seconds=call.seconds,
+            rank_seconds=call.rank_seconds if small else None,
+            lost=tuple(call.lost),
+            items=tuple(call.budget.admit(items, now, final=True)),
+        )
+        steps: list[Step] = [ToClient(call.client, finished)]
+        if any(part.outcome.groups_broken for part in parts) and self._groups == "ready":
+            self._groups = "broken"
+        return steps + self._mend_groups(now)
+
+    def _mend_groups(self, now: float) -> list[Step]:
+        """Re-form the process groups once nobody uses them. With a rank gone that has to wait for a new one."""
+        busy = any(call.main_thread for call in self._calls.values())
+        if self._groups != "broken" or busy or self._exited or self._stopping:
+            return []
+        return self._form_groups(now)
+
+    def _close_entry(self, call: Call, parts: tuple[Part, ...]) -> None:
+        entry = call.entry
+        assert entry is not None
+        found = {part.outcome.status for part in parts}
+        status = next((word for word in ("lost", "error", "interrupted", "ok") if word in found), "ok")
+        done = msgspec.structs.replace(entry, seconds=call.seconds, status=status)
+        for index in range(len(self._history) - 1, -1, -1):
+            if self._history[index] is entry:
+                self._history[index] = done
+                return
+
+    # ---- faults
+
+    def _rank_exited(self, host: int, report: messages.RankExited, now: float) -> list[Step]:
+        rank = report.rank
+        how = describe_exit(report.signal, report.exit_code)
+        info = self._ranks.get(rank)
+        if info is None or rank in self._exited or self._stopping:
+            return []
+        self._ranks[rank] = msgspec.structs.replace(info, state="dead", exit=how, call=None, cell=None, line=None)
+        self._exited[rank] = report
+        if self._start is not None:
+            last = "".join(f"\n  {line}" for line in report.last_lines)
+            return self._fail_start(f"rank {rank} {how} while the mesh was coming up{': it said' + last if last else ''}")
+        if self._groups in ("ready", "forming"):
+            self._groups = "broken"
+        steps: list[Step] = [ToClient(None, messages.RanksChanged(info=self.info(), exited=(report,)))]
+        reason = f"rank {rank} {how}"
+        for call in self._calls.values():
+            if rank not in call.ranks or not call.main_thread:
+                continue
+            call.lost.append(report)
+            survivors = tuple(other for other in call.ranks if other not in self._exited)
+            if survivors:
+                hosts = self._hosts(survivors)
+                steps.append(ToHosts(hosts, messages.Unblock(ranks=survivors, reason=reason)))
+                interrupt = messages.Interrupt(ranks=survivors, target=call.id)  # type: ignore[arg-type]
+                steps.append(ToHosts(hosts, interrupt))
+                steps.append(Alarm(f"abandon {call.id}", _ABANDON_AFTER_S))
+        return steps
+
+    def _abandon(self, call: Call, now: float) -> list[Step]:
+        """End a call for its client although some survivors have not come back from it yet."""
+        known = merge_parts(call.parts) if call.parts else ()
+        gone = tuple(exited.rank for exited in call.lost)
+        heard = {rank for part in known for rank in part.ranks} | set(gone)
+        late = tuple(rank for rank in call.ranks if rank not in heard)
+        parts = list(known)
+        if missing := tuple(rank for rank in gone if all(rank not in part.ranks for part in known)):
+            parts.append(Part(missing, Outcome(status="lost")))
+        if late:
+            parts.append(Part(late, Outcome(status="skipped")))
+        return self._settle(call, tuple(parts), (), now)
+
+    # ---- clients' other wishes
+
+    def _interrupt(self, client: Client, command: messages.Interrupt, body: bytes, now: float) -> list[Step]:
+        ranks = tuple(rank for rank in command.ranks if rank in self._ranks) or tuple(self._ranks)
+        if not ranks:
+            return []
+        return [ToHosts(self._hosts(ranks), msgspec.structs.replace(command, ranks=ranks))]
+
+    def _reply_input(self, client: Client, command: messages.ReplyInput, body: bytes, now: float) -> list[Step]:
+        call = self._calls.get(command.target)
+        if call is not None:
+            call.asking.discard(command.rank)
+        return [ToHosts(self._hosts((command.rank,)), command, body)] if command.rank in self._ranks else []
+
+    def _input_requested(self, host: int, report: messages.InputRequested, now: float) -> list[Step]:
+        call = self._calls.get(report.call)
+        if call is None or call.client not in self._clients:
+            return [ToHosts((host,), messages.ReplyInput(target=report.call, rank=report.rank, text=None))]
+        call.asking.add(report.rank)
+        return [ToClient(call.client, report)]
+
+    def _pass_on(self, client: Client, command: Any, body: bytes, now: float) -> list[Step]:
+        ranks = tuple(rank for rank in command.ranks if rank in self._ranks)
+        return [ToHosts(self._hosts(ranks), command, body)] if ranks else []
+
+    def _kill_ranks(self, client: Client, command: messages.KillRanks, body: bytes, now: float) -> list[Step]:
+        unknown = [rank for rank in command.ranks if rank not in self._ranks]
+        if unknown:
+            text = f"{name_ranks(unknown)}: this mesh has ranks {format_ranks(self._ranks)}"
+            return self._refuse(client, command.call, "MeshShapeError", text)
+        return [
+            ToHosts(self._hosts(command.ranks), command, body),
+            ToClient(client.id, messages.Answered(call=command.call)),
+        ]
+
+    def _ask_status(self, client: Client, command: messages.AskStatus, body: bytes, now: float) -> list[Step]:
+        return [ToClient(client.id, messages.Answered(call=command.call, info=self.info()))]
+
+    def _ask_history(self, client: Client, command: messages.AskHistory, body: bytes, now: float) -> list[Step]:
+        return [ToClient(client.id, messages.Answered(call=command.call, history=tuple(self._history)))]
+
+    def _ask_logs(self, client: Client, command: messages.AskLogs, body: bytes, now: float) -> list[Step]:
+        if command.rank not in self._ranks:
+            text = f"rank {command.rank} is not in this mesh of ranks {format_ranks(self._ranks)}"
+            return self._refuse(client, command.call, "MeshShapeError", text)
+        self._questions[command.call] = client.id
+        return [ToHosts(self._hosts((command.rank,)), command, body)]
+
+    def _host_answered(self, host: int, report: messages.Answered, now: float) -> list[Step]:
+        client = self._questions.pop(report.call, None)
+        return [ToClient(client, report)] if client is not None else []
+
+    def _stop_mesh(self, client: Client, command: messages.StopMesh, body: bytes, now: float) -> list[Step]:
+        self._stopping = True
+        return [ToClient(client.id, messages.Answered(call=command.call)), Shutdown(f"stopped by a {client.kind}")]
+
+    def _detach(self, client: Client, command: messages.Detach, body: bytes, now: float) -> list[Step]:
+        client.orphan_ttl_s = float("inf") if command.orphan_ttl_s is None else command.orphan_ttl_s
+        steps = [ToClient(client.id, messages.Answered(call=command.call))]
+        leaving = [step for step in self.client_gone(client.id) if not _never(step)]
+        return [*steps, *leaving]
+
+    def _host_beat(self, host: int, report: messages.HostBeat, now: float) -> list[Step]:
+        for info in report.ranks:
+            known = self._ranks.get(info.rank)
+            if known is not None and known.state != "dead":
+                starting = self._start is not None and info.state == "idle"
+                self._ranks[info.rank] = msgspec.structs.replace(info, state="starting") if starting else info
+        return []
+
+    # ---- helpers
+
+    def _refuse(self, client: Client, call: str, error: str, text: str) -> list[Step]:
+        return [ToClient(client.id, messages.Refused(call=call, error=error, text=text))]  # type: ignore[arg-type]
+
+    def _hosts(self, ranks: Ranks) -> tuple[int, ...]:
+        return tuple(sorted({self._host_of[rank] for rank in ranks}))
+
+    def _all_hosts(self) -> tuple[int, ...]:
+        return tuple(sorted(set(self._host_of.values())))
+
+
+def _never(step: Step) -> bool:
+    return isinstance(step, Alarm) and step.delay_s == float("inf")

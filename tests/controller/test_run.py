@@ -1,0 +1,263 @@
+"""Cells and calls on real ranks, from a script."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from meshbook.controller.mesh import Mesh
+from meshbook.errors import CellError, CellInterrupted, MeshShapeError, MeshTimeout, TransferError
+
+
+def when(condition: Callable[[], bool], *, within_s: float = 20.0) -> None:
+    """Wait until something is so."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        threading.Event().wait(0.01)
+
+
+def is_busy(mesh: Mesh, rank: int = 0) -> bool:
+    return mesh.status().ranks[rank].state == "busy"
+
+
+def test_a_cell_runs_on_every_rank_and_gives_every_ranks_value(mesh: Mesh) -> None:
+    assert dict(mesh.run("rank * 10").values) == {0: 0, 1: 10, 2: 20, 3: 30}
+
+
+def test_what_the_ranks_start_with(mesh: Mesh) -> None:
+    source = "(rank, local_rank, world_size, str(device), mesh.mesh_dim_names, tuple(mesh.shape), dist.get_backend())"
+    assert mesh.run(source).values[3] == (3, 3, 4, "cpu", ("dp", "tp"), (2, 2), "gloo")
+
+
+def test_names_stay_from_cell_to_cell(mesh: Mesh) -> None:
+    mesh.run("kept = rank + 1")
+    assert dict(mesh.run("kept * 2").values) == {0: 2, 1: 4, 2: 6, 3: 8}
+
+
+def test_the_process_group_is_up_when_the_first_cell_runs(mesh: Mesh) -> None:
+    assert mesh.run("t = torch.ones(1) * rank; dist.all_reduce(t); t.item()").values.same() == 6.0
+
+
+def test_a_cell_on_some_ranks_leaves_the_others_alone(mesh: Mesh) -> None:
+    mesh.run("where = 'nowhere'")
+    mesh.run("where = 'here'", ranks="1,3")
+    assert dict(mesh.run("where").values) == {0: "nowhere", 1: "here", 2: "nowhere", 3: "here"}
+
+
+def test_ranks_can_be_chosen_by_axis(mesh: Mesh) -> None:
+    assert list(mesh.run("rank", ranks="dp=1").values) == [2, 3]
+    assert list(mesh.slice(tp=0).run("rank").values) == [0, 2]
+
+
+def test_a_rank_that_is_not_there_is_refused_before_anything_runs(mesh: Mesh) -> None:
+    with pytest.raises(MeshShapeError, match="rank 9"):
+        mesh.run("x = 1", ranks=[0, 9])
+
+
+def test_output_of_equal_lines_is_shown_once(mesh: Mesh) -> None:
+    assert mesh.run("print('step 1')", echo=False).output == "step 1\n"
+
+
+def test_output_keeps_the_order_of_python_and_c(mesh: Mesh) -> None:
+    source = "import os\nprint('one')\nos.write(1, b'two\\n')\nprint('three')\nNone"
+    assert mesh.run(source, echo=False).output == "one\ntwo\nthree\n"
+
+
+def test_a_childs_output_is_the_cells(mesh: Mesh) -> None:
+    assert "from a child" in mesh.run("!echo from a child", echo=False).output
+
+
+def test_output_comes_while_the_cell_runs(mesh: Mesh, tmp_path: object) -> None:
+    gate = f"{tmp_path}/gate"
+    seen = threading.Event()
+    source = f"print('early', flush=True)\nimport os, time\nwhile not os.path.exists({gate!r}): time.sleep(0.01)"
+    command = mesh.session.cell_command(source, (0,))
+    future = mesh.session.request(command, on_output=lambda items: seen.set())
+    assert seen.wait(20)
+    assert not future.done()
+    open(gate, "w").close()
+    future.result(20)
+
+
+def test_one_failure_on_all_ranks_is_told_once(mesh: Mesh) -> None:
+    with pytest.raises(CellError) as raised:
+        mesh.run("1 / 0")
+    (failure,) = raised.value.failures
+    assert (failure.ranks, failure.ename) == ((0, 1, 2, 3), "ZeroDivisionError")
+
+
+def test_a_failure_on_one_rank_names_it_and_those_that_succeeded(mesh: Mesh) -> None:
+    with pytest.raises(CellError) as raised:
+        mesh.run("if rank == 2:\n    raise KeyError('x')")
+    assert raised.value.failures[0].ranks == (2,)
+    assert raised.value.succeeded == (0, 1, 3)
+
+
+def test_a_failure_shows_the_line_of_the_cell_it_happened_at(mesh: Mesh) -> None:
+    with pytest.raises(CellError) as raised:
+        mesh.run("a = 1\nb = a / 0\n")
+    assert "b = a / 0" in "".join(raised.value.__notes__)
+
+
+def test_different_failures_are_told_apart(mesh: Mesh) -> None:
+    with pytest.raises(CellError) as raised:
+        mesh.run("{}['x'] if rank < 2 else 1 / 0")
+    assert {failure.ename: failure.ranks for failure in raised.value.failures} == {
+        "KeyError": (0, 1),
+        "ZeroDivisionError": (2, 3),
+    }
+
+
+def test_a_syntax_error_is_an_error_of_the_cell(mesh: Mesh) -> None:
+    with pytest.raises(CellError) as raised:
+        mesh.run("x = = 1")
+    assert raised.value.failures[0].ename == "SyntaxError"
+
+
+def test_a_rank_goes_on_after_its_errors(mesh: Mesh) -> None:
+    for _ in range(3):
+        with pytest.raises(CellError):
+            mesh.run("raise RuntimeError('again')")
+    assert mesh.run("1").values.same() == 1
+
+
+def test_a_future_is_there_at_once_and_done_at_the_end(mesh: Mesh, tmp_path: object) -> None:
+    gate = f"{tmp_path}/gate"
+    source = f"import os, time\nwhile not os.path.exists({gate!r}): time.sleep(0.01)\nrank"
+    future = mesh.run(source, wait=False)
+    assert not future.done()
+    with pytest.raises(MeshTimeout, match="it goes on"):
+        future.result(timeout=0.05)
+    open(gate, "w").close()
+    assert dict(future.result(20).values) == {0: 0, 1: 1, 2: 2, 3: 3}
+
+
+def test_a_future_can_be_awaited(mesh: Mesh) -> None:
+    async def wait() -> int:
+        return int((await mesh.run("41 + 1", wait=False)).values.same())
+
+    assert asyncio.run(wait()) == 42
+
+
+def test_a_futures_error_is_the_cells(mesh: Mesh) -> None:
+    future = mesh.run("1 / 0", wait=False)
+    assert isinstance(future.exception(20), CellError)
+
+
+def test_a_cell_that_takes_too_long_is_interrupted_and_says_so(mesh: Mesh) -> None:
+    with pytest.raises(MeshTimeout, match="was interrupted"):
+        mesh.run("import time\ntime.sleep(1000)", timeout=0.2)
+    assert mesh.run("1").values.same() == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import time\ntime.sleep(1000)",
+        "while True: pass",
+        "dist.all_reduce(torch.ones(3)) if rank != 3 else __import__('time').sleep(1000)",
+        "dist.barrier() if rank != 3 else __import__('time').sleep(1000)",
+        "dist.recv(torch.ones(3), 1) if rank == 0 else __import__('time').sleep(1000)",
+        "import threading; threading.Event().wait()",
+        "import asyncio\nawait asyncio.sleep(1000)",
+        "!sleep 1000",
+    ],
+    ids=["sleep", "loop", "all_reduce", "barrier", "recv", "lock", "await", "child"],
+)
+def test_stop_ends_whatever_the_ranks_are_in_and_the_next_cell_works(mesh: Mesh, source: str) -> None:
+    future = mesh.run(source, wait=False)
+    when(lambda: all(rank.state == "busy" for rank in mesh.status().ranks))
+    future.interrupt()
+    assert isinstance(future.exception(20), CellInterrupted)
+    assert mesh.run("t = torch.ones(1); dist.all_reduce(t); t.item()").values.same() == 4.0
+
+
+def test_ctrl_c_in_the_script_stops_the_ranks(mesh: Mesh) -> None:
+    threading.Thread(target=lambda: (when(lambda: is_busy(mesh)), os.kill(os.getpid(), signal.SIGINT))).start()
+    with pytest.raises(CellInterrupted):
+        mesh.run("import time\ntime.sleep(1000)")
+    assert mesh.run("1").values.same() == 1
+
+
+def test_an_interrupt_that_comes_late_does_not_hit_the_next_cell(mesh: Mesh) -> None:
+    command = mesh.session.cell_command("1", mesh.ranks)
+    mesh.session.request(command).result(20)
+    mesh.session.interrupt(mesh.ranks, target=command.call)
+    assert mesh.run("import time\ntime.sleep(0.2)\n'whole'").values.same() == "whole"
+
+
+def test_an_interrupt_of_some_ranks_lets_the_others_finish(mesh: Mesh, tmp_path: object) -> None:
+    gate = f"{tmp_path}/gate"
+    source = f"print('begun', {gate!r})\nimport os, time\nwhile not os.path.exists({gate!r}): time.sleep(0.01)\n'done'"
+    future = mesh.run(source, wait=False, echo=False)
+    when(lambda: f"begun {gate}" in mesh.logs(1))
+    mesh.interrupt("1")
+    mesh.run("None", ranks=[1])  # rank 1 is free again before the others are
+    open(gate, "w").close()
+    error = future.exception(20)
+    assert isinstance(error, CellInterrupted)
+    assert error.succeeded == (0, 2, 3)
+
+
+def test_cells_of_two_futures_run_one_after_the_other(mesh: Mesh) -> None:
+    mesh.run("order = []")
+    futures = [mesh.run(f"order.append({n})", wait=False) for n in range(5)]
+    for future in futures:
+        future.result(20)
+    assert mesh.run("order").values.same() == [0, 1, 2, 3, 4]
+
+
+def test_a_function_is_called_on_every_rank(mesh: Mesh) -> None:
+    offset = 5
+
+    def shifted(by: int, *, times: int = 1) -> int:
+        import torch.distributed as dist
+
+        return (dist.get_rank() + by) * times + offset
+
+    assert dict(mesh.execute(shifted, 1, times=10)) == {0: 15, 1: 25, 2: 35, 3: 45}
+
+
+def test_a_decorated_function_runs_on_the_ranks_when_called(mesh: Mesh) -> None:
+    @mesh.remote
+    def pid() -> int:
+        return os.getpid()
+
+    assert len(set(pid().values())) == 4
+    assert os.getpid() not in pid().values()
+    assert list(pid.on(mesh.slice(dp=0))()) == [0, 1]
+
+
+def test_a_decorated_body_runs_at_once_and_its_names_bind_on_the_ranks(mesh: Mesh) -> None:
+    @mesh.cell
+    def setup() -> object:
+        bound_here = rank + 100  # type: ignore[name-defined]  # noqa: F821
+        return bound_here
+
+    assert dict(setup.values) == {0: 100, 1: 101, 2: 102, 3: 103}
+    assert mesh.pull("bound_here")[2] == 102
+
+
+def test_an_argument_that_cannot_be_pickled_is_named(mesh: Mesh) -> None:
+    with pytest.raises(TransferError, match="lock"):
+        mesh.execute(len, {"config": {"lock": threading.Lock()}})
+
+
+def test_a_result_that_cannot_be_pickled_is_shown_and_named_when_it_is_pulled(mesh: Mesh) -> None:
+    values = mesh.run("import threading; threading.Lock()").values
+    assert "lock" in repr(values)
+    with pytest.raises((TransferError, CellError), match="lock"):
+        _ = values[0]
+
+
+def test_history_and_logs_tell_what_was_run_and_said(mesh: Mesh) -> None:
+    mesh.run("print('said for the log')", echo=False)
+    assert mesh.history()[-1].source == "print('said for the log')"
+    assert "said for the log" in mesh.logs(2)

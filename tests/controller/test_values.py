@@ -1,0 +1,174 @@
+"""Handles and values: truthful, fetched when asked for, and let go of."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.remote import RemoteValue
+from meshbook.errors import CellError, MeshNameError, MeshShapeError, TransferError, ValuesDiffer
+
+
+def test_a_value_that_all_ranks_agree_on_is_one_value(mesh: Mesh) -> None:
+    assert mesh.run("'same'").values.same() == "same"
+
+
+def test_values_that_differ_are_not_one_value(mesh: Mesh) -> None:
+    with pytest.raises(ValuesDiffer, match="do not agree"):
+        mesh.run("rank").values.same()
+
+
+def test_a_value_is_found_at_a_point_of_the_mesh(mesh: Mesh) -> None:
+    assert mesh.run("rank").values.item(dp=1, tp=0) == 2
+
+
+def test_values_of_tensors_stack_in_rank_order(mesh: Mesh) -> None:
+    assert torch.equal(mesh.run("torch.ones(2) * rank").values.stack()[:, 0], torch.arange(4.0))
+
+
+def test_a_large_value_stays_on_its_rank_until_it_is_asked_for(mesh: Mesh) -> None:
+    values = mesh.run("torch.arange(1_000_000) + rank").values
+    assert values._here == {}
+    assert torch.equal(values[2], torch.arange(1_000_000) + 2)
+    assert set(values._here) == {2}
+
+
+def test_a_large_value_that_nobody_holds_is_let_go_of_on_the_rank(mesh: Mesh) -> None:
+    mesh.run("import gc, weakref\nclass Big(bytearray): pass\nbig = Big(10_000_000); watch = weakref.ref(big)")
+    values = mesh.execute(lambda thing: thing, mesh["big"])
+    assert len(values) == 4
+    mesh.run("del big")
+    assert mesh.run("gc.collect(); watch() is not None").values.same() is True
+    del values
+    gc.collect()
+    mesh.session.let_go()
+    assert mesh.run("gc.collect(); watch() is None").values.same() is True
+
+
+def test_a_pushed_value_arrives_on_every_rank(mesh: Mesh) -> None:
+    mesh.push(lr=0.25, names=["a", "b"])
+    assert mesh.run("(lr, names)").values.same() == (0.25, ["a", "b"])
+
+
+def test_a_pushed_tensor_is_each_ranks_own(mesh: Mesh) -> None:
+    weights = torch.arange(500_000, dtype=torch.float32)
+    mesh["w"] = weights
+    mesh.run("w += rank")
+    assert torch.equal(mesh.pull("w")[3], weights + 3)
+    assert torch.equal(mesh.pull("w")[0], weights)
+    assert weights[1] == 1.0
+
+
+def test_an_array_pushed_and_pulled_comes_back_bit_for_bit(mesh: Mesh) -> None:
+    array = np.random.default_rng(0).standard_normal((300, 400))
+    mesh["a"] = array
+    assert np.array_equal(mesh.pull("a")[1], array)
+
+
+def test_a_handle_shows_what_the_ranks_hold(mesh: Mesh) -> None:
+    mesh.run("h = rank // 2")
+    assert repr(mesh["h"]).count("0") >= 1 and "[0-1]" in repr(mesh["h"]) and "[2-3]" in repr(mesh["h"])
+
+
+def test_a_handle_is_truthful_after_the_name_is_bound_anew(mesh: Mesh) -> None:
+    mesh.run("h = 'first'")
+    handle = mesh["h"]
+    mesh.run("h = 'second'")
+    assert "second" in repr(handle)
+
+
+def test_attributes_items_and_calls_of_a_handle_happen_on_the_ranks(mesh: Mesh) -> None:
+    mesh.run("t = torch.arange(6.).reshape(2, 3)")
+    t = mesh["t"]
+    assert tuple(int(n) for n in t.shape) == (2, 3)
+    assert float(t[1, 2]) == 5.0
+    assert float(t.sum()) == 15.0
+    assert float((t @ t.T)[0, 0]) == 5.0
+    assert len(t) == 2
+
+
+def test_a_handle_tells_an_attribute_that_is_not_there(mesh: Mesh) -> None:
+    mesh.run("t = torch.ones(1)")
+    with pytest.raises(AttributeError, match="no attribute 'shap'"):
+        _ = mesh["t"].shap
+    assert not hasattr(mesh["t"], "nothing_like_it")
+
+
+def test_setting_through_a_handle_sets_on_the_ranks(mesh: Mesh) -> None:
+    mesh.run("class Box: pass\nbox = Box(); box.items = [1, 2]")
+    mesh["box"].level = 7
+    mesh["box"].items[0] = 10
+    assert mesh.run("(box.level, box.items)").values.same() == (7, [10, 2])
+
+
+def test_one_value_is_asked_of_a_handle_only_where_the_ranks_agree(mesh: Mesh) -> None:
+    mesh.run("n = rank")
+    with pytest.raises(ValuesDiffer):
+        int(mesh["n"])
+    assert bool(mesh["n"] >= 0) is True
+
+
+def test_a_handle_among_arguments_is_the_ranks_own_object(mesh: Mesh) -> None:
+    mesh.run("store = {'rank': rank}")
+    assert dict(mesh.execute(lambda d: d["rank"], mesh["store"])) == {0: 0, 1: 1, 2: 2, 3: 3}
+    assert dict(mesh.execute(lambda n: n, mesh["store"]["rank"])) == {0: 0, 1: 1, 2: 2, 3: 3}
+
+
+def test_binding_a_handle_to_a_name_binds_the_ranks_own_object(mesh: Mesh) -> None:
+    mesh.run("source = [rank]")
+    mesh["copy"] = mesh["source"]
+    assert mesh.run("copy is source").values.same() is True
+
+
+def test_a_handle_shows_its_value_while_a_cell_runs(mesh: Mesh, tmp_path: object) -> None:
+    mesh.run("progress = 'under way'")
+    gate = f"{tmp_path}/gate"
+    future = mesh.run(f"import os, time\nwhile not os.path.exists({gate!r}): time.sleep(0.01)", wait=False)
+    try:
+        assert "under way" in repr(mesh["progress"])
+    finally:
+        open(gate, "w").close()
+        future.result(20)
+
+
+def test_a_handle_is_not_pickled(mesh: Mesh) -> None:
+    import pickle
+
+    mesh.run("x = 1")
+    with pytest.raises(TransferError, match="pull it first"):
+        pickle.dumps(mesh["x"])
+
+
+def test_a_name_that_no_rank_has_is_an_error_that_lists_those_there_are(mesh: Mesh) -> None:
+    mesh.run("here = 1")
+    with pytest.raises(MeshNameError, match="no_such_name"):
+        mesh["no_such_name"]
+
+
+def test_members_of_a_handle_can_be_listed(mesh: Mesh) -> None:
+    mesh.run("model = torch.nn.Sequential(torch.nn.Linear(2, 3))")
+    assert "weight" in dir(mesh["model"][0]) or "forward" in dir(mesh["model"])
+
+
+def test_scatter_cuts_and_gather_joins(mesh: Mesh) -> None:
+    batch = torch.arange(12.0).reshape(6, 2)
+    pieces = mesh.scatter(batch, axis="dp")
+    assert isinstance(pieces, RemoteValue)
+    assert torch.equal(mesh.pull(pieces)[2], batch[3:])
+    assert torch.equal(mesh.pull(pieces)[0], mesh.pull(pieces)[1])
+    assert torch.equal(mesh.gather(pieces, axis="dp"), batch)
+
+
+def test_scatter_over_an_axis_that_is_not_there_is_refused(mesh: Mesh) -> None:
+    with pytest.raises(MeshShapeError, match="pp"):
+        mesh.scatter([1, 2, 3, 4], axis="pp")
+
+
+def test_an_expression_that_fails_on_the_ranks_is_a_cell_error(mesh: Mesh) -> None:
+    mesh.run("d = {}")
+    with pytest.raises(CellError, match="KeyError"):
+        mesh["d"]["missing"]

@@ -1,0 +1,300 @@
+"""The supervisor's memory: events in, steps out, and a year of failures in a millisecond."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import pytest
+
+from meshbook.supervisor import state as s
+from meshbook.wire import codec, messages
+from meshbook.wire.messages import Outcome, Part
+
+T = TypeVar("T")
+
+
+def messages_of(steps: Iterable[s.Step], kind: type[T]) -> list[T]:
+    """The messages of one kind among steps, whoever they go to."""
+    found = [step.message for step in steps if isinstance(step, (s.ToClient, s.ToHosts))]
+    return [message for message in found if isinstance(message, kind)]
+
+
+def steps_of(steps: Iterable[s.Step], kind: type[T]) -> list[T]:
+    return [step for step in steps if isinstance(step, kind)]
+
+
+class World:
+    """A state with one client, driven by hand."""
+
+    def __init__(self, *, num_ranks: int = 4, num_hosts: int = 1, start: bool = True) -> None:
+        self.state = s.State("mesh", pid=1, started_at=1000.0)
+        self.now = 0.0
+        self.spec = messages.MeshSpec(axes={"rank": num_ranks}, num_hosts=num_hosts)
+        self.join("one")
+        if start:
+            self.come_up()
+
+    def join(self, client: str, **options: Any) -> list[s.Step]:
+        hello = messages.Hello(token="", client=client, kind="script", pid=2, channel="receive", **options)
+        return self.state.client_joined(hello, self.now)
+
+    def say(self, command: Any, client: str = "one") -> list[s.Step]:
+        return self.state.client_said(client, command, codec.encode_body(command), self.now)
+
+    def host(self, report: Any, host: int = 0) -> list[s.Step]:
+        return self.state.host_said(host, report, self.now)
+
+    def come_up(self) -> list[s.Step]:
+        self.say(messages.StartMesh(call="start", spec=self.spec))
+        for host in range(self.spec.num_hosts):
+            self.host(messages.HostReady(host=host, hostname="box", pid=3), host)
+        formed = self.host(messages.StoreServed(host=0, address="127.0.0.1", port=29))
+        form = messages_of(formed, messages.FormGroups)[0]
+        return self.finish(form.call, answer={"backend": "gloo"})
+
+    def run(self, call: str = "c1", ranks: tuple[int, ...] | None = None, **options: Any) -> list[s.Step]:
+        ranks = tuple(range(self.spec.axes["rank"])) if ranks is None else ranks
+        return self.say(messages.RunCell(call=call, ranks=ranks, source="x = 1", label="cell 1", **options))
+
+    def finish(self, call: str, *, ranks: tuple[int, ...] | None = None, host: int = 0, **outcome: Any) -> list[s.Step]:
+        ranks = tuple(range(self.spec.axes["rank"])) if ranks is None else ranks
+        part = Part(ranks, Outcome(**{"status": "ok", **outcome}))
+        return self.host(messages.CallFinished(call=call, parts=(part,), seconds=0.1), host)
+
+    def kill(self, rank: int) -> list[s.Step]:
+        exited = messages.RankExited(
+            rank=rank, pid=9, exit_code=None, signal=9, host="box", last_lines=("last",), last_collective=None
+        )
+        return self.host(exited)
+
+
+def test_a_mesh_is_ready_when_its_groups_are_formed_and_not_before() -> None:
+    world = World(start=False)
+    assert steps_of(world.say(messages.StartMesh(call="start", spec=world.spec)), s.StartHosts)
+    started = world.host(messages.HostReady(host=0, hostname="box", pid=3))
+    assert messages_of(started, messages.StartRanks)[0].ranks == (0, 1, 2, 3)
+    assert not messages_of(started, messages.FormGroups)
+    formed = world.host(messages.StoreServed(host=0, address="127.0.0.1", port=29))
+    assert messages_of(formed, messages.FormGroups)[0].store_port == 29
+    ready = messages_of(world.finish("form-1", answer={"backend": "gloo"}), messages.MeshReady)[0]
+    assert (ready.call, ready.info.groups, ready.info.backend) == ("start", "ready", "gloo")
+
+
+def test_a_mesh_without_process_groups_waits_for_no_store() -> None:
+    world = World(start=False)
+    world.spec = messages.MeshSpec(axes={"rank": 2}, process_group=False, torch=False)
+    world.say(messages.StartMesh(call="start", spec=world.spec))
+    steps = world.host(messages.HostReady(host=0, hostname="box", pid=3))
+    assert not messages_of(steps, messages.StartRanks)[0].serve_store
+    assert messages_of(steps, messages.FormGroups)
+
+
+def test_a_rank_that_dies_while_the_mesh_comes_up_fails_the_start_with_its_last_lines() -> None:
+    world = World(start=False)
+    world.say(messages.StartMesh(call="start", spec=world.spec))
+    world.host(messages.HostReady(host=0, hostname="box", pid=3))
+    steps = world.kill(2)
+    refused = messages_of(steps, messages.Refused)[0]
+    assert refused.call == "start" and "rank 2 was killed by SIGKILL" in refused.text and "last" in refused.text
+    assert steps_of(steps, s.Shutdown)
+
+
+def test_a_second_start_is_refused_and_changes_nothing() -> None:
+    world = World()
+    refused = messages_of(world.say(messages.StartMesh(call="again", spec=world.spec)), messages.Refused)[0]
+    assert refused.error == "MeshInUse"
+
+
+def test_a_cell_before_the_ranks_are_there_is_refused() -> None:
+    assert messages_of(World(start=False).run(ranks=(0,)), messages.Refused)[0].error == "NotAttached"
+
+
+def test_a_cell_goes_to_the_hosts_as_it_came_and_its_end_to_the_client_who_asked() -> None:
+    world = World()
+    world.join("two")
+    sent = steps_of(world.run(), s.ToHosts)[0]
+    assert sent.body is not None and codec.host_commands.decode_body(sent.body) == sent.message
+    ended = steps_of(world.finish("c1"), s.ToClient)
+    assert [step.client for step in ended] == ["one"]
+
+
+def test_a_cell_for_a_rank_that_is_not_there_is_refused_with_the_ranks_that_are() -> None:
+    refused = messages_of(World().run(ranks=(1, 7)), messages.Refused)[0]
+    assert refused.error == "MeshShapeError" and "rank 7 is not in this mesh of 4 ranks (0-3)" in refused.text
+
+
+def test_a_call_on_several_hosts_ends_when_the_last_of_them_is_done() -> None:
+    world = World(num_hosts=2)
+    world.state.host_said(1, messages.HostReady(host=1, hostname="box", pid=4), 0.0)
+    world.finish("form-1", ranks=(2, 3), host=1)
+    world.run()
+    assert not messages_of(world.finish("c1", ranks=(0, 1), host=0), messages.CallFinished)
+    finished = messages_of(world.finish("c1", ranks=(2, 3), host=1), messages.CallFinished)[0]
+    assert [part.ranks for part in finished.parts] == [(0, 1, 2, 3)]
+
+
+def test_names_that_cells_bind_and_delete_are_known_to_the_next_client() -> None:
+    world = World()
+    world.run()
+    world.finish("c1", bound=("x", "y"))
+    world.run("c2")
+    world.finish("c2", unbound=("x",))
+    assert messages_of(world.join("two"), messages.Welcome)[0].info.names == ("y",)
+
+
+def test_a_lost_rank_is_told_to_every_client_and_its_fellows_are_unblocked_and_interrupted() -> None:
+    world = World()
+    world.join("two")
+    world.run()
+    steps = world.kill(2)
+    assert steps_of(steps, s.ToClient)[0].client is None
+    assert messages_of(steps, messages.Unblock)[0].ranks == (0, 1, 3)
+    interrupt = messages_of(steps, messages.Interrupt)[0]
+    assert (interrupt.ranks, interrupt.target) == ((0, 1, 3), "c1")
+
+
+def test_a_call_that_lost_a_rank_says_which_in_its_end() -> None:
+    world = World()
+    world.run()
+    world.kill(2)
+    finished = messages_of(world.finish("c1"), messages.CallFinished)[0]
+    assert [exited.rank for exited in finished.lost] == [2]
+
+
+def test_survivors_that_do_not_come_back_are_not_waited_for() -> None:
+    world = World()
+    world.run()
+    alarm = steps_of(world.kill(2), s.Alarm)[0]
+    assert alarm.delay_s < 2.0
+    finished = messages_of(world.state.alarm(alarm.name, alarm.delay_s), messages.CallFinished)[0]
+    assert {part.outcome.status: part.ranks for part in finished.parts} == {"lost": (2,), "skipped": (0, 1, 3)}
+    assert world.finish("c1") == []  # their late word is nobody's any more
+
+
+def test_groups_that_an_interrupt_broke_are_formed_again_in_the_next_epoch() -> None:
+    world = World()
+    world.run()
+    steps = world.finish("c1", status="interrupted", groups_broken=True)
+    assert messages_of(steps, messages.FormGroups)[0].epoch == 2
+    formed = world.finish("form-2", answer={"backend": "gloo"})
+    assert messages_of(formed, messages.RanksChanged)[0].info.groups == "ready"
+
+
+def test_groups_are_not_formed_again_while_a_cell_runs() -> None:
+    world = World()
+    world.run("c1", ranks=(0, 1))
+    world.run("c2", ranks=(2, 3))
+    assert not messages_of(world.finish("c1", ranks=(0, 1), groups_broken=True), messages.FormGroups)
+    assert messages_of(world.finish("c2", ranks=(2, 3)), messages.FormGroups)
+
+
+def test_groups_with_a_dead_member_are_left_broken() -> None:
+    world = World()
+    world.run()
+    world.kill(2)
+    steps = world.finish("c1", groups_broken=True)
+    assert not messages_of(steps, messages.FormGroups) and world.state.info().groups == "broken"
+
+
+def test_a_host_that_ends_takes_its_ranks_and_their_calls_with_it() -> None:
+    world = World(num_hosts=2)
+    world.finish("form-1", ranks=(2, 3), host=1)
+    world.run()
+    world.finish("c1", ranks=(0, 1), host=0)
+    steps = world.state.host_ended(1, "was killed by signal 9", 1.0)
+    finished = messages_of(steps, messages.CallFinished)[0]
+    assert {part.outcome.status: part.ranks for part in finished.parts} == {"ok": (0, 1), "lost": (2, 3)}
+
+
+def test_a_mesh_without_clients_ends_after_its_time_to_live() -> None:
+    world = World(start=False)
+    world.state.client_gone("one")
+    world.join("two", orphan_ttl_s=7.0)
+    alarm = steps_of(world.state.client_gone("two"), s.Alarm)[0]
+    assert alarm.delay_s == 7.0
+    assert steps_of(world.state.alarm(alarm.name, 7.0), s.Shutdown)
+
+
+def test_a_client_that_comes_back_in_time_saves_the_mesh() -> None:
+    world = World()
+    alarm = steps_of(world.state.client_gone("one"), s.Alarm)[0]
+    world.join("again")
+    assert world.state.alarm(alarm.name, 10_000.0) == []
+
+
+def test_an_observer_does_not_keep_a_mesh_alive() -> None:
+    world = World()
+    world.join("viewer", observer=True)
+    assert steps_of(world.state.client_gone("one"), s.Alarm)
+
+
+def test_a_client_that_detaches_for_ever_leaves_a_mesh_that_does_not_end() -> None:
+    assert not steps_of(World().say(messages.Detach(call="d")), s.Alarm)
+
+
+def test_a_question_of_a_rank_reaches_the_client_whose_cell_it_is() -> None:
+    world = World()
+    world.run(allow_input=True)
+    asked = messages.InputRequested(call="c1", rank=1, prompt="name? ", password=False)
+    assert steps_of(world.host(asked), s.ToClient)[0].client == "one"
+
+
+def test_a_question_that_nobody_can_answer_is_answered_with_nothing() -> None:
+    world = World()
+    world.run(allow_input=True)
+    asked = messages.InputRequested(call="c1", rank=1, prompt="name? ", password=False)
+    world.host(asked)
+    assert messages_of(world.state.client_gone("one"), messages.ReplyInput)[0].text is None
+    assert messages_of(world.host(asked), messages.ReplyInput)[0].text is None
+
+
+def test_a_new_client_learns_which_cells_of_others_still_run() -> None:
+    world = World()
+    world.run()
+    world.now = 12.0
+    open_call = messages_of(world.join("two"), messages.Welcome)[0].open_calls[0]
+    assert (open_call.label, open_call.ranks, open_call.seconds) == ("cell 1", (0, 1, 2, 3), 12.0)
+
+
+@pytest.mark.parametrize("status", ["ok", "error", "interrupted", "lost"])
+def test_history_tells_how_a_cell_ended(status: str) -> None:
+    world = World()
+    world.run()
+    world.finish("c1", status=status)
+    entry = messages_of(world.say(messages.AskHistory(call="h")), messages.Answered)[0].history[0]
+    assert (entry.label, entry.status, entry.seconds) == ("cell 1", status, 0.1)
+
+
+def test_setup_cells_are_kept_for_ranks_that_join_later() -> None:
+    world = World()
+    world.run(setup=True)
+    assert [cell.source for cell in world.state.setup_cells] == ["x = 1"]
+
+
+def test_output_of_a_thread_that_outlives_its_cell_still_reaches_somebody() -> None:
+    world = World()
+    late = messages.CallOutput(call="c0", items=(messages.Line(ranks=(0,), stream="stdout", text="late"),))
+    assert messages_of(world.host(late), messages.CallOutput) == [late]
+
+
+def test_stopping_is_answered_before_the_end() -> None:
+    steps = World().say(messages.StopMesh(call="stop"))
+    assert messages_of(steps, messages.Answered) and steps_of(steps, s.Shutdown)
+
+
+def test_deaths_while_stopping_are_no_news() -> None:
+    world = World()
+    world.say(messages.StopMesh(call="stop"))
+    assert world.kill(1) == []
+
+
+def test_the_same_events_lead_to_the_same_state() -> None:
+    def play() -> messages.MeshInfo:
+        world = World()
+        world.run()
+        world.kill(3)
+        world.finish("c1", ranks=(0, 1, 2), status="interrupted")
+        return world.state.info()
+
+    assert play() == play()
