@@ -250,6 +250,8 @@ class Connection:
         """Its process has ended; every call that is still open ends."""
         reason = self._stop_reason or f"its supervisor (pid {self.found.pid}) has ended"
         self._fail_all(f"the mesh {self.found.name!r} is gone: {reason}")
+        with contextlib.suppress(errors.StartError):
+            keys.remove_dead(self.found)
         for stopped in self.listeners.stopped:
             stopped(reason)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import getpass
 import sys
 
+from meshbook.controller import marimo
+from meshbook.controller.results import mime_of
 from meshbook.fold import words
 from meshbook.ids import Ranks
 from meshbook.wire import messages
@@ -24,7 +26,10 @@ class Console:
                 self._line(item)
             elif isinstance(item.item, messages.Display):
                 text = item.item.data.get("text/plain")
-                if text:
+                some = item.ranks if item.ranks != self._ranks else None
+                if self._echo and marimo.show(mime_of(item.item.data), some):
+                    self._text.append(f"{text}\n" if text else "")
+                elif text:
                     shown = messages.Line(ranks=item.ranks, stream="stdout", text=str(text))
                     self._line(shown)
             elif isinstance(item.item, messages.Notice):

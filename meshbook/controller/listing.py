@@ -5,7 +5,6 @@ Asking does not change them: one looks on as an observer, whose coming and going
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import time
@@ -128,7 +127,7 @@ def list_meshes(timeout_s: float = _ANSWER_TIMEOUT_S) -> MeshList:
 
 
 def look_at(connection: keys.Connection) -> messages.MeshInfo:
-    """What a mesh says of itself, asked as an observer. Blocks.
+    """What a mesh says of itself, without those who only look on, as we do. Blocks.
 
     Raises:
         NotAttached: it does not answer.
@@ -139,8 +138,7 @@ def look_at(connection: keys.Connection) -> messages.MeshInfo:
         info = session.status()
     finally:
         session.detach()
-    us = f"{_KIND} (pid {os.getpid()})"
-    return msgspec.structs.replace(info, clients=tuple(client for client in info.clients if client != us))
+    return msgspec.structs.replace(info, clients=tuple(c for c in info.clients if not c.startswith(_KIND)))
 
 
 def _state(info: messages.MeshInfo | None) -> str:

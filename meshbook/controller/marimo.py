@@ -20,15 +20,17 @@ from typing import Any, Protocol
 import msgspec
 
 from meshbook.controller.connection import Connection
+from meshbook.controller.listing import look_at
 from meshbook.controller.session import Session
 from meshbook.errors import MeshbookError
+from meshbook.ids import Ranks, name_ranks
 from meshbook.wire import keys
 from meshbook.wire.messages import MeshSpec
 
 KIND = "marimo"
 
-# Seconds that a mesh outlives a marimo kernel in `marimo edit`, unless create_mesh is told: the kernel is killed alike when
-# it is restarted and when the notebook is closed. Long enough to restart and run the first cells; no GPU is kept for long.
+# Seconds that a mesh outlives a marimo kernel in `marimo edit`, unless create_mesh is told: the kernel is killed alike
+# when it is restarted and when the notebook is closed. Long enough to restart it; no GPU is kept for long.
 EDIT_TTL_S = 300.0
 
 
@@ -91,14 +93,15 @@ class Cell:
             if found.owner != self.owner or found.name in mine or (name is not None and found.name != name):
                 continue
             try:
+                left = look_at(found)
+                if left.clients or left.spec is None or _essence(left.spec) != _essence(spec):
+                    continue
                 session = Session(Connection(found, kind=KIND, orphan_ttl_s=EDIT_TTL_S), stop_at_exit=False)
             except MeshbookError:
                 continue
-            us = f"{KIND} (pid {os.getpid()})"
-            others = [client for client in session.info.clients if client != us and not client.startswith("onlooker")]
-            if _serves(session, spec, name) and not others:
+            if _serves(session, spec, name):
                 return session
-            session.close()
+            session.detach(EDIT_TTL_S)
         return None
 
 
@@ -131,6 +134,42 @@ def latest(owner: str) -> Session | None:
     with _lock:
         living = [session for (whose, _, _), session in _kept.items() if whose == owner and session.ended is None]
     return living[-1] if living else None
+
+
+def show(mime: tuple[str, Any], ranks: Ranks | None) -> bool:
+    """Show something rich that ranks displayed below the cell that this thread runs, as `mo.output.append` does.
+
+    Args:
+        mime: its MIME type and content.
+        ranks: those that displayed it, to be named; None: all of the cell's.
+
+    Returns:
+        Whether there was a marimo page to show it on.
+    """
+    append = getattr(getattr(sys.modules.get("marimo"), "output", None), "append", None)
+    cell = running_cell()
+    if append is None or cell is None or cell.mode == "script":
+        return False
+    if ranks is not None:
+        append(_Shown("text/html", f"<small>{name_ranks(ranks)}</small>"))
+    append(_Shown(*mime))
+    return True
+
+
+def has_shown() -> bool:
+    """Whether the cell that this thread runs has an output already."""
+    cell = running_cell()
+    return cell is not None and bool(getattr(cell.execution, "output", None))
+
+
+class _Shown:
+    """Something of which only its looks are known."""
+
+    def __init__(self, kind: str, content: Any) -> None:
+        self._mime = kind, content
+
+    def _mime_(self) -> tuple[str, Any]:
+        return self._mime
 
 
 def _ask(module: str, function: str) -> Any:

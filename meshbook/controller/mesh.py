@@ -416,6 +416,9 @@ class BodyCell:
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         return self.result._repr_mimebundle_()
 
+    def _mime_(self) -> tuple[str, Any]:
+        return self.result._mime_()
+
 
 def body_of(function: Callable[..., Any]) -> str:
     """The source of a function's body, at the left margin; a `return` at its end becomes the cell's value.

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from meshbook.controller.results import RankValues, bundle_of
+from meshbook.controller.results import RankValues, bundle_of, mime_of
 from meshbook.controller.session import Session
 from meshbook.errors import MeshNameError, TransferError
 from meshbook.fold import words
@@ -108,6 +108,9 @@ class RemoteValue:
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         return bundle_of(show(self), self._meshbook_ranks)
+
+    def _mime_(self) -> tuple[str, Any]:
+        return mime_of(self._repr_mimebundle_())
 
     def __format__(self, spec: str) -> str:
         return format(pull(self).same(), spec) if spec else str(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -158,16 +159,34 @@ class RankValues(Mapping[int, Any]):
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         return bundle_of(self.parts, self._ranks)
 
+    def _mime_(self) -> tuple[str, Any]:
+        return mime_of(self._repr_mimebundle_())
+
 
 def bundle_of(parts: Sequence[Part], ranks: Sequence[int]) -> dict[str, Any]:
     """Values by rank as a front end shows them: text always, HTML where a value has it; one value that all ranks agree
     on with every form it has."""
     bundle: dict[str, Any] = {"text/plain": words.show_values(parts, tuple(ranks))}
-    if html := words.html_values(parts, tuple(ranks)):
-        bundle["text/html"] = html
+    if page := words.html_values(parts, tuple(ranks)):
+        bundle["text/html"] = page
     if len(parts) == 1 and parts[0].outcome.value is not None:
         bundle.update(parts[0].outcome.value.preview.data)
     return bundle
+
+
+def mime_of(bundle: Mapping[str, Any]) -> tuple[str, Any]:
+    """The same as marimo takes it: one MIME type and its content. Text is set in a fixed width, without colours, which
+    marimo would show as they are written."""
+    for kind in ("text/html", "image/svg+xml"):
+        if kind in bundle:
+            return kind, bundle[kind]
+    for kind in ("image/png", "image/jpeg"):
+        if kind in bundle:
+            return kind, f"data:{kind};base64,{bundle[kind]}"
+    others = {kind: content for kind, content in bundle.items() if kind != "text/plain"}
+    if others:
+        return "application/vnd.marimo+mimebundle", others
+    return "text/html", f"<pre class='text-xs'>{html.escape(words.plain(bundle['text/plain']))}</pre>"
 
 
 @dataclass(frozen=True)
@@ -196,6 +215,9 @@ class CellResult:
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         return self.values._repr_mimebundle_() if len(self.values) else {"text/plain": repr(self)}
+
+    def _mime_(self) -> tuple[str, Any]:
+        return mime_of(self._repr_mimebundle_())
 
 
 def error_of(finished: messages.CallFinished, label: str = "the cell") -> MeshbookError | None:

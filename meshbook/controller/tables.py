@@ -89,7 +89,8 @@ def status_table(info: MeshInfo, *, now: float | None = None) -> Table:
     else:
         alike: dict[tuple[str, ...], list[RankInfo]] = {}
         for rank in ranks:
-            alike.setdefault((_doing(rank).partition(", last")[0], rank.host, rank.device.partition(":")[0]), []).append(rank)
+            look = (_doing(rank).partition(", last")[0], rank.host, rank.device.partition(":")[0])
+            alike.setdefault(look, []).append(rank)
         rows = (_rank_row(format_ranks(rank.rank for rank in group), group[0], group) for group in alike.values())
     notes = []
     if info.names:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 import msgspec
@@ -50,15 +50,15 @@ _digest_of = msgspec.msgpack.Encoder().encode
 class _Stored:
     """What an entry that is not plain text stands for."""
 
-    __slots__ = ("count", "line", "num_chars", "shape", "thing", "varying")
+    __slots__ = ("count", "line", "member", "num_chars", "shape", "thing")
 
     def __init__(self, thing: Display | ClearOutput | Notice | Cut | None, num_chars: int) -> None:
         self.thing = thing
         self.num_chars = num_chars
         self.count = 0  # queues that hold it, each time they do
-        self.line: Line | None = None  # of _SAID
+        self.line: Line | None = None  # of _SAID, with what it is made of
+        self.member: Member | None = None
         self.shape: Shape | None = None
-        self.varying: Mapping[int, tuple[str, ...]] | None = None
 
 
 class _Queue:
@@ -157,9 +157,8 @@ class Aligner:
             return
         stored = _Stored(None, len(text))
         stored.line = line
-        shape = shape_of(line.lead or text)
+        shape, stored.member = said(line)
         stored.shape = Shape(_STDERR_KEY + shape.key, shape.numbers) if line.stream == "stderr" else shape
-        stored.varying = member_of(line).varying
         self._push_stored(queue, self._numbered(_SAID), stored, now, line.ranks)
 
     def add_cut(self, source: int, num_lines: int, num_chars: int, now: float) -> None:
@@ -460,14 +459,13 @@ class Aligner:
 
     def _member(self, queue: _Queue) -> Member:
         entry = queue.front
-        ranks = queue.ranks_at(queue.start)
-        numbers = self._shape(entry).numbers
         kind = entry[:1]
         if kind == _SAID:
-            stored = self._stored[entry]
-            assert stored.line is not None
-            return Member(ranks, stored.line.lead or stored.line.text, numbers, stored.varying)
-        return Member(ranks, entry[1:] if kind == _STDERR else entry, numbers)
+            made_of = self._stored[entry].member
+            assert made_of is not None
+            return made_of
+        text = entry[1:] if kind == _STDERR else entry
+        return Member(queue.ranks_at(queue.start), text, self._shape(entry).numbers)
 
     def _num_chars(self, entry: str) -> int:
         stored = self._stored.get(entry) if entry[:1] in _SPECIAL else None
@@ -585,8 +583,9 @@ class Aligner:
         else:
             start = queue.cut_at + 1
             offset = queue.cut_at - queue.start
-        # Down to three quarters, so that this happens once for many entries. The last entry stays.
-        excess = queue.num_chars - self._limit * 3 // 4
+        # Somewhat below the limit, so that this happens once for many entries, and not so far below it that a source
+        # which has said less by now would lose what it said last. The last entry stays.
+        excess = queue.num_chars - self._limit * 7 // 8
         candidates = queue.entries[start:-1]
         only_lines = queue.num_special == (queue.cut_at is not None)
         sizes = itertools.accumulate(map(len if only_lines else self._num_chars, candidates))
@@ -647,12 +646,13 @@ class Aligner:
         return f"{kind}{self._next_number}"
 
 
-def member_of(line: Line) -> Member:
-    """A folded line on its way into another fold. Numbers that do not fit the text are not heeded."""
+def said(line: Line) -> tuple[Shape, Member]:
+    """A folded line on its way into another fold. Numbers that do not fit its text are not heeded."""
     text = line.lead or line.text
-    numbers = shape_of(text).numbers
-    fitting = (one for one in line.varying if 0 <= one.place < len(numbers) and len(one.written) == len(line.ranks))
-    return Member(line.ranks, text, numbers, {one.place: one.written for one in fitting})
+    shape = shape_of(text)
+    places, num_ranks = len(shape.numbers), len(line.ranks)
+    fitting = (one for one in line.varying if 0 <= one.place < places and len(one.written) == num_ranks)
+    return shape, Member(line.ranks, text, shape.numbers, {one.place: one.written for one in fitting})
 
 
 def folded_line(folded: Fold, stream: str, *, mergeable: bool, live: bool = False) -> Line:

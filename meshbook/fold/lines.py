@@ -22,7 +22,7 @@ from typing import Literal
 
 import msgspec
 
-from meshbook.fold.align import MAX_OVERFLOW, Aligner, folded_line, member_of
+from meshbook.fold.align import MAX_OVERFLOW, Aligner, folded_line, said
 from meshbook.fold.cuts import Cut
 from meshbook.fold.numbers import Member, fold_all, live_shape_of, shape_of
 from meshbook.fold.rows import Pen
@@ -242,7 +242,7 @@ class FoldMerger:
         states = self._states[host]
         left = [one for one in states if one[0] != line.stream or ranks.isdisjoint(one[1].ranks)]
         if line.live:
-            left.append((line.stream, member_of(line)))
+            left.append((line.stream, said(line)[1]))
         self._states[host] = left
         self._live_changed = True
 

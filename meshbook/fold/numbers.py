@@ -117,7 +117,7 @@ def fold(members: Sequence[Member], max_varying: int | None = MAX_VARYING) -> Fo
         return Fold(ranks, first.text, "", ())
     if max_varying is not None and len(places) > max_varying:
         return None
-    varying = tuple(Varying(place, _written(members, place)) for place in sorted(places))
+    varying = tuple(Varying(place, _written(members, ranks, place)) for place in sorted(places))
     return Fold(ranks, _show(first.text, ranks, varying), first.text, varying)
 
 
@@ -178,13 +178,17 @@ def _pattern(text: str) -> re.Pattern[str]:
     return _NUMBER_OR_WORD if "nan" in lower or "inf" in lower or "0x" in lower else _NUMBER
 
 
-def _written(members: Sequence[Member], place: int) -> tuple[str, ...]:
+def _written(members: Sequence[Member], ranks: Ranks, place: int) -> tuple[str, ...]:
     """What each rank of all members wrote in one place, in order of ranks."""
-    pairs: list[tuple[int, str]] = []
+    words: list[str] = []
     for one in members:
-        words = one.varying.get(place) if one.varying else None
-        pairs.extend(zip(one.ranks, words or [one.numbers[place]] * len(one.ranks), strict=True))
-    return tuple(word for _, word in sorted(pairs))
+        own = one.varying.get(place) if one.varying else None
+        words += own or [one.numbers[place]] * len(one.ranks)
+    order = [rank for one in members for rank in one.ranks]
+    if order != list(ranks):  # hosts that hold ranks in turn
+        by_rank = dict(zip(order, words, strict=True))
+        words = [by_rank[rank] for rank in ranks]
+    return tuple(words)
 
 
 def _show(text: str, ranks: Ranks, varying: Sequence[Varying]) -> str:

@@ -23,7 +23,7 @@ import zmq
 from meshbook.errors import ProtocolError, StartError, VersionMismatch, describe_exit
 from meshbook.fold.lines import LineFolder
 from meshbook.fold.outcomes import fold_outcomes
-from meshbook.host.logring import LogRing
+from meshbook.host.logring import LogRing, last_lines_of
 from meshbook.host.starter import Child, ForkStarter, FreshStarter, Starter
 from meshbook.ids import Ranks, format_ranks, name_ranks
 from meshbook.wire import birth, codec, keys, messages
@@ -49,7 +49,9 @@ _SILENT_S = 5.0
 _PROGRESS_AFTER_S = 0.5
 _BEAT_S = 1.0
 _FLUSH_S = 0.05
-_LAST_LINES = 10
+# Characters that one flush may give; the rest waits, and is cut with a notice when it grows too large. Twenty times a
+# second this is about what a front end takes (1 MB/s).
+_FLUSH_CHARS = 32 << 10
 
 
 @dataclass
@@ -87,7 +89,7 @@ class Tally:
     """An open call: who is still at it, and what the others came to."""
 
     call: str
-    label: str
+    command: Any
     waiting: set[int]
     opened_at: float
     folder: LineFolder
@@ -428,7 +430,7 @@ class HostAgent:
         if tally.call not in self._tallies:
             return
         now = self._loop.clock.monotonic()
-        items = tuple(tally.folder.flush(now))
+        items = tuple(tally.folder.flush(now, max_chars=_FLUSH_CHARS))
         if items:
             self._report(messages.CallOutput(call=tally.call, items=items))  # type: ignore[arg-type]
         deadline = tally.folder.next_deadline()
@@ -483,13 +485,16 @@ class HostAgent:
             return
         for link in self._links.values():
             self._relieve(link)
-        self._report(messages.HostBeat(host=self._host, ranks=tuple(self._info(link) for link in self._links.values())))
+        self._tell_beat()
         now = self._loop.clock.monotonic()
         for tally in self._tallies.values():
             done = len(tally.outcomes)
             if done != tally.progress_told and now - tally.opened_at > _PROGRESS_AFTER_S:
                 tally.progress_told = done
                 self._report(messages.CallProgressed(call=tally.call, done=tuple(sorted(tally.outcomes))))  # type: ignore[arg-type]
+
+    def _tell_beat(self) -> None:
+        self._report(messages.HostBeat(host=self._host, ranks=tuple(self._info(link) for link in self._links.values())))
 
     def _relieve(self, link: Link) -> None:
         """Read the output of a rank that is silent: C code that keeps the GIL would block on a full pipe for ever."""
@@ -517,7 +522,7 @@ class HostAgent:
             pid=link.child.pid if link.child is not None else None,
             device=link.device,
             call=link.running.call if link.running is not None else None,  # type: ignore[arg-type]
-            cell=tally.label if tally is not None else None,
+            cell=getattr(tally.command, "label", None) if tally is not None else None,
             line=beat.line if beat is not None and link.running is not None and beat.call == link.running.call else None,
             beat_age_s=age,
             rss_bytes=beat.rss_bytes if beat is not None else None,
@@ -539,7 +544,8 @@ class HostAgent:
             finish, link.finish = link.finish, None
             link.said = finish.said_seq
             self._finished(finish)
-        self._read_pipes(link)
+        rest = self._read_pipes(link)
+        last_lines = last_lines_of(link.child.last_words.read() + rest)
         link.child.close()
         stopping = self._when_empty is not None
         if not stopping:
@@ -550,7 +556,7 @@ class HostAgent:
                     exit_code=code,
                     signal=number,
                     host=self.hostname,
-                    last_lines=link.log.last_lines(_LAST_LINES),
+                    last_lines=last_lines,
                     last_collective=None,
                 )
             )
@@ -567,10 +573,11 @@ class HostAgent:
             while socket.poll(0):
                 self._hear(socket, socket.recv_multipart())
 
-    def _read_pipes(self, link: Link) -> None:
+    def _read_pipes(self, link: Link) -> str:
         """What was written to the rank's stdout and stderr and never read by it."""
+        rest = ""
         if link.child is None:
-            return
+            return rest
         for fd, stream in ((link.child.out, "stdout"), (link.child.err, "stderr")):
             data = bytearray()
             with contextlib.suppress(BlockingIOError, OSError):
@@ -580,6 +587,8 @@ class HostAgent:
                 text = messages.Text(stream=stream, text=data.decode("utf-8", "replace"))  # type: ignore[arg-type]
                 call = link.running.call if link.running is not None else link.last_call
                 self._take_output(link, call, (text,))
+                rest += text.text
+        return rest
 
     def _lost(self, link: Link) -> Outcome:
         error = messages.RankError(ename="RankLost", evalue=f"rank {link.rank} {link.dead}", traceback=())
@@ -588,8 +597,7 @@ class HostAgent:
     # ---- calls
 
     def _open(self, command: Any, ranks: Ranks) -> Tally:
-        label = getattr(command, "label", "") or type(command).__name__
-        tally = Tally(command.call, label, set(ranks), self._loop.clock.monotonic(), LineFolder(ranks, mergeable=self._mergeable))
+        tally = Tally(command.call, command, set(ranks), self._loop.clock.monotonic(), LineFolder(ranks, mergeable=self._mergeable))
         self._tallies[command.call] = tally
         return tally
 
@@ -611,6 +619,8 @@ class HostAgent:
         del self._tallies[tally.call]
         if tally.flush is not None:
             tally.flush.cancel()
+        if isinstance(tally.command, messages.FormGroups):
+            self._tell_beat()  # whoever hears that the mesh is ready can see its ranks at once
         small = len(tally.outcomes) <= 64
         self._report(
             messages.CallFinished(

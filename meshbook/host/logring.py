@@ -28,6 +28,8 @@ class LogRing:
         cut = text[-limit_bytes:]
         return cut[cut.find("\n") + 1 :]
 
-    def last_lines(self, count: int) -> tuple[str, ...]:
-        lines = [line.rsplit("\r", 1)[-1].rstrip() for line in self.tail(1 << 14).split("\n")]
-        return tuple([line for line in lines if line][-count:])
+
+def last_lines_of(text: str, count: int = 10) -> tuple[str, ...]:
+    """The last lines that say something; of a progress bar its last state."""
+    lines = [line.rstrip("\r").rsplit("\r", 1)[-1].rstrip() for line in text[-(1 << 14) :].split("\n")]
+    return tuple([line for line in lines if line][-count:])

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from meshbook.errors import StartError
 from meshbook.wire import birth
+from meshbook.wire.lastwords import LastWords
 from meshbook.wire.loop import Loop, Timer
 
 # 1 MiB, the most an unprivileged process may ask for: a burst of C output must not block a rank that holds the GIL.
@@ -31,11 +32,14 @@ class Child:
     pid: int
     out: int
     err: int
+    last_words: LastWords
 
     def close(self) -> None:
         for fd in (self.out, self.err):
             if fd >= 0:
                 os.close(fd)
+        if self.out >= 0:
+            self.last_words.close()
         self.out = self.err = -1
 
 
@@ -106,10 +110,11 @@ class ForkStarter:
     def start_rank(self, told: birth.RankBirth, on_started: Callable[[Child], None]) -> None:
         out, out_write = make_pipe()
         err, err_write = make_pipe()
-        self._ask(birth.ForkRank(told), [out, err, out_write, err_write])
+        last_words = LastWords()
+        self._ask(birth.ForkRank(told), [out, err, out_write, err_write, last_words.fd])
         os.close(out_write)
         os.close(err_write)
-        self._started.append(lambda pid: on_started(Child(pid, out, err)))
+        self._started.append(lambda pid: on_started(Child(pid, out, err, last_words)))
 
     def start_store(self, on_port: Callable[[int], None]) -> None:
         pipe = _PortPipe(self._loop, on_port)
@@ -170,12 +175,13 @@ class FreshStarter:
     def start_rank(self, told: birth.RankBirth, on_started: Callable[[Child], None]) -> None:
         out, out_write = make_pipe()
         err, err_write = make_pipe()
+        last_words = LastWords()
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "meshbook.rank.main", str(out), str(err)],
+            [sys.executable, "-P", "-m", "meshbook.rank.main", str(out), str(err), str(last_words.fd)],
             stdin=subprocess.PIPE,
             stdout=out_write,
             stderr=err_write,
-            pass_fds=(out, err),
+            pass_fds=(out, err, last_words.fd),
             env=rank_environment(),
         )
         os.close(out_write)
@@ -185,7 +191,7 @@ class FreshStarter:
             pipe.write(birth.encoder.encode(told))
         self._processes[process.pid] = process
         self._watch(process)
-        on_started(Child(process.pid, out, err))
+        on_started(Child(process.pid, out, err, last_words))
 
     def start_store(self, on_port: Callable[[int], None]) -> None:
         pipe = _PortPipe(self._loop, on_port)

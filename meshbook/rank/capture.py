@@ -66,6 +66,7 @@ class Output:
         descriptors: bool = True,
         limit: int = 1 << 20,
         patience_s: float = 1.0,
+        mirror: Callable[[str], None] | None = None,
     ) -> None:
         """
         Args:
@@ -74,9 +75,11 @@ class Output:
             descriptors: False leaves descriptors 1 and 2 alone and captures Python's streams only.
             limit: characters that may wait here, displays counted by the length of their data.
             patience_s: how long a writer waits for room before the middle of what waits is cut.
+            mirror: told every text as it comes, whether or not it is ever taken.
         """
         self.text_total = 0
         self._fds = fds
+        self._mirror = mirror
         self._descriptors = descriptors
         self._limit = limit
         self._patience_s = patience_s
@@ -284,6 +287,8 @@ class Output:
             self._seal()
             self._run_stream = stream
         self._run.append(text)
+        if self._mirror is not None:
+            self._mirror(text)
         self.text_total += len(text)
         self._run_size += len(text)
         if self._run_size >= SEAL_CHARS:

@@ -62,7 +62,7 @@ def serve(fd: int, *, with_torch: bool) -> NoReturn:
                 os.read(children, 4096)
             _reap(host)
         if host in readable:
-            data, descriptors, _, _ = socket.recv_fds(host, birth.MAX_BIRTH_BYTES, 4)
+            data, descriptors, _, _ = socket.recv_fds(host, birth.MAX_BIRTH_BYTES, 5)
             if not data:
                 os._exit(0)
             command = birth.fork_commands.decode(data)
@@ -101,12 +101,12 @@ def _in_child(rank_main: object, host: socket.socket, command: birth.ForkCommand
         die_with_parent()
         match command:
             case birth.ForkRank(birth=told):
-                read_out, read_err, write_out, write_err = descriptors
+                read_out, read_err, write_out, write_err, last_words = descriptors
                 os.dup2(write_out, 1)
                 os.dup2(write_err, 2)
                 os.close(write_out)
                 os.close(write_err)
-                rank_main.be_rank(told, (read_out, read_err))  # type: ignore[attr-defined]
+                rank_main.be_rank(told, (read_out, read_err), last_words)  # type: ignore[attr-defined]
             case birth.ForkStore():
                 from meshbook.rank import store
 

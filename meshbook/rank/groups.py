@@ -6,16 +6,14 @@ connections, also to a member that is a new process (`form` with the next epoch)
 
 Each epoch has its own corner of the store, `e<epoch>/<group>`, so nothing of a former epoch is ever met again.
 
-What re-forming cannot know is what users' objects had under way when the groups broke. DDP and FSDP2 are told to forget
-an unfinished step, as far as they can be told (`_forget_unfinished`). A collective that was broken may have been
-completed on some ranks and not on others: parameters can differ by one step, and only the user's program, or a
-checkpoint, can tell.
+What re-forming cannot know is what users' objects had under way when the groups broke. DDP and FSDP2 are made to forget
+an unfinished step (`unfinished`). And a collective that was broken may have been completed on some ranks and not on
+others: parameters can differ by one step, and only the user's program, or a checkpoint, can tell.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import inspect
 import json
 import math
@@ -37,6 +35,7 @@ from meshbook.errors import MeshShapeError
 from meshbook.rank import backends
 from meshbook.rank.backends import Link
 from meshbook.rank.ring import Label, Ring, one_line
+from meshbook.rank.unfinished import forget_unfinished_steps
 from meshbook.rank.watched import Break, GroupBroken, Observer, WatchedGroup
 
 __all__ = ["GroupBroken", "Groups", "Observer", "WatchedGroup"]
@@ -296,7 +295,7 @@ class Groups:
             group = self._members[name]
             if self._held[name].issuperset(group.label.ranks):
                 self.connect(group)
-        _forget_unfinished()
+        forget_unfinished_steps()
 
     def _agree(self, names: list[str] | tuple[()]) -> None:
         """Learn which ranks have which groups besides those that all have."""
@@ -320,7 +319,7 @@ class Groups:
             self._aborting.join(_ABORT_S)
             if self._aborting.is_alive():
                 raise RuntimeError(
-                    f"NCCL did not give up its communicators within {_ABORT_S:.0f} s; replace this rank: %mesh heal"
+                    f"NCCL did not give up its communicators within {_ABORT_S:.0f} s; this rank is beyond help: %mesh stop, then %mesh start"
                 )
             self._aborting = None
 
@@ -507,43 +506,13 @@ def _batch_isend_irecv(one_by_one: Callable[[Any], Any], p2p_op_list: Any) -> An
 
     NCCL needs the batch: sent one by one, two ranks that each send first wait for each other.
     """
-    group = (p2p_op_list[0].group or dist.group.WORLD) if p2p_op_list else None
-    if not isinstance(group, WatchedGroup):
-        return one_by_one(p2p_op_list)
-    device = p2p_op_list[0].tensor.device
-    if not group._get_backend(device).supports_coalescing:
-        return one_by_one(p2p_op_list)
     c10d._check_p2p_op_list(p2p_op_list)
+    group = p2p_op_list[0].group or dist.group.WORLD
+    device = p2p_op_list[0].tensor.device
+    if not isinstance(group, WatchedGroup) or not group._get_backend(device).supports_coalescing:
+        return one_by_one(p2p_op_list)
     with c10d._coalescing_manager(group, device, async_ops=True) as batch:
         for op in p2p_op_list:
             peer = {"group_dst" if op.op is dist.isend else "group_src": op.group_peer}
             op.op(op.tensor, group=op.group, tag=op.tag, **peer)
     return batch.works
-
-
-def _forget_unfinished() -> None:
-    """Have DDP and FSDP2 forget a step that a break ended half way: else DDP's next forward refuses to start, and
-    FSDP2's next collectives differ from rank to rank, as each had come to another point. Its gradients are lost.
-
-    FSDP2 has a door for that from torch 2.13 on. Before it, and for an all-gather that was prefetched asynchronously,
-    its state is the user's to mend, by building the model again.
-    """
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # imported by whoever uses it
-    kinds = (torch.nn.parallel.DistributedDataParallel, *([fsdp.FSDPModule] if fsdp is not None else []))
-    concerned: dict[type, bool] = {}  # asked once per class: a process has some hundred thousand objects
-    for candidate in gc.get_objects():
-        kind = type(candidate)
-        if kind not in concerned:
-            concerned[kind] = issubclass(kind, kinds)
-        if concerned[kind]:
-            _forget_step(candidate)
-
-
-def _forget_step(model: Any) -> None:
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        reducer = model.__dict__.get("reducer")
-        if hasattr(reducer, "_reset_state"):
-            reducer._reset_state()
-    elif hasattr(model, "reset_iter_state") and model._get_fsdp_state()._is_root:
-        with contextlib.suppress(GroupBroken):  # what it waits for was on the former connections
-            model.reset_iter_state()

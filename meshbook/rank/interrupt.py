@@ -40,14 +40,17 @@ class InterruptGate:
         self._depth = 0
         self._raised_at = float("-inf")
         self._previous: Any = None
+        self._installed = False
 
     def install(self) -> None:
         """Handle SIGINT from here on. Main thread only."""
         self._previous = signal.signal(signal.SIGINT, self._on_sigint)
+        self._installed = True
 
     def uninstall(self) -> None:
         """Put back what handled SIGINT before."""
         signal.signal(signal.SIGINT, self._previous)
+        self._installed = False
 
     @property
     def armed(self) -> bool:
@@ -58,6 +61,9 @@ class InterruptGate:
         """A call begins on the main thread. Nests. A Stop that ended the call before it says nothing about this one."""
         if not self._depth:
             self._raised_at = float("-inf")
+            if self._installed and signal.getsignal(signal.SIGINT) != self._on_sigint:
+                # User code left its own handler there, and a rank that cannot be stopped is worse.
+                signal.signal(signal.SIGINT, self._on_sigint)
         self._depth += 1
 
     def end(self) -> None:

@@ -21,21 +21,23 @@ from meshbook.rank.executor import Executor
 from meshbook.rank.service import Reporter, Service
 from meshbook.rank.shell import InterruptGate, RankShell
 from meshbook.wire import birth, messages
+from meshbook.wire.lastwords import LastWords
 from meshbook.wire.lifeline import die_with_parent
 
 
-def be_rank(told: birth.RankBirth, pipes: tuple[int, int]) -> NoReturn:
+def be_rank(told: birth.RankBirth, pipes: tuple[int, int], last_words: int) -> NoReturn:
     """Live as a rank in this process; never returns.
 
     Args:
         told: who to be.
         pipes: read ends of the pipes that stdout and stderr (descriptors 1 and 2) write to.
+        last_words: descriptor of the ring in which the host finds what was said last.
     """
     _settle(told)
     gate = InterruptGate()
     gate.install()
     context = zmq.Context()
-    output = Output(fds=pipes)
+    output = Output(fds=pipes, mirror=LastWords(last_words).write)
     output.install()
     reporter = Reporter(context, told, output)
     shell = RankShell.make(output=output, gate=gate)
@@ -89,14 +91,14 @@ def _end(executor: Executor, output: Output) -> NoReturn:
 
 
 def main() -> NoReturn:
-    """A rank in a fresh interpreter: `python -m meshbook.rank.main OUT_FD ERR_FD`, told who it is on standard input."""
+    """A rank in a fresh interpreter: `python -m meshbook.rank.main OUT_FD ERR_FD RING_FD`, told who it is on standard input."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
     told = birth.births.decode(sys.stdin.buffer.read())
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    be_rank(told, (int(sys.argv[1]), int(sys.argv[2])))
+    be_rank(told, (int(sys.argv[1]), int(sys.argv[2])), int(sys.argv[3]))
 
 
 if __name__ == "__main__":

@@ -79,16 +79,20 @@ class Names:
                 if name not in stored:
                     continue
             seen[name] = _mark(value)
-            if name[0] != "_" and name != "In" and name != "Out":
+            if _is_users(name):
                 bound.append(name)
         unbound: list[str] = []
         if len(seen) != len(items):
             for name in seen.keys() - dict(items).keys():
                 del seen[name]
-                if name[0] != "_" and name != "In" and name != "Out":
+                if _is_users(name):
                     unbound.append(name)
             unbound.sort()
         return bound, unbound
+
+
+def _is_users(name: object) -> bool:
+    return isinstance(name, str) and name[:1] != "_" and name not in ("In", "Out")
 
 
 def _mark(value: object) -> object:

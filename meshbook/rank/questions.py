@@ -39,6 +39,8 @@ SOURCE_CHARS: Final = 50_000
 _MISSING: Final = object()
 # An expression of names, attributes and simple subscripts, and the beginning of an attribute after it.
 _TAIL: Final = re.compile(r"((?:[^\W\d]\w*)(?:\.[^\W\d]\w*|\[[^\[\]\n]*\])*)\s*\.(\w*)\Z")
+# Such an expression, and the beginning of a key in brackets after it.
+_KEY: Final = re.compile(r"((?:[^\W\d]\w*)(?:\.[^\W\d]\w*|\[[^\[\]\n]*\])*)\s*\[\s*(['\"]?)([^'\"\[\]\n]*)\Z")
 # Python code in these packages may be run: it is not the user's, and computes no attribute that takes long.
 _KNOWN_ROOTS: Final = frozenset({"torch", "numpy"})
 _C_DESCRIPTORS: Final = (types.GetSetDescriptorType, types.MemberDescriptorType)
@@ -65,11 +67,18 @@ def complete(shell: RankShell, code: str, cursor: int) -> dict[str, Any]:
             start += 1
             texts = [(text[1:], kind) for text, kind in texts]
     else:
-        tail = _TAIL.search(code[:cursor])
         texts = []
-        if tail is not None:
-            start = tail.start(2)
-            texts = _attributes(look(shell, tail.group(1)), tail.group(2))
+    key = _KEY.search(code[:cursor])
+    tail = _TAIL.search(code[:cursor])
+    if key is not None and not any(kind == "dict key" for _, kind in texts):
+        keys = _keys(look(shell, key.group(1)), key.group(2), key.group(3))
+        if keys:
+            start, texts = key.start(3) if key.group(2) else cursor, keys
+    elif tail is not None and not texts:
+        start = tail.start(2)
+        texts = _attributes(look(shell, tail.group(1)), tail.group(2))
+    if code[:start].rpartition("\n")[2].strip() and not code[start:cursor].startswith("%"):
+        texts = [(text, kind) for text, kind in texts if kind != "magic"]  # a magic begins its line
     kinds: dict[str, str] = {}
     for text, kind in texts:
         if not kinds.get(text):  # of two equal texts the first with a known type counts
@@ -296,6 +305,19 @@ def _attributes(obj: Any, prefix: str) -> list[tuple[str, str]]:
     if not prefix:
         chosen = [name for name in chosen if not name.startswith("__")]
     return [(name, "attribute") for name in chosen]
+
+
+def _keys(obj: Any, quote: str, prefix: str) -> list[tuple[str, str]]:
+    """Keys of a dict that begin so: the rest of the string after an open quote, else whole literals."""
+    if not issubclass(type(obj), dict):
+        return []
+    found = []
+    for key in itertools.islice(dict.keys(obj), MATCHES_LIMIT):
+        if type(key) is str and key.startswith(prefix) and (quote or not prefix):
+            found.append((key if quote else repr(key), "dict key"))
+        elif type(key) is int and not quote and not prefix:
+            found.append((str(key), "dict key"))
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------------

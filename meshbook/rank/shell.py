@@ -58,6 +58,7 @@ from IPython.core.error import UsageError
 from IPython.core.history import HistoryManager
 from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult, InteractiveShell
 from IPython.core.macro import Macro
+from IPython.core.profiledir import ProfileDir
 from IPython.utils.text import LSString, SList
 from traitlets.config import Config
 
@@ -140,8 +141,11 @@ class RankShell(InteractiveShell):
         self.running_file: str | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._undo: list[Callable[[], object]] = []
-        # display_page: what would go to a pager is displayed, for `less` would wait for a terminal for ever.
-        super().__init__(display_page=True, **kwargs)
+        self._preset: dict[str, Any] = {}
+        with _no_database():
+            # display_page: what would go to a pager is displayed, for `less` would wait for a terminal for ever.
+            super().__init__(display_page=True, **kwargs)
+        self.db = _MemoryStore()
         self.loop_runner = self.run_coroutine
         self.InteractiveTB.tb_offset = 0  # frames that are not the user's are cut by name, not by number
         self._names = Names(self.user_ns, self.user_ns_hidden)
@@ -154,8 +158,7 @@ class RankShell(InteractiveShell):
         """No folder: a rank keeps nothing on disk."""
 
     def init_profile_dir(self, profile_dir: Any) -> None:
-        self.profile_dir = None
-        self.db = _MemoryStore()
+        self.profile_dir = _NoProfile()
 
     def init_environment(self) -> None:
         """What an ipykernel tells its subprocesses: colours are shown, pagers are not."""
@@ -226,8 +229,14 @@ class RankShell(InteractiveShell):
 
     def preset(self, **names: Any) -> None:
         """Bind names that are there from the start: `%who` does not list them, and they are not news of any cell."""
+        self._preset.update(names)
         self.push(names, interactive=False)
         self._names.settle()
+
+    def reset(self, new_session: bool = True, aggressive: bool = False) -> None:
+        """`%reset`: everything but the rank's own names."""
+        super().reset(new_session, aggressive)
+        self.push(self._preset, interactive=False)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Running
@@ -599,7 +608,7 @@ class RankShell(InteractiveShell):
             raise OSError("a command in the background would outlive its output; use subprocess.Popen for that")
         code = _run_on_pty(self.var_expand(cmd, depth=1), self.gate)
         self.user_ns["_exit_code"] = code
-        if self.system_raise_on_error and code != 0:
+        if getattr(self, "system_raise_on_error", False) and code != 0:
             raise subprocess.CalledProcessError(code, cmd)
 
     system = system_piped
@@ -620,7 +629,7 @@ class RankShell(InteractiveShell):
             errors="replace",
         )
         self.user_ns["_exit_code"] = done.returncode
-        if self.system_raise_on_error and done.returncode != 0:
+        if getattr(self, "system_raise_on_error", False) and done.returncode != 0:
             raise subprocess.CalledProcessError(done.returncode, cmd)
         return SList(done.stdout.splitlines()) if split else LSString(done.stdout)
 
@@ -751,6 +760,28 @@ class _Exiter(ExitAutocall):
 
     def __call__(self, *_args: Any) -> None:
         self._shell.ask_exit()
+
+
+class _NoProfile(ProfileDir):
+    """A profile without a folder."""
+
+    def _location_changed(self, change: Any) -> None:
+        """Nothing is made."""
+
+
+@contextlib.contextmanager
+def _no_database() -> Iterator[None]:
+    """Older IPython (9.0) makes the folder of its database when a shell is made, whoever needs it or not."""
+    module: Any = IPython.core.interactiveshell
+    eager = getattr(module, "PickleShareDB", None)
+    if eager is None:
+        yield
+        return
+    module.PickleShareDB = lambda *_: _MemoryStore()
+    try:
+        yield
+    finally:
+        module.PickleShareDB = eager
 
 
 class _MemoryStore(dict[str, Any]):

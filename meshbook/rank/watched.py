@@ -227,8 +227,11 @@ def _collective(op: str) -> Callable[..., Any]:
             self._refuse(op)
         if self._inner is None:
             self._host.connect(self)
-        told = args[telling] if telling < len(args) else args[0] if args else ()
-        tensors = told if type(told) is list and told and isinstance(told[0], torch.Tensor) else _tensors(told)
+        put_in = args[telling] if telling < len(args) else args[0] if args else ()
+        if type(put_in) is list and put_in and isinstance(put_in[0], torch.Tensor):
+            tensors = put_in
+        else:
+            tensors = _tensors(put_in)
         peer = self.label.ranks[int(args[1])] if names_peer and len(args) > 1 else None
         record = self._ring.begin(op, self.label, tensors, peer)
         arguments = self._tell_begun(record, args, kwargs) if self._host.observers else None
@@ -380,7 +383,7 @@ class WatchedGroup(ProcessGroup):
         raise GroupBroken(
             f"{op} cannot run: the process group of {name_ranks(self.label.ranks)} is broken "
             f"({self.broken.reason}). It is formed again before the next cell: run the cell again. "
-            "If a rank is gone, replace it first: %mesh heal"
+            "If a rank is gone, that takes a new mesh: %mesh stop, then %mesh start"
         )
 
     def _outcome(
@@ -397,8 +400,10 @@ class WatchedGroup(ProcessGroup):
             launched: `error` came while waiting. What fails before that was most likely called with wrong arguments.
         """
         failed = isinstance(error, Exception)
+        told: BaseException | None = None
         if age != self._age:
-            told: BaseException | None = GroupBroken(f"{record.op} was under way when its process group was broken")
+            if failed:
+                told = GroupBroken(f"{record.op} was under way when its process group was broken; its result is lost")
         else:
             # Out of step with the other ranks from now on, whatever the user does about the exception?
             broke = launched or "gloo/transport" in str(error) if failed else not _succeeded(work)

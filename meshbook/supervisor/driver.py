@@ -31,9 +31,6 @@ log = logging.getLogger("meshbook.supervisor")
 
 ENGINES: dict[str, type[LocalEngine]] = {"local": LocalEngine}
 
-# A stranger's message may be this large and no larger; it is the limit for all, since a socket has but one. Large data
-# goes through shared memory.
-_MAX_CLIENT_MESSAGE_BYTES = codec.MAX_MESSAGE_BYTES
 _ENGINE_POLL_S = 0.5
 _CLIENT_POLL_S = 5.0  # where the system has no pidfd
 _STOP_GRACE_S = 1.0
@@ -66,7 +63,7 @@ class Driver:
         self, name: str, address: str | None, owner: str | None, now: float
     ) -> tuple[zmq.Socket[bytes], keys.Connection]:
         socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        keys.harden(socket, max_message_bytes=_MAX_CLIENT_MESSAGE_BYTES)
+        keys.harden(socket, max_message_bytes=codec.MAX_MESSAGE_BYTES)
         server_key = None
         if address is not None:
             public, secret = keys.curve_keys()

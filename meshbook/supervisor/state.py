@@ -26,7 +26,8 @@ from meshbook.wire.messages import HistoryEntry, MeshInfo, MeshSpec, Outcome, Pa
 ORPHAN_TTL_S = 1800.0
 # Seconds the survivors of a lost rank have to come back before the call is ended without them: the promise is 2 s.
 _ABANDON_AFTER_S = 1.5
-_FLUSH_S = 0.02
+_FLUSH_S = 0.05
+_FLUSH_CHARS = 32 << 10  # characters that one flush may show; see host.agent
 _HISTORY_ENTRIES = 10_000
 
 
@@ -424,7 +425,7 @@ class State:
 
     def _flush(self, call: Call, now: float) -> list[Step]:
         """Show what can be shown now, and come back when there will be more although nobody speaks."""
-        items = tuple(call.merger.flush(now)) if call.merger is not None else ()
+        items = tuple(call.merger.flush(now, max_chars=_FLUSH_CHARS)) if call.merger is not None else ()
         return self._say(call, items, now)
 
     def _come_back(self, call: Call, now: float) -> list[Step]:
@@ -533,17 +534,17 @@ class State:
         if self._groups in ("ready", "forming"):
             self._groups = "broken"
         steps: list[Step] = [ToClient(None, messages.RanksChanged(info=self.info(), exited=(report,)))]
-        reason = f"rank {rank} {how}"
+        left = tuple(other for other in sorted(self._ranks) if other not in self._exited)
+        if left:  # also those that are idle: a collective of theirs would wait for the dead one
+            steps.append(ToHosts(self._hosts(left), messages.Unblock(ranks=left, reason=f"rank {rank} {how}")))
         for call in self._calls.values():
             if rank not in call.ranks or not call.main_thread:
                 continue
             call.lost.append(report)
             survivors = tuple(other for other in call.ranks if other not in self._exited)
             if survivors:
-                hosts = self._hosts(survivors)
-                steps.append(ToHosts(hosts, messages.Unblock(ranks=survivors, reason=reason)))
                 interrupt = messages.Interrupt(ranks=survivors, target=call.id)  # type: ignore[arg-type]
-                steps.append(ToHosts(hosts, interrupt))
+                steps.append(ToHosts(self._hosts(survivors), interrupt))
                 steps.append(Alarm(f"abandon {call.id}", _ABANDON_AFTER_S))
         return steps
 

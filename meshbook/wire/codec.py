@@ -19,7 +19,7 @@ PROTOCOL = b"meshbook/1"
 
 # The largest message a socket accepts; beyond it zmq closes the connection. Large data goes through shared memory; what
 # rides inline (another machine, macOS) has to fit.
-MAX_MESSAGE_BYTES = 1 << 30
+MAX_MESSAGE_BYTES = 1 << 28
 
 M = TypeVar("M")
 _encoder = msgspec.msgpack.Encoder()

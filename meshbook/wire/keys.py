@@ -148,6 +148,13 @@ def write_connection(folder: Path, connection: Connection) -> None:
         ) from error
 
 
+def remove_dead(connection: Connection) -> None:
+    """Remove what this mesh left, if it is dead and nobody has taken its name since."""
+    folder = runtime_folder() / connection.name
+    if read_connection(folder) == connection and not is_running(connection.pid, connection.process_started_at):
+        remove_folder(folder)
+
+
 def read_connection(folder: Path) -> Connection | None:
     """What `mesh.json` in this folder says; None when there is none or it is not ours to read."""
     try:

@@ -89,6 +89,17 @@ def test_a_later_stop_raises_again_in_code_that_survived_the_first(
     assert gate.raised == 3
 
 
+def test_a_handler_that_user_code_left_behind_lasts_until_the_next_call(gate: InterruptGate) -> None:
+    gate.begin()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gate.end()
+    gate.begin()
+    gate.arm()
+    with pytest.raises(KeyboardInterrupt):
+        sigint()
+    gate.end()
+
+
 def test_an_inherited_ignore_does_not_disarm_the_gate(gate: InterruptGate) -> None:
     gate.uninstall()
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -80,6 +80,11 @@ def test_underscored_names_and_the_shells_own_are_left_out() -> None:
     assert Space().run("_ = 1; _private = 2; __x = 3; In = []; Out = {}; x = 4") == (("x",), ())
 
 
+def test_keys_that_are_no_names_are_left_out() -> None:
+    assert Space().run("globals()[3] = 1; globals()[''] = 2; globals()[(1, 2)] = 3; x = 4") == (("", "x"), ())
+    assert Space().run("globals()[3] = 1; del globals()[3]") == ((), ())
+
+
 def test_hidden_names_are_left_out_until_they_are_bound_to_something_else() -> None:
     space = Space()
     space.hidden["rank"] = 3

@@ -195,7 +195,15 @@ class World:
         """Run `function(member, *args)` on the main thread of all ranks; their results, in rank order."""
         for member in self.members:
             member.begin(function, *args)
-        return [member.result() for member in self.members]
+        results, failures = [], []
+        for member in self.members:  # all of them, or the next run would be answered with this one's results
+            try:
+                results.append(member.result())
+            except Failed as failed:
+                failures.append(failed)
+        if failures:
+            raise failures[0]
+        return results
 
     def __enter__(self) -> World:
         return self

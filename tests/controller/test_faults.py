@@ -1,0 +1,174 @@
+"""Ranks that die, hang or freeze: real ones, killed by real signals, on meshes of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.errors import CellError, CellInterrupted, NotAttached, RankLost, StartError
+from tests.controller.test_run import when
+
+
+@pytest.fixture
+def own_mesh() -> Iterator[Mesh]:
+    with create_mesh(3) as mesh:
+        yield mesh
+
+
+def pid_of(mesh: Mesh, rank: int) -> int:
+    pid = mesh.status().ranks[rank].pid
+    assert pid is not None
+    return pid
+
+
+def begun(mesh: Mesh, source: str) -> object:
+    """Start a cell in the background and wait until every rank is in it."""
+    future = mesh.run(f"print('begun')\n{source}", wait=False, echo=False)
+    when(lambda: all("begun" in mesh.logs(rank) for rank in mesh.session.living(mesh.ranks)))
+    return future
+
+
+def test_a_killed_rank_ends_the_cell_within_two_seconds_and_is_named(own_mesh: Mesh) -> None:
+    future = begun(own_mesh, "print('my last words') if rank == 1 else None\nimport time\ntime.sleep(1000)")
+    pid = pid_of(own_mesh, 1)
+    killed_at = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    error = future.exception(20)  # type: ignore[attr-defined]
+    assert time.monotonic() - killed_at < 2.0
+    assert isinstance(error, RankLost)
+    assert (error.ranks, error.pid, error.signal, error.survivors) == ((1,), pid, "SIGKILL", (0, 2))
+    assert "my last words" in error.last_lines
+    assert "rank 1" in str(error) and "SIGKILL" in str(error)
+
+
+def test_survivors_of_a_lost_rank_keep_their_state_and_run_the_next_cell(own_mesh: Mesh) -> None:
+    own_mesh.run("kept = rank * 10")
+    future = begun(own_mesh, "dist.all_reduce(torch.ones(3)) if rank != 1 else __import__('time').sleep(1000)")
+    os.kill(pid_of(own_mesh, 1), signal.SIGKILL)
+    assert isinstance(future.exception(20), RankLost)  # type: ignore[attr-defined]
+    assert dict(own_mesh.run("kept").values) == {0: 0, 2: 20}
+
+
+def test_a_lost_rank_asked_for_by_number_is_told_and_nothing_is_run(own_mesh: Mesh) -> None:
+    own_mesh.kill(1)
+    when(lambda: own_mesh.session.lost == (1,))
+    with pytest.raises(RankLost, match="nothing was run"):
+        own_mesh.run("ran = True", ranks=[0, 1])
+    assert "ran" not in own_mesh.status().names
+
+
+def test_a_collective_without_the_lost_rank_ends_with_a_reason_at_once(own_mesh: Mesh) -> None:
+    own_mesh.kill(2)
+    when(lambda: own_mesh.session.lost == (2,))
+    with pytest.raises(CellError, match="rank 2|peer|Connection"):
+        own_mesh.run("dist.all_reduce(torch.ones(1))", timeout=20)
+
+
+def test_a_rank_that_leaves_by_os_exit_is_lost_with_its_status(own_mesh: Mesh) -> None:
+    with pytest.raises(RankLost) as raised:
+        own_mesh.run("import os\nif rank == 0: os._exit(7)\nimport time\ntime.sleep(1000)")
+    assert (raised.value.ranks, raised.value.exit_code, raised.value.signal) == ((0,), 7, None)
+
+
+def test_what_c_code_wrote_just_before_it_aborted_is_among_the_last_lines(own_mesh: Mesh) -> None:
+    with pytest.raises(RankLost) as raised:
+        own_mesh.run("import os\nif rank == 2:\n    os.write(2, b'assertion failed in C\\n'); os.abort()\n")
+    assert raised.value.signal == "SIGABRT"
+    assert "assertion failed in C" in raised.value.last_lines
+
+
+def test_the_rank_that_outgrows_its_memory_is_lost_and_the_others_live(own_mesh: Mesh) -> None:
+    source = (
+        "if rank == 1:\n"
+        "    import resource, ctypes\n"
+        "    resource.setrlimit(resource.RLIMIT_AS, (1 << 33, 1 << 33))\n"
+        "    try:\n        bytearray(1 << 40)\n"
+        "    except MemoryError:\n        import os, signal; os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    with pytest.raises(RankLost, match="memory runs out"):
+        own_mesh.run(source)
+    assert list(own_mesh.run("rank").values) == [0, 2]
+
+
+def test_the_death_of_an_idle_rank_is_news_at_once(own_mesh: Mesh) -> None:
+    news: list[int] = []
+    own_mesh.session.on_lost.append(lambda exited: news.extend(one.rank for one in exited))
+    os.kill(pid_of(own_mesh, 0), signal.SIGKILL)
+    when(lambda: news == [0])
+    assert "rank 0 lost" in repr(own_mesh)
+
+
+def test_a_second_stop_kills_a_rank_that_keeps_the_gil(own_mesh: Mesh, tmp_path: Path) -> None:
+    # PyDLL keeps the GIL, and a mutex that is locked twice waits for ever, whatever signals come.
+    gate = tmp_path / "gate"
+    source = f"""import ctypes, os, time
+while not os.path.exists({str(gate)!r}): time.sleep(0.01)
+mutex = ctypes.create_string_buffer(128)
+while rank == 1: ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+time.sleep(1000)"""
+    future = begun(own_mesh, source)
+    gate.touch()
+    when(lambda: own_mesh.status().ranks[1].state == "silent")
+    future.interrupt()  # type: ignore[attr-defined]
+    own_mesh.session.interrupt(own_mesh.ranks, hard=True)
+    error = future.exception(20)  # type: ignore[attr-defined]
+    assert isinstance(error, RankLost) and error.ranks == (1,)
+    assert list(own_mesh.run("rank").values) == [0, 2]
+
+
+def test_a_rank_that_would_not_stop_is_named_under_the_cell(own_mesh: Mesh) -> None:
+    said: list[str] = []
+    stubborn = "import time\nwhile True:\n    try:\n        while True: time.sleep(0.01)\n    except KeyboardInterrupt: pass"
+    command = own_mesh.session.cell_command(f"print('begun')\n{stubborn}", (1,))
+    source = own_mesh.session.request(command, on_output=lambda items: said.extend(map(str, items)))
+    when(lambda: "begun" in own_mesh.logs(1))
+    own_mesh.session.interrupt((1,), target=command.call)
+    when(lambda: any("did not stop within 2 s" in one for one in said))
+    own_mesh.session.interrupt((1,), target=command.call, hard=True)
+    source.result(20)
+
+
+def test_a_stopped_rank_is_reported_silent_and_runs_on_when_continued(own_mesh: Mesh) -> None:
+    pid = pid_of(own_mesh, 1)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        when(lambda: own_mesh.status().ranks[1].state == "silent")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    when(lambda: own_mesh.status().ranks[1].state == "idle")
+    assert list(own_mesh.run("rank").values) == [0, 1, 2]
+
+
+def test_a_size_mismatch_that_aborts_a_rank_is_a_lost_rank_not_a_hang(own_mesh: Mesh) -> None:
+    with pytest.raises((RankLost, CellError)):
+        own_mesh.run("dist.broadcast(torch.ones(4 if rank else 4000), 0)", timeout=30)
+
+
+def test_a_supervisor_that_dies_takes_its_ranks_along_and_the_client_is_told(own_mesh: Mesh) -> None:
+    pids = [pid_of(own_mesh, rank) for rank in own_mesh.ranks]
+    future = begun(own_mesh, "import time\ntime.sleep(1000)")
+    os.kill(own_mesh.session.info.supervisor_pid, signal.SIGKILL)
+    with pytest.raises(NotAttached, match="supervisor"):
+        future.result(20)  # type: ignore[attr-defined]
+    when(lambda: not any(Path(f"/proc/{pid}/stat").exists() for pid in pids))
+    with pytest.raises(NotAttached, match="%mesh start"):
+        own_mesh.run("1")
+
+
+def test_a_mesh_whose_ranks_cannot_start_says_why_and_leaves_nothing() -> None:
+    with pytest.raises(StartError) as raised:
+        create_mesh(2, env={"LD_PRELOAD": ""}, device="cuda")
+    assert str(raised.value)
+
+
+def test_an_interrupted_cell_says_so_and_keeps_what_it_had_bound(own_mesh: Mesh) -> None:
+    future = begun(own_mesh, "step = 5\nimport time\ntime.sleep(1000)")
+    future.interrupt()  # type: ignore[attr-defined]
+    assert isinstance(future.exception(20), CellInterrupted)  # type: ignore[attr-defined]
+    assert own_mesh.run("step").values.same() == 5

@@ -1,0 +1,173 @@
+"""Meshes come, are found again, and go: and nothing of them is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from meshbook.controller.connection import Connection
+from meshbook.controller.launch import launch_supervisor
+from meshbook.controller.mesh import attach, create_mesh
+from meshbook.controller.session import Session
+from meshbook.errors import MeshInUse, MeshNameError, NotAttached, StartError
+from meshbook.wire import keys
+from tests.controller.test_run import when
+
+
+def processes_of(pid: int) -> list[psutil.Process]:
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
+
+
+def test_stop_leaves_no_process_no_folder_and_no_shared_memory() -> None:
+    before = set(os.listdir("/dev/shm"))
+    mesh = create_mesh(2)
+    processes = processes_of(mesh.session.info.supervisor_pid)
+    assert len(processes) >= 4  # supervisor, fork server, two ranks, and the store
+    folder = keys.runtime_folder() / mesh.name
+    assert folder.exists()
+    mesh.stop()
+    when(lambda: not any(process.is_running() for process in processes))
+    assert not folder.exists()
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_stopping_twice_does_no_harm() -> None:
+    mesh = create_mesh(1)
+    mesh.stop()
+    mesh.stop()
+    with pytest.raises(NotAttached, match="is no more"):
+        mesh.run("1")
+
+
+def test_a_mesh_is_stopped_at_the_end_of_its_with_block_also_after_an_error() -> None:
+    with pytest.raises(ZeroDivisionError), create_mesh(1) as mesh:
+        pid = mesh.session.info.supervisor_pid
+        _ = 1 / 0
+    when(lambda: not psutil.pid_exists(pid))
+
+
+def run_script(source: str) -> str:
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_script_that_ends_takes_its_mesh_along() -> None:
+    pid = int(run_script("import meshbook\nm = meshbook.create_mesh(1)\nprint(m.session.info.supervisor_pid)"))
+    when(lambda: not psutil.pid_exists(pid))
+
+
+def test_a_detached_mesh_outlives_its_script_and_is_found_again_with_its_names() -> None:
+    run_script("import meshbook\nm = meshbook.create_mesh(2, name='kept')\nm.run('x = rank + 5')\nm.detach()")
+    mesh = attach("kept")
+    try:
+        assert dict(mesh.pull("x")) == {0: 5, 1: 6}
+        assert "x" in mesh.status().names
+    finally:
+        mesh.stop()
+
+
+def test_a_mesh_survives_the_death_of_its_client_and_ends_when_nobody_comes() -> None:
+    source = "import meshbook, os\nm = meshbook.create_mesh(1, name='orphan', orphan_ttl_s={})\nm.run('x = 1')\nos.kill(os.getpid(), 9)"
+    subprocess.run([sys.executable, "-c", source.format(3600)], timeout=60, check=False)
+    mesh = attach("orphan")
+    pid = mesh.session.info.supervisor_pid
+    assert mesh.run("x").values.same() == 1
+    mesh.detach(orphan_ttl_s=0.2)
+    when(lambda: not psutil.pid_exists(pid))
+    assert all(connection.name != "orphan" for connection in keys.list_connections())
+
+
+def test_what_a_dead_clients_cell_does_goes_on_and_the_next_client_is_told() -> None:
+    source = (
+        "import meshbook, os\nm = meshbook.create_mesh(1, name='busy')\n"
+        "f = m.run('import time\\nprint(1)\\ntime.sleep(1000)', wait=False)\n"
+        "while m.status().ranks[0].state != 'busy': pass\nos.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", source], timeout=60, check=False)
+    mesh = attach("busy")
+    try:
+        (running,) = mesh.session.connection.welcome.open_calls
+        assert running.ranks == (0,)
+        mesh.interrupt()
+        assert mesh.run("2").values.same() == 2
+    finally:
+        mesh.stop()
+
+
+def test_two_clients_see_one_mesh() -> None:
+    with create_mesh(1, name="shared") as mesh:
+        other = attach("shared")
+        other.run("y = 3")
+        assert mesh.pull("y")[0] == 3
+        assert len(mesh.status().clients) == 2
+        other.detach()
+        assert mesh.run("y").values.same() == 3
+
+
+def test_an_observer_may_look_and_does_not_keep_the_mesh() -> None:
+    mesh = create_mesh(1, name="watched", orphan_ttl_s=0.2)
+    pid = mesh.session.info.supervisor_pid
+    viewer = attach("watched", observer=True)
+    assert viewer.status().ranks[0].state == "idle"
+    mesh.detach(orphan_ttl_s=0.2)
+    when(lambda: not psutil.pid_exists(pid))
+    when(lambda: viewer.session.ended is not None)
+    viewer.session.close()
+
+
+def test_two_meshes_of_one_process_are_strangers() -> None:
+    with create_mesh(1, name="left") as left, create_mesh(2, name="right") as right:
+        left.push(x="left")
+        right.push(x="right")
+        assert (left.pull("x")[0], right.pull("x")[1]) == ("left", "right")
+        assert [connection.name for connection in keys.list_connections()] == ["left", "right"]
+
+
+def test_a_name_in_use_is_refused_and_the_mesh_that_has_it_lives_on() -> None:
+    with create_mesh(1, name="taken") as mesh:
+        with pytest.raises(MeshInUse, match="taken"):
+            create_mesh(1, name="taken")
+        assert mesh.run("1").values.same() == 1
+
+
+def test_attaching_to_a_name_that_is_not_there_lists_those_that_are() -> None:
+    with create_mesh(1, name="there"), pytest.raises(MeshNameError, match="there"):
+        attach("elsewhere")
+
+
+def test_a_supervisor_without_ranks_warms_up_and_starts_them_quickly_later() -> None:
+    found = launch_supervisor("spare")
+    session = Session(Connection(found, kind="test"), stop_at_exit=True)
+    try:
+        with pytest.raises(NotAttached, match="no ranks yet"):
+            attach("spare")
+    finally:
+        session.stop()
+    assert not (keys.runtime_folder() / "spare").exists()
+
+
+def test_an_impossible_runtime_folder_is_told_and_nothing_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("MESHBOOK_RUNTIME_DIR", str(blocked / "inside"))
+    with pytest.raises(StartError, match="MESHBOOK_RUNTIME_DIR"):
+        create_mesh(1)
+
+
+def test_a_terminated_supervisor_ends_its_ranks_in_order() -> None:
+    mesh = create_mesh(2)
+    processes = processes_of(mesh.session.info.supervisor_pid)
+    os.kill(mesh.session.info.supervisor_pid, signal.SIGTERM)
+    when(lambda: not any(process.is_running() for process in processes))
+    when(lambda: mesh.session.ended is not None)
+    mesh.stop()

@@ -1,0 +1,100 @@
+"""What a mesh must do however its ranks are started and wherever its hosts are."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.errors import CellError, CellInterrupted, RankLost
+from tests.controller.test_run import when
+
+WAYS: dict[str, dict[str, Any]] = {
+    "forked": {},
+    "fresh": {"start_method": "fresh"},
+    "two hosts": {"num_hosts": 2},
+    "tcp": {"listen": "tcp://127.0.0.1:*"},
+}
+
+
+@pytest.fixture(scope="module", params=WAYS.values(), ids=WAYS.keys())
+def mesh(request: pytest.FixtureRequest) -> Iterator[Mesh]:
+    with create_mesh({"dp": 2, "tp": 2}, **request.param) as mesh:
+        yield mesh
+
+
+def test_every_rank_answers(mesh: Mesh) -> None:
+    assert dict(mesh.run("(rank, world_size)").values) == {rank: (rank, 4) for rank in range(4)}
+
+
+def test_the_process_group_and_the_device_mesh_are_up(mesh: Mesh) -> None:
+    source = "t = torch.ones(2) * rank\ndist.all_reduce(t, group=mesh['tp'].get_group())\nt.tolist()"
+    assert dict(mesh.run(source).values) == {0: [1, 1], 1: [1, 1], 2: [5, 5], 3: [5, 5]}
+
+
+def test_equal_lines_are_one_and_lines_of_some_ranks_name_them(mesh: Mesh) -> None:
+    output = mesh.run("print('all')\nif rank in (1, 2): print('some')", echo=False).output
+    assert output == "all\n[1-2] some\n"
+
+
+def test_errors_are_folded(mesh: Mesh) -> None:
+    with pytest.raises(CellError) as raised:
+        mesh.run("if rank: raise ValueError('odd one')")
+    assert [(failure.ranks, failure.ename) for failure in raised.value.failures] == [((1, 2, 3), "ValueError")]
+    assert raised.value.succeeded == (0,)
+
+
+def test_values_go_there_and_back(mesh: Mesh) -> None:
+    mesh.push(data=list(range(100_000)))
+    assert mesh.pull("data")[3][-1] == 99_999
+
+
+def test_a_stuck_collective_is_left_and_the_group_is_whole_again(mesh: Mesh) -> None:
+    future = mesh.run("dist.barrier() if rank else __import__('time').sleep(1000)", wait=False)
+    when(lambda: all(rank.state == "busy" for rank in mesh.status().ranks))
+    future.interrupt()
+    assert isinstance(future.exception(20), CellInterrupted)
+    assert mesh.run("t = torch.ones(1); dist.all_reduce(t); t.item()").values.same() == 4.0
+
+
+def test_names_can_be_looked_at_while_a_cell_runs(mesh: Mesh, tmp_path: object) -> None:
+    mesh.run("seen = 'yes'")
+    gate = f"{tmp_path}/gate"
+    future = mesh.run(f"import os, time\nwhile not os.path.exists({gate!r}): time.sleep(0.01)", wait=False)
+    try:
+        assert "yes" in repr(mesh["seen"])
+    finally:
+        open(gate, "w").close()
+        future.result(20)
+
+
+def test_a_killed_rank_is_named_and_the_others_live(mesh: Mesh) -> None:
+    # Last in this module: the mesh is not whole afterwards.
+    pid = mesh.status().ranks[2].pid
+    assert pid is not None
+    future = mesh.run("import time\ntime.sleep(1000)", wait=False)
+    when(lambda: all(rank.state == "busy" for rank in mesh.status().ranks))
+    os.kill(pid, signal.SIGKILL)
+    error = future.exception(20)
+    assert isinstance(error, RankLost) and error.ranks == (2,)
+    assert list(mesh.run("rank").values) == [0, 1, 3]
+
+
+def test_light_ranks_need_no_torch() -> None:
+    with create_mesh(2, torch=False) as mesh:
+        assert dict(mesh.run("import sys\n('torch' in sys.modules, rank)").values) == {0: (False, 0), 1: (False, 1)}
+
+
+def test_a_lost_host_loses_its_ranks_and_the_others_live() -> None:
+    with create_mesh(4, num_hosts=2, torch=False) as mesh:
+        host = int(mesh.run("import os; open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].split()[1]").values[3])
+        future = mesh.run("import time\ntime.sleep(1000)", wait=False)
+        when(lambda: all(rank.state == "busy" for rank in mesh.status().ranks))
+        os.kill(host, signal.SIGKILL)
+        error = future.exception(20)
+        assert isinstance(error, RankLost) and error.ranks == (2, 3)
+        assert list(mesh.run("rank").values) == [0, 1]

@@ -1,0 +1,287 @@
+"""A front end for tests: a real kernel in a process of its own, and what a notebook would show of each cell.
+
+Nothing in it sleeps: it waits for messages, with a deadline. What a cell shows can be read as text, as somebody at a
+notebook would read it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jupyter_client.blocking.client import BlockingKernelClient
+from jupyter_client.manager import KernelManager
+
+TIMEOUT_S = 60.0
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def plain(text: str) -> str:
+    """Without colours."""
+    return _COLOUR.sub("", text)
+
+
+@dataclass
+class Cell:
+    """What came back of one cell.
+
+    Attributes:
+        reply: content of the execute_reply.
+        outputs: as a notebook file would keep them, but for merging: updated in place, cleared when asked to.
+        seconds: from sending to the reply.
+    """
+
+    request: str
+    reply: dict[str, Any] = field(default_factory=dict)
+    outputs: list[dict[str, Any]] = field(default_factory=list)
+    num_messages: int = 0
+    seconds: float = 0.0
+    _clear: bool = False
+
+    @property
+    def status(self) -> str:
+        return str(self.reply.get("status"))
+
+    @property
+    def stdout(self) -> str:
+        return self._stream("stdout")
+
+    @property
+    def stderr(self) -> str:
+        return self._stream("stderr")
+
+    @property
+    def result(self) -> str | None:
+        """text/plain of `Out[n]`; None when there is none."""
+        found = [output for output in self.outputs if output["type"] == "execute_result"]
+        return plain(found[0]["data"]["text/plain"]) if found else None
+
+    @property
+    def displays(self) -> list[dict[str, Any]]:
+        return [output["data"] for output in self.outputs if output["type"] == "display_data"]
+
+    @property
+    def notes(self) -> str:
+        """What Meshbook itself said, quietly."""
+        return "\n".join(data["text/plain"] for data in self.displays if "meshbook-note" in data.get("text/html", ""))
+
+    @property
+    def traceback(self) -> str:
+        return plain("\n".join(self.reply.get("traceback", [])))
+
+    @property
+    def text(self) -> str:
+        """All of it, as it would be read."""
+        paged = "".join(plain(page["data"]["text/plain"]) + "\n" for page in self.reply.get("payload", ()) if "data" in page)
+        return "".join(_as_text(output) for output in self.outputs) + paged
+
+    def take(self, message: dict[str, Any]) -> None:
+        kind, content = message["msg_type"], message["content"]
+        if kind in ("status", "execute_input"):
+            return
+        self.num_messages += 1
+        if kind == "clear_output":
+            self._clear = True
+            if not content["wait"]:
+                self.outputs.clear()
+                self._clear = False
+            return
+        if kind == "update_display_data":
+            for output in self.outputs:
+                if output.get("id") == content["transient"]["display_id"]:
+                    output["data"] = content["data"]
+            return
+        if self._clear:
+            self.outputs.clear()
+            self._clear = False
+        if kind == "stream":
+            self.outputs.append({"type": "stream", "name": content["name"], "text": content["text"]})
+        elif kind in ("display_data", "execute_result"):
+            shown = (content.get("transient") or {}).get("display_id")
+            self.outputs.append({"type": kind, "data": content["data"], "id": shown})
+        elif kind == "error":
+            self.outputs.append({"type": "error", **content})
+
+    def _stream(self, name: str) -> str:
+        return plain("".join(output["text"] for output in self.outputs if output.get("name") == name))
+
+
+def _as_text(output: dict[str, Any]) -> str:
+    match output["type"]:
+        case "stream":
+            return plain(output["text"])
+        case "error":
+            return plain("\n".join(output["traceback"])) + "\n"
+    others = [mime for mime in output["data"] if mime != "text/plain"]
+    return plain(output["data"].get("text/plain", "")) + (f"  <{', '.join(others)}>" if others else "") + "\n"
+
+
+class FrontEnd:
+    """A client of one kernel."""
+
+    def __init__(self, manager: KernelManager) -> None:
+        self.manager = manager
+        self.client: BlockingKernelClient = manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=TIMEOUT_S)
+        self.cells: dict[str, Cell] = {}
+        self.answers: list[str] = []
+        self.asked: list[dict[str, Any]] = []
+
+    @property
+    def pid(self) -> int:
+        return int(self.manager.provisioner.process.pid)  # type: ignore[union-attr]
+
+    def send(self, code: str, **options: Any) -> Cell:
+        """Start a cell, without waiting for it."""
+        cell = Cell(self.client.execute(code, allow_stdin=True, **options))
+        self.cells[cell.request] = cell
+        return cell
+
+    def run(self, code: str, *, timeout_s: float = TIMEOUT_S, **options: Any) -> Cell:
+        """Run a cell to its end."""
+        return self.wait(self.send(code, **options), timeout_s=timeout_s)
+
+    def wait(self, cell: Cell, *, timeout_s: float = TIMEOUT_S) -> Cell:
+        """Take messages until this cell's reply and its last output have come."""
+        started = time.monotonic()
+        idle = False
+
+        def done() -> bool:
+            return idle and bool(cell.reply)
+
+        deadline = started + timeout_s
+        while not done():
+            left = deadline - time.monotonic()
+            assert left > 0, f"no end after {timeout_s} s; so far:\n{cell.text}"
+            if self.client.stdin_channel.msg_ready():
+                self._answer()
+            if self.client.shell_channel.msg_ready():
+                message = self.client.get_shell_msg()
+                self._cell_of(message).reply = message["content"]
+                cell.seconds = cell.seconds or time.monotonic() - started
+            message = self._iopub(min(left, 0.02))
+            if message is not None and message["msg_type"] == "status":
+                idle = idle or (
+                    message["parent_header"].get("msg_id") == cell.request
+                    and message["content"]["execution_state"] == "idle"
+                )
+        return cell
+
+    def until(self, cell: Cell, seen: Callable[[Cell], bool], *, timeout_s: float = TIMEOUT_S) -> Cell:
+        """Take messages until a cell shows something."""
+        deadline = time.monotonic() + timeout_s
+        while not seen(cell):
+            left = deadline - time.monotonic()
+            assert left > 0, f"not seen within {timeout_s} s; so far:\n{cell.text}"
+            self._iopub(min(left, 0.2))
+        return cell
+
+    def ask(self, kind: str, content: dict[str, Any], *, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
+        """Send a request on the shell channel and wait for its reply, while a cell may run."""
+        message = self.client.session.msg(kind, content)
+        self.client.shell_channel.send(message)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            reply = self.client.get_shell_msg(timeout=max(0.01, deadline - time.monotonic()))
+            if reply["parent_header"].get("msg_id") == message["header"]["msg_id"]:
+                found: dict[str, Any] = reply["content"]
+                return found
+            self._cell_of(reply).reply = reply["content"]
+
+    def complete(self, code: str, cursor: int | None = None, **options: Any) -> dict[str, Any]:
+        return self.ask("complete_request", {"code": code, "cursor_pos": len(code) if cursor is None else cursor}, **options)
+
+    def inspect(self, code: str, cursor: int | None = None, detail: int = 0, **options: Any) -> dict[str, Any]:
+        cursor = len(code) if cursor is None else cursor
+        return self.ask("inspect_request", {"code": code, "cursor_pos": cursor, "detail_level": detail}, **options)
+
+    def interrupt(self) -> None:
+        """What the Stop button does."""
+        self.manager.interrupt_kernel()
+
+    def value(self, expression: str) -> Any:
+        """The value of an expression in the kernel's own process, as its repr is read back by Python."""
+        reply = self.run("", user_expressions={"found": expression}, silent=True).reply["user_expressions"]["found"]
+        assert reply["status"] == "ok", reply
+        return eval(reply["data"]["text/plain"])  # numbers, strings and containers that the test itself asked for
+
+    def pids(self) -> dict[str, int]:
+        """The processes of the current mesh: `supervisor`, `rank 0`, ... Waits for the first word of each rank's host."""
+        found: dict[str, int] = {}
+
+        def known() -> bool:
+            found.update(
+                self.value(
+                    "(lambda info: [('supervisor', info.supervisor_pid)]"
+                    " + [(f'rank {rank.rank}', rank.pid) for rank in info.ranks])(get_ipython().meshbook.mesh.status())"
+                )
+            )
+            return None not in found.values()
+
+        wait_until(known, 10, "the first beat")
+        return found
+
+    def close(self) -> None:
+        self.client.stop_channels()
+
+    def _iopub(self, timeout_s: float) -> dict[str, Any] | None:
+        if not self.client.iopub_channel.socket.poll(int(timeout_s * 1000)):  # type: ignore[union-attr]
+            return None
+        message = self.client.get_iopub_msg(timeout=1)
+        cell = self.cells.get(message["parent_header"].get("msg_id", ""))
+        if cell is not None:
+            cell.take(message)
+        return message
+
+    def _answer(self) -> None:
+        question = self.client.get_stdin_msg(timeout=1)["content"]
+        self.asked.append(question)
+        if self.answers:
+            self.client.input(self.answers.pop(0))
+
+    def _cell_of(self, message: dict[str, Any]) -> Cell:
+        return self.cells.get(message["parent_header"].get("msg_id", ""), Cell(""))
+
+
+@contextmanager
+def kernel(
+    *, ranks: int = 2, env: dict[str, str] | None = None, name: str = "meshbook", cwd: Path | None = None
+) -> Iterator[FrontEnd]:
+    """A kernel that ends when the block does, if it has not before."""
+    manager = KernelManager(kernel_name=name)
+    manager.start_kernel(
+        env={**os.environ, "MESHBOOK_RANKS": str(ranks), **(env or {})}, **({"cwd": str(cwd)} if cwd else {})
+    )
+    front = FrontEnd(manager)
+    try:
+        yield front
+    finally:
+        front.close()
+        if manager.has_kernel:
+            manager.shutdown_kernel()
+        manager.cleanup_resources()
+
+
+def is_gone(pid: int) -> bool:
+    """Whether the process has ended; a zombie has."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
+    return stat.rpartition(")")[2].split()[0] == "Z"
+
+
+def wait_until(seen: Callable[[], bool], timeout_s: float, what: str = "it") -> float:
+    """Look until something is so; how long that took, in seconds. For what nobody sends news of: processes that end."""
+    started = time.monotonic()
+    while not seen():
+        assert time.monotonic() - started < timeout_s, f"{what} did not happen within {timeout_s} s"
+        time.sleep(0.01)
+    return time.monotonic() - started

@@ -1,0 +1,456 @@
+"""Cells of a real Meshbook kernel, as a front end sees them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernel.frontend import FrontEnd
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Running, numbering, history
+
+
+def test_the_last_expressions_value_is_the_cells_and_underscore_is_there_next(shared: FrontEnd) -> None:
+    assert shared.run("20 + 1").result == "21"
+    assert shared.run("_ * 2").result == "42"
+
+
+def test_a_cell_without_a_value_shows_none(shared: FrontEnd) -> None:
+    for source in ("None", "x = 1", "x;", "print()", "# nothing"):
+        assert shared.run(source).result is None
+
+
+def test_top_level_await_runs_on_the_ranks(shared: FrontEnd) -> None:
+    assert shared.run("import asyncio\nawait asyncio.sleep(0.001, 'slept')").result == "'slept'"
+
+
+def test_cells_are_numbered_and_remembered_as_they_were_written(shared: FrontEnd) -> None:
+    source = "%%controller\nlen(In)"
+    number = shared.run("'numbered'\n").reply["execution_count"]
+    assert shared.run(source).reply["execution_count"] == number + 1
+    assert shared.value(f"In[{number}]") == "'numbered'"
+    assert shared.value(f"Out[{number}].same()") == "numbered"
+    content = {"hist_access_type": "tail", "n": 2, "output": False, "raw": True}
+    assert [entry[2] for entry in shared.ask("history_request", content)["history"]] == ["'numbered'", source]
+
+
+def test_tracebacks_name_the_cell_its_line_and_its_number(shared: FrontEnd) -> None:
+    cell = shared.run("def f():\n    return 1 / 0\n\nf()")
+    assert f"Cell In[{cell.reply['execution_count']}], line 4" in cell.traceback
+    assert "----> 2     return 1 / 0" in cell.traceback
+
+
+def test_tracebacks_of_a_part_of_a_cell_have_the_cells_line_numbers(shared: FrontEnd) -> None:
+    cell = shared.run("%%mesh --ranks 0\nx = 1\n1 / 0")
+    assert f"Cell In[{cell.reply['execution_count']}], line 3" in cell.traceback
+    assert "----> 3 1 / 0" in cell.traceback
+    assert "# %%mesh --ranks 0" in cell.traceback
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("!echo hello from $HOME", "hello from /"),
+        ("%timeit -n1 -r1 pass", "per loop"),
+        ("%%time\nx = 1", "Wall time"),
+        ("%who", "os"),
+        ("%%bash\necho from bash", "from bash"),
+    ],
+)
+def test_magics_and_shell_commands_run_on_the_ranks(shared: FrontEnd, source: str, said: str) -> None:
+    cell = shared.run(source)
+    assert cell.status == "ok"
+    assert said in cell.stdout
+
+
+def test_a_shell_commands_lines_are_a_value_on_each_rank(shared: FrontEnd) -> None:
+    assert shared.run("lines = !echo a; echo b\nlines").result == "['a', 'b']"
+
+
+def test_autoreload_brings_a_changed_module_to_the_ranks(shared: FrontEnd, tmp_path: object) -> None:
+    shared.run(f"%%controller\nfrom pathlib import Path\nmodule = Path({str(tmp_path)!r}) / 'reloaded_by_test.py'")
+    shared.run("%%controller\nmodule.write_text('answer = 1')")
+    shared.run(f"import sys\nsys.dont_write_bytecode = True\nsys.path.insert(0, {str(tmp_path)!r})")
+    assert shared.run("%load_ext autoreload\n%autoreload 2\nimport reloaded_by_test").status == "ok"
+    shared.run("%%controller\nmodule.write_text('answer = 42')")
+    try:
+        assert shared.run("reloaded_by_test.answer").result == "42"
+    finally:
+        shared.run("%autoreload 0\ndel sys.path[0]")
+
+
+def test_a_controller_cell_runs_in_the_notebooks_own_process(shared: FrontEnd) -> None:
+    assert shared.run("%%controller\nimport os; os.getpid()").result == str(shared.pid)
+    assert shared.run("%%local\nos.getpid()").result == str(shared.pid)
+    assert shared.run("os.getpid()").result != str(shared.pid)
+
+
+def test_a_controller_cells_traceback_has_the_cells_line_numbers(shared: FrontEnd) -> None:
+    cell = shared.run("%%controller\nx = 1\n1 / 0")
+    assert f"Cell In[{cell.reply['execution_count']}], line 3" in cell.traceback
+
+
+def test_a_controller_cell_that_awaits_runs_in_the_kernels_loop(shared: FrontEnd) -> None:
+    source = "%%controller\nimport asyncio\nawait asyncio.sleep(0.001)\nawait mesh.run('rank + 1', wait=False)"
+    assert shared.run(source).result == "[0] 1\n[1] 2"
+
+
+def test_what_a_front_end_runs_silently_or_apart_from_history_is_not_broadcast(shared: FrontEnd) -> None:
+    helper = "import os; where = os.getpid()"
+    shared.run(helper, store_history=False)
+    assert shared.value("where") == shared.pid
+    shared.run("%%controller\ndel where")
+    shared.run(helper, silent=True)
+    assert shared.value("where") == shared.pid
+    shared.run("%%controller\ndel where")
+
+
+def test_user_expressions_are_evaluated_in_the_notebooks_own_process(shared: FrontEnd) -> None:
+    reply = shared.run("1", user_expressions={"pid": "__import__('os').getpid()"}).reply
+    assert reply["user_expressions"]["pid"]["data"]["text/plain"] == str(shared.pid)
+
+
+def test_code_that_a_controller_cell_hands_to_the_shell_stays_there(shared: FrontEnd) -> None:
+    shared.run("%%controller\nget_ipython().run_cell('import os; inner = os.getpid()')")
+    assert shared.value("inner") == shared.pid
+    shared.run("%%controller\ndel inner")
+
+
+def test_rerun_sends_the_cell_where_it_ran_before(shared: FrontEnd) -> None:
+    shared.run("times_run = globals().get('times_run', 0) + 1")
+    shared.run("%rerun")
+    assert shared.run("times_run").result == "2"
+
+
+def test_whether_code_is_complete_is_judged_by_what_the_user_wrote(shared: FrontEnd) -> None:
+    assert shared.ask("is_complete_request", {"code": "for i in range(3):"}) == {"status": "incomplete", "indent": "    "}
+    assert shared.ask("is_complete_request", {"code": "x = 1"})["status"] == "complete"
+    assert shared.ask("is_complete_request", {"code": "x = )"})["status"] == "invalid"
+
+
+def test_code_before_and_after_runs_where_it_belongs(shared: FrontEnd) -> None:
+    cell = shared.run("%mesh push shared_by_test\nshared_by_test + 1")
+    assert cell.reply["ename"] == "MeshNameError"
+    shared.run("%%controller\nshared_by_test = 41")
+    assert shared.run("%mesh push shared_by_test\nshared_by_test + 1").result == "42"
+    shared.run("%%controller\ndel shared_by_test")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Values and displays
+
+
+def test_values_that_differ_are_shown_with_their_ranks_and_equal_ones_once(shared: FrontEnd) -> None:
+    assert shared.run("rank * 10").result == "[0] 0\n[1] 10"
+    assert shared.run("world_size").result == "2"
+
+
+def test_a_value_on_some_ranks_is_shown_as_theirs(shared: FrontEnd) -> None:
+    assert shared.run("5 if rank else None").result == "[1] 5"
+
+
+def test_tensors_are_shown_by_what_they_are(shared: FrontEnd) -> None:
+    shown = shared.run("torch.full((2, 3), float(rank))").result or ""
+    assert "float32 (2, 3) cpu" in shown
+    assert shown.startswith("[0]")
+
+
+def test_what_comes_back_can_be_taken_apart_here(shared: FrontEnd) -> None:
+    number = shared.run("torch.full((3,), rank)").reply["execution_count"]
+    assert shared.run(f"%%controller\nOut[{number}][1].tolist()").result == "[1, 1, 1]"
+
+
+def test_a_figure_that_ranks_draw_alike_comes_once(shared: FrontEnd) -> None:
+    cell = shared.run("import matplotlib.pyplot as plt\nplt.plot([1, 2]);")
+    assert [sorted(data) for data in cell.displays] == [["image/png", "text/plain"]]
+
+
+def test_figures_that_differ_come_with_their_ranks(shared: FrontEnd) -> None:
+    cell = shared.run("import matplotlib.pyplot as plt\nplt.plot([1, rank]);")
+    labels = [data["text/plain"] for data in cell.displays if "image/png" not in data]
+    assert sorted(labels) == ["rank 0:", "rank 1:"]
+    assert sum("image/png" in data for data in cell.displays) == 2
+
+
+def test_a_table_comes_as_html(shared: FrontEnd) -> None:
+    cell = shared.run("import pandas\npandas.DataFrame({'a': [1, 2]})")
+    (found,) = [output for output in cell.outputs if output["type"] == "execute_result"]
+    assert "<table" in found["data"]["text/html"]
+
+
+def test_a_display_that_is_updated_changes_in_place(shared: FrontEnd) -> None:
+    cell = shared.run("handle = display('first', display_id='test-display')\nhandle.update('second')")
+    assert "'second'" in cell.text
+    assert "'first'" not in cell.text
+    assert shared.run("handle.update('third')").status == "ok"
+    assert shared.cells[cell.request].displays
+
+
+def test_an_update_of_a_later_cell_reaches_the_earlier_ones_display(shared: FrontEnd) -> None:
+    first = shared.run("handle = display('mine', display_id='later')")
+    (shown,) = [output["id"] for output in first.outputs if output["type"] == "display_data"]
+    second = shared.send("handle.update('changed')")
+    updated = []
+    while not updated:
+        message = shared.client.get_iopub_msg(timeout=30)
+        if message["msg_type"] == "update_display_data":
+            updated.append(message["content"]["transient"]["display_id"])
+    assert updated == [shown]
+    shared.wait(second) if not second.reply else None
+
+
+def test_cleared_output_is_gone(shared: FrontEnd) -> None:
+    source = "from IPython.display import clear_output\nprint('a')\nclear_output()\nprint('b')"
+    assert shared.run(source).stdout == "b\n"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Text
+
+
+def test_output_comes_while_the_cell_runs(shared: FrontEnd) -> None:
+    cell = shared.send("print('early', flush=True)\nimport time\ntime.sleep(1.5)\nprint('late')")
+    shared.until(cell, lambda cell: "early" in cell.stdout, timeout_s=5)
+    assert not cell.reply
+    assert shared.wait(cell).stdout == "early\nlate\n"
+
+
+def test_equal_lines_come_once_and_others_with_their_ranks(shared: FrontEnd) -> None:
+    assert shared.run("print('same')\nprint('one of them') if rank == 1 else None").stdout == "same\n[1] one of them\n"
+
+
+def test_lines_that_differ_in_a_number_come_as_one_with_the_range(shared: FrontEnd) -> None:
+    assert shared.run("print(f'loss {rank + 1}.5')").stdout == "loss 1.5…2.5\n"
+
+
+def test_what_c_code_writes_to_the_descriptors_is_shown(shared: FrontEnd) -> None:
+    assert "from a descriptor" in shared.run("import os\nos.write(1, b'from a descriptor\\n');").stdout
+
+
+def test_a_progress_bar_is_one_output(shared: FrontEnd) -> None:
+    cell = shared.run("from tqdm import tqdm\nimport time\nfor i in tqdm(range(4)): time.sleep(0.15)")
+    assert len(cell.displays) == 1
+    assert "4/4" in cell.displays[0]["text/plain"]
+    assert cell.stderr == ""
+
+
+def test_a_flood_is_cut_and_said_so_and_stays_within_the_front_ends_limits(shared: FrontEnd) -> None:
+    cell = shared.run("for i in range(200_000): print(i, 'x' * 40)")
+    assert cell.status == "ok"
+    assert len(cell.stdout) < 4_000_000
+    assert cell.num_messages < 3000 * max(1.0, cell.seconds)
+    assert "[meshbook]" in cell.stderr
+    assert "199999 " in cell.stdout
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Names of the ranks, here
+
+
+def test_a_name_bound_on_the_ranks_is_a_handle_here_that_shows_their_values(shared: FrontEnd) -> None:
+    shared.run("value_by_test = [rank, 1]")
+    assert shared.run("%%controller\nvalue_by_test").result == "[0] [0, 1]\n[1] [1, 1]"
+    assert shared.run("%%controller\nvalue_by_test[1], len(value_by_test)").result == "(1, 2)"
+    assert shared.run("%%controller\nmesh.pull('value_by_test')[1]").result == "[1, 1]"
+    shared.run("del value_by_test")
+    assert shared.run("%%controller\nvalue_by_test").reply["ename"] == "NameError"
+
+
+def test_the_users_own_name_wins_here_and_the_user_is_told(shared: FrontEnd) -> None:
+    shared.run("%%controller\nboth_by_test = 1")
+    cell = shared.run("both_by_test = 2")
+    assert "both_by_test is bound here and on the ranks" in cell.notes
+    assert shared.run("both_by_test = 3").notes == ""
+    assert shared.run("%%controller\nboth_by_test").result == "1"
+    assert shared.run("both_by_test").result == "3"
+    shared.run("%%controller\ndel both_by_test")
+    shared.run("del both_by_test")
+
+
+def test_a_name_that_is_missing_on_the_ranks_and_lives_here_is_named(shared: FrontEnd) -> None:
+    shared.run("%%controller\nonly_here = 1")
+    cell = shared.run("only_here")
+    assert "`only_here` lives on the controller; %mesh push only_here" in cell.traceback
+    shared.run("%%controller\ndel only_here")
+
+
+def test_a_module_that_is_missing_here_and_lives_on_the_ranks_is_named(shared: FrontEnd) -> None:
+    cell = shared.run("%%controller\ntorch.ones(1)")
+    assert cell.reply["ename"] == "NameError"
+    assert "`torch` is there on the ranks" in cell.traceback
+
+
+def test_completion_knows_what_lives_on_the_ranks(shared: FrontEnd) -> None:
+    shared.run("net = torch.nn.Linear(2, 2)")
+    assert shared.complete("net.wei")["matches"] == ["weight"]
+    assert shared.complete("%%controller\nnet.wei")["matches"] == ["weight"]
+    assert "net" in shared.complete("x = ne")["matches"]
+    assert "arange" in shared.complete("torch.ar")["matches"]
+    assert "%timeit" in shared.complete("%time")["matches"]
+    assert "status" in shared.complete("%mesh st")["matches"]
+
+
+def test_inspection_knows_what_lives_on_the_ranks(shared: FrontEnd) -> None:
+    shared.run("def documented(a, b=1):\n    'What it does.'")
+    reply = shared.inspect("documented(")
+    assert reply["found"]
+    assert "What it does." in reply["data"]["text/plain"]
+    assert shared.inspect("torch.nn.Linear")["found"]
+    assert not shared.inspect("no_such_name")["found"]
+
+
+def test_question_marks_ask_the_ranks(shared: FrontEnd) -> None:
+    shared.run("def documented(a, b=1):\n    'What it does.'")
+    assert "What it does." in shared.run("documented?").text
+    assert "def documented(a, b=1):" in shared.run("documented??").text
+    assert "not found" in shared.run("no_such_name?").text
+    assert "Start, watch and steer the ranks" in shared.run("%mesh?").text
+
+
+def test_questions_are_answered_while_a_cell_runs(shared: FrontEnd) -> None:
+    shared.run("net = torch.nn.Linear(2, 2)")
+    cell = shared.send("import time\ntime.sleep(3)\nprint('slept')")
+    shared.until(cell, lambda _: shared.ask("kernel_info_request", {})["status"] == "ok")
+    assert shared.complete("net.wei")["matches"] == ["weight"]
+    assert shared.inspect("net")["found"]
+    assert shared.ask("is_complete_request", {"code": "x ="})["status"] in ("incomplete", "invalid")
+    assert shared.ask("comm_info_request", {})["status"] == "ok"
+    tail = {"hist_access_type": "tail", "n": 1, "output": False, "raw": True}
+    assert "time.sleep(3)" in shared.ask("history_request", tail)["history"][0][2]
+    assert not cell.reply, "they waited for the cell"
+    assert shared.wait(cell).stdout == "slept\n"
+
+
+def test_where_the_kernels_subshells_are_not_as_expected_questions_wait_and_are_answered(shared: FrontEnd) -> None:
+    quick = "get_ipython().kernel._quick"
+    shared.run(f"%%controller\n{quick}.works = False")
+    try:
+        cell = shared.send("import time\ntime.sleep(0.5)")
+        assert "sleep" in shared.complete("time.sle")["matches"]
+        assert cell.reply, "it did not wait"
+    finally:
+        shared.run(f"%%controller\n{quick}.works = True")
+
+
+def test_a_rank_that_does_not_answer_holds_completion_up_for_a_moment_only(shared: FrontEnd) -> None:
+    # A sum over a large range holds the GIL of rank 0, whose service thread then cannot answer.
+    cell = shared.send("sum(range(3 * 10**8)) if rank == 0 else None;")
+    shared.until(cell, lambda _: shared.ask("kernel_info_request", {})["status"] == "ok")
+    assert shared.complete("pri", timeout_s=20)["matches"]
+    shared.interrupt()
+    shared.wait(cell)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Errors
+
+
+def test_equal_failures_are_one_and_the_reply_names_what_was_raised(shared: FrontEnd) -> None:
+    cell = shared.run("1 / 0")
+    assert (cell.status, cell.reply["ename"], cell.reply["evalue"]) == ("error", "ZeroDivisionError", "division by zero")
+    assert cell.traceback.count("Traceback (most recent call last)") == 1
+    assert cell.traceback.startswith("ranks 0-1: ZeroDivisionError")
+    (shown,) = [output for output in cell.outputs if output["type"] == "error"]
+    assert shown["ename"] == "ZeroDivisionError"
+
+
+def test_a_failure_of_one_rank_names_it_and_those_that_succeeded(shared: FrontEnd) -> None:
+    cell = shared.run("if rank == 1: raise KeyError('left')")
+    assert cell.reply["ename"] == "KeyError"
+    assert "rank 1: KeyError" in cell.traceback
+    assert "rank 0 ran to its end" in cell.traceback
+
+
+def test_different_failures_come_under_one_name(shared: FrontEnd) -> None:
+    cell = shared.run("1 / 0 if rank else int('x')")
+    assert cell.reply["ename"] == "CellError"
+    assert "rank 0: ValueError" in cell.traceback
+    assert "rank 1: ZeroDivisionError" in cell.traceback
+
+
+def test_names_that_a_failed_cell_bound_are_there(shared: FrontEnd) -> None:
+    shared.run("bound_before_it_failed = 3\n1 / 0")
+    assert shared.run("%%controller\nbound_before_it_failed").result == "3"
+
+
+def test_after_an_error_cells_that_wait_are_not_run(shared: FrontEnd) -> None:
+    first, second = shared.send("import time\ntime.sleep(0.3)\n1 / 0"), shared.send("ran_after_error = 1")
+    shared.wait(first)
+    assert shared.wait(second).status == "aborted"
+
+
+def test_a_syntax_error_is_one(shared: FrontEnd) -> None:
+    cell = shared.run("x = = 1")
+    assert cell.reply["ename"] == "SyntaxError"
+    assert "x = = 1" in cell.traceback
+
+
+def test_tb_shows_the_failure_again_and_how_to_get_at_a_rank(shared: FrontEnd) -> None:
+    shared.run("inner = 41\nif rank == 1: raise KeyError(inner)")
+    cell = shared.run("%tb")
+    assert "rank 1: KeyError" in cell.text
+    assert "%%mesh --ranks 1" in cell.text
+    assert "KeyError" in shared.run("%tb Verbose").text
+    assert "%%mesh --ranks 1" in shared.run("%debug").text
+
+
+def test_bad_selections_and_words_are_one_sentence_and_change_nothing(shared: FrontEnd) -> None:
+    for source, ename in (("%%mesh --ranks 7\nx_bad = 1", "MeshShapeError"), ("%mesh foo", "UsageError")):
+        cell = shared.run(source)
+        assert cell.reply["ename"] == ename
+        assert len(cell.reply["traceback"]) == 1
+    assert shared.run("'x_bad' in globals()").result == "False"
+
+
+def test_a_magic_of_the_notebook_below_code_says_where_it_belongs(shared: FrontEnd) -> None:
+    assert "%mesh stands at the top of a cell" in shared.run("x = 1\n%mesh status").traceback
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In the background, and questions to the user
+
+
+def test_a_background_cell_returns_at_once_and_its_output_goes_on_under_it(shared: FrontEnd) -> None:
+    cell = shared.run("%%mesh --bg\nimport time\ntime.sleep(0.6)\nprint('from behind')\nlate_by_test = 17\nlate_by_test")
+    assert "is running" in (cell.result or "")
+    assert cell.stdout == ""
+    assert shared.run("_.result()").result == "17"
+    shared.until(cell, lambda cell: "is done after" in cell.notes)
+    assert cell.stdout == "from behind\n"
+    assert shared.run("%%controller\nlate_by_test").result == "17"
+
+
+def test_a_cell_that_waits_for_a_background_cell_says_so(shared: FrontEnd) -> None:
+    behind = shared.run("%%mesh --bg\nimport time\ntime.sleep(0.5)")
+    cell = shared.run("'next'")
+    assert f"waits for cell {behind.reply['execution_count']}, which runs in the background" in cell.notes
+    assert cell.result == "'next'"
+
+
+def test_a_background_cells_failure_is_shown_under_it(shared: FrontEnd) -> None:
+    cell = shared.run("%%mesh --bg\n1 / 0")
+    shared.until(cell, lambda cell: "ZeroDivisionError" in cell.stderr)
+    assert shared.run("_").status == "ok"
+
+
+def test_input_on_the_ranks_asks_in_the_notebook_and_names_the_rank(shared: FrontEnd) -> None:
+    shared.asked.clear()
+    shared.answers[:] = ["yes", "yes"]
+    assert shared.run("input('go on? ')").result == "'yes'"
+    assert sorted(asked["prompt"] for asked in shared.asked) == ["[rank 0] go on? ", "[rank 1] go on? "]
+
+
+def test_getpass_on_a_rank_hides_what_is_typed(shared: FrontEnd) -> None:
+    shared.asked.clear()
+    shared.answers[:] = ["secret"]
+    cell = shared.run("import getpass\nlen(getpass.getpass('token: ')) if rank == 1 else None")
+    assert cell.result == "[1] 6"
+    assert shared.asked == [{"prompt": "[rank 1] token: ", "password": True}]
+
+
+def test_input_where_nobody_can_be_asked_is_an_error_and_no_hang(shared: FrontEnd) -> None:
+    request = shared.client.execute("input('anybody?')", allow_stdin=False)
+    from tests.kernel.frontend import Cell
+
+    cell = shared.cells[request] = Cell(request)
+    assert shared.wait(cell, timeout_s=20).reply["ename"] == "EOFError"

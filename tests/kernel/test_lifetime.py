@@ -1,0 +1,160 @@
+"""Kernels come and go; what that does to meshes. Real kernels, ended in every way there is."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from meshbook.kernel.spare import SPARE_TTL_S, mesh_stem
+from tests.kernel.frontend import FrontEnd, is_gone, kernel, wait_until
+
+
+def folders() -> list[str]:
+    """Of the meshes of this user."""
+    return sorted(os.listdir(os.environ["MESHBOOK_RUNTIME_DIR"]))
+
+
+def again(front: FrontEnd) -> FrontEnd:
+    """A front end for the kernel that came after this one's."""
+    front.close()
+    return FrontEnd(front.manager)
+
+
+def test_shutting_the_kernel_down_leaves_nothing(run: object) -> None:
+    before = folders()
+    with kernel() as front:
+        front.run("x = rank")
+        pids = front.pids()
+        assert len(folders()) == len(before) + 1
+    wait_until(lambda: all(map(is_gone, pids.values())), 5, "the end of the mesh")
+    assert folders() == before
+
+
+def test_a_kernel_that_ran_no_cell_leaves_nothing_either(run: object) -> None:
+    before = folders()
+    with kernel() as front:
+        assert front.run("1 + 1", store_history=False).result == "2"
+        wait_until(lambda: len(folders()) > len(before), 20, "a warm supervisor")
+    wait_until(lambda: folders() == before, 5, "its end")
+
+
+def test_a_warm_supervisor_makes_the_first_cell_quick_and_is_the_one_that_is_used(run: object) -> None:
+    before = folders()
+    with kernel() as front:
+        wait_until(lambda: len(folders()) > len(before), 20, "a warm supervisor")
+        (warm,) = set(folders()) - set(before)
+        assert "started 2 ranks in" in front.run("1").notes
+        assert set(folders()) - set(before) == {warm}
+        assert front.value("get_ipython().meshbook.mesh.name") == warm
+
+
+def test_a_restarted_kernel_is_back_on_its_mesh(run: object) -> None:
+    with kernel() as front:
+        front.run("import time\nx = rank\nlater = 1")
+        pids = front.pids()
+        running = front.send("print('at it', flush=True)\ntime.sleep(60)")
+        front.until(running, lambda cell: "at it" in cell.stdout)
+        front.manager.restart_kernel()
+        front = again(front)
+        cell = front.run("%%controller\nx")
+        assert cell.result == "[0] 0\n[1] 1"
+        assert "kept what they hold (" in cell.notes
+        assert "later" in cell.notes
+        assert front.run("x + 1").result == "[0] 1\n[1] 2"  # what the old kernel ran was interrupted
+        assert front.pids() == pids
+        front.close()
+        front.manager.shutdown_kernel()
+        wait_until(lambda: all(map(is_gone, pids.values())), 5, "the end of the mesh")
+
+
+def test_a_kernel_that_crashed_is_back_on_its_mesh_and_says_what_still_runs(run: object) -> None:
+    with kernel() as front:
+        front.run("import time\nx = rank")
+        pids = front.pids()
+        running = front.send("print('at it', flush=True)\ntime.sleep(60)")
+        front.until(running, lambda cell: "at it" in cell.stdout)
+        os.kill(front.pid, signal.SIGKILL)
+        front.manager.restart_kernel(now=True)
+        front = again(front)
+        cell = front.run("%mesh interrupt")
+        assert "still runs on ranks 0-1" in cell.notes
+        assert "%mesh interrupt stops it" in cell.notes
+        assert front.run("x").result == "[0] 0\n[1] 1"
+        assert front.pids() == pids
+        front.close()
+        front.manager.shutdown_kernel()
+        wait_until(lambda: all(map(is_gone, pids.values())), 5, "the end of the mesh")
+
+
+def test_a_mesh_that_is_to_be_kept_outlives_the_kernel_and_another_notebook_can_have_it(run: object) -> None:
+    with kernel() as front:
+        front.run("%mesh start -n 2 --name kept-by-test --keep\nx = rank")
+        pids = front.pids()
+    assert not any(map(is_gone, pids.values()))
+    with kernel() as front:
+        cell = front.run("%mesh attach kept-by-test\nx")
+        assert cell.result == "[0] 0\n[1] 1"
+        front.run("%mesh stop")
+    wait_until(lambda: all(map(is_gone, pids.values())), 5, "the end of the mesh")
+
+
+def test_an_orphaned_mesh_ends_after_its_time_to_live(run: object) -> None:
+    with kernel() as front:
+        front.run("%mesh start -n 2 --ttl 1\nx = rank")
+        pids = front.pids()
+        os.kill(front.pid, signal.SIGKILL)
+        wait_until(lambda: all(map(is_gone, pids.values())), 10, "the end of the mesh")
+
+
+@pytest.mark.timeout(SPARE_TTL_S + 60)
+def test_a_warm_supervisor_whose_kernel_crashed_ends_soon(run: object) -> None:
+    before = folders()
+    with kernel() as front:
+        wait_until(lambda: len(folders()) > len(before), 20, "a warm supervisor")
+        connection = Path(os.environ["MESHBOOK_RUNTIME_DIR"]) / (set(folders()) - set(before)).pop() / "mesh.json"
+        wait_until(connection.exists, 10, "its connection file")
+        front.run("1", store_history=False)
+        os.kill(front.pid, signal.SIGKILL)
+        wait_until(lambda: folders() == before, SPARE_TTL_S + 10, "its end")
+
+
+def test_two_meshes_live_in_one_notebook(run: object) -> None:
+    with kernel() as front:
+        front.run("x = 'first'")
+        first = front.value("get_ipython().meshbook.mesh.name")
+        assert front.run("%mesh start -n 2").reply["ename"] == "MeshInUse"
+        front.run("%mesh start -n 1 --name second-by-test\ny = 'second'")
+        assert front.run("world_size").result == "1"
+        assert front.run(f"%%mesh -m {first}\nx, world_size").result == "('first', 2)"
+        assert "x" not in front.value("dir()")
+        front.run(f"%mesh use {first}")
+        assert front.run("%%controller\nx").result == "'first'"
+        front.run("%mesh stop")
+        assert front.run("y").result == "'second'"
+
+
+def test_what_was_set_in_the_environment_since_the_kernel_began_reaches_the_ranks(run: object) -> None:
+    with kernel() as front:
+        front.run("%%controller\nimport os\nos.environ['SET_BY_TEST'] = 'yes'")
+        assert front.run("import os\nos.environ['SET_BY_TEST']").result == "'yes'"
+
+
+def test_a_kernel_starts_in_a_folder_whose_files_are_named_like_pythons_own(run: object, tmp_path: Path) -> None:
+    (tmp_path / "random.py").write_text("raise RuntimeError('not this one')\n")
+    with kernel(cwd=tmp_path) as front:
+        assert front.run("%%controller\n1 + 1").result == "2"
+
+
+@pytest.mark.parametrize(
+    ("owner", "stem"),
+    [
+        ("/home/me/train.ipynb", "train"),
+        ("/run/user/1/jupyter/kernel-0f1c-22.json", "notebook"),
+        ("pid 12", "notebook"),
+    ],
+)
+def test_a_mesh_is_named_after_its_notebook(owner: str, stem: str) -> None:
+    assert mesh_stem(owner) == stem

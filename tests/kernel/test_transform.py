@@ -1,0 +1,136 @@
+"""Where a cell runs, decided from its text alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshbook.kernel import transform
+from meshbook.kernel.transform import at_its_lines, plan, rewrite
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "x = 1",
+        "await step()",
+        "!nvidia-smi",
+        "files = !ls",
+        "%timeit f()",
+        "%%time\nx = 1",
+        "%%timeit\nf()",
+        "%%bash\nhostname",
+        "%%capture out\nprint(1)",
+        "%env A=1",
+        "%who",
+        "%run script.py",
+        "%autoreload 2",
+        "def f():\n    return '''\n%mesh status\n'''",
+        "x = 1\n%mesh status",
+        "pip = 3\npip - 1",
+    ],
+)
+def test_code_and_magics_run_on_the_ranks(source: str) -> None:
+    assert plan(source).where == "ranks"
+    assert plan(source).there == source
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "",
+        "  \n\n",
+        "%mesh status",
+        "%mesh stop\n%mesh start -n 2",
+        "%%mesh --ranks 0\nx = 1",
+        "%%writefile a.py\nx = 1",
+        "%%html\n<b>hi</b>",
+        "%%javascript\n1",
+        "%history",
+        "%lsmagic",
+        "# a comment\n%load_ext meshbook\n",
+        "%pip install a",
+        "!pip install a",
+        "!python -m pip install a",
+        "pip install a",
+        "!apt-get install a",
+        "exit",
+        "quit()",
+        "%mesh?",
+    ],
+)
+def test_what_is_the_notebooks_own_stays(source: str) -> None:
+    assert plan(source).where == "here"
+
+
+@pytest.mark.parametrize("magic", ["%%controller", "%%local"])
+def test_a_controller_cell_keeps_its_line_numbers(magic: str) -> None:
+    assert rewrite(f"\n{magic}\nx = 1\n1 / 0").splitlines()[2:] == ["x = 1", "1 / 0"]
+
+
+def test_a_controller_cell_may_hold_any_cell_magic() -> None:
+    assert rewrite("%%controller\n%%time\nx = 1") == "%%time\nx = 1"
+
+
+def test_a_controller_line_with_options_is_left_to_the_magic_which_says_why_not() -> None:
+    assert rewrite("%%controller --ranks 0\nx = 1") == "%%controller --ranks 0\nx = 1"
+
+
+def test_magics_of_the_notebook_may_stand_above_code_for_the_ranks() -> None:
+    decided = plan("# two of them\n%mesh stop\n%mesh start -n 2\n\nx = rank\n")
+    assert decided.where == "both"
+    assert decided.here == "%mesh stop\n%mesh start -n 2\n"
+    assert decided.there == "# two of them\n# %mesh stop\n# %mesh start -n 2\n\nx = rank\n"
+
+
+def test_an_extension_is_loaded_on_both_sides() -> None:
+    decided = plan("%load_ext autoreload\n%autoreload 2\n")
+    assert (decided.where, decided.here) == ("both", "%load_ext autoreload\n")
+    assert decided.there == "%load_ext autoreload\n%autoreload 2\n"
+
+
+def test_a_change_of_folder_holds_on_both_sides_and_is_told_once() -> None:
+    decided = plan("%cd /tmp")
+    assert (decided.where, decided.here, decided.there) == ("both", "%cd -q /tmp\n", "%cd /tmp")
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "detail"),
+    [("x?", "x", 0), ("?x", "x", 0), ("model.fc??", "model.fc", 1), ("%timeit?", "%timeit", 0), ("a[0].b?", "a[0].b", 0)],
+)
+def test_questions_about_names_are_asked_and_not_run(source: str, name: str, detail: int) -> None:
+    decided = plan(source)
+    assert (decided.where, decided.name, decided.detail) == ("help", name, detail)
+
+
+@pytest.mark.parametrize(("source", "name", "how"), [("%tb", "tb", ""), ("%tb Verbose", "tb", "Verbose"), ("%debug", "debug", "")])
+def test_questions_about_the_last_failure_go_to_whom_it_concerns(source: str, name: str, how: str) -> None:
+    decided = plan(source)
+    assert (decided.where, decided.name, decided.there) == ("failure", name, how)
+
+
+def test_without_auto_only_controller_cells_are_touched() -> None:
+    assert plan("x = 1", auto=False).where == "here"
+    assert plan("%%time\nx = 1", auto=False).where == "here"
+    assert rewrite("x = 1", auto=False) == "x = 1"
+    assert rewrite("%%controller\nx = 1", auto=False) == "# %%controller\nx = 1"
+
+
+def test_a_cell_for_the_ranks_becomes_one_call_that_has_its_source() -> None:
+    source = "x = 'it\\'s'\n'''y'''\n"
+    call = rewrite(source)
+    assert call.count("\n") == 1
+    assert eval(call.removeprefix(f"{transform.NOTEBOOK}.run_cell")) == source
+
+
+def test_a_part_of_a_cell_is_numbered_as_in_the_cell() -> None:
+    assert at_its_lines("%%mesh --ranks 0\nx\ny\n", "x\ny\n") == "# %%mesh --ranks 0\nx\ny\n"
+    assert at_its_lines("x\ny", "x\ny") == "x\ny"
+    assert at_its_lines("%%mesh\n%%time\nx\n", "%%time\nx\n") == "%%time\nx\n"
+    assert at_its_lines("something else", "x\ny") == "x\ny"
+    assert at_its_lines("z = mesh.run('x')", "x') ") == "x') "
+
+
+def test_every_decision_is_in_the_table_that_users_read() -> None:
+    table = transform.__doc__ or ""
+    for name in ("%%controller", "%mesh", "%pip", "%%writefile", "%load_ext", "%cd", "%debug", "x?", "exit"):
+        assert name in table

@@ -1,0 +1,42 @@
+"""What a process said last outlives it."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from meshbook.wire.lastwords import RING_BYTES, LastWords
+
+
+def test_words_of_a_process_that_was_killed_are_read_by_the_one_that_made_the_ring() -> None:
+    ring = LastWords()
+    pid = os.fork()
+    if pid == 0:
+        LastWords(ring.fd).write("the end\n")
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert ring.read() == "the end\n"
+    ring.close()
+
+
+def test_when_the_ring_is_full_the_oldest_lines_go() -> None:
+    ring = LastWords()
+    for number in range(10_000):
+        ring.write(f"line {number}\n")
+    lines = ring.read().splitlines()
+    assert lines[-1] == "line 9999"
+    assert lines == [f"line {number}" for number in range(10_000 - len(lines), 10_000)]
+    ring.close()
+
+
+def test_a_text_longer_than_the_ring_leaves_its_end() -> None:
+    ring = LastWords()
+    ring.write("x" * RING_BYTES + "\nthe end")
+    assert ring.read().endswith("\nthe end")
+    ring.close()
+
+
+def test_a_new_ring_is_empty() -> None:
+    ring = LastWords()
+    assert ring.read() == ""
+    ring.close()
