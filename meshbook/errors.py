@@ -101,7 +101,6 @@ class CellError(MeshbookError):
         self.succeeded = tuple(succeeded)
         super().__init__(summary or "; ".join(f"{failure.ename}: {failure.evalue}" for failure in self.failures))
 
-
     def _render_traceback_(self) -> list[str]:
         """What IPython shows instead of the controller's own stack, which says nothing about the fault."""
         return list(self.rendered) or [f"{type(self).__name__}: {self}"]

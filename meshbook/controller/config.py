@@ -78,7 +78,9 @@ def _with(defaults: Defaults, settings: dict[str, Any], source: str) -> Defaults
     known = {field.name for field in fields(Defaults)}
     for key, value in settings.items():
         if key not in known:
-            raise UsageError(f"{source} sets {key!r}, which Meshbook does not know; it knows {', '.join(sorted(known))}")
+            raise UsageError(
+                f"{source} sets {key!r}, which Meshbook does not know; it knows {', '.join(sorted(known))}"
+            )
         expected = type(getattr(Defaults(ranks=1), key))
         if not isinstance(value, (int, float) if expected is float else expected) or (
             expected is not bool and isinstance(value, bool)

@@ -98,8 +98,8 @@ class MeshFuture(Generic[T]):
             if self._answer is None:
                 try:
                     self._answer = (self._finish(self._source.result()), None)
-                except BaseException as error:
-                    self._answer = (None, error)
+                except BaseException as failure:
+                    self._answer = (None, failure)
         value, error = self._answer
         if error is not None:
             raise error

@@ -120,9 +120,7 @@ def list_meshes(timeout_s: float = _ANSWER_TIMEOUT_S) -> MeshList:
         said = heard.get(connection.name)
         trouble = str(said) if isinstance(said, MeshbookError) else "" if said else "does not answer"
         info = said if isinstance(said, messages.MeshInfo) else None
-        found.append(
-            FoundMesh(connection.name, connection.pid, connection.started_at, connection.owner, info, trouble)
-        )
+        found.append(FoundMesh(connection.name, connection.pid, connection.started_at, connection.owner, info, trouble))
     return MeshList(found)
 
 

@@ -26,7 +26,7 @@ from meshbook.controller.results import CellResult, RankValues
 from meshbook.controller.session import Session
 from meshbook.errors import MeshTimeout, NotAttached, RankLost, StartError, UsageError
 from meshbook.ids import Ranks, format_ranks, name_ranks
-from meshbook.mesh import MeshAxes
+from meshbook.mesh import Cut, MeshAxes
 from meshbook.placement import shard_spans
 from meshbook.rank import paths
 from meshbook.wire import keys, messages
@@ -51,7 +51,8 @@ class Mesh:
         **options: Any,
     ) -> None:
         started = create_mesh(shape=shape, mesh_dim_names=mesh_dim_names, **options)
-        self._session, self._axes = started._session, started._axes
+        self._session: Session = started._session
+        self._axes: MeshAxes = started._axes
 
     @classmethod
     def of(cls, session: Session, axes: MeshAxes) -> Mesh:
@@ -90,7 +91,7 @@ class Mesh:
         """How many ranks; with an axis, how many places it has."""
         return self._axes.size if axis is None else self._axes.size_of(axis)
 
-    def slice(self, **which: int | slice) -> Mesh:
+    def slice(self, **which: int | Cut) -> Mesh:
         """The part at these places: an int drops the axis, a slice keeps it. Raises MeshShapeError."""
         return Mesh.of(self._session, self._axes.slice(**which))
 
@@ -103,10 +104,10 @@ class Mesh:
         return Mesh.of(self._session, self._axes.rename(**names))
 
     @overload
-    def __getitem__(self, key: str) -> RemoteValue: ...
+    def __getitem__(self, key: int | Cut | tuple[int | Cut, ...]) -> Mesh: ...
 
     @overload
-    def __getitem__(self, key: int | slice | tuple[int | slice, ...]) -> Mesh: ...
+    def __getitem__(self, key: str) -> RemoteValue: ...
 
     def __getitem__(self, key: Any) -> Any:
         """`mesh["x"]`: a handle to the ranks' `x`. `mesh[0]`, `mesh[1:3]`: a part, along the first axis.
@@ -285,7 +286,7 @@ class Mesh:
             `torch.Tensor`, `numpy.ndarray`, or a list, as the pieces are.
         """
         axis = self._one_axis(axis)
-        first = {}
+        first: dict[int, int] = {}
         for rank in self.ranks:
             first.setdefault(self._axes.point(rank)[axis], rank)
         values = self.pull(what, ranks=list(first.values()))
@@ -354,7 +355,9 @@ class Mesh:
         if ranks is None:
             living = self._session.living(self.ranks)
             if not living:
-                raise RankLost(f"no rank of {self!r} is left; start anew with %mesh stop and %mesh start", ranks=self.ranks)
+                raise RankLost(
+                    f"no rank of {self!r} is left; start anew with %mesh stop and %mesh start", ranks=self.ranks
+                )
             return tuple(sorted(living))
         chosen = self._select(ranks)
         lost = tuple(rank for rank in chosen if rank in self._session.lost)
@@ -433,7 +436,9 @@ def body_of(function: Callable[..., Any]) -> str:
     try:
         source = textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError) as error:
-        raise UsageError(f"the source of {function.__name__} cannot be found ({error}); use mesh.run with a string") from error
+        raise UsageError(
+            f"the source of {function.__name__} cannot be found ({error}); use mesh.run with a string"
+        ) from error
     import ast
 
     tree = ast.parse(source)
@@ -602,7 +607,9 @@ def _length(batch: Any, dim: int) -> int:
 
 
 def _cut(batch: Any, dim: int, start: int, stop: int) -> Any:
-    index = (slice(None),) * (dim % batch.ndim) + (slice(start, stop),) if hasattr(batch, "shape") else slice(start, stop)
+    index = (
+        (slice(None),) * (dim % batch.ndim) + (slice(start, stop),) if hasattr(batch, "shape") else slice(start, stop)
+    )
     return batch[index]
 
 

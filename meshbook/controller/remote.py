@@ -28,6 +28,11 @@ _PROBES = ("_repr_", "_ipython_", "__")
 class RemoteValue:
     """A value on every rank of a mesh, named by a path from one of the ranks' names: `x`, `model.fc`, `x.shape[0]`."""
 
+    _meshbook_path: Path
+    _meshbook_ranks: Ranks
+    _meshbook_session: Session
+    _meshbook_values: RankValues | None
+
     __slots__ = (
         "__weakref__",
         "_meshbook_path",
@@ -36,9 +41,7 @@ class RemoteValue:
         "_meshbook_values",
     )
 
-    def __init__(
-        self, session: Session, path: Path, ranks: Ranks, *, values: RankValues | None = None
-    ) -> None:
+    def __init__(self, session: Session, path: Path, ranks: Ranks, *, values: RankValues | None = None) -> None:
         object.__setattr__(self, "_meshbook_session", session)
         object.__setattr__(self, "_meshbook_path", path)
         object.__setattr__(self, "_meshbook_ranks", ranks)
@@ -52,9 +55,13 @@ class RemoteValue:
         path = self._meshbook_path.attr(name)
         if not path.is_plain():
             return _evaluate(self, path)
-        answers = [answer for answer in peek(self._meshbook_session, (str(path),), self._meshbook_ranks).values() if answer]
+        answers = [
+            answer for answer in peek(self._meshbook_session, (str(path),), self._meshbook_ranks).values() if answer
+        ]
         if answers and all(answer.get(str(path)) is None for answer in answers):
-            raise AttributeError(f"{self._meshbook_path} has no attribute {name!r} on {name_ranks(self._meshbook_ranks)}")
+            raise AttributeError(
+                f"{self._meshbook_path} has no attribute {name!r} on {name_ranks(self._meshbook_ranks)}"
+            )
         return RemoteValue(self._meshbook_session, path, self._meshbook_ranks)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -175,7 +182,9 @@ def named(session: Session, name: str, ranks: Ranks) -> RemoteValue:
     """
     answers = [answer for answer in peek(session, (name,), ranks).values() if answer is not None]
     if answers and all(answer.get(name) is None for answer in answers):
-        raise MeshNameError(f"no rank of {session.name!r} has a name {name!r}; names there: {_listed(session.info.names)}")
+        raise MeshNameError(
+            f"no rank of {session.name!r} has a name {name!r}; names there: {_listed(session.info.names)}"
+        )
     return RemoteValue(session, Path(Name(name)), ranks)
 
 
@@ -222,7 +231,11 @@ def members(value: RemoteValue) -> list[str]:
     """Attribute names, as the first living rank completes them."""
     session = value._meshbook_session
     if not value._meshbook_path.is_plain():
-        return list(session.evaluate(value._meshbook_path.attr("__dir__").call(), session.living(value._meshbook_ranks)[:1]).same())
+        return list(
+            session.evaluate(
+                value._meshbook_path.attr("__dir__").call(), session.living(value._meshbook_ranks)[:1]
+            ).same()
+        )
     code = f"{value._meshbook_path}."
     living = session.living(value._meshbook_ranks)[:1]
     command = messages.Complete(call=session.connection.next_call(), ranks=living, code=code, cursor=len(code))

@@ -263,13 +263,19 @@ def _lost(finished: messages.CallFinished, failures: Sequence[Failure], label: s
         how = describe_exit(exited.signal, exited.exit_code)
         sentences.append(f"rank {exited.rank} (pid {exited.pid} on {exited.host}) {how} while {label} ran")
     if not sentences:
-        said = [part.outcome.error.evalue for part in finished.parts if part.outcome.error and part.ranks[0] in lost_ranks]
-        sentences.append(said[0] if said else f"{name_ranks(lost_ranks)} {'is' if len(lost_ranks) == 1 else 'are'} gone")
+        said = [
+            part.outcome.error.evalue for part in finished.parts if part.outcome.error and part.ranks[0] in lost_ranks
+        ]
+        sentences.append(
+            said[0] if said else f"{name_ranks(lost_ranks)} {'is' if len(lost_ranks) == 1 else 'are'} gone"
+        )
     message = "; ".join(sentences) + "."
     if first is not None and first.signal == 9:
         message += " SIGKILL is also how the system ends a process when memory runs out."
     if survivors:
-        message += f" {name_ranks(survivors).capitalize()} {'keeps its' if len(survivors) == 1 else 'keep their'} state."
+        message += (
+            f" {name_ranks(survivors).capitalize()} {'keeps its' if len(survivors) == 1 else 'keep their'} state."
+        )
     if late:
         message += f" {name_ranks(late).capitalize()} had not come back from it yet."
     if first is not None and first.last_collective:

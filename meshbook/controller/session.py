@@ -399,5 +399,3 @@ def _end(connection: Connection, gone: threading.Event, stop: bool) -> None:
         pass
     finally:
         connection.close()
-
-

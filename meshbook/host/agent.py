@@ -175,15 +175,15 @@ class HostAgent:
                 for link in self._living(command.ranks):
                     self._to_service(link, body)
             case messages.ReplyInput(rank=rank, target=target):
-                link = self._links.get(rank)
-                if link is not None and link.running is not None and link.running.call == target:
-                    self._to_work(link, body)
+                asking = self._links.get(rank)
+                if asking is not None and asking.running is not None and asking.running.call == target:
+                    self._to_work(asking, body)
             case messages.KillRanks():
                 for link in self._living(command.ranks):
                     self._signal(link, command.signal)
             case messages.AskLogs():
-                link = self._links.get(command.rank)
-                text = link.log.tail(command.limit_bytes) if link is not None else ""
+                said = self._links.get(command.rank)
+                text = said.log.tail(command.limit_bytes) if said is not None else ""
                 self._report(messages.Answered(call=command.call, text=text))
             case messages.Exit():
                 self.stop(command.grace_s, lambda: None)
@@ -523,7 +523,9 @@ class HostAgent:
             device=link.device,
             call=link.running.call if link.running is not None else None,  # type: ignore[arg-type]
             cell=getattr(tally.command, "label", None) if tally is not None else None,
-            line=beat.line if beat is not None and link.running is not None and beat.call == link.running.call else None,
+            line=beat.line
+            if beat is not None and link.running is not None and beat.call == link.running.call
+            else None,
             beat_age_s=age,
             rss_bytes=beat.rss_bytes if beat is not None else None,
             peak_rss_bytes=beat.peak_rss_bytes if beat is not None else None,
@@ -597,7 +599,13 @@ class HostAgent:
     # ---- calls
 
     def _open(self, command: Any, ranks: Ranks) -> Tally:
-        tally = Tally(command.call, command, set(ranks), self._loop.clock.monotonic(), LineFolder(ranks, mergeable=self._mergeable))
+        tally = Tally(
+            command.call,
+            command,
+            set(ranks),
+            self._loop.clock.monotonic(),
+            LineFolder(ranks, mergeable=self._mergeable),
+        )
         self._tallies[command.call] = tally
         return tally
 

@@ -32,15 +32,11 @@ def main() -> None:
     upward.setsockopt(zmq.IDENTITY, b"h%d" % host)
     keys.harden(upward, max_message_bytes=codec.MAX_MESSAGE_BYTES)
     upward.connect(address)
-    agent = HostAgent(
-        loop,
-        context,
-        folder,
-        token,
-        host,
-        lambda report: upward.send_multipart(codec.encode(report)),
-        mergeable=True,
-    )
+
+    def report(message: messages.HostReport) -> None:
+        upward.send_multipart(codec.encode(message))
+
+    agent = HostAgent(loop, context, folder, token, host, report, mergeable=True)
 
     def hear(frames: list[bytes]) -> None:
         command = codec.host_commands.decode(frames)

@@ -196,7 +196,9 @@ class FreshStarter:
     def start_store(self, on_port: Callable[[int], None]) -> None:
         pipe = _PortPipe(self._loop, on_port)
         self._store = subprocess.Popen(
-            [sys.executable, "-P", "-m", "meshbook.rank.store", str(pipe.write)], pass_fds=(pipe.write,), env=rank_environment()
+            [sys.executable, "-P", "-m", "meshbook.rank.store", str(pipe.write)],
+            pass_fds=(pipe.write,),
+            env=rank_environment(),
         )
         os.close(pipe.write)
 

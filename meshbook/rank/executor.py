@@ -16,7 +16,6 @@ import msgspec
 from meshbook.errors import RankLost, TransferError
 from meshbook.rank import paths
 from meshbook.rank.capture import Output
-from meshbook.rank.preview import preview
 from meshbook.rank.ring import Ring
 from meshbook.rank.service import Reporter
 from meshbook.rank.shell import InterruptGate, RankShell
@@ -188,7 +187,7 @@ class Executor:
 
         Plain values always come along; others only up to `inline_limit` bytes of pickle.
         """
-        shown = preview(result, formatter=self.shell.display_formatter)
+        shown = self.shell.preview(result)
         if shown.kind in ("plain", "none") and not shown.truncated:
             inline_limit = max(inline_limit, _PLAIN_BYTES)
         payload = pickling.dump_small(result, inline_limit) if inline_limit else None

@@ -56,12 +56,12 @@ def serve(fd: int, *, with_torch: bool) -> NoReturn:
     gc.freeze()  # the collector must not write to the shared pages
     host.send(birth.encoder.encode(birth.ForkServerReady(time.monotonic() - started)))
     while True:
-        readable, _, _ = select.select([host, children], [], [])
+        readable, _, _ = select.select([host.fileno(), children], [], [])
         if children in readable:
             with contextlib.suppress(BlockingIOError):
                 os.read(children, 4096)
             _reap(host)
-        if host in readable:
+        if host.fileno() in readable:
             data, descriptors, _, _ = socket.recv_fds(host, birth.MAX_BIRTH_BYTES, 5)
             if not data:
                 os._exit(0)

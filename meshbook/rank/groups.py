@@ -319,7 +319,8 @@ class Groups:
             self._aborting.join(_ABORT_S)
             if self._aborting.is_alive():
                 raise RuntimeError(
-                    f"NCCL did not give up its communicators within {_ABORT_S:.0f} s; this rank is beyond help: %mesh stop, then %mesh start"
+                    f"NCCL did not give up its communicators within {_ABORT_S:.0f} s: this rank is lost. That takes a "
+                    "new mesh: %mesh stop, then %mesh start"
                 )
             self._aborting = None
 
@@ -338,8 +339,20 @@ class Groups:
     # ---- what a WatchedGroup asks of us
 
     def connect(self, group: WatchedGroup) -> None:
-        """Connect a group's real backends in this epoch. Blocks until all its members have come."""
+        """Connect a group's real backends in this epoch. Blocks until all its members have come.
+
+        Raises:
+            GroupBroken: all groups are broken, and this one would be.
+            RuntimeError: not all came in time.
+            BaseException: what the groups were severed with meanwhile.
+        """
         assert self._store is not None
+        if self._severed is not None:
+            forming = self._join_timeout_s is not None
+            raise (self._severed.raised() if forming else None) or GroupBroken(
+                f"a process group cannot be connected while all are broken ({self._severed.reason}). They are formed "
+                "again before the next cell: run the cell again"
+            )
         name = group.label.name
         again, self._connected[name] = self._connected[name], self._connected[name] + 1
         store = PrefixStore(f"e{self.epoch}/{name}" + (f"/{again}" if again else ""), self._store)
@@ -495,9 +508,13 @@ class Groups:
             self._store, self._store_address, self._severed = store, "", None
         label = Label(name, ranks)
         group = WatchedGroup(self, label, rank, store=store, backends=kinds, timeout=timeout, options=options)
+        self._members[name] = group  # at once, so that whoever severs finds it
         if not self._held.get(name, set()).intersection(label.ranks):
-            self.connect(group)
-        self._members[name] = group
+            try:
+                self.connect(group)
+            except BaseException:
+                del self._members[name]
+                raise
         return group
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import sys
 import threading
 import time
@@ -67,7 +68,9 @@ class Reporter:
             if not items:
                 return 0
             self._seq += 1
-            body = codec.encode_body(messages.RankSaid(rank=self._told.rank, call=self.call, seq=self._seq, items=items))  # type: ignore[arg-type]
+            body = codec.encode_body(
+                messages.RankSaid(rank=self._told.rank, call=self.call, seq=self._seq, items=items)
+            )  # type: ignore[arg-type]
             socket.send_multipart([codec.PROTOCOL, body])
             return len(body)
 
@@ -99,6 +102,8 @@ class Service:
         thread.start()
 
     def _run(self, ready: messages.RankReady) -> None:
+        # Signals are the main thread's: one delivered here would only wake it through a detour, and late.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         socket = connect(self._context, self._told.service_address, self._told.rank)
         socket.send_multipart(codec.encode(ready))
         poller = zmq.Poller()

@@ -35,6 +35,7 @@ import termios
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -73,6 +74,8 @@ from meshbook.wire.messages import ClearOutput, Display, Preview, RankError, Run
 
 __all__ = ["CellRun", "InterruptGate", "RankShell", "preload"]
 
+# How many of `_1`, `_i1`, `_2`, ... there are at a time.
+NUMBERED_NAMES: Final = 200
 # Seconds that a shell command has to end itself after the interrupt that Stop sends it.
 COMMAND_GRACE_S: Final = 0.3
 
@@ -142,6 +145,7 @@ class RankShell(InteractiveShell):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._undo: list[Callable[[], object]] = []
         self._preset: dict[str, Any] = {}
+        self._numbered: deque[str] = deque()
         with _no_database():
             # display_page: what would go to a pager is displayed, for `less` would wait for a terminal for ever.
             super().__init__(display_page=True, **kwargs)
@@ -232,6 +236,17 @@ class RankShell(InteractiveShell):
         self._preset.update(names)
         self.push(names, interactive=False)
         self._names.settle()
+
+    def numbered(self, name: str) -> None:
+        """Note a name like `_7` or `_i7`, and forget the oldest of them: two more with every cell would make the
+        namespace slow to look through. `In` and `Out` keep what they stand for.
+        """
+        self._numbered.append(name)
+        while len(self._numbered) > NUMBERED_NAMES:
+            oldest = self._numbered.popleft()
+            value = self.user_ns_hidden.get(oldest, self)
+            if oldest not in self._numbered and self.user_ns.get(oldest) is value:
+                del self.user_ns[oldest], self.user_ns_hidden[oldest]
 
     def reset(self, new_session: bool = True, aggressive: bool = False) -> None:
         """`%reset`: everything but the rank's own names."""
@@ -678,6 +693,7 @@ class RankDisplayHook(DisplayHook):
         if self._has_value:  # more than one value is shown (ast_node_interactivity = "all", or a cell within a cell)
             self._display(self._value)
         self.update_user_ns(result)
+        self.shell.numbered(f"_{self._number}")
         self.fill_exec_result(result)
         if self._open:
             self._has_value, self._value = True, result
@@ -731,11 +747,12 @@ class RankHistory(HistoryManager):
         for entries, text in ((parsed_list, source), (raw_list, raw)):
             while len(entries) < line_num:
                 entries.append("")
-            entries[line_num:] = [text.rstrip("\n")]
+            entries[line_num : line_num + 1] = [text.rstrip("\n")]
         self._iii, self._ii, self._i, self._i00 = self._ii, self._i, self._i00, raw.rstrip("\n")
         names = {"_i": self._i, "_ii": self._ii, "_iii": self._iii, f"_i{line_num}": self._i00}
         self.shell.user_ns.update(names)
         self.shell.user_ns_hidden.update(names)
+        self.shell.numbered(f"_i{line_num}")
 
 
 class _SteadyTrap(BuiltinTrap):

@@ -172,7 +172,7 @@ class Break:
         return again if type(again) is type(self.error) else self.error
 
 
-class Host(Protocol):
+class Owner(Protocol):
     """What a group asks of those who made it."""
 
     @property
@@ -226,7 +226,7 @@ def _collective(op: str) -> Callable[..., Any]:
         if self.broken is not None:
             self._refuse(op)
         if self._inner is None:
-            self._host.connect(self)
+            self._owner.connect(self)
         put_in = args[telling] if telling < len(args) else args[0] if args else ()
         if type(put_in) is list and put_in and isinstance(put_in[0], torch.Tensor):
             tensors = put_in
@@ -234,7 +234,7 @@ def _collective(op: str) -> Callable[..., Any]:
             tensors = _tensors(put_in)
         peer = self.label.ranks[int(args[1])] if names_peer and len(args) > 1 else None
         record = self._ring.begin(op, self.label, tensors, peer)
-        arguments = self._tell_begun(record, args, kwargs) if self._host.observers else None
+        arguments = self._tell_begun(record, args, kwargs) if self._owner.observers else None
         options = kwargs.get("opts") if kwargs else args[-1] if args else None
         on_nccl = self._has_nccl and self._goes_to_nccl(op, tensors, options)
         age, work = self._age, None
@@ -293,7 +293,7 @@ class WatchedGroup(ProcessGroup):
 
     def __init__(
         self,
-        host: Host,
+        owner: Owner,
         label: Label,
         rank: int,
         *,
@@ -310,9 +310,9 @@ class WatchedGroup(ProcessGroup):
         self.options = options
         self.broken: Break | None = None
         self.links: tuple[Link, ...] = ()
-        self._host = host
+        self._owner = owner
         self._store = store
-        self._ring = host.ring
+        self._ring = owner.ring
         self._has_nccl = "nccl" in self.backends.values()
         self._inner: Any = None
         self._registered = False
@@ -328,7 +328,7 @@ class WatchedGroup(ProcessGroup):
     def inner(self) -> Any:
         """The real process group. Connects first where that was put off: may block."""
         if self._inner is None:
-            self._host.connect(self)
+            self._owner.connect(self)
         return self._inner
 
     @property
@@ -442,12 +442,12 @@ class WatchedGroup(ProcessGroup):
 
     def _tell_begun(self, record: Collective, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         arguments = (*args, *kwargs.values())
-        for observer in self._host.observers:
+        for observer in self._owner.observers:
             observer.begun(record, arguments)
         return arguments
 
     def _tell_finished(self, record: Collective, arguments: tuple[Any, ...]) -> None:
-        for observer in self._host.observers:
+        for observer in self._owner.observers:
             observer.finished(record, arguments)
 
     # ---- NCCL: its waits only order streams, so nothing is sliced; what is stuck is stuck on the device
@@ -569,7 +569,7 @@ class WatchedGroup(ProcessGroup):
         if self.rank() not in new_ranks:
             return None
         name = str(group_name or f"{self.label.name}/split/{'-'.join(map(str, new_ranks))}")
-        group = self._host.split(self, [self.label.ranks[rank] for rank in new_ranks], name, timeout or self.timeout)
+        group = self._owner.split(self, [self.label.ranks[rank] for rank in new_ranks], name, timeout or self.timeout)
         if group_desc is not None:
             group._set_group_desc(group_desc)
         return group
@@ -577,7 +577,7 @@ class WatchedGroup(ProcessGroup):
     def shutdown(self) -> None:
         """Called by torch when the group is destroyed."""
         inner = self._inner
-        self._host.forget(self)
+        self._owner.forget(self)
         if inner is not None:
             inner.shutdown()
 

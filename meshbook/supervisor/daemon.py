@@ -48,9 +48,7 @@ def serve(arguments: list[str]) -> None:
 
 def _settle() -> None:
     """Standard output and error are the mesh's log already; a daemon writes there in lines."""
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s: %(message)s"
-    )
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
 
 
 def _tell(fd: int, text: str) -> None:

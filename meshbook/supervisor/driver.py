@@ -248,7 +248,9 @@ class Driver:
                     except (StartError, KeyError) as error:
                         self._host_said(0, messages.HostFailed(host=0, reason=str(error)))
                 case s.Alarm(name=name, delay_s=delay_s):
-                    self._loop.call_later(delay_s, lambda name=name: self._carry_out(self._state.alarm(name, self._now())))  # type: ignore[misc]
+                    self._loop.call_later(
+                        delay_s, lambda name=name: self._carry_out(self._state.alarm(name, self._now()))
+                    )  # type: ignore[misc]
                 case s.Shutdown(reason=reason):
                     self._shut_down(reason)
 

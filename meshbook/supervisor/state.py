@@ -409,9 +409,7 @@ class State:
         merger = None
         if len(self._all_hosts()) > 1:
             merger = FoldMerger({host: tuple(rank for rank in ranks if self._host_of[rank] == host) for host in hosts})
-        call = self._calls[call_id] = Call(
-            call_id, client, label, ranks, set(hosts), now, True, OutputBudget(), merger
-        )
+        call = self._calls[call_id] = Call(call_id, client, label, ranks, set(hosts), now, True, OutputBudget(), merger)
         return call
 
     def _call_output(self, host: int, report: messages.CallOutput, now: float) -> list[Step]:
@@ -475,7 +473,9 @@ class State:
             items = tuple(call.merger.flush(now, final=True))
         return self._settle(call, call.parts[0] if len(call.parts) == 1 else merge_parts(call.parts), items, now)
 
-    def _settle(self, call: Call, parts: tuple[Part, ...], items: tuple[messages.FoldedItem, ...], now: float) -> list[Step]:
+    def _settle(
+        self, call: Call, parts: tuple[Part, ...], items: tuple[messages.FoldedItem, ...], now: float
+    ) -> list[Step]:
         del self._calls[call.id]
         if call.id.startswith("form-"):
             return self._groups_formed(call, parts, now)
@@ -530,7 +530,9 @@ class State:
         self._exited[rank] = report
         if self._start is not None:
             last = "".join(f"\n  {line}" for line in report.last_lines)
-            return self._fail_start(f"rank {rank} {how} while the mesh was coming up{': it said' + last if last else ''}")
+            return self._fail_start(
+                f"rank {rank} {how} while the mesh was coming up{': it said' + last if last else ''}"
+            )
         if self._groups in ("ready", "forming"):
             self._groups = "broken"
         steps: list[Step] = [ToClient(None, messages.RanksChanged(info=self.info(), exited=(report,)))]

@@ -640,25 +640,90 @@ class HistoryEntry(Struct, frozen=True, gc=False):
 
 
 ClientCommand = (
-    Hello | StartMesh | RunCell | CallFunction | Evaluate | SetNames | DeleteNames | Complete | Inspect | Peek
-    | Release | Interrupt | ReplyInput | KillRanks | AskStatus | AskLogs | AskHistory | StopMesh | Detach | Ping
+    Hello
+    | StartMesh
+    | RunCell
+    | CallFunction
+    | Evaluate
+    | SetNames
+    | DeleteNames
+    | Complete
+    | Inspect
+    | Peek
+    | Release
+    | Interrupt
+    | ReplyInput
+    | KillRanks
+    | AskStatus
+    | AskLogs
+    | AskHistory
+    | StopMesh
+    | Detach
+    | Ping
 )
 HostCommand = (
-    StartRanks | FormGroups | RunCell | CallFunction | Evaluate | SetNames | DeleteNames | Complete | Inspect | Peek
-    | Release | Interrupt | ReplyInput | KillRanks | AskLogs | Unblock | Exit
+    StartRanks
+    | FormGroups
+    | RunCell
+    | CallFunction
+    | Evaluate
+    | SetNames
+    | DeleteNames
+    | Complete
+    | Inspect
+    | Peek
+    | Release
+    | Interrupt
+    | ReplyInput
+    | KillRanks
+    | AskLogs
+    | Unblock
+    | Exit
 )
 RankCommand = (
-    FormGroups | RunCell | CallFunction | Evaluate | SetNames | DeleteNames | Complete | Inspect | Peek | Release
-    | ReplyInput | Unblock | Interrupt | Exit
+    FormGroups
+    | RunCell
+    | CallFunction
+    | Evaluate
+    | SetNames
+    | DeleteNames
+    | Complete
+    | Inspect
+    | Peek
+    | Release
+    | ReplyInput
+    | Unblock
+    | Interrupt
+    | Exit
 )
 RankReport = RankReady | RankSaid | RankFinished | RankAnswered | RankAsked | RankBeat
 HostReport = (
-    HostReady | HostFailed | HostBeat | StoreServed | RankReady | RankExited | RankBeat | CallOutput | CallFinished | CallProgressed
-    | InputRequested | Answered | Segments
+    HostReady
+    | HostFailed
+    | HostBeat
+    | StoreServed
+    | RankReady
+    | RankExited
+    | RankBeat
+    | CallOutput
+    | CallFinished
+    | CallProgressed
+    | InputRequested
+    | Answered
+    | Segments
 )
 SupervisorReport = (
-    Welcome | MeshReady | RanksChanged | MeshStopped | CallOutput | CallFinished | CallProgressed | InputRequested
-    | Answered | Refused | Segments
+    Welcome
+    | MeshReady
+    | RanksChanged
+    | MeshStopped
+    | CallOutput
+    | CallFinished
+    | CallProgressed
+    | InputRequested
+    | Answered
+    | Refused
+    | Segments
 )
 AnyMessage = ClientCommand | HostCommand | RankReport | HostReport | SupervisorReport
 
@@ -668,6 +733,16 @@ MAIN_THREAD = (FormGroups, RunCell, CallFunction, Evaluate, SetNames, DeleteName
 QUESTIONS = (Complete, Inspect, Peek)
 
 __all__ = [name for name, thing in list(globals().items()) if isinstance(thing, type) and issubclass(thing, Struct)] + [
-    "AnyMessage", "ClientCommand", "FoldedItem", "HostCommand", "HostReport", "MAIN_THREAD", "OutputItem", "QUESTIONS",
-    "RankCommand", "RankReport", "SupervisorReport", "msgspec",
+    "AnyMessage",
+    "ClientCommand",
+    "FoldedItem",
+    "HostCommand",
+    "HostReport",
+    "MAIN_THREAD",
+    "OutputItem",
+    "QUESTIONS",
+    "RankCommand",
+    "RankReport",
+    "SupervisorReport",
+    "msgspec",
 ]

@@ -44,7 +44,8 @@ def test_a_killed_rank_ends_the_cell_within_two_seconds_and_is_named(own_mesh: M
     assert isinstance(error, RankLost)
     assert (error.ranks, error.pid, error.signal, error.survivors) == ((1,), pid, "SIGKILL", (0, 2))
     assert "my last words" in error.last_lines
-    assert "rank 1" in str(error) and "SIGKILL" in str(error)
+    assert "rank 1" in str(error)
+    assert "SIGKILL" in str(error)
 
 
 def test_survivors_of_a_lost_rank_keep_their_state_and_run_the_next_cell(own_mesh: Mesh) -> None:
@@ -118,13 +119,16 @@ time.sleep(1000)"""
     future.interrupt()  # type: ignore[attr-defined]
     own_mesh.session.interrupt(own_mesh.ranks, hard=True)
     error = future.exception(20)  # type: ignore[attr-defined]
-    assert isinstance(error, RankLost) and error.ranks == (1,)
+    assert isinstance(error, RankLost)
+    assert error.ranks == (1,)
     assert list(own_mesh.run("rank").values) == [0, 2]
 
 
 def test_a_rank_that_would_not_stop_is_named_under_the_cell(own_mesh: Mesh) -> None:
     said: list[str] = []
-    stubborn = "import time\nwhile True:\n    try:\n        while True: time.sleep(0.01)\n    except KeyboardInterrupt: pass"
+    stubborn = (
+        "import time\nwhile True:\n    try:\n        while True: time.sleep(0.01)\n    except KeyboardInterrupt: pass"
+    )
     command = own_mesh.session.cell_command(f"print('begun')\n{stubborn}", (1,))
     source = own_mesh.session.request(command, on_output=lambda items: said.extend(map(str, items)))
     when(lambda: "begun" in own_mesh.logs(1))

@@ -246,6 +246,20 @@ def test_after_a_break_collectives_are_refused_with_the_reason_and_the_next_step
     )
 
 
+def make_a_group(here: Here) -> None:
+    import torch.distributed as dist
+
+    dist.new_group([0, 1, 2])
+
+
+def test_after_a_break_no_new_group_is_begun(trio: World) -> None:
+    """Its other members may not come: they have groups that work, or none."""
+    trio.members[0].ask(sever, KeyboardInterrupt("stop"))
+    error = trio.members[0].error_of(make_a_group)
+    assert type(error).__name__ == "GroupBroken"
+    assert "(stop)" in str(error)
+
+
 def test_a_late_word_about_a_former_epoch_breaks_nothing(trio: World) -> None:
     former = trio.epoch
     trio.form()

@@ -25,6 +25,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from meshbook.ids import CallId
 from meshbook.rank import failures
+from meshbook.rank import shell as shell_module
 from meshbook.rank.capture import Output
 from meshbook.rank.interrupt import InterruptGate
 from meshbook.rank.shell import CellRun, RankShell, preload
@@ -153,6 +154,20 @@ def test_earlier_values_and_cells_are_at_hand_under_their_numbers(rank: Rank) ->
         10,
     )
     assert rank.shell.execution_count == 10
+
+
+def test_a_cell_that_runs_again_under_its_number_replaces_itself_and_nothing_else(rank: Rank) -> None:
+    rank.ok("'a'", number=1)
+    rank.ok("'b'", number=2)
+    rank.ok("'c'", number=1)
+    assert rank.ok("In[:3], Out[1], Out[2]", number=3).result == (["", "'c'", "'b'"], "c", "b")
+
+
+def test_the_namespace_does_not_grow_with_every_cell(rank: Rank) -> None:
+    for number in range(1, 400):
+        rank.ok(f"{number}", number=number)
+    assert len(rank.shell.user_ns) < shell_module.NUMBERED_NAMES + 50
+    assert rank.ok("_399, _i399, In[5], Out[5]", number=400).result == (399, "399", "5", 5)
 
 
 def test_a_cell_without_a_number_takes_the_ranks_next(rank: Rank) -> None:

@@ -7,6 +7,7 @@ which can be asked to look at the main thread or to sever its groups, as in a re
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
@@ -345,6 +346,8 @@ def _fork_for_ever(asked: socket.socket) -> NoReturn:
     torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps them
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.collect()
+    gc.freeze()  # as in the real fork server: ranks share these objects, and looking through them would copy them all
     asked.send(b"ready")
     while True:
         data, descriptors, _, _ = socket.recv_fds(asked, 65536, 4)
