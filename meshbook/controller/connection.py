@@ -108,8 +108,8 @@ class Connection:
     def _await_welcome(self) -> messages.Welcome:
         if not self._listen.poll(int(_CONNECT_TIMEOUT_S * 1000)):
             raise errors.NotAttached(
-                f"the mesh {self.found.name!r} (pid {self.found.pid}) did not answer within {_CONNECT_TIMEOUT_S:.0f} s; "
-                "meshbook status shows it, meshbook stop ends it"
+                f"the mesh {self.found.name!r} (pid {self.found.pid}) did not answer within {_CONNECT_TIMEOUT_S:.0f} "
+                "s; meshbook status shows it, meshbook stop ends it"
             )
         report = codec.supervisor_reports.decode(self._listen.recv_multipart())
         if isinstance(report, messages.Welcome):

@@ -257,8 +257,8 @@ class Mesh:
     def scatter(self, batch: Any, *, axis: str | None = None, dim: int = 0) -> RemoteValue:
         """Cut a tensor, array or sequence along `dim`, one piece per place of `axis`. Blocks.
 
-        The pieces are as `torch.chunk` would cut them, the last ones shorter where it does not divide. Ranks at the same
-        place of the axis get the same piece. With one axis it need not be named.
+        The pieces are as `torch.chunk` would cut them, the last ones shorter where it does not divide. Ranks at the
+        same place of the axis get the same piece. With one axis it need not be named.
 
         Returns:
             A handle to the pieces.

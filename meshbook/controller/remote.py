@@ -82,23 +82,22 @@ class RemoteValue:
     # ---- one value of all ranks
 
     def __bool__(self) -> bool:
-        return bool(_same(self, "bool"))
+        return bool(_same(self, self._meshbook_path.unary("bool")))
 
     def __int__(self) -> int:
-        return int(_same(self, "int"))
+        return int(_same(self, self._meshbook_path.unary("int")))
 
     def __float__(self) -> float:
-        return float(_same(self, "float"))
+        return float(_same(self, self._meshbook_path.unary("float")))
 
     def __index__(self) -> int:
         return operator.index(pull(self).same())
 
     def __len__(self) -> int:
-        return int(_same(self, "len"))
+        return int(_same(self, self._meshbook_path.unary("len")))
 
     def __contains__(self, thing: Any) -> bool:
-        found = _evaluate(self, self._meshbook_path.binary("contains", thing))
-        return bool(found._meshbook_values.same())
+        return bool(_same(self, self._meshbook_path.binary("contains", thing)))
 
     def __iter__(self) -> Iterator[RemoteValue]:
         return (self[index] for index in range(len(self)))
@@ -221,8 +220,8 @@ def show(value: RemoteValue) -> tuple[Part, ...]:
 
 
 def peek(session: Session, names: tuple[str, ...], ranks: Ranks) -> dict[int, dict[str, Any] | None]:
-    """What the ranks' service threads say of names: rank -> {name: preview as plain data, or None}; None for a rank that
-    did not answer."""
+    """What the ranks' service threads say of names: rank -> {name: preview as plain data, or None}; None for a rank
+    that did not answer."""
     command = messages.Peek(call=session.connection.next_call(), ranks=session.living(ranks), names=names)
     return {rank: part.outcome.answer for part in session.question(command) for rank in part.ranks}
 
@@ -264,9 +263,11 @@ def _living(value: RemoteValue) -> Ranks:
     return value._meshbook_session.living(value._meshbook_ranks)
 
 
-def _same(value: RemoteValue, op: str) -> Any:
-    found = _evaluate(value, value._meshbook_path.unary(op))
-    return found._meshbook_values.same()
+def _same(value: RemoteValue, path: Path) -> Any:
+    """What a path from this handle gives, where all ranks agree on it."""
+    values = _evaluate(value, path)._meshbook_values
+    assert values is not None  # _evaluate keeps them
+    return values.same()
 
 
 def _listed(names: tuple[str, ...]) -> str:

@@ -80,8 +80,8 @@ class Session:
         except TimeoutError:
             self.stop()
             raise StartError(
-                f"{axes.size} ranks did not come up within {timeout_s:.0f} s and were stopped; give them more time with "
-                "start_timeout_s in meshbook.toml, or look at what they wait for with fewer ranks"
+                f"{axes.size} ranks did not come up within {timeout_s:.0f} s and were stopped; give them more time "
+                "with start_timeout_s in meshbook.toml, or look at what they wait for with fewer ranks"
             ) from None
         except NotAttached as error:
             raise StartError(str(error)) from error
@@ -92,7 +92,7 @@ class Session:
         return ready
 
     def stop(self) -> None:
-        """End the mesh: every rank, the supervisor, their sockets. Waits until they are gone. Harmless when they are."""
+        """End the mesh: every rank, the supervisor, their sockets. Waits until they are gone; harmless when they are."""
         self._at_exit.detach()
         if self.ended is None and not self.connection.closed:
             _end(self.connection, self._gone, stop=True)

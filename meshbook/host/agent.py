@@ -1,8 +1,9 @@
 """A host's memory of its ranks and of the calls they work on, and the two sockets it reaches them by.
 
-Commands come in through `handle`, folded reports go out through `report`; the supervisor may sit in the same process (the
-local engine) or behind a socket (`host/main.py`), the agent does not know. A rank gets one main-thread command at a time:
-the queue is kept here, so that an interrupt is a signal to a process whose work is known, and never hits the next cell.
+Commands come in through `handle`, folded reports go out through `report`; the supervisor may sit in the same process
+(the local engine) or behind a socket (`host/main.py`), the agent does not know. A rank gets one main-thread command at a
+time: the queue is kept here, so that an interrupt is a signal to a process whose work is known, and never hits the next
+cell.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from meshbook.wire.messages import Outcome, RankDisplay
 
 log = logging.getLogger("meshbook.host")
 
-# Seconds after an interrupt before waiters are freed by force from their collective: longer than a wait slice (0.1 s) and
-# the user's own clean-up code usually take, short enough that Stop on a stuck collective is over within a second.
+# Seconds after an interrupt before waiters are freed by force from their collective: longer than a wait slice (0.1 s)
+# and the user's own clean-up code usually take, short enough that Stop on a stuck collective is over within a second.
 _UNBLOCK_AFTER_S = 0.3
 # ... before the signal is sent again.
 _REPEAT_S = (0.05, 0.2, 0.4)
@@ -313,8 +314,8 @@ class HostAgent:
             self._notice(
                 call,
                 ranks,
-                f"{name_ranks(ranks)} did not stop within {_STUBBORN_AFTER_S:.0f} s: in C code that keeps the GIL, or in "
-                f"code that catches KeyboardInterrupt{where}. Press Stop twice within 5 s (or %mesh kill "
+                f"{name_ranks(ranks)} did not stop within {_STUBBORN_AFTER_S:.0f} s: in C code that keeps the GIL, or "
+                f"in code that catches KeyboardInterrupt{where}. Press Stop twice within 5 s (or %mesh kill "
                 f"{format_ranks(ranks)}) to end {'it' if len(ranks) == 1 else 'them'}; what "
                 f"{'it holds' if len(ranks) == 1 else 'they hold'} is lost then",
             )
@@ -331,7 +332,7 @@ class HostAgent:
         self._report(messages.CallOutput(call=call, items=(item,)))  # type: ignore[arg-type]
 
     def stop(self, grace_s: float, then: Callable[[], None]) -> None:
-        """End every rank, in order where it listens and by force after `grace_s` seconds; call `then` when none is left."""
+        """End every rank, in order where it listens, by force after `grace_s` seconds; call `then` when none is left."""
         self._when_empty = then
         body = codec.encode_body(messages.Exit())
         for link in self._living(tuple(self._links)):

@@ -85,7 +85,7 @@ class _PortPipe:
 
 
 class ForkStarter:
-    """Ranks forked from `meshbook.rank.forkserver`, which is started at once so that its imports overlap with all else."""
+    """Ranks forked from `meshbook.rank.forkserver`, started at once so that its imports overlap with all else."""
 
     def __init__(
         self, loop: Loop, on_exit: Callable[[int, int], None], on_failure: Callable[[str], None], *, with_torch: bool

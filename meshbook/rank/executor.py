@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from meshbook.errors import RankLost, TransferError
+from meshbook.ids import CallId
 from meshbook.rank import paths
 from meshbook.rank.capture import Output
 from meshbook.rank.ring import Ring
@@ -41,7 +42,7 @@ class Executor:
     ) -> None:
         self.told = told
         self.shell = shell
-        self.running: str | None = None  # the call on the main thread
+        self.running: CallId | None = None  # the call on the main thread
         self.ring = Ring()
         self.pool = SegmentPool()
         self.reader = SegmentReader()
@@ -151,14 +152,14 @@ class Executor:
         device = torch.device(self._device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        names: dict[str, Any] = dict(
-            rank=self.told.rank,
-            local_rank=self.told.local_rank,
-            world_size=self.told.world_size,
-            device=device,
-            torch=torch,
-            dist=dist,
-        )
+        names: dict[str, Any] = {
+            "rank": self.told.rank,
+            "local_rank": self.told.local_rank,
+            "world_size": self.told.world_size,
+            "device": device,
+            "torch": torch,
+            "dist": dist,
+        }
         backend = None
         if spec.process_group:
             from meshbook.rank.groups import Groups
@@ -204,8 +205,8 @@ class Executor:
             del self._kept[next(iter(self._kept))]
 
     def _lend_names(self, function: Any) -> None:
-        """A function of the notebook, sent by value, knows only the globals that came with it; what it names beyond them
-        (`rank`, `dist`, what cells have bound) it finds as if it had been defined in a cell."""
+        """A function of the notebook, sent by value, knows only the globals that came with it; what it names beyond
+        them (`rank`, `dist`, what cells have bound) it finds as if it had been defined in a cell."""
         known = getattr(function, "__globals__", None)
         module = sys.modules.get(getattr(function, "__module__", None) or "")
         if known is None or known is getattr(module, "__dict__", None):
@@ -260,7 +261,7 @@ class Executor:
             )
         self._output.drain()
         self._reporter.say(work)
-        self._reporter.send(messages.RankAsked(rank=self.told.rank, call=call, prompt=prompt, password=password))  # type: ignore[arg-type]
+        self._reporter.send(messages.RankAsked(rank=self.told.rank, call=call, prompt=prompt, password=password))
         while True:
             work.poll()  # a SIGINT raises here, with no message half taken
             reply = codec.rank_commands.decode(work.recv_multipart())

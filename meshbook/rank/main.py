@@ -1,7 +1,7 @@
 """A rank's life: be born, listen, run what comes, end.
 
-The main thread polls its own socket for commands and runs them, so that signals and CUDA behave and no message waits for
-a thread switch. Everything that must be answered while it is busy is the service thread's (`service.py`).
+The main thread polls its own socket for commands and runs them, so that signals and CUDA behave and no message waits
+for a thread switch. Everything that must be answered while it is busy is the service thread's (`service.py`).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _settle(told: birth.RankBirth) -> None:
     if told.spec.cwd:
         with contextlib.suppress(OSError):
             os.chdir(told.spec.cwd)
-    # Forked ranks would all draw the fork server's numbers; torch's own default seed is the same in every process anyway.
+    # Forked ranks would all draw the fork server's numbers; torch's own default seed is the same in every process.
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
@@ -91,7 +91,7 @@ def _end(executor: Executor, output: Output) -> NoReturn:
 
 
 def main() -> NoReturn:
-    """A rank in a fresh interpreter: `python -m meshbook.rank.main OUT_FD ERR_FD RING_FD`, told who it is on standard input."""
+    """A rank in a fresh interpreter: `python -m meshbook.rank.main OUT_FD ERR_FD RING_FD`; standard input says who."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
     told = birth.births.decode(sys.stdin.buffer.read())

@@ -52,7 +52,7 @@ class Collective:
     """One call of a collective.
 
     Attributes:
-        op: the process group's own name for it, "allreduce", "send".
+        op: torch.distributed's name for it, "all_reduce", "send".
         seq: number among all collectives of this rank, from 1.
         group_seq: number among those of its group, from 1; equal on all members of a group that run the same code.
         t_start, t_end: monotonic seconds; `t_end` is None while it runs. For one that nobody waited for, it is when

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from meshbook.ids import CallId
 from meshbook.rank import questions
 from meshbook.rank.capture import Output
 from meshbook.wire import birth, codec, keys, messages
@@ -50,7 +51,7 @@ class Reporter:
         self._lock = threading.Lock()
         self._seq = 0
         self.work = connect(context, told.work_address, told.rank)
-        self.call: str | None = None  # the call whose output this is: the running one, else the last
+        self.call: CallId | None = None  # the call whose output this is: the running one, else the last
 
     def send(self, report: messages.RankReport) -> None:
         """Send from the main thread."""
@@ -70,7 +71,7 @@ class Reporter:
             self._seq += 1
             body = codec.encode_body(
                 messages.RankSaid(rank=self._told.rank, call=self.call, seq=self._seq, items=items)
-            )  # type: ignore[arg-type]
+            )
             socket.send_multipart([codec.PROTOCOL, body])
             return len(body)
 
@@ -164,7 +165,7 @@ class Service:
         self._executor.pool.trim(_IDLE_SEGMENT_S)
         return messages.RankBeat(
             rank=self._told.rank,
-            call=self._executor.running,  # type: ignore[arg-type]
+            call=self._executor.running,
             line=self._line(),
             rss_bytes=rss_bytes(),
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

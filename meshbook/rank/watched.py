@@ -53,55 +53,38 @@ _FOREVER = timedelta(0)  # what torch takes for "no timeout"
 # close at once, and the word from the supervisor, which knows the reason, is some milliseconds behind.
 _GRACE_S = 1.0
 
-# Which argument says best what this rank puts in; for the others it is the first. The outputs of a gather are as many
-# as there are ranks, and their shapes say nothing that the input's does not.
-_TELLING_ARGUMENT = {
-    "allgather": 1,
-    "allgather_coalesced": 1,
-    "_allgather_base": 1,
-    "all_gather_single": 1,
-    "allgather_into_tensor_coalesced": 1,
-    "all_gather_single_coalesced": 1,
-    "gather": 1,
-    "alltoall": 1,
-    "alltoall_base": 1,
-    "all_to_all_single": 1,
-    "_reduce_scatter_base": 1,
-    "reduce_scatter_single": 1,
-    "reduce_scatter_tensor_coalesced": 1,
-    "reduce_scatter_single_coalesced": 1,
-}
-
 # gloo completes these on its transport threads: a wait with a time limit closes the connection when it runs out.
 _POINT_TO_POINT = {"send", "recv", "recv_anysource"}
 
-# Both generations of names: torch 2.13 calls the newer ones and falls back to the older, 2.11 knows only those.
-COLLECTIVES = (
-    "_allgather_base",
-    "_reduce_scatter_base",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "all_to_all_single",
-    "allgather",
-    "allgather_coalesced",
-    "allgather_into_tensor_coalesced",
-    "allreduce",
-    "allreduce_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "barrier",
-    "broadcast",
-    "gather",
-    "recv",
-    "recv_anysource",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor_coalesced",
-    "scatter",
-    "send",
-)
+# The methods that are collectives: what users call them, and which argument says best what this rank puts in. (The
+# outputs of a gather are as many as there are ranks, and say nothing that its input does not.) There are names of two
+# generations: torch 2.13 calls those with "single" and falls back to the others, 2.11 knows only the others.
+COLLECTIVES = {
+    "_allgather_base": ("all_gather_into_tensor", 1),
+    "_reduce_scatter_base": ("reduce_scatter_tensor", 1),
+    "all_gather_single": ("all_gather_into_tensor", 1),
+    "all_gather_single_coalesced": ("all_gather_into_tensor_coalesced", 1),
+    "all_to_all_single": ("all_to_all_single", 1),
+    "allgather": ("all_gather", 1),
+    "allgather_coalesced": ("all_gather_coalesced", 1),
+    "allgather_into_tensor_coalesced": ("all_gather_into_tensor_coalesced", 1),
+    "allreduce": ("all_reduce", 0),
+    "allreduce_coalesced": ("all_reduce_coalesced", 0),
+    "alltoall": ("all_to_all", 1),
+    "alltoall_base": ("all_to_all_single", 1),
+    "barrier": ("barrier", 0),
+    "broadcast": ("broadcast", 0),
+    "gather": ("gather", 1),
+    "recv": ("recv", 0),
+    "recv_anysource": ("recv", 0),
+    "reduce": ("reduce", 0),
+    "reduce_scatter": ("reduce_scatter", 0),
+    "reduce_scatter_single": ("reduce_scatter_tensor", 1),
+    "reduce_scatter_single_coalesced": ("reduce_scatter_tensor_coalesced", 1),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter_tensor_coalesced", 1),
+    "scatter": ("scatter", 0),
+    "send": ("send", 0),
+}
 
 # Questions about the real group that its wrapper passes on to whatever is beneath it now.
 _PASSED_ON = (
@@ -215,11 +198,11 @@ def _succeeded(work: Any) -> bool:
     return True
 
 
-def _collective(op: str) -> Callable[..., Any]:
+def _collective(method: str) -> Callable[..., Any]:
     """The method of `WatchedGroup` that stands for one collective."""
-    telling = _TELLING_ARGUMENT.get(op, 0)
-    names_peer = op in ("send", "recv")  # as the second argument, by rank in the group
-    slices = op not in _POINT_TO_POINT
+    op, telling = COLLECTIVES[method]
+    names_peer = method in ("send", "recv")  # as the second argument, by rank in the group
+    slices = method not in _POINT_TO_POINT
 
     def collective(self: WatchedGroup, *args: Any, **kwargs: Any) -> Any:
         # Every collective of a training step pays for each line here; helpers are called only for what is rare.
@@ -239,7 +222,7 @@ def _collective(op: str) -> Callable[..., Any]:
         on_nccl = self._has_nccl and self._goes_to_nccl(op, tensors, options)
         age, work = self._age, None
         try:
-            work = getattr(self._inner, op)(*args, **kwargs)
+            work = getattr(self._inner, method)(*args, **kwargs)
             if on_nccl:
                 return self._launched(record, work, arguments)
             # torch.distributed's functions wait at once for what is not async, and take None for "has waited". Waiting
@@ -263,8 +246,8 @@ def _collective(op: str) -> Callable[..., Any]:
             self._tell_finished(record, arguments)
         return None
 
-    collective.__name__ = op
-    collective.__qualname__ = f"WatchedGroup.{op}"
+    collective.__name__ = method
+    collective.__qualname__ = f"WatchedGroup.{method}"
     return collective
 
 
@@ -586,9 +569,9 @@ class WatchedGroup(ProcessGroup):
         return f"<process group {self.label.name} of {name_ranks(self.label.ranks)}: {state}>"
 
 
-for _op in COLLECTIVES:
-    if hasattr(ProcessGroup, _op):
-        setattr(WatchedGroup, _op, _collective(_op))
+for _name in COLLECTIVES:
+    if hasattr(ProcessGroup, _name):
+        setattr(WatchedGroup, _name, _collective(_name))
 for _name in _PASSED_ON:
     if hasattr(ProcessGroup, _name):
         setattr(WatchedGroup, _name, _passed_on(_name))

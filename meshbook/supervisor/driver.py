@@ -7,6 +7,7 @@ nothing about ranks or calls.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hmac
 import logging
 import os
@@ -248,11 +249,12 @@ class Driver:
                     except (StartError, KeyError) as error:
                         self._host_said(0, messages.HostFailed(host=0, reason=str(error)))
                 case s.Alarm(name=name, delay_s=delay_s):
-                    self._loop.call_later(
-                        delay_s, lambda name=name: self._carry_out(self._state.alarm(name, self._now()))
-                    )  # type: ignore[misc]
+                    self._loop.call_later(delay_s, functools.partial(self._ring, name))
                 case s.Shutdown(reason=reason):
                     self._shut_down(reason)
+
+    def _ring(self, alarm: str) -> None:
+        self._carry_out(self._state.alarm(alarm, self._now()))
 
     def _shut_down(self, reason: str) -> None:
         if self._stopping:

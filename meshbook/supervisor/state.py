@@ -1,8 +1,8 @@
 """The supervisor's memory of one mesh: its ranks, its clients, its open calls.
 
 Ways in: `client_said`, `client_gone`, `host_said`, `host_ended`, `alarm`. One way out: the steps they return. No
-sockets, threads, clocks or torch: time comes in as seconds since the supervisor started, so a test can drive a year of failures in a millisecond,
-and a saved list of events replays to the same state.
+sockets, threads, clocks or torch: time comes in as seconds since the supervisor started, so a test can drive a year of
+failures in a millisecond, and a saved list of events replays to the same state.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from meshbook.ids import Ranks, format_ranks, name_ranks
 from meshbook.wire import messages
 from meshbook.wire.messages import HistoryEntry, MeshInfo, MeshSpec, Outcome, Part, RankInfo
 
-# Seconds a mesh lives on without clients, unless the last one asked otherwise: long enough to restart a crashed kernel or
-# to find the notebook again after lunch, short enough that forgotten GPUs are free the same afternoon.
+# Seconds a mesh lives on without clients, unless the last one asked otherwise: long enough to restart a crashed kernel
+# or to find the notebook again after lunch, short enough that forgotten GPUs are free the same afternoon.
 ORPHAN_TTL_S = 1800.0
 # Seconds the survivors of a lost rank have to come back before the call is ended without them: the promise is 2 s.
 _ABANDON_AFTER_S = 1.5

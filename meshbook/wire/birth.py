@@ -26,8 +26,8 @@ class RankBirth(Struct, frozen=True):
 
 
 class ForkRank(Struct, tag=True, frozen=True):
-    """Fork a rank. Five descriptors come along: read ends, then write ends, of its stdout and stderr pipes, and the ring
-    for its last words."""
+    """Fork a rank. Five descriptors come along: read ends, then write ends, of its stdout and stderr pipes, and the
+    ring for its last words."""
 
     birth: RankBirth
 

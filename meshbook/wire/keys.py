@@ -1,7 +1,7 @@
 """Where a mesh is found and who may speak to it: the runtime folder, connection files, tokens, CURVE keys.
 
-Each mesh has a folder of its own, mode 0700, named after it, inside the runtime folder. It holds the mesh's sockets, its
-log and `mesh.json` (mode 0600: address, token, keys), as Jupyter's connection files do. Who can read that file may run
+Each mesh has a folder of its own, mode 0700, named after it, inside the runtime folder. It holds the mesh's sockets,
+its log and `mesh.json` (mode 0600: address, token, keys), as Jupyter's connection files do. Who can read that file may run
 code on the mesh; nobody else gets anything run or unpickled.
 """
 
@@ -64,7 +64,8 @@ def runtime_folder() -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise StartError(
-            f"the runtime folder {folder} cannot be made ({error.strerror}); set MESHBOOK_RUNTIME_DIR to a folder of yours"
+            f"the runtime folder {folder} cannot be made ({error.strerror}); "
+            "set MESHBOOK_RUNTIME_DIR to a folder of yours"
         ) from error
     _check_folder(folder)
     return folder
@@ -89,7 +90,8 @@ def _check_folder(folder: Path) -> None:
 def check_name(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise UsageError(
-            f"{name!r} cannot name a mesh: use 1 to 48 letters, digits, '.', '_' or '-', beginning with a letter or digit"
+            f"{name!r} cannot name a mesh: use 1 to 48 letters, digits, '.', '_' or '-', "
+            "beginning with a letter or digit"
         )
     return name
 
@@ -144,7 +146,8 @@ def write_connection(folder: Path, connection: Connection) -> None:
         with contextlib.suppress(OSError):
             draft.unlink()
         raise StartError(
-            f"{target} cannot be written: {error.strerror}; free some space, or set MESHBOOK_RUNTIME_DIR to another disk"
+            f"{target} cannot be written: {error.strerror}; "
+            "free some space, or set MESHBOOK_RUNTIME_DIR to another disk"
         ) from error
 
 

@@ -1,7 +1,7 @@
 """What a process said last, readable by another after its death, however it died.
 
-A ring of bytes in anonymous shared memory: the process writes every text there before it does anything else with it; the
-one that made the ring reads it when the process is gone. No locks: there is one writer, and the reader comes after.
+A ring of bytes in anonymous shared memory: the process writes every text there before it does anything else with it;
+the one that made the ring reads it when the process is gone. No locks: there is one writer, and the reader comes after.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def test_a_lost_rank_asked_for_by_number_is_told_and_nothing_is_run(own_mesh: Me
 def test_a_collective_without_the_lost_rank_ends_with_a_reason_at_once(own_mesh: Mesh) -> None:
     own_mesh.kill(2)
     when(lambda: own_mesh.session.lost == (2,))
-    with pytest.raises(CellError, match="rank 2|peer|Connection"):
+    with pytest.raises(CellError, match=r"rank 2|peer|Connection"):
         own_mesh.run("dist.all_reduce(torch.ones(1))", timeout=20)
 
 

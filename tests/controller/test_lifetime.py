@@ -47,10 +47,10 @@ def test_stopping_twice_does_no_harm() -> None:
 
 
 def test_a_mesh_is_stopped_at_the_end_of_its_with_block_also_after_an_error() -> None:
-    with pytest.raises(ZeroDivisionError), create_mesh(1) as mesh:
-        pid = mesh.session.info.supervisor_pid
-        _ = 1 / 0
-    when(lambda: not psutil.pid_exists(pid))
+    mesh = create_mesh(1)
+    with pytest.raises(KeyError), mesh:
+        raise KeyError
+    when(lambda: not psutil.pid_exists(mesh.session.info.supervisor_pid))
 
 
 def run_script(source: str) -> str:
@@ -75,7 +75,10 @@ def test_a_detached_mesh_outlives_its_script_and_is_found_again_with_its_names()
 
 
 def test_a_mesh_survives_the_death_of_its_client_and_ends_when_nobody_comes() -> None:
-    source = "import meshbook, os\nm = meshbook.create_mesh(1, name='orphan', orphan_ttl_s={})\nm.run('x = 1')\nos.kill(os.getpid(), 9)"
+    source = (
+        "import meshbook, os\nm = meshbook.create_mesh(1, name='orphan', orphan_ttl_s={})\n"
+        "m.run('x = 1')\nos.kill(os.getpid(), 9)"
+    )
     subprocess.run([sys.executable, "-c", source.format(3600)], timeout=60, check=False)
     mesh = attach("orphan")
     pid = mesh.session.info.supervisor_pid

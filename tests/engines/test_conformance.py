@@ -80,7 +80,8 @@ def test_a_killed_rank_is_named_and_the_others_live(mesh: Mesh) -> None:
     when(lambda: all(rank.state == "busy" for rank in mesh.status().ranks))
     os.kill(pid, signal.SIGKILL)
     error = future.exception(20)
-    assert isinstance(error, RankLost) and error.ranks == (2,)
+    assert isinstance(error, RankLost)
+    assert error.ranks == (2,)
     assert list(mesh.run("rank").values) == [0, 1, 3]
 
 
@@ -91,10 +92,13 @@ def test_light_ranks_need_no_torch() -> None:
 
 def test_a_lost_host_loses_its_ranks_and_the_others_live() -> None:
     with create_mesh(4, num_hosts=2, torch=False) as mesh:
-        host = int(mesh.run("import os; open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].split()[1]").values[3])
+        host = int(
+            mesh.run("import os; open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].split()[1]").values[3]
+        )
         future = mesh.run("import time\ntime.sleep(1000)", wait=False)
         when(lambda: all(rank.state == "busy" for rank in mesh.status().ranks))
         os.kill(host, signal.SIGKILL)
         error = future.exception(20)
-        assert isinstance(error, RankLost) and error.ranks == (2, 3)
+        assert isinstance(error, RankLost)
+        assert error.ranks == (2, 3)
         assert list(mesh.run("rank").values) == [0, 1]

@@ -48,7 +48,7 @@ def answer(socket: zmq.Socket[bytes]) -> messages.SupervisorReport:
 
 
 def hello(token: str, **changes: Any) -> messages.Hello:
-    fields = dict(token=token, client="x", kind="test", pid=os.getpid(), channel="receive") | changes
+    fields = {"token": token, "client": "x", "kind": "test", "pid": os.getpid(), "channel": "receive", **changes}
     return messages.Hello(**fields)  # type: ignore[arg-type]
 
 
@@ -61,7 +61,8 @@ def test_a_cell_of_a_peer_without_the_token_is_not_run(
 ) -> None:
     stranger.send_multipart(codec.encode(cell(f"{tmp_path}/ran")))
     refused = answer(stranger)
-    assert isinstance(refused, messages.Refused) and "token" in refused.text
+    assert isinstance(refused, messages.Refused)
+    assert "token" in refused.text
     mesh.run("None")
     assert not os.path.exists(f"{tmp_path}/ran")
 
@@ -91,7 +92,14 @@ def test_a_pickle_of_a_peer_without_the_token_is_not_unpickled(
 
 @pytest.mark.parametrize(
     "frames",
-    [[b""], [b"\x00" * 100], [codec.PROTOCOL], [codec.PROTOCOL, b"\xc1"], [codec.PROTOCOL, b"\x81" * 10_000], [b"x"] * 50],
+    [
+        [b""],
+        [b"\x00" * 100],
+        [codec.PROTOCOL],
+        [codec.PROTOCOL, b"\xc1"],
+        [codec.PROTOCOL, b"\x81" * 10_000],
+        [b"x"] * 50,
+    ],
     ids=["empty", "zeros", "no body", "not msgpack", "deep", "many frames"],
 )
 def test_malformed_frames_are_refused_and_the_mesh_works_on(
@@ -111,7 +119,8 @@ def test_an_oversized_message_ends_that_connection_and_nothing_else(mesh: Mesh, 
 def test_a_peer_of_another_version_is_told_which_end_to_upgrade(mesh: Mesh, stranger: zmq.Socket[bytes]) -> None:
     stranger.send_multipart([b"meshbook/99", codec.encode(hello("x"))[1]])
     refused = answer(stranger)
-    assert isinstance(refused, messages.Refused) and refused.error == "VersionMismatch"
+    assert isinstance(refused, messages.Refused)
+    assert refused.error == "VersionMismatch"
     assert "upgrade Meshbook here" in refused.text
 
 

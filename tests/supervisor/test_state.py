@@ -96,7 +96,9 @@ def test_a_rank_that_dies_while_the_mesh_comes_up_fails_the_start_with_its_last_
     world.host(messages.HostReady(host=0, hostname="box", pid=3))
     steps = world.kill(2)
     refused = messages_of(steps, messages.Refused)[0]
-    assert refused.call == "start" and "rank 2 was killed by SIGKILL" in refused.text and "last" in refused.text
+    assert refused.call == "start"
+    assert "rank 2 was killed by SIGKILL" in refused.text
+    assert "last" in refused.text
     assert steps_of(steps, s.Shutdown)
 
 
@@ -114,14 +116,16 @@ def test_a_cell_goes_to_the_hosts_as_it_came_and_its_end_to_the_client_who_asked
     world = World()
     world.join("two")
     sent = steps_of(world.run(), s.ToHosts)[0]
-    assert sent.body is not None and codec.host_commands.decode_body(sent.body) == sent.message
+    assert sent.body is not None
+    assert codec.host_commands.decode_body(sent.body) == sent.message
     ended = steps_of(world.finish("c1"), s.ToClient)
     assert [step.client for step in ended] == ["one"]
 
 
 def test_a_cell_for_a_rank_that_is_not_there_is_refused_with_the_ranks_that_are() -> None:
     refused = messages_of(World().run(ranks=(1, 7)), messages.Refused)[0]
-    assert refused.error == "MeshShapeError" and "rank 7 is not in this mesh of 4 ranks (0-3)" in refused.text
+    assert refused.error == "MeshShapeError"
+    assert "rank 7 is not in this mesh of 4 ranks (0-3)" in refused.text
 
 
 def test_a_call_on_several_hosts_ends_when_the_last_of_them_is_done() -> None:
@@ -194,7 +198,8 @@ def test_groups_with_a_dead_member_are_left_broken() -> None:
     world.run()
     world.kill(2)
     steps = world.finish("c1", groups_broken=True)
-    assert not messages_of(steps, messages.FormGroups) and world.state.info().groups == "broken"
+    assert not messages_of(steps, messages.FormGroups)
+    assert world.state.info().groups == "broken"
 
 
 def test_a_host_that_ends_takes_its_ranks_and_their_calls_with_it() -> None:
@@ -280,7 +285,8 @@ def test_output_of_a_thread_that_outlives_its_cell_still_reaches_somebody() -> N
 
 def test_stopping_is_answered_before_the_end() -> None:
     steps = World().say(messages.StopMesh(call="stop"))
-    assert messages_of(steps, messages.Answered) and steps_of(steps, s.Shutdown)
+    assert messages_of(steps, messages.Answered)
+    assert steps_of(steps, s.Shutdown)
 
 
 def test_deaths_while_stopping_are_no_news() -> None:
