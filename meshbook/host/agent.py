@@ -549,6 +549,7 @@ class HostAgent:
             self._finished(finish)
         rest = self._read_pipes(link)
         last_lines = last_lines_of(link.child.last_words.read() + rest)
+        last_collective = link.child.last_words.read_note()
         link.child.close()
         stopping = self._when_empty is not None
         if not stopping:
@@ -560,7 +561,7 @@ class HostAgent:
                     signal=number,
                     host=self.hostname,
                     last_lines=last_lines,
-                    last_collective=None,
+                    last_collective=last_collective,
                 )
             )
         link.running = None

@@ -12,7 +12,7 @@ import struct
 import tempfile
 
 RING_BYTES = 1 << 15
-_HEADER = struct.Struct("<Q")  # bytes ever written
+_HEADER = struct.Struct("<Q256p")  # bytes ever written to the ring; the note, with its length
 
 
 class LastWords:
@@ -28,7 +28,7 @@ class LastWords:
             os.ftruncate(fd, _HEADER.size + RING_BYTES)
         self.fd = fd
         self._map = mmap.mmap(fd, _HEADER.size + RING_BYTES)
-        (self._total,) = _HEADER.unpack_from(self._map)
+        self._total, self._note = _HEADER.unpack_from(self._map)
 
     def write(self, text: str) -> None:
         """Add text; about a microsecond."""
@@ -39,16 +39,26 @@ class LastWords:
         if first < len(data):
             self._map[_HEADER.size : _HEADER.size + len(data) - first] = data[first:]
         self._total += len(data)
-        _HEADER.pack_into(self._map, 0, self._total)
+        _HEADER.pack_into(self._map, 0, self._total, self._note)
+
+    def note(self, text: str) -> None:
+        """Put one short text, beside the ring, in the place of the one before: what the process was about to do."""
+        self._note = text.encode("utf-8", "replace")[:255]
+        _HEADER.pack_into(self._map, 0, self._total, self._note)
 
     def read(self) -> str:
         """The text that is still there, oldest first."""
-        (total,) = _HEADER.unpack_from(self._map)
+        total, _ = _HEADER.unpack_from(self._map)
         ring = self._map[_HEADER.size :]
         if total <= RING_BYTES:
             return ring[:total].decode("utf-8", "replace")
         start = total % RING_BYTES
         return (ring[start:] + ring[:start]).decode("utf-8", "replace").partition("\n")[2]
+
+    def read_note(self) -> str | None:
+        """The last note; None if there was none."""
+        _, note = _HEADER.unpack_from(self._map)
+        return note.decode("utf-8", "replace") or None
 
     def close(self) -> None:
         self._map.close()

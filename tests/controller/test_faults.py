@@ -56,6 +56,15 @@ def test_survivors_of_a_lost_rank_keep_their_state_and_run_the_next_cell(own_mes
     assert dict(own_mesh.run("kept").values) == {0: 0, 2: 20}
 
 
+def test_a_lost_ranks_last_collective_is_named_with_its_line(own_mesh: Mesh) -> None:
+    own_mesh.run("dist.barrier()")
+    with pytest.raises(RankLost) as raised:
+        own_mesh.run("import os\n\ndist.all_reduce(torch.ones(2))\nif rank == 1: os.abort()")
+    assert raised.value.last_collective is not None
+    assert "all_reduce #" in raised.value.last_collective
+    assert "line 3 of the cell" in raised.value.last_collective
+
+
 def test_a_lost_rank_asked_for_by_number_is_told_and_nothing_is_run(own_mesh: Mesh) -> None:
     own_mesh.kill(1)
     when(lambda: own_mesh.session.lost == (1,))

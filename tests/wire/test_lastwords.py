@@ -36,7 +36,20 @@ def test_a_text_longer_than_the_ring_leaves_its_end() -> None:
     ring.close()
 
 
+def test_the_last_note_stands_beside_the_words() -> None:
+    ring = LastWords()
+    writer = LastWords(os.dup(ring.fd))
+    writer.note("first")
+    writer.write("words\n")
+    writer.note("second " + "x" * 1000)
+    assert ring.read_note() == ("second " + "x" * 1000)[:255]
+    assert ring.read() == "words\n"
+    writer.close()
+    ring.close()
+
+
 def test_a_new_ring_is_empty() -> None:
     ring = LastWords()
     assert ring.read() == ""
+    assert ring.read_note() is None
     ring.close()
