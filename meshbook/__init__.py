@@ -1,5 +1,58 @@
-"""Meshbook: an interactive notebook and REPL environment for distributed PyTorch."""
+"""Meshbook: a notebook whose every cell runs on a live mesh of processes.
+
+    import meshbook
+    with meshbook.create_mesh(4) as mesh:
+        mesh.run("x = torch.ones(2) * rank")
+
+The names below are what programs may rely on. Each is imported when it is first asked for, so that `import meshbook` is
+quick and has neither torch nor a notebook in it. `%load_ext meshbook` brings `%mesh` and `%%mesh` to any IPython.
+"""
 
 from __future__ import annotations
 
-__version__ = "0.1.0"
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from meshbook import errors, exceptions
+from meshbook.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from meshbook.controller.listing import list_meshes
+    from meshbook.controller.mesh import Mesh, attach, create_mesh
+    from meshbook.controller.results import RankValues
+
+__all__ = ["Mesh", "RankValues", "attach", "create_mesh", "errors", "exceptions", "list_meshes"]
+
+_WHERE = {
+    "Mesh": "meshbook.controller.mesh",
+    "RankValues": "meshbook.controller.results",
+    "attach": "meshbook.controller.mesh",
+    "create_mesh": "meshbook.controller.mesh",
+    "list_meshes": "meshbook.controller.listing",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'meshbook' has no attribute {name!r}")
+    found = getattr(importlib.import_module(_WHERE[name]), name)
+    globals()[name] = found  # the next one who asks does not come here
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """`%load_ext meshbook`: `%mesh`, `%%mesh`, `%%controller`. Other cells stay local until `%mesh auto on`."""
+    from meshbook.kernel import magics
+
+    magics.register(shell)
+
+
+def unload_ipython_extension(shell: Any) -> None:
+    """`%unload_ext meshbook`: the magics are gone; meshes that were started run on, and end with this process."""
+    from meshbook.kernel import magics
+
+    magics.unregister(shell)

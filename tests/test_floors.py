@@ -21,7 +21,9 @@ PACKAGE = ROOT / "meshbook"
 FLOORS = {
     "ids": 0,
     "errors": 0,
+    "exceptions": 1,  # the names of `errors` that Monarch's users know
     "clock": 0,
+    "version": 0,
     "mesh": 1,
     "placement": 1,
     "wire.messages": 1,  # words only, so that folding, which is about words, needs no sockets
@@ -35,6 +37,7 @@ FLOORS = {
     "kernel": 8,
     "cli": 8,
     "marimo_executor": 8,
+    "__main__": 9,
     "": 9,  # meshbook/__init__.py: the front door. It may open on any floor; no floor may go out through it.
 }
 

@@ -65,6 +65,7 @@ class Mesh:
 
     @property
     def name(self) -> str:
+        """What `meshbook list` and `attach` know it by."""
         return self._session.name
 
     @property
@@ -568,7 +569,7 @@ def make_spec(
         torch=torch,
         env=dict(env or {}),
         cwd=os.getcwd(),
-        sys_path=tuple(path for path in sys.path if path and os.path.isdir(path)),
+        sys_path=tuple(dict.fromkeys(os.path.abspath(path) for path in sys.path if os.path.isdir(path or "."))),
     )
 
 

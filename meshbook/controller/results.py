@@ -228,7 +228,9 @@ def error_of(finished: messages.CallFinished, label: str = "the cell") -> Meshbo
     succeeded = tuple(rank for part in finished.parts if part.outcome.status == "ok" for rank in part.ranks)
     failures = fold_errors(finished.parts)
     if finished.lost or "lost" in statuses:
-        return _lost(finished, failures, label)
+        # That the survivors were stopped is in the message; where each of them was says nothing about the loss.
+        own = fold_errors([part for part in finished.parts if part.outcome.status != "interrupted"])
+        return _lost(finished, own, label)
     if "interrupted" in statuses and "error" not in statuses:
         stopped = tuple(rank for part in finished.parts if part.outcome.status == "interrupted" for rank in part.ranks)
         summary = f"{label} was stopped on {name_ranks(stopped)}"

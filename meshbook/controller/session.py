@@ -211,9 +211,12 @@ class Session:
         """
         running = self._running
         now = time.monotonic()
-        if running is None or now - self._pressed_at < _SAME_PRESS_S:
-            return running is not None
-        hard = self._pressed == running[0] and now - self._pressed_at < SECOND_PRESS_S
+        if running is None:
+            return False
+        since = now - self._pressed_at if self._pressed == running[0] else float("inf")
+        if since < _SAME_PRESS_S:
+            return True
+        hard = since < SECOND_PRESS_S
         self._pressed, self._pressed_at = running[0], now
         if hard:
             self._hard_at = now

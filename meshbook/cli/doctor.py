@@ -1,0 +1,390 @@
+"""`meshbook doctor`: what this machine lacks, what for, and how to get it.
+
+Every check looks for itself and changes nothing, but for one: what dead meshes left behind is removed. A check that
+fails in a way it did not foresee is a finding too, never a traceback.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from meshbook.controller.config import count_gpus, read_defaults
+from meshbook.controller.tables import format_bytes
+from meshbook.errors import MeshbookError
+from meshbook.wire import keys
+
+# What Meshbook cannot do without, and the versions it was built against: [project] dependencies in pyproject.toml, for
+# when there is no metadata to ask, as in a source tree that is only on the path.
+_PACKAGES = {
+    "ipykernel": (">=7.4,<8", "the notebook kernel"),
+    "ipython": (">=8.30", "the shell on every rank"),
+    "jupyter-client": (">=8.6", "the notebook kernel"),
+    "jupyter-console": (">=6.6.3", "meshbook repl"),
+    "pyzmq": (">=26", "talking to the ranks"),
+    "msgspec": (">=0.19", "talking to the ranks"),
+    "cloudpickle": (">=3", "sending functions to the ranks"),
+    "psutil": (">=5.9", "watching the ranks"),
+    "numpy": (">=1.26", "sending arrays"),
+    "nbclient": (">=0.10", "meshbook run"),
+    "nbformat": (">=5.10", "meshbook run"),
+    "nbconvert": (">=7.16", "meshbook run"),
+}
+_TORCH = ">=2.11,<2.14"
+_EXTRAS = {
+    "jupyterlab": "pip install jupyterlab, to work in a browser",
+    "marimo": "pip install 'marimo>=0.20', for marimo notebooks",
+    "matplotlib": "pip install matplotlib, for the plots of the quickstart",
+    "ipywidgets": "pip install ipywidgets, for progress bars and widgets of the notebook's own process",
+}
+# Open files that a supervisor with some hundred ranks needs: a few per rank.
+_FILES_WANTED = 1024
+# Docker gives containers 64 MiB, which NCCL and DataLoader workers fill at once.
+_SHARED_MEMORY_WANTED = 1 << 30
+_DISK_WANTED = 100 << 20
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found.
+
+    Attributes:
+        state: "ok"; "note" for what is optional or good to know; "poor" for what works, but badly; "missing" for what
+            Meshbook needs and does not have.
+        about: two or three words.
+        says: what is the case.
+        remedy: what to do; empty when there is nothing to be done.
+    """
+
+    state: Literal["ok", "note", "poor", "missing"]
+    about: str
+    says: str
+    remedy: str = ""
+
+
+def examine() -> list[Finding]:
+    """Look at everything; takes some seconds, most of them importing torch."""
+    found: list[Finding] = []
+    for check in CHECKS:
+        try:
+            found.extend(check())
+        except Exception as error:
+            found.append(Finding("missing", check.__name__.strip("_"), f"the check itself failed: {error!r}"))
+    return found
+
+
+def report(findings: list[Finding]) -> str:
+    """As text: a line for each, what to do below it, and one sentence at the end."""
+    marks = {"ok": "ok", "note": "note", "poor": "POOR", "missing": "MISSING"}
+    width = max(len(finding.about) for finding in findings)
+    lines = []
+    for finding in findings:
+        lines.append(f"{marks[finding.state]:8}{finding.about:{width}}  {finding.says}")
+        if finding.remedy:
+            lines.append(f"{'':8}{'':{width}}  -> {finding.remedy}")
+    missing = sum(finding.state == "missing" for finding in findings)
+    poor = sum(finding.state == "poor" for finding in findings)
+    if missing:
+        verdict = f"Meshbook cannot work here yet: {missing} {'thing is' if missing == 1 else 'things are'} missing."
+    elif poor:
+        verdict = f"Meshbook works here; {poor} {'thing' if poor == 1 else 'things'} could be better."
+    else:
+        verdict = "Meshbook has all it needs here."
+    return "\n".join([*lines, "", verdict])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checks. Each gives one finding or more.
+
+
+def _system() -> Iterator[Finding]:
+    if sys.platform == "linux":
+        memory = format_bytes(psutil.virtual_memory().total)
+        yield Finding("ok", "system", f"Linux {platform.release()}, {os.cpu_count()} cores, {memory}")
+    else:
+        yield Finding("missing", "system", f"{sys.platform} is not Linux", "use a Linux machine, a container or WSL 2")
+
+
+def _python() -> Iterator[Finding]:
+    # Nobody runs this with an older one: the package itself needs 3.11.
+    yield Finding("ok", "Python", f"{platform.python_version()} at {sys.executable}")
+
+
+def _packages() -> Iterator[Finding]:
+    wanted = {name: constraint for name, (constraint, _) in _PACKAGES.items()}
+    lacking = [(name, problem) for name, constraint in wanted.items() if (problem := _problem(name, constraint))]
+    for name, problem in lacking:
+        yield Finding(
+            "missing", name, f"{problem}; it is for {_PACKAGES[name][1]}", f"pip install '{name}{wanted[name]}'"
+        )
+    if not lacking:
+        yield Finding("ok", "packages", f"all {len(wanted)} that Meshbook needs beside torch")
+
+
+def _torch() -> Iterator[Finding]:
+    if importlib.util.find_spec("torch") is None:
+        yield Finding(
+            "missing",
+            "torch",
+            "not installed",
+            f"pip install 'torch{_TORCH}'; without a GPU add --index-url https://download.pytorch.org/whl/cpu",
+        )
+        return
+    try:
+        import torch
+        import torch.distributed as dist
+    except Exception as error:
+        yield Finding("missing", "torch", f"cannot be imported: {error}", "install it anew, see https://pytorch.org")
+        return
+    if not dist.is_available() or not dist.is_gloo_available():
+        yield Finding("missing", "torch", f"{torch.__version__} has no gloo", "install a build from https://pytorch.org")
+    elif not _fits(torch.__version__, _TORCH):
+        yield Finding(
+            "poor", "torch", f"{torch.__version__}; Meshbook was tested with {_TORCH}", f"pip install 'torch{_TORCH}'"
+        )
+    else:
+        yield Finding("ok", "torch", f"{torch.__version__}, with gloo{' and NCCL' if dist.is_nccl_available() else ''}")
+    yield from _gpus(torch.cuda.is_available(), torch.cuda.device_count(), dist.is_nccl_available())
+
+
+def _gpus(usable: bool, seen_by_torch: int, nccl: bool) -> Iterator[Finding]:
+    seen = count_gpus()
+    has_driver = Path("/dev/nvidiactl").exists()
+    if not seen and not has_driver:
+        yield Finding("note", "GPUs", "no NVIDIA GPU here; ranks run on the CPU, with gloo")
+    elif not seen:
+        yield Finding(
+            "note",
+            "GPUs",
+            "there is an NVIDIA driver, but no GPU to be seen; ranks run on the CPU",
+            "look at nvidia-smi --list-gpus and at CUDA_VISIBLE_DEVICES",
+        )
+    elif not usable:
+        yield Finding(
+            "poor",
+            "GPUs",
+            f"{seen} to be seen, none usable by this torch; ranks run on the CPU",
+            "install a CUDA build that fits the driver, see https://pytorch.org",
+        )
+    elif not nccl:
+        yield Finding("poor", "GPUs", f"{seen_by_torch} usable, but torch has no NCCL", "install a build that has it")
+    else:
+        yield Finding("ok", "GPUs", f"{seen_by_torch} usable, with NCCL")
+
+
+def _kernel() -> Iterator[Finding]:
+    from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
+
+    from meshbook.cli import kernels
+
+    if not kernels.is_installed():
+        yield Finding(
+            "note",
+            "meshbook",
+            f"found in {kernels.PACKAGE.parent}, not installed",
+            "pip install it, so that every Python of this environment finds it",
+        )
+    else:
+        yield Finding("ok", "meshbook", f"{importlib.metadata.version('meshbook')} in {kernels.PACKAGE.parent}")
+    try:
+        spec = KernelSpecManager().get_kernel_spec(kernels.NAME)
+    except NoSuchKernel:
+        yield Finding(
+            "poor",
+            "kernel",
+            "Jupyter does not know the kernel Meshbook; the terminal and %load_ext do without",
+            "meshbook install --user",
+        )
+        return
+    program = spec.argv[0]
+    if os.path.isabs(program) and not os.access(program, os.X_OK):
+        says = f"{spec.resource_dir} starts {program}, which is gone"
+        yield Finding("poor", "kernel", says, "meshbook install --user")
+    else:
+        yield Finding("ok", "kernel", f"Jupyter finds it in {spec.resource_dir}")
+
+
+def _runtime_folder() -> Iterator[Finding]:
+    try:
+        folder = keys.runtime_folder()
+        with tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder) as inner, socket.socket(socket.AF_UNIX) as s:
+            s.bind(os.path.join(inner, "h1234-service.sock"))
+    except MeshbookError as error:
+        yield Finding("missing", "runtime folder", str(error))
+        return
+    except OSError as error:
+        yield Finding(
+            "missing",
+            "runtime folder",
+            f"no socket can be made in {folder}: {error.strerror or error}",
+            "set MESHBOOK_RUNTIME_DIR to a folder of yours on a local disk, with a short path",
+        )
+        return
+    free = shutil.disk_usage(folder).free
+    if free < _DISK_WANTED:
+        yield Finding(
+            "poor",
+            "runtime folder",
+            f"{folder} has {format_bytes(free)} left; sockets and logs go there",
+            "free some space, or set MESHBOOK_RUNTIME_DIR to another disk",
+        )
+    else:
+        yield Finding("ok", "runtime folder", f"{folder}")
+
+
+def _shared_memory() -> Iterator[Finding]:
+    if problem := _memory_file_problem():
+        yield Finding(
+            "missing",
+            "shared memory",
+            f"values go to the ranks through memory files, and {problem}",
+            "a Linux of 3.17 or newer, with /proc mounted as usual",
+        )
+    else:
+        yield Finding("ok", "shared memory", "memory files can be handed to other processes")
+    folder = Path("/dev/shm")
+    size = shutil.disk_usage(folder).total if folder.is_dir() else 0
+    if size < _SHARED_MEMORY_WANTED:
+        yield Finding(
+            "poor",
+            "/dev/shm",
+            f"{format_bytes(size)}; NCCL and DataLoader workers need more" if size else "not there",
+            "in Docker: docker run --shm-size 8g, or --ipc=host",
+        )
+
+
+def _memory_file_problem() -> str:
+    """Makes one and has a child open it by its path, as ranks do."""
+    if not hasattr(os, "memfd_create"):
+        return "this system has none"
+    try:
+        fd = os.memfd_create("meshbook-doctor")
+    except OSError as error:
+        return f"none can be made: {error.strerror}"
+    path = f"/proc/{os.getpid()}/fd/{fd}"
+    try:
+        child = os.fork()
+        if child == 0:
+            try:
+                os.close(os.open(path, os.O_RDONLY))
+                os._exit(0)
+            except BaseException:
+                os._exit(1)
+        return "" if os.waitpid(child, 0)[1] == 0 else "another process cannot open ours through /proc"
+    finally:
+        os.close(fd)
+
+
+def _loopback() -> Iterator[Finding]:
+    try:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(1)
+            with socket.create_connection(listener.getsockname(), timeout=2):
+                yield Finding("ok", "loopback", "ranks can meet at 127.0.0.1")
+    except OSError as error:
+        yield Finding(
+            "missing", "loopback", f"nothing can listen at 127.0.0.1: {error.strerror or error}", "ip link set lo up"
+        )
+
+
+def _limits() -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < _FILES_WANTED:
+        yield Finding(
+            "poor",
+            "open files",
+            f"at most {soft}; some hundred ranks need {_FILES_WANTED}",
+            f"ulimit -n {min(65536, hard) if hard > 0 else 65536}, before Jupyter or the terminal starts a mesh",
+        )
+    else:
+        yield Finding("ok", "open files", f"at most {'any number' if soft == resource.RLIM_INFINITY else soft}")
+
+
+def _settings() -> Iterator[Finding]:
+    try:
+        defaults = read_defaults()
+    except MeshbookError as error:
+        yield Finding("missing", "settings", str(error), "mend it; every start of a mesh reads it")
+    else:
+        yield Finding("ok", "settings", f"a mesh has {defaults.num_ranks()} ranks here unless you say otherwise")
+
+
+def _extras() -> Iterator[Finding]:
+    for name, remedy in _EXTRAS.items():
+        if importlib.util.find_spec(name) is None:
+            yield Finding("note", name, "not installed; you may not need it", remedy)
+    if shutil.which("py-spy") is None and importlib.util.find_spec("py_spy") is None:
+        yield Finding(
+            "note",
+            "py-spy",
+            "not installed; it shows where a process hangs in C code",
+            "pip install py-spy, then py-spy dump --native --pid PID (%mesh status has the pids)",
+        )
+
+
+def _meshes() -> Iterator[Finding]:
+    try:
+        folder = keys.runtime_folder()
+    except MeshbookError:
+        return  # told already
+    dead = sorted(place.name for place in folder.iterdir() if place.is_dir() and not keys.is_alive(place))
+    living = keys.list_connections()  # this also removes the dead ones' folders
+    if dead:
+        yield Finding("note", "dead meshes", f"removed what {', '.join(dead)} had left in {folder}")
+    if living:
+        names = ", ".join(connection.name for connection in living)
+        yield Finding("ok", "meshes", f"{len(living)} running: {names}")
+    else:
+        yield Finding("ok", "meshes", "none running, nothing left of others")
+
+
+# In the order they are told. Memory files are tried before torch is imported: that check forks, and torch has threads.
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+    _system, _python, _packages, _shared_memory, _torch, _kernel, _runtime_folder, _loopback, _limits, _settings,
+    _extras, _meshes,
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _problem(name: str, constraint: str) -> str:
+    """What is wrong with a package; nothing when it is there and fits."""
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+    return "" if _fits(version, constraint) else f"{version} is installed, {constraint} is wanted"
+
+
+def _fits(version: str, constraint: str) -> bool:
+    """Whether `2.13.0+cpu` is within `>=2.11,<2.14`. Numbers only: pre-releases count as the release."""
+    have = _numbers(version)
+    for part in constraint.split(","):
+        sign = "".join(character for character in part if character in "<>=")
+        bound = _numbers(part[len(sign) :])
+        width = max(len(have), len(bound))
+        left, right = (numbers + (0,) * (width - len(numbers)) for numbers in (have, bound))
+        if (sign == ">=" and left < right) or (sign == "<" and left >= right):
+            return False
+    return True
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    found = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(int(number) for number in found[0].split(".")) if found is not None else ()

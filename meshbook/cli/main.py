@@ -1,0 +1,287 @@
+"""The command `meshbook`: reads its words, makes one call, and turns what went wrong into one sentence.
+
+Exit status: 0; 1 when something failed; 2 when the command was typed wrongly; 130 when it was interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from meshbook.controller.connection import Connection
+from meshbook.controller.listing import list_meshes, look_at
+from meshbook.controller.session import Session
+from meshbook.controller.tables import status_table
+from meshbook.errors import MeshbookError, NotAttached, StartError, UsageError, VersionMismatch
+from meshbook.mesh import MeshAxes
+from meshbook.version import __version__
+from meshbook.wire import keys
+
+# Seconds that a supervisor may take to answer, and a mesh to end when it was asked or sent a signal. It gives its ranks
+# 1 s.
+_ANSWER_TIMEOUT_S = 3.0
+_STOP_GRACE_S = 15.0
+_SIGNAL_GRACE_S = 5.0
+
+_EPILOG = """\
+Where meshes are found: MESHBOOK_RUNTIME_DIR. What they are by default: MESHBOOK_RANKS, MESHBOOK_ENGINE, meshbook.toml,
+or [tool.meshbook] in pyproject.toml."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        status: int = options.act(options)
+        sys.stdout.flush()
+        return status
+    except UsageError as error:
+        return _complain(error, 2)
+    except MeshbookError as error:
+        return _complain(error, 1)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `meshbook list | head`: whoever read has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _complain(error: Exception, status: int) -> int:
+    print(f"meshbook: {error}", file=sys.stderr)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="meshbook",
+        description="A mesh of processes, one per GPU or CPU slot, and what to do with it from a terminal.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"meshbook {__version__}")
+    # Without a command: the REPL, with none of its options.
+    parser.set_defaults(act=_repl, count=None, axes=None, name=None, simple=False)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+
+    repl = commands.add_parser("repl", help="talk to a mesh (this is also what `meshbook` alone does)")
+    repl.add_argument("-n", dest="count", type=_count, metavar="N", help="start N ranks at once, not at the first cell")
+    repl.add_argument("--axes", type=_axes, help="start ranks with these axes, such as dp=2,tp=2")
+    repl.add_argument("--name", help="the name of the mesh that is started")
+    repl.add_argument("--simple", action="store_true", help="plain prompts, for pipes and dumb terminals")
+    repl.set_defaults(act=_repl)
+
+    listing = commands.add_parser("list", help="every mesh of yours on this machine")
+    listing.add_argument("--json", action="store_true", help="for programs")
+    listing.set_defaults(act=_list)
+
+    status = commands.add_parser("status", help="what each rank of a mesh does")
+    status.add_argument("name", nargs="?", help="which mesh; not needed when only one runs")
+    status.add_argument("--json", action="store_true", help="for programs")
+    status.set_defaults(act=_status)
+
+    attach = commands.add_parser("attach", help="talk to a mesh that runs already")
+    attach.add_argument("name", nargs="?", help="which mesh; not needed when only one runs")
+    attach.add_argument("--simple", action="store_true", help="plain prompts, for pipes and dumb terminals")
+    attach.set_defaults(act=_attach)
+
+    run = commands.add_parser("run", help="run a notebook, or a script with `# %%%%` cells, on a mesh")
+    run.add_argument("file", type=Path, metavar="FILE.ipynb|FILE.py")
+    run.add_argument("-n", dest="count", type=_count, metavar="N", help="how many ranks, unless the file says so")
+    run.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="where the executed notebook and its HTML go: ./build for a notebook, nowhere for a script, unless said",
+    )
+    run.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="how long a cell may take")
+    run.add_argument("--quiet", action="store_true", help="show neither cells nor output")
+    run.set_defaults(act=_run)
+
+    stop = commands.add_parser("stop", help="end a mesh and all that is on it")
+    stop.add_argument("name", nargs="?", help="which mesh; not needed when only one runs")
+    stop.add_argument("--all", action="store_true", help="every mesh of yours on this machine")
+    stop.set_defaults(act=_stop)
+
+    doctor = commands.add_parser("doctor", help="what this machine lacks, and how to get it")
+    doctor.add_argument("--json", action="store_true", help="for programs")
+    doctor.set_defaults(act=_doctor)
+
+    install = commands.add_parser("install", help="tell Jupyter of the kernel, with this Python's absolute path")
+    where = install.add_mutually_exclusive_group()
+    where.add_argument("--user", action="store_true", help="in your own Jupyter folder")
+    where.add_argument("--prefix", help="in another environment, such as the Jupyter server's")
+    install.set_defaults(act=_install)
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks; write it like -n 4")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if seconds <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return seconds
+
+
+def _axes(text: str) -> MeshAxes:
+    try:
+        return MeshAxes.parse(text)
+    except MeshbookError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Commands. What takes long to import is imported by the command that needs it.
+
+
+def _repl(options: argparse.Namespace) -> int:
+    words = ["%mesh start"]
+    if options.axes is not None:
+        if options.count not in (None, options.axes.size):
+            raise UsageError(f"axes {options.axes} make {options.axes.size} ranks, but -n asks for {options.count}")
+        words.append(f"--axes {options.axes}")
+    elif options.count is not None:
+        words.append(f"-n {options.count}")
+    if options.name is not None:
+        words.append(f"--name {keys.check_name(options.name)}")
+    from meshbook.cli import repl
+
+    return repl.run(" ".join(words) if len(words) > 1 else "", simple=options.simple)
+
+
+def _attach(options: argparse.Namespace) -> int:
+    found = _find(options.name)  # before a kernel is started for nothing
+    from meshbook.cli import repl
+
+    return repl.run(f"%mesh attach {found.name}", simple=options.simple)
+
+
+def _list(options: argparse.Namespace) -> int:
+    found = list_meshes()
+    if options.json:
+        print(msgspec.json.format(msgspec.json.encode(list(found)), indent=2).decode())
+    elif found:
+        print(found.table())
+    else:
+        print("no mesh is running")
+    return 0
+
+
+def _status(options: argparse.Namespace) -> int:
+    info = look_at(_find(options.name))
+    if options.json:
+        print(msgspec.json.format(msgspec.json.encode(info), indent=2).decode())
+    else:
+        print(status_table(info))
+    return 0
+
+
+def _run(options: argparse.Namespace) -> int:
+    from meshbook.cli import run
+
+    return run.run_file(
+        options.file, out=options.out, ranks=options.count, timeout_s=options.timeout, quiet=options.quiet
+    )
+
+
+def _stop(options: argparse.Namespace) -> int:
+    if options.all and options.name:
+        raise UsageError(f"{options.name} or --all, not both")
+    connections = keys.list_connections() if options.all else [_find(options.name)]
+    if not connections:
+        print("no mesh is running")
+    for connection in connections:
+        print(f"{connection.name} {end(connection)}")
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from meshbook.cli import doctor
+
+    findings = doctor.examine()
+    if options.json:
+        print(msgspec.json.format(msgspec.json.encode(findings), indent=2).decode())
+    else:
+        print(doctor.report(findings))
+    return int(any(finding.state == "missing" for finding in findings))
+
+
+def _install(options: argparse.Namespace) -> int:
+    from meshbook.cli import kernels
+
+    print(f"the kernel Meshbook is in {kernels.install(user=options.user, prefix=options.prefix)}")
+    return 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def end(connection: keys.Connection) -> str:
+    """End a mesh: by asking, then by SIGTERM, then by SIGKILL, which ends its ranks too. Blocks until it is gone.
+
+    Returns:
+        What became of it, as the end of a sentence.
+
+    Raises:
+        StartError: it lives on.
+    """
+    answered = threading.Event()
+
+    def ask() -> None:
+        # One that speaks another version, or that is gone before it could answer, raises.
+        with contextlib.suppress(NotAttached, VersionMismatch):
+            session = Session(Connection(connection, kind="cli", observer=True), stop_at_exit=False)
+            answered.set()
+            session.stop()
+
+    # A daemon: one that waits for a stuck supervisor must not keep us from killing it.
+    threading.Thread(target=ask, name=f"end-{connection.name}", daemon=True).start()
+    if answered.wait(_ANSWER_TIMEOUT_S) and _is_gone(connection, _STOP_GRACE_S):
+        return "has ended"
+    for number, words in ((signal.SIGTERM, "was told to end by a signal, and has"), (signal.SIGKILL, "was killed")):
+        if _is_gone(connection, 0.0):
+            return "has ended"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(connection.pid, number)
+        if _is_gone(connection, _SIGNAL_GRACE_S):
+            return f"did not answer and {words}"
+    raise StartError(f"{connection.name} (pid {connection.pid}) cannot be ended; the system keeps its process")
+
+
+def _is_gone(connection: keys.Connection, within_s: float) -> bool:
+    """Whether the supervisor ends within so many seconds; what it left is then removed."""
+    deadline = time.monotonic() + within_s
+    while keys.is_running(connection.pid, connection.process_started_at):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.02)  # not our child: it can only be looked at again
+    keys.list_connections()
+    return True
+
+
+def _find(name: str | None) -> keys.Connection:
+    """A mesh that runs, in a terminal's words where there is none. Raises NotAttached, MeshNameError."""
+    if not keys.list_connections():
+        raise NotAttached("no mesh is running; meshbook repl -n 4 starts one")
+    return keys.find_connection(name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""`meshbook repl` and `meshbook attach`: jupyter-console on the Meshbook kernel.
+
+The console is Jupyter's own. Here it gets our kernel, the first line that the command line asked for, and an end that
+waits until the kernel, and with it the mesh, is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from typing import Any, NoReturn
+
+from jupyter_client.consoleapp import JupyterConsoleApp
+from jupyter_client.manager import KernelManager
+from jupyter_console.app import ZMQTerminalIPythonApp
+from jupyter_console.ptshell import ZMQTerminalInteractiveShell
+from traitlets import Unicode
+from traitlets.config import Config
+
+from meshbook.cli import kernels
+from meshbook.cli.screen import Screen
+
+# Seconds that the kernel may take to stop its mesh and end: a supervisor gives its ranks 1 s, a loaded machine more.
+_GRACE_S = 20.0
+
+
+class _Manager(KernelManager):
+    """Starts the Meshbook kernel, installed or not, and talks to it through sockets of this user's alone."""
+
+    def __init__(self, *, connection_file: str, **options: Any) -> None:
+        private = kernels.private_connection(os.path.dirname(connection_file), "repl")
+        ours = {"kernel_name": kernels.NAME, "kernel_spec_manager": kernels.OurKernel(), **private}
+        super().__init__(**{**options, **ours})
+
+
+class _Shell(ZMQTerminalInteractiveShell):  # type: ignore[misc]  # jupyter_console ships no types
+    """The console's shell, which knows no displays that change: progress bars."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._screen = Screen(sys.stdout)
+
+    def include_output(self, msg: dict[str, Any]) -> bool:
+        """Asked of every message; those that are shown here are not shown again."""
+        kind, content = msg["msg_type"], msg["content"]
+        if not super().include_output(msg):
+            return False
+        if kind in ("display_data", "update_display_data") and (content.get("transient") or {}).get("display_id"):
+            return not self._screen.message(kind, content)
+        if kind in ("stream", "display_data", "execute_result", "error") or (
+            kind == "status" and content["execution_state"] == "idle"
+        ):
+            self._screen.finish()
+        return True
+
+
+class _Console(ZMQTerminalIPythonApp):  # type: ignore[misc]  # jupyter_console ships no types
+    """The console, with something to run before its first prompt."""
+
+    kernel_manager_class = _Manager
+    first_line = Unicode("", help="run before the first prompt")
+
+    def init_shell(self) -> None:
+        # As the console itself does it, but for the class of its shell.
+        JupyterConsoleApp.initialize(self)
+        signal.signal(signal.SIGINT, self.handle_sigint)
+        self.shell = _Shell.instance(
+            parent=self, manager=self.kernel_manager, client=self.kernel_client, confirm_exit=self.confirm_exit
+        )
+        self.shell.own_kernel = True
+
+    def start(self) -> None:
+        if self.first_line:
+            self.shell.run_cell(self.first_line, store_history=False)
+        super().start()
+
+
+def run(first_line: str = "", *, simple: bool = False) -> int:
+    """Talk to a mesh until the user leaves. Blocks.
+
+    Args:
+        first_line: what is run before the first prompt.
+        simple: plain prompts, without colours and completion, for pipes and dumb terminals.
+
+    Returns:
+        The exit status.
+    """
+    os.environ.pop("JPY_SESSION_NAME", None)  # the terminal may be a notebook server's
+    private = tempfile.mkdtemp(prefix="meshbook-")
+    console = _Console.instance(first_line=first_line, connection_file=os.path.join(private, "repl.json"))
+    console.update_config(
+        Config({"ZMQTerminalInteractiveShell": {"banner": "{kernel_banner}\n", "simple_prompt": simple}})
+    )
+
+    def end() -> None:
+        """Have the kernel end, and its mesh with it; wait until it has."""
+        manager = getattr(console, "kernel_manager", None)
+        if manager is not None and manager.has_kernel:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            with contextlib.suppress(Exception):  # it may be gone already
+                console.kernel_client.shutdown()
+            manager.finish_shutdown(waittime=_GRACE_S)
+            console.kernel_client.stop_channels()
+            manager.cleanup_resources()
+        shutil.rmtree(private, ignore_errors=True)
+
+    def leave(number: int, frame: object) -> NoReturn:
+        # Not by an exception: a thread that reads the terminal cannot be ended, and would be waited for.
+        end()
+        os._exit(128 + number)
+
+    # A closed terminal must not leave a kernel; by default both signals end us on the spot.
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, leave)
+    try:
+        console.initialize([])
+        console.start()
+    finally:
+        end()
+    return 0

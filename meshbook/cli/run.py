@@ -1,0 +1,280 @@
+"""`meshbook run FILE`: a notebook or a script on a mesh, without anyone watching.
+
+A notebook's cells run on the Meshbook kernel, what they print is shown as it comes, and the executed notebook is
+written beside its HTML. A script is a notebook too: its `# %%` cells, or the whole file as one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import nbformat
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, DeadKernelError
+from nbformat import NotebookNode, v4
+
+from meshbook.cli import kernels
+from meshbook.cli.screen import Screen, plain
+from meshbook.controller.tables import first_line, format_seconds
+from meshbook.errors import UsageError
+
+INTERRUPTED = 130  # as shells count a program that SIGINT ended
+_CELL_MARK = re.compile(r"#\s*%%(?:\s+(?P<title>.*))?\s*")
+# Magics that editors would choke on, written as comments. Only ours: `# %%time` may well be a cell's mark.
+_COMMENTED_MAGIC = re.compile(r"#\s?(?=%%?(?:mesh|controller|local)\b)")
+
+
+def run_file(
+    path: Path,
+    *,
+    out: Path | None = None,
+    ranks: int | None = None,
+    timeout_s: float | None = None,
+    quiet: bool = False,
+) -> int:
+    """Execute a file, telling of it on stdout. Blocks.
+
+    Args:
+        out: the folder for the executed notebook and its HTML. None: `build` in the current folder for a notebook,
+            nowhere for a script.
+        ranks: how many the mesh has unless the file says so itself; None: as always.
+        timeout_s: seconds a cell may take; None: as long as it likes.
+        quiet: show neither cells nor output.
+
+    Returns:
+        The exit status: 0, 1 when a cell failed that was not expected to, 130 when interrupted.
+
+    Raises:
+        UsageError: the file cannot be read, or the results cannot be written.
+    """
+    is_script = path.suffix == ".py"
+    notebook = read(path)
+    if out is None and not is_script:
+        out = Path("build")
+    if out is not None and (out / path.name).resolve() == path.resolve():
+        raise UsageError(f"{path} would be written over with what comes out of it; name another folder with --out")
+    printer = _Printer(sys.stdout, framed=not is_script, quiet=quiet)
+    with tempfile.TemporaryDirectory(prefix="meshbook-") as private:
+        client = _Client(notebook, printer, path.resolve(), private, ranks=ranks, timeout_s=timeout_s)
+        trouble = client.execute_all()
+    if out is not None:
+        for what, where in write(notebook, out, path.stem).items():
+            printer.say(f"{what}: {where}")
+    if trouble:
+        print(trouble if sys.stderr.isatty() else plain(trouble), file=sys.stderr)
+    return INTERRUPTED if client.interrupted else 1 if trouble else 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def read(path: Path) -> NotebookNode:
+    """A notebook, or a script as one.
+
+    Raises:
+        UsageError: there is no such file, or it is neither.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if path.suffix == ".py":
+        return notebook_of(text)
+    if path.suffix != ".ipynb":
+        raise UsageError(f"{path} is neither a notebook (.ipynb) nor a script (.py)")
+    try:
+        notebook: NotebookNode = nbformat.reads(text, as_version=4)  # type: ignore[no-untyped-call]
+        return notebook
+    except Exception as error:  # nbformat lets out whatever its parts raise
+        raise UsageError(f"{path} is not a notebook: {str(error).splitlines()[0]}") from error
+
+
+def notebook_of(source: str) -> NotebookNode:
+    """A script as a notebook: a cell for each `# %%`, `# %% [markdown]` as text, or the whole as one cell."""
+    cells: list[tuple[str, list[str]]] = [("", [])]
+    for line in source.splitlines():
+        mark = _CELL_MARK.fullmatch(line)
+        if mark is not None:
+            cells.append((mark["title"] or "", []))
+        else:
+            cells[-1][1].append(_COMMENTED_MAGIC.sub("", line) if line.startswith("#") else line)
+    notebook: NotebookNode = v4.new_notebook()  # type: ignore[no-untyped-call]
+    for title, lines in cells:
+        text = "\n".join(lines).strip("\n")
+        if title.startswith(("[markdown]", "[md]")):
+            prose = "\n".join(line.removeprefix("#").removeprefix(" ") for line in text.splitlines())
+            notebook.cells.append(v4.new_markdown_cell(prose))  # type: ignore[no-untyped-call]
+        elif text.strip():
+            notebook.cells.append(v4.new_code_cell(text))  # type: ignore[no-untyped-call]
+    return notebook
+
+
+def write(notebook: NotebookNode, folder: Path, stem: str) -> dict[str, Path]:
+    """Write the executed notebook and its HTML.
+
+    Returns:
+        What was written, and where.
+
+    Raises:
+        UsageError: the folder cannot be written.
+    """
+    from nbconvert import HTMLExporter  # takes most of a second to import
+
+    notebook.metadata["kernelspec"] = {"name": kernels.NAME, "display_name": "Meshbook", "language": "python"}
+    exporter = HTMLExporter()  # type: ignore[no-untyped-call]
+    page, _ = exporter.from_notebook_node(notebook, resources={"metadata": {"name": stem}})
+    written = {"executed notebook": folder / f"{stem}.ipynb", "as a web page": folder / f"{stem}.html"}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        text = nbformat.writes(notebook)  # type: ignore[no-untyped-call]
+        written["executed notebook"].write_text(text, encoding="utf-8")
+        written["as a web page"].write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"{error.filename} cannot be written: {error.strerror}; name another folder with --out"
+        ) from error
+    return written
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Execution
+
+
+class _Client(NotebookClient):
+    """nbclient on our kernel, showing output as it comes; Ctrl-C interrupts the cell, and a second one the kernel."""
+
+    def __init__(
+        self,
+        notebook: NotebookNode,
+        printer: _Printer,
+        path: Path,
+        private: str,
+        *,
+        ranks: int | None,
+        timeout_s: float | None,
+    ) -> None:
+        super().__init__(
+            notebook,
+            timeout=None if timeout_s is None else max(1, round(timeout_s)),
+            interrupt_on_timeout=True,
+            error_on_timeout={"ename": "TimeoutError", "evalue": f"stopped after {timeout_s} s", "traceback": []},
+            kernel_name=kernels.NAME,
+            resources={"metadata": {"path": str(path.parent)}},
+            on_notebook_start=self._kernel_is_up,
+            on_cell_execute=self._cell_begins,
+            on_cell_executed=self._cell_ended,
+            on_cell_error=self._cell_failed,
+        )
+        self.interrupted = False
+        self._cell_runs = False  # the kernel has begun it
+        self._printer, self._ranks, self._private, self._stem = printer, ranks, private, path.stem
+        self._num_cells = sum(cell.cell_type == "code" and bool(cell.source.strip()) for cell in notebook.cells)
+        self._began = 0.0
+        self._failure: dict[str, Any] = {}  # what the last cell that failed was answered
+
+    def execute_all(self) -> str:
+        """Run every cell, until one fails. Returns what is to be said of the failure; nothing when there was none."""
+        began = time.monotonic()
+        try:
+            self.execute(env=kernels.environment(self._ranks))
+        except CellExecutionError as error:
+            if self.interrupted:
+                return "interrupted"
+            if error.ename == "TimeoutError" and not self._failure.get("traceback"):
+                return f"cell {self.code_cells_executed} took longer than {self.timeout} s and was stopped (--timeout)"
+            told = "\n".join(self._failure.get("traceback", ())) or f"{error.ename}: {error.evalue}"
+            return f"cell {self.code_cells_executed} of {self._num_cells} failed:\n{told}"
+        except (DeadKernelError, KeyboardInterrupt):
+            return "interrupted" if self.interrupted else "the kernel has died; what it printed last is above"
+        self._printer.say(f"\n{self._num_cells} cells in {format_seconds(time.monotonic() - began)}")
+        return ""
+
+    def create_kernel_manager(self) -> AsyncKernelManager:
+        self.km = AsyncKernelManager(
+            kernel_name=kernels.NAME,
+            kernel_spec_manager=kernels.OurKernel(),
+            **kernels.private_connection(self._private, self._stem),
+        )
+        return self.km
+
+    def _kernel_is_up(self, notebook: NotebookNode) -> None:
+        # nbclient's own handler shuts the kernel down at once, and with it goes the word of where the ranks were.
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._told_to_stop)
+
+    def _told_to_stop(self) -> None:
+        assert self.km is not None
+        if self.interrupted:
+            self._do(self.km.shutdown_kernel())
+        elif self._cell_runs:
+            self._do(self.km.interrupt_kernel())
+        self.interrupted = True  # a cell that the kernel has not begun yet is interrupted when it does
+
+    def _do(self, step: Any) -> None:
+        self._stopping = asyncio.ensure_future(step)
+
+    def _cell_begins(self, cell: NotebookNode, cell_index: int) -> None:
+        if self.interrupted:  # the cell before was one that may fail, and it went on
+            raise KeyboardInterrupt
+        self._began = time.monotonic()
+        self._printer.begin(self.code_cells_executed + 1, self._num_cells, cell.source)
+
+    def _cell_ended(self, cell: NotebookNode, cell_index: int, execute_reply: dict[str, Any]) -> None:
+        self._cell_runs = False
+        expected = self.allow_errors or "raises-exception" in cell.metadata.get("tags", [])
+        self._printer.end(execute_reply["content"], expected, time.monotonic() - self._began)
+
+    def _cell_failed(self, cell: NotebookNode, cell_index: int, execute_reply: dict[str, Any]) -> None:
+        self._failure = execute_reply["content"]
+
+    def process_message(self, msg: dict[str, Any], cell: NotebookNode, cell_index: int) -> NotebookNode | None:
+        if msg["msg_type"] == "execute_input":
+            self._cell_runs = True
+            if self.interrupted and self.km is not None:
+                self._do(self.km.interrupt_kernel())
+        self._printer.message(msg["msg_type"], msg["content"])
+        return super().process_message(msg, cell, cell_index)
+
+
+class _Printer:
+    """What the user sees go by: each cell's first line, its output set in below it, and how it ended."""
+
+    def __init__(self, stream: TextIO, *, framed: bool, quiet: bool) -> None:
+        self._screen = Screen(stream)
+        self._framed, self._quiet = framed, quiet
+
+    def say(self, text: str) -> None:
+        """Something of our own."""
+        if self._framed:
+            self._screen.line(text)
+
+    def begin(self, number: int, total: int, source: str) -> None:
+        if self._framed and not self._quiet:
+            head = f"[{number:{len(str(total))}}/{total}] "
+            self._screen.line(head + first_line(source))
+            self._screen.indent = " " * len(head)
+
+    def message(self, kind: str, content: dict[str, Any]) -> None:
+        if not self._quiet:
+            self._screen.message(kind, content)
+
+    def end(self, reply: dict[str, Any], expected: bool, seconds: float) -> None:
+        self._screen.finish()
+        if not self._framed or self._quiet:
+            return
+        if reply["status"] == "error" and expected:
+            name, said = reply["ename"], plain(reply["evalue"])
+            said = (said if name in said else f"{name}: {said}").partition("\n")[0].rstrip(": ")
+            self._screen.line(f"{self._screen.indent}raised, as expected: {said}")
+        if seconds >= 1:
+            self._screen.line(f"{self._screen.indent}({format_seconds(seconds)})")

@@ -1,0 +1,22 @@
+"""`python -m meshbook.kernel -f CONNECTION_FILE`: what a front end starts when a notebook's kernel is Meshbook."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def main() -> None:
+    # `-m` puts the current folder first on the path, and a random.py beside the notebook would be taken for Python's
+    # own before the kernel is up. IPython adds the folder again for the user's code.
+    if sys.path and sys.path[0] in ("", os.getcwd()):
+        del sys.path[0]
+    from ipykernel.kernelapp import IPKernelApp
+
+    from meshbook.kernel.app import MeshKernel
+
+    IPKernelApp.launch_instance(kernel_class=MeshKernel)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""The Meshbook kernel: IPython's, whose cells run on the ranks of a mesh.
+
+What it adds to `Notebook` is what only a kernel can: Stop that reaches the ranks whatever this process does, answers
+beside a running cell, and meshes that outlive a restart.
+"""
+
+# mypy: allow-untyped-calls
+# (most of ipykernel's methods have no annotations)
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+from ipykernel.ipkernel import IPythonKernel
+from IPython.utils.tokenutil import token_at_cursor
+
+from meshbook.kernel import magics, questions
+from meshbook.kernel.notebook import Notebook
+from meshbook.kernel.subshell import QuickAnswers
+from meshbook.version import __version__
+
+
+class MeshKernel(IPythonKernel):
+    """One per notebook. A cell goes to the ranks unless `transform` keeps it here."""
+
+    implementation = "meshbook"
+    implementation_version = __version__
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        assert self.shell is not None
+        self.notebook = Notebook.of(self.shell)
+        self.notebook.auto = True
+        magics.register(self.shell)
+        self._quick = QuickAnswers(self)
+        self._running: dict[str, Any] | None = None  # the request whose cell runs on the main thread
+
+    @property
+    def banner(self) -> str:  # type: ignore[override]  # as IPythonKernel's own is
+        version = sys.version.split()[0]
+        return (
+            f"Meshbook {__version__}, Python {version}. Cells run on every rank of a mesh, %%controller cells "
+            "here; `%mesh` says how it is, `%mesh help` what there is."
+        )
+
+    def start(self) -> None:
+        super().start()
+        self.notebook.prepare(warm=True)
+
+    # ---- cells
+
+    async def do_execute(
+        self, code: str, silent: bool, store_history: bool = True, *args: Any, **kwargs: Any
+    ) -> Any:
+        outermost = self._running is None and threading.current_thread() is threading.main_thread()
+        if outermost:
+            # What was found of the mesh from before is there for every cell, also for those that stay here.
+            self.notebook.settle()
+            self._running = self.get_parent("shell")
+            if store_history and not silent:
+                self.notebook.tell_news()
+        try:
+            return await super().do_execute(code, silent, store_history, *args, **kwargs)
+        finally:
+            if outermost:
+                self._running = None
+
+    async def interrupt_request(self, stream: Any, ident: Any, parent: Any) -> None:
+        """Runs in the control channel's thread: the ranks are told even when this process's main thread sits in C."""
+        self.notebook.press_stop()
+        await super().interrupt_request(stream, ident, parent)
+
+    def do_shutdown(self, restart: bool) -> Any:
+        self.notebook.close(restart=restart)
+        return super().do_shutdown(restart)
+
+    # ---- questions
+
+    def do_complete(self, code: str, cursor_pos: int | None) -> Any:
+        cursor = len(code) if cursor_pos is None else cursor_pos
+        with self.notebook.hidden_handles():
+            local = super().do_complete(code, cursor)
+        return self.notebook.complete(local, code, cursor)
+
+    def do_inspect(self, code: str, cursor_pos: int, detail_level: int = 0, omit_sections: Any = ()) -> Any:
+        """The ranks first, for that is where the code will run; here what they do not know."""
+        found = self.notebook.inspect(code, cursor_pos, detail_level)
+        if found is not None:
+            return {"status": "ok", "found": True, "data": found, "metadata": {}}
+        root = (token_at_cursor(code, cursor_pos) or "").partition(".")[0]
+        if self.notebook.is_handle(root) or self.notebook.is_handle(questions.root_of(code, cursor_pos)):
+            return {"status": "ok", "found": False, "data": {}, "metadata": {}}
+        return super().do_inspect(code, cursor_pos, detail_level, omit_sections)
+
+    # ---- answers beside a running cell
+
+    async def shell_channel_thread_main(self, msg: Any) -> None:
+        if not self._quick.route(msg):
+            await super().shell_channel_thread_main(msg)
+
+    async def dispatch_shell(self, msg: Any, /, subshell_id: str | None = None, **kwargs: Any) -> None:
+        await super().dispatch_shell(msg, subshell_id=subshell_id, **kwargs)
+        if subshell_id is None:
+            self._quick.done(self.get_parent("shell").get("header", {}).get("msg_id", ""))
+            return
+        running = self._running
+        if subshell_id == self._quick.subshell_id and running is not None:
+            # The answer ended with "idle", which front ends take for the whole kernel's state.
+            self._publish_status("busy", "shell", parent=running)

@@ -1,0 +1,54 @@
+"""How failures on the ranks read in a notebook: their name, and what to do next. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from meshbook.errors import CellError, CellInterrupted, MeshbookError
+
+
+def missing_name(message: str) -> str | None:
+    """`lr` of `name 'lr' is not defined`."""
+    begin, end = "name '", "' is not defined"
+    return message[len(begin) : message.index(end)] if message.startswith(begin) and end in message else None
+
+
+def named_after_what_was_raised(error: CellError) -> CellError:
+    """The same error, of a class with the name of the one thing that was raised on the ranks, if it is one.
+
+    Whoever reads the reply's `ename` and `evalue` (papermill, a test, a human) then reads ZeroDivisionError.
+    """
+    names = {failure.ename for failure in error.failures}
+    if not names and isinstance(error, CellInterrupted):  # before it began
+        names = {"KeyboardInterrupt"}
+    if len(names) != 1:
+        return error
+    values = {failure.evalue for failure in error.failures}
+    plain = len(values) == 1 and not error.succeeded and not isinstance(error, CellInterrupted)
+    summary = values.pop() if plain else str(error)
+    kind = type(names.pop(), (type(error),), {"__module__": type(error).__module__, "__doc__": type(error).__doc__})
+    named: CellError = kind(error.failures, error.succeeded, summary=summary)
+    named.rendered = error.rendered
+    return named
+
+
+def hints(error: CellError, is_users: Callable[[str], bool]) -> list[str]:
+    """Lines below a failure that say what to type next; none where we know nothing better.
+
+    Args:
+        is_users: whether a name is bound in the notebook's own process, by the user.
+    """
+    found = []
+    for failure in error.failures:
+        if failure.ename == "NameError" and (name := missing_name(failure.evalue)) and is_users(name):
+            found.append(f"`{name}` lives on the controller; %mesh push {name} copies it to the ranks")
+        elif failure.ename == "UsageError" and ("`%mesh`" in failure.evalue or "`%%mesh`" in failure.evalue):
+            found.append("%mesh stands at the top of a cell, before code for the ranks, or in a %%controller cell")
+    return ["", *dict.fromkeys(found)] if found else []
+
+
+def show_as_one_sentence(error: MeshbookError) -> None:
+    """Have IPython show only what the error says: the stack above it is Meshbook's own."""
+    if not hasattr(error, "_render_traceback_"):
+        text = f"\x1b[31m{type(error).__name__}\x1b[39m: {error}"
+        error._render_traceback_ = lambda: [text]  # type: ignore[attr-defined]  # IPython asks the exception for it

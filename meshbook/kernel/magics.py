@@ -1,0 +1,523 @@
+"""`%mesh`, `%%mesh`, `%%controller` and `%%local`.
+
+A magic parses and makes one call; what it calls is usable, and tested, without IPython. A line that was typed wrongly
+changes nothing and gets one sentence that shows how it is written. Whatever goes wrong is raised, so that the reply is
+a Jupyter error and *Run All* stops, but without the stack of Meshbook's own code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class
+
+from meshbook.controller.listing import list_meshes, look_at
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.remote import RemoteValue
+from meshbook.controller.tables import Table, describe_size, format_age, format_seconds, history_table, status_table
+from meshbook.errors import MeshbookError, MeshNameError, MeshShapeError, NotAttached, UsageError
+from meshbook.ids import format_ranks, name_ranks
+from meshbook.kernel.notebook import Notebook
+from meshbook.mesh import MeshAxes
+from meshbook.wire import keys
+
+_LOG_BYTES_OF_ONE = 1 << 16
+_LOG_BYTES_OF_MANY = 1 << 12
+_NAMES_TOLD = 20
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises instead of printing and exiting."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message[:1].lower()}{message[1:]}. Write it like: {self.usage}")
+
+
+@dataclass(frozen=True)
+class Command:
+    """One word after `%mesh`.
+
+    Attributes:
+        usage: how the whole line is written.
+        says: what it does, in one sentence.
+        more: what its options mean.
+        act: the magic's method that does it.
+        arguments: declares what may follow the word.
+    """
+
+    usage: str
+    says: str
+    act: str
+    arguments: Callable[[argparse.ArgumentParser], object] = lambda parser: None
+    more: str = ""
+
+
+def _start_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-n", dest="count", metavar="N")
+    parser.add_argument("--axes")
+    parser.add_argument("--engine")
+    parser.add_argument("--name")
+    parser.add_argument("--hosts", type=int, default=1)
+    parser.add_argument("--fresh", action="store_true")
+    parser.add_argument("--device")
+    parser.add_argument("--keep", action="store_true", default=None)
+    parser.add_argument("--ttl", type=float)
+
+
+def _name(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?")
+
+
+def _ranks(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("ranks", nargs="*")
+
+
+def _stop_arguments(parser: argparse.ArgumentParser) -> None:
+    _name(parser)
+    parser.add_argument("--now", action="store_true")
+
+
+def _detach_arguments(parser: argparse.ArgumentParser) -> None:
+    _name(parser)
+    parser.add_argument("--ttl", type=float)
+
+
+def _pull_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what")
+    parser.add_argument("--rank", type=int)
+
+
+COMMANDS = {
+    "start": Command(
+        "%mesh start -n 4 [--axes dp=2,tp=2] [--name NAME] [--device cpu|cuda] [--fresh] [--hosts N] [--engine local] "
+        "[--keep] [--ttl SECONDS]",
+        "Start ranks; without -n or --axes one per GPU, else 2 to 4.",
+        "_start",
+        _start_arguments,
+        "--fresh: in new interpreters, not forked from a warm one. --hosts: simulate so many machines on this one. "
+        "--keep: they outlive the notebook. --ttl: seconds that they live with nobody attached.",
+    ),
+    "status": Command("%mesh status [NAME]", "What each rank does. `%mesh` alone says the same.", "_status", _name),
+    "stop": Command(
+        "%mesh stop [NAME] [--now]",
+        "End the mesh and all that is on it.",
+        "_stop",
+        _stop_arguments,
+        "--now: without waiting for cells that run in the background.",
+    ),
+    "list": Command("%mesh list", "Every mesh of yours on this machine.", "_list"),
+    "attach": Command("%mesh attach [NAME]", "Use a mesh that runs already.", "_attach", _name),
+    "detach": Command(
+        "%mesh detach [NAME] [--ttl SECONDS]",
+        "Leave it running without this notebook.",
+        "_detach",
+        _detach_arguments,
+        "--ttl: seconds that it may live with nobody attached; without it, until it is stopped.",
+    ),
+    "use": Command(
+        "%mesh use NAME",
+        "Which of this notebook's meshes cells run on.",
+        "_use",
+        lambda parser: parser.add_argument("name"),
+    ),
+    "auto": Command(
+        "%mesh auto on|off",
+        "Whether a cell without a magic runs on the ranks or here.",
+        "_auto",
+        lambda parser: parser.add_argument("state", choices=("on", "off")),
+    ),
+    "history": Command("%mesh history", "The cells that ran on the mesh.", "_history"),
+    "logs": Command(
+        "%mesh logs [RANK]",
+        "What a rank last printed, also a dead one.",
+        "_logs",
+        lambda parser: parser.add_argument("rank", nargs="?", type=int),
+    ),
+    "show": Command(
+        "%mesh show [RANKS]",
+        "Displays that the last cell left out, because those of many ranks differed.",
+        "_show",
+        _ranks,
+    ),
+    "interrupt": Command("%mesh interrupt [RANKS]", "Stop what they run, as Stop does.", "_interrupt", _ranks),
+    "kill": Command("%mesh kill RANKS", "Kill ranks, like a crash.", "_kill", _ranks),
+    "push": Command(
+        "%mesh push NAME [NAME ...]",
+        "Copy variables from here to every rank.",
+        "_push",
+        lambda parser: parser.add_argument("names", nargs="+"),
+    ),
+    "pull": Command(
+        "%mesh pull NAME [--rank R]",
+        "Bring what the ranks hold here: `values = %mesh pull loss`.",
+        "_pull",
+        _pull_arguments,
+        "--rank: this rank's alone, as it is.",
+    ),
+    "doctor": Command("%mesh doctor", "What this machine lacks, and how to get it.", "_doctor"),
+}
+
+CELL_USAGE = "%%mesh [--ranks 0,2-3 | dp=0] [-m NAME] [--setup] [--bg]"
+
+
+def _help() -> str:
+    width = max(len(name) for name in COMMANDS)
+    return "\n".join(
+        [
+            "Start, watch and steer the ranks; as a cell magic, run a cell on some of them.",
+            "",
+            *(f"    %mesh {name.ljust(width)}  {command.says}" for name, command in COMMANDS.items()),
+            "",
+            "How each is written: %mesh WORD --help. As a cell magic:",
+            "",
+            f"    {CELL_USAGE}",
+            "",
+            "--ranks, or a place along axes: where it runs. -m: on which mesh. --setup: also on ranks that join later.",
+            "--bg: in the background; `_` is then a future, and the output goes on under the cell.",
+        ]
+    )
+
+
+@magics_class
+class MeshMagics(Magics):
+    """The magics of one shell."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        super().__init__(shell)
+        self.notebook = Notebook.of(shell)
+        self._shell = shell
+
+    @line_cell_magic
+    def mesh(self, line: str = "", cell: str | None = None) -> Any:
+        try:
+            self.notebook.settle()
+            return self._run_line(line) if cell is None else self._run_cell(line, cell)
+        except MeshbookError as error:
+            raise _brief(error) from None
+
+    mesh.__doc__ = _help()
+
+    # ---- %%mesh
+
+    def _run_cell(self, line: str, cell: str) -> Any:
+        words = _split(line)
+        if words and words[0] in COMMANDS:
+            raise UsageError(
+                f"%mesh {words[0]} is a line of its own, with one %. A cell for the ranks begins with: {CELL_USAGE}"
+            )
+        parser = _Parser(prog="%%mesh", usage=CELL_USAGE, add_help=False, allow_abbrev=False)
+        parser.add_argument("--ranks")
+        parser.add_argument("-m", "--mesh")
+        parser.add_argument("--setup", action="store_true")
+        parser.add_argument("--bg", action="store_true")
+        parser.add_argument("where", nargs="*")
+        options = parser.parse_intermixed_args(words)
+        if options.ranks is not None and options.where:
+            parser.error(f"--ranks {options.ranks} and {' '.join(options.where)} both say where; keep one")
+        if not cell.strip():
+            raise UsageError("the cell is empty; write what the ranks shall run below the %%mesh line")
+        return self.notebook.run_cell(
+            cell,
+            mesh=self._named(options.mesh) if options.mesh else None,
+            ranks=options.ranks or " ".join(options.where) or None,
+            setup=options.setup,
+            background=options.bg,
+        )
+
+    # ---- %mesh
+
+    def _run_line(self, line: str) -> Any:
+        word, *rest = _split(line) or ["status"]
+        command = COMMANDS.get(word)
+        if word in ("help", "--help", "-h"):
+            print(_help())
+            return None
+        if command is None:
+            hint = _meant(word, COMMANDS, "%mesh ") or f"there is {', '.join(COMMANDS)}"
+            raise UsageError(f"there is no %mesh {word}; {hint}")
+        if "--help" in rest or "-h" in rest:
+            print("\n".join(filter(None, (command.usage, command.says, command.more))))
+            return None
+        parser = _Parser(prog=f"%mesh {word}", usage=command.usage, add_help=False, allow_abbrev=False)
+        command.arguments(parser)
+        return getattr(self, command.act)(parser.parse_args(rest))
+
+    def _start(self, options: argparse.Namespace) -> None:
+        axes = MeshAxes.parse(options.axes) if options.axes else None
+        count = None
+        if options.count is not None:
+            if not options.count.isdecimal():
+                raise UsageError(f"-n takes a number of ranks, not {options.count!r}. Write it like: %mesh start -n 4")
+            count = MeshAxes.of(int(options.count)).size
+            if axes is not None and axes.size != count:
+                raise MeshShapeError(
+                    f"axes {axes} make {axes.size} ranks, but -n asks for {count}; leave -n out, or change an axis"
+                )
+        before = time.monotonic()
+        mesh = self.notebook.start(
+            ranks=count,
+            axes=axes.axes if axes is not None else None,
+            engine=options.engine,
+            name=options.name,
+            num_hosts=options.hosts,
+            start_method="fresh" if options.fresh else None,
+            device=options.device,
+            keep=options.keep,
+            orphan_ttl_s=options.ttl,
+        )
+        print(f"Mesh {_describe(mesh)} is ready, after {format_seconds(time.monotonic() - before)}.")
+
+    def _status(self, options: argparse.Namespace) -> Table:
+        if options.name and options.name not in self.notebook.meshes:
+            return status_table(look_at(keys.find_connection(options.name)))
+        mesh = self.notebook.meshes[options.name] if options.name else self.notebook.mesh
+        if mesh is None:
+            return Table("This notebook has no mesh yet.", notes=(self._how_to_get_one(),))
+        if mesh.session.ended is not None:
+            return Table(f"Mesh {mesh.name} has ended: {mesh.session.ended}.", notes=(self._how_to_get_one(),))
+        return status_table(mesh.status())
+
+    def _stop(self, options: argparse.Namespace) -> None:
+        mesh = self._named(options.name) if options.name else self._mesh()
+        self.notebook.stop(mesh.name, now=options.now)
+        print(f"Mesh {mesh.name} has ended.")
+
+    def _list(self, options: argparse.Namespace) -> Table:
+        return list_meshes().table(mine=tuple(self.notebook.meshes))
+
+    def _attach(self, options: argparse.Namespace) -> None:
+        mesh = self.notebook.attach(options.name)
+        print(f"Attached to mesh {_describe(mesh)}.")
+
+    def _detach(self, options: argparse.Namespace) -> None:
+        mesh = self._named(options.name) if options.name else self._mesh()
+        self.notebook.detach(mesh.name, orphan_ttl_s=options.ttl)
+        until = "until it is stopped"
+        if options.ttl is not None:
+            until = f"for {format_age(options.ttl)} unless somebody attaches"
+        print(f"Left mesh {mesh.name}; it runs on {until}. Back to it: %mesh attach {mesh.name}")
+
+    def _use(self, options: argparse.Namespace) -> None:
+        mesh = self._named(options.name)
+        self.notebook.use(mesh.name)
+        print(f"Cells run on mesh {_describe(mesh)}.")
+
+    def _auto(self, options: argparse.Namespace) -> None:
+        self.notebook.auto = options.state == "on"
+        if self.notebook.auto:
+            print("Cells run on the ranks; one that begins with %%controller runs here.")
+        else:
+            print("Cells run here; one that begins with %%mesh runs on the ranks.")
+
+    def _history(self, options: argparse.Namespace) -> Table:
+        return history_table(self._mesh().history())
+
+    def _logs(self, options: argparse.Namespace) -> None:
+        mesh = self._mesh()
+        ranks = mesh.ranks if options.rank is None else (options.rank,)
+        for rank in ranks:
+            text = mesh.logs(rank, _LOG_BYTES_OF_ONE if len(ranks) == 1 else _LOG_BYTES_OF_MANY)
+            if len(ranks) > 1:
+                print(f"---- rank {rank}")
+            print(text.rstrip("\n") if text else f"(rank {rank} has printed nothing)")
+
+    def _show(self, options: argparse.Namespace) -> None:
+        self.notebook.show_displays(" ".join(options.ranks) or None)
+
+    def _interrupt(self, options: argparse.Namespace) -> None:
+        mesh = self._mesh()
+        ranks = mesh.grid.parse_selection(" ".join(options.ranks))
+        mesh.interrupt(ranks)
+        print(f"Told {name_ranks(ranks)} to stop.")
+
+    def _kill(self, options: argparse.Namespace) -> None:
+        if not options.ranks:
+            raise UsageError(f"which ranks? Write it like: %mesh kill 2, or %mesh kill all. {self._which()}")
+        mesh = self._mesh()
+        ranks = mesh.grid.parse_selection(" ".join(options.ranks))
+        mesh.kill(ranks)
+        print(f"Killed {name_ranks(ranks)}.")
+
+    def _push(self, options: argparse.Namespace) -> None:
+        mesh = self._mesh()
+        values = {name: self._own(name, mesh) for word in options.names for name in word.split(",") if name}
+        mesh.push(**values)
+        where = name_ranks(mesh.session.living(mesh.ranks))
+        print(f"{', '.join(values)} {'is' if len(values) == 1 else 'are'} on {where}.")
+
+    def _pull(self, options: argparse.Namespace) -> Any:
+        mesh = self._mesh()
+        name, *attributes = options.what.split(".")
+        try:
+            handle = mesh[name]
+        except MeshNameError:
+            if name in self._names() and not isinstance(self._names()[name], RemoteValue):
+                raise MeshNameError(f"`{name}` lives on the controller, not on the ranks; %mesh push {name}") from None
+            names = mesh.status().names
+            have = f"cells have bound {', '.join(names[-_NAMES_TOLD:])}" if names else "no cell has bound a name yet"
+            hint = _meant(name, names) or have
+            raise MeshNameError(f"`{name}` is not on the ranks; {hint}") from None
+        for attribute in attributes:
+            handle = getattr(handle, attribute)
+        values = mesh.pull(handle, ranks=options.rank)
+        return values if options.rank is None else values[options.rank]
+
+    def _doctor(self, options: argparse.Namespace) -> None:
+        # In a process of its own: it imports torch, and looks at the machine as a new kernel would find it.
+        command = [sys.executable, "-m", "meshbook", "doctor"]
+        package = Path(__file__).resolve().parent.parent
+        path = os.pathsep.join(filter(None, [str(package.parent), os.environ.get("PYTHONPATH")]))
+        done = subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, check=False
+        )
+        print(done.stdout.rstrip("\n"))
+        if done.stderr:
+            print(done.stderr.rstrip("\n"), file=sys.stderr)
+
+    # ---- what they share
+
+    def _mesh(self) -> Mesh:
+        """The current mesh. Raises NotAttached where there is none."""
+        if self.notebook.mesh is None:
+            raise NotAttached(f"this notebook has no mesh yet. {self._how_to_get_one()}")
+        return self.notebook.mesh
+
+    def _named(self, name: str) -> Mesh:
+        """A mesh of this notebook. Raises MeshNameError."""
+        if name in self.notebook.meshes:
+            return self.notebook.meshes[name]
+        here = ", ".join(self.notebook.meshes) or "none"
+        running = [connection.name for connection in keys.list_connections()]
+        if name in running:
+            raise MeshNameError(f"mesh {name!r} runs, but not in this notebook; %mesh attach {name} brings it here")
+        raise MeshNameError(f"no mesh is named {name!r}; this notebook's: {here}")
+
+    def _own(self, name: str, mesh: Mesh) -> Any:
+        """The user's variable of that name, here. Raises MeshNameError."""
+        names = self._names()
+        if name in names and not isinstance(names[name], RemoteValue):
+            return names[name]
+        try:
+            mesh[name]
+        except MeshNameError:
+            own = [other for other in names if other not in self._shell.user_ns_hidden]
+            hint = _meant(name, own) or f"bind it {'in a %%controller cell' if self.notebook.auto else 'here'} first"
+            raise MeshNameError(f"`{name}` is neither here nor on the ranks; {hint}") from None
+        raise MeshNameError(f"`{name}` lives on the ranks already; bring it here with: values = %mesh pull {name}")
+
+    def _names(self) -> dict[str, Any]:
+        return cast("dict[str, Any]", self._shell.user_ns)
+
+    def _how_to_get_one(self) -> str:
+        running = [found.name for found in keys.list_connections() if found.name not in self.notebook.meshes]
+        ways = ["Start one with %mesh start -n 4", *(f"%mesh attach {name}" for name in running[-3:])]
+        return ways[0] + (f", or use one that runs: {', '.join(ways[1:])}" if running else ".")
+
+    def _which(self) -> str:
+        mesh = self.notebook.mesh
+        return f"This mesh has ranks {format_ranks(mesh.ranks)}." if mesh is not None else ""
+
+
+@magics_class
+class ControllerMagics(Magics):
+    """Cells that stay in the notebook's own process."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        super().__init__(shell)
+        self._shell = shell
+
+    @cell_magic
+    def controller(self, line: str, cell: str) -> Any:
+        """Run this cell in the notebook's own process, where `mesh` is the mesh and the ranks' names are handles."""
+        return _run_here(self._shell, line, cell)
+
+    @cell_magic
+    def local(self, line: str, cell: str) -> Any:
+        """The same as %%controller."""
+        return _run_here(self._shell, line, cell)
+
+
+def _run_here(shell: InteractiveShell, line: str, cell: str) -> Any:
+    """For a cell that comes here by another way than a notebook's: those are rewritten before they are run."""
+    if line.strip():
+        raise _brief(UsageError(f"%%controller stands alone on its line, and {line.strip()!r} stands behind it"))
+    result = shell.run_cell(cell)  # type: ignore[no-untyped-call]
+    result.raise_error()
+    return result.result
+
+
+def register(shell: InteractiveShell) -> None:
+    """Give a shell the magics; the second time does nothing."""
+    if "mesh" in shell.magics_manager.magics["cell"]:
+        return
+    shell.register_magics(MeshMagics, ControllerMagics)
+    shell.set_hook("complete_command", complete, str_key="%mesh")  # type: ignore[no-untyped-call]
+
+
+def complete(shell: InteractiveShell, event: Any) -> list[str]:
+    """What may follow on a `%mesh` line: its words, then names of meshes or of variables."""
+    words = event.line.split()
+    notebook = Notebook.of(shell)
+    if len(words) < 2 or (len(words) == 2 and not event.line.endswith(" ")):
+        return list(COMMANDS)
+    match words[1]:
+        case "attach" | "status":
+            return [connection.name for connection in keys.list_connections()]
+        case "stop" | "detach" | "use":
+            return list(notebook.meshes)
+        case "push":
+            return [name for name in shell.user_ns if not name.startswith("_") and name not in shell.user_ns_hidden]
+        case "pull":
+            return list(notebook.mesh.session.info.names) if notebook.mesh is not None else []
+        case "auto":
+            return ["on", "off"]
+    return []
+
+
+def unregister(shell: InteractiveShell) -> None:
+    """Take them away again. Meshes live on until the process ends."""
+    manager = shell.magics_manager
+    Notebook.of(shell).auto = False
+    for kind, names in (("line", ("mesh",)), ("cell", ("mesh", "controller", "local"))):
+        for name in names:
+            manager.magics[kind].pop(name, None)
+    for magics in (MeshMagics, ControllerMagics):
+        manager.registry.pop(magics.__name__, None)
+
+
+def _split(line: str) -> list[str]:
+    try:
+        return shlex.split(line)
+    except ValueError as error:
+        raise UsageError(f"{line!r} cannot be read: {str(error).lower()}") from None
+
+
+def _meant(word: str, known: Iterable[str], before: str = "") -> str:
+    """`did you mean status?`; nothing where no known word is like it."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"did you mean {before}{close[0]}?" if close else ""
+
+
+def _describe(mesh: Mesh) -> str:
+    spec = mesh.session.info.spec
+    size = describe_size(spec) if spec is not None else "no ranks yet"
+    return f"{mesh.name} with {size}"
+
+
+def _brief(error: MeshbookError) -> MeshbookError:
+    """The same error, shown as its one sentence: the stack below a magic is Meshbook's own and says nothing."""
+    if not hasattr(error, "_render_traceback_"):
+        shown = f"\x1b[31m{type(error).__name__}\x1b[39m: {error}"
+        error._render_traceback_ = lambda: [shown]  # type: ignore[attr-defined]  # IPython asks the exception for it
+    return error

@@ -1,0 +1,701 @@
+"""One notebook and its meshes: every way in which a cell of it comes to run on ranks.
+
+The kernel, the magics and the transformed cells all call this. It knows IPython's shell, in a kernel or in a terminal,
+and what the controller offers; what runs where is `transform`'s to decide, how output looks `sink`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import msgspec
+from IPython.core import page
+from IPython.core.error import StdinNotImplementedError
+from IPython.core.interactiveshell import InteractiveShell
+
+from meshbook.controller import mesh as meshes
+from meshbook.controller.config import read_defaults
+from meshbook.controller.console import Console, ask_on_terminal
+from meshbook.controller.futures import MeshFuture
+from meshbook.controller.launch import launch_supervisor
+from meshbook.controller.mesh import Mesh, free_name, make_spec
+from meshbook.controller.results import CellResult, RankValues
+from meshbook.controller.session import Session
+from meshbook.errors import (
+    CellError,
+    CellInterrupted,
+    Failure,
+    MeshbookError,
+    MeshInUse,
+    MeshNameError,
+    NotAttached,
+    RankLost,
+)
+from meshbook.ids import CallId, Ranks, name_ranks
+from meshbook.kernel import failures, questions, sink, transform
+from meshbook.kernel.hook import CellHook
+from meshbook.kernel.names import PRESET_MODULES, HandleNames
+from meshbook.kernel.spare import Readiness, connect, mesh_stem, owner_key
+from meshbook.mesh import MeshAxes
+from meshbook.wire import keys, messages
+from meshbook.wire.messages import Display, FoldedItem
+
+# Seconds that completion and inspection wait for a rank. A reader takes more for a hang, and a rank that keeps the GIL
+# would not answer in minutes either.
+QUESTION_TIMEOUT_S = 0.3
+# Front-end ids of displays that are remembered, so that a later cell's update finds them.
+_KEPT_DISPLAY_IDS = 10_000
+_NAMES_TOLD = 8
+
+
+class Sink(Protocol):
+    """Where a cell's output goes."""
+
+    def __call__(self, items: tuple[FoldedItem, ...], /) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TerminalSink:
+    """The same on a terminal's standard streams."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._console = Console(ranks, echo=True)
+
+    def __call__(self, items: tuple[FoldedItem, ...]) -> None:
+        self._console(items)
+
+    def note(self, text: str) -> None:
+        print(text)
+
+    def close(self) -> None:
+        """Nothing waits."""
+
+
+@dataclass(frozen=True)
+class Background:
+    """A cell that runs in the background."""
+
+    label: str
+    session: Session
+    ranks: Ranks
+    future: MeshFuture[CellResult]
+
+
+class Notebook:
+    """A shell's meshes, and the cells that run on them. `Notebook.of(shell)` is the one of a shell.
+
+    Attributes:
+        shell: IPython's, of any kind.
+        mesh: where cells run; None: none was started, or it was stopped or left.
+        meshes: this notebook's, by name.
+        auto: whether a plain cell is broadcast.
+    """
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        self.shell = shell
+        self.mesh: Mesh | None = None
+        self.meshes: dict[str, Mesh] = {}
+        self.auto = False
+        self._kernel = getattr(shell, "kernel", None)
+        self._kind = "ipython" if self._kernel is None else "kernel"
+        self._owner = owner_key()
+        self._readiness: Readiness | None = None
+        self._names = HandleNames(
+            cast("dict[str, Any]", shell.user_ns), cast("dict[str, Any]", shell.user_ns_hidden), self._warn_of_both
+        )
+        self._news: list[str] = []  # to be shown with the next cell
+        self._told_lost: dict[str, set[int]] = {}  # mesh -> lost ranks that the user knows of
+        self._stay: set[str] = set()  # meshes that do not end with this notebook
+        self._background: list[Background] = []
+        self._failure: CellError | RankLost | None = None  # the last one of a cell
+        self._display_ids: OrderedDict[tuple[int, str], str] = OrderedDict()
+        self._kept = sink.KeptDisplays()
+        CellHook(shell, lambda: self.auto).install()
+        shell.set_custom_exc((NameError,), self._explain_missing_name)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def of(cls, shell: InteractiveShell) -> Notebook:
+        """The notebook of this shell; made when it is first asked for."""
+        found = getattr(shell, "meshbook", None)
+        if not isinstance(found, Notebook):
+            found = cls(shell)
+            shell.meshbook = found  # type: ignore[attr-defined]  # where rewritten cells find it
+        return found
+
+    # ---- meshes come and go
+
+    def prepare(self, *, warm: bool) -> None:
+        """Look for this notebook's meshes from before, in the background.
+
+        Args:
+            warm: have a supervisor ready for the first cell where there are none.
+        """
+        if self._readiness is None:
+            ttl = read_defaults().orphan_ttl_s
+            self._readiness = Readiness(self._owner, kind=self._kind, orphan_ttl_s=ttl, warm=warm)
+
+    def settle(self) -> None:
+        """Take up again the meshes from before that were found. Waits a moment while they are looked for."""
+        if self._readiness is None:
+            return
+        for session in self._readiness.sessions():
+            assert session.axes is not None
+            self._adopt(Mesh.of(session, session.axes), stays=read_defaults().keep)
+            self._news += _welcome_back(session, "from before the kernel's restart")
+
+    def start(
+        self,
+        *,
+        ranks: int | None = None,
+        axes: str | Mapping[str, int] | None = None,
+        engine: str | None = None,
+        name: str | None = None,
+        num_hosts: int = 1,
+        start_method: str | None = None,
+        device: str | None = None,
+        keep: bool | None = None,
+        orphan_ttl_s: float | None = None,
+    ) -> Mesh:
+        """Start a mesh; cells run on it from now on. Waits until its process group is up.
+
+        Args:
+            ranks, axes, engine, num_hosts, start_method, device: as `meshbook.create_mesh`; None: the defaults.
+            name: None: after the notebook. A name makes it a mesh beside those that the notebook has.
+            keep: it outlives the notebook's kernel, for `orphan_ttl_s`.
+            orphan_ttl_s: seconds that it may live without any client.
+
+        Raises:
+            MeshInUse: the notebook has a mesh, and no other name was given; or the name is taken.
+            MeshShapeError, UsageError, StartError: as `create_mesh`.
+        """
+        self.settle()
+        if name is None and self.mesh is not None and self.mesh.session.ended is None:
+            raise MeshInUse(
+                f"this notebook's mesh {self.mesh.name!r} is running already, with {name_ranks(self.mesh.ranks)}; "
+                "%mesh stop ends it, and %mesh start --name OTHER starts one beside it"
+            )
+        defaults = read_defaults()
+        grid = _grid(ranks, axes, defaults.num_ranks)
+        spec = make_spec(
+            grid,
+            engine=engine or defaults.engine,
+            num_hosts=num_hosts,
+            start_method=start_method or defaults.start_method,
+            device=device or defaults.device,
+        )
+        ttl = defaults.orphan_ttl_s if orphan_ttl_s is None else orphan_ttl_s
+        session, environment = self._supervisor(name, ttl if orphan_ttl_s is not None else None)
+        spec = _with_environment(spec, environment)
+        session.start(grid, spec, timeout_s=defaults.start_timeout_s)
+        mesh = Mesh.of(session, grid)
+        self._adopt(mesh, stays=defaults.keep if keep is None else keep)
+        return mesh
+
+    def use(self, name: str) -> None:
+        """Run cells on this one of the notebook's meshes. Raises MeshNameError."""
+        mesh = self._one_of_ours(name)
+        self.mesh = mesh
+        self._names.show(mesh)
+
+    def attach(self, name: str | None = None) -> Mesh:
+        """Run cells on a mesh that runs already, started by anybody; it does not end with this notebook.
+
+        Args:
+            name: None: the only one there is beside this notebook's.
+
+        Raises:
+            NotAttached, MeshNameError, VersionMismatch: as `meshbook.attach`.
+        """
+        self.settle()
+        if name is not None and name in self.meshes and self.meshes[name].session.ended is None:
+            self.use(name)
+            return self.meshes[name]
+        mesh = meshes.attach(name if name is not None else self._only_other(), kind=self._kind)
+        self._adopt(mesh, stays=True)
+        self._news += _welcome_back(mesh.session, "of another client")[1:]
+        return mesh
+
+    def detach(self, name: str | None = None, orphan_ttl_s: float | None = None) -> None:
+        """Leave a mesh running without this notebook.
+
+        Args:
+            name: None: the current one.
+            orphan_ttl_s: seconds it may live without any client; None: until it is stopped.
+        """
+        mesh = self._one_of_ours(name)
+        mesh.detach(orphan_ttl_s)
+        self._forget(mesh)
+
+    def stop(self, name: str | None = None, now: bool = False) -> None:
+        """End a mesh and all that is on it. Waits until it is gone.
+
+        Args:
+            name: None: the current one.
+            now: do not wait for cells that run in the background.
+        """
+        mesh = self._one_of_ours(name)
+        if not now:
+            for cell in self._running_in_background(mesh.session, mesh.ranks):
+                self._tell(f"waiting for {cell.label}, which runs in the background; %mesh stop --now does not")
+                cell.future.exception()
+        mesh.stop()
+        self._forget(mesh)
+
+    def close(self, *, restart: bool) -> None:
+        """The kernel ends, in order. Its meshes end with it, unless they are to be kept or the kernel will be back.
+
+        Args:
+            restart: it will be back; what its cell runs is interrupted.
+        """
+        if self._readiness is not None:
+            self._readiness.close()
+        if restart:
+            self.press_stop()
+        for mesh in list(self.meshes.values()):
+            if restart:
+                mesh.session.keep_at_exit()
+            elif mesh.name not in self._stay:
+                mesh.stop()
+
+    def press_stop(self) -> bool:
+        """What the Stop button does. Thread-safe.
+
+        Returns:
+            Whether ranks were running anything for this notebook's foreground.
+        """
+        pressed = [mesh.session.press_stop() for mesh in list(self.meshes.values())]  # all of them, not only the first
+        return any(pressed)
+
+    def _supervisor(self, name: str | None, ttl: float | None) -> tuple[Session, Mapping[str, str]]:
+        """A supervisor without ranks, and the environment that its ranks will inherit."""
+        readiness = self._readiness
+        if readiness is not None and name is None and ttl is None:
+            spare = readiness.take_spare()
+            if spare is not None:
+                return spare, readiness.environment
+        elif readiness is not None and not self.meshes:
+            readiness.close()
+        found = launch_supervisor(name or free_name(mesh_stem(self._owner)), owner=self._owner)
+        orphan_ttl_s = read_defaults().orphan_ttl_s if ttl is None else ttl
+        return connect(found, kind=self._kind, orphan_ttl_s=orphan_ttl_s), dict(os.environ)
+
+    def _adopt(self, mesh: Mesh, *, stays: bool) -> None:
+        """Take a mesh in; `stays`: it does not end with this notebook."""
+        if stays:
+            mesh.session.keep_at_exit()
+            self._stay.add(mesh.name)
+        for name in [name for name, other in self.meshes.items() if other.session.ended is not None]:
+            self._forget(self.meshes[name])
+        self.meshes[mesh.name] = mesh
+        self._told_lost[mesh.name] = set(mesh.session.lost)
+        self.use(mesh.name)
+
+    def _forget(self, mesh: Mesh) -> None:
+        self.meshes.pop(mesh.name, None)
+        self._told_lost.pop(mesh.name, None)
+        self._stay.discard(mesh.name)
+        if self.mesh is not None and self.mesh.session is mesh.session:
+            self.mesh = next(reversed(self.meshes.values()), None)
+            self._names.show(self.mesh)
+
+    def _one_of_ours(self, name: str | None) -> Mesh:
+        if name is None:
+            if self.mesh is None:
+                raise NotAttached("this notebook has no mesh; start one with %mesh start -n 4")
+            return self.mesh
+        if name not in self.meshes:
+            here = ", ".join(self.meshes) or "none"
+            raise MeshNameError(f"no mesh of this notebook is named {name!r}; its own: {here}")
+        return self.meshes[name]
+
+    def _only_other(self) -> str | None:
+        """The only mesh that is not this notebook's; None: there is not exactly one."""
+        others = [found.name for found in keys.list_connections() if found.owner != self._owner]
+        return others[0] if len(others) == 1 else None
+
+    # ---- cells
+
+    def run_cell(
+        self,
+        source: str,
+        *,
+        mesh: Mesh | None = None,
+        ranks: str | Sequence[int] | None = None,
+        setup: bool = False,
+        background: bool = False,
+    ) -> RankValues | MeshFuture[CellResult] | None:
+        """Run source on ranks, as the cell that this shell executes now: its number, its output, its names.
+
+        Starts a mesh where there is none. Waits, unless in the background; Stop and input() work meanwhile.
+
+        Args:
+            mesh: None: the current one.
+            ranks: a selection (`"0,2-3"`, `"dp=0"`) or ranks; None: all that live.
+            setup: run it again on ranks that join later.
+            background: return at once; the output goes on under this cell.
+
+        Returns:
+            The values of the last expression, None if there was none; in the background a future.
+
+        Raises:
+            CellError: it raised on ranks; the class bears the name of what was raised, if that is one thing.
+            CellInterrupted, RankLost: as `Mesh.run`.
+            MeshShapeError, NotAttached: nothing was run.
+        """
+        try:
+            return self._run_cell(source, mesh, ranks, setup, background)
+        except MeshbookError as error:
+            raise self._told(error) from None
+
+    def _run_cell(
+        self, source: str, mesh: Mesh | None, ranks: str | Sequence[int] | None, setup: bool, background: bool
+    ) -> RankValues | MeshFuture[CellResult] | None:
+        number = self.shell.displayhook.prompt_count  # execution_count is the next cell's already, from IPython 9 on
+        source = self._remember(source)
+        mesh = mesh or self._mesh_for_cell()
+        session = mesh.session
+        chosen = mesh.choose(ranks)
+        show = self._sink(chosen, number)
+        self.tell_news()
+        self._tell_losses(session, show)
+        label = f"cell {number}"
+        for other in self._running_in_background(session, chosen):
+            show.note(f"{label} waits for {other.label}, which runs in the background on {name_ranks(other.ranks)}")
+        command = session.cell_command(
+            source,
+            chosen,
+            number=number,
+            filename=self.shell.compile.get_code_name(source, source, number),
+            label=label,
+            allow_input=not background and self._can_ask(),
+            setup=setup,
+            background=background,
+        )
+        if background:
+            return self._run_in_background(session, command, show)
+        finished: messages.CallFinished | None = None
+        try:
+            finished = session.foreground(command, sink=show, ask=self._ask)
+            return self._conclude(session, command, finished)
+        except CellInterrupted:
+            raise
+        except KeyboardInterrupt:
+            # Stop reaches us twice, as a message and as a signal; the second may come when the ranks have ended.
+            if finished is None:
+                raise
+            return self._conclude(session, command, finished)
+        finally:
+            show.close()
+
+    def _conclude(
+        self, session: Session, command: messages.RunCell, finished: messages.CallFinished
+    ) -> RankValues | None:
+        self._names.update(session, finished.parts)
+        session.conclude(finished, command.ranks, label=command.label)
+        values = session.values_of(finished.parts)
+        # An object that displays itself has done so on its rank, and leaves nothing to be shown here.
+        return values if values and any(values._repr_mimebundle_().values()) else None
+
+    def _run_in_background(self, session: Session, command: messages.RunCell, show: Sink) -> MeshFuture[CellResult]:
+        kept = Console(command.ranks, echo=False)
+
+        def take(items: tuple[FoldedItem, ...]) -> None:
+            kept(items)
+            show(items)
+
+        source = session.request(command, on_output=take)
+
+        def finish(finished: messages.CallFinished) -> CellResult:
+            session.conclude(finished, command.ranks, label=command.label)
+            return session.result_of(finished, kept.text)
+
+        future: MeshFuture[CellResult] = session.future(source, command, finish)
+        cell = Background(command.label, session, command.ranks, future)
+        self._background.append(cell)
+
+        def ended(_: MeshFuture[CellResult]) -> None:
+            self._background.remove(cell)
+            try:
+                finished: messages.CallFinished = source.result()
+            except MeshbookError as error:
+                show.note(f"{command.label} ended: {error}")
+                return
+            self._names.update(session, finished.parts)
+            show.close()
+            failure = future.exception()
+            if failure is None:
+                show.note(f"{command.label} is done after {finished.seconds:.1f} s")
+            else:
+                text = "\n".join(getattr(failure, "rendered", ()) or [f"{type(failure).__name__}: {failure}"])
+                show((messages.Line(command.ranks, "stderr", text),))
+
+        future.add_done_callback(ended)
+        return future
+
+    def bind_names(self, result: CellResult) -> None:
+        """Names that a result's cell bound on the ranks become handles here; names that it deleted vanish."""
+        if self.mesh is None:
+            return
+        outcome = messages.Outcome(status="ok", bound=result.bound, unbound=result.unbound)
+        self._names.update(self.mesh.session, (messages.Part(self.mesh.ranks, outcome),))
+
+    def _mesh_for_cell(self) -> Mesh:
+        """The current mesh; a new one where there is none, and a line that says so."""
+        self.settle()
+        if self.mesh is not None:
+            return self.mesh
+        began = time.monotonic()
+        try:
+            mesh = self.start()
+        except KeyboardInterrupt:
+            raise CellInterrupted((), summary="stopped while the ranks were being started; none runs") from None
+        info = mesh.session.info
+        kind = f"{info.backend}, {info.ranks[0].device.partition(':')[0]}" if info.backend else info.ranks[0].device
+        many = "1 rank" if len(mesh) == 1 else f"{len(mesh)} ranks"
+        self._news.append(f"started {many} in {time.monotonic() - began:.1f} s ({kind}); %mesh status tells more")
+        return mesh
+
+    def _remember(self, source: str) -> str:
+        """Let `In` and the trailing `;` be the user's, not the rewritten cell's; the source with the cell's lines."""
+        history = self.shell.history_manager
+        if history is None or not history.input_hist_raw:
+            return source
+        cell = history.input_hist_raw[-1]
+        if history.input_hist_parsed and transform.NOTEBOOK in history.input_hist_parsed[-1]:
+            history.input_hist_parsed[-1] = cell
+        return transform.at_its_lines(cell, source)
+
+    def tell_news(self) -> None:
+        """Say under the cell that runs now what has happened since the one before."""
+        news, self._news = self._news, []
+        for text in news:
+            self._tell(text)
+
+    def _tell_losses(self, session: Session, show: Sink) -> None:
+        known = self._told_lost.setdefault(session.name, set())
+        for rank in session.info.ranks:
+            if rank.state == "dead" and rank.rank not in known:
+                known.add(rank.rank)
+                who = f"rank {rank.rank} (pid {rank.pid} on {rank.host})"
+                show.note(f"{who} {rank.exit} while no cell ran; the others go on")
+
+    def _running_in_background(self, session: Session, ranks: Ranks) -> list[Background]:
+        wanted = set(ranks)
+        return [cell for cell in list(self._background) if cell.session is session and wanted & set(cell.ranks)]
+
+    # ---- output
+
+    def _sink(self, ranks: Ranks, number: int) -> Sink:
+        if self._kernel is None:
+            return TerminalSink(ranks)
+        while len(self._display_ids) > _KEPT_DISPLAY_IDS:
+            self._display_ids.popitem(last=False)
+        publish = sink.jupyter_publisher(self._kernel)
+        return sink.CellSink(publish, ranks, ids=self._display_ids, keep=lambda shown: self._kept.add(number, shown))
+
+    def show_displays(self, ranks: str | Sequence[int] | None = None) -> None:
+        """Show what the last cell with too many different displays left out, of these ranks.
+
+        Raises:
+            UsageError: nothing was left out, or nothing of these ranks.
+        """
+        mesh = self._one_of_ours(None)
+        wanted = mesh.grid.parse_selection(ranks) if isinstance(ranks, str) else tuple(ranks or mesh.ranks)
+        for number, shown in self._kept.of(wanted):
+            self._tell(f"{name_ranks(shown.ranks)}, cell {number}:")
+            item = cast(Display, shown.item)
+            self.shell.display_pub.publish(dict(item.data), dict(item.metadata))
+
+    def _tell(self, text: str) -> None:
+        """Say something under the cell that runs now."""
+        if self._kernel is None:
+            print(text)
+        else:
+            sink.jupyter_publisher(self._kernel)("display_data", sink.note(text))
+
+    def _warn_of_both(self, name: str) -> None:
+        self._tell(
+            f"{name} is bound here and on the ranks: in %%controller cells it stays the notebook's own, and "
+            f'mesh["{name}"] is the ranks\'; after `del {name}` in a %%controller cell it is theirs here too'
+        )
+
+    # ---- asking the user
+
+    def _can_ask(self) -> bool:
+        if self._kernel is None:
+            return sys.stdin is not None and sys.stdin.isatty()
+        return bool(getattr(self._kernel, "_allow_stdin", True))
+
+    def _ask(self, question: messages.InputRequested) -> str | None:
+        if self._kernel is None:
+            return ask_on_terminal(question)
+        prompt = f"[rank {question.rank}] {question.prompt}"
+        try:
+            answer = self._kernel.getpass(prompt) if question.password else self._kernel.raw_input(prompt)
+        except StdinNotImplementedError:
+            return None
+        return str(answer)
+
+    # ---- failures
+
+    def _told(self, error: MeshbookError) -> MeshbookError:
+        """The error as the notebook shows it: what was raised gives it its name, and who can help is named."""
+        if isinstance(error, RankLost):
+            for mesh in self.meshes.values():
+                if set(error.ranks) <= set(mesh.session.lost):
+                    self._told_lost.setdefault(mesh.name, set()).update(error.ranks)
+        if isinstance(error, CellError):
+            error = failures.named_after_what_was_raised(error)
+            error.rendered = (*error.rendered, *failures.hints(error, self._names.is_users))
+        if isinstance(error, CellError | RankLost):
+            self._failure = error
+        else:
+            failures.show_as_one_sentence(error)
+        return error
+
+    def _explain_missing_name(
+        self,
+        shell: InteractiveShell,
+        kind: type[BaseException],
+        error: BaseException,
+        tb: Any,
+        tb_offset: int | None = None,
+    ) -> None:
+        """Say of a name that is missing here that the ranks have it."""
+        name = getattr(error, "name", None)
+        if self.mesh is not None and name in PRESET_MODULES:
+            error.add_note(
+                f"`{name}` is there on the ranks. Import it to use it in this process, or leave out %%controller to "
+                "run the cell on the ranks."
+            )
+        shell.showtraceback((kind, error, tb), tb_offset=tb_offset)
+
+    def show_failure(self, magic: str, how: str = "") -> Any:
+        """`%tb` and `%debug`: about the failure that was shown last, on the ranks that had it.
+
+        Args:
+            how: the magic's argument, such as `Verbose`.
+        """
+        error = self._failure
+        if error is None or self.mesh is None or getattr(sys, "last_value", None) is not error:
+            return self.shell.run_line_magic(magic, how)
+        found: Sequence[Failure] = error.failures  # type: ignore[union-attr]  # it is `error`, compared above
+        ranks = [rank for failure in found for rank in failure.ranks]
+        living = self.mesh.session.living(tuple(sorted(set(ranks) & set(self.mesh.ranks))))
+        if not living:
+            self.shell.showtraceback()
+            return None
+        if magic == "debug" or how:
+            return self.run_cell(f"%{magic} {how}".strip(), ranks=living)
+        self.shell.showtraceback()
+        one = living[0]
+        self._tell(
+            f"%tb Verbose shows the variables of each frame; %%mesh --ranks {one} runs code on rank {one}, where "
+            "sys.last_value is the exception"
+        )
+        return None
+
+    # ---- questions
+
+    def complete(self, local: dict[str, Any], code: str, cursor: int) -> dict[str, Any]:
+        """A `complete_reply`'s content: this process's answer, and a rank's where one answers in time."""
+        if code.lstrip().startswith(("%mesh", "%%mesh")) and "\n" not in code[:cursor]:
+            return local
+        remote = self._ask_rank(
+            questions.root_of(code, cursor), lambda call, ranks: messages.Complete(call, ranks, code, cursor)
+        )
+        return questions.merge_completions(local, remote, code, remote_first=transform.is_for_ranks(code))
+
+    def hidden_handles(self) -> contextlib.AbstractContextManager[None]:
+        """Looking at the namespace asks no ranks while this block runs: for the shell's own completer."""
+        return questions.hidden(self.shell.Completer, self._names.without_handles())
+
+    def inspect(self, code: str, cursor: int, detail: int = 0) -> dict[str, Any] | None:
+        """What a rank says of the name at the cursor, as a MIME bundle; None: nothing, or none answered in time."""
+        root = questions.root_of(code, cursor)
+        answer = self._ask_rank(root, lambda call, ranks: messages.Inspect(call, ranks, code, cursor, detail))
+        if not answer or not answer["found"]:
+            return None
+        data: dict[str, Any] = answer["data"]
+        return data
+
+    def is_handle(self, name: str | None) -> bool:
+        """Whether this name is a handle here, so that looking at it would ask the ranks."""
+        return name is not None and self._names.handle(name) is not None
+
+    def show_help(self, name: str, detail: int = 0) -> None:
+        """`x?` and `x??`: a rank's answer, else this process's."""
+        self.settle()
+        found = self.inspect(name, len(name), detail)
+        if found is None and not self.is_handle(questions.root_of(name, len(name))):
+            with contextlib.suppress(KeyError):
+                found = self.shell.object_inspect_mime(name, detail_level=detail)  # type: ignore[no-untyped-call]
+        if found is None:
+            print(f"Object `{name}` not found.")
+        else:
+            page.page(found)
+
+    def _ask_rank(
+        self, name: str | None, question: Callable[[CallId, Ranks], Any]
+    ) -> dict[str, Any] | None:
+        """One rank's answer: of one that has the name, if it is a handle."""
+        mesh = self.mesh
+        if mesh is None or mesh.session.ended is not None:
+            return None
+        handle = self._names.handle(name) if name is not None else None
+        living = mesh.session.living(handle._meshbook_ranks if handle is not None else mesh.ranks)
+        if not living:
+            return None
+        try:
+            parts = mesh.session.question(question(mesh.session.connection.next_call(), living[:1]), QUESTION_TIMEOUT_S)
+        except MeshbookError:
+            return None
+        return next((part.outcome.answer for part in parts if part.outcome.answer), None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _grid(ranks: int | None, axes: str | Mapping[str, int] | None, default: Callable[[], int]) -> MeshAxes:
+    if axes is None:
+        return MeshAxes.of(default() if ranks is None else ranks)
+    grid = MeshAxes.parse(axes) if isinstance(axes, str) else MeshAxes.of(axes)
+    if ranks is not None:
+        grid.require(ranks)
+    return grid
+
+
+def _with_environment(spec: messages.MeshSpec, inherited: Mapping[str, str]) -> messages.MeshSpec:
+    """The spec with what has been set in this process since the supervisor was launched."""
+    changed = {name: value for name, value in os.environ.items() if inherited.get(name) != value}
+    return msgspec.structs.replace(spec, env={**changed, **spec.env}) if changed else spec
+
+
+def _welcome_back(session: Session, whose: str) -> list[str]:
+    """What to say when a notebook finds a mesh that runs: first that it has, then what still runs there, and whose."""
+    assert session.axes is not None
+    living = session.living(session.axes.ranks)
+    lines = [f"back on mesh {session.name}: {name_ranks(living)} kept what they hold{_listed(session.info.names)}"]
+    for call in session.connection.welcome.open_calls:
+        lines.append(
+            f"{call.label or 'a cell'} {whose} still runs on {name_ranks(call.ranks)}, for {call.seconds:.0f} s now; "
+            "%mesh interrupt stops it"
+        )
+    return lines
+
+
+def _listed(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    told = ", ".join(names[:_NAMES_TOLD])
+    return f" ({told}{f' and {len(names) - _NAMES_TOLD} more' if len(names) > _NAMES_TOLD else ''})"

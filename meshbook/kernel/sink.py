@@ -1,0 +1,369 @@
+"""Output of a cell on the ranks, as Jupyter messages under that cell.
+
+`CellSink` decides what becomes of folded lines, displays and notices; whoever makes it says how a message is published.
+The parent is the cell's for good: output of a background cell goes on under it while other cells run.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+from meshbook.errors import UsageError
+from meshbook.fold import words
+from meshbook.ids import Ranks, name_ranks
+from meshbook.wire.messages import ClearOutput, Display, FoldedItem, Line, Notice, RankDisplay
+
+# Of the displays that ranks make at the same place of a cell, so many different ones are shown.
+MAX_DISTINCT_DISPLAYS = 4
+# Seconds between two states of a progress bar; no reader sees more.
+LIVE_INTERVAL_S = 0.1
+# Of what was shown last, so many lines and displays are shown again when other ranks clear their output.
+_REPEAT_ITEMS = 200
+
+_NUMBER = re.compile(r"\d[\d.,]*")
+
+_HEADING = '<div class="meshbook-ranks" style="opacity:.6;font-size:smaller">{}</div>'
+# JupyterLab sets text in by so much, and HTML not at all; a note stands below text.
+_NOTE = (
+    '<div class="meshbook-note" style="opacity:.6;font-size:smaller;padding-left:var(--jp-code-padding,0)">{}</div>'
+)
+
+
+class Publish(Protocol):
+    """Sends one message under the cell: its type and its content. Thread-safe."""
+
+    def __call__(self, kind: str, content: dict[str, Any], /) -> None: ...
+
+
+def jupyter_publisher(kernel: Any) -> Publish:
+    """Publishes under the cell that this kernel runs now, for as long as the publisher lives; ipykernel 6 and later."""
+    parent = kernel.get_parent("shell")
+    session, socket = kernel.session, kernel.iopub_socket
+
+    def publish(kind: str, content: dict[str, Any], /) -> None:
+        topic = f"stream.{content['name']}".encode() if kind == "stream" else kind.encode()
+        session.send(socket, kind, content, parent=parent, ident=topic)
+
+    return publish
+
+
+def note(text: str) -> dict[str, Any]:
+    """Content of a display that says something of Meshbook's own, quietly."""
+    data = {"text/plain": text, "text/html": _NOTE.format(html.escape(text))}
+    return {"data": data, "metadata": {}, "transient": {}}
+
+
+class CellSink:
+    """Shows one call's output. Call it with folded items, in order; `close()` it when the call has ended.
+
+    Args:
+        publish: where messages go.
+        ranks: those that take part in the call; what all of them say bears no label.
+        ids: the front end's display ids by rank and the rank's own; kept by the notebook, because a later cell may
+            update an earlier one's display.
+        keep: is given displays that are not shown.
+    """
+
+    def __init__(
+        self,
+        publish: Publish,
+        ranks: Ranks,
+        *,
+        ids: dict[tuple[int, str], str] | None = None,
+        keep: Callable[[RankDisplay], None] = lambda display: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._publish, self._ranks, self._keep, self._clock = publish, ranks, keep, clock
+        self._ids = {} if ids is None else ids
+        self._lock = threading.RLock()
+        self._board = _Board()
+        self._board_at = float("-inf")
+        self._timer: threading.Timer | None = None
+        self._shown: deque[Line | RankDisplay] = deque(maxlen=_REPEAT_ITEMS)
+        self._place: dict[int, int] = {}  # how many displays each rank has made
+        self._at_place: dict[int, int] = {}  # how many were shown of those made as a rank's first, second, ...
+        self._left_out: set[int] = set()  # ranks with displays that are not shown
+
+    def __call__(self, items: Iterable[FoldedItem]) -> None:
+        with self._lock:
+            text: list[str] = []
+            stream = ""
+            for item in _in_order(items):
+                if isinstance(item, Line) and (item.live or self._board.holds(item)):
+                    self._board.take(item)
+                    if item.live or self._board.froze:
+                        continue
+                if text and not (isinstance(item, Line) and item.stream == stream):
+                    self._stream(stream, "".join(text))
+                    text.clear()
+                if isinstance(item, Line):
+                    stream = item.stream
+                    text.append(words.show_line(item, self._ranks) + item.end)
+                    self._shown.append(item)
+                else:
+                    self._draw_board(now=True)
+                    self._item(item)
+            if text:
+                self._stream(stream, "".join(text))
+            self._draw_board()
+
+    def note(self, text: str) -> None:
+        """Something of Meshbook's own, quietly."""
+        with self._lock:
+            self._publish("display_data", note(text))
+
+    def close(self) -> None:
+        """The call has ended: draw what waited, and say what was not shown."""
+        with self._lock:
+            self._draw_board(now=True)
+            if self._left_out:
+                ranks = tuple(sorted(self._left_out))
+                self._left_out.clear()
+                what = f"what {name_ranks(ranks)} displayed differs and is not shown here"
+                self._publish("display_data", note(f"{what}; %mesh show {ranks[0]} shows it"))
+
+    # ---- displays
+
+    def _item(self, shown: RankDisplay) -> None:
+        item = shown.item
+        match item:
+            case Notice(text=text):
+                self._stream("stderr", f"[meshbook] {text}\n")
+            case ClearOutput(wait=wait):
+                self._clear(set(shown.ranks), wait)
+            case Display(update=True):
+                self._update(shown, item)
+            case Display():
+                self._display(shown, item)
+
+    def _display(self, shown: RankDisplay, item: Display) -> None:
+        place = max(self._place.get(rank, 0) for rank in shown.ranks)
+        for rank in shown.ranks:
+            self._place[rank] = place + 1
+        if self._at_place.get(place, 0) >= MAX_DISTINCT_DISPLAYS:
+            self._left_out.update(shown.ranks)
+            self._keep(shown)
+            return
+        self._at_place[place] = self._at_place.get(place, 0) + 1
+        self._shown.append(shown)
+        self._send_display(shown, item)
+
+    def _send_display(self, shown: RankDisplay, item: Display) -> None:
+        if shown.ranks != self._ranks:
+            label = name_ranks(shown.ranks)
+            data = {"text/plain": f"{label}:", "text/html": _HEADING.format(label)}
+            self._publish("display_data", {"data": data, "metadata": {}, "transient": {}})
+        self._publish("display_data", display_content(item, self._front_end_id(shown, item)))
+
+    def _front_end_id(self, shown: RankDisplay, item: Display) -> str | None:
+        """Ranks that display different things under one id must not overwrite each other's."""
+        if item.display_id is None:
+            return None
+        everyone = shown.ranks == self._ranks
+        name = item.display_id if everyone else f"{item.display_id} {name_ranks(shown.ranks)}"
+        for rank in shown.ranks:
+            self._ids[rank, item.display_id] = name
+        return name
+
+    def _update(self, shown: RankDisplay, item: Display) -> None:
+        names = {self._ids.get((rank, item.display_id or "")) for rank in shown.ranks} - {None}
+        for name in sorted(filter(None, names)):
+            self._publish("update_display_data", display_content(item, name))
+
+    def _clear(self, ranks: set[int], wait: bool) -> None:
+        """What these ranks have shown goes; what others have is shown again."""
+        kept = (_without(item, ranks) for item in self._shown)
+        self._shown = left = deque((item for item in kept if item is not None), self._shown.maxlen)
+        for rank in ranks:
+            self._place.pop(rank, None)
+        if ranks >= set(self._ranks):
+            self._at_place.clear()
+            self._left_out.clear()
+        self._board.forget(ranks)
+        # What is sent again follows at once, so nothing flickers.
+        self._publish("clear_output", {"wait": bool(wait or left)})
+        for item in list(left):
+            if isinstance(item, Line):
+                self._stream(item.stream, words.show_line(item, self._ranks) + item.end)
+            elif isinstance(item.item, Display):
+                self._send_display(item, item.item)
+        self._board.lost()
+
+    def _stream(self, name: str, text: str) -> None:
+        self._publish("stream", {"name": name, "text": text})
+
+    # ---- lines that are still being written
+
+    def _draw_board(self, *, now: bool = False) -> None:
+        """Show the progress bars as they are: now, or as soon as the last state is old enough."""
+        if not self._board.changed:
+            return
+        wait = self._board_at + LIVE_INTERVAL_S - self._clock()
+        if wait > 0 and not now:
+            if self._timer is None:
+                self._timer = threading.Timer(wait, self._draw_late)
+                self._timer.daemon = True
+                self._timer.start()
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._board_at = self._clock()
+        kind, name, text = self._board.draw(self._ranks)
+        self._publish(kind, {"data": {"text/plain": text}, "metadata": {}, "transient": {"display_id": name}})
+
+    def _draw_late(self) -> None:
+        with self._lock:
+            self._timer = None
+            self._draw_board(now=True)
+
+
+class KeptDisplays:
+    """Displays that were left out, to be shown on request: bounded, the oldest go first."""
+
+    # Of all of them together.
+    MAX_BYTES = 64 << 20
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[int, RankDisplay, int]] = deque()  # cell, display, bytes
+
+    def add(self, cell: int, shown: RankDisplay) -> None:
+        data = shown.item.data if isinstance(shown.item, Display) else {}
+        self._kept.append((cell, shown, sum(len(part) for part in data.values() if isinstance(part, str | bytes))))
+        while len(self._kept) > 1 and sum(num_bytes for _, _, num_bytes in self._kept) > self.MAX_BYTES:
+            self._kept.popleft()
+
+    def of(self, ranks: Ranks) -> list[tuple[int, RankDisplay]]:
+        """What the last cell that left any out left out of these ranks, with the cell's number.
+
+        Raises:
+            UsageError: nothing.
+        """
+        if not self._kept:
+            raise UsageError("every display of the cells that ran is shown already")
+        last = max(cell for cell, _, _ in self._kept)
+        left_out = [shown for cell, shown, _ in self._kept if cell == last]
+        chosen = [(last, shown) for shown in left_out if not set(ranks).isdisjoint(shown.ranks)]
+        if not chosen:
+            whose = name_ranks(rank for shown in left_out for rank in shown.ranks)
+            raise UsageError(f"cell {last} left out displays of {whose}, and none of {name_ranks(ranks)}")
+        return sorted(chosen, key=lambda one: one[1].ranks)
+
+
+class _Board:
+    """Progress bars of one call: a block of lines, each in its place until the last one is finished."""
+
+    def __init__(self) -> None:
+        self.changed = False
+        self.froze = False  # whether the line taken last stays in the block
+        self._lines: list[Line] = []
+        self._id: str | None = None  # of the display that shows the block; None: not shown yet
+
+    def holds(self, line: Line) -> bool:
+        """Whether a finished line takes a live one's place."""
+        return any(
+            held.live and held.stream == line.stream and not set(held.ranks).isdisjoint(line.ranks)
+            for held in self._lines
+        )
+
+    def take(self, line: Line) -> None:
+        """A live line replaces what its ranks had; a finished one stays in its place if it is the same line's end."""
+        spoke = set(line.ranks)
+        self.froze = False
+        lines: list[Line] = []
+        placed = False
+        for held in self._lines:
+            if not held.live or held.stream != line.stream or spoke.isdisjoint(held.ranks):
+                lines.append(held)
+                continue
+            same = line.live or _alike(held.text, line.text)
+            if not placed and same and line.text:
+                lines.append(line)
+                placed = True
+            left = tuple(rank for rank in held.ranks if rank not in spoke)
+            if left:
+                lines.append(Line(left, held.stream, held.text, live=True))
+        if line.live and line.text and not placed:
+            lines.append(line)
+            placed = True
+        self.froze = placed and not line.live
+        self.changed = self.changed or lines != self._lines
+        self._lines = lines
+
+    def forget(self, ranks: set[int]) -> None:
+        self._lines = [line for line in self._lines if not set(line.ranks) <= ranks]
+
+    def lost(self) -> None:
+        """What showed the block is gone; show what is left of it anew."""
+        self._id = None
+        self.changed = bool(self._lines)
+
+    def draw(self, ranks: Ranks) -> tuple[str, str, str]:
+        """The message that shows the block as it is: its type, the display's id, the text. A block with no line that
+        goes on is done; the next line begins another."""
+        kind = "display_data" if self._id is None else "update_display_data"
+        name = self._id or f"meshbook-{secrets.token_hex(8)}"
+        text = "\n".join(words.show_line(line, ranks) for line in self._lines)
+        self.changed = False
+        self._id = name
+        if not any(line.live for line in self._lines):
+            self._lines, self._id = [], None
+        return kind, name, text
+
+
+def display_content(item: Display, display_id: str | None = None) -> dict[str, Any]:
+    """Content of `display_data` or `update_display_data`."""
+    transient = {} if display_id is None else {"display_id": display_id}
+    return {"data": dict(item.data), "metadata": dict(item.metadata), "transient": transient}
+
+
+def _in_order(items: Iterable[FoldedItem]) -> Iterator[FoldedItem]:
+    """The items, displays that different ranks made side by side in the order of ranks."""
+    side_by_side: list[RankDisplay] = []
+    for item in items:
+        is_display = isinstance(item, RankDisplay) and isinstance(item.item, Display)
+        if side_by_side and not (is_display and all(set(item.ranks).isdisjoint(one.ranks) for one in side_by_side)):
+            yield from sorted(side_by_side, key=lambda one: one.ranks)
+            side_by_side.clear()
+        if isinstance(item, RankDisplay) and is_display:
+            side_by_side.append(item)
+        else:
+            yield item
+    yield from sorted(side_by_side, key=lambda one: one.ranks)
+
+
+def _alike(live: str, finished: str) -> bool:
+    """Whether a finished line is how the live one ended, and not something else that its rank said.
+
+    A live line of nested bars has several rows.
+    """
+    return any(_begins_alike(row, finished) for row in live.split("\n"))
+
+
+def _begins_alike(row: str, finished: str) -> bool:
+    """Equal up to the first number and just behind it, as two states of one bar are."""
+    numbers = _NUMBER.search(row), _NUMBER.search(finished)
+    if numbers[0] is None or numbers[1] is None:
+        return bool(row.strip()) and finished.startswith(row.rstrip())
+    (head, tail), (other_head, other_tail) = (
+        (text[: number.start()].strip(), text[number.end() : number.end() + 1])
+        for text, number in zip((row, finished), numbers, strict=True)
+        if number is not None
+    )
+    return head == other_head and tail == other_tail
+
+
+def _without(item: Line | RankDisplay, ranks: set[int]) -> Line | RankDisplay | None:
+    left = tuple(rank for rank in item.ranks if rank not in ranks)
+    if not left:
+        return None
+    if isinstance(item, Line):
+        return item if left == item.ranks else Line(left, item.stream, item.text, end=item.end)
+    return item if left == item.ranks else RankDisplay(left, item.item)

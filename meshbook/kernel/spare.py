@@ -1,0 +1,137 @@
+"""What a kernel finds, or gets ready, while the user still types: its mesh from before, or a warm supervisor.
+
+A restarted kernel is the same notebook: it looks for meshes that its owner key names. Where there is none, a supervisor
+without ranks is launched at once, whose fork server imports torch in the meantime; the first cell then waits for ranks
+and not for imports. What is never used is stopped: at an orderly end by us, after a crash by its own time to live.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+from pathlib import Path
+
+from meshbook.controller.connection import Connection
+from meshbook.controller.launch import launch_supervisor
+from meshbook.controller.mesh import free_name
+from meshbook.controller.session import Session
+from meshbook.errors import MeshbookError
+from meshbook.wire import keys
+
+log = logging.getLogger("meshbook.kernel")
+
+# Seconds that a supervisor without ranks lives on after a crash of its kernel: a restarter needs about 5 to bring the
+# kernel back, which then finds it warm.
+SPARE_TTL_S = 20.0
+
+
+class Readiness:
+    """A thread that looks for this owner's meshes, and otherwise keeps a supervisor warm.
+
+    Args:
+        owner: what names this notebook across kernels.
+        orphan_ttl_s: how long meshes that are found live on when this process is gone.
+        warm: False: only look, start nothing.
+    """
+
+    def __init__(self, owner: str, *, kind: str, orphan_ttl_s: float, warm: bool) -> None:
+        self._owner, self._kind, self._ttl, self._warm = owner, kind, orphan_ttl_s, warm
+        self.environment = dict(os.environ)  # what the spare's ranks inherit
+        self._found: list[Session] = []
+        self._spare: Session | None = None
+        self._looked = threading.Event()
+        # Not a daemon: a process that ends waits the moment that a launch takes, and stops what came of it.
+        self._thread = threading.Thread(target=self._run, name="meshbook-readiness", daemon=False)
+        self._thread.start()
+
+    def sessions(self) -> list[Session]:
+        """The meshes that were found, oldest first, each handed out once. Waits until they have been looked for."""
+        self._looked.wait()
+        found, self._found = self._found, []
+        return found
+
+    def take_spare(self) -> Session | None:
+        """The warm supervisor, which is the caller's from now on; None: there is none. Waits for its launch."""
+        self._thread.join()
+        spare, self._spare = self._spare, None
+        if spare is None or spare.ended is not None:
+            return None
+        try:
+            taken = connect(spare.connection.found, kind=self._kind, orphan_ttl_s=self._ttl)
+            spare.detach()  # its short time to live goes with it
+        except MeshbookError as error:
+            log.warning("the warm supervisor is gone: %s", error)
+            return None
+        return taken
+
+    def close(self) -> None:
+        """Stop what was not taken. Waits until it is gone."""
+        self._thread.join()
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            spare.stop()
+
+    def _run(self) -> None:
+        try:
+            self._look()
+        except Exception:
+            log.exception("looking for meshes of %s failed", self._owner)
+        finally:
+            self._looked.set()
+        if self._warm and not self._found and self._spare is None:
+            try:
+                found = launch_supervisor(free_name(mesh_stem(self._owner)), owner=self._owner)
+                self._spare = connect(found, kind=self._kind, orphan_ttl_s=SPARE_TTL_S)
+            except MeshbookError as error:
+                log.warning("no supervisor could be started ahead of time: %s", error)
+
+    def _look(self) -> None:
+        for found in keys.list_connections():
+            if found.owner != self._owner:
+                continue
+            try:
+                session = connect(found, kind=self._kind, orphan_ttl_s=self._ttl)
+            except MeshbookError as error:
+                log.warning("the mesh %s of this notebook cannot be attached to: %s", found.name, error)
+                continue
+            others = [client for client in session.info.clients if not client.endswith(f"(pid {os.getpid()})")]
+            if any(client.startswith("kernel") for client in others):
+                session.close()  # another kernel of the same notebook has it
+            elif session.axes is not None:
+                self._found.append(session)
+            elif self._spare is None and self._warm:
+                self._spare = session
+            else:
+                session.stop()
+
+
+def connect(found: keys.Connection, *, kind: str, orphan_ttl_s: float) -> Session:
+    """A session that stops its mesh at this process's orderly end.
+
+    Raises:
+        NotAttached, VersionMismatch: as `Connection`.
+    """
+    return Session(Connection(found, kind=kind, orphan_ttl_s=orphan_ttl_s), stop_at_exit=True)
+
+
+def owner_key() -> str:
+    """What names this notebook across restarts of its kernel.
+
+    The front end's session, else the connection file, which a restarted kernel keeps, else this process.
+    """
+    if session := os.environ.get("JPY_SESSION_NAME"):
+        return session
+    try:
+        from ipykernel.connect import get_connection_file
+
+        return str(get_connection_file())
+    except Exception:  # no kernel, so there is none to be restarted
+        return f"pid {os.getpid()}"
+
+
+def mesh_stem(owner: str) -> str:
+    """The beginning of a mesh's name: the notebook's, without the random parts of a connection file's."""
+    stem = Path(owner).stem
+    return "notebook" if re.fullmatch(r"kernel-[\w-]+|pid \d+|tmp\w*", stem) else stem

@@ -1,0 +1,95 @@
+"""Answers while a cell runs: requests that need not wait go to a thread of the kernel's own.
+
+ipykernel takes requests one after the other, so completion, hover and history wait for the running cell, unless the
+front end asks on a subshell, and none does for these. The kernel has subshells, though, and this routes such requests
+to one that it keeps for itself. All of it is private to ipykernel 7 and tried before it is used; where anything is
+different, requests wait, as they do in any other kernel.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+log = logging.getLogger("meshbook.kernel")
+
+# What can be answered beside a running cell. Not execute_request, whose order counts, and not comms, which belong to
+# widgets that may not be thread-safe.
+QUICK = frozenset(
+    {
+        "complete_request",
+        "inspect_request",
+        "is_complete_request",
+        "history_request",
+        "comm_info_request",
+        "kernel_info_request",
+    }
+)
+
+
+class QuickAnswers:
+    """Routes requests of one kernel.
+
+    Attributes:
+        subshell_id: the subshell that answers; None before it was first needed.
+        works: False once anything went otherwise than ipykernel 7.4 has it.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._cells: set[str] = set()  # execute requests that have come and are not done
+        self.subshell_id: str | None = None
+        self.works = all(
+            hasattr(owner, name)
+            for owner, names in (
+                (kernel, ("shell_channel_thread", "shell_channel_thread_main", "dispatch_shell")),
+                (kernel.session, ("feed_identities", "deserialize", "serialize", "unpack")),
+            )
+            for name in names
+        )
+
+    def route(self, message: Sequence[Any]) -> bool:
+        """Send a request on to the subshell, if it need not wait and would. Runs in the shell channel's thread.
+
+        Args:
+            message: zmq frames, as they came.
+
+        Returns:
+            Whether that was done; otherwise the message goes its usual way.
+        """
+        if not self.works:
+            return False
+        try:
+            return self._route(message)
+        except Exception:
+            log.warning("completion will wait for running cells: ipykernel is not as expected", exc_info=True)
+            self.works = False
+            return False
+
+    def done(self, request: str) -> None:
+        """The main shell is done with the request of this id."""
+        self._cells.discard(request)
+
+    def _route(self, message: Sequence[Any]) -> bool:
+        session = self._kernel.session
+        identities, frames = session.feed_identities(list(message), copy=False)
+        header = session.unpack(frames[1].bytes)
+        if header.get("subshell_id"):
+            return False
+        if header["msg_type"] == "execute_request":
+            # From here on: a cell that waits for the main thread is as much in the way as one that runs.
+            self._cells.add(header["msg_id"])
+            return False
+        if header["msg_type"] not in QUICK or not self._cells:
+            return False
+        request = session.deserialize(frames, content=True, copy=False)
+        manager = self._kernel.shell_channel_thread.manager
+        if self.subshell_id is None:
+            self.subshell_id = manager._create_subshell()
+        # A subshell takes only what is addressed to it, and the address is part of what is signed.
+        request["header"]["subshell_id"] = self.subshell_id
+        parts = {part: request[part] for part in ("header", "parent_header", "metadata", "content")}
+        signed = session.serialize(parts, ident=[getattr(identity, "bytes", identity) for identity in identities])
+        manager.get_shell_channel_to_subshell_socket(self.subshell_id).send_multipart(signed)
+        return True

@@ -1,0 +1,140 @@
+"""Whole cells of a marimo notebook on the ranks: those whose first line is `# mesh`.
+
+marimo finds this class by the entry point `marimo.cell.executor`, which it calls internal, and then runs every cell of
+every notebook of the environment through it. So a cell without the marker is handed on untouched to marimo's own
+executor. Names that a marked cell binds are bound in the notebook to handles, so marimo's graph of cells stays right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from marimo._runtime.exceptions import MarimoRuntimeException
+from marimo._runtime.executor import DefaultExecutor
+
+from meshbook.controller import marimo
+from meshbook.controller.console import Console
+from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.controller.remote import RemoteValue
+from meshbook.controller.results import CellResult
+from meshbook.errors import CellError, MeshbookError, MeshNameError
+from meshbook.wire import messages
+
+MARKER = re.compile(r"#\s*mesh\s*")
+_UNDEFINED = re.compile(r"name '(\w+)' is not defined")
+_LABEL = "the cell"
+
+
+class MeshExecutor:
+    """Runs a notebook's cells, here or on its mesh.
+
+    marimo makes one; where its internals are not as they were, making it fails and marimo runs every cell itself.
+    """
+
+    name = "meshbook"
+
+    def __init__(self) -> None:
+        self._local = DefaultExecutor()
+
+    def execute_cell(self, cell: Any, glbls: dict[str, Any]) -> Any:
+        """What marimo calls for a cell; gives the cell's value. Blocks, and the Stop button reaches the ranks."""
+        if not is_marked(cell.code):
+            return self._local.execute_cell(cell, glbls)
+        try:
+            mesh = _mesh_for(cell, glbls)
+            return _bind(cell, glbls, mesh, mesh.run(cell.code))
+        except BaseException as error:
+            _raise(error, glbls)
+
+    async def execute_cell_async(self, cell: Any, glbls: dict[str, Any]) -> Any:
+        """The same, on marimo's event loop. A cell with `await` in it must not block that loop: marimo stops such a
+        cell by cancelling its task, any other by raising KeyboardInterrupt in it."""
+        if not is_marked(cell.code):
+            return await self._local.execute_cell_async(cell, glbls)
+        if not cell.is_coroutine():
+            return self.execute_cell(cell, glbls)
+        try:
+            mesh = _mesh_for(cell, glbls)
+            return _bind(cell, glbls, mesh, await _run(mesh, cell.code))
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            _raise(error, glbls)
+
+
+def is_marked(code: str) -> bool:
+    """Whether a cell's first line is `# mesh`."""
+    return MARKER.fullmatch(code.lstrip().partition("\n")[0].rstrip()) is not None
+
+
+async def _run(mesh: Mesh, source: str) -> CellResult:
+    """`mesh.run` for a coroutine: output is printed by the cell's own task, where marimo knows whose it is."""
+    session, ranks = mesh.session, mesh.choose(None)
+    console = Console(ranks, echo=True)
+    loop = asyncio.get_running_loop()
+    inbox: asyncio.Queue[tuple[messages.FoldedItem, ...] | None] = asyncio.Queue()
+    command = session.cell_command(source, ranks, label=_LABEL)
+    future = session.request(command, on_output=lambda items: loop.call_soon_threadsafe(inbox.put_nowait, items))
+    future.add_done_callback(lambda _: loop.call_soon_threadsafe(inbox.put_nowait, None))
+    cancelled = False
+    while True:
+        try:
+            items = await inbox.get()
+        except asyncio.CancelledError:
+            cancelled = True
+            session.interrupt(ranks, target=command.call)
+            continue  # until the ranks have come back
+        if items is None:
+            break
+        console(items)
+    if cancelled:
+        raise asyncio.CancelledError
+    finished = future.result()
+    session.conclude(finished, ranks, label=_LABEL)
+    return session.result_of(finished, console.text)
+
+
+def _mesh_for(cell: Any, glbls: Mapping[str, Any]) -> Mesh:
+    """The mesh that the cell names, or whose handles it uses; else the notebook's latest; else a new one."""
+    for name in sorted(cell.refs):
+        value = glbls.get(name)
+        if isinstance(value, Mesh):
+            return value
+        if isinstance(value, RemoteValue):
+            session = value._meshbook_session
+            if session.axes is not None and session.ended is None:  # an earlier mesh's handle may still be about
+                return Mesh.of(session, session.axes)
+    place = marimo.running_cell()
+    latest = marimo.latest(place.owner) if place is not None else None
+    return Mesh.of(latest, latest.axes) if latest is not None and latest.axes is not None else create_mesh()
+
+
+def _bind(cell: Any, glbls: dict[str, Any], mesh: Mesh, result: CellResult) -> Any:
+    """Bind the names that marimo knows the cell for; gives what the cell shows."""
+    for name in sorted(cell.defs):
+        try:
+            glbls[name] = mesh[name]
+        except MeshNameError:
+            glbls.pop(name, None)  # it stands in a branch that no rank took
+    if not len(result.values):
+        return None
+    # marimo shows a cell's value in the place of what it displayed before; then the value is shown below that instead.
+    if marimo.has_shown() and marimo.show(result.values._mime_(), None):
+        return None
+    return result.values
+
+
+def _raise(error: BaseException, glbls: Mapping[str, Any]) -> NoReturn:
+    """Raise it the way marimo wants to be told of a cell's own errors."""
+    if isinstance(error, MeshbookError):
+        error.__traceback__ = None  # no frame in it is the user's; the ranks' tracebacks are in its notes
+    if isinstance(error, CellError):
+        for failure in error.failures:
+            found = _UNDEFINED.search(failure.evalue) if failure.ename == "NameError" else None
+            if found is not None and found[1] in glbls and not isinstance(glbls[found[1]], RemoteValue):
+                name = found[1]
+                error.add_note(f"`{name}` lives in the notebook, not on the ranks; mesh.push({name}={name}) copies it")
+    raise MarimoRuntimeException from error
