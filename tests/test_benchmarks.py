@@ -24,24 +24,17 @@ def run_suite(*arguments: str, json_to: Path) -> tuple[subprocess.CompletedProce
 
 
 def test_a_quick_run_measures_prints_and_writes_its_figures(tmp_path: Path) -> None:
-    done, found = run_suite("message_round_trip", "bulk", json_to=tmp_path / "build" / "bench.json")
-    assert done.returncode == 0, done.stderr
-    assert set(found["benchmarks"]) == {"message_round_trip", "bulk"}
+    done, found = run_suite("message_round_trip", "bulk", "stop", json_to=tmp_path / "build" / "bench.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert set(found["benchmarks"]) == {"message_round_trip", "bulk", "stop"}
     assert found["machine"]["cores"] == os.cpu_count()
-    trip = found["benchmarks"]["message_round_trip"]
-    rows = {row["what"]: row for row in trip["rows"]}
+    rows = {row["what"]: row for row in found["benchmarks"]["message_round_trip"]["rows"]}
     assert rows["Meshbook"]["median"] > 0
     assert rows["Meshbook"]["ratio"] == pytest.approx(rows["Meshbook"]["median"] / rows["bare ROUTER/DEALER"]["median"])
-    assert {promise["held"] for promise in trip["promises"]} <= {True, False}
     for name, data in found["benchmarks"].items():
+        assert data["promises"]
         for promise in data["promises"]:
             assert f"{name}: promise: {promise['text']}" in done.stdout
-
-
-def test_stop_and_light_hosts_are_measured_too(tmp_path: Path) -> None:
-    done, found = run_suite("stop", "scale", json_to=tmp_path / "bench.json")
-    assert done.returncode == 0, done.stderr
-    assert set(found["benchmarks"]) == {"stop", "scale"}
 
 
 def test_a_benchmark_that_does_not_exist_is_refused_with_those_that_do(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ class Session:
         return ready
 
     def stop(self) -> None:
-        """End the mesh: every rank, the supervisor, their sockets. Waits until they are gone; harmless when they are."""
+        """End the mesh: every rank, the supervisor, their sockets. Waits until they are gone."""
         self._at_exit.detach()
         if self.ended is None and not self.connection.closed:
             _end(self.connection, self._gone, stop=True)

@@ -24,8 +24,9 @@ MAX_SHOWN_HTML = 4
 # Characters of an error's message in the header above its traceback, which has all of it.
 MAX_HEADER_CHARS = 300
 
-# Bright black: JupyterLab and notebooks draw it, and do not know "dim".
-_DIM, _BOLD, _OFF = "\x1b[90m", "\x1b[1m", "\x1b[0m"
+# Grey 118: JupyterLab does not know "dim", and draws bright black so dark that it cannot be told from text on white and
+# cannot be read on black. This one has a contrast above 4 on both.
+_DIM, _BOLD, _OFF = "\x1b[38;5;243m", "\x1b[1m", "\x1b[0m"
 _HOW_TO_SEE = "values[rank] shows one"
 _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 # What could move a terminal's cursor, change its title or hide text: C0 and C1 controls but tab and line end, and the

@@ -1,8 +1,8 @@
 """A host's memory of its ranks and of the calls they work on, and the two sockets it reaches them by.
 
 Commands come in through `handle`, folded reports go out through `report`; the supervisor may sit in the same process
-(the local engine) or behind a socket (`host/main.py`), the agent does not know. A rank gets one main-thread command at a
-time: the queue is kept here, so that an interrupt is a signal to a process whose work is known, and never hits the next
+(the local engine) or behind a socket (`host/main.py`), the agent does not know. A rank gets one main-thread command at
+a time: the queue is kept here, so that an interrupt is a signal to a process whose work is known, and never hits the next
 cell.
 """
 
@@ -332,7 +332,7 @@ class HostAgent:
         self._report(messages.CallOutput(call=call, items=(item,)))  # type: ignore[arg-type]
 
     def stop(self, grace_s: float, then: Callable[[], None]) -> None:
-        """End every rank, in order where it listens, by force after `grace_s` seconds; call `then` when none is left."""
+        """End every rank, in order where it listens, by force after `grace_s` seconds; `then` when none is left."""
         self._when_empty = then
         body = codec.encode_body(messages.Exit())
         for link in self._living(tuple(self._links)):

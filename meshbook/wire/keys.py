@@ -1,8 +1,8 @@
 """Where a mesh is found and who may speak to it: the runtime folder, connection files, tokens, CURVE keys.
 
 Each mesh has a folder of its own, mode 0700, named after it, inside the runtime folder. It holds the mesh's sockets,
-its log and `mesh.json` (mode 0600: address, token, keys), as Jupyter's connection files do. Who can read that file may run
-code on the mesh; nobody else gets anything run or unpickled.
+its log and `mesh.json` (mode 0600: address, token, keys), as Jupyter's connection files do. Who can read that file may
+run code on the mesh; nobody else gets anything run or unpickled.
 """
 
 from __future__ import annotations

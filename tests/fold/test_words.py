@@ -44,7 +44,7 @@ def test_a_line_of_all_ranks_is_just_the_line():
 
 
 def test_a_line_of_some_ranks_names_them_dimly():
-    assert show_line(line("hello", 0, 1, 3), FOUR) == "\x1b[90m[0-1,3] \x1b[0mhello"
+    assert show_line(line("hello", 0, 1, 3), FOUR) == "\x1b[38;5;243m[0-1,3] \x1b[0mhello"
     assert show_line(line("hello", 2), FOUR, colour=False) == "[2] hello"
 
 

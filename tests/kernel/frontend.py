@@ -78,8 +78,8 @@ class Cell:
     @property
     def text(self) -> str:
         """All of it, as it would be read."""
-        paged = "".join(plain(page["data"]["text/plain"]) + "\n" for page in self.reply.get("payload", ()) if "data" in page)
-        return "".join(_as_text(output) for output in self.outputs) + paged
+        pages = [page["data"]["text/plain"] for page in self.reply.get("payload", ()) if "data" in page]
+        return "".join([*map(_as_text, self.outputs), *(f"{plain(page)}\n" for page in pages)])
 
     def take(self, message: dict[str, Any]) -> None:
         kind, content = message["msg_type"], message["content"]
@@ -129,7 +129,11 @@ class FrontEnd:
         self.manager = manager
         self.client: BlockingKernelClient = manager.client()
         self.client.start_channels()
-        self.client.wait_for_ready(timeout=TIMEOUT_S)
+        try:
+            self.client.wait_for_ready(timeout=TIMEOUT_S)
+        except BaseException:
+            self.client.stop_channels()
+            raise
         self.cells: dict[str, Cell] = {}
         self.answers: list[str] = []
         self.asked: list[dict[str, Any]] = []
@@ -196,7 +200,8 @@ class FrontEnd:
             self._cell_of(reply).reply = reply["content"]
 
     def complete(self, code: str, cursor: int | None = None, **options: Any) -> dict[str, Any]:
-        return self.ask("complete_request", {"code": code, "cursor_pos": len(code) if cursor is None else cursor}, **options)
+        cursor = len(code) if cursor is None else cursor
+        return self.ask("complete_request", {"code": code, "cursor_pos": cursor}, **options)
 
     def inspect(self, code: str, cursor: int | None = None, detail: int = 0, **options: Any) -> dict[str, Any]:
         cursor = len(code) if cursor is None else cursor
@@ -213,7 +218,7 @@ class FrontEnd:
         return eval(reply["data"]["text/plain"])  # numbers, strings and containers that the test itself asked for
 
     def pids(self) -> dict[str, int]:
-        """The processes of the current mesh: `supervisor`, `rank 0`, ... Waits for the first word of each rank's host."""
+        """The processes of the current mesh: `supervisor`, `rank 0`, ... Waits for the first beat of its host."""
         found: dict[str, int] = {}
 
         def known() -> bool:
@@ -259,11 +264,13 @@ def kernel(
     manager.start_kernel(
         env={**os.environ, "MESHBOOK_RANKS": str(ranks), **(env or {})}, **({"cwd": str(cwd)} if cwd else {})
     )
-    front = FrontEnd(manager)
+    front = None
     try:
+        front = FrontEnd(manager)
         yield front
     finally:
-        front.close()
+        if front is not None:
+            front.close()
         if manager.has_kernel:
             manager.shutdown_kernel()
         manager.cleanup_resources()

@@ -22,7 +22,9 @@ def front(run: object) -> Iterator[FrontEnd]:
         yield front
 
 
-@pytest.mark.parametrize("busy", ["time.sleep(60)", "dist.barrier() if rank == 0 else time.sleep(60)", "while True: pass"])
+@pytest.mark.parametrize(
+    "busy", ["time.sleep(60)", "dist.barrier() if rank == 0 else time.sleep(60)", "while True: pass"]
+)
 def test_a_killed_rank_ends_the_cell_and_the_others_keep_their_state(front: FrontEnd, busy: str) -> None:
     pids = front.pids()
     cell = front.send(f"print('the last words', flush=True)\n{busy}")
@@ -32,10 +34,12 @@ def test_a_killed_rank_ends_the_cell_and_the_others_keep_their_state(front: Fron
     front.wait(cell)
     assert time.monotonic() - killed < PROMISE_S
     assert cell.reply["ename"] == "RankLost"
+    assert "KeyboardInterrupt" not in cell.traceback
     for part in ("rank 1", f"pid {pids['rank 1']}", "SIGKILL", "the last words", "Rank 0 keeps its state"):
         assert part in cell.traceback
     assert front.run("x").result == "0"
     assert front.run("%%controller\nx").result == "[0] 0"
+    assert front.run("%%controller\nfloat(x + 1)").result == "1.0"
 
 
 def test_a_rank_that_leaves_by_itself_is_named_with_its_status(front: FrontEnd) -> None:

@@ -124,3 +124,15 @@ def test_a_second_stop_ends_ranks_that_do_not_come_back_and_says_so(run: object)
         assert "second Stop" in cell.stderr
         assert cell.reply["ename"] == "RankLost"
         assert front.run("x").result == "0"
+
+
+def test_stop_ends_the_start_of_a_mesh_and_the_next_cell_starts_another(run: object) -> None:
+    with kernel() as front:
+        cell = front.send("'first'")
+        front.until(cell, lambda _: front.ask("kernel_info_request", {})["status"] == "ok")
+        front.interrupt()
+        front.wait(cell)
+        if cell.status == "error":  # else it was up before we got there
+            assert cell.reply["ename"] == "KeyboardInterrupt"
+            assert len(cell.reply["traceback"]) == 1
+        assert front.run("'second'").result == "'second'"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshbook.kernel.spare import SPARE_TTL_S, mesh_stem
+from tests.conftest import ROOT
 from tests.kernel.frontend import FrontEnd, is_gone, kernel, wait_until
 
 
@@ -144,7 +145,7 @@ def test_what_was_set_in_the_environment_since_the_kernel_began_reaches_the_rank
 
 def test_a_kernel_starts_in_a_folder_whose_files_are_named_like_pythons_own(run: object, tmp_path: Path) -> None:
     (tmp_path / "random.py").write_text("raise RuntimeError('not this one')\n")
-    with kernel(cwd=tmp_path) as front:
+    with kernel(cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}) as front:
         assert front.run("%%controller\n1 + 1").result == "2"
 
 

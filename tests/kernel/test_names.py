@@ -18,8 +18,15 @@ from meshbook.wire.messages import Outcome, Part
 def mesh(*names: str) -> Mesh:
     """A mesh of two ranks as far as names go: nobody answers behind it."""
     grid = MeshAxes.of(2)
-    session = SimpleNamespace(axes=grid, name="m", ended=None, lost=(), info=SimpleNamespace(names=names))
+    session = _Session(axes=grid, name="m", ended=None, lost=(), info=SimpleNamespace(names=names))
     return Mesh.of(cast(Session, session), grid)
+
+
+class _Session(SimpleNamespace):
+    """Compared and hashed as the one that it is."""
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
 
 class Side:
@@ -122,6 +129,9 @@ def test_another_mesh_brings_its_own_names_and_takes_the_firsts_away(side: Side)
     assert side.namespace["mesh"] is other
     side.bound("late")  # a cell of the first mesh that ended late
     assert "late" not in side.namespace
+    side.names.show(side.mesh)
+    assert side.ranks_of("x") == side.ranks_of("late") == (0, 1)
+    assert "z" not in side.namespace
 
 
 def test_without_a_mesh_no_handle_is_left(side: Side) -> None:

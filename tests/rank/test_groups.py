@@ -240,7 +240,7 @@ def test_after_a_break_collectives_are_refused_with_the_reason_and_the_next_step
     assert type(error).__name__ == "GroupBroken"
     assert isinstance(error, RuntimeError)
     assert str(error) == (
-        "allreduce cannot run: the process group of ranks 0-2 is broken (rank 2 was killed by SIGKILL). It is formed "
+        "all_reduce cannot run: the process group of ranks 0-2 is broken (rank 2 was killed by SIGKILL). It is formed "
         "again before the next cell: run the cell again. If a rank is gone, that takes a new mesh: %mesh stop, then "
         "%mesh start"
     )
@@ -428,7 +428,7 @@ def test_a_death_that_nobody_explains_is_still_an_error(trio: World) -> None:
         assert isinstance(error, RuntimeError)
         broken, reason, running, _ = member.ask(last_entry)
         assert broken
-        assert reason.startswith("allreduce #")
+        assert reason.startswith("all_reduce #")
         assert running == []
 
 
@@ -762,7 +762,7 @@ def test_nccl_serves_the_gpu_and_gloo_the_cpu_in_one_group(gpus: World) -> None:
     ((x, y, gathered, backend, running, ops, name),) = gpus.run(on_the_gpu)
     assert torch.equal(x, torch.ones(4))
     assert torch.equal(y, torch.ones(4))
-    assert (gathered, backend, running, ops, name) == ([0], "nccl", (), ["allreduce", "allreduce"], "nccl")
+    assert (gathered, backend, running, ops, name) == ([0], "nccl", (), ["all_reduce", "all_reduce"], "nccl")
 
 
 @pytest.mark.gpu

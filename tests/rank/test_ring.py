@@ -36,7 +36,7 @@ class Ticks:
 WORLD = (0, 1, 2, 3)
 
 
-def begin(ring: Ring, op: str = "allreduce", label: Label | None = None) -> Collective:
+def begin(ring: Ring, op: str = "all_reduce", label: Label | None = None) -> Collective:
     return ring.begin(op, label or Label("0", WORLD), [FakeTensor(2, 3)])
 
 
@@ -51,9 +51,9 @@ def library(name: str, source: str, **names: object) -> types.ModuleType:
 def test_a_collective_knows_what_was_called_on_which_group_and_where() -> None:
     ring = Ring()
     label = Label("dp", (1, 3))
-    collective = ring.begin("allreduce", label, [FakeTensor(2, 3), FakeTensor(4, dtype="torch.int64")])
+    collective = ring.begin("all_reduce", label, [FakeTensor(2, 3), FakeTensor(4, dtype="torch.int64")])
     line = sys._getframe().f_lineno - 1
-    assert (collective.op, collective.group, collective.group_ranks) == ("allreduce", "dp", (1, 3))
+    assert (collective.op, collective.group, collective.group_ranks) == ("all_reduce", "dp", (1, 3))
     assert collective.shapes == ((2, 3), (4,))
     assert collective.dtypes == ("float32", "int64")
     assert collective.line == (__file__, line, "test_a_collective_knows_what_was_called_on_which_group_and_where")
@@ -116,7 +116,7 @@ def test_the_users_line_is_the_innermost_outside_of_libraries(tmp_path: Path) ->
     trainer = library(str(tmp_path / "trainer.py"), "def step(call, f):\n    x = 1\n    return call(f)\n")
     inner = library(str(Path(ring_module.__file__).parent / "watched.py"), "def call(f): return f()")
     begin_in_library = library(
-        str(tmp_path / "torch" / "c10d.py"), "def run(): return ring.begin('allreduce', label)",
+        str(tmp_path / "torch" / "c10d.py"), "def run(): return ring.begin('all_reduce', label)",
         ring=ring, label=Label("0", WORLD),
     )  # fmt: skip
     collective = trainer.step(torch.call, lambda: begin_in_library.run())
@@ -164,7 +164,7 @@ def test_a_kept_collective_keeps_neither_tensors_nor_locals() -> None:
     def cell() -> None:
         tensor = FakeTensor(8)
         held.append(weakref.ref(tensor))
-        ring.begin("allreduce", Label("0", WORLD), [tensor])
+        ring.begin("all_reduce", Label("0", WORLD), [tensor])
 
     cell()
     gc.collect()
@@ -174,7 +174,7 @@ def test_a_kept_collective_keeps_neither_tensors_nor_locals() -> None:
 
 
 def test_of_many_tensors_the_first_few_are_told() -> None:
-    collective = Ring().begin("allreduce_coalesced", Label("0", WORLD), [FakeTensor(n) for n in range(100)])
+    collective = Ring().begin("all_reduce_coalesced", Label("0", WORLD), [FakeTensor(n) for n in range(100)])
     assert collective.shapes == tuple((n,) for n in range(MAX_TENSORS))
     assert len(collective.dtypes) == MAX_TENSORS
 
@@ -256,7 +256,7 @@ def test_two_threads_never_get_the_same_number() -> None:
 def test_it_reads_like_a_sentence() -> None:
     ring = Ring()
     collective = begin(ring)
-    assert repr(collective).startswith("<allreduce #1 on 0 at ")
+    assert repr(collective).startswith("<all_reduce #1 on 0 at ")
     assert repr(collective).endswith(": running>")
     ring.finish(collective, KeyboardInterrupt())
     assert repr(collective).endswith(": KeyboardInterrupt>")

@@ -350,8 +350,8 @@ def test_the_ring_tells_op_shapes_group_and_the_users_line(watched: World) -> No
     for rank, (kept, lines, finished, while_running) in enumerate(answers):
         tp = (0, 1) if rank < 2 else (2, 3)
         expected: list[Any] = [
-            ("allreduce", 1, (0, 1, 2, 3), ((2, 3),), ("float32",), None, None),
-            ("allreduce", 2, tp, ((2, 3),), ("int32",), None, None),
+            ("all_reduce", 1, (0, 1, 2, 3), ((2, 3),), ("float32",), None, None),
+            ("all_reduce", 2, tp, ((2, 3),), ("int32",), None, None),
         ]
         if rank in (0, 3):
             op, peer = ("send", 3) if rank == 0 else ("recv", 0)
@@ -361,7 +361,7 @@ def test_the_ring_tells_op_shapes_group_and_the_users_line(watched: World) -> No
         assert [line[:2] for line in lines] == [(__file__, "three_collectives")] * len(kept)
         assert [line[2] - start for line in lines[:2]] == [6, 7]
         assert finished == [True] * len(kept)
-        assert [op for op, _ in while_running] == ["allreduce"]
+        assert [op for op, _ in while_running] == ["all_reduce"]
 
 
 def lines_of_a_step(here: Here) -> set[tuple[str, str]]:
@@ -375,7 +375,7 @@ def lines_of_a_step(here: Here) -> set[tuple[str, str]]:
 
 
 def test_collectives_inside_ddp_point_at_the_line_that_called_backward(watched: World) -> None:
-    assert watched.run(lines_of_a_step) == [{("allreduce", "lines_of_a_step")}] * 4
+    assert watched.run(lines_of_a_step) == [{("all_reduce", "lines_of_a_step")}] * 4
 
 
 def tensors_kept_alive(here: Here) -> int:
@@ -441,10 +441,10 @@ def test_an_observer_sees_inputs_before_and_outputs_after_each_collective(watche
         watched.run(observed)
         == [
             [
-                ("begun", "allreduce", 1, 2.0),
-                ("finished", "allreduce", 1, 8.0),
-                ("begun", "allreduce", 2, 8.0),
-                ("finished", "allreduce", 2, 32.0),
+                ("begun", "all_reduce", 1, 2.0),
+                ("finished", "all_reduce", 1, 8.0),
+                ("begun", "all_reduce", 2, 8.0),
+                ("finished", "all_reduce", 2, 32.0),
             ]
         ]
         * 4
@@ -466,7 +466,7 @@ def wait_with_a_limit(here: Here) -> list[Any]:
         with pytest.raises(RuntimeError, match="timed out"):
             work.wait(datetime.timedelta(milliseconds=150))
         assert not here.groups.broken
-        assert [c.op for c in here.ring.running()] == ["allreduce"]
+        assert [c.op for c in here.ring.running()] == ["all_reduce"]
         here.kept["work"] = work, x
         return []
     return []

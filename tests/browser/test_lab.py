@@ -1,0 +1,139 @@
+"""Meshbook in JupyterLab, as somebody at the browser has it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.browser.pages import TIMEOUT_S, Lab, LabNotebook
+
+pytestmark = pytest.mark.browser
+
+expect = pytest.importorskip("playwright.sync_api").expect
+expect.set_options(timeout=TIMEOUT_S * 1000)
+
+RUNS = "[*]:"
+NOT_RUN = "[ ]:"
+ENDED = re.compile(r"\[\d+\]:")
+
+# The contrast of the rank before a value with the page behind it, as WCAG 2 defines it.
+CONTRAST = """label => {
+    const numbers = colour => colour.match(/[\\d.]+/g).slice(0, 3).map(Number);
+    const part = value => value <= 0.03928 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4;
+    const luminance = colour => {
+        const [red, green, blue] = numbers(colour).map(value => part(value / 255));
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
+    };
+    const shades = [getComputedStyle(label).color, getComputedStyle(document.querySelector(".jp-Notebook")).backgroundColor]
+        .map(luminance).sort((a, b) => b - a);
+    return (shades[0] + 0.05) / (shades[1] + 0.05);
+}"""
+
+
+def test_values_are_shown_by_rank_and_once_where_they_agree(notebook: LabNotebook) -> None:
+    assert notebook.run("rank * 10").result.inner_text() == "[0] 0\n[1] 10"
+    assert notebook.run("world_size").result.inner_text() == "2"
+
+
+def test_the_rank_before_a_value_can_be_read_in_light_and_in_dark(notebook: LabNotebook) -> None:
+    label = notebook.run("rank").result.locator("span").first
+    expect(label).to_have_text("[0]")
+    for theme in ("JupyterLab Dark", "JupyterLab Light"):
+        notebook.use_theme(theme)
+        assert 4 < label.evaluate(CONTRAST) < 10, f"{theme}: neither lost nor as loud as the value"
+
+
+def test_output_is_shown_while_the_cell_runs(notebook: LabNotebook, gate: Path) -> None:
+    cell = notebook.start(f"print('first of', world_size)\nwait_for({str(gate)!r})\nprint('last')")
+    expect(cell.output).to_have_text("first of 2")
+    expect(cell.prompt).to_have_text(RUNS)
+    gate.touch()
+    expect(cell.prompt).to_have_text(ENDED)
+    expect(cell.output).to_have_text(re.compile("first of 2\\s+last"))
+
+
+def test_a_progress_bar_of_all_ranks_is_one_and_moves_in_its_place(notebook: LabNotebook, gate: Path) -> None:
+    cell = notebook.start(
+        "from tqdm import tqdm\n"
+        "bar = tqdm(total=8, desc='epoch')\n"
+        f"bar.update(4), bar.refresh(), wait_for({str(gate)!r})\n"
+        "bar.update(4), bar.close();"
+    )
+    expect(cell.output).to_have_text(re.compile(r"^epoch: +50%\|.*\| 4/8 "))
+    expect(cell.prompt).to_have_text(RUNS)
+    gate.touch()
+    expect(cell.prompt).to_have_text(ENDED)
+    expect(cell.output).to_have_text(re.compile(r"^epoch: +100%\|[^%]*\| 8/8 [^%]*$"))
+
+
+def test_an_error_of_one_rank_is_an_error_of_the_cell_and_what_was_to_run_after_it_does_not(
+    notebook: LabNotebook,
+) -> None:
+    first = notebook.add("ran_by_test = 'before'")
+    fails = notebook.add("if rank == 1:\n    raise ValueError('bad shard')")
+    after = notebook.add("ran_by_test = 'after'")
+    first.editor.click()
+    notebook.choose("Run", "Run Selected Cell and All Below")
+    expect(fails.error).to_contain_text("rank 1: ValueError: bad shard")
+    expect(fails.error).to_contain_text("rank 0 ran to its end")
+    expect(first.prompt).to_have_text(ENDED)
+    expect(after.prompt).to_have_text(NOT_RUN)
+    assert notebook.run("ran_by_test").result.inner_text() == "'before'"
+
+
+def test_a_figure_drawn_on_the_ranks_arrives(notebook: LabNotebook) -> None:
+    cell = notebook.run(
+        "import matplotlib.pyplot as plt\nplt.figure(figsize=(2, 1))\nplt.plot([0, 1])\nplt.show()"
+    )
+    images = cell.output.locator("img")
+    expect(images).to_have_count(1)
+    assert images.evaluate("image => image.decode().then(() => image.naturalWidth)") > 100
+
+
+def test_the_stop_button_ends_a_stuck_collective_and_the_next_cell_works(notebook: LabNotebook) -> None:
+    cell = notebook.start("t = torch.ones(1)\nif rank == 0:\n    print('stuck')\n    dist.all_reduce(t)")
+    expect(cell.output).to_have_text("[0] stuck")
+    notebook.stop_button.click()
+    expect(cell.error).to_contain_text("rank 0: KeyboardInterrupt")
+    expect(cell.error).to_contain_text("rank 1 ran to its end")
+    assert notebook.run("t = torch.ones(1)\ndist.all_reduce(t)\nt.item()").result.inner_text() == "2.0"
+
+
+def test_what_lives_on_the_ranks_is_completed_also_while_a_cell_runs(notebook: LabNotebook, gate: Path) -> None:
+    notebook.run(
+        "model = torch.nn.Module()\nmodel.fc_first, model.fc_second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)"
+    )
+    running = notebook.start(f"print('at it')\nwait_for({str(gate)!r})")
+    expect(running.output).to_have_text("at it")
+    cell = notebook.add("")
+    cell.editor.click()
+    notebook.page.keyboard.type("model.fc")
+    notebook.page.keyboard.press("Tab")
+    expect(notebook.page.locator(".jp-Completer .jp-Completer-item code")).to_have_text(["fc_first", "fc_second"])
+    expect(running.prompt).to_have_text(RUNS)
+    notebook.page.keyboard.press("Enter")
+    expect(cell.editor).to_have_text("model.fc_first")
+    gate.touch()
+    expect(running.prompt).to_have_text(ENDED)
+
+
+def test_a_restart_from_the_menu_keeps_the_ranks_and_their_names(notebook: LabNotebook) -> None:
+    pids = notebook.run("kept_by_test = rank + 1\nos.getpid()").result.inner_text()
+    notebook.restart()
+    cell = notebook.run("kept_by_test * 10")
+    assert cell.result.inner_text() == "[0] 10\n[1] 20"
+    expect(cell.output.first).to_contain_text("from before the kernel's restart")
+    assert notebook.run("os.getpid()").result.inner_text() == pids
+
+
+def test_the_extension_brings_a_mesh_to_an_ordinary_kernel(jupyterlab: Lab) -> None:
+    with jupyterlab.notebook("python3") as notebook:
+        started = notebook.run("%load_ext meshbook\n%mesh start -n 2")
+        expect(started.output).to_contain_text("with 2 ranks is ready")
+        cell = notebook.run("%%mesh\nx = rank * 10\nprint(f'from {world_size} ranks')\nx")
+        expect(cell.output.first).to_have_text("from 2 ranks")
+        assert cell.result.inner_text() == "[0] 0\n[1] 10"
+        assert notebook.run("x[1] + 1, 'rank' in dir()").result.inner_text() == "(11, False)"
+        notebook.run("%mesh stop")

@@ -1,0 +1,154 @@
+"""`meshbook doctor`: what it says of this machine, and of machines that lack something."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshbook.cli import doctor
+from tests.cli.commands import meshbook
+
+# A program that looks for something before the doctor does: for lacks that are arranged in the process itself.
+_LOOK = "import sys\nfrom meshbook.cli.main import main\n{}\nsys.exit(main(['doctor', '--json']))"
+
+
+def findings(prelude: str = "", **env: str) -> tuple[int, dict[str, dict[str, str]]]:
+    """The doctor's exit status and its findings by what they are about, after a prelude in the same process."""
+    done = subprocess.run(
+        [sys.executable, "-c", _LOOK.format(prelude)], env={**os.environ, **env}, capture_output=True, text=True
+    )
+    assert done.stderr == ""
+    return done.returncode, {finding["about"]: finding for finding in json.loads(done.stdout)}
+
+
+def test_a_machine_that_runs_the_tests_lacks_nothing() -> None:
+    done = meshbook("doctor")
+    assert done.status == 0
+    for about in ("system", "Python", "packages", "torch", "kernel", "runtime folder", "shared memory", "loopback"):
+        assert re.search(rf"^ok +{about} ", done.out, re.MULTILINE), done.out
+    assert "MISSING" not in done.out
+    assert done.out.splitlines()[-1].startswith("Meshbook ")
+
+
+def test_torch_that_is_not_there_is_missing_and_how_to_get_it_is_said() -> None:
+    hide = "import importlib.util as u; found = u.find_spec; u.find_spec = lambda n, *a: None if n == 'torch' else found(n, *a)"
+    status, found = findings(hide)
+    assert status == 1
+    assert found["torch"]["state"] == "missing"
+    assert "pip install 'torch>=2.11,<2.14'" in found["torch"]["remedy"]
+
+
+def test_a_package_that_is_too_old_is_missing() -> None:
+    status, found = findings("import importlib.metadata as m; m.version = lambda n: '7.3.1' if n == 'ipykernel' else '99'")
+    assert status == 1
+    assert found["ipykernel"]["says"] == "7.3.1 is installed, >=7.4,<8 is wanted; it is for the notebook kernel"
+    assert found["ipykernel"]["remedy"] == "pip install 'ipykernel>=7.4,<8'"
+
+
+def test_a_kernel_that_jupyter_does_not_know_is_no_obstacle_but_said(tmp_path: Path) -> None:
+    status, found = findings(JUPYTER_PATH=str(tmp_path), JUPYTER_DATA_DIR=str(tmp_path))
+    assert status == 0
+    if found["kernel"]["state"] != "ok":  # it is installed in this environment's own folder where it is ok
+        assert found["kernel"]["state"] == "poor"
+        assert found["kernel"]["remedy"] == "meshbook install --user"
+
+
+def test_a_kernelspec_whose_python_is_gone_is_told_of(tmp_path: Path) -> None:
+    folder = tmp_path / "kernels" / "meshbook"
+    folder.mkdir(parents=True)
+    (folder / "kernel.json").write_text(json.dumps({"argv": ["/gone/python"], "display_name": "x", "language": "python"}))
+    status, found = findings(JUPYTER_PATH=str(tmp_path))
+    assert status == 0
+    assert found["kernel"]["says"] == f"{folder} starts /gone/python, which is gone"
+
+
+def test_a_runtime_folder_that_is_open_to_others_is_missing(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    status, found = findings(MESHBOOK_RUNTIME_DIR=str(tmp_path))
+    assert status == 1
+    assert f"chmod 700 {tmp_path}" in found["runtime folder"]["says"]
+
+
+def test_a_runtime_folder_too_deep_for_sockets_is_missing(tmp_path: Path) -> None:
+    deep = tmp_path / ("d" * 120)
+    deep.mkdir(mode=0o700)
+    status, found = findings(MESHBOOK_RUNTIME_DIR=str(deep))
+    assert status == 1
+    assert "with a short path" in found["runtime folder"]["remedy"]
+
+
+def test_few_open_files_are_poor() -> None:
+    status, found = findings("import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 4096))")
+    assert status == 0
+    assert found["open files"]["state"] == "poor"
+    assert found["open files"]["remedy"].startswith("ulimit -n 4096,")
+
+
+def test_settings_that_cannot_be_read_are_missing(tmp_path: Path) -> None:
+    status, found = findings(MESHBOOK_RANKS="many")
+    assert status == 1
+    assert "MESHBOOK_RANKS='many' is not a number of ranks" in found["settings"]["says"]
+
+
+def test_a_gpu_that_torch_cannot_use_is_told_of(tmp_path: Path) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200'\n")
+    tool.chmod(0o755)
+    found = findings(
+        "import torch; torch.cuda.is_available = lambda: False", PATH=f"{tmp_path}:{os.environ['PATH']}"
+    )[1]
+    assert found["GPUs"]["state"] == "poor"
+    assert found["GPUs"]["says"] == "1 to be seen, none usable by this torch; ranks run on the CPU"
+
+
+def test_what_dead_meshes_left_is_removed_and_said(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("r")
+    folder.chmod(0o700)
+    # Left first: who is attached when a supervisor dies removes what it leaves.
+    program = (
+        "import meshbook, os; m = meshbook.create_mesh(1, name='dead'); m.detach(60); "
+        "os.kill(m.session.info.supervisor_pid, 9)"
+    )
+    env = {"MESHBOOK_RUNTIME_DIR": str(folder)}
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, **env}, check=True)
+    status, found = findings(**env)
+    assert status == 0
+    assert found["dead meshes"]["says"] == f"removed what dead had left in {folder}"
+    assert os.listdir(folder) == []
+    assert "dead meshes" not in findings(**env)[1]
+
+
+def test_a_check_that_fails_itself_is_a_finding() -> None:
+    status, found = findings("import socket; del socket.create_connection")
+    assert status == 1
+    assert "the check itself failed: AttributeError" in found["loopback"]["says"]
+
+
+@pytest.mark.parametrize(
+    ("version", "constraint", "fits"),
+    [
+        ("2.13.0+cpu", ">=2.11,<2.14", True),
+        ("2.14.0", ">=2.11,<2.14", False),
+        ("2.9.1", ">=2.11,<2.14", False),
+        ("8", ">=8.0", True),
+        ("7.4.0rc1", ">=7.4,<8", True),
+        ("10.1", ">=9", True),
+    ],
+)
+def test_versions_are_compared_by_their_numbers(version: str, constraint: str, fits: bool) -> None:
+    assert doctor._fits(version, constraint) is fits
+
+
+def test_the_packages_it_looks_for_are_those_of_the_project() -> None:
+    import tomllib
+
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    wanted = {re.split("[<>=]", line)[0]: line[len(re.split("[<>=]", line)[0]) :] for line in project["dependencies"]}
+    assert wanted.pop("torch") == doctor._TORCH
+    assert {name: constraint for name, (constraint, _) in doctor._PACKAGES.items()} == wanted

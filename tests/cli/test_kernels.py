@@ -1,0 +1,59 @@
+"""`meshbook install`, and the kernel as the command itself starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from jupyter_client.kernelspec import KernelSpecManager
+
+from meshbook.cli import kernels
+from tests.cli.commands import meshbook
+
+
+def test_install_writes_the_absolute_path_of_this_python(tmp_path: Path) -> None:
+    done = meshbook("install", "--prefix", str(tmp_path))
+    folder = tmp_path / "share" / "jupyter" / "kernels" / "meshbook"
+    assert (done.status, done.out) == (0, f"the kernel Meshbook is in {folder}\n")
+    spec = json.loads((folder / "kernel.json").read_text())
+    assert spec["argv"] == [sys.executable, "-m", "meshbook.kernel", "-f", "{connection_file}"]
+    assert spec["interrupt_mode"] == "message"
+    assert sorted(file.name for file in folder.iterdir()) == [
+        "kernel.json", "logo-32x32.png", "logo-64x64.png", "logo-svg.svg",
+    ]
+
+
+def test_what_was_installed_starts_from_any_folder(tmp_path: Path) -> None:
+    """Even where the package is only on the path of the one who installed it."""
+    meshbook("install", "--prefix", str(tmp_path))
+    spec = json.loads((tmp_path / "share" / "jupyter" / "kernels" / "meshbook" / "kernel.json").read_text())
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [*spec["argv"][:3], "--help"], cwd="/", env={**environment, **spec.get("env", {})}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_install_for_the_user_is_found_by_jupyter(tmp_path: Path) -> None:
+    done = meshbook("install", "--user", env={"JUPYTER_DATA_DIR": str(tmp_path)})
+    assert done.status == 0
+    found = KernelSpecManager(kernel_dirs=[str(tmp_path / "kernels")]).get_kernel_spec("meshbook")
+    assert found.argv[0] == sys.executable
+    assert found.display_name == "Meshbook"
+
+
+def test_a_folder_that_cannot_be_written_is_said_so(tmp_path: Path) -> None:
+    (tmp_path / "share").write_text("a file where a folder should be")
+    done = meshbook("install", "--prefix", str(tmp_path))
+    assert done.status == 2
+    assert "cannot be written" in done.err
+    assert "meshbook install --user" in done.err
+
+
+def test_the_commands_own_kernel_needs_no_installation() -> None:
+    spec = kernels.OurKernel(kernel_dirs=[]).get_kernel_spec("meshbook")
+    assert spec.argv[:3] == [sys.executable, "-m", "meshbook.kernel"]
+    assert spec.interrupt_mode == "message"

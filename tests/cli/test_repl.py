@@ -1,0 +1,130 @@
+"""`meshbook repl` and `meshbook attach`: the console, typed into through a pipe and through a terminal."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from meshbook import create_mesh
+from tests.cli.commands import Done, meshbook
+from tests.kernel.frontend import is_gone, plain, wait_until
+
+
+def talk(*words: str, lines: list[str]) -> Done:
+    """A session of plain prompts; the last thing typed is the end of the input."""
+    done = meshbook(*words, "--simple", text="\n".join([*lines, "exit"]) + "\n")
+    return Done(done.status, plain(done.out), plain(done.err))
+
+
+def test_cells_run_on_every_rank_and_nothing_is_left(run: object) -> None:
+    done = talk("repl", "-n", "2", lines=["print('rank', rank)", "rank * 10", "1 / rank", "rank + 1"])
+    assert done.status == 0
+    assert "with 2 ranks is ready" in done.out
+    assert "rank 0…1\n" in done.out
+    assert re.search(r"Out\[2\]: \n\[0\] 0\n\[1\] 10\n", done.out)
+    assert "rank 0: ZeroDivisionError: division by zero" in done.err
+    assert re.search(r"Out\[4\]: \n\[0\] 1\n\[1\] 2\n", done.out)
+    assert meshbook("list").out == "no mesh is running\n"
+
+
+def test_axes_and_a_name_may_be_given(run: object) -> None:
+    done = talk("repl", "--axes", "dp=2,tp=1", "--name", "named", lines=["%mesh status"])
+    assert "Mesh named with 2 ranks (dp=2, tp=1) is ready" in done.out
+    assert "Mesh named: 2 ranks (dp=2, tp=1), process group ready" in done.out
+
+
+def test_it_works_where_jupyter_does_not_know_the_kernel(run: object) -> None:
+    done = meshbook(
+        "repl", "--simple", "-n", "1", text="world_size\nexit\n", env={"JUPYTER_PATH": "", "JUPYTER_DATA_DIR": "/nowhere"}
+    )
+    assert "Out[1]: 1" in plain(done.out), done.err
+
+
+def test_a_progress_bar_shows_its_last_state(run: object) -> None:
+    line = "for i in range(300): print(f'\\rstep {i}', end='')\n"
+    done = talk("repl", "-n", "1", lines=[line, "print('behind')"])
+    assert "step 299\n" in done.out
+    assert done.out.index("step 299") < done.out.index("behind")
+
+
+def test_attach_takes_up_a_mesh_and_leaves_it_running(run: object) -> None:
+    with create_mesh(2, name="attached-to") as mesh:
+        mesh.run("kept = rank + 5")
+        done = talk("attach", lines=["kept", "left = 1"])
+        assert "Attached to mesh attached-to with 2 ranks." in done.out
+        assert re.search(r"Out\[1\]: \n\[0\] 5\n\[1\] 6\n", done.out)
+        assert mesh.run("left").values.same() == 1
+
+
+def test_a_question_of_a_rank_is_put_to_the_user(run: object) -> None:
+    done = talk("repl", "-n", "1", lines=["name = input('who? ')", "Ada", "print('hello', name)"])
+    assert "[rank 0] who?" in done.out
+    assert "hello Ada" in done.out
+
+
+@contextmanager
+def terminal(*words: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """The command on a terminal of its own; what it writes there is read with `read_until`."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "meshbook", *words],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that ^C is a signal
+        env={**os.environ, "TERM": "xterm"},
+    )
+    os.close(theirs)
+    try:
+        yield process, ours
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def read_until(terminal: int, what: str, timeout_s: float = 60) -> str:
+    """What stands on the terminal, up to and with `what`."""
+    text = b""
+    deadline = time.monotonic() + timeout_s
+    while what.encode() not in text:
+        left = deadline - time.monotonic()
+        assert left > 0, f"{what!r} did not come:\n{text.decode(errors='replace')}"
+        if select.select([terminal], [], [], left)[0]:
+            text += os.read(terminal, 1 << 16)
+    return text.decode(errors="replace")
+
+
+def test_control_c_stops_the_ranks_and_the_next_cell_works(run: object) -> None:
+    with terminal("repl", "--simple", "-n", "2") as (process, tty):
+        read_until(tty, "In [1]: ")
+        os.write(tty, b"print('be' + 'gun'); import time; time.sleep(1000)\n")
+        read_until(tty, "begun")
+        os.write(tty, b"\x03")
+        assert "KeyboardInterrupt" in plain(read_until(tty, "In [2]: "))
+        os.write(tty, b"rank * 3\n")
+        assert "[1] 3" in plain(read_until(tty, "In [3]: "))
+        os.write(tty, b"exit\n")
+        assert process.wait(30) == 0
+
+
+def test_a_terminal_that_is_closed_takes_the_mesh_with_it(run: object) -> None:
+    with terminal("repl", "--simple", "-n", "1") as (process, tty):
+        read_until(tty, "In [1]: ")
+        os.write(tty, b"import os; print('pid', os.getpid())\n")
+        found = re.search(r"pid (\d+)", plain(read_until(tty, "In [2]: ")).partition("getpid())")[2])
+        assert found is not None
+        process.send_signal(signal.SIGHUP)
+        wait_until(lambda: is_gone(int(found[1])), 30, "the end of the rank")
+        assert process.wait(30) == 128 + signal.SIGHUP

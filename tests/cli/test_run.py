@@ -1,0 +1,242 @@
+"""`meshbook run`: notebooks and scripts executed without anyone watching."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat import NotebookNode, v4
+
+from meshbook.cli.run import notebook_of
+from tests.cli.commands import meshbook
+
+
+def notebook(folder: Path, *cells: str | tuple[str, str], name: str = "book.ipynb") -> Path:
+    """A notebook file; a cell with a tag is a pair."""
+    made: NotebookNode = v4.new_notebook()
+    made.cells.append(v4.new_markdown_cell("# A heading"))
+    for cell in cells:
+        source, tag = cell if isinstance(cell, tuple) else (cell, "")
+        made.cells.append(v4.new_code_cell(source, metadata={"tags": [tag]} if tag else {}))
+    path = folder / name
+    nbformat.write(made, path)
+    return path
+
+
+def outputs(path: Path) -> list[str]:
+    """What each code cell of an executed notebook shows, as text."""
+    shown = []
+    for cell in nbformat.read(path, as_version=4).cells:
+        if cell.cell_type == "code":
+            texts = [
+                output.get("text") or output.get("ename") or output["data"]["text/plain"] for output in cell.outputs
+            ]
+            shown.append(re.sub(r"\x1b\[[\d;]*m", "", "".join(texts)))
+    return shown
+
+
+# ---- notebooks
+
+
+def test_a_notebook_is_executed_shown_and_written(tmp_path: Path) -> None:
+    path = notebook(tmp_path, "print('from', rank)\nrank * 10", "%%controller\nlen(mesh)", "x = 1")
+    done = meshbook("run", str(path), "-n", "2", cwd=tmp_path)
+    assert done.status == 0, done.err
+    lines = done.out.splitlines()
+    assert lines[0] == "[1/3] print('from', rank)"
+    assert "      from 0…1" in lines
+    assert lines[lines.index("      [0] 0") + 1] == "      [1] 10"
+    assert "[2/3] len(mesh)" in lines
+    assert re.fullmatch(r"3 cells in [\d.]+ s", lines[-3])
+    assert lines[-2:] == ["executed notebook: build/book.ipynb", "as a web page: build/book.html"]
+    assert done.err == ""
+    assert outputs(tmp_path / "build" / "book.ipynb")[1:] == ["2", ""]
+    page = (tmp_path / "build" / "book.html").read_text()
+    assert "A heading" in page
+    assert "from 0…1" in page
+    assert nbformat.read(path, as_version=4).cells[1].outputs == []  # the file itself is as it was
+
+
+def test_a_failing_cell_ends_the_run_with_its_traceback_and_what_there_is_so_far(tmp_path: Path) -> None:
+    path = notebook(tmp_path, "print('fine')", "print('before')\n1 / rank", "print('never')")
+    done = meshbook("run", str(path), "-n", "2", "--out", "made", cwd=tmp_path)
+    assert done.status == 1
+    assert done.err.startswith("cell 2 of 3 failed:\n")
+    assert "rank 0: ZeroDivisionError" in done.err
+    assert "rank 1 ran to its end" in done.err
+    assert "\x1b" not in done.err + done.out
+    assert "never" not in done.out
+    assert outputs(tmp_path / "made" / "book.ipynb")[1:] == ["before\nZeroDivisionError", ""]
+    assert (tmp_path / "made" / "book.html").exists()
+
+
+def test_a_cell_tagged_raises_exception_may_fail(tmp_path: Path) -> None:
+    path = notebook(tmp_path, ("1 / rank", "raises-exception"), "print('and on')")
+    done = meshbook("run", str(path), "-n", "2", cwd=tmp_path)
+    assert done.status == 0, done.err
+    assert re.search(r"^      raised, as expected: .*ZeroDivisionError: division by zero", done.out, re.MULTILINE)
+    assert "      and on" in done.out
+
+
+def test_cells_run_in_the_notebooks_own_folder(tmp_path: Path) -> None:
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books" / "beside.py").write_text("value = 5\n")
+    path = notebook(tmp_path / "books", "import beside, os\n(beside.value, os.path.basename(os.getcwd()))")
+    done = meshbook("run", str(path), "-n", "1", cwd=tmp_path)
+    assert done.status == 0, done.err
+    assert "(5, 'books')" in done.out
+
+
+def test_a_cell_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
+    # Both here: starting ranks may take its time.
+    path = notebook(tmp_path, "%%controller\nimport time", "%%controller\nwhile True: time.sleep(1)")
+    done = meshbook("run", str(path), "--timeout", "5", cwd=tmp_path)
+    assert done.status == 1
+    assert done.err == "cell 2 took longer than 5 s and was stopped (--timeout)\n"
+    assert meshbook("list").out == "no mesh is running\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_stops_the_ranks_and_keeps_what_there_is(tmp_path: Path, number: signal.Signals) -> None:
+    path = notebook(tmp_path, "print('begun')\nimport time\nwhile True: time.sleep(1)", "print('never')")
+    running = subprocess.Popen(
+        [sys.executable, "-m", "meshbook", "run", str(path), "-n", "2"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert running.stdout is not None
+    for line in running.stdout:
+        if line.strip() == "begun":
+            break
+    running.send_signal(number)
+    out, err = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert err == "interrupted\n"
+    assert "never" not in out
+    assert outputs(tmp_path / "build" / "book.ipynb")[0].endswith("begun\nKeyboardInterrupt")
+    assert meshbook("list").out == "no mesh is running\n"
+
+
+def test_a_kernel_that_dies_is_said_to_have_died(tmp_path: Path) -> None:
+    path = notebook(tmp_path, "x = 1", "%%controller\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
+    done = meshbook("run", str(path), "-n", "1", cwd=tmp_path)
+    assert done.status == 1
+    assert done.err.splitlines()[-1] == "the kernel has died; what it printed last is above"
+    meshbook("stop", "--all")  # the mesh outlives a kernel that dies
+
+
+def test_a_run_is_nobodys_notebook(tmp_path: Path) -> None:
+    """Started in a notebook server's terminal, it must not take that notebook's mesh for its own."""
+    path = notebook(tmp_path, "%%controller\nimport os\nos.environ.get('JPY_SESSION_NAME')")
+    done = meshbook("run", str(path), "-n", "1", cwd=tmp_path, env={"JPY_SESSION_NAME": "/somebodys/notebook.ipynb"})
+    assert done.status == 0, done.err
+    assert "somebodys" not in done.out
+
+
+def test_quiet_shows_no_cells(tmp_path: Path) -> None:
+    done = meshbook("run", str(notebook(tmp_path, "print('x')")), "-n", "1", "--quiet", cwd=tmp_path)
+    assert done.status == 0, done.err
+    assert [line.partition(" ")[0] for line in done.out.split("\n") if line] == ["1", "executed", "as"]
+
+
+def test_a_progress_bar_is_one_line_of_a_file(tmp_path: Path) -> None:
+    path = notebook(tmp_path, "for i in range(300):\n    print(f'\\rstep {i}', end='')\nprint()\nprint('done')")
+    done = meshbook("run", str(path), "-n", "1", cwd=tmp_path)
+    assert done.status == 0, done.err
+    assert [line.strip() for line in done.out.splitlines() if "step" in line] == ["step 299"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("missing.ipynb", None, "missing.ipynb cannot be read: No such file or directory"),
+        ("words.ipynb", "no notebook", "words.ipynb is not a notebook: "),
+        ("notes.txt", "x", "notes.txt is neither a notebook (.ipynb) nor a script (.py)"),
+        ("bytes.py", b"\xff\xfe", "bytes.py cannot be read: "),
+    ],
+)
+def test_a_file_that_cannot_be_run_is_refused(
+    tmp_path: Path, name: str, content: str | bytes | None, sentence: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    done = meshbook("run", name, cwd=tmp_path)
+    assert (done.status, done.out) == (2, "")
+    assert done.err.startswith(f"meshbook: {sentence}")
+    assert os.listdir(tmp_path) == ([name] if content is not None else [])
+
+
+def test_a_notebook_is_not_written_over(tmp_path: Path) -> None:
+    path = notebook(tmp_path, "1")
+    done = meshbook("run", str(path), "--out", str(tmp_path))
+    assert done.status == 2
+    assert "would be written over with what comes out of it" in done.err
+
+
+def test_a_folder_that_cannot_be_made_is_said_so(tmp_path: Path) -> None:
+    path = notebook(tmp_path, "%mesh")
+    (tmp_path / "taken").write_text("")
+    done = meshbook("run", str(path), "--out", str(tmp_path / "taken"))
+    assert done.status == 2
+    assert re.search(r"meshbook: \S+taken\S* cannot be written: .*; name another folder with --out", done.err)
+
+
+# ---- scripts
+
+
+def test_a_script_without_marks_is_one_cell_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch\ntotal = torch.tensor([rank + 1])\ndist.all_reduce(total)\nprint(total)\n")
+    done = meshbook("run", "train.py", "-n", "2", cwd=tmp_path)
+    assert done.status == 0, done.err
+    assert done.out.splitlines()[-1] == "tensor([3])"
+    assert "[1/1]" not in done.out
+    assert os.listdir(tmp_path) == ["train.py"]
+
+
+def test_the_cells_of_a_script_share_their_names(tmp_path: Path) -> None:
+    source = '"""A script."""\n# %% set up\nx = rank + 1\n\n# %% [markdown]\n# Some *prose*.\n\n# %%\n# %%controller\nprint("here", mesh.pull(x)[1])\n'
+    (tmp_path / "steps.py").write_text(source)
+    done = meshbook("run", "steps.py", "-n", "2", "--out", "made", cwd=tmp_path)
+    assert done.status == 0, done.err
+    assert "here 2" in done.out
+    made = nbformat.read(tmp_path / "made" / "steps.ipynb", as_version=4)
+    assert [cell.cell_type for cell in made.cells] == ["code", "code", "markdown", "code"]
+    assert made.cells[2].source == "Some *prose*."
+    assert "<em>prose</em>" in (tmp_path / "made" / "steps.html").read_text()
+
+
+def test_a_script_that_fails_ends_with_status_1(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("print('so far')\nraise ValueError('not so')\n")
+    done = meshbook("run", "bad.py", "-n", "2", cwd=tmp_path)
+    assert done.status == 1
+    assert "so far" in done.out
+    assert "ranks 0-1: ValueError: not so" in done.err
+
+
+def test_marks_are_read_as_editors_write_them() -> None:
+    source = "import os\n#%%\na = 1\n# %% A title\nb = 2\n# %% [md]\n# text\n# more\n# %%time is a remark\nc = 3\n"
+    cells = notebook_of(source).cells
+    assert [cell.source for cell in cells] == ["import os", "a = 1", "b = 2", "text\nmore\n%%time is a remark\nc = 3"]
+    assert [cell.cell_type for cell in cells] == ["code", "code", "code", "markdown"]
+
+
+def test_our_magics_may_be_written_as_remarks() -> None:
+    source = "# %mesh start -n 2\n# %%\n# %%mesh --ranks 0\nx = 1\n# a remark\n"
+    assert [cell.source for cell in notebook_of(source).cells] == [
+        "%mesh start -n 2",
+        "%%mesh --ranks 0\nx = 1\n# a remark",
+    ]
+
+
+def test_an_empty_script_is_an_empty_notebook() -> None:
+    assert notebook_of("\n\n").cells == []
+    assert json.loads(nbformat.writes(notebook_of(""))) ["cells"] == []
