@@ -40,7 +40,7 @@ with meshbook.create_mesh({RANKS}) as mesh:
 """
 
 _WARM_UP_TIMEOUT_S = 60.0
-# Seconds without work after which a fork server has nothing left to import, and CPU seconds that its imports take at least.
+# Seconds without work after which a fork server has nothing left to import; CPU seconds that its imports take at least.
 _STILL_S, _IMPORTS_S = 0.3, 0.3
 
 

@@ -197,6 +197,8 @@ class Session:
                         ) from None
                 except KeyboardInterrupt:
                     self.press_stop()
+                    if future.done():  # what get() had in its hands when the signal came is lost, maybe the end itself
+                        inbox.put(None)
         finally:
             self._running = self._hard_at = None
         finished: messages.CallFinished = future.result()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
 
 # Seconds that a page is given to show what it is to show. All but the first page take far less on a quiet machine.
-TIMEOUT_S = 60.0
+TIMEOUT_S = 20.0
 # Seconds that a server is given to end its kernels and then itself.
 END_S = 30.0
 

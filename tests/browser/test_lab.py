@@ -111,7 +111,7 @@ def test_what_lives_on_the_ranks_is_completed_also_while_a_cell_runs(notebook: L
     cell.editor.click()
     notebook.page.keyboard.type("model.fc")
     notebook.page.keyboard.press("Tab")
-    expect(notebook.page.locator(".jp-Completer .jp-Completer-item code")).to_have_text(["fc_first", "fc_second"])
+    expect(notebook.page.locator(".jp-Completer .jp-Completer-match")).to_have_text(["fc_first", "fc_second"])
     expect(running.prompt).to_have_text(RUNS)
     notebook.page.keyboard.press("Enter")
     expect(cell.editor).to_have_text("model.fc_first")
@@ -124,7 +124,7 @@ def test_a_restart_from_the_menu_keeps_the_ranks_and_their_names(notebook: LabNo
     notebook.restart()
     cell = notebook.run("kept_by_test * 10")
     assert cell.result.inner_text() == "[0] 10\n[1] 20"
-    expect(cell.output.first).to_contain_text("from before the kernel's restart")
+    expect(cell.output.first).to_contain_text("ranks 0-1 kept what they hold")
     assert notebook.run("os.getpid()").result.inner_text() == pids
 
 
