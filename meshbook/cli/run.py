@@ -193,9 +193,16 @@ class _Client(NotebookClient):
                 return f"cell {self.code_cells_executed} took longer than {self.timeout} s and was stopped (--timeout)"
             told = "\n".join(self._failure.get("traceback", ())) or f"{error.ename}: {error.evalue}"
             return f"cell {self.code_cells_executed} of {self._num_cells} failed:\n{told}"
-        except (DeadKernelError, KeyboardInterrupt):
-            return "interrupted" if self.interrupted else "the kernel has died; what it printed last is above"
-        self._printer.say(f"\n{self._num_cells} cells in {format_seconds(time.monotonic() - began)}")
+        except KeyboardInterrupt:
+            return "interrupted"
+        except RuntimeError as error:  # what nbclient and jupyter_client call a kernel that is gone, or never came up
+            if self.interrupted:
+                return "interrupted"
+            if isinstance(error, DeadKernelError):
+                return "the kernel has died; what it printed last is above"
+            return f"the kernel did not start: {error}"
+        cells = "1 cell" if self._num_cells == 1 else f"{self._num_cells} cells"
+        self._printer.say(f"{cells} in {format_seconds(time.monotonic() - began)}", apart=True)
         return ""
 
     def create_kernel_manager(self) -> AsyncKernelManager:
@@ -253,10 +260,10 @@ class _Printer:
         self._screen = Screen(stream)
         self._framed, self._quiet = framed, quiet
 
-    def say(self, text: str) -> None:
-        """Something of our own."""
+    def say(self, text: str, *, apart: bool = False) -> None:
+        """Something of our own; `apart`: with an empty line before it, where cells were shown."""
         if self._framed:
-            self._screen.line(text)
+            self._screen.line(f"\n{text}" if apart and not self._quiet else text)
 
     def begin(self, number: int, total: int, source: str) -> None:
         if self._framed and not self._quiet:

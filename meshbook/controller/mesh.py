@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 from meshbook.controller import marimo, remote
-from meshbook.controller.config import read_defaults
+from meshbook.controller.config import count_gpus, read_defaults
 from meshbook.controller.connection import Connection
 from meshbook.controller.console import Console, ask_on_terminal
 from meshbook.controller.futures import MeshFuture
@@ -557,6 +557,11 @@ def make_spec(
     ):
         if value not in known:
             raise UsageError(f"there is no {what} {value!r}; known: {', '.join(known)}")
+    if device == "cuda" and (num_gpus := count_gpus()) < grid.size:
+        raise StartError(
+            f"{grid.size} ranks on cuda need {grid.size} GPUs, and {num_gpus} are visible here; ask for fewer ranks, "
+            "or for device cpu"
+        )
     if not 1 <= num_hosts <= grid.size:
         raise StartError(f"{grid.size} ranks cannot be spread over {num_hosts} hosts; every host needs a rank")
     return messages.MeshSpec(

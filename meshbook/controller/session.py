@@ -177,10 +177,14 @@ class Session:
         handlers: dict[str, Any] = {"on_input": inbox.put}
         if sink is not None:
             handlers["on_output"] = inbox.put
-        future = self.request(command, **handlers)
-        future.add_done_callback(lambda _: inbox.put(None))
         self._running = (command.call, command.ranks)
         try:
+            try:
+                future = self.request(command, **handlers)
+                future.add_done_callback(lambda _: inbox.put(None))
+            except KeyboardInterrupt:  # whether it has been sent is not known
+                self.interrupt(command.ranks, target=command.call)
+                raise
             while True:
                 try:
                     thing = inbox.get(timeout=1.0 if self._hard_at is not None else None)

@@ -21,6 +21,9 @@ from meshbook.kernel.notebook import Notebook
 from meshbook.kernel.subshell import QuickAnswers
 from meshbook.version import __version__
 
+# ipykernel's own, for cells that ran here.
+_REPLY_SLEEP_S = 0.0005
+
 
 class MeshKernel(IPythonKernel):
     """One per notebook. A cell goes to the ranks unless `transform` keeps it here."""
@@ -61,9 +64,12 @@ class MeshKernel(IPythonKernel):
             self._running = self.get_parent("shell")
             if store_history and not silent:
                 self.notebook.tell_news()
+        broadcast = self.notebook.num_broadcast
         try:
             return await super().do_execute(code, silent, store_history, *args, **kwargs)
         finally:
+            # ipykernel sleeps before each reply, for output that is still in its own streams. The ranks' does not go there.
+            self._execute_sleep = 0.0 if self.notebook.num_broadcast > broadcast else _REPLY_SLEEP_S
             if outermost:
                 self._running = None
 

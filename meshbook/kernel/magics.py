@@ -8,6 +8,7 @@ a Jupyter error and *Run All* stops, but without the stack of Meshbook's own cod
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import os
 import shlex
@@ -28,7 +29,7 @@ from meshbook.controller.remote import RemoteValue
 from meshbook.controller.tables import Table, describe_size, format_age, format_seconds, history_table, status_table
 from meshbook.errors import MeshbookError, MeshNameError, MeshShapeError, NotAttached, UsageError
 from meshbook.ids import format_ranks, name_ranks
-from meshbook.kernel.notebook import Notebook
+from meshbook.kernel.notebook import QUESTION_TIMEOUT_S, Notebook
 from meshbook.mesh import MeshAxes
 from meshbook.wire import keys
 
@@ -479,7 +480,8 @@ def complete(shell: InteractiveShell, event: Any) -> list[str]:
         case "push":
             return [name for name in shell.user_ns if not name.startswith("_") and name not in shell.user_ns_hidden]
         case "pull":
-            return list(notebook.mesh.session.info.names) if notebook.mesh is not None else []
+            with contextlib.suppress(MeshbookError):
+                return list(notebook.mesh.session.status(QUESTION_TIMEOUT_S).names) if notebook.mesh is not None else []
         case "auto":
             return ["on", "off"]
     return []

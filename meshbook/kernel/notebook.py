@@ -99,6 +99,7 @@ class Notebook:
         mesh: where cells run; None: none was started, or it was stopped or left.
         meshes: this notebook's, by name.
         auto: whether a plain cell is broadcast.
+        num_broadcast: cells that went to ranks so far.
     """
 
     def __init__(self, shell: InteractiveShell) -> None:
@@ -106,6 +107,7 @@ class Notebook:
         self.mesh: Mesh | None = None
         self.meshes: dict[str, Mesh] = {}
         self.auto = False
+        self.num_broadcast = 0
         self._kernel = getattr(shell, "kernel", None)
         self._kind = "ipython" if self._kernel is None else "kernel"
         self._owner = owner_key()
@@ -352,6 +354,7 @@ class Notebook:
             CellInterrupted, RankLost: as `Mesh.run`.
             MeshShapeError, NotAttached: nothing was run.
         """
+        self.num_broadcast += 1
         try:
             return self._run_cell(source, mesh, ranks, setup, background)
         except MeshbookError as error:
@@ -451,11 +454,11 @@ class Notebook:
 
     def _mesh_for_cell(self) -> Mesh:
         """The current mesh; a new one where there is none, and a line that says so."""
-        self.settle()
-        if self.mesh is not None:
-            return self.mesh
         began = time.monotonic()
         try:
+            self.settle()
+            if self.mesh is not None:
+                return self.mesh
             mesh = self.start()
         except KeyboardInterrupt:
             raise CellInterrupted((), summary="stopped while the ranks were being started; none runs") from None

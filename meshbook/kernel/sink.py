@@ -13,7 +13,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+import msgspec
 
 from meshbook.errors import UsageError
 from meshbook.fold import words
@@ -88,7 +91,7 @@ class CellSink:
         self._timer: threading.Timer | None = None
         self._shown: deque[Line | RankDisplay] = deque(maxlen=_REPEAT_ITEMS)
         self._place: dict[int, int] = {}  # how many displays each rank has made
-        self._at_place: dict[int, int] = {}  # how many were shown of those made as a rank's first, second, ...
+        self._at_place: dict[int, list[_Shown]] = {}  # of those made as a rank's first, second, ...: what was shown
         self._left_out: set[int] = set()  # ranks with displays that are not shown
 
     def __call__(self, items: Iterable[FoldedItem]) -> None:
@@ -147,30 +150,42 @@ class CellSink:
         place = max(self._place.get(rank, 0) for rank in shown.ranks)
         for rank in shown.ranks:
             self._place[rank] = place + 1
-        if self._at_place.get(place, 0) >= MAX_DISTINCT_DISPLAYS:
+        others = self._at_place.setdefault(place, [])
+        content = msgspec.msgpack.encode([item.data, item.metadata, item.display_id])
+        same = next((other for other in others if other.content == content), None)
+        if same is not None:  # ranks that are far apart in time; a figure takes its time to be drawn
+            same.ranks = tuple(sorted({*same.ranks, *shown.ranks}))
+            if item.display_id is not None:
+                self._remember_id(shown.ranks, item.display_id, same.name)
+            self._publish("update_display_data", self._heading(same))
+            return
+        if len(others) >= MAX_DISTINCT_DISPLAYS:
             self._left_out.update(shown.ranks)
             self._keep(shown)
             return
-        self._at_place[place] = self._at_place.get(place, 0) + 1
         self._shown.append(shown)
-        self._send_display(shown, item)
+        others.append(self._send_display(shown, item, content))
 
-    def _send_display(self, shown: RankDisplay, item: Display) -> None:
+    def _send_display(self, shown: RankDisplay, item: Display, content: bytes = b"") -> _Shown:
+        """Show it, below its ranks unless it is everybody's."""
+        made = _Shown(shown.ranks, content, f"meshbook-{secrets.token_hex(8)}", item.display_id)
         if shown.ranks != self._ranks:
-            label = name_ranks(shown.ranks)
-            data = {"text/plain": f"{label}:", "text/html": _HEADING.format(label)}
-            self._publish("display_data", {"data": data, "metadata": {}, "transient": {}})
-        self._publish("display_data", display_content(item, self._front_end_id(shown, item)))
+            if item.display_id is not None:  # ranks may display different things under one id
+                made.name = f"{item.display_id} {name_ranks(shown.ranks)}"
+            self._publish("display_data", self._heading(made))
+        if item.display_id is not None:
+            self._remember_id(shown.ranks, item.display_id, made.name)
+        self._publish("display_data", display_content(item, made.name))
+        return made
 
-    def _front_end_id(self, shown: RankDisplay, item: Display) -> str | None:
-        """Ranks that display different things under one id must not overwrite each other's."""
-        if item.display_id is None:
-            return None
-        everyone = shown.ranks == self._ranks
-        name = item.display_id if everyone else f"{item.display_id} {name_ranks(shown.ranks)}"
-        for rank in shown.ranks:
-            self._ids[rank, item.display_id] = name
-        return name
+    def _heading(self, made: _Shown) -> dict[str, Any]:
+        label = name_ranks(made.ranks)
+        data = {"text/plain": f"{label}:", "text/html": _HEADING.format(label)}
+        return {"data": data, "metadata": {}, "transient": {"display_id": made.heading}}
+
+    def _remember_id(self, ranks: Ranks, display_id: str, name: str | None) -> None:
+        for rank in ranks:
+            self._ids[rank, display_id] = name or display_id
 
     def _update(self, shown: RankDisplay, item: Display) -> None:
         names = {self._ids.get((rank, item.display_id or "")) for rank in shown.ranks} - {None}
@@ -223,6 +238,23 @@ class CellSink:
         with self._lock:
             self._timer = None
             self._draw_board(now=True)
+
+
+@dataclass
+class _Shown:
+    """A display on the page.
+
+    Attributes:
+        ranks: those that made the same one.
+        content: what is equal where they did.
+        heading: display id of the line above it.
+        name: its own display id on the page; None: it cannot be updated.
+    """
+
+    ranks: Ranks
+    content: bytes
+    heading: str
+    name: str | None
 
 
 class KeptDisplays:

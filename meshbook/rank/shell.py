@@ -45,9 +45,11 @@ from typing import Any, Final, Literal, NoReturn
 # Imported for the ranks that are forked from a process that has imported this file: IPython itself would import these
 # in every rank, at its first traceback, completion or question, at 20 to 200 ms and some MiB each.
 import IPython.core.completer
+import IPython.core.display_functions
 import IPython.core.magics.basic
 import IPython.core.magics.execution
 import IPython.core.oinspect
+import IPython.core.ultratb
 import stack_data  # noqa: F401
 import traitlets
 from IPython.core.autocall import ExitAutocall
@@ -132,6 +134,8 @@ class RankShell(InteractiveShell):
         # Jedi is slow, imports what it completes, and is not needed where the objects themselves are at hand.
         config.IPCompleter.use_jedi = False
         config.IPCompleter.evaluation = "limited"
+        # Above so many lines a file is highlighted line by line, not parsed whole: torch's own would take half a second.
+        IPython.core.ultratb.FAST_THRESHOLD = 1000
         shell = cls.instance(config=config, output=output, gate=gate or InterruptGate())
         shell.install()
         return shell
@@ -142,6 +146,8 @@ class RankShell(InteractiveShell):
         self.ask: Callable[[str, bool], str] = _nobody_to_ask
         self.allow_input = False
         self.running_file: str | None = None
+        self._last_cell = ""
+        self._num_displays = 0  # of the last cell, with an id of ours
         self._loop: asyncio.AbstractEventLoop | None = None
         self._undo: list[Callable[[], object]] = []
         self._preset: dict[str, Any] = {}
@@ -209,6 +215,7 @@ class RankShell(InteractiveShell):
             (pdb, "set_trace", self._set_trace),
             (builtins, "input", self._input),
             (getpass, "getpass", self._getpass),
+            (IPython.core.display_functions, "_new_id", self._new_display_id),
         ):
             self._undo.append(partial(setattr, place, name, getattr(place, name)))
             setattr(place, name, value)
@@ -262,6 +269,7 @@ class RankShell(InteractiveShell):
         A SIGINT ends it with status "interrupted", unless its code catches KeyboardInterrupt and goes on.
         """
         started = time.perf_counter()
+        self._last_cell, self._num_displays = cell.call, 0
         self.allow_input = cell.allow_input
         self._names.settle()
         gate = self.gate
@@ -598,6 +606,11 @@ class RankShell(InteractiveShell):
 
     # -----------------------------------------------------------------------------------------------------------------
     # What a terminal would do
+
+    def _new_display_id(self) -> str:
+        """An id for a display that is to be updated. IPython's are random; equal displays of ranks would never fold."""
+        self._num_displays += 1
+        return f"{self._last_cell}-{self._num_displays}"
 
     def _input(self, prompt: object = "", /) -> str:
         return self.ask(str(prompt), False)

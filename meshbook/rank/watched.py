@@ -409,6 +409,13 @@ class WatchedGroup(ProcessGroup):
             RuntimeError: `timeout` passed, and the operation goes on; or it failed, or the group was severed.
             BaseException: what a signal handler raised.
         """
+        try:
+            self._wait_slice_by_slice(work, timeout)
+        except KeyboardInterrupt as stop:
+            stop.__context__ = None  # the end of a slice, which is nobody's business
+            raise
+
+    def _wait_slice_by_slice(self, work: Any, timeout: timedelta) -> None:
         deadline = time.monotonic() + timeout.total_seconds() if timeout else float("inf")
         ended = False
         while True:

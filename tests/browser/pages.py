@@ -218,7 +218,7 @@ class LabCell:
         self.editor: Locator = cell.locator(".cm-content")
         self.output: Locator = cell.locator(".jp-OutputArea-output")
         self.result: Locator = cell.locator(".jp-OutputArea-executeResult .jp-OutputArea-output")
-        self.error: Locator = cell.locator('[data-mime-type="application/vnd.jupyter.error"]')
+        self.error: Locator = self.output.filter(has_text="Traceback (most recent call last)")
 
     def start(self) -> None:
         self.editor.click()
@@ -281,4 +281,4 @@ class MarimoCell:
     def start(self) -> None:
         """Click its run button; cells that depend on it follow."""
         self._cell.hover()
-        self._cell.get_by_test_id("run-button").click()
+        self._cell.get_by_test_id("run-button").first.click()  # the second is its stop button

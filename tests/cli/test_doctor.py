@@ -37,7 +37,7 @@ def test_a_machine_that_runs_the_tests_lacks_nothing() -> None:
 
 
 def test_torch_that_is_not_there_is_missing_and_how_to_get_it_is_said() -> None:
-    hide = "import importlib.util as u; found = u.find_spec; u.find_spec = lambda n, *a: None if n == 'torch' else found(n, *a)"
+    hide = "import importlib.util as u; f = u.find_spec; u.find_spec = lambda n, *a: None if n == 'torch' else f(n, *a)"
     status, found = findings(hide)
     assert status == 1
     assert found["torch"]["state"] == "missing"
@@ -45,7 +45,8 @@ def test_torch_that_is_not_there_is_missing_and_how_to_get_it_is_said() -> None:
 
 
 def test_a_package_that_is_too_old_is_missing() -> None:
-    status, found = findings("import importlib.metadata as m; m.version = lambda n: '7.3.1' if n == 'ipykernel' else '99'")
+    old = "import importlib.metadata as m; m.version = lambda n: '7.3.1' if n == 'ipykernel' else '99'"
+    status, found = findings(old)
     assert status == 1
     assert found["ipykernel"]["says"] == "7.3.1 is installed, >=7.4,<8 is wanted; it is for the notebook kernel"
     assert found["ipykernel"]["remedy"] == "pip install 'ipykernel>=7.4,<8'"
@@ -62,7 +63,8 @@ def test_a_kernel_that_jupyter_does_not_know_is_no_obstacle_but_said(tmp_path: P
 def test_a_kernelspec_whose_python_is_gone_is_told_of(tmp_path: Path) -> None:
     folder = tmp_path / "kernels" / "meshbook"
     folder.mkdir(parents=True)
-    (folder / "kernel.json").write_text(json.dumps({"argv": ["/gone/python"], "display_name": "x", "language": "python"}))
+    spec = {"argv": ["/gone/python"], "display_name": "x", "language": "python"}
+    (folder / "kernel.json").write_text(json.dumps(spec))
     status, found = findings(JUPYTER_PATH=str(tmp_path))
     assert status == 0
     assert found["kernel"]["says"] == f"{folder} starts /gone/python, which is gone"

@@ -31,9 +31,9 @@ def test_what_was_installed_starts_from_any_folder(tmp_path: Path) -> None:
     meshbook("install", "--prefix", str(tmp_path))
     spec = json.loads((tmp_path / "share" / "jupyter" / "kernels" / "meshbook" / "kernel.json").read_text())
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [*spec["argv"][:3], "--help"], cwd="/", env={**environment, **spec.get("env", {})}, capture_output=True, text=True
-    )
+    environment |= spec.get("env", {})
+    command = [*spec["argv"][:3], "--help"]
+    done = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

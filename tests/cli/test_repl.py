@@ -44,9 +44,8 @@ def test_axes_and_a_name_may_be_given(run: object) -> None:
 
 
 def test_it_works_where_jupyter_does_not_know_the_kernel(run: object) -> None:
-    done = meshbook(
-        "repl", "--simple", "-n", "1", text="world_size\nexit\n", env={"JUPYTER_PATH": "", "JUPYTER_DATA_DIR": "/nowhere"}
-    )
+    env = {"JUPYTER_PATH": "", "JUPYTER_DATA_DIR": "/nowhere"}
+    done = meshbook("repl", "--simple", "-n", "1", text="world_size\nexit\n", env=env)
     assert "Out[1]: 1" in plain(done.out), done.err
 
 

@@ -103,9 +103,13 @@ def test_a_cell_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
     assert meshbook("list").out == "no mesh is running\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_stops_the_ranks_and_keeps_what_there_is(tmp_path: Path, number: signal.Signals) -> None:
-    path = notebook(tmp_path, "print('begun')\nimport time\nwhile True: time.sleep(1)", "print('never')")
+@pytest.mark.parametrize(
+    ("number", "tag"), [(signal.SIGINT, ""), (signal.SIGTERM, ""), (signal.SIGINT, "raises-exception")]
+)
+def test_an_interrupt_stops_the_ranks_and_keeps_what_there_is(
+    tmp_path: Path, number: signal.Signals, tag: str
+) -> None:
+    path = notebook(tmp_path, ("print('begun')\nimport time\nwhile True: time.sleep(1)", tag), "print('never')")
     running = subprocess.Popen(
         [sys.executable, "-m", "meshbook", "run", str(path), "-n", "2"],
         cwd=tmp_path,
@@ -194,7 +198,8 @@ def test_a_folder_that_cannot_be_made_is_said_so(tmp_path: Path) -> None:
 
 
 def test_a_script_without_marks_is_one_cell_on_every_rank(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("import torch\ntotal = torch.tensor([rank + 1])\ndist.all_reduce(total)\nprint(total)\n")
+    source = "import torch\ntotal = torch.tensor([rank + 1])\ndist.all_reduce(total)\nprint(total)\n"
+    (tmp_path / "train.py").write_text(source)
     done = meshbook("run", "train.py", "-n", "2", cwd=tmp_path)
     assert done.status == 0, done.err
     assert done.out.splitlines()[-1] == "tensor([3])"
@@ -203,7 +208,10 @@ def test_a_script_without_marks_is_one_cell_on_every_rank(tmp_path: Path) -> Non
 
 
 def test_the_cells_of_a_script_share_their_names(tmp_path: Path) -> None:
-    source = '"""A script."""\n# %% set up\nx = rank + 1\n\n# %% [markdown]\n# Some *prose*.\n\n# %%\n# %%controller\nprint("here", mesh.pull(x)[1])\n'
+    source = (
+        '"""A script."""\n# %% set up\nx = rank + 1\n\n# %% [markdown]\n# Some *prose*.\n\n'
+        '# %%\n# %%controller\nprint("here", mesh.pull(x)[1])\n'
+    )
     (tmp_path / "steps.py").write_text(source)
     done = meshbook("run", "steps.py", "-n", "2", "--out", "made", cwd=tmp_path)
     assert done.status == 0, done.err

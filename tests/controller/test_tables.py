@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import get_args, get_type_hints
 
 import pytest
 
@@ -61,9 +62,7 @@ def test_a_table_in_html_escapes_what_it_shows() -> None:
 
 
 def test_every_state_that_a_rank_can_have_has_words() -> None:
-    states = RankInfo.__annotations__["state"]
-    assert all(f'"{state}"' in states for state in STATES)
-    assert states.count(",") + 1 == len(STATES)
+    assert set(STATES) == set(get_args(get_type_hints(RankInfo)["state"]))
 
 
 def test_a_rank_says_what_it_does_in_one_line() -> None:
@@ -82,20 +81,14 @@ def test_a_rank_says_what_it_does_in_one_line() -> None:
     )
     assert lines == [
         "Mesh m: 4 ranks, process group ready (gloo), up 5 min, 7 cells run.",
-        "rank  state                                               device  memory   peak     host  pid",
-        "0     idle                                                cpu     200 MiB  3.0 GiB  box   100",
-        "1     busy, cell 7 line 3                                 cpu                       box   101",
-        "2     no sign of life, cell 7, last heard of 12 s ago     cpu                       box   102",
-        "3     dead, was killed by SIGKILL                         cpu                       box   103",
+        "rank  state                                            device  memory   peak     host  pid",
+        "0     idle                                             cpu     200 MiB  3.0 GiB  box   100",
+        "1     busy, cell 7 line 3                              cpu                       box   101",
+        "2     no sign of life, cell 7, last heard of 12 s ago  cpu                       box   102",
+        "3     dead, was killed by SIGKILL                      cpu                       box   103",
         "Names on the ranks: x, model.",
         "Attached: kernel (pid 5).",
         "Rank 3 is gone; cells run on the others (%%mesh --ranks 0-2), a whole mesh needs %mesh stop and %mesh start.",
-    ] or [line.split() for line in lines[1:6]] == [
-        ["rank", "state", "device", "memory", "peak", "host", "pid"],
-        ["0", "idle", "cpu", "200", "MiB", "3.0", "GiB", "box", "100"],
-        ["1", "busy,", "cell", "7", "line", "3", "cpu", "box", "101"],
-        ["2", "no", "sign", "of", "life,", "cell", "7,", "last", "heard", "of", "12", "s", "ago", "cpu", "box", "102"],
-        ["3", "dead,", "was", "killed", "by", "SIGKILL", "cpu", "box", "103"],
     ]
 
 
@@ -103,9 +96,11 @@ def test_many_ranks_that_look_the_same_share_a_row() -> None:
     ranks = [rank(number, rss_bytes=(100 + number) << 20) for number in range(64)]
     ranks[9] = rank(9, state="dead", exit="exited with status 1")
     lines = text(mesh(ranks))
-    assert len(lines) == 4 + 0
-    assert lines[2].split() == ["0-8,10-63", "idle", "cpu", "100", "MiB", "to", "163", "MiB", "box"]
-    assert lines[3].split()[:2] == ["9", "dead,"] or lines[3].startswith("9 ")
+    assert lines[1:4] == [
+        "rank       state                       device  memory              host  pid",
+        "0-8,10-63  idle                        cpu     100 MiB to 163 MiB  box",
+        "9          dead, exited with status 1  cpu                         box   109",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +108,7 @@ def test_many_ranks_that_look_the_same_share_a_row() -> None:
     [
         ({"groups": "broken"}, "process group broken (gloo)"),
         ({"groups": "forming", "backend": None}, "the process group is being formed"),
-        ({"groups": "none", "backend": None, "spec": MeshSpec(axes={"rank": 1}, process_group=False)}, "no process group,"),
+        ({"groups": "none", "spec": MeshSpec(axes={"rank": 1}, process_group=False)}, "no process group,"),
         ({"spec": MeshSpec(axes={"dp": 1, "tp": 1})}, "1 rank (dp=1, tp=1), process"),
         ({"spec": MeshSpec(axes={"rank": 1}, num_hosts=4)}, "1 rank on 4 simulated hosts, process"),
     ],

@@ -455,3 +455,8 @@ def test_input_where_nobody_can_be_asked_is_an_error_and_no_hang(shared: FrontEn
     request = shared.client.execute("input('anybody?')", allow_stdin=False)
     cell = shared.cells[request] = Cell(request)
     assert shared.wait(cell, timeout_s=20).reply["ename"] == "EOFError"
+
+
+def test_a_display_with_an_id_of_its_own_is_one_on_all_ranks(shared: FrontEnd) -> None:
+    cell = shared.run("handle = display('first', display_id=True)\nhandle.update('second')")
+    assert [data["text/plain"] for data in cell.displays] == ["'second'"]

@@ -102,7 +102,8 @@ def test_ipython_in_a_terminal_runs_cells_on_ranks_and_leaves_nothing(run: objec
         "%mesh list",
     ]
     command = [sys.executable, "-m", "IPython", "--simple-prompt", "--no-confirm-exit", "--colors=nocolor", "--quiet"]
-    done = subprocess.run(command, input="\n".join(cells) + "\n", capture_output=True, text=True, timeout=100, check=True)
+    typed = "\n".join(cells) + "\n"
+    done = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=100, check=True)
     text = plain(done.stdout)
     assert "rank 0…1\n" in text
     assert re.search(r"Out\[\d+\]: \n\[0\] 0\n\[1\] 10\n", text)

@@ -134,5 +134,4 @@ def test_stop_ends_the_start_of_a_mesh_and_the_next_cell_starts_another(run: obj
         front.wait(cell)
         if cell.status == "error":  # else it was up before we got there
             assert cell.reply["ename"] == "KeyboardInterrupt"
-            assert len(cell.reply["traceback"]) == 1
         assert front.run("'second'").result == "'second'"

@@ -20,6 +20,7 @@ from meshbook.errors import (
     MeshNameError,
     MeshShapeError,
     NotAttached,
+    StartError,
     TransferError,
     UsageError,
 )
@@ -109,6 +110,13 @@ def test_a_mesh_name_in_use_is_refused_with_the_ways_out(fresh: Terminal, runnin
     with pytest.raises(MeshInUse, match="%mesh attach magics") as raised:
         fresh("%mesh start -n 1 --name magics")
     assert "another name" in str(raised.value)
+    assert fresh.notebook.mesh is None
+
+
+def test_more_ranks_than_gpus_are_refused_with_the_sum(fresh: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(StartError, match="2 ranks on cuda need 2 GPUs, and 1 are visible here; ask for fewer ranks"):
+        fresh("%mesh start -n 2 --device cuda")
     assert fresh.notebook.mesh is None
 
 
@@ -213,7 +221,7 @@ def test_a_shape_that_does_not_fit_is_answered_with_the_sum(typed: Terminal, lin
     assert sentence in str(raised.value)
 
 
-def test_an_error_of_a_magic_is_shown_as_its_sentence_alone(typed: Terminal, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_a_magic_is_shown_as_its_sentence(typed: Terminal, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UsageError):
         typed("%mesh statsu")
     shown = plain(capsys.readouterr().out).strip().splitlines()
@@ -424,6 +432,12 @@ def test_what_follows_percent_mesh_is_completed(typed: Terminal) -> None:
 
 
 # ---- in a kernel
+
+
+def test_in_a_kernel_words_and_names_are_completed(shared: FrontEnd) -> None:
+    assert {"start", "status", "stop"} <= set(shared.complete("%mesh st")["matches"])
+    shared.run("completed_by_pull = 1")
+    assert "completed_by_pull" in shared.complete("%mesh pull completed_by_p")["matches"]
 
 
 def test_in_a_kernel_a_magic_that_fails_is_an_error_reply(shared: FrontEnd) -> None:

@@ -138,6 +138,28 @@ def test_a_display_of_all_ranks_bears_no_label_and_one_of_some_does() -> None:
     assert page.text() == "equal\nrank 1:\nother\n"
 
 
+def test_equal_displays_that_come_one_after_the_other_are_one_on_the_page() -> None:
+    page = Page((0, 1, 2))
+    page.sink((shown("figure", (1,)),))
+    page.sink((line("meanwhile", (0, 1, 2)),))
+    page.sink((shown("figure", (0, 2)),))
+    assert page.text() == "ranks 0-2:\nfigure\nmeanwhile\n"
+
+
+def test_equal_displays_of_one_rank_are_several() -> None:
+    page = Page()
+    page.sink((shown("figure", (1,)), shown("figure", (1,)), shown("figure", (0,))))
+    assert page.text() == "ranks 0-1:\nfigure\nrank 1:\nfigure\n"
+
+
+def test_an_update_reaches_a_display_that_was_folded_late() -> None:
+    page = Page()
+    page.sink((shown("figure", (1,), display_id="x"),))
+    page.sink((shown("figure", (0,), display_id="x"),))
+    page.sink((shown("new", ALL, display_id="x", update=True),))
+    assert page.text() == "ranks 0-1:\nnew\n"
+
+
 def test_of_many_different_displays_four_are_shown_and_the_others_are_kept_and_named() -> None:
     ranks = tuple(range(6))
     page = Page(ranks)
