@@ -286,8 +286,8 @@ def _lost(finished: messages.CallFinished, failures: Sequence[Failure], label: s
         message += "\nIts last lines:\n" + "\n".join(f"    {line}" for line in first.last_lines)
     if survivors:
         message += (
-            f"\nNext: go on with the survivors (%%mesh --ranks {format_ranks(survivors)}; collectives need a whole mesh)"
-            ", save what they hold (%mesh pull NAME), or start anew with %mesh stop and %mesh start."
+            f"\nNext: go on with the survivors (%%mesh --ranks {format_ranks(survivors)}; collectives need a whole mesh"
+            "), save what they hold (%mesh pull NAME), or start anew with %mesh stop and %mesh start."
         )
     return RankLost(
         message,

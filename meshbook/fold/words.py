@@ -98,18 +98,19 @@ def show_errors(
 
 
 def html_values(parts: Iterable[Part], world_ranks: Ranks, *, limit: int = MAX_SHOWN_HTML) -> str | None:
-    """The values of a call as HTML; None if no rank's value has an HTML form.
+    """The values of a call as HTML; None if no rank's value has an HTML form, or is an image that others do not share.
 
     Each distinct value is labelled with its ranks, unless all ranks hold the same; at most `limit`, the others are
     named. An object's own HTML is taken as it is, like in any notebook; all else is escaped.
     """
     values = _distinct(parts)
-    if not any(value.preview.html is not None for value in values):
-        return None
     everywhere = len(values) == 1 and values[0].ranks == tuple(world_ranks)
+    # An image that all ranks share goes to the front end as it is.
+    drawn = [value.preview.html or (None if everywhere else _image(value.preview)) for value in values]
+    if not any(drawn):
+        return None
     blocks: list[str] = []
-    for value in values[:limit]:
-        shown = value.preview.html
+    for value, shown in zip(values[:limit], drawn, strict=False):
         if shown is None:
             shown = f"<pre>{html.escape(_text_of(value, colour=False))}</pre>"
         label = "" if everywhere else f"{_LABEL}{html.escape(name_ranks(value.ranks))}</div>"
@@ -180,12 +181,12 @@ class _Held(NamedTuple):
 
 def _distinct(parts: Iterable[Part]) -> list[_Held]:
     """Distinct values by what a reader can tell apart. Ordered by lowest rank."""
-    by_look: dict[tuple[str, str, str | None], dict[str | None, list[tuple[Ranks, Preview]]]] = {}
+    by_look: dict[tuple[str, str, str | None, str | None], dict[str | None, list[tuple[Ranks, Preview]]]] = {}
     for part in parts:
         if part.outcome.status != "ok" or part.outcome.value is None:
             continue
         preview = part.outcome.value.preview
-        look = (preview.type, preview.text, preview.html)
+        look = (preview.type, preview.text, preview.html, _image(preview))
         by_look.setdefault(look, {}).setdefault(preview.digest, []).append((part.ranks, preview))
     held: list[_Held] = []
     for by_digest in by_look.values():
@@ -193,6 +194,16 @@ def _distinct(parts: Iterable[Part]) -> list[_Held]:
         ranks = tuple(sorted(rank for rank_set, _ in several for rank in rank_set))
         held.append(_Held(ranks, several[0][1], len(by_digest) == 1))
     return sorted(held, key=lambda one: one.ranks)
+
+
+def _image(preview: Preview) -> str | None:
+    """A value's picture as HTML."""
+    if "image/svg+xml" in preview.data:
+        return str(preview.data["image/svg+xml"])
+    for mime in ("image/png", "image/jpeg", "image/gif", "image/webp"):
+        if mime in preview.data:
+            return f'<img src="data:{mime};base64,{html.escape("".join(str(preview.data[mime]).split()))}"/>'
+    return None
 
 
 def _text_of(value: _Held, colour: bool) -> str:

@@ -2,8 +2,8 @@
 
 Commands come in through `handle`, folded reports go out through `report`; the supervisor may sit in the same process
 (the local engine) or behind a socket (`host/main.py`), the agent does not know. A rank gets one main-thread command at
-a time: the queue is kept here, so that an interrupt is a signal to a process whose work is known, and never hits the next
-cell.
+a time: the queue is kept here, so that an interrupt is a signal to a process whose work is known, and never hits the
+next cell.
 """
 
 from __future__ import annotations

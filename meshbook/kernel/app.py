@@ -68,7 +68,7 @@ class MeshKernel(IPythonKernel):
         try:
             return await super().do_execute(code, silent, store_history, *args, **kwargs)
         finally:
-            # ipykernel sleeps before each reply, for output that is still in its own streams. The ranks' does not go there.
+            # ipykernel sleeps before each reply, for output still in its own streams; the ranks' goes elsewhere.
             self._execute_sleep = 0.0 if self.notebook.num_broadcast > broadcast else _REPLY_SLEEP_S
             if outermost:
                 self._running = None

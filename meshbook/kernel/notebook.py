@@ -21,7 +21,7 @@ from IPython.core.error import StdinNotImplementedError
 from IPython.core.interactiveshell import InteractiveShell
 
 from meshbook.controller import mesh as meshes
-from meshbook.controller.config import read_defaults
+from meshbook.controller.config import Defaults, read_defaults
 from meshbook.controller.console import Console, ask_on_terminal
 from meshbook.controller.futures import MeshFuture
 from meshbook.controller.launch import launch_supervisor
@@ -37,6 +37,7 @@ from meshbook.errors import (
     MeshNameError,
     NotAttached,
     RankLost,
+    UsageError,
 )
 from meshbook.ids import CallId, Ranks, name_ranks
 from meshbook.kernel import failures, questions, sink, transform
@@ -143,7 +144,7 @@ class Notebook:
             warm: have a supervisor ready for the first cell where there are none.
         """
         if self._readiness is None:
-            ttl = read_defaults().orphan_ttl_s
+            ttl = _lenient_defaults().orphan_ttl_s
             self._readiness = Readiness(self._owner, kind=self._kind, orphan_ttl_s=ttl, warm=warm)
 
     def settle(self) -> None:
@@ -152,7 +153,7 @@ class Notebook:
             return
         for session in self._readiness.sessions():
             assert session.axes is not None
-            self._adopt(Mesh.of(session, session.axes), stays=read_defaults().keep)
+            self._adopt(Mesh.of(session, session.axes), stays=_lenient_defaults().keep)
             self._news += _welcome_back(session, "from before the kernel's restart")
 
     def start(
@@ -676,6 +677,14 @@ def _grid(ranks: int | None, axes: str | Mapping[str, int] | None, default: Call
     if ranks is not None:
         grid.require(ranks)
     return grid
+
+
+def _lenient_defaults() -> Defaults:
+    """The defaults for what the user has not asked for: what cannot be read is told of when a mesh is started."""
+    try:
+        return read_defaults()
+    except UsageError:
+        return Defaults()
 
 
 def _with_environment(spec: messages.MeshSpec, inherited: Mapping[str, str]) -> messages.MeshSpec:

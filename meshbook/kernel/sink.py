@@ -342,7 +342,10 @@ class _Board:
         goes on is done; the next line begins another."""
         kind = "display_data" if self._id is None else "update_display_data"
         name = self._id or f"meshbook-{secrets.token_hex(8)}"
-        text = "\n".join(words.show_line(line, ranks) for line in self._lines)
+        # Whoever spoke last is not to move up: what goes on is in the order of ranks, at the places of what goes on.
+        live = iter(sorted((line for line in self._lines if line.live), key=lambda line: line.ranks))
+        lines = [next(live) if line.live else line for line in self._lines]
+        text = "\n".join(words.show_line(line, ranks) for line in lines)
         self.changed = False
         self._id = name
         if not any(line.live for line in self._lines):

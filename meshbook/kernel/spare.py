@@ -24,7 +24,7 @@ log = logging.getLogger("meshbook.kernel")
 
 # Seconds that a supervisor without ranks lives on after a crash of its kernel: a restarter needs about 5 to bring the
 # kernel back, which then finds it warm.
-SPARE_TTL_S = 20.0
+SPARE_TTL_S = 10.0
 
 
 class Readiness:
@@ -76,8 +76,8 @@ class Readiness:
     def _run(self) -> None:
         try:
             self._look()
-        except Exception:
-            log.exception("looking for meshes of %s failed", self._owner)
+        except MeshbookError as error:  # of the folder in which meshes are found; the first cell will say it
+            log.warning("no mesh from before could be looked for: %s", error)
         finally:
             self._looked.set()
         if self._warm and not self._found and self._spare is None:
@@ -98,7 +98,7 @@ class Readiness:
                 continue
             others = [client for client in session.info.clients if not client.endswith(f"(pid {os.getpid()})")]
             if any(client.startswith("kernel") for client in others):
-                session.close()  # another kernel of the same notebook has it
+                session.detach()  # another kernel of the same notebook has it
             elif session.axes is not None:
                 self._found.append(session)
             elif self._spare is None and self._warm:

@@ -17,6 +17,7 @@ history, `Out` and hooks stay IPython's own. What a name below decides, `%%contr
 |                                                   | of theirs                                                        |
 | `x?`, `?x`, `x??`                                 | asked of the ranks, and here                                     |
 | `exit`, `quit`                                    | here: they end the kernel                                        |
+| `_`, `Out[7].result()` of a background cell       | here: the future is the notebook's own                           |
 
 Line magics that run here may stand at the top of a cell whose rest runs on the ranks.
 """

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from meshbook.errors import RankLost, TransferError
+from meshbook.errors import RankLost, StartError, TransferError
 from meshbook.ids import CallId, name_ranks
 from meshbook.rank import paths
 from meshbook.rank.capture import Output
@@ -290,6 +290,8 @@ class Executor:
             import torch
 
             num_gpus = torch.cuda.device_count()
+            if spec.device == "cuda" and not num_gpus:
+                raise StartError("cuda was asked for, and this host has no GPU that torch can use; try --device cpu")
             if num_gpus >= self.told.local_world_size or spec.device == "cuda":
                 self._device = f"cuda:{self.told.local_rank % max(1, num_gpus)}"
         return self._device

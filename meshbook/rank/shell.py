@@ -134,7 +134,7 @@ class RankShell(InteractiveShell):
         # Jedi is slow, imports what it completes, and is not needed where the objects themselves are at hand.
         config.IPCompleter.use_jedi = False
         config.IPCompleter.evaluation = "limited"
-        # Above so many lines a file is highlighted line by line, not parsed whole: torch's own would take half a second.
+        # Longer files are not parsed whole for a traceback: those of torch would take half a second.
         IPython.core.ultratb.FAST_THRESHOLD = 1000
         shell = cls.instance(config=config, output=output, gate=gate or InterruptGate())
         shell.install()

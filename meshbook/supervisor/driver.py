@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import zmq
 
@@ -233,6 +234,8 @@ class Driver:
                     for identity in self._receivers.values():
                         self._send(identity, message)
                 case s.ToClient(client=client, message=message):
+                    if isinstance(message, messages.MeshReady):
+                        self._tell_ready()
                     receiver = self._receivers.get(client or "")
                     if receiver is not None:
                         self._send(receiver, message)
@@ -252,6 +255,14 @@ class Driver:
                     self._loop.call_later(delay_s, functools.partial(self._ring, name))
                 case s.Shutdown(reason=reason):
                     self._shut_down(reason)
+
+    def _tell_ready(self) -> None:
+        """Say in the connection file that there are ranks: `attach` without a name looks for that."""
+        self.connection = msgspec.structs.replace(self.connection, has_ranks=True)
+        try:
+            keys.write_connection(self._folder, self.connection)
+        except StartError as error:
+            log.warning("%s", error)
 
     def _ring(self, alarm: str) -> None:
         self._carry_out(self._state.alarm(alarm, self._now()))

@@ -40,6 +40,7 @@ class Connection(Struct, frozen=True):
     protocol: str
     owner: str | None = None  # the notebook or script that started it: a restarted kernel finds its mesh by this
     server_key: str | None = None  # CURVE, for tcp
+    has_ranks: bool = False  # False: a supervisor that warms up, and is nobody's mesh yet
 
 
 def new_token() -> str:
@@ -154,7 +155,8 @@ def write_connection(folder: Path, connection: Connection) -> None:
 def remove_dead(connection: Connection) -> None:
     """Remove what this mesh left, if it is dead and nobody has taken its name since."""
     folder = runtime_folder() / connection.name
-    if read_connection(folder) == connection and not is_running(connection.pid, connection.process_started_at):
+    found = read_connection(folder)
+    if found is not None and found.token == connection.token and not is_running(connection.pid, connection.process_started_at):
         remove_folder(folder)
 
 
@@ -230,7 +232,9 @@ def find_connection(name: str | None) -> Connection:
                 f"What it left was removed; start a new one with %mesh start --name {name}"
             )
     running = list_connections()
-    matching = [connection for connection in running if name is None or connection.name == name]
+    if name is None:  # a kernel's spare supervisor is no mesh that anybody could mean
+        running = [connection for connection in running if connection.has_ranks]
+    matching = [connection for connection in running if name in (None, connection.name)]
     if len(matching) == 1:
         return matching[0]
     names = ", ".join(connection.name for connection in running)

@@ -56,10 +56,7 @@ def notebook(jupyterlab: Lab) -> Iterator[LabNotebook]:
     idle."""
     with jupyterlab.notebook("meshbook") as notebook:
         notebook.run(
-            "import os, time\n"
-            "def wait_for(path):\n"
-            "    while not os.path.exists(path):\n"
-            "        time.sleep(0.01)\n"
+            "import os, time\ndef wait_for(path):\n    while not os.path.exists(path):\n        time.sleep(0.01)\n"
         )
         yield notebook
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
 
 # Seconds that a page is given to show what it is to show. All but the first page take far less on a quiet machine.
-TIMEOUT_S = 20.0
+TIMEOUT_S = 30.0
 # Seconds that a server is given to end its kernels and then itself.
 END_S = 30.0
 
@@ -253,13 +253,15 @@ def marimo(browser: Browser, folder: Path, source: str) -> Iterator[MarimoNotebo
 
 
 class MarimoNotebook:
-    """A notebook on marimo's page."""
+    """A notebook on marimo's page.
+
+    Attributes:
+        stop_button: is found once a cell has run for a fifth of a second; before that marimo takes no clicks on it.
+    """
 
     def __init__(self, page: Page) -> None:
         self.page = page
-        self.stop_button = page.locator(
-            '[data-testid="chrome-controls-bottom-right"] [data-testid="interrupt-button"]'
-        )
+        self.stop_button = page.locator('[data-testid="interrupt-button"]:not(.inactive-button)')
 
     def cell(self, index: int) -> MarimoCell:
         return MarimoCell(self.page.locator(".marimo-cell").nth(index))

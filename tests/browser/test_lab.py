@@ -26,9 +26,9 @@ CONTRAST = """label => {
         const [red, green, blue] = numbers(colour).map(value => part(value / 255));
         return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
     };
-    const shades = [getComputedStyle(label).color, getComputedStyle(document.querySelector(".jp-Notebook")).backgroundColor]
-        .map(luminance).sort((a, b) => b - a);
-    return (shades[0] + 0.05) / (shades[1] + 0.05);
+    const page = document.querySelector(".jp-Notebook");
+    const shades = [getComputedStyle(label).color, getComputedStyle(page).backgroundColor].map(luminance);
+    return (Math.max(...shades) + 0.05) / (Math.min(...shades) + 0.05);
 }"""
 
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.browser
 expect = pytest.importorskip("playwright.sync_api").expect
 expect.set_options(timeout=TIMEOUT_S * 1000)
 
-SOURCE = '''
+SOURCE = """
 import marimo
 
 app = marimo.App()
@@ -58,7 +58,7 @@ def _(mesh, os):
 
 if __name__ == "__main__":
     app.run()
-'''
+"""
 MESH, COUNT, STUCK = range(3)
 
 

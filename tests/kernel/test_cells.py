@@ -179,6 +179,16 @@ def test_a_table_comes_as_html(shared: FrontEnd) -> None:
     assert "<table" in found["data"]["text/html"]
 
 
+def test_images_that_differ_are_all_drawn_with_their_ranks(shared: FrontEnd) -> None:
+    source = "from PIL import Image\nImage.new('RGB', (2, 2), (100 * rank, 0, 0))"
+    (found,) = [output["data"] for output in shared.run(source).outputs if output["type"] == "execute_result"]
+    assert found["text/html"].count("<img src=") == 2
+    assert "rank 1" in found["text/html"]
+    alike = shared.run("Image.new('RGB', (2, 2))").outputs[0]["data"]
+    assert "image/png" in alike
+    assert "text/html" not in alike
+
+
 def test_a_display_that_is_updated_changes_in_place(shared: FrontEnd) -> None:
     cell = shared.run("handle = display('first', display_id='test-display')\nhandle.update('second')")
     assert "'second'" in cell.text

@@ -149,6 +149,24 @@ def test_a_kernel_starts_in_a_folder_whose_files_are_named_like_pythons_own(run:
         assert front.run("%%controller\n1 + 1").result == "2"
 
 
+def test_settings_that_cannot_be_read_are_told_of_by_the_first_cell_and_the_kernel_lives(run: object) -> None:
+    with kernel(env={"MESHBOOK_RANKS": "many"}) as front:
+        cell = front.run("1")
+        assert cell.reply["ename"] == "UsageError"
+        assert "MESHBOOK_RANKS='many' is not a number of ranks" in cell.traceback
+        assert front.run("%%controller\n1 + 1").result == "2"
+
+
+def test_a_runtime_folder_that_is_open_to_others_is_told_of_and_not_used(run: object, tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    with kernel(env={"MESHBOOK_RUNTIME_DIR": str(tmp_path)}) as front:
+        cell = front.run("1")
+        assert cell.reply["ename"] == "StartError"
+        assert f"run chmod 700 {tmp_path}" in cell.traceback
+        assert front.run("%%controller\n1 + 1").result == "2"
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("owner", "stem"),
     [

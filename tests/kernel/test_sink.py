@@ -9,6 +9,7 @@ import pytest
 from meshbook.errors import UsageError
 from meshbook.kernel.sink import CellSink, KeptDisplays
 from meshbook.wire.messages import ClearOutput, Display, Line, Notice, RankDisplay
+from tests.kernel.frontend import plain
 
 ALL = (0, 1)
 
@@ -108,6 +109,16 @@ def test_the_bars_of_ranks_that_differ_are_lines_of_one_block() -> None:
     page.sink((bar("30%|#|", ALL),))
     page.sink.close()
     assert page.text() == "30%|#|\n"
+
+
+def test_bars_that_go_on_stand_in_the_order_of_ranks_whoever_spoke_last() -> None:
+    page = Page()
+    page.sink([bar("1/9")])
+    for number, rank in enumerate((1, 0, 1)):
+        page.now += 1
+        page.sink([bar(f"{number + 2}/9", (rank,))])
+        numbers = [row.split("[")[1][0] for row in plain(page.text()).splitlines() if "[" in row]
+        assert numbers == ["0", "1"]
 
 
 def test_a_bar_that_was_cleared_leaves_room_to_what_its_rank_says_next() -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from meshbook.errors import MeshInUse, MeshNameError, NotAttached, StartError, UsageError
@@ -32,6 +33,7 @@ def connection(name: str, pid: int) -> keys.Connection:
         process_started_at=keys.process_started_at(pid) or 0.0,
         started_at=time.time(),
         protocol="meshbook/1",
+        has_ranks=True,
     )
 
 
@@ -122,6 +124,14 @@ def test_a_reused_pid_is_not_taken_for_the_mesh(runtime: Path) -> None:
 def test_without_a_name_the_only_mesh_is_meant(runtime: Path) -> None:
     keys.write_connection(keys.claim_folder("one"), connection("one", os.getpid()))
     assert keys.find_connection(None).name == "one"
+
+
+def test_a_supervisor_that_only_warms_up_is_not_taken_for_the_mesh_that_is_meant(runtime: Path) -> None:
+    keys.write_connection(keys.claim_folder("one"), connection("one", os.getpid()))
+    spare = msgspec.structs.replace(connection("spare", os.getpid()), has_ranks=False)
+    keys.write_connection(keys.claim_folder("spare"), spare)
+    assert keys.find_connection(None).name == "one"
+    assert keys.find_connection("spare").name == "spare"
 
 
 def test_without_a_name_and_with_two_meshes_one_is_asked_for_by_name(runtime: Path) -> None:
