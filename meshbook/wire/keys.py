@@ -156,7 +156,8 @@ def remove_dead(connection: Connection) -> None:
     """Remove what this mesh left, if it is dead and nobody has taken its name since."""
     folder = runtime_folder() / connection.name
     found = read_connection(folder)
-    if found is not None and found.token == connection.token and not is_running(connection.pid, connection.process_started_at):
+    dead = not is_running(connection.pid, connection.process_started_at)
+    if dead and found is not None and found.token == connection.token:
         remove_folder(folder)
 
 
