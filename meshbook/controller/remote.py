@@ -182,7 +182,7 @@ def named(session: Session, name: str, ranks: Ranks) -> RemoteValue:
     answers = [answer for answer in peek(session, (name,), ranks).values() if answer is not None]
     if answers and all(answer.get(name) is None for answer in answers):
         raise MeshNameError(
-            f"no rank of {session.name!r} has a name {name!r}; names there: {_listed(session.info.names)}"
+            f"no rank of {session.name!r} has a name {name!r}; names there: {_listed(session.status().names)}"
         )
     return RemoteValue(session, Path(Name(name)), ranks)
 
@@ -271,4 +271,7 @@ def _same(value: RemoteValue, path: Path) -> Any:
 
 
 def _listed(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "") if names else "none yet"
+    """Names for a sentence, the newest of many."""
+    if not names:
+        return "none yet"
+    return ", ".join(names[-20:]) + (f" and {len(names) - 20} older ones" if len(names) > 20 else "")
