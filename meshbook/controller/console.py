@@ -67,4 +67,5 @@ def ask_on_terminal(question: messages.InputRequested) -> str | None:
 
 
 def _colours(stream: str) -> bool:
-    return bool((sys.stderr if stream == "stderr" else sys.stdout).isatty())
+    isatty = getattr(sys.stderr if stream == "stderr" else sys.stdout, "isatty", None)
+    return bool(isatty is not None and isatty())

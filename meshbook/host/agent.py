@@ -225,15 +225,26 @@ class HostAgent:
                 )
                 starter.start_rank(told, lambda child, link=link: self._started(link, child))  # type: ignore[misc]
         except (OSError, StartError) as error:
-            self._report(messages.HostFailed(host=self._host, reason=str(error)))
+            self._starter_failed(str(error))
 
     def _fork_starter(self, *, with_torch: bool) -> ForkStarter:
         return ForkStarter(
             self._loop,
             self._exited,
-            lambda reason: self._report(messages.HostFailed(host=self._host, reason=reason)),
+            self._starter_failed,
             with_torch=with_torch,
         )
+
+    def _starter_failed(self, reason: str) -> None:
+        """The fork server is gone, and with it everything it had forked; nobody else will say so."""
+        said = last_lines_of(_read(self._folder / "supervisor.log"), 1)
+        self._report(messages.HostFailed(host=self._host, reason=": ".join([reason, *said])))
+        for link in [link for link in self._links.values() if link.dead is None]:
+            if link.child is None:
+                link.dead = "was never started"
+            else:
+                self._exited(link.child.pid, signal.SIGKILL)
+        self._check_empty()
 
     def _started(self, link: Link, child: Child) -> None:
         link.child = child
@@ -669,6 +680,13 @@ class HostAgent:
         if link.child is not None and link.dead is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(link.child.pid, number)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def _by_call(links: list[Link]) -> dict[str, list[Link]]:

@@ -137,7 +137,7 @@ class ForkStarter:
             self._socket.setblocking(True)
             socket.send_fds(self._socket, [birth.encoder.encode(command)], descriptors)
         except OSError as error:
-            raise StartError(f"the fork server is gone ({error.strerror}); see supervisor.log") from error
+            raise StartError(f"the fork server is gone ({error.strerror})") from error
         finally:
             self._socket.setblocking(False)
 
@@ -152,7 +152,7 @@ class ForkStarter:
             if not data:
                 self._loop.unwatch(self._socket.fileno())
                 if not self._closing:
-                    self._on_failure(f"the fork server ended (status {self._process.wait()}); see supervisor.log")
+                    self._on_failure(f"the fork server ended with status {self._process.wait()}")
                 return
             match birth.fork_reports.decode(data):
                 case birth.ForkServerReady(seconds=seconds):

@@ -82,6 +82,7 @@ class Executor:
     def _do(self, command: Any, act: Callable[[Any], Outcome]) -> None:
         started = time.perf_counter()
         self.running = self._reporter.call = command.call
+        self._words.restart()
         try:
             outcome = act(command)
         except KeyboardInterrupt:  # between two lines of ours, where no user code is left to end

@@ -41,6 +41,11 @@ class LastWords:
         self._total += len(data)
         _HEADER.pack_into(self._map, 0, self._total, self._note)
 
+    def restart(self) -> None:
+        """Forget what was said so far: something new begins."""
+        self._total, self._note = 0, b""
+        _HEADER.pack_into(self._map, 0, self._total, self._note)
+
     def note(self, text: str) -> None:
         """Put one short text, beside the ring, in the place of the one before: what the process was about to do."""
         self._note = text.encode("utf-8", "replace")[:255]

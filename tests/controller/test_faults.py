@@ -12,6 +12,7 @@ import pytest
 
 from meshbook.controller.mesh import Mesh, create_mesh
 from meshbook.errors import CellError, CellInterrupted, NotAttached, RankLost, StartError
+from meshbook.wire import keys
 from tests.controller.test_run import when
 
 
@@ -177,6 +178,16 @@ def test_a_supervisor_that_dies_takes_its_ranks_along_and_the_client_is_told(own
 def test_a_mesh_whose_ranks_cannot_start_says_why_and_leaves_nothing() -> None:
     with pytest.raises(StartError, match="need 2 GPUs, and 0 are visible"):
         create_mesh(2, env={"CUDA_VISIBLE_DEVICES": ""}, device="cuda")
+
+
+def test_a_torch_that_cannot_be_imported_fails_the_start_with_its_reason_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('this torch is broken')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    with pytest.raises(StartError, match="this torch is broken"):
+        create_mesh(2)
+    when(lambda: keys.list_connections() == [])
 
 
 def test_an_interrupted_cell_says_so_and_keeps_what_it_had_bound(own_mesh: Mesh) -> None:
