@@ -42,6 +42,7 @@ class Cell:
     outputs: list[dict[str, Any]] = field(default_factory=list)
     num_messages: int = 0
     seconds: float = 0.0
+    idle: bool = False  # its last output has come
     _clear: bool = False
 
     @property
@@ -155,13 +156,8 @@ class FrontEnd:
     def wait(self, cell: Cell, *, timeout_s: float = TIMEOUT_S) -> Cell:
         """Take messages until this cell's reply and its last output have come."""
         started = time.monotonic()
-        idle = False
-
-        def done() -> bool:
-            return idle and bool(cell.reply)
-
         deadline = started + timeout_s
-        while not done():
+        while not (cell.idle and cell.reply):
             left = deadline - time.monotonic()
             assert left > 0, f"no end after {timeout_s} s; so far:\n{cell.text}"
             if self.client.stdin_channel.msg_ready():
@@ -170,12 +166,7 @@ class FrontEnd:
                 message = self.client.get_shell_msg()
                 self._cell_of(message).reply = message["content"]
                 cell.seconds = cell.seconds or time.monotonic() - started
-            message = self._iopub(min(left, 0.02))
-            if message is not None and message["msg_type"] == "status":
-                idle = idle or (
-                    message["parent_header"].get("msg_id") == cell.request
-                    and message["content"]["execution_state"] == "idle"
-                )
+            self._iopub(min(left, 0.02))
         return cell
 
     def until(self, cell: Cell, seen: Callable[[Cell], bool], *, timeout_s: float = TIMEOUT_S) -> Cell:
@@ -243,6 +234,8 @@ class FrontEnd:
         cell = self.cells.get(message["parent_header"].get("msg_id", ""))
         if cell is not None:
             cell.take(message)
+            # Noted for whichever cell it is: that of a cell which waits its turn may come while another is waited for.
+            cell.idle = cell.idle or message["content"].get("execution_state") == "idle"
         return message
 
     def _answer(self) -> None:
