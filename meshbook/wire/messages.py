@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import msgspec
 from msgspec import Struct
 
 from meshbook.ids import CallId, Ranks
@@ -731,18 +730,3 @@ AnyMessage = ClientCommand | HostCommand | RankReport | HostReport | SupervisorR
 # Commands that a rank's main thread carries out, one at a time, in the order sent; the rest is the service thread's.
 MAIN_THREAD = (FormGroups, RunCell, CallFunction, Evaluate, SetNames, DeleteNames)
 QUESTIONS = (Complete, Inspect, Peek)
-
-__all__ = [name for name, thing in list(globals().items()) if isinstance(thing, type) and issubclass(thing, Struct)] + [
-    "AnyMessage",
-    "ClientCommand",
-    "FoldedItem",
-    "HostCommand",
-    "HostReport",
-    "MAIN_THREAD",
-    "OutputItem",
-    "QUESTIONS",
-    "RankCommand",
-    "RankReport",
-    "SupervisorReport",
-    "msgspec",
-]
