@@ -2,7 +2,7 @@
 # installed from this folder and every direct dependency at the version in constraints.txt.
 #
 #   make demo    run notebooks/quickstart.ipynb on a local mesh of four ranks, and say where the result is
-#   make test    run every test this machine can run
+#   make test    run every test this machine can run (make test PEERS=1 installs Monarch and Ray, whose tests then run)
 #   make lab     open the quickstart in JupyterLab
 #   make bench   measure, and compare with what others do (make bench PEERS=1 installs the others too)
 #   make check   ruff and mypy --strict
@@ -38,7 +38,7 @@ $(VENV)/installed-%: $(SOURCES) | $(BIN)/python
 demo: $(VENV)/installed-demo
 	$(BIN)/python -m meshbook.cli.main run $(QUICKSTART)
 
-test: $(VENV)/installed-dev
+test: $(VENV)/installed-dev $(if $(PEERS),$(VENV)/installed-peers)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lab: $(VENV)/installed-lab

@@ -14,6 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from meshbook import errors, exceptions
+from meshbook.controller import extensions
 from meshbook.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ _WHERE = {
     "create_mesh": "meshbook.controller.mesh",
     "list_meshes": "meshbook.controller.listing",
 }
+
+# What methods of Mesh find on the floors between a mesh and a notebook.
+extensions.provide({})
 
 
 def __getattr__(name: str) -> Any:

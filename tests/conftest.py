@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,9 @@ import pytest
 from tests.leaks import GRACE_S, Run
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# A shell that starts a run in the background has it ignore SIGINT, and every process of a test would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before anything imports torch or numpy, for these read it once. Ranks of one test share few cores: with a pool of
 # threads in each they fight, and numbers that are compared bit for bit would depend on how many threads summed them.

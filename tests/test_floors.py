@@ -29,11 +29,18 @@ FLOORS = {
     "wire.messages": 1,  # words only, so that folding, which is about words, needs no sockets
     "wire": 2,
     "fold": 2,
+    "diagnose": 2,
     "rank": 3,
     "host": 3,
     "engines": 3,
     "supervisor": 4,
     "controller": 5,
+    "tensors": 6,
+    "actors": 6,
+    "actors.base": 2,  # what an actor's class is made of; ranks know it too
+    "actors.runtime": 3,  # an actor's life on its rank
+    "dashboard": 7,
+    "actor": 7,  # the door with Monarch's names
     "kernel": 8,
     "cli": 8,
     "marimo_executor": 8,
@@ -63,7 +70,7 @@ CONFINED = {
 }
 
 # Modules that decide and do not act: a test drives them without a process, a socket or a clock of their own.
-PURE = ("ids", "errors", "mesh", "placement", "wire.messages", "wire.codec", "fold", "supervisor.state")
+PURE = ("ids", "errors", "mesh", "placement", "wire.messages", "wire.codec", "fold", "diagnose", "supervisor.state")
 ACTING = {"asyncio", "multiprocessing", "os", "select", "selectors", "socket", "subprocess", "threading", "time", "zmq"}
 
 

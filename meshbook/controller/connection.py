@@ -47,6 +47,7 @@ class Listeners:
     segments: list[Callable[[messages.Segments], None]] = field(default_factory=list)
     idle: list[Callable[[], None]] = field(default_factory=list)  # every few seconds
     stray_output: list[Callable[[messages.CallOutput], None]] = field(default_factory=list)
+    reports: dict[type, Callable[[Any], None]] = field(default_factory=dict)  # for words that floors above understand
 
 
 class Connection:
@@ -239,6 +240,10 @@ class Connection:
                     self._supervisor_gone()
             case messages.Welcome():
                 pass
+            case _:
+                understood = self.listeners.reports.get(type(report))
+                if understood is not None:
+                    understood(report)
 
     def _fail_all(self, text: str) -> None:
         for call in list(self._pending):

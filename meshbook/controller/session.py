@@ -49,6 +49,7 @@ class Session:
         self.axes: MeshAxes | None = _axes_of(self.info)
         self.ended: str | None = None  # why the mesh is no more
         self.on_lost: list[Callable[[tuple[messages.RankExited, ...]], None]] = []
+        self.extras: dict[str, Any] = {}  # what floors above keep for as long as the session lives, by their name
         self._pool = SegmentPool()
         self._reader = SegmentReader()
         self._gone = threading.Event()

@@ -1,0 +1,1 @@
+"""What an actor's class is made of: `Actor`, `@endpoint`. Known to callers and to ranks."""

@@ -1,0 +1,1 @@
+"""An actor's life on its rank: mailbox, messages in order, endpoints."""

@@ -1,0 +1,1 @@
+"""Remote tensors and modules: metadata here, storage and arithmetic on the ranks."""

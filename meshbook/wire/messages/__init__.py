@@ -1,0 +1,108 @@
+"""Every word that Meshbook's processes say to each other.
+
+Commands are verbs and go down (controller, supervisor, host, rank); reports are past tense and come up. Each is a
+msgspec struct whose tag is its class name. Structs and nothing else: no sockets, no codec, no behaviour. Ranks travel
+as sorted tuples of ints; seconds are floats; byte counts are ints.
+
+An unknown field is ignored and a missing one takes its default, so a field may be added without a new protocol
+version; anything else needs one (`codec.PROTOCOL`).
+
+`core` has what starting, cells, values and Stop need. Here is who may say what to whom.
+"""
+
+from __future__ import annotations
+
+from meshbook.wire.messages.core import *
+
+ClientCommand = (
+    Hello
+    | StartMesh
+    | RunCell
+    | CallFunction
+    | Evaluate
+    | SetNames
+    | DeleteNames
+    | Complete
+    | Inspect
+    | Peek
+    | Release
+    | Interrupt
+    | ReplyInput
+    | KillRanks
+    | AskStatus
+    | AskLogs
+    | AskHistory
+    | StopMesh
+    | Detach
+    | Ping
+)
+HostCommand = (
+    StartRanks
+    | FormGroups
+    | RunCell
+    | CallFunction
+    | Evaluate
+    | SetNames
+    | DeleteNames
+    | Complete
+    | Inspect
+    | Peek
+    | Release
+    | Interrupt
+    | ReplyInput
+    | KillRanks
+    | AskLogs
+    | Unblock
+    | Exit
+)
+RankCommand = (
+    FormGroups
+    | RunCell
+    | CallFunction
+    | Evaluate
+    | SetNames
+    | DeleteNames
+    | Complete
+    | Inspect
+    | Peek
+    | Release
+    | ReplyInput
+    | Unblock
+    | Interrupt
+    | Exit
+)
+RankReport = RankReady | RankSaid | RankFinished | RankAnswered | RankAsked | RankBeat
+HostReport = (
+    HostReady
+    | HostFailed
+    | HostBeat
+    | StoreServed
+    | RankReady
+    | RankExited
+    | RankBeat
+    | CallOutput
+    | CallFinished
+    | CallProgressed
+    | InputRequested
+    | Answered
+    | Segments
+)
+SupervisorReport = (
+    Welcome
+    | MeshReady
+    | RanksChanged
+    | MeshStopped
+    | CallOutput
+    | CallFinished
+    | CallProgressed
+    | InputRequested
+    | Answered
+    | Refused
+    | Segments
+)
+AnyMessage = ClientCommand | HostCommand | RankReport | HostReport | SupervisorReport
+
+
+# Commands that a rank's main thread carries out, one at a time, in the order sent; the rest is the service thread's.
+MAIN_THREAD = (FormGroups, RunCell, CallFunction, Evaluate, SetNames, DeleteNames)
+QUESTIONS = (Complete, Inspect, Peek)
