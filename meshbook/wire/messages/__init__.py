@@ -13,6 +13,7 @@ version; anything else needs one (`codec.PROTOCOL`).
 from __future__ import annotations
 
 from meshbook.wire.messages.core import *
+from meshbook.wire.messages.looking import *
 
 ClientCommand = (
     Hello

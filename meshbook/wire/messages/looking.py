@@ -1,0 +1,142 @@
+"""The words for looking at ranks: what they measure of themselves, and snapshots of what they are doing.
+
+A snapshot is plain data from one rank, taken from inside (the rank's service thread) or from outside (its host), and all
+that a diagnosis is made of. Times are seconds before the snapshot was taken, so that no two clocks are ever compared.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from meshbook.ids import CallId, Ranks
+from meshbook.wire.messages.core import Frame, Message, RankExited
+
+
+class Gpu(Struct, frozen=True, gc=False, omit_defaults=True):
+    """One rank's GPU. Bytes; None where the driver does not say."""
+
+    name: str = ""
+    allocated_bytes: int | None = None  # by torch's allocator, in this process
+    reserved_bytes: int | None = None
+    peak_bytes: int | None = None
+    used_bytes: int | None = None  # on the device, by every process
+    total_bytes: int | None = None
+    utilisation: float | None = None  # 0..100, NVML
+
+
+class Health(Struct, frozen=True, gc=False, omit_defaults=True):
+    """What a rank measured of itself since its last beat."""
+
+    cpu_percent: float = 0.0  # of one core, all threads
+    gil_lag_s: float = 0.0  # the longest that the service thread waited for the GIL
+    num_collectives: int = 0  # begun since the rank started
+    steps: int = 0  # calls of `meshbook.log` since the rank started
+    steps_per_s: float | None = None
+    gpu: Gpu | None = None
+
+
+class Scalar(Struct, array_like=True, frozen=True, gc=False):
+    """One number that user code gave to `meshbook.log`."""
+
+    name: str
+    step: int
+    value: float
+    age_s: float  # before the report it came in was sent
+
+
+class ThreadStack(Struct, frozen=True, gc=False, omit_defaults=True):
+    """One thread's Python stack, outermost first, service threads of Meshbook's own left out."""
+
+    name: str
+    frames: tuple[Frame, ...]
+    main: bool = False
+    has_gil: bool | None = None  # from outside only
+    active: bool | None = None  # on a core when looked at; from outside only
+
+
+class CollectiveSeen(Struct, frozen=True, gc=False, omit_defaults=True):
+    """One collective of a rank's ring, told without torch."""
+
+    op: str  # "all_reduce", "send", ...
+    group: str  # the group's label
+    group_ranks: Ranks
+    seq: int  # counted within the group, on this rank
+    shapes: tuple[tuple[int, ...], ...] = ()
+    dtype: str = ""
+    line: Frame | None = None  # the user's line that began it
+    peer: int | None = None  # of send and recv: the other's global rank
+    began_s: float = 0.0  # seconds ago
+    ended_s: float | None = None  # seconds ago; None: still open
+    failed: str | None = None
+
+
+class Process(Struct, frozen=True, gc=False, omit_defaults=True):
+    """What the system says of a rank's process."""
+
+    state: str = ""  # "R", "S", "D", "T", "Z": /proc's letters
+    syscall: str | None = None  # "futex", "read", "connect", ... of the main thread
+    target: str | None = None  # what it is about: a path, "socket 127.0.0.1:80", "pipe"
+    cpu_s: float = 0.0
+    rss_bytes: int = 0
+    children: tuple[tuple[int, str, str], ...] = ()  # pid, state, command line (bounded)
+    oom_killed: bool = False
+
+
+class RankSnapshot(Struct, frozen=True, gc=False, omit_defaults=True):
+    """What one rank is doing."""
+
+    rank: int
+    host: str = ""
+    pid: int | None = None
+    source: Literal["inside", "outside", "none"] = "none"
+    call: CallId | None = None  # running now
+    cell: str | None = None  # "cell 7"
+    file: str | None = None  # the running cell's file name, as in its frames
+    cell_line: int | None = None
+    running_s: float | None = None  # how long this call has been running
+    beat_age_s: float | None = None
+    stacks: tuple[ThreadStack, ...] = ()
+    collectives: tuple[CollectiveSeen, ...] = ()  # the last ones, oldest first, open ones always among them
+    num_collectives: int = 0
+    health: Health | None = None
+    process: Process | None = None
+    asking: bool = False  # waits for the user to answer input()
+    finished: str | None = None  # how its part of the last call ended, when it has: "ok", "error", ...
+    error: str | None = None  # of that: "ValueError: ...", with its cell line in `cell_line`
+    last_cell: str | None = None  # label of that call
+    exited: RankExited | None = None
+    problem: str | None = None  # why there are no stacks, and what would help
+
+
+class TakeSnapshots(Message):
+    """Look at ranks. Hosts ask each rank's service thread, and look from outside at those that do not answer."""
+
+    call: CallId
+    ranks: Ranks
+    num_collectives: int = 64  # of each rank's ring, beside the open ones
+    stacks: bool = True
+
+
+class SnapshotsTaken(Message):
+    """One host's ranks (host to supervisor), or all that were asked for (supervisor to controller)."""
+
+    call: CallId
+    snapshots: tuple[RankSnapshot, ...]
+    silent_hosts: tuple[str, ...] = ()
+
+
+class Watch(Message):
+    """This client wants to be told what ranks measure, `per_s` times a second, until it says 0."""
+
+    call: CallId
+    per_s: float = 2.0
+    history_s: float = 0.0  # also send what is remembered of the last seconds, once
+
+
+class Watched(Message):
+    """News for those that watch; the supervisor says `Any` as a plain structure, described in supervisor/series.py."""
+
+    at: float  # wall clock
+    data: dict[str, Any]
