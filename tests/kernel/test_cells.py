@@ -163,7 +163,10 @@ def test_what_comes_back_can_be_taken_apart_here(shared: FrontEnd) -> None:
 
 def test_a_figure_that_ranks_draw_alike_comes_once(shared: FrontEnd) -> None:
     cell = shared.run("import matplotlib.pyplot as plt\nplt.plot([1, 2]);")
-    assert [sorted(data) for data in cell.displays] == [["image/png", "text/plain"]]
+    figures = [data for data in cell.displays if "image/png" in data]
+    assert len(figures) == 1
+    # Where ranks draw far apart in time a heading says whose it is: in the end, everybody's.
+    assert {data["text/plain"] for data in cell.displays if "image/png" not in data} <= {"ranks 0-1:"}
 
 
 def test_figures_that_differ_come_with_their_ranks(shared: FrontEnd) -> None:

@@ -715,37 +715,50 @@ def test_display_data_is_fit_to_travel(rank: Rank) -> None:
     msgspec.msgpack.encode(shown)
 
 
-def test_tqdm_is_text_here(rank: Rank) -> None:
-    rank.ok("from tqdm.auto import tqdm\nfor i in tqdm(range(3), desc='steps'): pass")
-    (item,) = rank.output.take()
-    assert isinstance(item, Text)
-    assert item.stream == "stderr"
-    assert "steps: 100%" in item.text
+def test_tqdm_is_text_here() -> None:
+    """In a process of its own: tqdm.auto settles on a kind of bar once."""
+    alone("""
+        run("from tqdm.auto import tqdm")
+        (item,) = run("for i in tqdm(range(3), desc='steps'): pass")
+        assert isinstance(item, Text), item
+        assert item.stream == "stderr" and "steps: 100%" in item.text
+        """)
 
 
 @pytest.mark.parametrize("first", ["pass", "%matplotlib inline"])
 def test_figures_are_shown_at_the_end_of_the_cell(first: str) -> None:
     """In a process of its own: matplotlib settles on a backend once."""
-    source = f"""
-        import sys
-        from meshbook.rank.capture import Output
-        from meshbook.rank.shell import RankShell
-        from meshbook.wire.messages import Display, RunCell
-        output = Output(descriptors=False)
-        shell = RankShell.make(output=output)
-        def run(source):
-            done = shell.run(RunCell("c", (), source))
-            assert done.status == "ok", done.error
-            return output.take()
+    alone(f"""
         assert run({first!r}) == ()
         assert "matplotlib" not in sys.modules or {first!r} != "pass"
         for _ in range(2):
             (shown,) = run("import matplotlib.pyplot as plt\\nplt.plot([1, 2])\\nNone")
             assert isinstance(shown, Display) and shown.data["image/png"].startswith("iVBOR"), shown
         assert run("1 + 1") == ()
+        """)
+
+
+def alone(source: str) -> None:
+    """Run source in a new process that has a rank's shell: `run(cell)` gives what the cell showed."""
+    begin = """
+        import sys
+        from meshbook.rank.capture import Output
+        from meshbook.rank.shell import RankShell
+        from meshbook.wire.messages import Display, RunCell, Text
+        output = Output(descriptors=False)
+        shell = RankShell.make(output=output)
+        def run(source):
+            output.install()
+            try:
+                done = shell.run(RunCell("c", (), source))
+            finally:
+                output.uninstall()
+            assert done.status == "ok", done.error
+            return output.take()
         """
     environment = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(source)], env=environment, capture_output=True)
+    source = textwrap.dedent(begin) + textwrap.dedent(source)
+    done = subprocess.run([sys.executable, "-c", source], env=environment, capture_output=True, timeout=60)
     assert done.returncode == 0, done.stderr.decode()
 
 
