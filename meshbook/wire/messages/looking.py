@@ -1,7 +1,8 @@
 """The words for looking at ranks: what they measure of themselves, and snapshots of what they are doing.
 
-A snapshot is plain data from one rank, taken from inside (the rank's service thread) or from outside (its host), and all
-that a diagnosis is made of. Times are seconds before the snapshot was taken, so that no two clocks are ever compared.
+A snapshot is plain data from one rank, taken from inside (the rank's service thread) or from outside (its host), and
+all that a diagnosis is made of. Times are seconds before the snapshot was taken, so that no two clocks are ever
+compared.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from meshbook.ids import CallId, Ranks
-from meshbook.wire.messages.core import Frame, Message, RankExited
+from meshbook.wire.messages.core import Frame, Message, RankExited, RankInfo
 
 
 class Gpu(Struct, frozen=True, gc=False, omit_defaults=True):
@@ -54,6 +55,9 @@ class ThreadStack(Struct, frozen=True, gc=False, omit_defaults=True):
     main: bool = False
     has_gil: bool | None = None  # from outside only
     active: bool | None = None  # on a core when looked at; from outside only
+    native: str | None = None  # the C function it is in, where that could be read; from outside only
+    num_cut: int = 0  # frames left out of a very deep stack ...
+    cut_at: int = 0  # ... between `frames[cut_at - 1]` and `frames[cut_at]`
 
 
 class CollectiveSeen(Struct, frozen=True, gc=False, omit_defaults=True):
@@ -70,6 +74,36 @@ class CollectiveSeen(Struct, frozen=True, gc=False, omit_defaults=True):
     began_s: float = 0.0  # seconds ago
     ended_s: float | None = None  # seconds ago; None: still open
     failed: str | None = None
+
+
+class Measured(Struct, frozen=True, gc=False, omit_defaults=True):
+    """What one rank measured, and what it has done, since this was last told of it."""
+
+    rank: int
+    health: Health | None = None
+    scalars: tuple[Scalar, ...] = ()  # in the order they were logged; the oldest are dropped where there are too many
+    num_dropped: int = 0  # scalars that were logged and are not told
+    collectives: tuple[CollectiveSeen, ...] = ()  # begun, ended or open; oldest first, bounded, open ones always
+
+
+class RankBeat(Message):
+    """A rank lives, says its service thread once per second; and what it measured since the last time."""
+
+    rank: int
+    call: CallId | None  # running on the main thread
+    line: int | None  # of the cell
+    rss_bytes: int
+    peak_rss_bytes: int
+    released: tuple[str, ...] = ()  # shared segments of others that this rank no longer maps
+    measured: Measured | None = None  # None: the probes are switched off
+
+
+class HostBeat(Message):
+    """One host's ranks, folded into one message, once per second."""
+
+    host: int
+    ranks: tuple[RankInfo, ...]
+    measured: tuple[Measured, ...] = ()  # of the ranks that beat since the last one
 
 
 class Process(Struct, frozen=True, gc=False, omit_defaults=True):
@@ -103,9 +137,11 @@ class RankSnapshot(Struct, frozen=True, gc=False, omit_defaults=True):
     health: Health | None = None
     process: Process | None = None
     asking: bool = False  # waits for the user to answer input()
-    finished: str | None = None  # how its part of the last call ended, when it has: "ok", "error", ...
+    finished: str | None = None  # how its part of the last call ended, when it runs none: "ok", "error", ...
+    finished_s: float | None = None  # seconds ago
     error: str | None = None  # of that: "ValueError: ...", with its cell line in `cell_line`
     last_cell: str | None = None  # label of that call
+    last_call: CallId | None = None
     exited: RankExited | None = None
     problem: str | None = None  # why there are no stacks, and what would help
 
@@ -117,6 +153,14 @@ class TakeSnapshots(Message):
     ranks: Ranks
     num_collectives: int = 64  # of each rank's ring, beside the open ones
     stacks: bool = True
+
+
+class SnapshotTaken(Message):
+    """What a rank's service thread saw, rank to host."""
+
+    rank: int
+    call: CallId
+    snapshot: RankSnapshot
 
 
 class SnapshotsTaken(Message):
@@ -136,7 +180,7 @@ class Watch(Message):
 
 
 class Watched(Message):
-    """News for those that watch; the supervisor says `Any` as a plain structure, described in supervisor/series.py."""
+    """News for those that watch."""
 
     at: float  # wall clock
-    data: dict[str, Any]
+    data: dict[str, Any]  # described in supervisor/series.py
