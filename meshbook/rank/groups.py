@@ -366,6 +366,7 @@ class Groups:
             # Its corner of the store has half of this attempt in it, so a second one needs another epoch.
             group.break_off(Break(f"connecting it failed: {one_line(error)}"))
             raise
+        group.label.restart(self.epoch or 0)
         group.adopt(list(made.values()), store)
         with self._lock:
             severed = self._severed

@@ -37,15 +37,29 @@ class TensorLike(Protocol):
     def dtype(self) -> object: ...
 
 
-class Label:
-    """A process group as the ring sees it: its name, the global ranks in it, and a counter of its collectives."""
+# What two members do with each other, while the rest of the group knows nothing of it.
+POINT_TO_POINT = frozenset(("send", "recv"))
 
-    __slots__ = ("name", "next_seq", "ranks")
+
+class Label:
+    """A process group as the ring sees it: its name, the global ranks in it, and counters of its collectives.
+
+    Attributes:
+        epoch: which connections of the group these are; the counters start again with each.
+    """
+
+    __slots__ = ("epoch", "name", "next_seq", "next_transfer", "ranks")
 
     def __init__(self, name: str, ranks: Iterable[int]) -> None:
         self.name = name
         self.ranks = tuple(ranks)
+        self.restart(0)
+
+    def restart(self, epoch: int) -> None:
+        """Count from 1 again: after a break, members would go on from where each had come to, which differs."""
+        self.epoch = epoch
         self.next_seq: Callable[[], int] = itertools.count(1).__next__  # atomic: collectives come from several threads
+        self.next_transfer: Callable[[], int] = itertools.count(1).__next__
 
 
 class Collective:
@@ -54,7 +68,9 @@ class Collective:
     Attributes:
         op: torch.distributed's name for it, "all_reduce", "send".
         seq: number among all collectives of this rank, from 1.
-        group_seq: number among those of its group, from 1; equal on all members of a group that run the same code.
+        group_seq: number among those of its group and epoch, from 1; equal on all members of a group that run the same
+            code. Sends and receives have a count of their own, for not all members take part in them.
+        epoch: of its group's connections when it began.
         t_start, t_end: monotonic seconds; `t_end` is None while it runs. For one that nobody waited for, it is when
             its end was first noticed.
         error: why it failed, one line; None if it did not.
@@ -67,6 +83,7 @@ class Collective:
         "_finished",
         "_instruction",
         "_shapes",
+        "epoch",
         "error",
         "group_seq",
         "label",
@@ -94,6 +111,7 @@ class Collective:
         self.seq = seq
         self.label = label
         self.group_seq = group_seq
+        self.epoch = label.epoch
         self.peer = peer
         self.t_start = t_start
         self.t_end: float | None = None
@@ -226,7 +244,7 @@ class Ring:
             op,
             seq,
             label,
-            label.next_seq(),
+            label.next_transfer() if op in POINT_TO_POINT else label.next_seq(),
             tuple([tensor.shape for tensor in tensors]),
             tuple([tensor.dtype for tensor in tensors]),
             peer,

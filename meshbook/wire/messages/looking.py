@@ -55,6 +55,10 @@ class ThreadStack(Struct, frozen=True, gc=False, omit_defaults=True):
     main: bool = False
     has_gil: bool | None = None  # from outside only
     active: bool | None = None  # on a core when looked at; from outside only
+    state: str = ""  # of this thread: "R", "S", "D", from /proc/<pid>/task/<tid>/stat
+    syscall: str | None = None  # of this thread: "futex", "read", ...
+    waits_on: str | None = None  # what it waits for, where that can be told: "lock `a`"
+    held_by: str | None = None  # name of the thread of this rank that has it, where that can be told
     native: str | None = None  # the C function it is in, where that could be read; from outside only
     num_cut: int = 0  # frames left out of a very deep stack ...
     cut_at: int = 0  # ... between `frames[cut_at - 1]` and `frames[cut_at]`
@@ -66,7 +70,7 @@ class CollectiveSeen(Struct, frozen=True, gc=False, omit_defaults=True):
     op: str  # "all_reduce", "send", ...
     group: str  # the group's label
     group_ranks: Ranks
-    seq: int  # counted within the group, on this rank
+    seq: int  # counted within the group and epoch, on this rank; sends and receives by themselves
     shapes: tuple[tuple[int, ...], ...] = ()
     dtype: str = ""
     line: Frame | None = None  # the user's line that began it
