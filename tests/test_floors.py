@@ -70,7 +70,10 @@ CONFINED = {
 }
 
 # Modules that decide and do not act: a test drives them without a process, a socket or a clock of their own.
-PURE = ("ids", "errors", "mesh", "placement", "wire.messages", "wire.codec", "fold", "diagnose", "supervisor.state")
+PURE = (
+    "ids", "errors", "mesh", "placement", "wire.messages", "wire.codec", "fold", "diagnose", "supervisor.state",
+    "supervisor.seeing", "supervisor.looks", "supervisor.series", "supervisor.stalls", "supervisor.watching",
+)  # fmt: skip
 ACTING = {"asyncio", "multiprocessing", "os", "select", "selectors", "socket", "subprocess", "threading", "time", "zmq"}
 
 

@@ -301,4 +301,3 @@ def _with_collectives(
         rank: tuple(sorted(some.values(), key=lambda one: one.began_at)[-_COLLECTIVES_KEPT:])
         for rank, some in found.items()
     }
-

@@ -67,9 +67,7 @@ class Ring:
             return []
         values = self._values[-self._size :]
         first = self._newest - len(values) + 1
-        return [
-            ((first + at) * self.step_s, value) for at, value in enumerate(values) if not math.isnan(value)
-        ]
+        return [((first + at) * self.step_s, value) for at, value in enumerate(values) if not math.isnan(value)]
 
 
 class Series:

@@ -21,7 +21,7 @@ The data of a `Watched`, every key of which may be missing:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -29,7 +29,7 @@ from msgspec import Struct
 
 from meshbook.ids import Ranks
 from meshbook.supervisor.series import Curves, Series
-from meshbook.wire.messages import CollectiveSeen, FoldedItem, Line, Measured, MeshInfo, OpenCall, RankInfo
+from meshbook.wire.messages import CollectiveSeen, FoldedItem, Line, Measured, MeshInfo, RankInfo
 
 LINES_KEPT = 500
 _LINE_CHARS = 2_000
@@ -135,8 +135,8 @@ class Scene:
     # ---- what is heard
 
     def measured(self, told: Measured, at: float) -> None:
-        """A rank's beat."""
-        rank = told.rank
+        """A rank's beat, heard at this time."""
+        rank, at = told.rank, at - told.age_s
         known = self._measured.setdefault(rank, {})
         if told.health is not None:
             health = told.health
@@ -162,9 +162,9 @@ class Scene:
         self._heard_collectives(rank, told.collectives, at)
         self.scalars.num_dropped += told.num_dropped
         for scalar in told.scalars:
-            row = [scalar.name, rank, scalar.step, scalar.value, round(at - scalar.age_s, 3)]
-            if self.scalars.put(*row):
-                self.news.append(row)
+            when = round(at - scalar.age_s, 3)
+            if self.scalars.put(scalar.name, rank, scalar.step, scalar.value, when):
+                self.news.append([scalar.name, rank, scalar.step, scalar.value, when])
                 self.num_scalars += 1
 
     def _heard_collectives(self, rank: int, told: Iterable[CollectiveSeen], at: float) -> None:
@@ -206,15 +206,15 @@ class Scene:
                 self.lines.append(LineSaid(at=round(at, 3), ranks=item.ranks, stream=item.stream, text=text))
                 self.num_lines += 1
 
-    def is_now(self, info: MeshInfo, calls: Sequence[OpenCall], asking: Iterable[int], at: float) -> None:
-        """What the supervisor's memory says of ranks and calls."""
-        self._info = info
-        self.calls = tuple(
-            CallNow(call=call.call, label=call.label, ranks=call.ranks, began_at=round(at - call.seconds, 1))
-            for call in calls
-        )
+    def is_now(self, info: MeshInfo, calls: tuple[CallNow, ...]) -> None:
+        """What the supervisor's memory says of the mesh and its calls."""
+        self._info, self.calls = info, calls
+
+    def ranks_are(self, ranks: Iterable[RankInfo], asking: Iterable[int]) -> None:
+        """What it says of ranks."""
         waiting = set(asking)
-        self.ranks = {rank.rank: self._rank(rank, asking=rank.rank in waiting) for rank in info.ranks}
+        # Another dict each time: those that watch compare with the one before.
+        self.ranks = {**self.ranks, **{info.rank: self._rank(info, asking=info.rank in waiting) for info in ranks}}
 
     def beat(self, at: float, ranks: Iterable[int]) -> None:
         """Note the numbers of these ranks in the series."""
@@ -314,7 +314,8 @@ class Watcher:
 
     def news(self) -> dict[str, Any]:
         """What changed since it was told last; nothing where nothing did."""
-        scene, data = self._scene, {}
+        scene = self._scene
+        data: dict[str, Any] = {}
         if (mesh := scene.mesh()) != self._mesh:
             data["mesh"] = mesh
         if changed := columns(self._ranks, scene.ranks):

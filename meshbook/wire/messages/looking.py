@@ -19,6 +19,7 @@ class Gpu(Struct, frozen=True, gc=False, omit_defaults=True):
     """One rank's GPU. Bytes; None where the driver does not say."""
 
     name: str = ""
+    uuid: str = ""  # the driver's, without "GPU-"
     allocated_bytes: int | None = None  # by torch's allocator, in this process
     reserved_bytes: int | None = None
     peak_bytes: int | None = None
@@ -33,7 +34,7 @@ class Health(Struct, frozen=True, gc=False, omit_defaults=True):
     cpu_percent: float = 0.0  # of one core, all threads
     gil_lag_s: float = 0.0  # the longest that the service thread waited for the GIL
     num_collectives: int = 0  # begun since the rank started
-    steps: int = 0  # calls of `meshbook.log` since the rank started
+    steps: int = 0  # that `meshbook.log` was told of since the rank started
     steps_per_s: float | None = None
     gpu: Gpu | None = None
 
@@ -44,7 +45,7 @@ class Scalar(Struct, array_like=True, frozen=True, gc=False):
     name: str
     step: int
     value: float
-    age_s: float  # before the report it came in was sent
+    age_s: float  # before the report it came in was made
 
 
 class ThreadStack(Struct, frozen=True, gc=False, omit_defaults=True):
@@ -53,6 +54,7 @@ class ThreadStack(Struct, frozen=True, gc=False, omit_defaults=True):
     name: str
     frames: tuple[Frame, ...]
     main: bool = False
+    native_id: int | None = None  # the system's number of it
     has_gil: bool | None = None  # from outside only
     active: bool | None = None  # on a core when looked at; from outside only
     state: str = ""  # of this thread: "R", "S", "D", from /proc/<pid>/task/<tid>/stat
@@ -78,12 +80,14 @@ class CollectiveSeen(Struct, frozen=True, gc=False, omit_defaults=True):
     began_s: float = 0.0  # seconds ago
     ended_s: float | None = None  # seconds ago; None: still open
     failed: str | None = None
+    epoch: int = 0  # of the group's connections: counts start again with each (`ring.Collective.epoch`)
 
 
 class Measured(Struct, frozen=True, gc=False, omit_defaults=True):
     """What one rank measured, and what it has done, since this was last told of it."""
 
     rank: int
+    age_s: float = 0.0  # of this report; its times are seconds before it was made
     health: Health | None = None
     scalars: tuple[Scalar, ...] = ()  # in the order they were logged; the oldest are dropped where there are too many
     num_dropped: int = 0  # scalars that were logged and are not told
@@ -138,6 +142,7 @@ class RankSnapshot(Struct, frozen=True, gc=False, omit_defaults=True):
     stacks: tuple[ThreadStack, ...] = ()
     collectives: tuple[CollectiveSeen, ...] = ()  # the last ones, oldest first, open ones always among them
     num_collectives: int = 0
+    last_collective: str | None = None  # the one it began last, in words, where it could not be asked
     health: Health | None = None
     process: Process | None = None
     asking: bool = False  # waits for the user to answer input()
@@ -176,15 +181,19 @@ class SnapshotsTaken(Message):
 
 
 class Watch(Message):
-    """This client wants to be told what ranks measure, `per_s` times a second, until it says 0."""
+    """This client wants to be told what ranks measure, at most `per_s` times a second, until it says 0.
+
+    It is answered at once with everything that is known. With `per_s` 0 and some history that is all: a question.
+    """
 
     call: CallId
     per_s: float = 2.0
-    history_s: float = 0.0  # also send what is remembered of the last seconds, once
+    history_s: float = 0.0  # the answer brings the numbers of the last seconds along
 
 
 class Watched(Message):
     """News for those that watch."""
 
     at: float  # wall clock
-    data: dict[str, Any]  # described in supervisor/series.py
+    data: dict[str, Any]  # described in supervisor/watching.py
+    call: CallId | None = None  # of the Watch that this answers
