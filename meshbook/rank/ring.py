@@ -178,6 +178,7 @@ class Ring:
         size: how many are kept.
         skip: folders and files whose frames are not the user's.
         clock: monotonic seconds.
+        detailed: False keeps neither lines nor shapes.
     """
 
     def __init__(
@@ -186,6 +187,7 @@ class Ring:
         *,
         skip: Iterable[str | os.PathLike[str]] = (),
         clock: Callable[[], float] = time.monotonic,
+        detailed: bool = True,
     ) -> None:
         if size < 1:
             raise ValueError(f"a ring of {size} entries keeps nothing; give it at least 1")
@@ -193,6 +195,7 @@ class Ring:
         self._slots: list[Collective | None] = [None] * size
         self._next_seq: Callable[[], int] = itertools.count(1).__next__
         self._clock = clock
+        self._detailed = detailed
         self._skip: tuple[str, ...] = ("<frozen ",)
         self._skipped: dict[str, bool] = {}  # by file name: a dict look-up costs a tenth of a prefix test
         # contextlib's frames lie between the user's `with` and the library that ends a coalesced collective in it.
@@ -225,20 +228,24 @@ class Ring:
             tensors: what the call hands over; only shapes and dtypes are kept.
             peer: global rank of the other side, for a send or recv.
         """
-        frame: Any = sys._getframe(1)
-        skipped = self._skipped
-        while frame is not None:
-            name = frame.f_code.co_filename
-            skip = skipped.get(name)
-            if skip is None:
-                skip = skipped[name] = name.startswith(self._skip)
-            if not skip:
-                break
-            frame = frame.f_back
-        if frame is None:
-            frame = self._users_frame()
-        if len(tensors) > MAX_TENSORS:
-            tensors = tensors[:MAX_TENSORS]
+        frame: Any = None
+        if self._detailed:
+            frame = sys._getframe(1)
+            skipped = self._skipped
+            while frame is not None:
+                name = frame.f_code.co_filename
+                skip = skipped.get(name)
+                if skip is None:
+                    skip = skipped[name] = name.startswith(self._skip)
+                if not skip:
+                    break
+                frame = frame.f_back
+            if frame is None:
+                frame = self._users_frame()
+            if len(tensors) > MAX_TENSORS:
+                tensors = tensors[:MAX_TENSORS]
+        else:
+            tensors = ()
         seq = self._next_seq()
         collective = Collective(
             op,
@@ -279,6 +286,21 @@ class Ring:
             self._settle(collective)
         kept.sort(key=lambda collective: collective.seq)
         return tuple(kept)
+
+    def since(self, seq: int) -> tuple[Collective, ...]:
+        """Those after number `seq` that are kept, oldest first. Costs what there is of them, not the ring's size."""
+        last = self._last
+        if last is None or last.seq <= seq:
+            return ()
+        first = max(seq + 1, last.seq - self._size + 1)
+        kept = [self._slots[number % self._size] for number in range(first, last.seq + 1)]
+        # A slot may have been used again, or not yet been filled by a thread that has its number.
+        return tuple(collective for collective in kept if collective is not None and first <= collective.seq)
+
+    def settle(self, collectives: Iterable[Collective]) -> None:
+        """Ask those that may have ended unnoticed whether they have."""
+        for collective in collectives:
+            self._settle(collective)
 
     def running(self) -> tuple[Collective, ...]:
         """Those that have not finished, oldest first."""

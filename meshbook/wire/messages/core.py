@@ -497,6 +497,7 @@ class RankExited(Message):
     host: str
     last_lines: tuple[str, ...]  # of what it printed, C and C++ included
     last_collective: str | None  # "all_reduce #41 at cell 7, line 3", if known
+    oom_killed: bool = False  # the system was out of memory, and killed it
 
 
 class HostReady(Message):
