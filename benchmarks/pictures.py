@@ -1,4 +1,5 @@
-"""Pictures of meshes that are not there: as large as wanted, changing as a training run does. No processes, no clocks."""
+"""Pictures of meshes that are not there: as large as wanted, changing as a training run does. No processes, no clocks.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ class Training:
     """A mesh that trains: lines move, memory breathes, a collective every half second; rank `stuck` stops after a
     while, and all others wait for it."""
 
-    def __init__(self, axes: dict[str, int], *, stuck: int | None = None, stuck_after: int = 20, gpus: bool = True) -> None:
+    def __init__(
+        self, axes: dict[str, int], *, stuck: int | None = None, stuck_after: int = 20, gpus: bool = True
+    ) -> None:
         self.size = math.prod(axes.values())
         self.stuck, self.stuck_after, self.gpus = stuck, stuck_after, gpus
         self.random = random.Random(7)

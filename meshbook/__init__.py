@@ -35,7 +35,11 @@ _WHERE = {
 }
 
 # What methods of Mesh find on the floors between a mesh and a notebook.
-extensions.provide({})
+extensions.provide(
+    {
+        "dashboard": "meshbook.dashboard.widget:dashboard",
+    }
+)
 
 
 def __getattr__(name: str) -> Any:

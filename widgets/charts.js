@@ -65,7 +65,8 @@ export class Charts {
     caption.replaceChildren(h("b", {}, chart.title), " ");
     if (!values.length) return;
     let [low, high] = [Math.min(...values), Math.max(...values)];
-    if (chart.unit === "bytes" || low / high > 0.5 || low === high) low = chart.unit === "bytes" ? 0 : low - (high - low || Math.abs(high) || 1) * 0.1;
+    if (name.startsWith(".")) [low, high] = [0, high || 1];
+    else if (low === high) [low, high] = [low - (Math.abs(low) || 1) * 0.1, high + (Math.abs(high) || 1) * 0.1];
     const [first, last] = [Math.min(...along), Math.max(...along)];
     const box = { left: 58, right: width - 8, top: 8, bottom: HEIGHT - 20 };
     const X = (x) => box.left + ((x - first) / (last - first || 1)) * (box.right - box.left);

@@ -12,7 +12,7 @@ const SIZES = [
 ];
 const TALLEST = 540; // pixels that tiles may take before smaller ones are tried
 const TITLE = 18; // height of a line of headers
-const SIDE = 58; // width of the headers at the left
+const SIDE = 68; // width of the headers at the left
 
 /**
  * Tiles of one place of the last axis stand side by side, those of the axis before it below each other, or beside each
@@ -62,7 +62,7 @@ function tryOut(axes, ranks, width, size) {
     const start = block * last * inBlock;
     if (blocks > 1) {
       const mine = ranks.slice(start, start + last * inBlock);
-      headers.push({ x: 0, y, width: SIDE + 140, text: blockTitle(names, sizes, block), ranks: mine, side: false });
+      headers.push({ x: SIDE, y, width: 200, text: blockTitle(names, sizes, block), ranks: mine, side: false, block: true });
       y += TITLE;
     }
     if (columnHeaders) {

@@ -108,7 +108,7 @@ export class Tiles {
     this.headers.replaceChildren(
       ...this.plan.headers.map((header) =>
         h("button", {
-          type: "button", tabindex: "-1", class: header.side ? "mbd-header mbd-side" : "mbd-header",
+          type: "button", tabindex: "-1", class: `mbd-header${header.side ? " mbd-side" : header.block ? " mbd-block" : ""}`,
           title: `select ${header.text}: ranks ${formatRanks(header.ranks)}`,
           style: `left:${header.x}px;top:${header.y}px;width:${header.width}px;${header.side ? `height:${this.plan.tileHeight}px` : ""}`,
           onclick: (event) => this.select(header.ranks, event.shiftKey || event.ctrlKey || event.metaKey),
@@ -174,7 +174,7 @@ export class Tiles {
       const top = y + t - bar - (plan.size === "large" ? 6 : plan.size === "medium" ? 4 : 1.5);
       c.fillStyle = colours.line;
       c.fillRect(x + edge, top, w - 2 * edge, bar);
-      c.fillStyle = memory > 92 ? colours.dead : colours.muted;
+      c.fillStyle = memory > 92 && String(picture.get("device", rank)).startsWith("cuda") ? colours.dead : colours.muted;
       c.fillRect(x + edge, top, ((w - 2 * edge) * Math.min(100, memory)) / 100, bar);
     }
     if (blamed && plan.size !== "large") this.badge(x + w - 4, y + 4, plan.size === "tiny" ? 3.5 : 6);

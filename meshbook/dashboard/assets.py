@@ -1,7 +1,8 @@
 """The front end's files: modules as they are for a page, and joined into one for a widget.
 
-anywidget takes one module. Ours are plain ES modules whose names are all different, so joining them is leaving out their
-imports and exports and putting each after those that it needs; there is no build step and nothing to install for one.
+anywidget takes one module. Ours are plain ES modules whose names are all different, so joining them is leaving out
+their imports and exports and putting each after those that it needs; there is no build step, nor anything to install
+for one.
 """
 
 from __future__ import annotations

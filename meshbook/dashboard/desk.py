@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from meshbook.controller.mesh import Mesh
@@ -130,8 +131,13 @@ class Desk:
             self._news.clear()
             if self._onlooker is not onlooker:
                 return
+            picture = onlooker.picture
+            if picture.ended is None and self._session.connection.closed:
+                picture = replace(picture, ended="this process has left it")
             for audience in tuple(self._audiences):
-                self._tell_one(audience, onlooker.picture)
+                self._tell_one(audience, picture)
+                if picture.ended is not None:
+                    self.leave(audience)
 
     def _tell_one(self, audience: Audience, picture: Picture) -> None:
         now = time.monotonic()

@@ -23,7 +23,6 @@ from tornado.ioloop import IOLoop
 from tornado.netutil import bind_sockets
 from tornado.websocket import WebSocketClosedError, WebSocketHandler
 
-from meshbook.controller.connection import Connection
 from meshbook.controller.mesh import Mesh, attach
 from meshbook.dashboard import assets
 from meshbook.dashboard.desk import Audience, Desk
@@ -64,7 +63,9 @@ class Server:
         try:
             self._sockets = bind_sockets(port or 0, address="127.0.0.1", family=socket.AF_INET)
         except OSError as error:
-            raise UsageError(f"port {port} cannot be listened on: {error.strerror}; choose another with --port") from error
+            raise UsageError(
+                f"port {port} cannot be listened on: {error.strerror}; choose another with --port"
+            ) from error
         self.port: int = self._sockets[0].getsockname()[1]
         self.address = f"http://127.0.0.1:{self.port}/{self.token}/"
         self._loop: IOLoop | None = None
@@ -81,7 +82,10 @@ class Server:
         self._loop = IOLoop.current()
         self._ended = asyncio.Event()
         application = web.Application(
-            [(r"/(?P<token>[^/]*)/live", _Line, {"server": self}), (r"/(?P<token>[^/]*)/?(?P<name>.*)", _File, {"server": self})],
+            [
+                (r"/(?P<token>[^/]*)/live", _Line, {"server": self}),
+                (r"/(?P<token>[^/]*)/?(?P<name>.*)", _File, {"server": self}),
+            ],
             websocket_ping_interval=20,
             websocket_max_message_size=_LARGEST_REQUEST_BYTES,
             log_function=lambda _handler: None,  # addresses hold the token
@@ -208,7 +212,7 @@ _UNSENT_BYTES = 8 << 20
 
 
 class Door:
-    """A way in for a widget's page beside its kernel, whose main thread is busy. Opened with the first address asked."""
+    """A way in for a widget's page beside its kernel, whose main thread is busy."""
 
     def __init__(self, desk: Desk, audience: Audience) -> None:
         self._server = Server(desk, audience.mesh, only=audience)
@@ -223,7 +227,7 @@ def open_page(mesh: Mesh, port: int | None = None) -> Server:
     return Server(Desk.of(mesh.session), mesh, port=port)
 
 
-def serve(where: str | Connection | Mesh | None, port: int | None = None) -> None:
+def serve(where: str | Mesh | None, port: int | None = None) -> None:
     """`meshbook top --web`: print the address and serve until Ctrl-C, or until the mesh has ended.
 
     Args:
@@ -234,7 +238,7 @@ def serve(where: str | Connection | Mesh | None, port: int | None = None) -> Non
         UsageError: the port is taken.
     """
     own = not isinstance(where, Mesh)
-    mesh = where if isinstance(where, Mesh) else attach(where if isinstance(where, str) else None, kind="cli", observer=True)
+    mesh = where if isinstance(where, Mesh) else attach(where, kind="cli", observer=True)
     server = open_page(mesh, port)
     print(f"{mesh.name}: {server.address}\nWhoever has this address may steer the mesh. Ctrl-C ends it.", flush=True)
     try:

@@ -235,7 +235,13 @@ class View:
                 if drawn and len(drawn) == len(ranks):
                     told = []  # the lines are all there is
                 yield {
-                    "name": name, "title": title, "unit": unit, "x": "time", "full": whole, "band": told, "lines": lines,
+                    "name": name,
+                    "title": title,
+                    "unit": unit,
+                    "x": "time",
+                    "full": whole,
+                    "band": told,
+                    "lines": lines,
                 }
 
     def _logged(self, picture: Picture, full: bool) -> Iterable[Message]:
@@ -271,7 +277,15 @@ class View:
                     self._lines[name, rank] = rows[-1][0]
                     lines[str(rank)] = thin(rows, POINTS_KEPT)
             if band or lines:
-                yield {"name": name, "title": name, "unit": "", "x": "step", "full": whole, "band": band, "lines": lines}
+                yield {
+                    "name": name,
+                    "title": name,
+                    "unit": "",
+                    "x": "step",
+                    "full": whole,
+                    "band": band,
+                    "lines": lines,
+                }
 
     def _some_ranks(self, picture: Picture) -> Ranks:
         ranks = self.followed or self._of(picture)
@@ -282,7 +296,10 @@ class View:
 _FINE = ("slow", "idle")
 
 # Colours and other escape sequences, and what else is no text.
-_ORDERS = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f]")
+_ORDERS = re.compile(
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])"
+    r"|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f]"
+)
 
 # What a front end takes a column to be before anything was said of it; not worth saying.
 _UNSAID: Mapping[str, Any] = {"cell": "", "line": 0, "doing": "", "age": 0, "exit": "", "host": ""}
@@ -370,7 +387,7 @@ def waits(known: Mapping[int, Sequence[CollectiveNow]], at: float) -> list[Messa
                     inside.setdefault(key, []).append(one)
                 else:
                     passed.setdefault(key, set()).add(rank)
-    found = []
+    found: list[Message] = []
     for (group, seq, op), some in inside.items():
         here = {one.rank for one in some}
         missing = set(some[0].group_ranks) - here - passed.get((group, seq, op), set())
@@ -385,7 +402,7 @@ def waits(known: Mapping[int, Sequence[CollectiveNow]], at: float) -> list[Messa
                     "since_s": round(max(0.0, at - min(one.began_at for one in some)), 1),
                 }
             )
-    return sorted(found, key=lambda wait: -wait["since_s"])[:20]
+    return sorted(found, key=lambda wait: -float(wait["since_s"]))[:20]
 
 
 def thin(points: Sequence[Any], most: int) -> list[Any]:

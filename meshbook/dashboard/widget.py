@@ -26,7 +26,7 @@ log = logging.getLogger("meshbook.dashboard")
 _SUBSHELL_TIMEOUT_S = 5.0
 
 
-class Dashboard(anywidget.AnyWidget):  # type: ignore[misc]  # ipywidgets ships no types
+class Dashboard(anywidget.AnyWidget):
     """A mesh, live. `close()` ends it; so does the end of the session."""
 
     _esm = assets.joined("anywidget.js")
@@ -107,7 +107,7 @@ def _answer_on_subshell(comm: Any) -> bool:
         with contextlib.suppress(ImportError, AttributeError):
             from ipykernel.kernelbase import Kernel
 
-            kernel = Kernel.instance() if Kernel.initialized() else None  # type: ignore[no-untyped-call]
+            kernel = Kernel.instance() if Kernel.initialized() else None
     if kernel is None or not hasattr(comm, "_reply_subshell_for"):
         return False
     try:

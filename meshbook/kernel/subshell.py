@@ -15,7 +15,8 @@ from typing import Any
 log = logging.getLogger("meshbook.kernel")
 
 # What can be answered beside a running cell. Not execute_request, whose order counts, and not comms, which belong to
-# widgets that may not be thread-safe.
+# widgets that may not be thread-safe. But for one comm: through it a page that is opened asks for the widgets there
+# are, and without an answer it shows none, the dashboard neither, until the cell has ended.
 QUICK = frozenset(
     {
         "complete_request",
@@ -26,6 +27,7 @@ QUICK = frozenset(
         "kernel_info_request",
     }
 )
+_WIDGET_CONTROL = "jupyter.widget.control"
 
 
 class QuickAnswers:
@@ -39,6 +41,7 @@ class QuickAnswers:
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
         self._cells: set[str] = set()  # execute requests that have come and are not done
+        self._controls: set[str] = set()  # comms of pages that ask for widgets, opened beside a cell
         self.subshell_id: str | None = None
         self.works = all(
             hasattr(owner, name)
@@ -67,6 +70,12 @@ class QuickAnswers:
             self.works = False
             return False
 
+    def subshell(self) -> str:
+        """The subshell that answers, made now if there is none. Runs in the shell channel's thread."""
+        if self.subshell_id is None:
+            self.subshell_id = self._kernel.shell_channel_thread.manager._create_subshell()
+        return self.subshell_id
+
     def done(self, request: str) -> None:
         """The main shell is done with the request of this id."""
         self._cells.discard(request)
@@ -81,15 +90,26 @@ class QuickAnswers:
             # From here on: a cell that waits for the main thread is as much in the way as one that runs.
             self._cells.add(header["msg_id"])
             return False
-        if header["msg_type"] not in QUICK or not self._cells:
+        if not self._is_quick(header["msg_type"], frames):
             return False
         request = session.deserialize(frames, content=True, copy=False)
         manager = self._kernel.shell_channel_thread.manager
-        if self.subshell_id is None:
-            self.subshell_id = manager._create_subshell()
+        subshell = self.subshell()
         # A subshell takes only what is addressed to it, and the address is part of what is signed.
-        request["header"]["subshell_id"] = self.subshell_id
+        request["header"]["subshell_id"] = subshell
         parts = {part: request[part] for part in ("header", "parent_header", "metadata", "content")}
         signed = session.serialize(parts, ident=[getattr(identity, "bytes", identity) for identity in identities])
-        manager.get_shell_channel_to_subshell_socket(self.subshell_id).send_multipart(signed)
+        manager.get_shell_channel_to_subshell_socket(subshell).send_multipart(signed)
         return True
+
+    def _is_quick(self, kind: str, frames: Sequence[Any]) -> bool:
+        if kind in QUICK:
+            return bool(self._cells)
+        if kind not in ("comm_open", "comm_msg", "comm_close"):
+            return False
+        content = self._kernel.session.unpack(frames[4].bytes)
+        comm = content.get("comm_id")
+        if kind == "comm_open" and content.get("target_name") == _WIDGET_CONTROL and self._cells:
+            self._controls.add(comm)
+        # Once there, always there: its messages keep their order.
+        return comm in self._controls
