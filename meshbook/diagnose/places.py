@@ -183,7 +183,7 @@ def by_syscall(syscall: str | None, target: str | None) -> Place | None:
     if place is None:
         return None
     if target:
-        if syscall not in _OPENING and target.startswith("socket"):
+        if syscall not in _OPENING and "socket" in target.split()[:2]:
             place = _SOCKET
         elif syscall not in _OPENING and target.startswith("pipe"):
             place = _PIPE
