@@ -7,6 +7,7 @@ as text elsewhere. Nothing is asked of the ranks' main threads, so it works with
 from __future__ import annotations
 
 import html
+import linecache
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,7 @@ from meshbook.controller.onlooker import Picture
 from meshbook.controller.session import Session
 from meshbook.controller.tables import STATES, Table, format_age, format_bytes
 from meshbook.diagnose import findings as diagnose
+from meshbook.diagnose import tree as stack_tree
 from meshbook.diagnose.findings import Finding
 from meshbook.errors import MeshTimeout, UsageError
 from meshbook.ids import Ranks, format_ranks
@@ -32,6 +34,8 @@ _ANSWER_TIMEOUT_S = 6.0
 MOVES_IN_S = 0.5
 # Seconds that an answer may take at most; a second look that would not come in time is left out.
 _WHY_WITHIN_S = 2.8
+# Cells whose sources are fetched, to show the lines that ranks are at; of a mesh that ran more, the lines go without.
+_CELLS_READ = 2_000
 # What `memory` and `metrics` ask for: all there is.
 _EVER_S = 1e9
 
@@ -91,6 +95,7 @@ class Stacks(Mapping[int, tuple[ThreadStack, ...]]):
     silent_hosts: tuple[str, ...] = ()
     threads: bool = False
     seconds: float = 0.0
+    _sources: Mapping[str, str] = field(default_factory=dict)  # of cells, by the file names of their frames
     _by_rank: dict[int, tuple[ThreadStack, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -98,17 +103,13 @@ class Stacks(Mapping[int, tuple[ThreadStack, ...]]):
             self._by_rank[seen.rank] = tuple(sorted(seen.stacks, key=lambda stack: not stack.main))
 
     @cached_property
-    def tree(self) -> Any:
+    def tree(self) -> stack_tree.StackTree:
         """All stacks merged: what ranks have in common once, with the set of ranks at each fork."""
-        from meshbook.diagnose import tree as stack_tree
-
-        return stack_tree.merge(self.snapshots, threads=self.threads)
+        return stack_tree.merge(self.snapshots, main_only=not self.threads)
 
     @property
     def moved(self) -> dict[int, bool]:
         """With two looks: which ranks were somewhere else the second time."""
-        from meshbook.diagnose import tree as stack_tree
-
         return stack_tree.moved(self.before, self.snapshots) if self.before else {}
 
     @property
@@ -119,9 +120,15 @@ class Stacks(Mapping[int, tuple[ThreadStack, ...]]):
     @property
     def text(self) -> str:
         """What `%mesh stacks` prints, without colours."""
-        from meshbook.diagnose import tree as stack_tree
+        return stack_tree.as_text(self.tree, moved=self.moved or None, source_of=self._source_of)
 
-        return stack_tree.as_text(self.tree, moved=self.moved or None)
+    def _source_of(self, file: str, line: int) -> str | None:
+        """A line of a cell, or of a file that is here as well as there."""
+        source = self._sources.get(file)
+        if source is not None:
+            lines = source.splitlines()
+            return lines[line - 1].strip() if 0 < line <= len(lines) else None
+        return linecache.getline(file, line).strip() or None
 
     def __getitem__(self, rank: int) -> tuple[ThreadStack, ...]:
         return self._by_rank[rank]
@@ -196,7 +203,8 @@ def stacks(session: Session, ranks: Ranks, *, twice: bool = False, threads: bool
     if twice:
         threading.Event().wait(MOVES_IN_S)
         before, taken = taken.snapshots, look(session, ranks)
-    return Stacks(taken.snapshots, before, taken.silent_hosts, threads, time.monotonic() - started)
+    took = time.monotonic() - started
+    return Stacks(taken.snapshots, before, taken.silent_hosts, threads, took, _sources(session, taken.snapshots))
 
 
 def picture(session: Session, *, history_s: float = 0.001) -> Picture:
@@ -215,6 +223,15 @@ def _explained(
         silent_hosts=taken.silent_hosts,
         earlier=first.snapshots if first is not None else (),
     )
+
+
+def _sources(session: Session, snapshots: tuple[RankSnapshot, ...]) -> dict[str, str]:
+    """The sources of the cells that these ranks run, by the file names of their frames."""
+    running = {seen.file: seen.cell for seen in snapshots if seen.file and seen.cell}
+    if not running or session.info.cells_run > _CELLS_READ:
+        return {}
+    by_label = {entry.label: entry.source for entry in session.history()}
+    return {file: by_label[cell] for file, cell in running.items() if cell in by_label}
 
 
 def _nothing(ranks: Ranks) -> Finding:
