@@ -223,7 +223,7 @@ class Desk:
                 found = mesh.why()
                 with audience.lock:
                     audience.view.asked_why(self.picture)
-                return [view.findings(found, asked=True)]
+                return [view.findings(found.findings, asked=True)]
             case "logs":
                 rank = int(message.get("rank", 0))
                 return [view.logs(rank, mesh.logs(rank, _LOG_BYTES), _LOG_BYTES)]

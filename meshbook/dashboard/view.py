@@ -27,9 +27,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from meshbook.controller.looking import Stacks
 from meshbook.controller.onlooker import Picture
+from meshbook.diagnose.code import cell_of, is_cell, short
 from meshbook.diagnose.findings import Finding, as_text
-from meshbook.ids import Ranks, format_ranks, parse_ranks
+from meshbook.diagnose.tree import Node, SourceOf
+from meshbook.diagnose.tree import as_text as as_text_tree
+from meshbook.ids import Ranks, format_ranks, name_ranks, parse_ranks
 from meshbook.supervisor.watching import CollectiveNow, RankNow
 
 Message = dict[str, Any]
@@ -292,6 +296,10 @@ class View:
         return tuple(ranks)[:_COLLECTIVE_RANKS]
 
 
+# Frames of a stack that a page draws, nested as they are, and characters of a source line.
+_DEEPEST = 150
+_SOURCE_CHARS = 200
+
 # Findings that blame nobody.
 _FINE = ("slow", "idle")
 
@@ -321,10 +329,11 @@ def memory(rank: RankNow, most: int) -> tuple[int | None, int]:
 
 def findings(found: Iterable[Finding], *, asked: bool = False) -> Message:
     """What is wrong, as it came: worst first. `asked`: somebody wants to hear also that nothing is."""
-    return {"kind": "findings", "asked": asked, "findings": [_finding(one) for one in found]}
+    return {"kind": "findings", "asked": asked, "findings": [finding(one) for one in found]}
 
 
-def _finding(found: Finding) -> Message:
+def finding(found: Finding) -> Message:
+    """One finding in a reader's words."""
     return {
         "kind": found.kind,
         "severity": "note" if found.kind in _FINE else "bad" if found.sure else "warning",
@@ -335,6 +344,63 @@ def _finding(found: Finding) -> Message:
         "next": found.next_step,
         "copy": as_text([found]),
     }
+
+
+def stacks(found: Stacks, ranks: Ranks, source_of: SourceOf | None = None) -> Message:
+    """A merged tree, each line where it is in the user's words.
+
+    Args:
+        source_of: gives the text of a line of a file, or None.
+    """
+    tree = found.tree
+    nodes: list[Message] = []
+    for thread in tree.threads:
+        below = [_node(node, tree.cells, source_of or _no_source, 0) for node in thread.children]
+        if thread.name:
+            below = [
+                {
+                    "function": f"thread {thread.name}",
+                    "where": "",
+                    "ranks": format_ranks(thread.ranks),
+                    "user": True,
+                    "children": below,
+                }
+            ]
+        nodes += below
+    return {
+        "kind": "stacks",
+        "ranks": format_ranks(ranks),
+        "title": f"{name_ranks(ranks)}, in {found.seconds * 1000:.0f} ms",
+        "tree": nodes,
+        "problems": [
+            *(f"{name_ranks(those)}: {why}" for why, those in tree.without.items()),
+            *(f"host {host} does not answer" for host in found.silent_hosts),
+        ],
+        "text": as_text_tree(tree, source_of=source_of),
+    }
+
+
+def _node(node: Node, cells: Mapping[str, str], source_of: SourceOf, depth: int) -> Message:
+    cell = cells.get(node.file) or cell_of(node.file) or ("an earlier cell" if is_cell(node.file) else None)
+    source = source_of(node.file, node.line) if node.user else None
+    told: Message = {
+        "function": node.function,
+        "where": f"{cell or short(node.file)}, line {node.line}",
+        "ranks": format_ranks(node.ranks),
+        "user": node.user,
+        "children": [],
+    }
+    if source and source.strip():
+        told["source"] = source.strip()[:_SOURCE_CHARS]
+    if depth < _DEEPEST:
+        told["children"] = [_node(child, cells, source_of, depth + 1) for child in node.children]
+    elif node.children:
+        told["function"] += " … deeper frames are left out"
+    return told
+
+
+def _no_source(_file: str, _line: int) -> str | None:
+    return None
 
 
 def logs(rank: int, text: str, limit_bytes: int) -> Message:
