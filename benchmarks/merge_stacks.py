@@ -1,4 +1,4 @@
-"""How long the stacks of a large mesh take to merge into one tree, and a diagnosis of it, where all ranks differ or few.
+"""How long the stacks of a large mesh take to merge into one tree, and its diagnosis: all ranks differ, or few do.
 
 Pure computing in one process, on stacks made by hand: 1,024 ranks, 60 frames each.
 
@@ -39,7 +39,11 @@ def snapshots(kind: str) -> list[RankSnapshot]:
             file = f"{TORCH}/nn/file{depth}.py" if depth % 3 else f"/home/me/project/file{depth}.py"
             frames.append(Frame(file, rank if own is not None and depth >= own else 7, f"function{depth}"))
         line = Frame("/home/me/project/file0.py", 7, "function0")
-        op = CollectiveSeen("all_reduce", "0", tuple(range(RANKS)), 41, ((8,),), "float32", line, began_s=3.0)
+        done = [
+            CollectiveSeen("all_reduce", "0", tuple(range(RANKS)), seq, ((8,),), "float32", line, None, 3.2, 3.1)
+            for seq in range(1, 64)
+        ]
+        op = CollectiveSeen("all_reduce", "0", tuple(range(RANKS)), 64, ((8,),), "float32", line, began_s=3.0)
         made.append(
             RankSnapshot(
                 rank,
@@ -47,7 +51,7 @@ def snapshots(kind: str) -> list[RankSnapshot]:
                 call="c",  # type: ignore[arg-type]
                 cell="cell 7",
                 stacks=(ThreadStack("MainThread", tuple(frames), main=True),),
-                collectives=() if rank == RANKS // 2 else (op,),
+                collectives=tuple(done) if rank == RANKS // 2 else (*done, op),
             )
         )
     return made

@@ -124,6 +124,7 @@ class _Case:
         self.waits = waits(self.doings, self.rings)
         self.explained: set[int] = set()  # ranks that a finding speaks of
         self._reached: dict[Ranks, frozenset[int]] = {}
+        self._calls: dict[object, str] = {}  # names of operations: to compare a thousand members each time is slow
 
     def findings(self) -> list[Finding]:
         found = [*self._hosts(), *self._disagreements(), *self._alone(), *self._roots(), *self._circles()]
@@ -666,7 +667,10 @@ class _Case:
         return told[: MAX_PLACES + 1]
 
     def _call(self, op: CollectiveSeen) -> str:
-        return name_op(op, self.world)
+        key = op.op, op.peer, op.seq, group_key(op)
+        if key not in self._calls:
+            self._calls[key] = name_op(op, self.world)
+        return self._calls[key]
 
     def _place(self, ranks: Ranks) -> str:
         """`ranks 1-2 sleep at cell 7, line 3`: what the first of these does, which is what they all do."""

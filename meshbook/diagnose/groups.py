@@ -14,7 +14,9 @@ from meshbook.diagnose.looks import POINT_TO_POINT, Doing
 from meshbook.ids import Ranks, name_ranks
 from meshbook.wire.messages import CollectiveSeen, RankSnapshot
 
-GroupKey = tuple[str, Ranks]
+# A group's label, and of its members the first, the last and their number: labels are not unique where groups of one
+# kind are made side by side, and a thousand members are slow to compare for every collective of a thousand rings.
+GroupKey = tuple[str, int, int, int]
 
 # What members must bring in one shape. The rest may differ: all_to_all and gathers into lists take uneven tensors.
 _SAME_SHAPES = frozenset(
@@ -74,15 +76,20 @@ class Rings:
         for snapshot in seen:
             for op in snapshot.collectives:
                 key = group_key(op)
-                epochs[key] = max(epochs[key], op.epoch)
+                if op.epoch > epochs[key]:
+                    epochs[key] = op.epoch
+        calls: dict[GroupKey, dict[int, dict[int, CollectiveSeen]]] = defaultdict(lambda: defaultdict(dict))
         for snapshot in seen:
+            rank = snapshot.rank
             for op in snapshot.collectives:
                 key = group_key(op)
-                if op.op in POINT_TO_POINT or op.epoch != epochs[key]:
-                    continue
-                self.calls.setdefault(key, {}).setdefault(op.seq, {})[snapshot.rank] = op
-                front = self.front.setdefault(key, {})
-                front[snapshot.rank] = max(front.get(snapshot.rank, 0), op.seq)
+                if op.epoch == epochs[key] and op.op not in POINT_TO_POINT:
+                    calls[key][op.seq][rank] = op
+        self.calls.update(calls)
+        for key, by_seq in calls.items():
+            front = self.front[key] = {}
+            for seq in sorted(by_seq):
+                front.update(dict.fromkeys(by_seq[seq], seq))
 
     def missing(self, op: CollectiveSeen, known: Iterable[int]) -> Ranks:
         """Members of the operation's group that have not begun it, as far as they are known."""
@@ -91,7 +98,8 @@ class Rings:
 
 
 def group_key(op: CollectiveSeen) -> GroupKey:
-    return op.group, tuple(op.group_ranks)
+    ranks = op.group_ranks
+    return (op.group, ranks[0], ranks[-1], len(ranks)) if ranks else (op.group, 0, 0, 0)
 
 
 def waits(doings: Mapping[int, Doing], rings: Rings) -> dict[int, Wait]:
@@ -177,7 +185,7 @@ def latecomers(rings: Rings) -> list[tuple[GroupKey, int, float, float, Collecti
         common = [
             ops
             for _, ops in sorted(by_seq.items())
-            if len(ops) == len(key[1]) > 1 and all(op.ended_s is not None and op.failed is None for op in ops.values())
+            if len(ops) == key[3] > 1 and all(op.ended_s is not None and op.failed is None for op in ops.values())
         ]
         if len(common) < MIN_COMMON:
             continue
