@@ -230,6 +230,7 @@ class HostAgent:
                     service_address=self._service_address,
                     spec=spec,
                     threads=spec.threads_per_rank or max(1, (os.cpu_count() or 1) // len(command.ranks)),
+                    host_pid=os.getpid(),
                 )
                 starter.start_rank(told, lambda child, link=link: self._started(link, child))  # type: ignore[misc]
         except (OSError, StartError) as error:

@@ -178,6 +178,7 @@ class Looker:
 
     def _see_stacks(self, call: str, rank: int, pid: int) -> None:
         with self._turns:
+            self._see_process(call, rank, pid)  # again: now it is known to be stuck
             self._posts.post((call, rank, outside.python_stacks(pid, _PY_SPY_S)))
 
     def _posted(self, post: tuple[str, int, Any]) -> None:
@@ -295,7 +296,6 @@ class Looker:
     def measured(self, measured: Measured) -> None:
         """A beat brought this."""
         known, now = self._know(measured.rank), self._loop.clock.monotonic()
-        known.health = measured.health
         for seen in measured.collectives:
             known.collectives[_key(seen)] = seen, now
         while len(known.collectives) > _REMEMBERED:
@@ -306,7 +306,7 @@ class Looker:
             self._gpus.want(gpu.uuid)
         if known.untold is not None:  # two beats since the last host beat
             measured = _joined(known.untold, measured, now - known.heard_at)
-        known.untold, known.heard_at = measured, now
+        known.untold, known.heard_at, known.health = measured, now, measured.health
 
     def take_measured(self) -> tuple[Measured, ...]:
         """What was measured since the last time, for the host's beat."""
@@ -428,8 +428,13 @@ def _joined(older: Measured, newer: Measured, apart_s: float) -> Measured:
         for seen in older.collectives
         if _key(seen) not in again
     )
+    health = newer.health
+    if health is not None and older.health is not None:  # the longest wait of the two; all else is as it is now
+        lag_s = max(health.gil_lag_s, older.health.gil_lag_s)
+        health = msgspec.structs.replace(health, gil_lag_s=lag_s)
     return msgspec.structs.replace(
         newer,
+        health=health,
         scalars=(scalars + newer.scalars)[-_MAX_SCALARS:],
         num_dropped=older.num_dropped + newer.num_dropped + max(0, len(scalars) + len(newer.scalars) - _MAX_SCALARS),
         collectives=(collectives + newer.collectives)[-_MAX_COLLECTIVES:],

@@ -63,7 +63,7 @@ def read_py_spy(output: bytes) -> tuple[ThreadStack, ...]:
     try:
         told = json.loads(output)
         stacks = [_thread(thread) for thread in told]
-    except (TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"py-spy's output cannot be read ({type(error).__name__}: {error})") from error
     kept = [stack for stack in stacks if not stack.name.startswith("meshbook-")]
     kept.sort(key=lambda stack: not stack.main)

@@ -37,16 +37,21 @@ class Host:
         spec = messages.MeshSpec(axes={"rank": size}, torch=torch, process_group=torch, cwd=str(Path.cwd()))
         start = messages.StartRanks(spec=spec, ranks=self.ranks, world_size=size, serve_store=torch)  # type: ignore[arg-type]
         self.tell(start)
-        store = ("", 0)
+        self._epochs = itertools.count(1)
+        self._store = ("", 0)
         if torch:
             served = self.wait_for(messages.StoreServed)
-            store = served.address, served.port
+            self._store = served.address, served.port
+        self.form_groups()
+
+    def form_groups(self) -> None:
+        """The process groups, the first time or again."""
         form = messages.FormGroups(
             call=self.call(),  # type: ignore[arg-type]
             ranks=self.ranks,  # type: ignore[arg-type]
-            epoch=1,
-            store_host=store[0],
-            store_port=store[1],
+            epoch=next(self._epochs),
+            store_host=self._store[0],
+            store_port=self._store[1],
         )
         self.tell(form)
         assert self.wait_for(messages.CallFinished, form.call).parts[0].outcome.status == "ok"
@@ -67,12 +72,12 @@ class Host:
 
     def wait_for(self, kind: type, call: str | None = None) -> Any:
         """The first report of this kind (and call) that has come or comes."""
-        return self.until(
-            lambda: next(
-                (said for said in self.reports if isinstance(said, kind) and call in (None, getattr(said, "call", None))),
-                None,
-            )
-        )
+
+        def said() -> Any:
+            of_kind = [report for report in self.reports if isinstance(report, kind)]
+            return next((report for report in of_kind if call is None or report.call == call), None)  # type: ignore[attr-defined]
+
+        return self.until(said)
 
     def begin(self, source: str, ranks: tuple[int, ...] | None = None, label: str = "cell 1") -> str:
         """Start a cell; its call."""
