@@ -120,9 +120,13 @@ class Stacks(Mapping[int, tuple[ThreadStack, ...]]):
     @property
     def text(self) -> str:
         """What `%mesh stacks` prints, without colours."""
-        return stack_tree.as_text(self.tree, moved=self.moved or None, source_of=self._source_of)
+        return self.as_text()
 
-    def _source_of(self, file: str, line: int) -> str | None:
+    def as_text(self, *, color: bool = False) -> str:
+        """The tree, outermost frame first."""
+        return stack_tree.as_text(self.tree, color=color, moved=self.moved or None, source_of=self.source_of)
+
+    def source_of(self, file: str, line: int) -> str | None:
         """A line of a cell, or of a file that is here as well as there."""
         source = self._sources.get(file)
         if source is not None:
