@@ -33,8 +33,9 @@ function grow(list, nodes, above, depth) {
     const fold = () => {
       if (library.length === 1) item.append(frame(library[0], null));
       else if (library.length) {
+        const names = [library[0], library[library.length - 1]].map((one) => one.function);
         item.append(h("details", { class: "mbd-folded" },
-          h("summary", {}, `${library.length} library frames, the last `, h("code", {}, library[library.length - 1].function)),
+          h("summary", {}, `${library.length} library frames: `, h("code", {}, names.join(" … "))),
           ...library.map((one) => frame(one, null))));
       }
       library = [];
@@ -42,7 +43,7 @@ function grow(list, nodes, above, depth) {
     for (;;) {
       const ranks = node.ranks === shown ? null : node.ranks;
       const leaf = !node.children.length;
-      if (node.user || ranks !== null || leaf) {
+      if (node.user || ranks !== null) {
         fold();
         item.append(frame(node, ranks, leaf));
       } else library.push(node);

@@ -32,7 +32,6 @@ from meshbook.controller.onlooker import Picture
 from meshbook.diagnose.code import cell_of, is_cell, short
 from meshbook.diagnose.findings import Finding, as_text
 from meshbook.diagnose.tree import Node, SourceOf
-from meshbook.diagnose.tree import as_text as as_text_tree
 from meshbook.ids import Ranks, format_ranks, name_ranks, parse_ranks
 from meshbook.supervisor.watching import CollectiveNow, RankNow
 
@@ -346,16 +345,12 @@ def finding(found: Finding) -> Message:
     }
 
 
-def stacks(found: Stacks, ranks: Ranks, source_of: SourceOf | None = None) -> Message:
-    """A merged tree, each line where it is in the user's words.
-
-    Args:
-        source_of: gives the text of a line of a file, or None.
-    """
+def stacks(found: Stacks, ranks: Ranks) -> Message:
+    """A merged tree, each line where it is in the user's words."""
     tree = found.tree
     nodes: list[Message] = []
     for thread in tree.threads:
-        below = [_node(node, tree.cells, source_of or _no_source, 0) for node in thread.children]
+        below = [_node(node, tree.cells, found.source_of, 0) for node in thread.children]
         if thread.name:
             below = [
                 {
@@ -376,7 +371,7 @@ def stacks(found: Stacks, ranks: Ranks, source_of: SourceOf | None = None) -> Me
             *(f"{name_ranks(those)}: {why}" for why, those in tree.without.items()),
             *(f"host {host} does not answer" for host in found.silent_hosts),
         ],
-        "text": as_text_tree(tree, source_of=source_of),
+        "text": found.text,
     }
 
 
@@ -397,10 +392,6 @@ def _node(node: Node, cells: Mapping[str, str], source_of: SourceOf, depth: int)
     elif node.children:
         told["function"] += " … deeper frames are left out"
     return told
-
-
-def _no_source(_file: str, _line: int) -> str | None:
-    return None
 
 
 def logs(rank: int, text: str, limit_bytes: int) -> Message:
@@ -437,11 +428,11 @@ def collectives(picture: Picture, ranks: Sequence[int], many: bool) -> Message:
         "kind": "collectives",
         "window_s": _COLLECTIVES_SPAN_S,
         "rows": rows,
-        "waits": waits(picture.collectives, picture.at),
+        "waits": waits(picture.collectives, picture.at, len(picture.ranks)),
     }
 
 
-def waits(known: Mapping[int, Sequence[CollectiveNow]], at: float) -> list[Message]:
+def waits(known: Mapping[int, Sequence[CollectiveNow]], at: float, world_size: int) -> list[Message]:
     """Open collectives that some members of their group have not come to, longest first."""
     inside: dict[tuple[str, int, str], list[CollectiveNow]] = {}
     passed: dict[tuple[str, int, str], set[int]] = {}
@@ -461,7 +452,7 @@ def waits(known: Mapping[int, Sequence[CollectiveNow]], at: float) -> list[Messa
             found.append(
                 {
                     "op": op,
-                    "group": group,
+                    "group": "all ranks" if len(some[0].group_ranks) == world_size else f"group {group}",
                     "seq": seq,
                     "inside": format_ranks(here),
                     "missing": format_ranks(missing),
