@@ -223,6 +223,10 @@ class Dashboard {
   act(kind, ranks) {
     const whom = ranks ?? (this.tiles.selected.size ? [...this.tiles.selected] : this.picture.ranks);
     const some = formatRanks(whom);
+    if (!some) {
+      this.tell("the mesh has not been heard of yet");
+      return;
+    }
     if (kind === "kill") {
       if (!ranks && !this.tiles.selected.size) {
         this.tell("select the ranks to kill first");

@@ -30,6 +30,8 @@ log = logging.getLogger("meshbook.dashboard")
 PER_S = 2.0
 # Seconds after which everything is told again: a page whose requests wait behind a cell shows the mesh all the same.
 EVERYTHING_S = 5.0
+# Seconds in which it is told every second: what is said before the page has drawn the widget is lost.
+_YOUNG_S = 6.0
 # Seconds without news after which a mesh that does not change gives a sign of life.
 _SIGN_OF_LIFE_S = 5.0
 # Seconds after which a mesh that runs nothing is not told of any more: a hub takes every message for use, and would
@@ -57,6 +59,7 @@ class Audience:
         self.view = View(ranks=tuple(mesh.ranks), axes=dict(mesh.axes))
         self.wants_everything = True
         self.told_at = self.everything_at = float("-inf")
+        self.joined_at = time.monotonic()
         self.lock = threading.Lock()  # of what is here; held while they are told, so that messages keep their order
 
 
@@ -146,7 +149,9 @@ class Desk:
             self._ran_at = now
         try:
             with audience.lock:
-                repeat = audience.repeat and runs and now - audience.everything_at >= EVERYTHING_S
+                young = now - audience.joined_at < _YOUNG_S
+                pause = 1.0 if young else EVERYTHING_S
+                repeat = audience.repeat and (runs or young) and now - audience.everything_at >= pause
                 if audience.wants_everything or repeat:
                     audience.wants_everything, audience.everything_at = False, now
                     messages = audience.view.everything(picture)
