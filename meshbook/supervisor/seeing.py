@@ -172,6 +172,9 @@ class Seeing:
             )
             self._heard[info.rank] = (pulse, now)
             self._stalls.beat(pulse, now)
+        for call in [call for call in self._found if not self._stalls.stands(call, now)]:
+            del self._found[call]  # it goes on: what was found is no longer so
+            self._show_findings()
 
     def host_said(self, host: int, report: messages.SnapshotsTaken, now: float) -> list[Step]:
         return self._end_look(report.call, now) if self._looks.heard(host, report) else []

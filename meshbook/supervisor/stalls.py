@@ -136,6 +136,11 @@ class Stalls:
                 found.append(watch.call)
         return found
 
+    def stands(self, call: str, now: float) -> bool:
+        """Whether a call makes no progress."""
+        watch = self._watches.get(call)
+        return watch is not None and self._stands(watch, now)
+
     def looked(self, call: str, *, told: bool, surely: bool, now: float) -> None:
         """Somebody looked.
 
