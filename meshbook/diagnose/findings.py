@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import TypeVar
 
@@ -31,7 +32,7 @@ from meshbook.diagnose.groups import (
     waits,
 )
 from meshbook.diagnose.kinds import KINDS
-from meshbook.diagnose.looks import POINT_TO_POINT, At, Doing, seconds
+from meshbook.diagnose.looks import POINT_TO_POINT, At, Doing, seconds, verb
 from meshbook.ids import Ranks, format_ranks, name_ranks
 from meshbook.wire.messages import CollectiveSeen, RankSnapshot
 
@@ -122,6 +123,7 @@ class _Case:
         self.doings = {rank: looks.what_it_does(snapshot) for rank, snapshot in self.looks.items()}
         self.rings = Rings(self.looks.values())
         self.waits = waits(self.doings, self.rings)
+        self.cells = {look.file: plain(look.cell, 80) for look in self.looks.values() if look.file and look.cell}
         self.explained: set[int] = set()  # ranks that a finding speaks of
         self._reached: dict[Ranks, frozenset[int]] = {}
         self._calls: dict[object, str] = {}  # names of operations: to compare a thousand members each time is slow
@@ -218,7 +220,7 @@ class _Case:
             yield self._finding(
                 "alone-in-collective",
                 guilty,
-                f"{_name(guilty)} {_verb('waits', guilty)} in {self._call(wait.op)}"
+                f"{_name(guilty)} {verb('waits', guilty)} in {self._call(wait.op)}"
                 f"{_at(self._op_at(guilty[0], wait.op))}, to which the other {len(absent)} ranks do not come: {does}",
                 at=self._op_at(guilty[0], wait.op),
                 others=tuple(sorted(set(chained) - set(guilty))),
@@ -276,7 +278,8 @@ class _Case:
             return "straggler", True
         if doing.what == "compute" and looks.goes_round(before, now) and looks.is_busy(now, before):
             return "python-loop", waited >= PATIENCE_S
-        return "missing-from-collective", doing.asleep or before is not None or waited >= PATIENCE_S
+        # One look does not tell what is slow from what stands still.
+        return "missing-from-collective", before is not None
 
     def _root(self, kind: str, roots: Ranks, waiting: Collection[int], sure: bool) -> Finding:
         doing, others = self.doings[roots[0]], tuple(sorted(set(waiting) - set(roots)))
@@ -290,19 +293,19 @@ class _Case:
         at, there = doing.at, ""
         if op is not None:
             missed = f"{self._call(op)}{self._where_others_wait(others, roots)}"
-            there = f" and {_verb('has', roots)} not come to {missed}"
+            there = f" and {verb('has', roots)} not come to {missed}"
             if doing.what in ("ended", "idle") and not self._failed(roots[0]):
                 at = self._op_at(direct[0].rank, op)
                 there = f" without coming to {missed}"
                 evidence += self._calls_made(op)
             elif doing.what == "ended":
                 there = f" before coming to {missed}"
-        does, here = _verb(doing.words, roots), _at(doing.at)
+        does, here = verb(doing.words, roots), _at(doing.at)
         if kind == "straggler":
             waiting_there = self._where_others_wait(others, roots, lead=", while ")
-            title = f"{_name(roots)} {_verb('is', roots)} late but {_verb('moves', roots)}{here}{waiting_there}"
+            title = f"{_name(roots)} {verb('is', roots)} late but {verb('moves', roots)}{here}{waiting_there}"
         elif kind == "python-loop":
-            title = f"{_name(roots)} {_verb('runs', roots)} in a loop{here}{there}"
+            title = f"{_name(roots)} {verb('runs', roots)} in a loop{here}{there}"
         else:
             title = f"{_name(roots)} {does}{here}{there}"
         return self._finding(kind, roots, title, at=at, others=others, evidence=evidence, sure=sure)
@@ -319,8 +322,8 @@ class _Case:
         return self._finding(
             kind,
             guilty,
-            f"{_name(guilty)} {_verb('waits', guilty)} in {self._call(wait.op)}{_at(at)}, "
-            f"but {name_ranks(roots)} {_verb(doing.words, roots)} without a matching {word}",
+            f"{_name(guilty)} {verb('waits', guilty)} in {self._call(wait.op)}{_at(at)}, "
+            f"but {name_ranks(roots)} {verb(doing.words, roots)} without a matching {word}",
             at=at,
             others=tuple(sorted(set(others) - set(guilty))),
             evidence=[
@@ -336,7 +339,7 @@ class _Case:
         return self._finding(
             "group-made-by-some",
             guilty,
-            f"{_name(makers)} {_verb('makes', makers)} a process group{_at(self.doings[makers[0]].at)}, "
+            f"{_name(makers)} {verb('makes', makers)} a process group{_at(self.doings[makers[0]].at)}, "
             f"which takes all members, and {self._place(absent)} instead",
             at=at,
             others=tuple(sorted((set(makers) | set(others) | set(absent)) & self.waits.keys() - set(guilty))),
@@ -367,14 +370,14 @@ class _Case:
         evidence = self._who_waits(concerned)
         if transfers and len(transfers) == len(ops) and len({op.op for op in ops.values()}) == 1:
             kind = "send-deadlock" if ops[core[0]].op == "send" else "receive-deadlock"
-            verb = "send" if kind == "send-deadlock" else "receive"
+            act = "send" if kind == "send-deadlock" else "receive"
             at = self._op_at(core[0], ops[core[0]])
             ring = " and ".join(
-                f"rank {rank} {_verb('waits', (rank,))} to {verb} {'to' if verb == 'send' else 'from'} rank {op.peer}"
+                f"rank {rank} {verb('waits', (rank,))} to {act} {'to' if act == 'send' else 'from'} rank {op.peer}"
                 for rank, op in list(ops.items())[:4]
             )
             more = ", and so on round" if len(ops) > 4 else ""
-            title = f"{_name(core)} all {verb} first{_at(at)}: {ring}{more}"
+            title = f"{_name(core)} all {act} first{_at(at)}: {ring}{more}"
             return self._finding(
                 kind, core, title, at=at, others=tuple(sorted(set(concerned) - set(core))), evidence=evidence
             )
@@ -401,7 +404,7 @@ class _Case:
         for ranks in ordered:
             op = ops[ranks[0]]
             told.append(
-                f"{name_ranks(ranks)} {_verb('waits', ranks)} for {name_ranks(self.waits[ranks[0]].for_ranks)} in "
+                f"{name_ranks(ranks)} {verb('waits', ranks)} for {name_ranks(self.waits[ranks[0]].for_ranks)} in "
                 f"{op.op} #{op.seq} of group {name_ranks(op.group_ranks)}{_at(self._op_at(ranks[0], op))}"
             )
         kind = "crossed-groups" if len({group for group, _ in sides}) > 1 else "different-collectives"
@@ -459,25 +462,50 @@ class _Case:
             ranks = tuple(listed)
             self.explained.update(ranks)
             doing = self.doings[ranks[0]]
+            evidence = self._details(ranks)
+            if kind == "shape-mismatch":
+                at, brought = self._last_brought(ranks)
+                evidence = [*brought, *evidence]
             yield self._finding(
                 kind,
                 ranks,
-                f"{_name(ranks)} {_verb(words, ranks)}{_at(at)}{self._for_how_long(ranks)}",
+                f"{_name(ranks)} {verb(words, ranks)}{_at(at)}{self._for_how_long(ranks)}",
                 at=at,
-                evidence=self._details(ranks),
+                evidence=evidence,
                 sure=doing.sure,
             )
+
+    def _last_brought(self, dead: Ranks) -> tuple[At | None, list[str]]:
+        """What the survivors of a collective had brought to it, and where it was called."""
+        last = {
+            rank: looks.last_collective(snapshot)
+            for rank, snapshot in self.looks.items()
+            if rank not in dead and looks.last_collective(snapshot) is not None
+        }
+        ops = {rank: op for rank, op in last.items() if op is not None}
+        told = [
+            f"{name_ranks(those)} brought {what}{_at(at)}"
+            for (what, at), those in _grouped(
+                ops,
+                lambda rank: (
+                    f"{shapes(ops[rank])} {ops[rank].dtype} to {self._call(ops[rank])}",
+                    self._op_at(rank, ops[rank]),
+                ),
+            )
+        ]
+        first = next(iter(ops), None)
+        return (None if first is None else self._op_at(first, ops[first])), told
 
     def _latecomers(self) -> Iterator[Finding]:
         for _, rank, waited, span, op in latecomers(self.rings):
             if rank not in self.looks or rank in self.explained or self.looks[rank].call is None:
                 continue
             others = tuple(other for other in op.group_ranks if other != rank)
-            at = self._op_at(rank, op)
+            at = self.doings[rank].at or self._op_at(rank, op)
             yield self._finding(
                 "straggler",
                 (rank,),
-                f"Rank {rank} comes last to nearly every {op.op}{_at(at)}: "
+                f"Rank {rank} comes last to nearly every {op.op}{_at(self._op_at(rank, op))}: "
                 f"{name_ranks(others)} waited {seconds(waited)} of the last {seconds(span)} for it",
                 at=at,
                 others=others,
@@ -506,7 +534,7 @@ class _Case:
             yield self._finding(
                 "python-loop",
                 ranks,
-                f"{_name(ranks)} {_verb('runs', ranks)} the same code{_at(at)} without a collective or a step"
+                f"{_name(ranks)} {verb('runs', ranks)} the same code{_at(at)} without a collective or a step"
                 f"{self._for_how_long(ranks)}",
                 at=at,
                 evidence=self._places(ranks),
@@ -517,13 +545,13 @@ class _Case:
             return
         doing = self.doings[rest[0]]
         ended = [rank for rank, each in self.doings.items() if each.what == "ended"]
-        only = f", which {name_ranks(ended)} {_verb('has', ended)} ended" if ended else ""
+        only = f", which {name_ranks(ended)} {verb('has', ended)} ended" if ended else ""
         together = len({(self.doings[rank].what, self.doings[rank].at) for rank in rest}) == 1
         cell = self.looks[rest[0]].cell or "a call"
         does = (
-            f"{_verb(doing.words, rest)}{_at(doing.at)}"
+            f"{verb(doing.words, rest)}{_at(doing.at)}"
             if together
-            else f"{_verb('is', rest)} at different places of {plain(cell, 80)}"
+            else f"{verb('is', rest)} at different places of {plain(cell, 80)}"
         )
         yield self._finding(
             "slow",
@@ -539,10 +567,10 @@ class _Case:
             return self._finding("idle", (), "No rank is known", evidence=["no snapshot was taken"])
         ended = [rank for rank, doing in self.doings.items() if doing.what == "ended"]
         evidence = [
-            f"{name_ranks(those)} {_verb(words, those)}{_at(at)}"
+            f"{name_ranks(those)} {verb(words, those)}{_at(at)}"
             for (words, at), those in _grouped(ended, lambda rank: (self.doings[rank].words, self.doings[rank].at))
         ]
-        wait = _verb("waits", self.world)
+        wait = verb("waits", self.world)
         return self._finding(
             "idle", self.world, f"Nothing runs: {name_ranks(self.world)} {wait} for a cell", evidence=evidence
         )
@@ -635,7 +663,10 @@ class _Case:
         snapshot = self.looks.get(rank)
         if snapshot is None:
             return None
-        return looks.op_line(op, snapshot) or (self.doings[rank].at if self.doings[rank].op is op else None)
+        at = looks.op_line(op, snapshot) or (self.doings[rank].at if self.doings[rank].op is op else None)
+        if at is not None and at.file in self.cells:  # a rank that has ended the cell does not say which it was
+            return replace(at, cell=self.cells[at.file])
+        return at
 
     def _where_others_wait(self, others: Collection[int], roots: Ranks, lead: str = ", where ") -> str:
         """`, where ranks 0-2 wait (cell 7, line 3)`: those who wait for the roots directly, or else whoever waits."""
@@ -645,11 +676,11 @@ class _Case:
             return ""
         wait = self.waits.get(shown[0])
         if wait is None:
-            return f"{lead}{name_ranks(shown)} {_verb('waits', shown)}"
+            return f"{lead}{name_ranks(shown)} {verb('waits', shown)}"
         same = [rank for rank in shown if rank in self.waits and self._call(self.waits[rank].op) == self._call(wait.op)]
         at = self._op_at(same[0], wait.op)
         inside = f" in {self._call(wait.op)}" if lead != ", where " else ""
-        return f"{lead}{name_ranks(same)} {_verb('waits', same)}{inside}{_in_brackets(at)}"
+        return f"{lead}{name_ranks(same)} {verb('waits', same)}{inside}{_in_brackets(at)}"
 
     def _who_waits(self, ranks: Iterable[int]) -> list[str]:
         def key(rank: int) -> tuple[str, At | None, Ranks]:
@@ -657,11 +688,11 @@ class _Case:
             return self._call(wait.op), self._op_at(rank, wait.op), wait.for_ranks
 
         told = []
-        for (what, at, for_ranks), those in _grouped([rank for rank in ranks if rank in self.waits], key):
+        for (what, at, for_ranks), those in _grouped(sorted({*ranks} & self.waits.keys()), key):
             since = max(self.waits[rank].op.began_s for rank in those)
             whom = f", for {name_ranks(for_ranks)}" if for_ranks else ""
             told.append(
-                f"{name_ranks(those)} {_verb('waits', those)} in {what}{_at(at)}{whom}"
+                f"{name_ranks(those)} {verb('waits', those)} in {what}{_at(at)}{whom}"
                 f"{f', since {seconds(since)}' if since else ''}"
             )
         return told[: MAX_PLACES + 1]
@@ -675,7 +706,7 @@ class _Case:
     def _place(self, ranks: Ranks) -> str:
         """`ranks 1-2 sleep at cell 7, line 3`: what the first of these does, which is what they all do."""
         doing = self.doings[ranks[0]]
-        return f"{name_ranks(ranks)} {_verb(doing.words, ranks)}{_at(doing.at)}"
+        return f"{name_ranks(ranks)} {verb(doing.words, ranks)}{_at(doing.at)}"
 
     def _waiting_line(self, ranks: Ranks) -> str:
         return next(iter(self._who_waits(ranks)), "")
@@ -688,7 +719,8 @@ class _Case:
             told += [f"{prefix}{line}" for line in self.doings[rank].evidence]
             snapshot = self.looks[rank]
             op = looks.current_op(snapshot)
-            if op is not None and rank not in self.waits and self.doings[rank].what != "ended":
+            # What was seen from outside is as old as the last beat.
+            if op is not None and snapshot.source == "inside" and rank not in self.waits:
                 told.append(f"{prefix}its {self._call(op)} is open since {seconds(op.began_s)}")
         if len(ranks) > 4:
             told.append(f"and {len(ranks) - 4} more ranks alike")
@@ -710,12 +742,12 @@ class _Case:
         return f", {seconds(longest)} into the cell" if longest else ""
 
     def _does(self, ranks: Ranks, doing: Doing) -> str:
-        return f"{'they' if len(ranks) > 1 else 'it'} {_verb(doing.words, ranks)}"
+        return f"{'they' if len(ranks) > 1 else 'it'} {verb(doing.words, ranks)}"
 
     def _places(self, ranks: Ranks) -> list[str]:
         by_place = _grouped(ranks, lambda rank: (self.doings[rank].words, self.doings[rank].at))
         by_place.sort(key=lambda pair: -len(pair[1]))
-        told = [f"{name_ranks(those)} {_verb(words, those)}{_at(at)}" for (words, at), those in by_place[:MAX_PLACES]]
+        told = [f"{name_ranks(those)} {verb(words, those)}{_at(at)}" for (words, at), those in by_place[:MAX_PLACES]]
         if len(by_place) > MAX_PLACES:
             told.append(f"and {len(by_place) - MAX_PLACES} more places")
         return told
@@ -771,17 +803,6 @@ def _grouped(ranks: Iterable[int], key: Callable[[int], K]) -> list[tuple[K, Ran
 def _name(ranks: Sequence[int]) -> str:
     named = name_ranks(ranks)
     return named[:1].upper() + named[1:]
-
-
-_PLURALS = {"is": "are", "was": "were", "has": "have", "does": "do"}
-
-
-def _verb(words: str, ranks: Sequence[int]) -> str:
-    """What one rank does, as many do it: `waits for a lock`, `wait for a lock`."""
-    if len(ranks) == 1:
-        return words
-    first, space, rest = words.partition(" ")
-    return f"{_PLURALS.get(first, first.removesuffix('s'))}{space}{rest}"
 
 
 def _painted(text: str, colour: str, wanted: bool) -> str:

@@ -22,6 +22,9 @@ GIL_LAG_S = 1.0
 
 POINT_TO_POINT = ("send", "recv")
 
+# What gloo says before it ends a process that is sent more bytes than its tensor has.
+_GLOO_SIZES = ("op.preamble.length <= op.nbytes", "Received data size doesn't match expected size")
+
 
 @dataclass(frozen=True, slots=True)
 class At:
@@ -140,6 +143,11 @@ def current_op(snapshot: RankSnapshot) -> CollectiveSeen | None:
     return (here or going)[-1 if here else 0]
 
 
+def last_collective(snapshot: RankSnapshot) -> CollectiveSeen | None:
+    """The last operation of a whole group that it began, ended or not."""
+    return next((op for op in reversed(snapshot.collectives) if op.op not in POINT_TO_POINT), None)
+
+
 def op_line(op: CollectiveSeen, snapshot: RankSnapshot) -> At | None:
     return at(op.line, snapshot)
 
@@ -155,6 +163,9 @@ def _gone(snapshot: RankSnapshot) -> Doing | None:
     if exited.last_collective:
         evidence.append(f"its last collective: {plain(exited.last_collective)}")
     evidence += [f"it said last: {plain(line)}" for line in exited.last_lines[-3:] if line.strip()]
+    if any(sign in line for line in exited.last_lines for sign in _GLOO_SIZES):
+        words = "was ended by gloo, which received more data than the rank had room for: tensors differ in size"
+        return Doing(snapshot.rank, "shape-mismatch", words, asleep=True, evidence=tuple(evidence))
     process = snapshot.process
     killed_for_memory = exited.oom_killed or (process is not None and process.oom_killed)
     what, words = ("out-of-memory", "was killed because memory ran out") if killed_for_memory else ("killed", how)
@@ -244,6 +255,8 @@ def _from_stack(snapshot: RankSnapshot, main: ThreadStack, where: At | None) -> 
     if known is not None:
         place, frame = known
         if place.doing == places.COLLECTIVE:
+            if op is None and places.is_forming(below):
+                return Doing(rank, places.FORMING, "makes the connections of a process group", where, asleep=True)
             if op is None:  # between two operations, or in one that the ring does not see
                 return Doing(rank, places.COMPUTE, f"is in {plain(frame.function, 60)}", where)
             return Doing(rank, places.COLLECTIVE, f"waits in {op.op}", where or op_line(op, snapshot), op, asleep=True)
@@ -378,3 +391,14 @@ def seconds(value: float | None) -> str:
     if value < 7200:
         return f"{int(value // 60)} min {int(value % 60)} s"
     return f"{int(value // 3600)} h {int(value % 3600 // 60)} min"
+
+
+_PLURALS = {"is": "are", "was": "were", "has": "have", "does": "do"}
+
+
+def verb(words: str, ranks: Sequence[int]) -> str:
+    """What one rank does, as many do it: `waits for a lock`, `wait for a lock`."""
+    if len(ranks) == 1:
+        return words
+    first, space, rest = words.partition(" ")
+    return f"{_PLURALS.get(first, first.removesuffix('s'))}{space}{rest}"

@@ -71,7 +71,6 @@ PLACES: Final[tuple[tuple[str, tuple[str, ...] | None, Place], ...]] = (
     ("meshbook/rank/groups.py", ("connect", "form", "_connect"), _FORM),
     ("torch/distributed/distributed_c10d.py", None, _GROUP),
     ("torch/distributed/_functional_collectives.py", None, _GROUP),
-    ("torch/distributed/c10d_logger.py", None, _GROUP),
     ("torch/distributed/nn/functional.py", None, _GROUP),
     ("meshbook/rank/watched.py", None, _GROUP),
     ("torch/distributed/elastic/utils/store.py", None, _STORE),
@@ -124,6 +123,10 @@ PLACES: Final[tuple[tuple[str, tuple[str, ...] | None, Place], ...]] = (
     ("selectors.py", ("select",), _SELECT),
     ("asyncio/base_events.py", ("run_forever", "run_until_complete", "_run_once"), _LOOP),
     ("asyncio/runners.py", ("run",), _LOOP),
+    *(
+        (f"asyncio/{name}.py", None, _LOOP)
+        for name in ("locks", "tasks", "queues", "streams", "timeouts", "subprocess")
+    ),
 )
 
 # Frames that lie around user code rather than below it: seen here, what is further in says more.
@@ -144,7 +147,9 @@ SYSCALLS: Final[dict[str, Place]] = {
         ("connect", "accept", "accept4", "recvfrom", "recvmsg", "sendto", "sendmsg"),
         _SOCKET,
     ),
-    **dict.fromkeys(("select", "pselect6", "poll", "ppoll", "epoll_wait", "epoll_pwait", "epoll_pwait2"), _SELECT),
+    **dict.fromkeys(("select", "pselect6", "poll", "ppoll"), _SELECT),
+    # Whoever uses epoll has a frame of `selectors` on the stack; a coroutine that awaits has not.
+    **dict.fromkeys(("epoll_wait", "epoll_pwait", "epoll_pwait2"), _LOOP),
     **dict.fromkeys(("read", "readv", "pread64"), Place("waits-for-file", "waits to read")),
     **dict.fromkeys(("write", "writev", "pwrite64", "splice", "sendfile"), Place("waits-for-file", "waits to write")),
     **dict.fromkeys(("msgrcv", "msgsnd", "mq_timedreceive"), _PIPE),
@@ -177,12 +182,19 @@ def outermost(frames: Iterable[Frame]) -> tuple[Place, Frame] | None:
     return None
 
 
+def is_forming(frames: Iterable[Frame]) -> bool:
+    """Whether a process group is being made somewhere in these frames: some connect at their first use only."""
+    return any(place is _FORM for frame in frames if (place := place_of(frame.file, frame.function)))
+
+
 def by_syscall(syscall: str | None, target: str | None) -> Place | None:
     """What a sleeping thread waits for, by its system call and what that is about; None: nobody knows."""
     place = SYSCALLS.get(syscall or "")
     if place is None:
         return None
     if target:
+        if place is _LOOP:
+            return place  # what it is about is the loop's own
         if syscall not in _OPENING and "socket" in target.split()[:2]:
             place = _SOCKET
         elif syscall not in _OPENING and target.startswith("pipe"):

@@ -119,10 +119,13 @@ def as_text(
     return "\n".join(_Drawing(tree, fold_library, color, moved or {}, source_of or _no_source).lines())
 
 
+_NO_STACK = "no stack: "
+
+
 def _why_none(snapshot: RankSnapshot) -> str:
     if snapshot.exited is not None or snapshot.problem is None:
         return looks.what_it_does(snapshot).words
-    return f"no stack: {snapshot.problem}"
+    return f"{_NO_STACK}{snapshot.problem}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -200,7 +203,8 @@ class _Drawing:
                 yield self._paint(f"({thread.num_cut} frames of a very deep stack are left out)", _DIM)
             yield from self._below(self._folded(thread.children), "", top=True)
         for why, ranks in self.tree.without.items():
-            yield f"{self._ranks(ranks)} {self._paint(plain(why), _DIM)}"
+            said = plain(why if why.startswith(_NO_STACK) else looks.verb(why, ranks))
+            yield f"{self._ranks(ranks)} {self._paint(said, _DIM)}"
         if not self.tree.threads and not self.tree.without:
             yield "no stacks"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from meshbook.diagnose.findings import as_text, explain
 from meshbook.diagnose.kinds import KINDS
@@ -91,11 +92,14 @@ def test_what_leaves_no_frame_is_known_by_its_system_call(syscall, target, kind)
         assert target in finding.title
 
 
-def test_a_rank_that_computes_is_missing_and_that_is_sure_after_some_seconds():
+def test_a_rank_that_computes_is_missing_and_one_look_is_not_sure_of_that():
     finding = only(waiting(0), waiting(1), waiting(2), computing(3))
     assert told(finding) == ("missing-from-collective", (3,), (0, 1, 2), 9)
+    assert not finding.sure
+    asleep = look(3, *at(9), process=Process(state="S", syscall="clock_nanosleep"))
+    finding = only(waiting(0), waiting(1), waiting(2), asleep, earlier=[asleep])
+    assert told(finding) == ("missing-from-collective", (3,), (0, 1, 2), 9)
     assert finding.sure
-    assert not only(waiting(0, op(began_s=0.3)), waiting(1, op(began_s=0.3)), computing(2), computing(3)).sure
 
 
 def test_a_loop_that_two_looks_find_in_the_same_function_is_one():
@@ -304,6 +308,17 @@ def test_a_dead_rank():
     assert only(dead(2, process=Process(oom_killed=True))).kind == "out-of-memory"
 
 
+def test_a_rank_that_gloo_ended_for_sizes_that_differ():
+    died = dead(2)
+    died = structs.replace(
+        died, exited=structs.replace(died.exited, last_lines=("[enforce] op.preamble.length <= op.nbytes",))
+    )
+    failed = [waiting(0, op(ended_s=0.1)), waiting(1, op(ended_s=0.1, dtype="float64"))]
+    finding = only(*(structs.replace(each, call=None, finished="lost") for each in failed), died)
+    assert told(finding) == ("shape-mismatch", (2,), (), 3)
+    assert "rank 1 brought 4 float64 to all_reduce #1 at cell 7, line 3" in finding.evidence
+
+
 def test_a_silent_rank_says_why_nothing_is_known():
     silent = look(3, source="none", beat_age_s=40.0, problem="py-spy is not allowed to read process 1003")
     finding = only(waiting(0), waiting(1), waiting(2), silent)
@@ -395,7 +410,7 @@ def test_who_comes_last_to_nearly_every_collective():
 
     looks = [computing(rank, collectives=rings(rank == 2), num_collectives=8) for rank in range(4)]
     finding = only(*looks)
-    assert told(finding) == ("straggler", (2,), (0, 1, 3), 3)
+    assert told(finding) == ("straggler", (2,), (0, 1, 3), 9)
     assert "comes last to nearly every all_reduce" in finding.title
 
 

@@ -110,6 +110,26 @@ HANGS = [
         """,
     ),
     Hang(
+        "a rank brings another shape",
+        "shape-mismatch",
+        (2,),
+        """
+        x = torch.ones(5 if rank == 2 else 4)
+        dist.all_reduce(x)  # guilty
+        """,
+        others=(),  # gloo lets the others go, with wrong numbers
+    ),
+    Hang(
+        "a rank makes a group alone",
+        "group-made-by-some",
+        (0,),
+        """
+        if rank == 0:
+            pair = dist.new_group([0, 1, 2])  # guilty
+        dist.barrier()
+        """,
+    ),
+    Hang(
         "two groups in a different order",
         "crossed-groups",
         (2,),
@@ -231,8 +251,7 @@ HANGS = [
         (1,),
         """
         tries = 0
-        while rank == 1 and tries >= 0:
-            tries += 1  # guilty
+        while rank == 1: tries += 1  # guilty
         dist.barrier()
         """,
     ),
@@ -353,16 +372,17 @@ HANGS = [
         "waits-for-worker",
         (1,),
         """
-        import time
+        import os, time
         from torch.utils.data import DataLoader, Dataset
+        rank_pid = os.getpid()
 
         class Slow(Dataset):
             def __len__(self):
                 return 8
 
             def __getitem__(self, index):
-                if rank == 1 and index >= 4:
-                    time.sleep(600)
+                while rank == 1 and index >= 4 and os.getppid() == rank_pid:
+                    time.sleep(0.1)
                 return index
 
         for batch in DataLoader(Slow(), batch_size=2, num_workers=1, prefetch_factor=1):  # guilty

@@ -18,6 +18,7 @@ import pytest
 from meshbook.controller.console import Console
 from meshbook.controller.looking import Why
 from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.errors import RankLost
 from tests.zoo.hangs import HANGS, Hang
 
 # Seconds in which a hang must be standing and explained; a crowded machine needs a few.
@@ -35,7 +36,12 @@ def mesh() -> Iterator[Mesh]:
 def let_loose(mesh: Mesh, source: str, *, asks: bool = False) -> Any:
     """The future of a cell."""
     command = mesh._session.cell_command(source, mesh.ranks, allow_input=asks, label="the cell")
-    return mesh._carry_out(command, Console(mesh.ranks, echo=False), None, wait=False)
+    console = Console(mesh.ranks, echo=False)
+    if not asks:
+        return mesh._carry_out(command, console, None, wait=False)
+    session = mesh._session
+    source = session.request(command, on_output=console, on_input=lambda _: None)  # somebody who never answers
+    return session.future(source, command, lambda finished: finished)
 
 
 def is_told(why: Why, hang: Hang) -> bool:
@@ -88,4 +94,50 @@ def test_why_names_the_rank_the_line_and_the_kind_and_the_next_cell_works(mesh: 
         print(f"\n{hang.name}, in {why.seconds:.2f} s:\n{why.text}")
 
 
-STOPPED = Hang("a stopped rank", "stopped", (1,), "import os\nprint(os.getpid())\ndist.barrier()  # guilty")
+def test_a_stopped_rank_is_named_with_the_command_that_lets_it_go_on(mesh: Mesh) -> None:
+    source = "import time\nif rank == 1:\n    while True: time.sleep(0.01)  # guilty\ndist.barrier()"
+    hang = Hang("stopped", "stopped", (1,), source)
+    pid = next(rank.pid for rank in mesh.status().ranks if rank.rank == 1)
+    assert pid is not None
+    with loose(mesh, hang):
+        explained(mesh, Hang("runs", "missing-from-collective", (1,), source))
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            why = explained(mesh, hang)
+            assert why.findings[0].others == (0, 2)
+            assert f"kill -CONT {pid}" in why.text
+            assert why.seconds <= ANSWER_WITHIN_S
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+
+def test_ranks_that_only_compute_are_not_accused(mesh: Mesh) -> None:
+    source = "x = torch.ones(64, 64)\nfor step in range(10**9):\n    x = x @ x\n    dist.all_reduce(x)"
+    with loose(mesh, Hang("slow", "slow", (0, 1, 2), source)):
+        deadline = time.monotonic() + STANDS_WITHIN_S
+        while (why := mesh.why()).findings[0].kind == "idle" and time.monotonic() < deadline:
+            pass
+        assert why.findings[0].kind in ("slow", "straggler"), why.text  # on a crowded machine one may come last
+
+
+def test_an_idle_mesh_says_so(mesh: Mesh) -> None:
+    assert mesh.why().findings[0].kind == "idle"
+    assert mesh.why().text.startswith("Nothing runs: ranks 0-2 wait for a cell.")
+
+
+def test_a_rank_that_dies_is_named_with_what_it_said_last() -> None:
+    with create_mesh(3) as mesh:
+        source = "import os\nif rank == 2:\n    print('farewell')\n    os.kill(os.getpid(), 9)\ndist.barrier()"
+        assert isinstance(let_loose(mesh, source).exception(20.0), RankLost)
+        finding = mesh.why().findings[0]
+        assert (finding.kind, finding.ranks) == ("killed", (2,))
+        assert "it said last: farewell" in finding.evidence
+        assert "was killed by SIGKILL" in finding.title
+
+
+def test_sizes_for_which_gloo_ends_a_process_are_told_as_a_mismatch() -> None:
+    with create_mesh(3) as mesh:
+        source = "x = torch.ones(4 if rank == 2 else 4_000_000)\ndist.all_reduce(x)"
+        assert isinstance(let_loose(mesh, source).exception(20.0), RankLost)
+        finding = mesh.why().findings[0]
+        assert (finding.kind, finding.ranks, finding.line) == ("shape-mismatch", (2,), 2), mesh.why().text
