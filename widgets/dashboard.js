@@ -253,7 +253,9 @@ class Dashboard {
     const cancel = button("Cancel", done);
     this.confirm.replaceChildren(h("span", {}, question), h("div", { class: "mbd-toolbar" },
       button(yes, () => { done(); then(); }, { class: "mbd-button mbd-danger mbd-sure" }), cancel));
-    this.confirm.onkeydown = (event) => event.key === "Escape" && done();
+    this.confirm.onkeydown = (event) => {
+      if (event.key === "Escape") done();
+    };
     this.confirm.hidden = false;
     cancel.focus();
   }

@@ -135,3 +135,108 @@ def test_in_marimo_its_buttons_are_answered_while_a_cell_runs(browser: Browser, 
         for connection in list_connections():
             if connection.name not in before:
                 attach(connection.name).stop()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A page of its own
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Mesh]:
+    with create_mesh({"dp": 2, "tp": 2}) as mesh:
+        yield mesh
+
+
+@pytest.fixture(scope="module")
+def server(mesh: Mesh) -> Iterator[Server]:
+    server = open_page(mesh)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def board(browser: Browser, server: Server) -> Iterator[Page]:
+    page = browser.new_page(viewport={"width": 1000, "height": 900})
+    page.goto(server.address)
+    expect(chips(page)).to_have_text("4 idle")
+    yield page
+    page.close()
+
+
+def fetch(address: str, host: str | None = None) -> int:
+    request = urllib.request.Request(address, headers={"Host": host} if host else {})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_a_page_without_its_token_or_under_a_foreign_name_is_refused(server: Server) -> None:
+    root = f"http://127.0.0.1:{server.port}"
+    assert fetch(server.address) == 200
+    assert fetch(f"{server.address}dashboard.css") == 200
+    assert fetch(f"{root}/") == 403
+    assert fetch(f"{root}/{'x' * len(server.token)}/") == 403
+    assert fetch(f"{root}/{'x' * len(server.token)}/live") == 403
+    assert fetch(server.address, host=f"evil.example:{server.port}") == 403
+    assert fetch(f"{server.address}../pyproject.toml") == 404
+    assert server.address.startswith("http://127.0.0.1:")
+
+
+def test_ranks_are_chosen_by_axis_by_click_and_by_key_and_killed_only_after_a_question(board: Page, mesh: Mesh) -> None:
+    said = board.locator(".mbd-chosen")
+    board.get_by_role("button", name="dp=1").click()
+    expect(said).to_have_text("2 of 4 selected: 2-3")
+    board.get_by_label("select ranks").fill("dp=0 tp=1")
+    board.get_by_label("select ranks").press("Enter")
+    expect(said).to_have_text("1 of 4 selected: 1")
+    tiles = board.get_by_role("listbox", name="Ranks")
+    tiles.click(position={"x": 90, "y": 40})
+    expect(said).to_have_text("1 of 4 selected: 0")
+    tiles.press("ArrowRight")
+    tiles.press("Shift+ArrowDown")
+    expect(said).to_have_text("3 of 4 selected: 1-3")
+    expect(board.get_by_role("option")).to_have_text(re.compile("rank 3, idle"))
+    press(board, "Kill…")
+    asked = board.get_by_role("alertdialog")
+    expect(asked).to_contain_text("Kill ranks 1-3?")
+    board.keyboard.press("Enter")  # Cancel has the focus
+    expect(asked).to_be_hidden()
+    tiles.press("Escape")
+    expect(said).to_have_text("")
+    assert [rank.state for rank in mesh.status().ranks] == ["idle"] * 4
+
+
+def test_what_ranks_print_is_text_and_a_line_of_a_megabyte_is_cut_for_the_eye(board: Page, mesh: Mesh) -> None:
+    hostile = "<img src=x onerror='document.title=1'>"
+    mesh.run(f"print('y' * (1 << 20)); print({hostile!r}); print('\\x1b[31mred\\x1b[0m')", ranks=[2], echo=False)
+    board.get_by_role("tab", name="Logs").click()
+    board.get_by_label("rank", exact=True).fill("2")
+    board.get_by_label("rank", exact=True).press("Enter")
+    log = board.get_by_role("log")
+    expect(log).to_contain_text(hostile)
+    expect(log.locator(".mbd-line").last).to_have_text("red")
+    expect(log).to_contain_text("more characters")
+    board.get_by_label("search in the log").fill("ONERROR")
+    expect(log.locator("mark")).to_have_text("onerror")
+    expect(log.locator(".mbd-line")).to_have_count(1)
+    assert board.locator("img").count() == 0
+    assert board.title() == "Meshbook"
+
+
+def test_the_page_draws_curves_and_finds_the_mesh_again_and_watching_ends_with_the_last_page(
+    board: Page, mesh: Mesh
+) -> None:
+    mesh.run("import meshbook\nfor step in range(20):\n    meshbook.log(loss=1 / (step + 1), step=step)", echo=False)
+    board.get_by_role("tab", name="Scalars").click()
+    expect(board.locator("figcaption")).to_contain_text("loss")
+    expect(board.get_by_role("img")).to_have_attribute("aria-label", re.compile(r"loss: from 0\.05 to 1, 4 lines"))
+    board.reload()
+    expect(chips(board)).to_have_text("4 idle")
+    board.get_by_role("tab", name="Scalars").click()
+    expect(board.locator("figcaption")).to_contain_text("loss")
+    desk = Desk.of(mesh.session)
+    assert desk.watches
+    board.goto("about:blank")
+    wait_until(lambda: not desk.watches, TIMEOUT_S, "nobody looks any more, so the watching")
