@@ -18,6 +18,7 @@ import struct
 import subprocess
 import sys
 import sysconfig
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -341,18 +342,18 @@ def python_stacks(pid: int, timeout_s: float) -> tuple[tuple[ThreadStack, ...], 
             "its Python stack cannot be read from outside: py-spy is not installed beside this Python; "
             "`pip install py-spy` on the rank's host, and ask again"
         )
-    problem = None
+    problem, deadline = None, time.monotonic() + timeout_s
     for _ in range(2):  # read while it changes, a stack may make no sense; the second reading does
         try:
             ended = subprocess.run(
                 [program, "dump", "--pid", str(pid), "--json", "--nonblocking"],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
-                timeout=timeout_s / 2,
+                timeout=max(0.1, deadline - time.monotonic()),
                 env={**os.environ, "RUST_BACKTRACE": "0"},
             )
         except subprocess.TimeoutExpired:  # `run` has killed it
-            return (), f"its Python stack could not be read from outside: py-spy took more than {timeout_s / 2:.1f} s"
+            return (), f"its Python stack could not be read from outside: py-spy took more than {timeout_s:.1f} s"
         except OSError as error:
             return (), f"its Python stack cannot be read from outside: {program} does not run ({error.strerror})"
         if ended.returncode == 0:

@@ -17,6 +17,7 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshbook.ids import CallId
+from meshbook.rank import locks
 from meshbook.rank.probes import plain, seen
 from meshbook.rank.ring import Ring
 from meshbook.wire.messages import CollectiveSeen, Frame, Health, Outcome, RankSnapshot, ThreadStack
@@ -114,8 +115,18 @@ def thread_stacks(main_thread: int, awaiting: Any = None) -> list[ThreadStack]:
         if main and awaiting is not None and _in_event_loop(frames):
             inner = _awaited(awaiting)
             frames, num_cut, cut_at = inner or frames, 0 if inner else num_cut, 0 if inner else cut_at
+        waits_on, held_by = locks.waited_for(frame, {ident: told for ident, (told, _) in names.items()})
         found.append(
-            ThreadStack(name=name, frames=frames, main=main, native_id=native_id, num_cut=num_cut, cut_at=cut_at)
+            ThreadStack(
+                name=name,
+                frames=frames,
+                main=main,
+                native_id=native_id,
+                waits_on=None if waits_on is None else plain(waits_on),
+                held_by=held_by,
+                num_cut=num_cut,
+                cut_at=cut_at,
+            )
         )
         if len(found) == _THREADS:
             break

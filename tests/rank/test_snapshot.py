@@ -191,3 +191,72 @@ def test_a_stack_that_changes_while_it_is_read_is_still_one() -> None:
     finally:
         ended.set()
         thread.join(30)
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+
+
+def wait_in_with(holder: Holder, there: threading.Event) -> None:
+    there.set()
+    with holder.lock:
+        pass
+
+
+def wait_in_with_of_one_line(lock: threading.Lock, there: threading.Event) -> None:
+    there.set()
+    with lock: pass  # noqa: E701
+
+
+def wait_in_acquire(a: threading.Lock, there: threading.Event) -> None:
+    there.set()
+    a.acquire()
+    a.release()
+
+
+@pytest.mark.parametrize(
+    ("function", "lock", "waits_on", "held_by"),
+    [
+        (wait_in_with, Holder(), "lock `holder.lock`", threading.main_thread().name),
+        (wait_in_with_of_one_line, threading.Lock(), "lock `lock`", None),
+        (wait_in_acquire, threading.Lock(), "lock `a`", None),
+    ],
+)
+def test_a_thread_that_waits_for_a_lock_tells_which_and_who_has_it(
+    function: Callable[..., None], lock: Any, waits_on: str, held_by: str | None
+) -> None:
+    taken, there = getattr(lock, "lock", lock), threading.Event()
+    taken.acquire()
+    thread = threading.Thread(target=function, args=(lock, there), name="waiter", daemon=True)
+    thread.start()
+    assert there.wait(30)
+    deadline = time.monotonic() + 30
+    try:
+        while True:
+            (told,) = (stack for stack in snapshot.thread_stacks(threading.get_ident()) if stack.name == "waiter")
+            if told.waits_on is not None or time.monotonic() > deadline:
+                break
+    finally:
+        taken.release()
+        thread.join(30)
+    assert (told.waits_on, told.held_by) == (waits_on, held_by)
+
+
+def test_looking_for_a_lock_runs_no_code_of_the_users(stand: Callable[..., Standing]) -> None:
+    asked: list[str] = []
+
+    class Trap:
+        def __getattr__(self, name: str) -> object:
+            asked.append(name)
+            raise AttributeError(name)
+
+        @property
+        def acquire(self) -> Callable[[], None]:
+            return self.wait  # the one call of the thread itself
+
+        def __init__(self, wait: Callable[[], None]) -> None:
+            self.wait = wait
+
+    stand(lambda wait: Trap(wait).acquire()).stack()
+    assert asked == []
