@@ -82,6 +82,13 @@ class _Look:
     sent_out: set[int] = field(default_factory=set)  # ranks that are being looked at from outside
     timers: list[Timer] = field(default_factory=list)
 
+    def is_seen(self, rank: int) -> bool:
+        """Whether there is nothing to wait for; of a process that is gone, there is: the news of how it ended."""
+        if rank not in self.facts:
+            return False
+        stacks_seen, _ = self.found.get(rank, ((), None))
+        return rank in self.inside or bool(stacks_seen) or (rank in self.found and self.process(rank) is not None)
+
     def process(self, rank: int) -> Process | None:
         """What the system says of it; None while that is not known, and when it is gone."""
         return self.facts[rank].process if rank in self.facts else None
@@ -198,7 +205,7 @@ class Looker:
         if look.command.call in self._looks and all(
             self._is_dead(subject)
             or subject.pid is None
-            or (look.process(rank) is not None and (rank in look.inside or rank in look.found))
+            or look.is_seen(rank)
             for rank, subject in look.subjects.items()
         ):
             self._close(look)

@@ -274,10 +274,12 @@ def _children(pid: int) -> Iterator[tuple[int, str, str]]:
 
 
 def _command(pid: int) -> str:
-    words = _read(f"/proc/{pid}/cmdline")
-    if not words:
-        return _read(f"/proc/{pid}/comm").decode("utf-8", "replace").strip()
-    return words.replace(b"\0", b" ").decode("utf-8", "replace").strip()[:_COMMAND_CHARS]
+    """Its command line; led by the name that it has given itself, if it has (forked workers share a command line)."""
+    words = _read(f"/proc/{pid}/cmdline").replace(b"\0", b" ").decode("utf-8", "replace").strip()
+    name = _read(f"/proc/{pid}/comm").decode("utf-8", "replace").strip()
+    if name and name not in words:
+        words = f"{name}: {words}" if words else name
+    return words[:_COMMAND_CHARS]
 
 
 def _read(path: str) -> bytes:

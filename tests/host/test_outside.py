@@ -92,6 +92,16 @@ def test_children_are_told_with_their_states_and_who_is_waited_for(start: Start)
     os.kill(pid, signal.SIGKILL)
 
 
+def test_a_forked_worker_is_told_by_the_name_that_it_gave_itself(start: Start) -> None:
+    source = (
+        "import ctypes, os, time\nif not os.fork():\n"
+        "    ctypes.CDLL(None).prctl(15, b'pt_data' + b'_worker', 0, 0, 0)\n"
+        "    os.read(0, 1)\n    os._exit(0)\nos.wait()"
+    )
+    told = when(start(source), lambda told: "pt_data_worker" in str(told.children))
+    assert told.children[0][2].startswith("pt_data_worker: ")
+
+
 def test_of_many_children_some_are_told(start: Start) -> None:
     source = "import os, time\nfor _ in range(50):\n    if not os.fork(): os.read(0, 1); os._exit(0)\nos.wait()"
     told = when(start(source), lambda told: len(told.children) == 32)

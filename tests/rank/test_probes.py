@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from meshbook.rank import probes
 from meshbook.rank.probes import Probes, plain
 from meshbook.rank.ring import Label, Ring
 from meshbook.rank.scalars import ScalarLog
@@ -145,3 +146,14 @@ def test_text_that_cannot_travel_is_made_to() -> None:
     assert plain("cell") == "cell"
     plain("\udcff" * 3).encode()
     assert len(plain("x" * 100_000)) < 600
+
+
+def test_switched_off_the_ring_counts_and_notes_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert probes.switched_on()
+    monkeypatch.setenv("MESHBOOK_PROBES", "0")
+    assert not probes.switched_on()
+    ring = Ring(detailed=False)
+    tensor = types.SimpleNamespace(shape=(3,), dtype="torch.float32")
+    collective = ring.begin("all_reduce", Label("dp", (0, 1)), [tensor])
+    assert (collective.group_seq, collective.line, collective.shapes) == (1, None, ())
+    assert ring.running() == (collective,)  # which is what Stop asks
