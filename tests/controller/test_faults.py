@@ -208,6 +208,5 @@ def test_a_stop_reaches_a_rank_that_takes_its_cell_late(own_mesh: Mesh) -> None:
         when(lambda: "rank 1 did not stop within" in str(said))
     finally:
         os.kill(late, signal.SIGCONT)
-    (part,) = future.result(10).parts
-    assert (part.ranks, part.outcome.status) == ((0, 1, 2), "interrupted")
+    assert {part.outcome.status for part in future.result(10).parts} == {"interrupted"}
     assert dict(own_mesh.run("rank").values) == {0: 0, 1: 1, 2: 2}
