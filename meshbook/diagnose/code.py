@@ -26,7 +26,8 @@ def library_of(file: str) -> str | None:
     """The package that a file belongs to: "torch", "threading"; "meshbook" for our own; None for the user's code."""
     if _CELL.search(file):
         return None
-    if file.startswith(("<frozen ", "<attrs ", "<__array_function__", "<eval_with_key>")):
+    # "<string>" is what namedtuple, dataclass and their kind generate; nobody's `exec` is lost by looking further out.
+    if file == "<string>" or file.startswith(("<frozen ", "<attrs ", "<__array_function__", "<eval_with_key>")):
         return "python"
     if file.startswith(_OWN + "/") or file.startswith(_OWN + "\\"):
         return "meshbook"

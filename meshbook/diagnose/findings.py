@@ -627,6 +627,7 @@ class _Case:
         pids = [self.looks[rank].pid for rank in ranks if rank in self.looks]
         step = KINDS[kind].next_step.format(
             ranks=format_ranks(ranks) if ranks else "",
+            first=ranks[0] if ranks else "",
             name=name_ranks(ranks) if ranks else "the ranks",
             pids=" ".join(str(pid) for pid in pids if pid is not None) or "PID",
         )

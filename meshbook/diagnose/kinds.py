@@ -13,7 +13,7 @@ class Kind(NamedTuple):
 
     weight: int  # the heavier is told first
     meaning: str
-    next_step: str  # {ranks} is replaced by the guilty ranks, as a magic takes them
+    next_step: str  # {ranks}, {first}: the guilty ranks as a magic takes them; {name}: as people do; {pids}
 
 
 KINDS: Final[dict[str, Kind]] = {
@@ -21,17 +21,17 @@ KINDS: Final[dict[str, Kind]] = {
     "host-silent": Kind(
         100,
         "A whole machine does not answer.",
-        "Check that the machine is up and that the network reaches it; %mesh restart frees what is left.",
+        "Check that the machine is up and that the network reaches it; %mesh stop --now frees what is left.",
     ),
     "out-of-memory": Kind(
         97,
         "The kernel's out-of-memory killer ended the rank.",
-        "%mesh restart, then use less memory: a smaller batch, fewer ranks or DataLoader workers on this machine.",
+        "%mesh stop and start again with less memory in use: a smaller batch, fewer ranks or DataLoader workers.",
     ),
     "killed": Kind(
         96,
         "The rank's process is gone.",
-        "%mesh restart brings the rank back; %mesh logs {ranks} shows what it said last.",
+        "%mesh logs {first} shows what it said last; %mesh stop and %mesh start bring all ranks back.",
     ),
     "stopped": Kind(
         95,

@@ -261,8 +261,8 @@ def _from_stack(snapshot: RankSnapshot, main: ThreadStack, where: At | None) -> 
                 return Doing(rank, places.COMPUTE, f"is in {plain(frame.function, 60)}", where)
             return Doing(rank, places.COLLECTIVE, f"waits in {op.op}", where or op_line(op, snapshot), op, asleep=True)
         if place.doing == places.FORMING:
-            name = next((f.function for f in below if "torch/distributed" in f.file), frame.function)
-            return Doing(rank, places.FORMING, f"makes a process group in {plain(name, 60)}", where, asleep=True)
+            words = f"makes a process group in {plain(frame.function, 60)}"
+            return Doing(rank, places.FORMING, words, where, asleep=True)
         return _waiting(snapshot, main, place, where)
     state = main.state or (process.state if process is not None else "")
     syscall = main.syscall or (process.syscall if process is not None else None)

@@ -192,13 +192,13 @@ def by_syscall(syscall: str | None, target: str | None) -> Place | None:
     place = SYSCALLS.get(syscall or "")
     if place is None:
         return None
-    if target:
-        if place is _LOOP:
-            return place  # what it is about is the loop's own
-        if syscall not in _OPENING and "socket" in target.split()[:2]:
+    if not target or place is _LOOP or place is _LOCK:  # what a loop's selector is about is the loop's own
+        return place
+    if syscall not in _OPENING:
+        if target == "pipe":
+            return _PIPE
+        if "socket" in target.split()[:2]:
             place = _SOCKET
-        elif syscall not in _OPENING and target.startswith("pipe"):
+        elif target.startswith("pipe"):  # among other things that are polled
             place = _PIPE
-        if place.doing != "waits-for-lock":
-            return Place(place.doing, f"{place.words} ({target})")
-    return place
+    return Place(place.doing, f"{place.words} ({target})")

@@ -120,16 +120,6 @@ HANGS = [
         others=(),  # gloo lets the others go, with wrong numbers
     ),
     Hang(
-        "a rank makes a group alone",
-        "group-made-by-some",
-        (0,),
-        """
-        if rank == 0:
-            pair = dist.new_group([0, 1, 2])  # guilty
-        dist.barrier()
-        """,
-    ),
-    Hang(
         "two groups in a different order",
         "crossed-groups",
         (2,),
@@ -372,21 +362,24 @@ HANGS = [
         "waits-for-worker",
         (1,),
         """
-        import os, time
+        import torch.multiprocessing
         from torch.utils.data import DataLoader, Dataset
-        rank_pid = os.getpid()
+        stop = torch.multiprocessing.Event()
 
         class Slow(Dataset):
             def __len__(self):
                 return 8
 
             def __getitem__(self, index):
-                while rank == 1 and index >= 4 and os.getppid() == rank_pid:
-                    time.sleep(0.1)
+                if rank == 1 and index >= 4:
+                    stop.wait(60)
                 return index
 
-        for batch in DataLoader(Slow(), batch_size=2, num_workers=1, prefetch_factor=1):  # guilty
-            dist.all_reduce(torch.ones(1))
+        try:
+            for batch in DataLoader(Slow(), batch_size=2, num_workers=1, prefetch_factor=1):  # guilty
+                dist.all_reduce(torch.ones(1))
+        finally:
+            stop.set()
         """,
     ),
     Hang(
@@ -464,6 +457,17 @@ HANGS = [
         import asyncio
         if rank == 0:
             await asyncio.Event().wait()  # guilty
+        dist.barrier()
+        """,
+    ),
+    # The last one: torch numbers the groups that a rank has made, and rank 0 has now made one more than the others.
+    Hang(
+        "a rank makes a group alone",
+        "group-made-by-some",
+        (0,),
+        """
+        if rank == 0:
+            pair = dist.new_group([0, 1, 2])  # guilty
         dist.barrier()
         """,
     ),
