@@ -48,7 +48,8 @@ POINT_S = 1.0
 # Seconds between two looks at the collectives.
 _COLLECTIVES_S = 1.0
 _COLLECTIVES_SPAN_S = 30.0
-_COLLECTIVE_RANKS = 32  # that are shown, and how many of each: if that panel is open, and if not
+# Ranks whose collectives are shown, and how many of each: if that panel is open, and if not.
+_COLLECTIVE_RANKS = {True: 32, False: 8}
 _COLLECTIVES_OF_RANK = {True: 32, False: 8}
 # With at most so many ranks the exact size of their memory is on their tiles.
 _EXACT_RANKS = 128
@@ -79,7 +80,8 @@ class View:
         self.followed: Ranks = ()
         self.shows = ""
         self._layout: Message = {}
-        self._columns: dict[str, dict[int, Any]] = {}
+        self._told: dict[int, tuple[RankNow, dict[str, Any]]] = {}
+        self._most = 0  # bytes that a full memory bar stands for, without GPUs
         self._findings: tuple[Finding, ...] = ()
         self._bands: dict[str, deque[list[float]]] = {}
         self._point_at = float("-inf")
@@ -92,7 +94,8 @@ class View:
 
     def everything(self, picture: Picture) -> list[Message]:
         """All that there is to know, for somebody who may know nothing."""
-        self._layout, self._columns, self._findings = {}, {}, ()
+        self._layout, self._findings = {}, ()
+        self._told.clear()
         self._steps.clear()
         self._lines.clear()
         self._collectives_at, self._collectives, self._ended = float("-inf"), None, None
@@ -107,9 +110,10 @@ class View:
         layout = self._layout_of(picture)
         if layout != self._layout:
             self._layout = layout
-            self._columns, full = {}, True
+            self._told.clear()
+            full = True
             messages.append(layout)
-        columns = self._changed(self._seen(picture))
+        columns = self._changed(picture)
         if columns or full:
             messages.append({"kind": "update", "full": full, "columns": columns})
         if picture.findings != self._findings or self._asked not in (None, _running(picture)):
@@ -157,53 +161,39 @@ class View:
             "ended": picture.ended or "",
         }
 
-    def _seen(self, picture: Picture) -> dict[str, dict[int, Any]]:
-        """Everything that tiles show, by column and rank."""
+    def _changed(self, picture: Picture) -> dict[str, list[list[Any]]]:
+        """What tiles show, of the ranks for which it is new."""
         wanted = set(self._of(picture))
         ranks = [rank for rank in picture.ranks if rank.rank in wanted]
-        most = max((rank.peak_rss_bytes or rank.rss_bytes or 0 for rank in ranks), default=0)
-        columns: dict[str, dict[int, Any]] = {
-            name: {} for name in ("state", "cell", "line", "doing", "age", "memory", "device", "exit", "host")
-        }
-        if len(ranks) <= _EXACT_RANKS:
-            columns["bytes"] = {}
-        several_hosts = len({rank.host for rank in ranks}) > 1
+        exact = len(ranks) <= _EXACT_RANKS
+        most = 0 if any(rank.gpu_total_bytes for rank in ranks) else max(
+            (rank.peak_rss_bytes or rank.rss_bytes or 0 for rank in ranks), default=0
+        )
+        stale = most != self._most
+        self._most = most
+        changed: dict[str, dict[Any, list[int]]] = {}
         for rank in ranks:
-            columns["state"][rank.rank] = rank.state
-            columns["cell"][rank.rank] = rank.cell or ""
-            columns["line"][rank.rank] = rank.line or 0
-            columns["doing"][rank.rank] = doing(rank)
-            columns["age"][rank.rank] = rank.beat_age_s
-            columns["device"][rank.rank] = rank.device
-            columns["exit"][rank.rank] = rank.exit or ""
-            if several_hosts:
-                columns["host"][rank.rank] = rank.host
-            used, whole = memory(rank, most)
-            if used is not None:
-                columns["memory"][rank.rank] = round(100 * used / whole / 2) * 2 if whole else 0
-                if "bytes" in columns:
-                    columns["bytes"][rank.rank] = used
-        return columns
-
-    def _changed(self, now: dict[str, dict[int, Any]]) -> dict[str, list[list[Any]]]:
-        changed: dict[str, list[list[Any]]] = {}
-        for name, column in now.items():
-            before = self._columns.get(name, {})
-            by_value: dict[Any, list[int]] = {}
-            for rank, value in column.items():
-                if before.get(rank, _UNSAID.get(name)) != value:
-                    by_value.setdefault(value, []).append(rank)
-            if by_value:
-                changed[name] = [[value, format_ranks(ranks)] for value, ranks in by_value.items()]
-        self._columns = now
-        return changed
+            before = self._told.get(rank.rank)
+            if before is not None and before[0] is rank and not stale:
+                continue
+            shown = _shown(rank, most, exact)
+            known = before[1] if before is not None else _UNSAID
+            self._told[rank.rank] = rank, shown
+            for name, value in shown.items():
+                if known.get(name) != value:
+                    changed.setdefault(name, {}).setdefault(value, []).append(rank.rank)
+        return {
+            name: [[value, format_ranks(ranks)] for value, ranks in by_value.items()]
+            for name, by_value in changed.items()
+        }
 
     # ---- curves
 
     def _drawn(self, ranks: Sequence[int]) -> Ranks:
         """Ranks with a line of their own."""
         if self.followed:
-            return tuple(rank for rank in self.followed if rank in set(ranks))
+            mine = set(ranks)
+            return tuple(rank for rank in self.followed if rank in mine)
         return tuple(ranks) if len(ranks) <= FOLLOWED else ()
 
     def _measured(self, picture: Picture, full: bool) -> Iterable[Message]:
@@ -250,9 +240,10 @@ class View:
     def _logged(self, picture: Picture, full: bool) -> Iterable[Message]:
         ranks = self._of(picture)
         drawn = self._drawn(ranks)
+        mine = set(ranks)
         alive = {rank.rank for rank in picture.ranks if rank.state != "dead"}
         for name in picture.scalars.names:
-            have = [rank for rank in picture.scalars.ranks_of(name) if rank in set(ranks)]
+            have = [rank for rank in picture.scalars.ranks_of(name) if rank in mine]
             if not have:
                 continue
             whole = full or name not in self._steps
@@ -262,12 +253,11 @@ class View:
                 steps: dict[int, list[float]] = {}
                 reached = []
                 for rank in _sample(have, SAMPLED):
-                    points = picture.scalars.points(name, rank)
-                    if rank in alive and points:
-                        reached.append(points[-1][0])
+                    points = picture.scalars.after(name, rank, told)
+                    if rank in alive:
+                        reached.append(points[-1][0] if points else told)
                     for step, value, _ in points:
-                        if step > told:
-                            steps.setdefault(step, []).append(value)
+                        steps.setdefault(step, []).append(value)
                 complete = min(reached, default=-1)
                 rows = [[step, min(some), median(some), max(some)] for step, some in steps.items() if step <= complete]
                 band = thin(sorted(rows), POINTS_KEPT)
@@ -275,7 +265,7 @@ class View:
             lines = {}
             for rank in drawn:
                 since = self._lines.get((name, rank), float("-inf")) if not whole else float("-inf")
-                rows = [[step, value] for step, value, _ in picture.scalars.points(name, rank) if step > since]
+                rows = [[step, value] for step, value, _ in picture.scalars.after(name, rank, since)]
                 if rows:
                     self._lines[name, rank] = rows[-1][0]
                     lines[str(rank)] = thin(rows, POINTS_KEPT)
@@ -292,7 +282,7 @@ class View:
 
     def _some_ranks(self, picture: Picture) -> Ranks:
         ranks = self.followed or self._of(picture)
-        return tuple(ranks)[:_COLLECTIVE_RANKS]
+        return tuple(ranks)[: _COLLECTIVE_RANKS[self.shows == "collectives"]]
 
 
 # Frames of a stack that a page draws, nested as they are, and characters of a source line.
@@ -309,7 +299,26 @@ _ORDERS = re.compile(
 )
 
 # What a front end takes a column to be before anything was said of it; not worth saying.
-_UNSAID: Mapping[str, Any] = {"cell": "", "line": 0, "doing": "", "age": 0, "exit": "", "host": ""}
+_UNSAID: Mapping[str, Any] = {"cell": "", "line": 0, "doing": "", "age": 0, "exit": ""}
+
+
+def _shown(rank: RankNow, most: int, exact: bool) -> dict[str, Any]:
+    """What the tile of a rank shows."""
+    shown: dict[str, Any] = {
+        "state": rank.state,
+        "cell": rank.cell or "",
+        "line": rank.line or 0,
+        "doing": doing(rank),
+        "age": rank.beat_age_s,
+        "device": rank.device,
+        "exit": rank.exit or "",
+    }
+    used, whole = memory(rank, most)
+    if used is not None:
+        shown["memory"] = round(50 * used / whole) * 2 if whole else 0
+        if exact:
+            shown["bytes"] = used
+    return shown
 
 
 def doing(rank: RankNow) -> str:

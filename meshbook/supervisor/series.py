@@ -169,6 +169,15 @@ class Curve:
         return [(int(step), value, at) for step, value, at in rows if at >= since]
 
 
+    def after(self, step: float) -> list[tuple[int, float, float]]:
+        """The points at its end whose steps are beyond this one; costs as much as there are such."""
+        first = len(self._xs)
+        while first and self._xs[first - 1] > step:
+            first -= 1
+        rows = zip(self._xs[first:], self._values[first:], self._times[first:], strict=False)
+        return [(int(x), value, at) for x, value, at in rows]
+
+
 class Curves:
     """The scalars that ranks logged.
 
@@ -212,6 +221,11 @@ class Curves:
         """(step, value, wall clock) of one scalar on one rank, in the order they were logged."""
         curve = self._curves.get(name, {}).get(rank)
         return curve.points(since) if curve is not None else []
+
+    def after(self, name: str, rank: int, step: float) -> list[tuple[int, float, float]]:
+        """As `points`, of what was logged for steps beyond this one; cheap where that is little."""
+        curve = self._curves.get(name, {}).get(rank)
+        return curve.after(step) if curve is not None else []
 
     def rows(self, since: float = -math.inf) -> Iterator[tuple[str, int, int, float, float]]:
         """(name, rank, step, value, wall clock) of everything."""

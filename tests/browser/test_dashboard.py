@@ -45,7 +45,7 @@ def test_in_lab_it_lives_and_answers_while_a_cell_hangs_also_after_a_reload(note
     page = notebook.page
     expect(chips(page)).to_have_text("2 idle")
     running = notebook.start(
-        f"t = torch.ones(1)\nif rank == 1:\n    wait_for({str(gate)!r})\nimport meshbook\nmeshbook.log(seen=rank)\ndist.all_reduce(t)"
+        f"t = torch.ones(1)\nif rank == 1:\n    wait_for({str(gate)!r})\ndist.all_reduce(t)"
     )
     expect(chips(page)).to_have_text(re.compile("1 waiting"))
     press(page, "Stacks")

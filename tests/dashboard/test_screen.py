@@ -77,7 +77,8 @@ def test_a_hang_is_seen_and_its_ranks_are_interrupted_and_killed_after_a_questio
         assert "3 waiting" in str(app.query_one("#head", Static).content)
         assert "Rank 2 sleeps" in str(app.query_one("#findings", Static).content)
         table: DataTable[Any] = app.query_one("#ranks", DataTable)
-        assert [str(table.get_row_at(at)[3]) for at in range(4)] == ["all_reduce #61", "all_reduce #61", "", "all_reduce #61"]
+        waits = [str(table.get_row_at(at)[3]) for at in range(4)]
+        assert waits == ["all_reduce #61", "all_reduce #61", "", "all_reduce #61"]
         await pilot.press("s")
         await says(pilot, app, "[bold]not markup")
         await pilot.press("w")

@@ -93,7 +93,8 @@ def test_few_ranks_have_a_line_each_and_of_many_those_that_are_followed() -> Non
     assert lines(told, many.picture)["loss"] == set()
     told.follow((7, 9))
     assert lines(told, many.picture)["loss"] == lines(told, many.picture)[".gpu"] == {"7", "9"}
-    (loss,) = (chart for chart in by_kind(View().everything(many.picture))["charts"]["charts"] if chart["name"] == "loss")
+    charts = by_kind(View().everything(many.picture))["charts"]["charts"]
+    (loss,) = (chart for chart in charts if chart["name"] == "loss")
     assert all(low <= middle <= high for _, low, middle, high in loss["band"])
     assert len(loss["band"]) == many.tick
 
