@@ -79,7 +79,9 @@ class Host:
 
         return self.until(said)
 
-    def begin(self, source: str, ranks: tuple[int, ...] | None = None, label: str = "cell 1") -> str:
+    def begin(
+        self, source: str, ranks: tuple[int, ...] | None = None, label: str = "cell 1", *, allow_input: bool = False
+    ) -> str:
         """Start a cell; its call."""
         call = self.call()
         self.tell(
@@ -89,6 +91,7 @@ class Host:
                 source=source,
                 number=1,
                 label=label,
+                allow_input=allow_input,
             )
         )
         return call

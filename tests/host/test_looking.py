@@ -98,6 +98,38 @@ def test_a_cell_that_awaits_is_told_where(ranks: Host) -> None:
     ranks.interrupt(call)
 
 
+def test_a_rank_that_asks_for_input_says_so(ranks: Host) -> None:
+    call = ranks.begin("input('why? ') if rank == 1 else None", allow_input=True)
+    ranks.wait_for(messages.InputRequested, call)
+    assert [told.asking for told in ranks.look().values()] == [False, True, False]
+    ranks.tell(messages.ReplyInput(target=call, rank=1, text="because"))  # type: ignore[arg-type]
+    ranks.wait_for(messages.CallFinished, call)
+    assert not ranks.look()[1].asking
+
+
+def test_a_loader_that_waits_for_a_stopped_worker_shows_the_worker(ranks: Host) -> None:
+    call = ranks.say_begun(
+        "import os, signal, time\n"
+        "class Data(torch.utils.data.Dataset):\n"
+        "    def __len__(self): return 4\n"
+        "    def __getitem__(self, i): os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "for _ in torch.utils.data.DataLoader(Data(), num_workers=1): pass",
+        ranks=(0,),
+    )
+
+    def stopped() -> RankSnapshot | None:
+        told = ranks.look()[0]
+        return told if told.process is not None and "T" in [state for _, state, _ in told.process.children] else None
+
+    told = ranks.until(stopped)
+    assert place(told)[-1] == ("<module>", 6)
+    assert main(told).frames[-1].function != "<module>"  # the library's, below
+    for pid, state, _ in told.process.children:
+        if state == "T":
+            os.kill(pid, signal.SIGKILL)
+    ranks.interrupt(call)
+
+
 def test_a_rank_that_keeps_the_gil_is_looked_at_from_outside(ranks: Host) -> None:
     call = ranks.begin("import ctypes\nif rank == 1:\n    ctypes.PyDLL(None).sleep(3)")
     told = ranks.until(lambda: next((look[1] for _ in "x" if (look := ranks.look())[1].source == "outside"), None))
