@@ -16,12 +16,13 @@ from dataclasses import replace
 from itertools import product
 from typing import TypeVar
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from meshbook.diagnose import looks
 from meshbook.diagnose.code import plain
 from meshbook.diagnose.groups import (
     Disagreement,
+    Latecomer,
     Rings,
     Wait,
     disagreements,
@@ -42,9 +43,14 @@ K = TypeVar("K")
 MAX_FINDINGS = 12
 # Different places of ranks that are listed as evidence; more are counted.
 MAX_PLACES = 6
-# Seconds for which others must have waited before a rank that computes is blamed without doubt.
+# Seconds that others must have waited for a rank that runs in a loop before that is no guess any more.
 PATIENCE_S = 5.0
+# Ranks are not looked at in the same moment, but within a tenth of a second or two; a mesh that runs well looks tangled
+# in between. What has stood for this many seconds has stood on all ranks at once.
+SETTLED_S = 1.0
 
+# Of these no second look is needed.
+_DEFINITE = frozenset(("killed", "out-of-memory", "shape-mismatch", "stopped", "rank-silent", "waits-for-input"))
 # What a rank does that is no reason to wait for it by itself.
 _HARMLESS = frozenset(("ended", "idle", "sleep", "compute"))
 
@@ -126,6 +132,7 @@ class _Case:
         self.cells = {look.file: plain(look.cell, 80) for look in self.looks.values() if look.file and look.cell}
         self.explained: set[int] = set()  # ranks that a finding speaks of
         self._reached: dict[Ranks, frozenset[int]] = {}
+        self._latecomers_found: list[Latecomer] | None = None
         self._calls: dict[object, str] = {}  # names of operations: to compare a thousand members each time is slow
 
     def findings(self) -> list[Finding]:
@@ -248,6 +255,8 @@ class _Case:
         alike: dict[tuple[str, str, At | None, bool], list[int]] = defaultdict(list)
         for root in sorted(blamed):
             kind, sure = self._kind_of_root(root)
+            if kind == "slow":  # it gets on, and so do those who wait for it
+                continue
             doing = self.doings[root]
             alike[kind, doing.words, doing.at, sure].append(root)
         for (kind, _, _, sure), roots in alike.items():
@@ -258,8 +267,15 @@ class _Case:
     def _kind_of_root(self, root: int) -> tuple[str, bool]:
         """What to call it that others wait for this rank, and whether that is sure."""
         doing, direct = self.doings[root], self._direct(root)
-        if doing.what not in _HARMLESS:
+        now, before = self.looks[root], self.before.get(root)
+        waited = max((wait.op.began_s for wait in direct), default=0.0)
+        if doing.what in _DEFINITE:
             return doing.what, doing.sure
+        if doing.what not in ("ended", "idle") and self._moves(root) and not looks.goes_round(before, now):
+            late = any(rank == root for _, rank, *_ in self._late())
+            return ("straggler" if late or waited >= SETTLED_S else "slow"), True
+        if doing.what not in _HARMLESS:
+            return doing.what, doing.sure and (before is not None or waited >= SETTLED_S)
         peers = [wait for wait in direct if wait.op.op in POINT_TO_POINT]
         only_peers = bool(peers) and len(peers) == len(direct)
         if doing.what in ("ended", "idle"):
@@ -272,10 +288,6 @@ class _Case:
                     "recv-", "receive-"
                 ), True
             return "left-early", True
-        now, before = self.looks[root], self.before.get(root)
-        waited = max((wait.op.began_s for wait in direct), default=0.0)
-        if self._moves(root) and not looks.goes_round(before, now):
-            return "straggler", True
         if doing.what == "compute" and looks.goes_round(before, now) and looks.is_busy(now, before):
             return "python-loop", waited >= PATIENCE_S
         # One look does not tell what is slow from what stands still.
@@ -349,14 +361,27 @@ class _Case:
     # ---- circles of ranks that wait for each other
 
     def _circles(self) -> Iterator[Finding]:
-        left = {rank for rank, wait in self.waits.items() if rank not in self.explained and wait.for_ranks}
+        reached = {
+            rank: self._reach(wait.for_ranks)
+            for rank, wait in self.waits.items()
+            if rank not in self.explained and wait.for_ranks
+        }
+        # Where a chain ends at somebody who waits for nobody, as in a collective that all have come to, it is none.
+        left = {
+            rank
+            for rank, ranks in reached.items()
+            if all(other in self.waits and self.waits[other].for_ranks for other in ranks)
+        }
         while left:
-            reached = {rank: self._reach(self.waits[rank].for_ranks) for rank in left}
-            core = min(reached.values(), key=lambda ranks: (len(ranks), sorted(ranks)))
+            core = min((reached[rank] for rank in left), key=lambda ranks: (len(ranks), sorted(ranks)))
             behind = {rank for rank in left if reached[rank] & core}
-            self.explained |= core | behind
             left -= core | behind
-            yield self._circle(tuple(sorted(core & self.waits.keys())), tuple(sorted(behind | core)))
+            if any(self._moves(rank) for rank in core):
+                continue
+            self.explained |= core | behind
+            finding = self._circle(tuple(sorted(core)), tuple(sorted(behind | core)))
+            settled = min(self.waits[rank].op.began_s for rank in core) >= SETTLED_S
+            yield structs.replace(finding, sure=settled or bool(self.before))
 
     def _circle(self, core: Ranks, concerned: Ranks) -> Finding:
         ops = {rank: self.waits[rank].op for rank in core}
@@ -457,6 +482,8 @@ class _Case:
         for rank, doing in self.doings.items():
             if rank in self.explained or rank in self.waits or doing.what in _HARMLESS or doing.what not in KINDS:
                 continue
+            if doing.what not in _DEFINITE and self._moves(rank):
+                continue
             alike[doing.what, doing.words, doing.at].append(rank)
         for (kind, words, at), listed in alike.items():
             ranks = tuple(listed)
@@ -472,7 +499,7 @@ class _Case:
                 f"{_name(ranks)} {verb(words, ranks)}{_at(at)}{self._for_how_long(ranks)}",
                 at=at,
                 evidence=evidence,
-                sure=doing.sure,
+                sure=doing.sure and (kind in _DEFINITE or bool(self.before)),
             )
 
     def _last_brought(self, dead: Ranks) -> tuple[At | None, list[str]]:
@@ -497,7 +524,7 @@ class _Case:
         return (None if first is None else self._op_at(first, ops[first])), told
 
     def _latecomers(self) -> Iterator[Finding]:
-        for _, rank, waited, span, op in latecomers(self.rings):
+        for _, rank, waited, span, op in self._late():
             if rank not in self.looks or rank in self.explained or self.looks[rank].call is None:
                 continue
             others = tuple(other for other in op.group_ranks if other != rank)
@@ -561,6 +588,11 @@ class _Case:
             evidence=[*self._places(rest), *self._progress(rest)],
             sure=bool(self.before),
         )
+
+    def _late(self) -> list[Latecomer]:
+        if self._latecomers_found is None:
+            self._latecomers_found = latecomers(self.rings)
+        return self._latecomers_found
 
     def _idle(self) -> Finding:
         if not self.looks:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from meshbook.diagnose.looks import POINT_TO_POINT, Doing
 from meshbook.ids import Ranks, name_ranks
@@ -174,9 +175,18 @@ def _sides(ops: Mapping[int, CollectiveSeen], of: Callable[[CollectiveSeen], str
     return sides
 
 
-def latecomers(rings: Rings) -> list[tuple[GroupKey, int, float, float, CollectiveSeen]]:
-    """For each group the rank that comes last to its collectives, if one does: group, rank, what the others waited for
-    it in all, the time that this is a part of, and the last such collective.
+class Latecomer(NamedTuple):
+    """A rank that comes last to nearly every collective of a group."""
+
+    group: GroupKey
+    rank: int
+    waited_s: float  # by the others, in all
+    of_s: float  # the time that this is a part of
+    op: CollectiveSeen  # the last such
+
+
+def latecomers(rings: Rings) -> list[Latecomer]:
+    """For each group the rank that comes last to its collectives, if one does.
 
     Whoever comes last to a collective spends the least time in it, so durations suffice.
     """
@@ -200,7 +210,7 @@ def latecomers(rings: Rings) -> list[tuple[GroupKey, int, float, float, Collecti
         rank = max(last, key=lambda each: (last[each], waited[each]))
         span = max(op.began_s for op in common[0].values()) - min(op.ended_s or 0.0 for op in common[-1].values())
         if last[rank] >= 0.8 * len(common) and span > 0 and waited[rank] >= 0.25 * span:
-            found.append((key, rank, waited[rank], span, common[-1][rank]))
+            found.append(Latecomer(key, rank, waited[rank], span, common[-1][rank]))
     return found
 
 

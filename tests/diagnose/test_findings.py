@@ -388,6 +388,25 @@ def test_just_slow():
     assert "all members are in all_reduce #1 (4 float32), since 12 s" in finding.evidence
 
 
+def test_a_mesh_that_runs_well_is_not_accused_of_what_one_look_at_it_seems_to_show():
+    """Ranks are not looked at in the same moment: some are one collective ahead, some still leave the last one."""
+    ahead = [waiting(rank, op(3, began_s=0.01), num_collectives=3) for rank in (1, 2)]
+    assert only(waiting(0, op(2, began_s=0.02), num_collectives=2), *ahead).kind == "slow"
+    looks = [waiting(0, op(9, began_s=0.01), num_collectives=9), computing(1, num_collectives=8)]
+    assert not only(*looks).sure
+    before = [computing(0, num_collectives=5), waiting(1, op(5), num_collectives=5)]
+    assert only(*looks, earlier=before).kind == "slow"
+    crossing = [
+        waiting(0, recv(1, began_s=0.01), num_collectives=9),
+        waiting(1, recv(0, began_s=0.01), num_collectives=9),
+    ]
+    assert not only(*crossing).sure
+    assert only(*crossing, earlier=[computing(rank, num_collectives=5) for rank in (0, 1)]).kind == "slow"
+    short = look(1, *at(9), process=Process(state="S", syscall="futex"), num_collectives=8)
+    assert not only(waiting(0, op(9, began_s=0.01), num_collectives=9), short).sure
+    assert only(waiting(0, op(9, began_s=0.01), num_collectives=9), short, earlier=before).kind == "slow"
+
+
 def test_the_last_one_that_runs_is_named():
     finding = only(ended(0), ended(1), computing(2))
     assert told(finding) == ("slow", (2,), (), 9)

@@ -115,9 +115,11 @@ def test_ranks_that_only_compute_are_not_accused(mesh: Mesh) -> None:
     source = "x = torch.ones(64, 64)\nfor step in range(10**9):\n    x = x @ x\n    dist.all_reduce(x)"
     with loose(mesh, Hang("slow", "slow", (0, 1, 2), source)):
         deadline = time.monotonic() + STANDS_WITHIN_S
-        while (why := mesh.why()).findings[0].kind == "idle" and time.monotonic() < deadline:
+        while mesh.why().findings[0].kind == "idle" and time.monotonic() < deadline:
             pass
-        assert why.findings[0].kind in ("slow", "straggler"), why.text  # on a crowded machine one may come last
+        for _ in range(5):
+            why = mesh.why()
+            assert why.findings[0].kind in ("slow", "straggler"), why.text  # on a crowded machine one may be late
 
 
 def test_an_idle_mesh_says_so(mesh: Mesh) -> None:
