@@ -20,7 +20,19 @@ from benchmarks import workbench
 from benchmarks.report import Report, verdict
 
 # Those that promises are about, cheapest first.
-SUITE = ("message_round_trip", "startup", "cell_round_trip", "stop", "bulk", "flood", "scale")
+SUITE = (
+    "merge_stacks",
+    "message_round_trip",
+    "startup",
+    "stacks",
+    "cell_round_trip",
+    "stop",
+    "bulk",
+    "flood",
+    "why",
+    "probes",
+    "scale",
+)
 
 # Measurements of one part each. They print tables of their own; after them, what they are asked in a quick run.
 PARTS: dict[str, Sequence[str]] = {

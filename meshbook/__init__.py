@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from meshbook.controller.listing import list_meshes
     from meshbook.controller.mesh import Mesh, attach, create_mesh
     from meshbook.controller.results import RankValues
+    from meshbook.rank.scalars import log
 
-__all__ = ["Mesh", "RankValues", "attach", "create_mesh", "errors", "exceptions", "list_meshes"]
+__all__ = ["Mesh", "RankValues", "attach", "create_mesh", "errors", "exceptions", "list_meshes", "log"]
 
 _WHERE = {
     "Mesh": "meshbook.controller.mesh",
@@ -30,10 +31,15 @@ _WHERE = {
     "attach": "meshbook.controller.mesh",
     "create_mesh": "meshbook.controller.mesh",
     "list_meshes": "meshbook.controller.listing",
+    "log": "meshbook.rank.scalars",
 }
 
 # What methods of Mesh find on the floors between a mesh and a notebook.
-extensions.provide({})
+extensions.provide(
+    {
+        "dashboard": "meshbook.dashboard.widget:dashboard",
+    }
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -63,14 +63,23 @@ CONFINED = {
         "controller": "what is shown in a cell, where there is one",
         "cli": "the terminal",
     },
-    "ipykernel": {"kernel": "the class it extends", "cli": "the kernel it starts"},
+    "ipykernel": {
+        "kernel": "the class it extends",
+        "cli": "the kernel it starts",
+        "dashboard": "has the widget heard beside a running cell",
+    },
+    "anywidget": {"dashboard": "the widget"},
+    "textual": {"dashboard": "the screen"},
     "marimo": {"marimo_executor": "runs its cells"},
     "monarch": {"engines": "an engine"},
     "ray": {"engines": "an engine"},
 }
 
 # Modules that decide and do not act: a test drives them without a process, a socket or a clock of their own.
-PURE = ("ids", "errors", "mesh", "placement", "wire.messages", "wire.codec", "fold", "diagnose", "supervisor.state")
+PURE = (
+    "ids", "errors", "mesh", "placement", "wire.messages", "wire.codec", "fold", "diagnose", "supervisor.state",
+    "supervisor.seeing", "supervisor.looks", "supervisor.series", "supervisor.stalls", "supervisor.watching",
+)  # fmt: skip
 ACTING = {"asyncio", "multiprocessing", "os", "select", "selectors", "socket", "subprocess", "threading", "time", "zmq"}
 
 

@@ -22,7 +22,7 @@ import meshbook.errors
 ROOT = Path(__file__).resolve().parent.parent
 
 # Exactly these: a name that is public by accident is a promise by accident.
-PUBLIC = {"Mesh", "RankValues", "attach", "create_mesh", "errors", "exceptions", "list_meshes"}
+PUBLIC = {"Mesh", "RankValues", "attach", "create_mesh", "errors", "exceptions", "list_meshes", "log"}
 
 ERRORS = {
     "CellError", "CellInterrupted", "Failure", "MeshInUse", "MeshNameError", "MeshShapeError", "MeshTimeout",

@@ -12,15 +12,17 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from meshbook.controller.connection import Connection
 from meshbook.controller.listing import list_meshes, look_at
+from meshbook.controller.mesh import Mesh, attach
 from meshbook.controller.session import Session
 from meshbook.controller.tables import status_table
+from meshbook.diagnose import findings as diagnose
 from meshbook.errors import MeshbookError, NotAttached, StartError, UsageError, VersionMismatch
 from meshbook.mesh import MeshAxes
 from meshbook.version import __version__
@@ -89,6 +91,27 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--json", action="store_true", help="for programs")
     status.set_defaults(act=_status)
 
+    why = commands.add_parser("why", help="why a mesh hangs: who waits for whom, at which line, and what to do")
+    why.add_argument("name", nargs="?", help="which mesh; not needed when only one runs")
+    why.add_argument("--json", action="store_true", help="for programs")
+    why.set_defaults(act=_why)
+
+    stacks = commands.add_parser("stacks", help="where the ranks of a mesh are in their code, as one tree")
+    stacks.add_argument("name", nargs="?", help="which mesh; not needed when only one runs")
+    stacks.add_argument("--ranks", help="some of them: 0,2-3, or dp=0")
+    stacks.add_argument("--twice", action="store_true", help="look again half a second later, and tell who moves")
+    stacks.add_argument("--threads", action="store_true", help="all threads, not only the main ones")
+    stacks.add_argument("--json", action="store_true", help="for programs")
+    stacks.set_defaults(act=_stacks)
+
+    top = commands.add_parser("top", help="a live picture of a mesh, in the terminal or as a web page")
+    top.add_argument("name", nargs="?", help="which mesh; not needed when only one runs")
+    way = top.add_mutually_exclusive_group()
+    way.add_argument("--web", action="store_true", help="as a page, for this machine's browsers alone")
+    way.add_argument("--prometheus", type=_port, metavar="PORT", help="serve its numbers for Prometheus instead")
+    top.add_argument("--port", type=_port, help="of the page; any that is free, unless said")
+    top.set_defaults(act=_top)
+
     attach = commands.add_parser("attach", help="talk to a mesh that runs already")
     attach.add_argument("name", nargs="?", help="which mesh; not needed when only one runs")
     attach.add_argument("--simple", action="store_true", help="plain prompts, for pipes and dumb terminals")
@@ -127,6 +150,12 @@ def _parser() -> argparse.ArgumentParser:
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks; write it like -n 4")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; write a number from 0 (any that is free) to 65535")
     return int(text)
 
 
@@ -190,6 +219,47 @@ def _status(options: argparse.Namespace) -> int:
         print(msgspec.json.format(msgspec.json.encode(info), indent=2).decode())
     else:
         print(status_table(info))
+    return 0
+
+
+def _why(options: argparse.Namespace) -> int:
+    with _looking_at(options.name) as mesh:
+        why = mesh.why()
+    if options.json:
+        print(msgspec.json.format(msgspec.json.encode(why.findings), indent=2).decode())
+    else:
+        print(diagnose.as_text(why.findings, color=_colours()))
+    return 0
+
+
+def _stacks(options: argparse.Namespace) -> int:
+    with _looking_at(options.name) as mesh:
+        stacks = mesh.stacks(options.ranks, twice=options.twice, threads=options.threads)
+    if options.json:
+        print(msgspec.json.format(msgspec.json.encode(stacks.snapshots), indent=2).decode())
+    else:
+        print(stacks.as_text(color=_colours()))
+    return 0
+
+
+def _top(options: argparse.Namespace) -> int:
+    if options.port is not None and not options.web:
+        raise UsageError("--port is the page's; write it like: meshbook top --web --port 8000")
+    found = _find(options.name)
+    if options.prometheus is not None:
+        from meshbook.controller.exporter import Exporter
+
+        with _looking_at(found.name) as mesh, Exporter(mesh.session, options.prometheus) as exporter:
+            print(f"{mesh.name}: {exporter.address}\nCtrl-C ends it.", flush=True)
+            exporter.wait()
+    elif options.web:
+        from meshbook.dashboard import page
+
+        page.serve(found.name, options.port)
+    else:
+        from meshbook.dashboard import screen
+
+        screen.run(found.name)
     return 0
 
 
@@ -274,6 +344,20 @@ def _is_gone(connection: keys.Connection, within_s: float) -> bool:
         time.sleep(0.02)  # not our child: it can only be looked at again
     keys.list_connections()
     return True
+
+
+@contextlib.contextmanager
+def _looking_at(name: str | None) -> Iterator[Mesh]:
+    """A mesh to ask about, as an observer."""
+    mesh = attach(_find(name).name, kind="cli", observer=True)
+    try:
+        yield mesh
+    finally:
+        mesh.session.close()
+
+
+def _colours() -> bool:
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
 
 
 def _find(name: str | None) -> keys.Connection:

@@ -217,7 +217,7 @@ class Connection:
                 pending = self._pending.get(report.call)
                 if pending is not None and pending.on_progress is not None:
                     pending.on_progress(report)
-            case messages.Answered() | messages.MeshReady():
+            case messages.Answered() | messages.MeshReady() | messages.SnapshotsTaken():
                 pending = self._pending.pop(report.call, None)
                 if pending is not None:
                     pending.future.set_result(report)
@@ -244,6 +244,10 @@ class Connection:
                 understood = self.listeners.reports.get(type(report))
                 if understood is not None:
                     understood(report)
+                if isinstance(report, messages.Watched):  # whoever asked finds it taken in
+                    pending = self._pending.pop(report.call or "", None)
+                    if pending is not None:
+                        pending.future.set_result(report)
 
     def _fail_all(self, text: str) -> None:
         for call in list(self._pending):

@@ -15,15 +15,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
-from meshbook.controller import marimo, remote
+from meshbook.controller import extensions, looking, marimo, remote
 from meshbook.controller.config import count_gpus, read_defaults
 from meshbook.controller.connection import Connection
 from meshbook.controller.console import Console, ask_on_terminal
 from meshbook.controller.futures import MeshFuture
 from meshbook.controller.launch import launch_supervisor
+from meshbook.controller.looking import Stacks, Why
 from meshbook.controller.remote import RemoteValue
 from meshbook.controller.results import CellResult, RankValues
 from meshbook.controller.session import Session
+from meshbook.controller.tables import Table
 from meshbook.errors import MeshTimeout, NotAttached, RankLost, StartError, UsageError
 from meshbook.ids import Ranks, format_ranks, name_ranks
 from meshbook.mesh import Cut, MeshAxes
@@ -316,6 +318,70 @@ class Mesh:
         self._axes.check_ranks((rank,))
         return self._session.logs(rank, limit_bytes)
 
+    def why(self) -> Why:
+        """Why it does not get on: who waits for whom, in what, at which line, and what to do. Blocks, at most 3 s.
+
+        From any thread, also while a cell runs. Of a slice: what concerns its ranks.
+
+        Returns:
+            Why: `.findings`, `.text`; it shows itself in a notebook.
+        """
+        return looking.why(self._session, self.ranks)
+
+    def stacks(
+        self, ranks: Sequence[int] | int | str | None = None, *, twice: bool = False, threads: bool = False
+    ) -> Stacks:
+        """Where ranks are in their code, as one tree of their Python stacks. Blocks, at most 3 s; mostly milliseconds.
+
+        From any thread, also while a cell runs; also of ranks that are stopped or keep the GIL, if py-spy may look.
+
+        Args:
+            ranks: some of them, as for `run`; None: all of this view, dead ones included.
+            twice: look again half a second later, and tell who moved.
+            threads: all threads of each rank, not only the main one.
+
+        Returns:
+            Stacks: `.tree`, `.text`, and by rank (`stacks[3]`) the threads' frames.
+
+        Raises:
+            MeshShapeError: not in this mesh.
+        """
+        chosen = self.ranks if ranks is None else self._select(ranks)
+        return looking.stacks(self._session, tuple(sorted(chosen)), twice=twice, threads=threads)
+
+    def health(self) -> Table:
+        """How each rank is: what it does and waits for, CPU, memory, GPU. Blocks a few milliseconds.
+
+        As of the ranks' last beat, a second ago; for programs there is `mesh.memory()`, `mesh.metrics()`.
+        """
+        return looking.health_table(looking.picture(self._session), self.ranks)
+
+    def memory(self, *, history: bool = False, kind: str | None = None) -> Any:
+        """Memory of each rank, in bytes: of its process, and on its GPU. Blocks a few milliseconds.
+
+        Args:
+            history: one row per rank and moment since the mesh started, in coarser steps the longer ago, instead of one
+                per rank.
+            kind: "pandas", "polars" or "dict"; None: of what the program has imported, else polars, else pandas, else
+                a dict of lists.
+
+        Returns:
+            Columns rank, host, device, rss_bytes, peak_rss_bytes, gpu_allocated_bytes, gpu_reserved_bytes,
+            gpu_peak_bytes, gpu_used_bytes, gpu_total_bytes; with `history` rank, time (wall clock), rss_bytes,
+            gpu_allocated_bytes. None where there is no GPU.
+        """
+        return looking.memory_columns(self._session, self.ranks, history=history, kind=kind)
+
+    def metrics(self, *, kind: str | None = None) -> Any:
+        """What ranks gave to `meshbook.log`, one row per value. Blocks a few milliseconds.
+
+        Long curves are thinned out, their first and last points kept.
+
+        Returns:
+            Columns name, rank, step, value, time (wall clock), as `kind` says (see `memory`).
+        """
+        return looking.metric_columns(self._session, self.ranks, kind=kind)
+
     def interrupt(self, ranks: Sequence[int] | int | str | None = None) -> None:
         """Stop what the ranks run, as the Stop button would. Does not wait."""
         self._session.check()
@@ -325,6 +391,17 @@ class Mesh:
     def kill(self, ranks: Sequence[int] | int | str, *, signal: int = 9) -> None:
         """Send a signal to ranks; by default one they do not survive."""
         self._session.kill(self._select(ranks), signal)
+
+    def dashboard(self) -> Any:
+        """A live picture of these ranks, with what can be done about them: a widget, for the end of a cell.
+
+        In marimo `mo.ui.anywidget(mesh.dashboard())`. It is the same widget however often it is asked for; its
+        `close()` ends it. Waits a few milliseconds for the first picture.
+
+        Raises:
+            NotAttached: the mesh is gone.
+        """
+        return extensions.find("dashboard")(self)
 
     def detach(self, orphan_ttl_s: float | None = None) -> None:
         """Leave the mesh running without this process; `meshbook.attach(name)` finds it again.

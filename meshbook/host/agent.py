@@ -25,6 +25,7 @@ from meshbook.errors import ProtocolError, StartError, VersionMismatch, describe
 from meshbook.fold.lines import LineFolder
 from meshbook.fold.outcomes import fold_outcomes
 from meshbook.host.logring import LogRing, last_lines_of
+from meshbook.host.looking import Looker, Subject
 from meshbook.host.starter import Child, ForkStarter, FreshStarter, Starter
 from meshbook.ids import Ranks, format_ranks, name_ranks
 from meshbook.wire import birth, codec, keys, messages
@@ -73,6 +74,7 @@ class Link:
     work_ready: bool = False
     service_ready: bool = False
     dead: str | None = None  # how it ended
+    killed: bool = False  # by us
     queue: deque[Queued] = field(default_factory=deque)
     backlog: list[bytes] = field(default_factory=list)  # for the service thread, until it listens
     running: Queued | None = None
@@ -83,6 +85,7 @@ class Link:
     beat: messages.RankBeat | None = None
     beat_at: float | None = None
     last_call: str | None = None
+    running_since: float = 0.0
 
 
 @dataclass
@@ -134,7 +137,9 @@ class HostAgent:
         self._service, self._service_address = self._bind(context, "service")
         loop.watch_socket(self._work, lambda frames: self._hear(self._work, frames))
         loop.watch_socket(self._service, lambda frames: self._hear(self._service, frames))
+        self._looker = Looker(loop, self.hostname, lambda rank, body: self._to_service(self._links[rank], body), report)
         self._handlers: dict[type, Callable[[Any], None]] = {
+            messages.SnapshotTaken: self._looker.heard,
             messages.RankReady: self._ready,
             messages.RankSaid: self._heard_output,
             messages.RankFinished: self._finished,
@@ -186,6 +191,9 @@ class HostAgent:
                 said = self._links.get(command.rank)
                 text = said.log.tail(command.limit_bytes) if said is not None else ""
                 self._report(messages.Answered(call=command.call, text=text))
+            case messages.TakeSnapshots():
+                subjects = [self._subject(self._links[rank]) for rank in self._mine(command.ranks)]
+                self._looker.look(command, body, subjects)
             case messages.Exit():
                 self.stop(command.grace_s, lambda: None)
             case _:
@@ -222,6 +230,7 @@ class HostAgent:
                     service_address=self._service_address,
                     spec=spec,
                     threads=spec.threads_per_rank or max(1, (os.cpu_count() or 1) // len(command.ranks)),
+                    host_pid=os.getpid(),
                 )
                 starter.start_rank(told, lambda child, link=link: self._started(link, child))  # type: ignore[misc]
         except (OSError, StartError) as error:
@@ -248,6 +257,7 @@ class HostAgent:
 
     def _started(self, link: Link, child: Child) -> None:
         link.child = child
+        self._looker.started(link.rank)
         self._by_pid[child.pid] = link
 
     def _enqueue(self, command: Any, body: bytes, *, urgent: bool = False) -> None:
@@ -291,6 +301,10 @@ class HostAgent:
                 link.queue.remove(queued)
                 self._end_part(queued.call, link.rank, Outcome(status="interrupted"))
             if link.running is not None and command.target in (None, link.running.call):
+                # By its name, which counts also before the rank has taken the command from its socket; and by a signal,
+                # which needs no service thread that comes to run.
+                named = messages.Interrupt(ranks=(link.rank,), target=link.running.call)  # type: ignore[arg-type]
+                self._to_service(link, codec.encode_body(named))
                 self._signal(link, signal.SIGINT)
                 told.append((link, link.running))
 
@@ -301,8 +315,7 @@ class HostAgent:
             for link in still():
                 self._signal(link, signal.SIGINT)
 
-        # A signal that comes while the rank is still taking the command from its socket hits nothing. Ranks take those
-        # that follow within half a second of one that worked for the same Stop (`rank.interrupt`).
+        # Ranks take those that follow within half a second of one that worked for the same Stop (`rank.interrupt`).
         for delay_s in _REPEAT_S:
             self._loop.call_later(delay_s, again)
         if command.hard:
@@ -370,6 +383,7 @@ class HostAgent:
     def close(self) -> None:
         """Let go of the sockets. Call after `stop`."""
         self._beat_timer.cancel()
+        self._looker.close()
         for socket in (self._work, self._service):
             self._loop.unwatch(socket)
             socket.close()
@@ -488,6 +502,8 @@ class HostAgent:
     def _beat(self, message: messages.RankBeat) -> None:
         link = self._links[message.rank]
         link.beat, link.beat_at = message, self._loop.clock.monotonic()
+        if message.measured is not None:
+            self._looker.measured(message.measured)
         if message.released:
             self._report(messages.Segments(rank=message.rank, segments=message.released))
 
@@ -506,7 +522,8 @@ class HostAgent:
                 self._report(messages.CallProgressed(call=tally.call, done=tuple(sorted(tally.outcomes))))  # type: ignore[arg-type]
 
     def _tell_beat(self) -> None:
-        self._report(messages.HostBeat(host=self._host, ranks=tuple(self._info(link) for link in self._links.values())))
+        ranks = tuple(self._info(link) for link in self._links.values())
+        self._report(messages.HostBeat(host=self._host, ranks=ranks, measured=self._looker.take_measured()))
 
     def _relieve(self, link: Link) -> None:
         """Read the output of a rank that is silent: C code that keeps the GIL would block on a full pipe for ever."""
@@ -553,6 +570,9 @@ class HostAgent:
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
         code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
         link.dead = describe_exit(number, code)
+        oom_killed = number == signal.SIGKILL and not link.killed and self._looker.out_of_memory()
+        if oom_killed:
+            link.dead += " because the host ran out of memory"
         self._hear_the_rest()
         if link.finish is not None:  # it finished, and died before its last output came
             finish, link.finish = link.finish, None
@@ -562,19 +582,20 @@ class HostAgent:
         last_lines = last_lines_of(link.child.last_words.read() + rest)
         last_collective = link.child.last_words.read_note()
         link.child.close()
+        exited = messages.RankExited(
+            rank=link.rank,
+            pid=pid,
+            exit_code=code,
+            signal=number,
+            host=self.hostname,
+            last_lines=last_lines,
+            last_collective=last_collective,
+            oom_killed=oom_killed,
+        )
+        self._looker.ended(exited)
         stopping = self._when_empty is not None
         if not stopping:
-            self._report(
-                messages.RankExited(
-                    rank=link.rank,
-                    pid=pid,
-                    exit_code=code,
-                    signal=number,
-                    host=self.hostname,
-                    last_lines=last_lines,
-                    last_collective=last_collective,
-                )
-            )
+            self._report(exited)
         link.running = None
         link.queue.clear()
         for tally in [tally for tally in self._tallies.values() if link.rank in tally.waiting]:
@@ -657,9 +678,25 @@ class HostAgent:
         if link.running is None and link.queue and link.work_ready and link.dead is None:
             link.running = link.queue.popleft()
             link.last_call = link.running.call
+            link.running_since = self._loop.clock.monotonic()
             self._to_work(link, link.running.body)
 
     # ---- helpers
+
+    def _subject(self, link: Link) -> Subject:
+        now, running = self._loop.clock.monotonic(), link.running
+        tally = self._tallies.get(running.call) if running is not None else None
+        return Subject(
+            rank=link.rank,
+            pid=None if link.child is None else link.child.pid,
+            beat_age_s=None if link.beat_at is None else now - link.beat_at,
+            dead=link.dead is not None,
+            call=None if running is None else running.call,
+            label=getattr(tally.command, "label", None) if tally is not None else None,
+            is_cell=tally is not None and isinstance(tally.command, messages.RunCell),
+            running_s=None if running is None else now - link.running_since,
+            last_collective=link.child.last_words.read_note() if link.child is not None and link.dead is None else None,
+        )
 
     def _mine(self, ranks: Ranks) -> Ranks:
         return tuple(rank for rank in ranks if rank in self._links)
@@ -678,6 +715,7 @@ class HostAgent:
 
     def _signal(self, link: Link, number: int) -> None:
         if link.child is not None and link.dead is None:
+            link.killed = link.killed or number == signal.SIGKILL
             with contextlib.suppress(ProcessLookupError):
                 os.kill(link.child.pid, number)
 

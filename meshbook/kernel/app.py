@@ -106,6 +106,11 @@ class MeshKernel(IPythonKernel):
         if not self._quick.route(msg):
             await super().shell_channel_thread_main(msg)
 
+    def quick_subshell(self) -> str:
+        """The subshell that answers beside cells, for widgets that may be heard there: their messages then do not make
+        front ends take the kernel for idle. Runs in the shell channel's thread."""
+        return self._quick.subshell()
+
     async def dispatch_shell(self, msg: Any, /, subshell_id: str | None = None, **kwargs: Any) -> None:
         await super().dispatch_shell(msg, subshell_id=subshell_id, **kwargs)
         if subshell_id is None:

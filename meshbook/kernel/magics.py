@@ -24,6 +24,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class
 
 from meshbook.controller.listing import list_meshes, look_at
+from meshbook.controller.looking import Stacks, Why, memory_table, picture
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.remote import RemoteValue
 from meshbook.controller.tables import Table, describe_size, format_age, format_seconds, history_table, status_table
@@ -84,6 +85,12 @@ def _ranks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("ranks", nargs="*")
 
 
+def _stacks_arguments(parser: argparse.ArgumentParser) -> None:
+    _ranks(parser)
+    parser.add_argument("--twice", action="store_true")
+    parser.add_argument("--threads", action="store_true")
+
+
 def _stop_arguments(parser: argparse.ArgumentParser) -> None:
     _name(parser)
     parser.add_argument("--now", action="store_true")
@@ -110,6 +117,17 @@ COMMANDS = {
         "--keep: they outlive the notebook. --ttl: seconds that they live with nobody attached.",
     ),
     "status": Command("%mesh status [NAME]", "What each rank does. `%mesh` alone says the same.", "_status", _name),
+    "why": Command("%mesh why", "Why it hangs: who waits for whom, at which line, and what to do.", "_why"),
+    "stacks": Command(
+        "%mesh stacks [RANKS] [--twice] [--threads]",
+        "Where the ranks are in their code, as one tree.",
+        "_stacks",
+        _stacks_arguments,
+        "--twice: look again half a second later, and tell who moves. --threads: all threads, not only the main ones.",
+    ),
+    "health": Command("%mesh health", "What each rank does and waits for; CPU, memory, GPU.", "_health"),
+    "memory": Command("%mesh memory", "Memory of each rank and its GPU. As numbers: mesh.memory().", "_memory"),
+    "dashboard": Command("%mesh dashboard", "A live picture of it, here in the notebook.", "_dashboard"),
     "stop": Command(
         "%mesh stop [NAME] [--now]",
         "End the mesh and all that is on it.",
@@ -288,6 +306,24 @@ class MeshMagics(Magics):
         if mesh.session.ended is not None:
             return Table(f"Mesh {mesh.name} has ended: {mesh.session.ended}.", notes=(self._how_to_get_one(),))
         return status_table(mesh.status())
+
+    def _why(self, options: argparse.Namespace) -> Why:
+        return self._mesh().why()
+
+    def _stacks(self, options: argparse.Namespace) -> Stacks:
+        mesh = self._mesh()
+        ranks = mesh.grid.parse_selection(" ".join(options.ranks))
+        return mesh.stacks(ranks, twice=options.twice, threads=options.threads)
+
+    def _health(self, options: argparse.Namespace) -> Table:
+        return self._mesh().health()
+
+    def _memory(self, options: argparse.Namespace) -> Table:
+        mesh = self._mesh()
+        return memory_table(picture(mesh.session), mesh.ranks)
+
+    def _dashboard(self, options: argparse.Namespace) -> Any:
+        return self._mesh().dashboard()
 
     def _stop(self, options: argparse.Namespace) -> None:
         mesh = self._named(options.name) if options.name else self._mesh()
@@ -475,6 +511,8 @@ def complete(shell: InteractiveShell, event: Any) -> list[str]:
     match words[1]:
         case "attach" | "status":
             return [connection.name for connection in keys.list_connections()]
+        case "stacks":
+            return ["--twice", "--threads"]
         case "stop" | "detach" | "use":
             return list(notebook.meshes)
         case "push":

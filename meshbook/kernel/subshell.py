@@ -2,20 +2,24 @@
 
 ipykernel takes requests one after the other, so completion, hover and history wait for the running cell, unless the
 front end asks on a subshell, and none does for these. The kernel has subshells, though, and this routes such requests
-to one that it keeps for itself. All of it is private to ipykernel 7 and tried before it is used; where anything is
-different, requests wait, as they do in any other kernel.
+to one that it keeps for itself. So it does with a cell that asks what is wrong with the one that runs. All of it is
+private to ipykernel 7 and tried before it is used; where anything is different, requests wait, as they do in any other
+kernel.
 """
 
 from __future__ import annotations
 
 import logging
+import re
+import time
 from collections.abc import Sequence
 from typing import Any
 
 log = logging.getLogger("meshbook.kernel")
 
-# What can be answered beside a running cell. Not execute_request, whose order counts, and not comms, which belong to
-# widgets that may not be thread-safe.
+# What can be answered beside a running cell. Not execute_request, whose order counts (but see `_LOOKS`), and not comms,
+# which belong to widgets that may not be thread-safe. But for one comm: through it a page that is opened asks for the
+# widgets there are, and without an answer it shows none, the dashboard neither, until the cell has ended.
 QUICK = frozenset(
     {
         "complete_request",
@@ -26,6 +30,12 @@ QUICK = frozenset(
         "kernel_info_request",
     }
 )
+# A cell that is one such line and nothing else asks about the mesh as it is now: why the running cell hangs, say.
+_LOOKS = re.compile(r"\s*%mesh\s+(why|stacks|health|memory|status|logs|interrupt|kill|dashboard)\b[^\n]*\s*\Z")
+# Seconds that the running cell, and no other before this one, must have been there. The cells of Run All come at once,
+# and are meant to be run one after the other.
+_LOOKS_AFTER_S = 2.0
+_WIDGET_CONTROL = "jupyter.widget.control"
 
 
 class QuickAnswers:
@@ -38,7 +48,8 @@ class QuickAnswers:
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self._cells: set[str] = set()  # execute requests that have come and are not done
+        self._cells: dict[str, float] = {}  # execute requests that have come and are not done, and when they came
+        self._controls: set[str] = set()  # comms of pages that ask for widgets, opened beside a cell
         self.subshell_id: str | None = None
         self.works = all(
             hasattr(owner, name)
@@ -67,9 +78,15 @@ class QuickAnswers:
             self.works = False
             return False
 
+    def subshell(self) -> str:
+        """The subshell that answers, made now if there is none. Runs in the shell channel's thread."""
+        if self.subshell_id is None:
+            self.subshell_id = self._kernel.shell_channel_thread.manager._create_subshell()
+        return self.subshell_id
+
     def done(self, request: str) -> None:
         """The main shell is done with the request of this id."""
-        self._cells.discard(request)
+        self._cells.pop(request, None)
 
     def _route(self, message: Sequence[Any]) -> bool:
         session = self._kernel.session
@@ -77,19 +94,38 @@ class QuickAnswers:
         header = session.unpack(frames[1].bytes)
         if header.get("subshell_id"):
             return False
-        if header["msg_type"] == "execute_request":
+        is_cell = header["msg_type"] == "execute_request"
+        if is_cell and not self._is_a_look(frames):
             # From here on: a cell that waits for the main thread is as much in the way as one that runs.
-            self._cells.add(header["msg_id"])
+            self._cells[header["msg_id"]] = time.monotonic()
             return False
-        if header["msg_type"] not in QUICK or not self._cells:
+        if not is_cell and not self._is_quick(header["msg_type"], frames):
             return False
         request = session.deserialize(frames, content=True, copy=False)
+        if is_cell:
+            request["content"]["store_history"] = False  # the number that is next belongs to the cell that is next
         manager = self._kernel.shell_channel_thread.manager
-        if self.subshell_id is None:
-            self.subshell_id = manager._create_subshell()
+        subshell = self.subshell()
         # A subshell takes only what is addressed to it, and the address is part of what is signed.
-        request["header"]["subshell_id"] = self.subshell_id
+        request["header"]["subshell_id"] = subshell
         parts = {part: request[part] for part in ("header", "parent_header", "metadata", "content")}
         signed = session.serialize(parts, ident=[getattr(identity, "bytes", identity) for identity in identities])
-        manager.get_shell_channel_to_subshell_socket(self.subshell_id).send_multipart(signed)
+        manager.get_shell_channel_to_subshell_socket(subshell).send_multipart(signed)
         return True
+
+    def _is_a_look(self, frames: Sequence[Any]) -> bool:
+        if len(self._cells) != 1 or time.monotonic() - next(iter(self._cells.values())) < _LOOKS_AFTER_S:
+            return False
+        return _LOOKS.match(self._kernel.session.unpack(frames[4].bytes).get("code", "")) is not None
+
+    def _is_quick(self, kind: str, frames: Sequence[Any]) -> bool:
+        if kind in QUICK:
+            return bool(self._cells)
+        if kind not in ("comm_open", "comm_msg", "comm_close"):
+            return False
+        content = self._kernel.session.unpack(frames[4].bytes)
+        comm = content.get("comm_id")
+        if kind == "comm_open" and content.get("target_name") == _WIDGET_CONTROL and self._cells:
+            self._controls.add(comm)
+        # Once there, always there: its messages keep their order.
+        return comm in self._controls

@@ -15,11 +15,12 @@ import msgspec
 
 from meshbook.errors import RankLost, StartError, TransferError
 from meshbook.ids import CallId, name_ranks
-from meshbook.rank import paths
+from meshbook.rank import paths, probes
 from meshbook.rank.capture import Output
 from meshbook.rank.ring import Collective, Ring
 from meshbook.rank.service import Reporter
 from meshbook.rank.shell import InterruptGate, RankShell
+from meshbook.rank.snapshot import Doing, Done
 from meshbook.wire import birth, codec, messages, pickling
 from meshbook.wire.buffers import SegmentPool, SegmentReader
 from meshbook.wire.lastwords import LastWords
@@ -50,14 +51,17 @@ class Executor:
         self.told = told
         self.shell = shell
         self.running: CallId | None = None  # the call on the main thread
-        self.ring = Ring()
+        self.doing: Doing | None = None  # more of it, for whoever looks
+        self.done: Done | None = None  # how the one before it ended
+        self.asking = False  # waits for the user to answer input()
+        self.ring = Ring(detailed=probes.switched_on())
         self.pool = SegmentPool()
         self.reader = SegmentReader()
         self._output, self._gate, self._reporter = output, gate, reporter
         self._groups: Any = None
         self._words = words
         self._kept: dict[str, Any] = {}
-        self._device = "cpu"
+        self.device = "cpu"
         self._does: dict[type, Callable[[Any], Outcome]] = {
             messages.RunCell: self._run_cell,
             messages.CallFunction: self._call_function,
@@ -81,7 +85,9 @@ class Executor:
 
     def _do(self, command: Any, act: Callable[[Any], Outcome]) -> None:
         started = time.perf_counter()
-        self.running = self._reporter.call = command.call
+        self.running = self._reporter.call = self._gate.name = command.call
+        label = getattr(command, "label", "")
+        self.doing = Doing(command.call, label, time.monotonic())
         self._words.restart()
         try:
             outcome = act(command)
@@ -94,7 +100,8 @@ class Executor:
             outcome = msgspec.structs.replace(outcome, groups_broken=True)
         self._output.drain()
         items, seq = self._reporter.take_rest()
-        self.running = None
+        self.done = Done(command.call, label, outcome, time.monotonic())
+        self.running = self.doing = self._gate.name = None
         self._reporter.send(
             messages.RankFinished(
                 rank=self.told.rank,
@@ -158,7 +165,7 @@ class Executor:
         import torch
         import torch.distributed as dist
 
-        device = torch.device(self._device)
+        device = torch.device(self.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         names: dict[str, Any] = {
@@ -175,7 +182,8 @@ class Executor:
 
             if self._groups is None:
                 self._groups = Groups(self.ring, collective_timeout_s=spec.group_timeout_s)
-                self._groups.observers.append(_Noting(self._words, self.shell))
+                if probes.switched_on():
+                    self._groups.observers.append(_Noting(self._words, self.shell))
             names["mesh"] = self._groups.form(
                 command.epoch,
                 rank=self.told.rank,
@@ -241,6 +249,10 @@ class Executor:
 
     # ---- called by the service thread
 
+    def stop(self, call: CallId) -> None:
+        """End this call, also if the main thread has not begun it yet; never the one after it."""
+        self._gate.stop(call)
+
     def unblock(self, reason: str, *, interrupt: bool) -> None:
         """Free the main thread from a collective it waits in; on an interrupt only if it waits in one."""
         if self._groups is None or (interrupt and not self._groups.waiting):
@@ -272,15 +284,19 @@ class Executor:
         self._output.drain()
         self._reporter.say(work)
         self._reporter.send(messages.RankAsked(rank=self.told.rank, call=call, prompt=prompt, password=password))
-        while True:
-            work.poll()  # a SIGINT raises here, with no message half taken
-            reply = codec.rank_commands.decode(work.recv_multipart())
-            if isinstance(reply, messages.ReplyInput) and reply.target == call:
-                if reply.interrupted:
-                    raise KeyboardInterrupt
-                if reply.text is None:
-                    raise EOFError("there is nobody to ask for input() here")
-                return reply.text
+        self.asking = True
+        try:
+            while True:
+                work.poll()  # a SIGINT raises here, with no message half taken
+                reply = codec.rank_commands.decode(work.recv_multipart())
+                if isinstance(reply, messages.ReplyInput) and reply.target == call:
+                    if reply.interrupted:
+                        raise KeyboardInterrupt
+                    if reply.text is None:
+                        raise EOFError("there is nobody to ask for input() here")
+                    return reply.text
+        finally:
+            self.asking = False
 
     # ---- begin and end
 
@@ -294,8 +310,8 @@ class Executor:
             if spec.device == "cuda" and not num_gpus:
                 raise StartError("cuda was asked for, and this host has no GPU that torch can use; try --device cpu")
             if num_gpus >= self.told.local_world_size or spec.device == "cuda":
-                self._device = f"cuda:{self.told.local_rank % max(1, num_gpus)}"
-        return self._device
+                self.device = f"cuda:{self.told.local_rank % max(1, num_gpus)}"
+        return self.device
 
     def close(self) -> None:
         """Leave the process groups without waiting for the others."""

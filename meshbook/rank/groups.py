@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import typing_extensions
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -115,6 +116,7 @@ class Groups:
         self._num_reaching = 0  # threads that wait for the store or for peers to connect
         self._replaced: list[tuple[Any, str, Any]] = []  # module, name, torch's own
         ring.skip(Path(torch.__file__).parent)
+        ring.skip(typing_extensions.__file__)  # its wrapper of deprecated functions lies between the user and torch
 
     # ---- broken, or not
 
@@ -366,6 +368,7 @@ class Groups:
             # Its corner of the store has half of this attempt in it, so a second one needs another epoch.
             group.break_off(Break(f"connecting it failed: {one_line(error)}"))
             raise
+        group.label.restart(self.epoch or 0)
         group.adopt(list(made.values()), store)
         with self._lock:
             severed = self._severed

@@ -2,7 +2,8 @@
 
 A rank inherits "ignore SIGINT" from the processes that started it, and a KeyboardInterrupt between two lines of
 Meshbook's own would leave it in pieces. So a handler of our own is always there, and raises only while it is armed.
-Knows nothing of cells or messages.
+A SIGINT does not say what it is to stop, though, and one that comes before the work begins is lost; so a Stop is also
+told by the name of the call it means (`stop`). Knows nothing of cells or messages.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from typing import Any
 # would end the user's `finally:` and `except KeyboardInterrupt:` instead of the work.
 SAME_STOP_S = 0.5
 
+# What wakes the main thread when it was told by name: nobody else's, so that it is never taken for a SIGINT. None where
+# the system has no such signals; a main thread that has begun its work is then stopped by SIGINT alone.
+_TOLD_BY_NAME: int | None = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
+
 
 class InterruptGate:
     """Decides what a SIGINT does.
@@ -28,28 +33,37 @@ class InterruptGate:
     it was meant for is over.
 
     Attributes:
+        name: of the call on the main thread, as `stop` names it; None between calls.
         raised: how many SIGINTs became a KeyboardInterrupt.
         missed: how many came when there was nothing to interrupt, or told the same Stop twice.
     """
 
     def __init__(self) -> None:
+        self.name: str | None = None
         self.raised = 0
         self.missed = 0
         self._armed = False
         self._pending = False
         self._depth = 0
         self._raised_at = float("-inf")
+        self._stop: str | None = None  # the call that `stop` was told last
+        self._stopped: str | None = None  # the call in which a KeyboardInterrupt was raised last
         self._previous: Any = None
+        self._previous_by_name: Any = None
         self._installed = False
 
     def install(self) -> None:
         """Handle SIGINT from here on. Main thread only."""
         self._previous = signal.signal(signal.SIGINT, self._on_sigint)
+        if _TOLD_BY_NAME is not None:
+            self._previous_by_name = signal.signal(_TOLD_BY_NAME, self._on_told)
         self._installed = True
 
     def uninstall(self) -> None:
         """Put back what handled SIGINT before."""
         signal.signal(signal.SIGINT, self._previous)
+        if _TOLD_BY_NAME is not None:
+            signal.signal(_TOLD_BY_NAME, self._previous_by_name)
         self._installed = False
 
     @property
@@ -76,14 +90,23 @@ class InterruptGate:
                 self._pending = False
                 self.missed += 1
 
+    def stop(self, name: str) -> None:
+        """End the call of this name, whether it has begun or not, and no other. From any thread.
+
+        A call that a SIGINT has ended already, or that caught its KeyboardInterrupt and goes on, is not ended again.
+        """
+        self._stop = name
+        if self._installed and _TOLD_BY_NAME is not None and self.name == name:
+            signal.pthread_kill(threading.main_thread().ident or 0, _TOLD_BY_NAME)
+
     def arm(self) -> None:
         """User code follows.
 
         Raises:
-            KeyboardInterrupt: a SIGINT came since `begin`.
+            KeyboardInterrupt: a SIGINT came since `begin`, or this call was told to stop.
         """
         self._armed = True
-        if self._pending:
+        if self._pending or self._is_to_stop():
             self._pending = False
             self._raise()
 
@@ -117,7 +140,15 @@ class InterruptGate:
         else:
             self.missed += 1
 
+    def _on_told(self, _number: int, _frame: FrameType | None) -> None:
+        if self._armed and self._is_to_stop():
+            self._raise()
+
+    def _is_to_stop(self) -> bool:
+        return self.name is not None and self._stop == self.name != self._stopped
+
     def _raise(self) -> None:
         self.raised += 1
+        self._stopped = self.name
         self._raised_at = time.monotonic()
         raise KeyboardInterrupt

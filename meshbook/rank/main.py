@@ -22,7 +22,7 @@ from meshbook.rank.service import Reporter, Service
 from meshbook.rank.shell import InterruptGate, RankShell
 from meshbook.wire import birth, messages
 from meshbook.wire.lastwords import LastWords
-from meshbook.wire.lifeline import die_with_parent
+from meshbook.wire.lifeline import be_readable_by, die_with_parent
 
 
 def be_rank(told: birth.RankBirth, pipes: tuple[int, int], last_words: int) -> NoReturn:
@@ -57,6 +57,7 @@ def be_rank(told: birth.RankBirth, pipes: tuple[int, int], last_words: int) -> N
 
 def _settle(told: birth.RankBirth) -> None:
     """Make this process the one that user code expects."""
+    be_readable_by(told.host_pid)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.update(told.spec.env)
     os.environ.update(

@@ -37,15 +37,29 @@ class TensorLike(Protocol):
     def dtype(self) -> object: ...
 
 
-class Label:
-    """A process group as the ring sees it: its name, the global ranks in it, and a counter of its collectives."""
+# What two members do with each other, while the rest of the group knows nothing of it.
+POINT_TO_POINT = frozenset(("send", "recv"))
 
-    __slots__ = ("name", "next_seq", "ranks")
+
+class Label:
+    """A process group as the ring sees it: its name, the global ranks in it, and counters of its collectives.
+
+    Attributes:
+        epoch: which connections of the group these are; the counters start again with each.
+    """
+
+    __slots__ = ("epoch", "name", "next_seq", "next_transfer", "ranks")
 
     def __init__(self, name: str, ranks: Iterable[int]) -> None:
         self.name = name
         self.ranks = tuple(ranks)
+        self.restart(0)
+
+    def restart(self, epoch: int) -> None:
+        """Count from 1 again: after a break, members would go on from where each had come to, which differs."""
+        self.epoch = epoch
         self.next_seq: Callable[[], int] = itertools.count(1).__next__  # atomic: collectives come from several threads
+        self.next_transfer: Callable[[], int] = itertools.count(1).__next__
 
 
 class Collective:
@@ -54,7 +68,9 @@ class Collective:
     Attributes:
         op: torch.distributed's name for it, "all_reduce", "send".
         seq: number among all collectives of this rank, from 1.
-        group_seq: number among those of its group, from 1; equal on all members of a group that run the same code.
+        group_seq: number among those of its group and epoch, from 1; equal on all members of a group that run the same
+            code. Sends and receives have a count of their own, for not all members take part in them.
+        epoch: of its group's connections when it began.
         t_start, t_end: monotonic seconds; `t_end` is None while it runs. For one that nobody waited for, it is when
             its end was first noticed.
         error: why it failed, one line; None if it did not.
@@ -67,6 +83,7 @@ class Collective:
         "_finished",
         "_instruction",
         "_shapes",
+        "epoch",
         "error",
         "group_seq",
         "label",
@@ -94,6 +111,7 @@ class Collective:
         self.seq = seq
         self.label = label
         self.group_seq = group_seq
+        self.epoch = label.epoch
         self.peer = peer
         self.t_start = t_start
         self.t_end: float | None = None
@@ -160,6 +178,7 @@ class Ring:
         size: how many are kept.
         skip: folders and files whose frames are not the user's.
         clock: monotonic seconds.
+        detailed: False keeps neither lines nor shapes.
     """
 
     def __init__(
@@ -168,6 +187,7 @@ class Ring:
         *,
         skip: Iterable[str | os.PathLike[str]] = (),
         clock: Callable[[], float] = time.monotonic,
+        detailed: bool = True,
     ) -> None:
         if size < 1:
             raise ValueError(f"a ring of {size} entries keeps nothing; give it at least 1")
@@ -175,6 +195,7 @@ class Ring:
         self._slots: list[Collective | None] = [None] * size
         self._next_seq: Callable[[], int] = itertools.count(1).__next__
         self._clock = clock
+        self._detailed = detailed
         self._skip: tuple[str, ...] = ("<frozen ",)
         self._skipped: dict[str, bool] = {}  # by file name: a dict look-up costs a tenth of a prefix test
         # contextlib's frames lie between the user's `with` and the library that ends a coalesced collective in it.
@@ -207,26 +228,30 @@ class Ring:
             tensors: what the call hands over; only shapes and dtypes are kept.
             peer: global rank of the other side, for a send or recv.
         """
-        frame: Any = sys._getframe(1)
-        skipped = self._skipped
-        while frame is not None:
-            name = frame.f_code.co_filename
-            skip = skipped.get(name)
-            if skip is None:
-                skip = skipped[name] = name.startswith(self._skip)
-            if not skip:
-                break
-            frame = frame.f_back
-        if frame is None:
-            frame = self._users_frame()
-        if len(tensors) > MAX_TENSORS:
-            tensors = tensors[:MAX_TENSORS]
+        frame: Any = None
+        if self._detailed:
+            frame = sys._getframe(1)
+            skipped = self._skipped
+            while frame is not None:
+                name = frame.f_code.co_filename
+                skip = skipped.get(name)
+                if skip is None:
+                    skip = skipped[name] = name.startswith(self._skip)
+                if not skip:
+                    break
+                frame = frame.f_back
+            if frame is None:
+                frame = self._users_frame()
+            if len(tensors) > MAX_TENSORS:
+                tensors = tensors[:MAX_TENSORS]
+        else:
+            tensors = ()
         seq = self._next_seq()
         collective = Collective(
             op,
             seq,
             label,
-            label.next_seq(),
+            label.next_transfer() if op in POINT_TO_POINT else label.next_seq(),
             tuple([tensor.shape for tensor in tensors]),
             tuple([tensor.dtype for tensor in tensors]),
             peer,
@@ -261,6 +286,21 @@ class Ring:
             self._settle(collective)
         kept.sort(key=lambda collective: collective.seq)
         return tuple(kept)
+
+    def since(self, seq: int) -> tuple[Collective, ...]:
+        """Those after number `seq` that are kept, oldest first. Costs what there is of them, not the ring's size."""
+        last = self._last
+        if last is None or last.seq <= seq:
+            return ()
+        first = max(seq + 1, last.seq - self._size + 1)
+        kept = [self._slots[number % self._size] for number in range(first, last.seq + 1)]
+        # A slot may have been used again, or not yet been filled by a thread that has its number.
+        return tuple(collective for collective in kept if collective is not None and first <= collective.seq)
+
+    def settle(self, collectives: Iterable[Collective]) -> None:
+        """Ask those that may have ended unnoticed whether they have."""
+        for collective in collectives:
+            self._settle(collective)
 
     def running(self) -> tuple[Collective, ...]:
         """Those that have not finished, oldest first."""

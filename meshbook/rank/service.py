@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from meshbook.ids import CallId
-from meshbook.rank import questions
+from meshbook.rank import questions, scalars, snapshot
 from meshbook.rank.capture import Output
+from meshbook.rank.probes import Probes, plain, switched_on
 from meshbook.wire import birth, codec, keys, messages
 
 if TYPE_CHECKING:
@@ -90,6 +91,9 @@ class Service:
         self._context, self._told, self._executor = context, told, executor
         self._output, self._reporter = output, reporter
         self._main_thread = threading.get_ident()
+        log = scalars.ScalarLog()
+        scalars.install(log)
+        self._probes = Probes(told.rank, executor.ring, log) if switched_on() else None
         self._budget = float(_BURST_BYTES)
         self._budget_at = time.monotonic()
         self._answers: dict[type, Callable[[Any], Any]] = {
@@ -116,7 +120,10 @@ class Service:
         while True:
             now = time.monotonic()
             due = next_beat if flush_at is None else min(next_beat, flush_at)
-            for source, _ in poller.poll(max(0, int((due - now) * 1000) + 1)):
+            heard = poller.poll(max(0, int((due - now) * 1000) + 1))
+            if self._probes is not None:
+                self._probes.woke(time.monotonic() - max(now, due))
+            for source, _ in heard:
                 if source is socket or source == socket:
                     self._hear(socket)
                 else:
@@ -154,12 +161,34 @@ class Service:
             socket.send_multipart(codec.encode(report))
             return
         match command:
+            case messages.Interrupt(target=target) if target is not None:
+                self._executor.stop(target)
             case messages.Unblock(reason=reason, interrupt=interrupt):
                 self._executor.unblock(reason, interrupt=interrupt)
             case messages.Release(refs=refs, segments=segments):
                 self._executor.release(refs, segments)
+            case messages.TakeSnapshots():
+                self._snap(socket, command)
             case messages.Exit():
                 os._exit(0)
+
+    def _snap(self, socket: zmq.Socket[bytes], command: messages.TakeSnapshots) -> None:
+        """Look at this rank. What goes wrong is told as what is missing; the thread lives on."""
+        rank = self._told.rank
+        try:
+            taken = snapshot.take(
+                self._executor,
+                main_thread=self._main_thread,
+                health=None if self._probes is None else self._probes.health,
+                num_collectives=command.num_collectives,
+                stacks=command.stacks,
+            )
+            frames = codec.encode(messages.SnapshotTaken(rank=rank, call=command.call, snapshot=taken))
+        except Exception as error:
+            problem = f"the rank could not look at itself ({plain(f'{type(error).__name__}: {error}')})"
+            empty = messages.RankSnapshot(rank=rank, problem=problem)
+            frames = codec.encode(messages.SnapshotTaken(rank=rank, call=command.call, snapshot=empty))
+        socket.send_multipart(frames)
 
     def _beat(self) -> messages.RankBeat:
         self._executor.pool.trim(_IDLE_SEGMENT_S)
@@ -170,6 +199,7 @@ class Service:
             rss_bytes=rss_bytes(),
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             released=self._executor.reader.take_released(),
+            measured=None if self._probes is None else self._probes.measure(self._executor.device),
         )
 
     def _line(self) -> int | None:

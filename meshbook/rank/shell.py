@@ -115,6 +115,7 @@ class RankShell(InteractiveShell):
             raises EOFError or KeyboardInterrupt.
         allow_input: whether the cell that runs may ask; for `ask` to look at.
         running_file: the file name that the running cell was compiled under; None between cells.
+        awaiting: the coroutine that the shell's event loop runs; None when it runs none.
     """
 
     displayhook: RankDisplayHook
@@ -146,6 +147,7 @@ class RankShell(InteractiveShell):
         self.ask: Callable[[str, bool], str] = _nobody_to_ask
         self.allow_input = False
         self.running_file: str | None = None
+        self.awaiting: Coroutine[Any, Any, Any] | None = None
         self._last_cell = ""
         self._num_displays = 0  # of the last cell, with an id of ours
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -409,6 +411,7 @@ class RankShell(InteractiveShell):
         """
         loop = self._event_loop()
         task = loop.create_task(coroutine)
+        outer, self.awaiting = self.awaiting, coroutine
         try:
             with self._awake_on_signals(loop):
                 return loop.run_until_complete(task)
@@ -424,6 +427,8 @@ class RankShell(InteractiveShell):
             except asyncio.CancelledError as cancelled:
                 where = cancelled.__traceback__  # leads to the line that awaited
             raise KeyboardInterrupt().with_traceback(where) from None
+        finally:
+            self.awaiting = outer
 
     def _event_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None or self._loop.is_closed():

@@ -26,6 +26,7 @@ from meshbook.engines.local import LocalEngine
 from meshbook.errors import ProtocolError, StartError, VersionMismatch
 from meshbook.host.agent import HostAgent
 from meshbook.supervisor import state as s
+from meshbook.supervisor.stalls import STALL_S
 from meshbook.wire import codec, keys, messages
 from meshbook.wire.loop import Loop
 
@@ -47,7 +48,7 @@ class Driver:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         clock = SystemClock()
         self._started = clock.monotonic()
-        self._state = s.State(name, os.getpid(), clock.wall())
+        self._state = s.State(name, os.getpid(), clock.wall(), stall_s=_stall_s())
         self._front, self.connection = self._bind_front(name, address, owner, clock.wall())
         self._clients: dict[bytes, str] = {}  # identities that have shown the token, and the client each belongs to
         self._receivers: dict[str, bytes] = {}  # where each client listens
@@ -304,3 +305,11 @@ class Driver:
 
     def _now(self) -> float:
         return self._loop.clock.monotonic() - self._started
+
+
+def _stall_s() -> float:
+    """MESHBOOK_STALL_S: seconds after which a cell without progress is explained unasked; 0 for never."""
+    try:
+        return max(0.0, float(os.environ["MESHBOOK_STALL_S"]))
+    except (KeyError, ValueError):
+        return STALL_S

@@ -8,8 +8,9 @@ failures in a millisecond, and a saved list of events replays to the same state.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -18,6 +19,14 @@ from meshbook.errors import describe_exit
 from meshbook.fold.lines import FoldMerger, OutputBudget
 from meshbook.fold.outcomes import merge_parts
 from meshbook.ids import Ranks, format_ranks, name_ranks
+from meshbook.supervisor.seeing import Seeing
+from meshbook.supervisor.stalls import STALL_S
+from meshbook.supervisor.steps import Alarm as Alarm
+from meshbook.supervisor.steps import Shutdown as Shutdown
+from meshbook.supervisor.steps import StartHosts as StartHosts
+from meshbook.supervisor.steps import Step as Step
+from meshbook.supervisor.steps import ToClient as ToClient
+from meshbook.supervisor.steps import ToHosts as ToHosts
 from meshbook.wire import messages
 from meshbook.wire.messages import HistoryEntry, MeshInfo, MeshSpec, Outcome, Part, RankInfo
 
@@ -26,47 +35,12 @@ from meshbook.wire.messages import HistoryEntry, MeshInfo, MeshSpec, Outcome, Pa
 ORPHAN_TTL_S = 1800.0
 # Seconds the survivors of a lost rank have to come back before the call is ended without them: the promise is 2 s.
 _ABANDON_AFTER_S = 1.5
+# Seconds that commands sent after a Stop wait for the ranks that have not come back from it: as long as a host waits
+# before it says that a rank does not stop.
+_HOLD_S = 2.0
 _FLUSH_S = 0.05
 _FLUSH_CHARS = 32 << 10  # characters that one flush may show; see host.agent
 _HISTORY_ENTRIES = 10_000
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Steps: what the driver is to do
-
-
-@dataclass(frozen=True)
-class ToClient:
-    client: str | None  # None: to all
-    message: messages.SupervisorReport
-
-
-@dataclass(frozen=True)
-class ToHosts:
-    hosts: tuple[int, ...]
-    message: messages.HostCommand
-    body: bytes | None = None  # the encoding it came in, passed on as it is
-
-
-@dataclass(frozen=True)
-class StartHosts:
-    spec: MeshSpec
-
-
-@dataclass(frozen=True)
-class Alarm:
-    """Call `alarm(name)` after `delay_s` seconds."""
-
-    name: str
-    delay_s: float
-
-
-@dataclass(frozen=True)
-class Shutdown:
-    reason: str
-
-
-Step = ToClient | ToHosts | StartHosts | Alarm | Shutdown
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -102,12 +76,14 @@ class Call:
     entry: HistoryEntry | None = None
     flush_at: float | None = None  # when an alarm will look for output that waits
     asking: set[int] = field(default_factory=set)  # ranks that wait for input()
+    interrupted: bool = False  # it was told to stop
+    held: ToHosts | None = None  # not sent yet
 
 
 class State:
     """One mesh. The driver calls in, carries the steps out, and knows nothing."""
 
-    def __init__(self, name: str, pid: int, started_at: float) -> None:
+    def __init__(self, name: str, pid: int, started_at: float, *, stall_s: float = STALL_S) -> None:
         self.name, self._pid, self._started_at = name, pid, started_at
         self._clients: dict[str, Client] = {}
         self._spec: MeshSpec | None = None
@@ -128,6 +104,7 @@ class State:
         self._orphaned = 0  # counts the times that the last client left, so that an old alarm is known as old
         self._num_cells = 0
         self._stopping = False
+        self._seeing = Seeing(self, stall_s)
         self._commands: dict[type, Callable[[Client, Any, bytes, float], list[Step]]] = {
             messages.StartMesh: self._start_mesh,
             messages.Interrupt: self._interrupt,
@@ -140,6 +117,8 @@ class State:
             messages.StopMesh: self._stop_mesh,
             messages.Detach: self._detach,
             messages.Ping: lambda client, command, body, now: [],
+            messages.TakeSnapshots: self._take_snapshots,
+            messages.Watch: lambda client, command, body, now: self._seeing.watch(client.id, command, now),
         }
         self._reports: dict[type, Callable[[int, Any, float], list[Step]]] = {
             messages.HostReady: self._host_ready,
@@ -153,6 +132,7 @@ class State:
             messages.InputRequested: self._input_requested,
             messages.Answered: self._host_answered,
             messages.Segments: lambda host, report, now: [ToClient(None, report)],
+            messages.SnapshotsTaken: self._seeing.host_said,
         }
 
     # ---- ways in
@@ -162,18 +142,7 @@ class State:
         self._clients[hello.client] = Client(hello.client, hello.kind, hello.pid, hello.observer, ttl)
         if not hello.observer:
             self._orphaned += 1  # whoever was waiting for the mesh to be orphaned long enough waits in vain
-        running = tuple(
-            messages.OpenCall(
-                call=call.id,  # type: ignore[arg-type]
-                label=call.label,
-                ranks=call.ranks,
-                client=call.client,
-                seconds=now - call.opened_at,
-            )
-            for call in self._calls.values()
-            if call.main_thread and call.entry is not None
-        )
-        return [ToClient(hello.client, messages.Welcome(info=self.info(), open_calls=running))]
+        return [ToClient(hello.client, messages.Welcome(info=self.info(), open_calls=self.open_calls(now)))]
 
     def client_said(self, client_id: str, command: messages.ClientCommand, body: bytes, now: float) -> list[Step]:
         client = self._clients.get(client_id)
@@ -189,6 +158,7 @@ class State:
         client = self._clients.pop(client_id, None)
         if client is None:
             return []
+        self._seeing.client_gone(client_id)
         steps: list[Step] = []
         for call in self._calls.values():
             if call.client == client_id:
@@ -227,7 +197,7 @@ class State:
             error = messages.RankError(ename="RankLost", evalue=f"{name_ranks(lost)}: the host {how}", traceback=())
             part = Part(lost, Outcome(status="lost", error=error))
             steps += self._host_part(call, host, (part,), now)
-        return steps
+        return steps + self._seeing.host_gone(host, now)
 
     def alarm(self, name: str, now: float) -> list[Step]:
         kind, _, what = name.partition(" ")
@@ -238,6 +208,10 @@ class State:
         if kind == "flush" and (call := self._calls.get(what)) is not None:
             call.flush_at = None
             return self._flush(call, now)
+        if kind == "seeing":
+            return self._seeing.alarm(what, now)
+        if kind == "release":
+            return self._release(now)
         return []
 
     # ---- what is known
@@ -256,6 +230,36 @@ class State:
             backend=self._backend,
             cells_run=self._num_cells,
         )
+
+    def open_calls(self, now: float) -> tuple[messages.OpenCall, ...]:
+        """The cells that run, oldest first."""
+        return tuple(
+            messages.OpenCall(
+                call=call.id,  # type: ignore[arg-type]
+                label=call.label,
+                ranks=call.ranks,
+                client=call.client,
+                seconds=now - call.opened_at,
+            )
+            for call in self._calls.values()
+            if call.main_thread and call.entry is not None
+        )
+
+    def asking(self) -> Ranks:
+        """Ranks that wait for an answer to input()."""
+        return tuple(rank for call in self._calls.values() for rank in call.asking)
+
+    def place_of(self, rank: int) -> int:
+        """The host that a rank is on."""
+        return self._host_of[rank]
+
+    def gone(self) -> Mapping[int, messages.RankExited]:
+        """Ranks that have ended."""
+        return MappingProxyType(self._exited)
+
+    def wall(self, now: float) -> float:
+        """The wall clock at `now`."""
+        return self._started_at + now
 
     def _ranks_now(self) -> tuple[RankInfo, ...]:
         """The ranks as hosts last told of them, a second ago at most, but busy or idle as their calls are now."""
@@ -375,13 +379,9 @@ class State:
             return self._refuse(
                 client, command.call, "NotAttached", f"the mesh {self.name!r} has no ranks yet; wait for it to start"
             )
-        unknown = [rank for rank in command.ranks if rank not in self._ranks]
-        if unknown or not command.ranks:
-            world = len(self._ranks)
-            what = f"{name_ranks(unknown)} {'is' if len(unknown) == 1 else 'are'} not" if unknown else "no rank is"
-            return self._refuse(
-                client, command.call, "MeshShapeError", f"{what} in this mesh of {world} ranks (0-{world - 1})"
-            )
+        refused = self._refuse_ranks(client, command)
+        if refused:
+            return refused
         if command.call in self._calls:
             return self._refuse(client, command.call, "ProtocolError", f"the call {command.call} is open already")
         label = getattr(command, "label", "") or type(command).__name__
@@ -402,7 +402,46 @@ class State:
             self._history.append(call.entry)
             if command.setup:
                 self._setup.append(command)
-        return [ToHosts(self._hosts(command.ranks), command, body)]
+        send = ToHosts(self._hosts(command.ranks), command, body)
+        if not call.main_thread:
+            return [send]
+        if self._is_stopping_calls():
+            call.held = send
+            return []
+        return self._send(call, send, now)
+
+    def _send(self, call: Call, send: ToHosts, now: float) -> list[Step]:
+        call.held = None
+        users = call.entry is not None or isinstance(send.message, messages.CallFunction)
+        return [send, *(self._seeing.call_began(call.id, call.client, call.ranks, now) if users else [])]
+
+    def _is_stopping_calls(self) -> bool:
+        """Whether ranks are on their way back from a Stop. What is sent meanwhile would begin on some of them while
+        others are still in the call before it, and find the process groups broken."""
+        return any(call.interrupted for call in self._calls.values())
+
+    def _release(self, now: float) -> list[Step]:
+        """Send what was held, now that the ranks are back, or that they have had their time."""
+        for call in self._calls.values():
+            call.interrupted = False
+        held = [(call, call.held) for call in self._calls.values() if call.held is not None]
+        return [step for call, send in held if send is not None for step in self._send(call, send, now)]
+
+    def _refuse_ranks(self, client: Client, command: Any) -> list[Step]:
+        """For a command that names ranks which are not in this mesh, or none."""
+        unknown = [rank for rank in command.ranks if rank not in self._ranks]
+        if not unknown and command.ranks:
+            return []
+        world = len(self._ranks)
+        what = f"{name_ranks(unknown)} {'is' if len(unknown) == 1 else 'are'} not" if unknown else "no rank is"
+        return self._refuse(
+            client, command.call, "MeshShapeError", f"{what} in this mesh of {world} ranks (0-{world - 1})"
+        )
+
+    def _take_snapshots(self, client: Client, command: messages.TakeSnapshots, body: bytes, now: float) -> list[Step]:
+        if self._spec is None:
+            return self._refuse(client, command.call, "NotAttached", f"the mesh {self.name!r} has no ranks yet")
+        return self._refuse_ranks(client, command) or self._seeing.take(client.id, command, now)
 
     def _open(self, call_id: str, client: str, label: str, ranks: Ranks, now: float) -> Call:
         hosts = self._hosts(ranks)
@@ -436,11 +475,13 @@ class State:
 
     def _say(self, call: Call, items: tuple[messages.FoldedItem, ...], now: float) -> list[Step]:
         allowed = tuple(call.budget.admit(items, now))
+        self._seeing.call_said(call.id, allowed, now)
         said = messages.CallOutput(call=call.id, items=allowed)  # type: ignore[arg-type]
         return [*([ToClient(call.client, said)] if allowed else []), *self._come_back(call, now)]
 
     def _call_progressed(self, host: int, report: messages.CallProgressed, now: float) -> list[Step]:
         call = self._calls.get(report.call)
+        self._seeing.part_ended(report.call, report.done, now)
         return [ToClient(call.client, report)] if call is not None and call.client else []
 
     def _call_finished(self, host: int, report: messages.CallFinished, now: float) -> list[Step]:
@@ -467,6 +508,7 @@ class State:
     ) -> list[Step]:
         call.waiting.discard(host)
         call.parts.append(parts)
+        self._seeing.part_ended(call.id, (rank for part in parts for rank in part.ranks), now)
         if call.waiting:
             return self._flush(call, now) if call.merger is not None else []
         if call.merger is not None:
@@ -487,22 +529,26 @@ class State:
         if call.entry is not None:
             self._close_entry(call, parts)
         small = len(call.ranks) <= 64
+        last = tuple(call.budget.admit(items, now, final=True))
+        self._seeing.call_said(call.id, last, now)
+        self._seeing.call_ended(call.id)
         finished = messages.CallFinished(
             call=call.id,  # type: ignore[arg-type]
             parts=parts,
             seconds=call.seconds,
             rank_seconds=call.rank_seconds if small else None,
             lost=tuple(call.lost),
-            items=tuple(call.budget.admit(items, now, final=True)),
+            items=last,
         )
         steps: list[Step] = [ToClient(call.client, finished)]
         if any(part.outcome.groups_broken for part in parts) and self._groups == "ready":
             self._groups = "broken"
-        return steps + self._mend_groups(now)
+        steps += self._mend_groups(now)
+        return steps if self._is_stopping_calls() else steps + self._release(now)
 
     def _mend_groups(self, now: float) -> list[Step]:
         """Re-form the process groups once nobody uses them. With a rank gone that has to wait for a new one."""
-        busy = any(call.main_thread for call in self._calls.values())
+        busy = any(call.main_thread and call.held is None for call in self._calls.values())
         if self._groups != "broken" or busy or self._exited or self._stopping:
             return []
         return self._form_groups(now)
@@ -569,7 +615,15 @@ class State:
         ranks = tuple(rank for rank in command.ranks if rank in self._ranks) or tuple(self._ranks)
         if not ranks:
             return []
-        return [ToHosts(self._hosts(ranks), msgspec.structs.replace(command, ranks=ranks))]
+        steps: list[Step] = [ToHosts(self._hosts(ranks), msgspec.structs.replace(command, ranks=ranks))]
+        meant = [call for call in self._calls.values() if call.main_thread and command.target in (None, call.id)]
+        for call in meant:
+            if call.held is not None:
+                steps += self._settle(call, (Part(call.ranks, Outcome(status="interrupted")),), (), now)
+            elif call.client and set(call.ranks) & set(ranks):
+                call.interrupted = True
+                steps.append(Alarm(f"release {call.id}", _HOLD_S))
+        return steps
 
     def _reply_input(self, client: Client, command: messages.ReplyInput, body: bytes, now: float) -> list[Step]:
         call = self._calls.get(command.target)
@@ -631,6 +685,7 @@ class State:
             if known is not None and known.state != "dead":
                 starting = self._start is not None and info.state == "idle"
                 self._ranks[info.rank] = msgspec.structs.replace(info, state="starting") if starting else info
+        self._seeing.host_beat(report, now)
         return []
 
     # ---- helpers

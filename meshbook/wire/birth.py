@@ -23,6 +23,7 @@ class RankBirth(Struct, frozen=True):
     service_address: str
     spec: MeshSpec
     threads: int  # for torch's own thread pool
+    host_pid: int = 0  # of the agent; what it starts may look at this rank from outside
 
 
 class ForkRank(Struct, tag=True, frozen=True):

@@ -35,7 +35,7 @@ _LAB_SETTINGS: dict[str, dict[str, Any]] = {
     "completer-extension/manager": {"providerTimeout": 20_000},  # milliseconds
     "notebook-extension/tracker": {"windowingMode": "none"},  # cells out of sight are in the page too
 }
-_LAB_READY = """async () => {
+LAB_READY = """async () => {
     const notebook = jupyterapp.shell.currentWidget;
     await notebook.context.ready;
     await notebook.context.sessionContext.ready;
@@ -153,7 +153,7 @@ class Lab:
         nbformat.write(document, self.folder / name)  # type: ignore[no-untyped-call]
         with _page(self.browser, f"{self.address}/lab/tree/{name}?reset&token={self.token}") as page:
             page.wait_for_selector(".jp-NotebookPanel .jp-Notebook")
-            page.evaluate(_LAB_READY)
+            page.evaluate(LAB_READY)
             yield LabNotebook(page)
 
 

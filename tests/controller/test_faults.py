@@ -195,3 +195,18 @@ def test_an_interrupted_cell_says_so_and_keeps_what_it_had_bound(own_mesh: Mesh)
     future.interrupt()  # type: ignore[attr-defined]
     assert isinstance(future.exception(20), CellInterrupted)  # type: ignore[attr-defined]
     assert own_mesh.run("step").values.same() == 5
+
+
+def test_a_stop_reaches_a_rank_that_takes_its_cell_late(own_mesh: Mesh) -> None:
+    late, session, said = pid_of(own_mesh, 1), own_mesh.session, list[object]()
+    os.kill(late, signal.SIGSTOP)
+    try:
+        command = session.cell_command("while True: pass", own_mesh.ranks)
+        future = session.request(command, on_output=said.append)
+        session.interrupt(own_mesh.ranks, target=command.call)
+        # All signals of this Stop have been sent by then; the stopped rank gets them as one, before it reads its cell.
+        when(lambda: "rank 1 did not stop within" in str(said))
+    finally:
+        os.kill(late, signal.SIGCONT)
+    assert {part.outcome.status for part in future.result(10).parts} == {"interrupted"}
+    assert dict(own_mesh.run("rank").values) == {0: 0, 1: 1, 2: 2}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -113,3 +114,55 @@ def test_an_inherited_ignore_does_not_disarm_the_gate(gate: InterruptGate) -> No
         gate.end()
         signal.signal(signal.SIGINT, before)
         gate.install()
+
+
+# ---- told by name
+
+
+def test_a_call_that_is_told_to_stop_before_it_has_begun_ends_at_its_start(gate: InterruptGate) -> None:
+    gate.stop("c7")
+    gate.name = "c7"
+    gate.begin()
+    with pytest.raises(KeyboardInterrupt):
+        gate.arm()
+    gate.disarm()
+    gate.end()
+
+
+def test_a_call_that_is_told_to_stop_while_it_runs_is_woken(gate: InterruptGate) -> None:
+    gate.name = "c7"
+    gate.begin()
+    gate.arm()
+    teller = threading.Thread(target=gate.stop, args=("c7",))
+    with pytest.raises(KeyboardInterrupt):
+        teller.start()
+        threading.Event().wait(30)
+    gate.disarm()
+    gate.end()
+    teller.join(10)
+
+
+def test_a_stop_by_name_never_hits_the_call_after_it(gate: InterruptGate) -> None:
+    for name in ("c7", "c8"):
+        gate.name = name
+        gate.begin()
+        gate.arm()
+        gate.disarm()
+        gate.end()
+        gate.name = None
+        gate.stop("c7")  # comes late, twice
+    assert gate.raised == 0
+
+
+def test_a_stop_told_by_signal_and_by_name_raises_once(gate: InterruptGate) -> None:
+    gate.name = "c7"
+    gate.begin()
+    gate.arm()
+    with pytest.raises(KeyboardInterrupt):
+        sigint()
+    gate.stop("c7")  # in the user's `finally:`
+    gate.disarm()
+    gate.arm()  # the hooks after the cell
+    gate.disarm()
+    gate.end()
+    assert gate.raised == 1

@@ -7,7 +7,8 @@ as sorted tuples of ints; seconds are floats; byte counts are ints.
 An unknown field is ignored and a missing one takes its default, so a field may be added without a new protocol
 version; anything else needs one (`codec.PROTOCOL`).
 
-`core` has what starting, cells, values and Stop need. Here is who may say what to whom.
+`core` has what starting, cells, values and Stop need, `looking` what ranks measure and what they are seen doing. Here
+is who may say what to whom.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ ClientCommand = (
     | StopMesh
     | Detach
     | Ping
+    | TakeSnapshots
+    | Watch
 )
 HostCommand = (
     StartRanks
@@ -55,6 +58,7 @@ HostCommand = (
     | AskLogs
     | Unblock
     | Exit
+    | TakeSnapshots
 )
 RankCommand = (
     FormGroups
@@ -71,8 +75,9 @@ RankCommand = (
     | Unblock
     | Interrupt
     | Exit
+    | TakeSnapshots
 )
-RankReport = RankReady | RankSaid | RankFinished | RankAnswered | RankAsked | RankBeat
+RankReport = RankReady | RankSaid | RankFinished | RankAnswered | RankAsked | RankBeat | SnapshotTaken
 HostReport = (
     HostReady
     | HostFailed
@@ -87,6 +92,7 @@ HostReport = (
     | InputRequested
     | Answered
     | Segments
+    | SnapshotsTaken
 )
 SupervisorReport = (
     Welcome
@@ -100,6 +106,8 @@ SupervisorReport = (
     | Answered
     | Refused
     | Segments
+    | SnapshotsTaken
+    | Watched
 )
 AnyMessage = ClientCommand | HostCommand | RankReport | HostReport | SupervisorReport
 

@@ -487,15 +487,6 @@ class RankAsked(Message):
     password: bool = False
 
 
-class RankBeat(Message):
-    rank: int
-    call: CallId | None  # running on the main thread
-    line: int | None  # of the cell
-    rss_bytes: int
-    peak_rss_bytes: int
-    released: tuple[str, ...] = ()  # shared segments of others that this rank no longer maps
-
-
 class RankExited(Message):
     """A rank's process is gone."""
 
@@ -506,6 +497,7 @@ class RankExited(Message):
     host: str
     last_lines: tuple[str, ...]  # of what it printed, C and C++ included
     last_collective: str | None  # "all_reduce #41 at cell 7, line 3", if known
+    oom_killed: bool = False  # the system was out of memory, and killed it
 
 
 class HostReady(Message):
@@ -519,13 +511,6 @@ class StoreServed(Message):
     host: int
     address: str
     port: int
-
-
-class HostBeat(Message):
-    """One host's ranks, folded into one message, once per second."""
-
-    host: int
-    ranks: tuple[RankInfo, ...]
 
 
 class HostFailed(Message):

@@ -1,7 +1,8 @@
 """The words for looking at ranks: what they measure of themselves, and snapshots of what they are doing.
 
-A snapshot is plain data from one rank, taken from inside (the rank's service thread) or from outside (its host), and all
-that a diagnosis is made of. Times are seconds before the snapshot was taken, so that no two clocks are ever compared.
+A snapshot is plain data from one rank, taken from inside (the rank's service thread) or from outside (its host), and
+all that a diagnosis is made of. Times are seconds before the snapshot was taken, so that no two clocks are ever
+compared.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from meshbook.ids import CallId, Ranks
-from meshbook.wire.messages.core import Frame, Message, RankExited
+from meshbook.wire.messages.core import Frame, Message, RankExited, RankInfo
 
 
 class Gpu(Struct, frozen=True, gc=False, omit_defaults=True):
     """One rank's GPU. Bytes; None where the driver does not say."""
 
     name: str = ""
+    uuid: str = ""  # the driver's, without "GPU-"
     allocated_bytes: int | None = None  # by torch's allocator, in this process
     reserved_bytes: int | None = None
     peak_bytes: int | None = None
@@ -32,7 +34,7 @@ class Health(Struct, frozen=True, gc=False, omit_defaults=True):
     cpu_percent: float = 0.0  # of one core, all threads
     gil_lag_s: float = 0.0  # the longest that the service thread waited for the GIL
     num_collectives: int = 0  # begun since the rank started
-    steps: int = 0  # calls of `meshbook.log` since the rank started
+    steps: int = 0  # that `meshbook.log` was told of since the rank started
     steps_per_s: float | None = None
     gpu: Gpu | None = None
 
@@ -43,7 +45,7 @@ class Scalar(Struct, array_like=True, frozen=True, gc=False):
     name: str
     step: int
     value: float
-    age_s: float  # before the report it came in was sent
+    age_s: float  # before the report it came in was made
 
 
 class ThreadStack(Struct, frozen=True, gc=False, omit_defaults=True):
@@ -52,8 +54,16 @@ class ThreadStack(Struct, frozen=True, gc=False, omit_defaults=True):
     name: str
     frames: tuple[Frame, ...]
     main: bool = False
+    native_id: int | None = None  # the system's number of it
     has_gil: bool | None = None  # from outside only
     active: bool | None = None  # on a core when looked at; from outside only
+    state: str = ""  # of this thread: "R", "S", "D", from /proc/<pid>/task/<tid>/stat
+    syscall: str | None = None  # of this thread: "futex", "read", ...
+    waits_on: str | None = None  # what it waits for, where that can be told: "lock `a`"
+    held_by: str | None = None  # name of the thread of this rank that has it, where that can be told
+    native: str | None = None  # the C function it is in, where that could be read; from outside only
+    num_cut: int = 0  # frames left out of a very deep stack ...
+    cut_at: int = 0  # ... between `frames[cut_at - 1]` and `frames[cut_at]`
 
 
 class CollectiveSeen(Struct, frozen=True, gc=False, omit_defaults=True):
@@ -62,7 +72,7 @@ class CollectiveSeen(Struct, frozen=True, gc=False, omit_defaults=True):
     op: str  # "all_reduce", "send", ...
     group: str  # the group's label
     group_ranks: Ranks
-    seq: int  # counted within the group, on this rank
+    seq: int  # counted within the group and epoch, on this rank; sends and receives by themselves
     shapes: tuple[tuple[int, ...], ...] = ()
     dtype: str = ""
     line: Frame | None = None  # the user's line that began it
@@ -70,6 +80,38 @@ class CollectiveSeen(Struct, frozen=True, gc=False, omit_defaults=True):
     began_s: float = 0.0  # seconds ago
     ended_s: float | None = None  # seconds ago; None: still open
     failed: str | None = None
+    epoch: int = 0  # of the group's connections: counts start again with each (`ring.Collective.epoch`)
+
+
+class Measured(Struct, frozen=True, gc=False, omit_defaults=True):
+    """What one rank measured, and what it has done, since this was last told of it."""
+
+    rank: int
+    age_s: float = 0.0  # of this report; its times are seconds before it was made
+    health: Health | None = None
+    scalars: tuple[Scalar, ...] = ()  # in the order they were logged; the oldest are dropped where there are too many
+    num_dropped: int = 0  # scalars that were logged and are not told
+    collectives: tuple[CollectiveSeen, ...] = ()  # begun, ended or open; oldest first, bounded, open ones always
+
+
+class RankBeat(Message):
+    """A rank lives, says its service thread once per second; and what it measured since the last time."""
+
+    rank: int
+    call: CallId | None  # running on the main thread
+    line: int | None  # of the cell
+    rss_bytes: int
+    peak_rss_bytes: int
+    released: tuple[str, ...] = ()  # shared segments of others that this rank no longer maps
+    measured: Measured | None = None  # None: the probes are switched off
+
+
+class HostBeat(Message):
+    """One host's ranks, folded into one message, once per second."""
+
+    host: int
+    ranks: tuple[RankInfo, ...]
+    measured: tuple[Measured, ...] = ()  # of the ranks that beat since the last one
 
 
 class Process(Struct, frozen=True, gc=False, omit_defaults=True):
@@ -100,12 +142,15 @@ class RankSnapshot(Struct, frozen=True, gc=False, omit_defaults=True):
     stacks: tuple[ThreadStack, ...] = ()
     collectives: tuple[CollectiveSeen, ...] = ()  # the last ones, oldest first, open ones always among them
     num_collectives: int = 0
+    last_collective: str | None = None  # the one it began last, in words, where it could not be asked
     health: Health | None = None
     process: Process | None = None
     asking: bool = False  # waits for the user to answer input()
-    finished: str | None = None  # how its part of the last call ended, when it has: "ok", "error", ...
+    finished: str | None = None  # how its part of the last call ended, when it runs none: "ok", "error", ...
+    finished_s: float | None = None  # seconds ago
     error: str | None = None  # of that: "ValueError: ...", with its cell line in `cell_line`
     last_cell: str | None = None  # label of that call
+    last_call: CallId | None = None
     exited: RankExited | None = None
     problem: str | None = None  # why there are no stacks, and what would help
 
@@ -119,6 +164,14 @@ class TakeSnapshots(Message):
     stacks: bool = True
 
 
+class SnapshotTaken(Message):
+    """What a rank's service thread saw, rank to host."""
+
+    rank: int
+    call: CallId
+    snapshot: RankSnapshot
+
+
 class SnapshotsTaken(Message):
     """One host's ranks (host to supervisor), or all that were asked for (supervisor to controller)."""
 
@@ -128,15 +181,19 @@ class SnapshotsTaken(Message):
 
 
 class Watch(Message):
-    """This client wants to be told what ranks measure, `per_s` times a second, until it says 0."""
+    """This client wants to be told what ranks measure, at most `per_s` times a second, until it says 0.
+
+    It is answered at once with everything that is known. With `per_s` 0 and some history that is all: a question.
+    """
 
     call: CallId
     per_s: float = 2.0
-    history_s: float = 0.0  # also send what is remembered of the last seconds, once
+    history_s: float = 0.0  # the answer brings the numbers of the last seconds along
 
 
 class Watched(Message):
-    """News for those that watch; the supervisor says `Any` as a plain structure, described in supervisor/series.py."""
+    """News for those that watch."""
 
     at: float  # wall clock
-    data: dict[str, Any]
+    data: dict[str, Any]  # described in supervisor/watching.py
+    call: CallId | None = None  # of the Watch that this answers

@@ -1,0 +1,151 @@
+"""A mesh's numbers for Prometheus: one page of gauges on this machine, read from a live mirror whenever it is scraped.
+
+Scraping asks the ranks nothing. Labels are bounded: the mesh, its ranks, and the first 64 names that were logged. Only
+this machine can reach it, for the numbers need no token; a scraper elsewhere comes through an agent or a tunnel.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+from meshbook.controller.onlooker import Onlooker, Picture
+from meshbook.controller.session import Session
+from meshbook.controller.tables import STATES
+from meshbook.errors import StartError, UsageError
+
+_ADDRESS = "127.0.0.1"
+
+# Attribute of RankNow, name in Prometheus, what it is. Units as Prometheus has them: bytes, seconds, ratios.
+_GAUGES = (
+    ("rss_bytes", "meshbook_rank_memory_bytes", "Resident memory of the rank's process", 1.0),
+    ("peak_rss_bytes", "meshbook_rank_memory_peak_bytes", "Its peak", 1.0),
+    ("cpu_percent", "meshbook_rank_cpu_ratio", "Cores that the rank keeps busy", 0.01),
+    ("gil_lag_s", "meshbook_rank_gil_lag_seconds", "Longest wait for the interpreter lock in the last second", 1.0),
+    ("beat_age_s", "meshbook_rank_beat_age_seconds", "Since the rank was last heard of; 0 below 3 s", 1.0),
+    ("collectives_per_s", "meshbook_rank_collectives_per_second", "Collectives that the rank begins per second", 1.0),
+    ("steps_per_s", "meshbook_rank_steps_per_second", "Steps that it logs per second", 1.0),
+    ("gpu_utilisation", "meshbook_rank_gpu_utilisation_ratio", "Time that its GPU was busy", 0.01),
+    ("gpu_allocated_bytes", "meshbook_rank_gpu_allocated_bytes", "GPU memory that torch handed out", 1.0),
+    ("gpu_reserved_bytes", "meshbook_rank_gpu_reserved_bytes", "GPU memory that torch holds", 1.0),
+    ("gpu_used_bytes", "meshbook_rank_gpu_used_bytes", "GPU memory in use, by every process", 1.0),
+    ("gpu_total_bytes", "meshbook_rank_gpu_size_bytes", "GPU memory there is", 1.0),
+)
+
+
+class Exporter:
+    """Serves `http://127.0.0.1:PORT/metrics` until `close()`. As a context manager it is closed at the end.
+
+    Attributes:
+        address: what to give to Prometheus.
+    """
+
+    def __init__(self, session: Session, port: int = 0) -> None:
+        """
+        Args:
+            port: 0 for any that is free.
+
+        Raises:
+            UsageError: prometheus_client is not installed.
+            StartError: the port is taken.
+            NotAttached: the mesh has ended.
+        """
+        try:
+            import prometheus_client
+        except ImportError:
+            raise UsageError("the endpoint needs prometheus_client: pip install prometheus-client") from None
+        self._onlooker = Onlooker(session, per_s=1.0, history_s=1e9)
+        registry = prometheus_client.CollectorRegistry(auto_describe=False)
+        registry.register(_Collector(self._onlooker))
+        try:
+            self._server, self._thread = prometheus_client.start_http_server(port, addr=_ADDRESS, registry=registry)
+        except (OSError, OverflowError) as error:
+            self._onlooker.close()
+            reason = getattr(error, "strerror", None) or str(error)
+            raise StartError(f"port {port} of {_ADDRESS} cannot be served: {reason}; choose another") from error
+        self.address = f"http://{_ADDRESS}:{self._server.server_port}/metrics"
+
+    def wait(self) -> None:
+        """Until the mesh has ended, or Ctrl-C."""
+        ended = threading.Event()
+        self._onlooker.changed.append(lambda picture: ended.set() if picture.ended is not None else None)
+        while self._onlooker.picture.ended is None and not ended.wait(1.0):
+            pass
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(5.0)
+        self._onlooker.close()
+
+    def __enter__(self) -> Exporter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+class _Collector:
+    """What prometheus_client asks at each scrape."""
+
+    def __init__(self, onlooker: Onlooker) -> None:
+        self._onlooker = onlooker
+
+    def collect(self) -> Iterable[Any]:
+        return families(self._onlooker.picture)
+
+
+def families(picture: Picture) -> list[Any]:
+    """A picture in Prometheus's words. Where something is not known there is no sample."""
+    from prometheus_client.core import GaugeMetricFamily
+
+    found = [
+        _gauge("meshbook_up", "Whether the mesh runs", ("mesh",), [((picture.name,), float(picture.ended is None))]),
+        _gauge("meshbook_cells_run", "Cells that were run", ("mesh",), [((picture.name,), float(picture.cells_run))]),
+    ]
+    states = [rank.state for rank in picture.ranks]
+    found.append(
+        _gauge(
+            "meshbook_ranks",
+            "Ranks in this state",
+            ("mesh", "state"),
+            [((picture.name, state), float(states.count(state))) for state in STATES],
+        )
+    )
+    kinds = [one.kind for one in picture.findings]
+    found.append(
+        _gauge(
+            "meshbook_findings",
+            "What was found unasked in the cells that run",
+            ("mesh", "kind"),
+            [((picture.name, kind), float(kinds.count(kind))) for kind in sorted(set(kinds))],
+        )
+    )
+    labels = ("mesh", "rank", "host", "device")
+    for attribute, name, says, factor in _GAUGES:
+        gauge = GaugeMetricFamily(name, says, labels=labels)
+        for rank in picture.ranks:
+            value = getattr(rank, attribute)
+            if value is not None:
+                gauge.add_metric((picture.name, str(rank.rank), rank.host, rank.device), float(value) * factor)
+        found.append(gauge)
+    scalar = GaugeMetricFamily(
+        "meshbook_scalar", "The last value given to meshbook.log", labels=("mesh", "rank", "name")
+    )
+    for name in picture.scalars.names:
+        for number in picture.scalars.ranks_of(name):
+            points = picture.scalars.points(name, number)
+            if points:
+                scalar.add_metric((picture.name, str(number), name), points[-1][1])
+    return [*found, scalar]
+
+
+def _gauge(name: str, says: str, labels: tuple[str, ...], samples: Iterable[tuple[tuple[str, ...], float]]) -> Any:
+    from prometheus_client.core import GaugeMetricFamily
+
+    gauge = GaugeMetricFamily(name, says, labels=labels)
+    for values, value in samples:
+        gauge.add_metric(values, value)
+    return gauge

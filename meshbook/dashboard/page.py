@@ -1,0 +1,251 @@
+"""The dashboard as a page of its own, and the door through which a widget's buttons reach a busy kernel.
+
+Loopback only. Whoever has the address with its token may steer the mesh, and nobody else: without the token there is
+nothing but a refusal, names other than this machine's loopback ones are refused (a foreign name that was made to point
+here would carry the browser's trust), and so are sockets opened by pages of other origins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import secrets
+import socket
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+from tornado import web
+from tornado.httpserver import HTTPServer
+from tornado.ioloop import IOLoop
+from tornado.netutil import bind_sockets
+from tornado.websocket import WebSocketClosedError, WebSocketHandler
+
+from meshbook.controller.mesh import Mesh, attach
+from meshbook.dashboard import assets
+from meshbook.dashboard.desk import Audience, Desk
+from meshbook.errors import UsageError
+
+log = logging.getLogger("meshbook.dashboard")
+
+_NAMES = ("127.0.0.1", "localhost", "[::1]")
+_START_TIMEOUT_S = 10.0
+_LARGEST_REQUEST_BYTES = 1 << 20
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",  # the address is the key
+    "Cache-Control": "no-store",
+}
+
+
+class Server:
+    """Serves one mesh from a thread of its own, until `close()`.
+
+    Attributes:
+        address: with the token, as one gives it to a browser.
+    """
+
+    def __init__(self, desk: Desk, mesh: Mesh, *, port: int | None = None, only: Audience | None = None) -> None:
+        """
+        Args:
+            port: None: any that is free.
+            only: speak for this audience, whose messages go another way: a door, without pages.
+
+        Raises:
+            UsageError: the port is taken.
+        """
+        self._desk, self._mesh, self._only = desk, mesh, only
+        self.token = secrets.token_urlsafe(24)
+        try:
+            self._sockets = bind_sockets(port or 0, address="127.0.0.1", family=socket.AF_INET)
+        except OSError as error:
+            raise UsageError(
+                f"port {port} cannot be listened on: {error.strerror}; choose another with --port"
+            ) from error
+        self.port: int = self._sockets[0].getsockname()[1]
+        self.address = f"http://127.0.0.1:{self.port}/{self.token}/"
+        self._loop: IOLoop | None = None
+        self._lines: set[_Line] = set()
+        ready: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(ready,), name="meshbook-page", daemon=True)
+        self._thread.start()
+        ready.result(_START_TIMEOUT_S)
+
+    def _run(self, ready: Future[None]) -> None:
+        asyncio.run(self._serve(ready))
+
+    async def _serve(self, ready: Future[None]) -> None:
+        self._loop = IOLoop.current()
+        self._ended = asyncio.Event()
+        application = web.Application(
+            [
+                (r"/(?P<token>[^/]*)/live", _Line, {"server": self}),
+                (r"/(?P<token>[^/]*)/?(?P<name>.*)", _File, {"server": self}),
+            ],
+            websocket_ping_interval=20,
+            websocket_max_message_size=_LARGEST_REQUEST_BYTES,
+            log_function=lambda _handler: None,  # addresses hold the token
+        )
+        http = HTTPServer(application, max_buffer_size=_LARGEST_REQUEST_BYTES)
+        http.add_sockets(self._sockets)
+        ready.set_result(None)
+        await self._ended.wait()
+        http.stop()
+        for line in tuple(self._lines):
+            line.close()
+        await http.close_all_connections()
+
+    def close(self) -> None:
+        """Serve no more. Waits until the port is free."""
+        if self._loop is not None and self._thread.is_alive():
+            self._loop.add_callback(self._ended.set)
+            self._thread.join(_START_TIMEOUT_S)
+
+    def wait(self) -> None:
+        """Until it is closed, or Ctrl-C."""
+        while self._thread.is_alive():
+            self._thread.join(1.0)
+
+    def admits(self, request: Any, token: str) -> bool:
+        host = request.headers.get("Host", "").removesuffix(f":{self.port}")
+        return host in _NAMES and hmac.compare_digest(token.encode(), self.token.encode())
+
+
+class _File(web.RequestHandler):
+    """The page and its modules."""
+
+    def initialize(self, server: Server) -> None:
+        self._server = server
+
+    def set_default_headers(self) -> None:
+        for name, value in _HEADERS.items():
+            self.set_header(name, value)
+        self.clear_header("Server")
+
+    def prepare(self) -> None:
+        if not self._server.admits(self.request, self.path_kwargs.get("token") or ""):
+            self.set_status(403)
+            self.finish("This needs the whole address that `meshbook top --web` printed, token and all.")
+
+    def get(self, token: str, name: str) -> None:
+        name = name or "page.html"
+        if self._server._only is not None or name not in assets.names():
+            self.set_status(404)
+            self.finish("There is nothing here.")
+            return
+        if not self.request.path.startswith(f"/{token}/"):
+            self.redirect(f"/{token}/")
+            return
+        self.set_header("Content-Type", f"{assets.TYPES[name[name.rindex('.'):]]}; charset=utf-8")
+        self.finish(assets.text(name))
+
+
+class _Line(WebSocketHandler):
+    """One page's socket: an audience of its own, or a door for a widget's."""
+
+    def initialize(self, server: Server) -> None:
+        self._server = server
+        self._audience: Audience | None = None
+        self._closed = False
+        self._unsent = 0
+
+    def prepare(self) -> None:
+        if not self._server.admits(self.request, self.path_kwargs.get("token") or ""):
+            self.set_status(403)
+            self.finish()
+
+    def check_origin(self, origin: str) -> bool:
+        # A door is knocked at by a notebook's page, whose origin is the notebook's server; it shows the token.
+        return self._server._only is not None or super().check_origin(origin)
+
+    def open(self, token: str) -> None:
+        self._server._lines.add(self)
+        self._loop = IOLoop.current()
+        if self._server._only is None:
+            self._audience = Audience(self._server._mesh, self._tell)
+            # Joining waits for the mesh's first picture, which no socket's loop may do.
+            self._loop.run_in_executor(None, self._server._desk.join, self._audience)
+
+    def on_message(self, message: str | bytes) -> None:
+        try:
+            said = json.loads(message)
+        except ValueError:
+            return
+        if self._server._only is not None:
+            self._server._desk.hear(self._server._only, said)
+            if isinstance(said, dict):
+                self._tell({"kind": "heard", "id": said.get("id")})
+        elif self._audience is not None:
+            self._server._desk.hear(self._audience, said)
+
+    def on_close(self) -> None:
+        self._closed = True
+        self._server._lines.discard(self)
+        if self._audience is not None:
+            self._loop.run_in_executor(None, self._server._desk.leave, self._audience)
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        """From any thread."""
+        if self._closed:
+            raise ConnectionError("the page was closed")
+        text = json.dumps(message, separators=(",", ":"))
+        if self._unsent > _UNSENT_BYTES:
+            raise ConnectionError("the page does not read")
+        self._unsent += len(text)
+        self._loop.add_callback(self._write, text)
+
+    async def _write(self, text: str) -> None:
+        try:
+            await self.write_message(text)
+        except WebSocketClosedError:
+            self._closed = True
+        finally:
+            self._unsent -= len(text)
+
+
+# What may wait for a page that reads slowly. One that is asleep is let go, and says so when it wakes: it connects anew.
+_UNSENT_BYTES = 8 << 20
+
+
+class Door:
+    """A way in for a widget's page beside its kernel, whose main thread is busy."""
+
+    def __init__(self, desk: Desk, audience: Audience) -> None:
+        self._server = Server(desk, audience.mesh, only=audience)
+        self.address = f"ws://127.0.0.1:{self._server.port}/{self._server.token}/live"
+
+    def close(self) -> None:
+        self._server.close()
+
+
+def open_page(mesh: Mesh, port: int | None = None) -> Server:
+    """Serve a mesh's dashboard as a page; `address` says where, with the token that opens it."""
+    return Server(Desk.of(mesh.session), mesh, port=port)
+
+
+def serve(where: str | Mesh | None, port: int | None = None) -> None:
+    """`meshbook top --web`: print the address and serve until Ctrl-C, or until the mesh has ended.
+
+    Args:
+        where: a mesh, or the name of one; None: the only one there is.
+
+    Raises:
+        NotAttached, MeshNameError: as `meshbook.attach`.
+        UsageError: the port is taken.
+    """
+    own = not isinstance(where, Mesh)
+    mesh = where if isinstance(where, Mesh) else attach(where, kind="cli", observer=True)
+    server = open_page(mesh, port)
+    print(f"{mesh.name}: {server.address}\nWhoever has this address may steer the mesh. Ctrl-C ends it.", flush=True)
+    try:
+        server.wait()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.close()
+        if own:
+            mesh.session.close()

@@ -1,0 +1,139 @@
+"""The dashboard as a widget: JupyterLab, Notebook, VS Code, marimo.
+
+Python owns the truth and pushes it; the page draws it. Custom messages only: a widget's state would be saved with the
+notebook, and in marimo it would run cells. The pushing side needs nothing of the kernel's main thread. What the page
+says would wait behind a running cell, so its messages are sent to a subshell of the kernel where there are such; where
+there are none (ipykernel 6, marimo), through a door of this process's own (`page.Door`), where the page reaches it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from concurrent.futures import Future
+from typing import Any
+
+import anywidget
+
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.session import Session
+from meshbook.dashboard import assets
+from meshbook.dashboard.desk import Audience, Desk
+from meshbook.dashboard.page import Door
+
+log = logging.getLogger("meshbook.dashboard")
+
+_SUBSHELL_TIMEOUT_S = 5.0
+
+
+class Dashboard(anywidget.AnyWidget):
+    """A mesh, live. `close()` ends it; so does the end of the session."""
+
+    _esm = assets.joined("anywidget.js")
+    _css = assets.text("dashboard.css")
+
+    def __init__(self, mesh: Mesh) -> None:
+        """Show a mesh. Waits a few milliseconds for the first picture.
+
+        Raises:
+            NotAttached: the mesh is gone.
+        """
+        super().__init__()
+        self._audience = Audience(mesh, self._tell, repeat=True)
+        self._desk = Desk.of(mesh.session)
+        self._door: Door | None = None
+        self._desk.join(self._audience)
+        self.on_msg(self._hear)
+        if not _answer_on_subshell(self.comm):
+            self._door = Door(self._desk, self._audience)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a page can still be reached: marimo closes a widget's line when its cell runs again."""
+        return self.comm is not None and not getattr(self.comm, "_closed", False)
+
+    def close(self) -> None:
+        """Show no more; watching ends with the last one that shows. Twice is once."""
+        self._desk.leave(self._audience)
+        if self._door is not None:
+            self._door.close()
+            self._door = None
+        super().close()
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        if not self.is_open:
+            if self._door is not None:
+                self._door.close()
+                self._door = None
+            raise ConnectionError("the widget was closed")
+        if self._door is not None and message["kind"] == "layout":
+            message = {**message, "door": self._door.address}
+        self.send(message)
+
+    def _hear(self, _widget: Any, content: Any, _buffers: Any) -> None:
+        self._desk.hear(self._audience, content)
+
+    def __repr__(self) -> str:
+        return f"<dashboard of {self._audience.mesh!r}>"
+
+
+def dashboard(mesh: Mesh) -> Dashboard:
+    """The widget of this mesh, or of this part of it: the same one while it is open, however often it is shown."""
+    kept: dict[Any, Dashboard] = mesh.session.extras.setdefault("dashboard widgets", {})
+    key = tuple(mesh.ranks), tuple(mesh.axes.items())
+    known = kept.get(key)
+    if known is not None and known.is_open:
+        return known
+    if known is not None:
+        known.close()
+    made = kept[key] = Dashboard(mesh)
+    return made
+
+
+def close_all(session: Session) -> None:
+    """Close every widget of a session."""
+    for widget in list(session.extras.pop("dashboard widgets", {}).values()):
+        widget.close()
+
+
+def _answer_on_subshell(comm: Any) -> bool:
+    """Have the kernel hear this comm's messages beside a running cell; whether it will.
+
+    ipykernel 7.4 sends a message to the subshell that sent last on its comm, and that is the main one for a comm that a
+    cell opened. All of it is private to ipykernel and tried for: where it is different, messages wait.
+    """
+    kernel = getattr(comm, "kernel", None)
+    if kernel is None:
+        with contextlib.suppress(ImportError, AttributeError):
+            from ipykernel.kernelbase import Kernel
+
+            kernel = Kernel.instance() if Kernel.initialized() else None
+    if kernel is None or not hasattr(comm, "_reply_subshell_for"):
+        return False
+    try:
+        subshell = _subshell(kernel)
+    except Exception as error:
+        log.info("the dashboard's buttons will wait for running cells: %r", error)
+        return False
+    comm._reply_subshell_for = lambda _data, _default: subshell
+    return True
+
+
+def _subshell(kernel: Any) -> str:
+    """A subshell of the kernel's own: the Meshbook kernel's, or one that all dashboards share."""
+    quick = getattr(kernel, "quick_subshell", None)
+    known: str | None = getattr(kernel, "_meshbook_subshell", None)
+    if known is None:
+        made: Future[str] = Future()
+        thread = kernel.shell_channel_thread
+
+        def create() -> None:
+            try:
+                made.set_result(quick() if quick is not None else thread.manager._create_subshell())
+            except Exception as error:
+                made.set_exception(error)
+
+        thread.io_loop.add_callback(create)
+        known = made.result(_SUBSHELL_TIMEOUT_S)
+        kernel._meshbook_subshell = known
+    return known

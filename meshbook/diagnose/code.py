@@ -1,0 +1,72 @@
+"""Whose code a frame is: the user's, a library's, or Meshbook's own; and how a file is named to people.
+
+By the path alone: the file may be on another machine.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from pathlib import PurePath
+from typing import Final
+
+# Cells are files that exist in memory only: IPython's, ipykernel's (in a temporary folder of its own) and marimo's.
+_CELL: Final = re.compile(r"^<ipython-input-|[/\\]ipykernel_\d+[/\\]|[/\\]marimo_\d+[/\\]|__marimo__cell_")
+_CELL_NUMBER: Final = re.compile(r"^<ipython-input-(\d+)-")
+_PACKAGES: Final = re.compile(r"[/\\](?:site|dist)-packages[/\\](.+)$")
+_STDLIB: Final = re.compile(r"[/\\]lib(?:64)?[/\\]python3\.\d+[/\\](.+)$")
+_OWN: Final = str(PurePath(__file__).parent.parent)
+
+# What could move a terminal's cursor, hide text or turn the direction of writing around.
+_UNSEEN: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+@lru_cache(maxsize=4096)
+def library_of(file: str) -> str | None:
+    """The package that a file belongs to: "torch", "threading"; "meshbook" for our own; None for the user's code."""
+    if _CELL.search(file):
+        return None
+    # "<string>" is what namedtuple, dataclass and their kind generate; nobody's `exec` is lost by looking further out.
+    if file == "<string>" or file.startswith(("<frozen ", "<attrs ", "<__array_function__", "<eval_with_key>")):
+        return "python"
+    if file.startswith(_OWN + "/") or file.startswith(_OWN + "\\"):
+        return "meshbook"
+    for pattern in (_PACKAGES, _STDLIB):
+        if inside := pattern.search(file):
+            first = re.split(r"[/\\]", inside[1])[0]
+            return first.removesuffix(".py")
+    return None
+
+
+def is_user(file: str) -> bool:
+    """Whether a file is the user's: neither the standard library's, nor an installed package's, nor Meshbook's.
+
+    Cells are, also those typed into a function long ago.
+    """
+    return library_of(file) is None
+
+
+def is_cell(file: str) -> bool:
+    """Whether a file name stands for a cell of a notebook."""
+    return _CELL.search(file) is not None
+
+
+def cell_of(file: str) -> str | None:
+    """How people know the cell of this file name, where the name tells: "cell 7"."""
+    number = _CELL_NUMBER.match(file)
+    return f"cell {number[1]}" if number else None
+
+
+def short(file: str) -> str:
+    """A path as a reader needs it: from site-packages or the standard library on, elsewhere its last two parts."""
+    for pattern in (_PACKAGES, _STDLIB):
+        if inside := pattern.search(file):
+            return inside[1]
+    parts = PurePath(file).parts
+    return "/".join(parts[-2:]) if len(parts) > 2 else file
+
+
+def plain(text: str, limit: int = 300) -> str:
+    """Text of others on one line: what could act on a terminal is made visible, and its length has a bound."""
+    text = _UNSEEN.sub("\N{REPLACEMENT CHARACTER}", text.replace("\n", " ").replace("\t", " "))
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"

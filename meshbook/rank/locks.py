@@ -1,0 +1,92 @@
+"""Which lock a thread waits for, by the name that the user's code has for it, and which thread has it.
+
+The interpreter does not say: a thread in `with lock:` is a frame that stands at that instruction. So the piece of
+source that the instruction stands for is read, and the name in it looked up where the frame would; attributes are taken
+from instances' own dictionaries only, for anything else might run the user's code.
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+import itertools
+import linecache
+import re
+import threading
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+_LOCK, _RLOCK = type(threading.Lock()), type(threading.RLock())
+_OWNER = re.compile(r"owner=(\d+)")
+_NOTHING = object()
+
+# Instructions at which a frame stands while a `with` waits to be entered.
+_ENTERING = ("BEFORE_WITH", "LOAD_SPECIAL")
+
+
+def waited_for(frame: FrameType, names: Mapping[int, str]) -> tuple[str | None, str | None]:
+    """What a thread whose innermost frame this is waits for ("lock `a`"), and the name of the thread that has it.
+
+    Both None: it is at no lock, or that cannot be told. A plain Lock does not know who took it.
+
+    Args:
+        names: of threads, by their identifiers.
+    """
+    code = frame.f_code
+    if code.co_filename == threading.__file__:  # conditions, events, joins: who called them says more
+        return None, None
+    # Most frames are at no lock, and reading their source from a disk that hangs would hang whoever looks.
+    if "acquire" not in code.co_names and dis.opname[code.co_code[frame.f_lasti]] not in _ENTERING:
+        return None, None
+    expression = _expression(frame)
+    if expression is None:
+        return None, None
+    lock = _looked_up(expression, frame)
+    if type(lock) not in (_LOCK, _RLOCK) or not _is_taken(lock):
+        return None, None
+    owner = _OWNER.search(repr(lock)) if type(lock) is _RLOCK else None
+    return f"lock `{ast.unparse(expression)[:80]}`", None if owner is None else names.get(int(owner[1]))
+
+
+def _expression(frame: FrameType) -> ast.expr | None:
+    """The `a` of `with a:`, of `a.acquire()`; None if the frame stands at neither."""
+    places = list(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2 + 1))
+    told = _source_at(frame, places[-1]) if places else None
+    if told is None:  # the whole `with` statement; what it enters was computed just before
+        told = _source_at(frame, next((place for place in reversed(places) if place != places[-1]), None))
+    if isinstance(told, ast.Call):
+        if not isinstance(told.func, ast.Attribute) or told.func.attr not in ("acquire", "__enter__"):
+            return None
+        return told.func.value
+    return told if isinstance(told, ast.Name | ast.Attribute) else None
+
+
+def _source_at(frame: FrameType, place: tuple[int | None, ...] | None) -> ast.expr | None:
+    """The expression at a place of the frame's source: line, last line, columns in bytes. None if it is not one."""
+    line, end_line, start, end = place or (None, None, None, None)
+    if line is None or line != end_line or start is None or end is None:
+        return None
+    source = linecache.getline(frame.f_code.co_filename, line).encode()
+    try:
+        return ast.parse(source[start:end].decode().strip(), mode="eval").body
+    except (SyntaxError, ValueError):
+        return None
+
+
+def _looked_up(expression: ast.expr, frame: FrameType) -> Any:
+    match expression:
+        case ast.Name(id=name):
+            scopes: tuple[Mapping[str, Any], ...] = (frame.f_locals, frame.f_globals)
+            return next((scope[name] for scope in scopes if name in scope), _NOTHING)
+        case ast.Attribute(value=value, attr=attribute):
+            try:
+                own = object.__getattribute__(_looked_up(value, frame), "__dict__")
+            except AttributeError:
+                return _NOTHING
+            return own.get(attribute, _NOTHING) if isinstance(own, dict) else _NOTHING
+    return _NOTHING
+
+
+def _is_taken(lock: Any) -> bool:
+    return "<locked" in repr(lock)  # RLock has no locked() before Python 3.14

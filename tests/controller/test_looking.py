@@ -1,0 +1,252 @@
+"""Asking a mesh about itself: while it works, while it hangs, while its ranks die."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from meshbook.controller.connection import Connection
+from meshbook.controller.exporter import Exporter
+from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.controller.onlooker import Onlooker, Picture
+from meshbook.errors import MeshShapeError, RankLost, StartError, UsageError
+from meshbook.wire import keys, messages
+from tests.controller.test_run import when
+
+# Rank 1 sleeps at line 4, the others wait for it at line 2.
+HANG = "if rank != 1:\n    dist.all_reduce(torch.ones(2))\nelse:\n    __import__('time').sleep(1000)"
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Mesh]:
+    before = os.environ.get("MESHBOOK_STALL_S")
+    os.environ["MESHBOOK_STALL_S"] = "2"  # the supervisor's own patience, so that a test need not have so much
+    try:
+        with create_mesh({"dp": 3}) as mesh:
+            yield mesh
+    finally:
+        os.environ.pop("MESHBOOK_STALL_S")
+        if before is not None:
+            os.environ["MESHBOOK_STALL_S"] = before
+
+
+@pytest.fixture
+def mesh(shared: Mesh) -> Iterator[Mesh]:
+    """The shared mesh, which must be whole and idle again after the test."""
+    yield shared
+    assert dict(shared.run("rank").values) == {0: 0, 1: 1, 2: 2}
+
+
+@pytest.fixture
+def own_mesh() -> Iterator[Mesh]:
+    with create_mesh(3) as mesh:
+        yield mesh
+
+
+class Hanging:
+    """A cell that hangs, until the block ends."""
+
+    def __init__(self, mesh: Mesh, source: str = HANG) -> None:
+        self.said: list[Any] = []
+        command = mesh.session.cell_command(source, mesh.ranks, label="cell 7")
+        self._mesh, self._call = mesh, command.call
+        self.future = mesh.session.request(command, on_output=self.said.append)
+
+    def __enter__(self) -> Hanging:
+        when(lambda: all(self._mesh.stacks()[rank] for rank in self._mesh.ranks) and "line 4" in self._mesh.why().text)
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self._mesh.session.interrupt(self._mesh.ranks, target=self._call)
+        assert self.future.result(20).parts[0].outcome.status == "interrupted"
+
+
+# ---- a mesh that hangs
+
+
+def test_a_hanging_mesh_says_why_where_and_how_it_is_from_any_thread(mesh: Mesh) -> None:
+    with Hanging(mesh):
+        asked: list[Any] = []
+        thread = threading.Thread(target=lambda: asked.append(mesh.why()))
+        thread.start()
+        thread.join(20)
+        (why,) = asked
+        (found,) = why.findings
+        assert (found.kind, found.ranks, found.others, found.line) == ("missing-from-collective", (1,), (0, 2), 4)
+        assert why.seconds < 3.0
+        assert "Rank 1 sleeps at cell 7, line 4" in str(why)
+        assert "<script>" not in why._repr_html_()
+        assert [one.title for one in mesh.slice(dp=1).why().findings] == [found.title]
+
+        stacks = mesh.stacks()
+        assert set(stacks) == {0, 1, 2}
+        assert stacks[1][0].frames[-1].line == 4
+        assert "[0,2]" in stacks.text
+        assert "dist.all_reduce(torch.ones(2))" in stacks.text  # the cell's own line
+        assert "dist.all_reduce" not in mesh.stacks("dp=1").text
+        assert "stands still" in mesh.stacks(1, twice=True).text
+
+        when(lambda: "all_reduce #" in str(mesh.health()))
+        assert "busy, cell 7 line 4" in str(mesh.health())
+
+
+def test_a_cell_that_stands_still_is_explained_under_it_unasked_once(mesh: Mesh) -> None:
+    with Onlooker(mesh.session, per_s=10) as onlooker, Hanging(mesh) as hanging:
+        picture = onlooker.wait_until(lambda picture: bool(picture.findings), 20)
+        assert picture.findings[0].ranks == (1,)
+        assert picture.ranks[0].waits_in is not None
+        when(lambda: bool(hanging.said))
+        (items,) = hanging.said
+        assert "cell 7, line 4" in str(items)
+        assert isinstance(items[0].item, messages.Notice)
+    assert len(hanging.said) == 1
+
+
+def test_a_rank_that_is_stopped_is_named_and_its_stack_is_still_to_be_had(own_mesh: Mesh) -> None:
+    with Hanging(own_mesh):
+        pid = own_mesh.status().ranks[2].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            why, stacks = own_mesh.why(), own_mesh.stacks()
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    assert why.seconds < 3.0
+    assert ("stopped", (2,)) in [(found.kind, found.ranks) for found in why.findings]
+    assert stacks[2] or "py-spy" in stacks.problems[2]
+
+
+def test_a_rank_that_is_killed_while_its_stack_is_taken_delays_nobody(own_mesh: Mesh) -> None:
+    future = own_mesh.run(HANG, wait=False, echo=False)
+    when(lambda: "line 4" in own_mesh.why().text)
+    pid = own_mesh.status().ranks[2].pid
+    assert pid is not None
+    answers: list[Any] = []
+    asking = [threading.Thread(target=lambda: answers.append(own_mesh.stacks())) for _ in range(8)]
+    for number, thread in enumerate(asking):
+        thread.start()
+        if number == 3:
+            os.kill(pid, signal.SIGKILL)
+    for thread in asking:
+        thread.join(20)
+    assert len(answers) == 8
+    assert all(set(stacks) == {0, 1, 2} and stacks.seconds < 3.0 for stacks in answers)
+    assert isinstance(future.exception(20), RankLost)
+    assert "killed by SIGKILL" in own_mesh.stacks().text
+    assert "killed" in [found.kind for found in own_mesh.why().findings]
+
+
+# ---- those that watch
+
+
+def test_a_front_end_that_is_killed_amid_the_news_is_forgotten_and_others_hear_on(mesh: Mesh) -> None:
+    source = (
+        "import sys\nfrom meshbook.controller.mesh import attach\nfrom meshbook.controller.onlooker import Onlooker\n"
+        f"mesh = attach({mesh.name!r}, kind='vanishing', observer=True)\n"
+        "onlooker = Onlooker(mesh.session, per_s=10)\n"
+        "onlooker.changed.append(lambda picture: print(len(picture.ranks), flush=True))\n"
+        "sys.stdin.read()"
+    )
+    with Onlooker(mesh.session, per_s=10) as onlooker:
+        with subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+            assert other.stdout is not None
+            assert other.stdout.readline() == b"3\n"  # it sees the mesh, from another process, as an observer
+            assert any("vanishing" in client for client in mesh.status().clients)
+            other.kill()
+        onlooker.wait_until(lambda picture: not any("vanishing" in client for client in picture.clients), 20)
+        at = onlooker.picture.at
+        onlooker.wait_until(lambda picture: picture.at > at, 20)
+
+
+def test_several_onlookers_share_a_connection_and_one_that_fails_or_leaves_is_its_own_affair(mesh: Mesh) -> None:
+    def fail(picture: Picture) -> None:
+        raise RuntimeError("this listener is broken")
+
+    seen: list[Picture] = []
+    with Onlooker(mesh.session, per_s=10) as first:
+        first.changed += [fail, seen.append]
+        with Onlooker(mesh.session, per_s=5) as second:
+            mesh.run("import meshbook\nfor step in range(5): meshbook.log(loss=1 / (step + 1), step=step)", echo=False)
+            second.wait_until(lambda picture: bool(picture.scalars.points("loss", 2)), 20)
+        first.wait_until(lambda picture: "loss" in picture.scalars.names, 20)
+        count = len(seen)
+        first.wait_until(lambda picture: len(seen) > count, 20)
+    assert [step for step, _, _ in first.picture.scalars.points("loss", 2)] == [0, 1, 2, 3, 4]
+    assert first.picture.series.points("rss_bytes", 0)
+
+
+def test_the_last_picture_outlives_the_mesh_and_says_why_there_is_no_more() -> None:
+    with create_mesh(1, torch=False) as mesh:
+        connection = Connection(keys.find_connection(mesh.name), kind="cli", observer=True)
+        onlooker = Onlooker(connection, per_s=10)
+        mesh.stop()
+        picture = onlooker.wait_until(lambda picture: picture.ended is not None, 20)
+    assert picture.ended == "stopped by a script"
+    assert picture.ranks[0].state == "dead"
+    onlooker.close()
+    connection.close()
+
+
+# ---- numbers
+
+
+def test_memory_and_metrics_come_as_the_frames_that_there_are(mesh: Mesh) -> None:
+    mesh.run("import meshbook\nmeshbook.log(accuracy=rank / 2, step=1)", echo=False)
+    when(lambda: len([name for name in mesh.metrics(kind="dict")["name"] if name == "accuracy"]) == 3)
+    columns = mesh.slice(dp=2).metrics(kind="dict")
+    rows = list(zip(columns["name"], columns["rank"], columns["step"], columns["value"], strict=True))
+    assert ("accuracy", 2, 1, 1.0) in rows
+    assert {rank for _, rank, _, _ in rows} == {2}
+    assert all(abs(at - time.time()) < 600 for at in columns["time"])
+    memory = mesh.memory(kind="dict")
+    assert memory["rank"] == [0, 1, 2]
+    assert all(1 << 20 < peak < 1 << 40 for peak in memory["peak_rss_bytes"])
+    assert memory["gpu_allocated_bytes"] == [None] * 3
+    past = mesh.memory(history=True, kind="dict")
+    assert set(past["rank"]) == {0, 1, 2}
+    for kind in ("pandas", "polars"):
+        pytest.importorskip(kind)
+        assert type(mesh.memory(kind=kind)).__module__.startswith(kind)
+        assert mesh.memory(kind=kind).shape == (3, 10)
+
+
+def test_prometheus_is_served_the_same_numbers_on_this_machine_alone(mesh: Mesh) -> None:
+    with Exporter(mesh.session) as exporter:
+        assert exporter.address.startswith("http://127.0.0.1:")
+        page = urllib.request.urlopen(exporter.address, timeout=20).read().decode()
+        with pytest.raises(StartError, match="cannot be served"):
+            Exporter(mesh.session, int(exporter.address.split(":")[2].partition("/")[0]))
+    assert f'meshbook_up{{mesh="{mesh.name}"}} 1.0' in page
+    assert re.search(rf'meshbook_rank_memory_bytes{{device="cpu",host="\S+",mesh="{mesh.name}",rank="1"}} \d', page)
+
+
+# ---- asked the wrong way
+
+
+def test_what_is_asked_wrongly_is_refused_with_a_sentence(mesh: Mesh) -> None:
+    with pytest.raises(MeshShapeError, match="rank 9 is not in this mesh of 3 ranks"):
+        mesh.stacks(9)
+    with pytest.raises(UsageError, match="no frames of kind 'excel'; there are pandas, polars and dict"):
+        mesh.memory(kind="excel")
+    refused: list[Exception] = []
+
+    def ask(picture: Picture) -> None:
+        try:
+            mesh.why()
+        except UsageError as error:
+            refused.append(error)
+
+    with Onlooker(mesh.session, per_s=10) as onlooker:
+        onlooker.changed.append(ask)
+        when(lambda: bool(refused))
+    assert "ask from another thread" in str(refused[0])

@@ -1,0 +1,117 @@
+"""Where front ends are served: each is told, none waits for another, and one that is gone costs nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.dashboard.desk import Audience, Desk
+from tests.kernel.frontend import wait_until
+
+WAIT_S = 15.0
+
+
+class Page:
+    """A front end that keeps what it was told."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.told: list[dict[str, Any]] = []
+        self.gone = False
+        self.audience = Audience(mesh, self.hear)
+
+    def hear(self, message: dict[str, Any]) -> None:
+        if self.gone:
+            raise ConnectionError("the page was closed")
+        self.told.append(message)
+
+    def wait_for(self, true_of: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        found: list[dict[str, Any]] = []
+
+        def look() -> bool:
+            found[:] = [message for message in self.told if true_of(message)]
+            return bool(found)
+
+        wait_until(look, WAIT_S, "such a message came, which")
+        return found[0]
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Mesh]:
+    with create_mesh(2) as mesh:
+        yield mesh
+
+
+def test_a_page_that_is_gone_is_forgotten_and_watching_ends_with_the_last_one(mesh: Mesh) -> None:
+    desk, first, second = Desk.of(mesh.session), Page(mesh), Page(mesh)
+    desk.join(first.audience)
+    desk.join(second.audience)
+    for page in (first, second):
+        page.wait_for(lambda message: message["kind"] == "layout")
+    first.gone = True
+    mesh.run("x = 1", echo=False)
+    desk.hear(second.audience, {"kind": "ready"})
+    second.wait_for(lambda message: message["kind"] == "update" and message["full"])
+    desk.hear(first.audience, {"kind": "logs", "rank": 0})
+    wait_until(lambda: first.audience not in desk._audiences, WAIT_S, "the page is forgotten, which")
+    assert desk.watches
+    desk.leave(second.audience)
+    desk.leave(second.audience)
+    assert not desk.watches
+
+
+def test_requests_are_answered_while_a_cell_runs_each_to_who_asked_and_once(mesh: Mesh, tmp_path: Any) -> None:
+    gate = tmp_path / "gate"
+    desk, page = Desk.of(mesh.session), Page(mesh)
+    desk.join(page.audience)
+    running = mesh.run(
+        f"import os, time\nwhile not os.path.exists({str(gate)!r}):\n    time.sleep(0.01)", wait=False, echo=False
+    )
+    try:
+        page.wait_for(lambda message: message["kind"] == "update" and "line" in message["columns"])
+        desk.hear(page.audience, {"kind": "stacks", "ranks": "0-1", "view": "a", "id": "a-1"})
+        tree = page.wait_for(lambda message: message["kind"] == "stacks")
+        assert (tree["view"], tree["ranks"]) == ("a", "0-1")
+        for _ in range(3):
+            desk.hear(page.audience, {"kind": "why", "view": "a", "id": "a-2"})
+        page.wait_for(lambda message: message["kind"] == "findings" and message["asked"])
+        desk.hear(page.audience, {"kind": "stacks", "ranks": "<b>", "view": "a", "id": "a-3"})
+        assert "list of ranks" in page.wait_for(lambda message: message["kind"] == "told")["text"]
+        for nonsense in (None, 7, [], {}, {"kind": "no such thing"}, {"kind": "logs", "rank": "x"}, {"kind": ["kill"]}):
+            desk.hear(page.audience, nonsense)
+        assert len([message for message in page.told if message["kind"] == "findings" and message["asked"]]) == 1
+    finally:
+        gate.touch()
+        running.result(WAIT_S)
+        desk.leave(page.audience)
+
+
+def test_the_end_of_the_mesh_is_told_and_ends_the_watching() -> None:
+    with create_mesh(1) as mesh:
+        desk, page = Desk.of(mesh.session), Page(mesh)
+        desk.join(page.audience)
+    assert page.wait_for(lambda message: message["kind"] == "gone")["reason"]
+    wait_until(lambda: not desk.watches, WAIT_S, "the watching has ended, which")
+    wait_until(
+        lambda: not any(thread.name == "meshbook-dashboard" for thread in threading.enumerate()),
+        WAIT_S,
+        "its thread has ended, which",
+    )
+
+
+def test_the_widget_is_one_however_often_it_is_shown_and_a_new_one_once_it_was_closed(mesh: Mesh) -> None:
+    widget = mesh.dashboard()
+    assert mesh.dashboard() is widget
+    part = mesh.slice(rank=slice(0, 1)).dashboard()
+    assert part is not widget
+    desk = Desk.of(mesh.session)
+    widget.close()
+    assert desk.watches
+    assert mesh.dashboard() is not widget
+    for other in (mesh.dashboard(), part):
+        other.close()
+        other.close()
+    assert not desk.watches

@@ -1,0 +1,156 @@
+"""What front ends are told: little where little changes, everything to who knows nothing, and only what is there."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from benchmarks.pictures import Training
+from meshbook.controller.looking import Stacks
+from meshbook.controller.onlooker import Picture
+from meshbook.dashboard import view
+from meshbook.dashboard.view import View
+from meshbook.ids import parse_ranks
+from meshbook.supervisor.watching import RankNow
+from meshbook.wire.messages import Frame, RankSnapshot, ThreadStack
+
+
+def by_kind(messages: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {message["kind"]: message for message in messages}
+
+
+def columns_after(messages: list[dict[str, Any]]) -> dict[str, dict[int, Any]]:
+    """What a front end has in its columns, which it fills as widgets/picture.js does."""
+    known: dict[str, dict[int, Any]] = {}
+    for message in messages:
+        if message["kind"] == "update":
+            known = {} if message["full"] else known
+            for name, values in message["columns"].items():
+                for value, ranks in values:
+                    known.setdefault(name, {}).update(dict.fromkeys(parse_ranks(ranks), value))
+    return known
+
+
+def test_who_was_told_every_change_knows_what_who_is_told_everything_knows() -> None:
+    training, told = Training({"dp": 4, "tp": 2}, stuck=5, stuck_after=3), View()
+    messages = told.everything(training.picture)
+    for _ in range(8):
+        messages += told.news(training.step())
+    late = columns_after(View().everything(training.picture))
+    followed = columns_after(messages)
+    for name, column in late.items():
+        assert {rank: followed[name][rank] for rank in column} == column
+    assert followed["doing"] == {rank: "all_reduce #63" for rank in range(8) if rank != 5}
+
+
+def test_nothing_is_said_of_a_mesh_that_does_not_change() -> None:
+    training, told = Training({"rank": 4}), View()
+    told.everything(training.picture)
+    told.news(training.picture)
+    assert told.news(training.picture) == []
+
+
+def test_a_thousand_ranks_in_training_cost_fifteen_kibibytes_an_update_at_most() -> None:
+    training, told = Training({"dp": 32, "tp": 32}), View()
+    told.everything(training.picture)
+    sizes = [len(json.dumps(told.news(training.step()), separators=(",", ":"))) for _ in range(6)]
+    assert sorted(sizes)[3] <= 15 << 10
+    assert len(json.dumps(View().everything(training.picture))) <= 128 << 10
+
+
+def test_a_hang_is_told_with_its_finding_and_with_who_waits_for_whom() -> None:
+    training = Training({"dp": 2, "tp": 2}, stuck=2, stuck_after=1)
+    training.step()
+    training.step()
+    told = by_kind(View().everything(training.picture))
+    (finding,) = told["findings"]["findings"]
+    assert (finding["severity"], finding["ranks"], finding["involved"]) == ("bad", "2", "0-3")
+    assert "Next:" in finding["copy"]
+    (wait,) = told["collectives"]["waits"]
+    assert (wait["op"], wait["group"], wait["inside"], wait["missing"]) == ("all_reduce", "all ranks", "0-1,3", "2")
+
+
+def test_an_answer_to_why_stands_until_something_else_runs() -> None:
+    training, told = Training({"rank": 2}), View()
+    told.everything(training.picture)
+    told.asked_why(training.picture)
+    assert "findings" not in by_kind(told.news(training.step()))
+    assert by_kind(told.news(replace(training.step(), calls=())))["findings"]["findings"] == []
+
+
+def test_few_ranks_have_a_line_each_and_of_many_those_that_are_followed() -> None:
+    few, many = Training({"rank": 4}), Training({"rank": 64})
+
+    def lines(told: View, picture: Picture) -> dict[str, set[str]]:
+        charts = by_kind(told.everything(picture))["charts"]["charts"]
+        return {chart["name"]: set(chart["lines"]) for chart in charts}
+
+    assert lines(View(), few.picture)["loss"] == {"0", "1", "2", "3"}
+    told = View()
+    assert lines(told, many.picture)["loss"] == set()
+    told.follow((7, 9))
+    assert lines(told, many.picture)["loss"] == lines(told, many.picture)[".gpu"] == {"7", "9"}
+    charts = by_kind(View().everything(many.picture))["charts"]["charts"]
+    (loss,) = (chart for chart in charts if chart["name"] == "loss")
+    assert all(low <= middle <= high for _, low, middle, high in loss["band"])
+    assert len(loss["band"]) == many.tick
+
+
+def test_curves_told_bit_by_bit_are_those_told_at_once() -> None:
+    training, told = Training({"rank": 16}), View()
+    known = {chart["name"]: chart["band"] for chart in by_kind(told.everything(training.picture))["charts"]["charts"]}
+    for _ in range(5):
+        for chart in by_kind(told.news(training.step())).get("charts", {"charts": []})["charts"]:
+            known[chart["name"]] = chart["band"] if chart["full"] else known[chart["name"]] + chart["band"]
+    at_once = by_kind(View().everything(training.picture))["charts"]["charts"]
+    assert known["loss"] == next(chart["band"] for chart in at_once if chart["name"] == "loss")
+
+
+def test_a_part_of_a_mesh_shows_its_own_ranks_only() -> None:
+    told = by_kind(View((1, 3), {"dp": 2}).everything(Training({"dp": 2, "tp": 2}).picture))
+    assert (told["layout"]["ranks"], told["layout"]["axes"]) == ("1,3", [["dp", 2]])
+    assert {ranks for _, ranks in told["update"]["columns"]["state"]} == {"1,3"}
+
+
+def test_memory_is_of_the_gpu_where_there_is_one_and_of_the_highest_peak_where_there_is_none() -> None:
+    gpu = RankNow(rank=0, rss_bytes=5, gpu_reserved_bytes=30, gpu_total_bytes=40)
+    assert view.memory(gpu, most=10) == (30, 40)
+    assert view.memory(RankNow(rank=0, rss_bytes=5), most=10) == (5, 10)
+
+
+def test_logs_are_text_without_a_terminals_orders() -> None:
+    told = view.logs(3, "\x1b[1;31mred\x1b[0m\r\n 10%\r 90%\r100%\n<b>\x1b]0;title\x07\x00", 1 << 16)
+    assert told["text"] == "red\n100%\n<b>"
+    assert not told["cut"]
+    assert view.logs(3, "x" * 100, 100)["cut"]
+
+
+def test_stacks_are_a_tree_that_says_cells_and_marks_what_is_the_users() -> None:
+    def snapshot(rank: int, line: int) -> RankSnapshot:
+        frames = (Frame("<ipython-input-7-ab>", 9, "<module>"), Frame("<ipython-input-7-ab>", line, "train"))
+        return RankSnapshot(
+            rank=rank, file="<ipython-input-7-ab>", cell="cell 7", stacks=(ThreadStack("main", frames, main=True),)
+        )
+
+    told = view.stacks(Stacks(tuple(snapshot(rank, 4 if rank == 2 else 5) for rank in range(4))), (0, 1, 2, 3))
+    (root,) = told["tree"]
+    assert (root["where"], root["ranks"], root["user"]) == ("cell 7, line 9", "0-3", True)
+    assert [(node["where"], node["ranks"]) for node in root["children"]] == [
+        ("cell 7, line 5", "0-1,3"),
+        ("cell 7, line 4", "2"),
+    ]
+    assert "cell 7" in told["text"]
+
+
+@pytest.mark.parametrize("text", [None, 7, "all", "1-", "<b>"])
+def test_ranks_that_are_no_ranks_are_refused(text: Any) -> None:
+    with pytest.raises(ValueError, match="list of ranks"):
+        view.chosen(text, (0, 1))
+
+
+def test_ranks_that_there_are_not_are_left_out() -> None:
+    assert view.chosen("0-9", (0, 1)) == (0, 1)
+    assert view.chosen("", (0, 1)) == ()

@@ -1,0 +1,486 @@
+"""Each kind of finding, from hand-made snapshots."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec import structs
+
+from meshbook.diagnose.findings import as_text, explain
+from meshbook.diagnose.kinds import KINDS
+from meshbook.diagnose.looks import has_moved
+from meshbook.wire.messages import Frame, Health, Process
+from tests.diagnose.made import (
+    CELL,
+    IN_COLLECTIVE,
+    STDLIB,
+    TORCH,
+    at,
+    computing,
+    dead,
+    ended,
+    look,
+    main,
+    op,
+    thread,
+    waiting,
+)
+
+
+def why(*snapshots, **more):
+    return explain(snapshots, **more)
+
+
+def only(*snapshots, **more):
+    """The one finding that there is."""
+    found = explain(snapshots, **more)
+    assert len(found) == 1, as_text(found)
+    assert found[0].kind in KINDS
+    assert found[0].next_step
+    return found[0]
+
+
+def told(finding):
+    return finding.kind, finding.ranks, finding.others, finding.line
+
+
+# ---- a rank that does not come
+
+
+@pytest.mark.parametrize(
+    ("below", "kind", "words"),
+    [
+        (Frame(f"{STDLIB}/threading.py", 320, "wait"), "waits-for-event", "an event"),
+        (Frame(f"{STDLIB}/threading.py", 1119, "join"), "waits-for-thread", "a thread"),
+        (Frame(f"{STDLIB}/concurrent/futures/_base.py", 451, "result"), "waits-for-thread", "a future"),
+        (Frame(f"{STDLIB}/queue.py", 171, "get"), "waits-for-queue", "a queue"),
+        (Frame(f"{STDLIB}/subprocess.py", 550, "run"), "waits-for-subprocess", "a subprocess"),
+        (Frame(f"{STDLIB}/multiprocessing/connection.py", 216, "recv_bytes"), "waits-for-pipe", "a pipe"),
+        (Frame(f"{STDLIB}/urllib/request.py", 216, "urlopen"), "waits-for-socket", "the network"),
+        (Frame(f"{TORCH}/utils/data/dataloader.py", 1410, "_get_data"), "waits-for-worker", "a DataLoader worker"),
+        (Frame(f"{TORCH}/cuda/__init__.py", 1080, "synchronize"), "waits-for-gpu", "the GPU"),
+        (Frame(f"{STDLIB}/pdb.py", 400, "interaction"), "waits-for-input", "the debugger"),
+    ],
+)
+def test_a_rank_that_waits_elsewhere_is_blamed_with_its_line_and_who_waits_for_it(below, kind, words):
+    finding = only(waiting(0), waiting(1), waiting(2), look(3, *at(9, below, function="load")))
+    assert told(finding) == (kind, (3,), (0, 1, 2), 9)
+    assert words in finding.title
+    assert "at cell 7, line 9 in load" in finding.title
+    assert "has not come to all_reduce #1, where ranks 0-2 wait (cell 7, line 3)" in finding.title
+    assert finding.waits == (((0, 1, 2), (3,), "all_reduce #1"),)
+    assert finding.sure
+
+
+@pytest.mark.parametrize(
+    ("syscall", "target", "kind"),
+    [
+        ("futex", None, "waits-for-lock"),
+        ("flock", "/tmp/x.lock", "waits-for-file"),
+        ("openat", "/tmp/fifo", "waits-for-file"),
+        ("read", "pipe", "waits-for-pipe"),
+        ("read", "socket 127.0.0.1:80", "waits-for-socket"),
+        ("recvfrom", "socket 127.0.0.1:80", "waits-for-socket"),
+        ("wait4", "process 12", "waits-for-subprocess"),
+        ("clock_nanosleep", None, "missing-from-collective"),
+    ],
+)
+def test_what_leaves_no_frame_is_known_by_its_system_call(syscall, target, kind):
+    process = Process(state="S", syscall=syscall, target=target)
+    finding = only(waiting(0), waiting(1), waiting(2), look(3, *at(9), process=process))
+    assert told(finding) == (kind, (3,), (0, 1, 2), 9)
+    assert (target or "") in finding.title
+
+
+def test_a_rank_that_computes_is_missing_and_one_look_is_not_sure_of_that():
+    finding = only(waiting(0), waiting(1), waiting(2), computing(3))
+    assert told(finding) == ("missing-from-collective", (3,), (0, 1, 2), 9)
+    assert not finding.sure
+    asleep = look(3, *at(9), process=Process(state="S", syscall="clock_nanosleep"))
+    finding = only(waiting(0), waiting(1), waiting(2), asleep, earlier=[asleep])
+    assert told(finding) == ("missing-from-collective", (3,), (0, 1, 2), 9)
+    assert finding.sure
+
+
+def test_a_loop_that_two_looks_find_in_the_same_function_is_one():
+    before = [waiting(0), waiting(1), waiting(2), computing(3, line=9)]
+    finding = only(waiting(0), waiting(1), waiting(2), computing(3, line=10), earlier=before)
+    assert told(finding) == ("python-loop", (3,), (0, 1, 2), 10)
+
+
+def test_a_rank_whose_collectives_advance_is_a_straggler():
+    behind = computing(3, collectives=(op(4, ended_s=1.0),), num_collectives=4)
+    before = [computing(3, collectives=(op(3, ended_s=1.0),), num_collectives=3)]
+    finding = only(waiting(0, op(9)), waiting(1, op(9)), waiting(2, op(9)), behind, earlier=before)
+    assert told(finding) == ("straggler", (3,), (0, 1, 2), 9)
+
+
+def test_asking_for_input_is_seen_without_any_stack():
+    finding = only(waiting(0), waiting(1), waiting(2), look(3, asking=True, cell_line=4))
+    assert told(finding) == ("waits-for-input", (3,), (0, 1, 2), 4)
+
+
+def test_a_line_outside_the_cell_is_named_by_its_file():
+    stack = at(5, Frame("/home/me/project/data/load.py", 88, "fetch"))
+    finding = only(waiting(0), waiting(1), waiting(2), look(3, *stack, process=Process(state="S", syscall="futex")))
+    assert (finding.file, finding.line) == ("/home/me/project/data/load.py", 88)
+    assert "at data/load.py, line 88 in fetch" in finding.title
+
+
+def test_ranks_that_stand_at_one_line_are_one_finding_and_named_by_their_axis():
+    stuck = [look(rank, *at(9), process=Process(state="S", syscall="futex")) for rank in (1, 3)]
+    finding = only(waiting(0), waiting(2), *stuck, axes={"dp": 2, "tp": 2})
+    assert told(finding) == ("waits-for-lock", (1, 3), (0, 2), 9)
+    assert finding.title.startswith("Ranks 1,3 wait for a lock at cell 7, line 9 and have not come to all_reduce")
+    assert "ranks 1,3: all with tp=1" in finding.evidence
+
+
+def test_who_waits_for_a_waiting_rank_is_not_told_apart():
+    pair = op(1, group="pair", ranks=(0, 1), line=5)
+    finding = only(
+        waiting(0, pair),
+        look(1, *at(9), process=Process(state="S", syscall="futex")),
+        waiting(2),
+        waiting(3),
+    )
+    assert told(finding) == ("waits-for-lock", (1,), (0, 2, 3), 9)
+    assert set(finding.waits) == {((0,), (1,), "all_reduce #1 of ranks 0-1"), ((2, 3), (0, 1), "all_reduce #1")}
+
+
+# ---- a rank that has ended
+
+
+def test_a_rank_that_raised_is_blamed_with_its_error_and_line():
+    finding = only(waiting(0), waiting(1), waiting(2), ended(3, "error", error="KeyError: 'x'", file=CELL, cell_line=6))
+    assert told(finding) == ("raised-before-collective", (3,), (0, 1, 2), 6)
+    assert "ended cell 7 with KeyError: 'x' at cell 7, line 6 before coming to all_reduce #1" in finding.title
+
+
+def test_a_rank_that_left_early_is_blamed_with_the_line_that_it_missed():
+    made = ended(3, collectives=(op(1, ended_s=13.0),))
+    finding = only(*(waiting(rank, op(2)) for rank in range(3)), made)
+    assert told(finding) == ("left-early", (3,), (0, 1, 2), 3)
+    assert "rank 3 made 1 collective of the group" in finding.evidence
+    assert "ranks 0-2 made 2 collectives of the group" in finding.evidence
+
+
+def test_one_rank_ahead_of_all_others_is_the_one_to_name():
+    finding = only(waiting(0, op(ranks=range(512))), *(ended(rank) for rank in range(1, 512)))
+    assert told(finding) == ("alone-in-collective", (0,), (), 3)
+    assert "the other 511 ranks do not come" in finding.title
+
+
+def test_a_call_on_a_slice_of_the_mesh_that_uses_the_world_is_alone():
+    idle = [look(rank, call=None, cell=None, file=None) for rank in (1, 2, 3)]
+    assert told(only(waiting(0), *idle)) == ("alone-in-collective", (0,), (), 3)
+
+
+# ---- members that disagree
+
+
+def test_different_collectives_name_the_minority():
+    finding = only(waiting(0), waiting(1), waiting(2, op(name="broadcast", line=5)))
+    assert told(finding) == ("different-collectives", (2,), (0, 1), 5)
+    assert "Rank 2 called broadcast at cell 7, line 5 as number 1, where ranks 0-1 called all_reduce" in finding.title
+
+
+def test_a_different_collective_in_a_group_of_some_ranks_names_the_group():
+    one, other = (op(1, name, group="tp", ranks=(0, 1)) for name in ("all_reduce", "barrier"))
+    finding = only(waiting(0, one), waiting(1, other), computing(2), computing(3))
+    assert finding.kind == "different-collectives"
+    assert "as number 1 of ranks 0-1" in finding.title
+
+
+def test_shapes_that_differ():
+    finding = only(waiting(0), waiting(1), waiting(2, op(shapes=((5, 2),))))
+    assert told(finding) == ("shape-mismatch", (2,), (0, 1), 3)
+    assert "Rank 2 brought 5x2 to all_reduce #1 at cell 7, line 3, where ranks 0-1 brought 4" in finding.title
+
+
+def test_dtypes_that_differ():
+    assert told(only(waiting(0), waiting(1), waiting(2, op(dtype="float64")))) == ("dtype-mismatch", (2,), (0, 1), 3)
+
+
+def test_uneven_gathers_and_barriers_are_no_mismatch():
+    for name in ("all_gather", "all_to_all_single"):
+        assert only(*(waiting(rank, op(name=name, shapes=((rank,),))) for rank in range(4))).kind == "slow"
+    assert only(*(waiting(rank, op(name="barrier", dtype=str(rank))) for rank in range(4))).kind == "slow"
+
+
+def test_a_mismatch_explains_those_who_wait_for_its_members():
+    pair = [waiting(0, op(group="pair", ranks=(0, 1))), waiting(1, op(1, "barrier", group="pair", ranks=(0, 1)))]
+    finding = only(*pair, waiting(2), waiting(3))
+    assert finding.kind == "different-collectives"
+    assert set(finding.ranks) | set(finding.others) == {0, 1, 2, 3}
+
+
+def test_counts_of_former_connections_are_not_compared():
+    """After an interrupt one rank had made fewer calls; the groups were formed again, and all count from one."""
+    old = [op(seq, ended_s=60.0, began_s=61.0) for seq in (1, 2, 3, 4, 5)]
+    new = op(1, epoch=2)
+    looks = [look(rank, *at(3, *IN_COLLECTIVE), collectives=(*old[: 5 - rank], new)) for rank in range(3)]
+    stuck = look(3, *at(9), collectives=tuple(old), process=Process(state="S", syscall="futex"))
+    assert told(only(*looks, stuck)) == ("waits-for-lock", (3,), (0, 1, 2), 9)
+
+
+def test_groups_that_cross():
+    pairs = [(0, (0, 1)), (1, (1, 2)), (2, (0, 2))]
+    ops = {rank: op(1, group=str(ranks), ranks=ranks, line=3 + rank) for rank, ranks in pairs}
+    finding = only(*(waiting(rank, ops[rank]) for rank, _ in pairs), waiting(3))
+    assert told(finding) == ("crossed-groups", (0, 1, 2), (3,), 3)
+
+
+def test_two_groups_in_a_different_order_name_the_odd_one():
+    first, second = op(1, group="a", ranks=(0, 1, 2)), op(1, group="b", ranks=(0, 1, 2), line=5)
+    finding = only(waiting(0, first), waiting(1, first), waiting(2, second))
+    assert told(finding) == ("crossed-groups", (2,), (0, 1), 5)
+
+
+def test_a_group_made_by_some():
+    making = at(6, Frame(f"{TORCH}/distributed/distributed_c10d.py", 5000, "new_group"))
+    finding = only(look(0, *making), waiting(1), waiting(2))
+    assert told(finding) == ("group-made-by-some", (0,), (1, 2), 6)
+    finding = only(look(0, *making), ended(1), ended(2))
+    assert told(finding) == ("group-made-by-some", (0,), (), 6)
+
+
+# ---- sends and receives
+
+
+def send(to, line=3, **more):
+    return op(1, "send", line, peer=to, **more)
+
+
+def recv(source, line=4, **more):
+    return op(1, "recv", line, peer=source, **more)
+
+
+def test_two_that_both_send_first():
+    finding = only(waiting(0, send(1)), waiting(1, send(0)), waiting(2))
+    assert told(finding) == ("send-deadlock", (0, 1), (2,), 3)
+    assert only(waiting(0, recv(1)), waiting(1, recv(2)), waiting(2, recv(0))).kind == "receive-deadlock"
+
+
+def test_a_send_whose_peer_has_ended_or_waits_in_a_collective():
+    finding = only(waiting(0, send(1)), ended(1), ended(2))
+    assert told(finding) == ("send-without-receive", (0,), (), 3)
+    assert "but rank 1 has ended cell 7 without a matching recv" in finding.title
+    finding = only(waiting(0, recv(1)), waiting(1), waiting(2))
+    assert told(finding) == ("receive-without-send", (0,), (1, 2), 4)
+
+
+def test_a_receive_from_the_wrong_rank():
+    finding = only(waiting(0, send(1)), waiting(1, recv(2)), waiting(2))
+    assert told(finding) == ("wrong-peer", (1,), (0, 2), 4)
+    finding = only(waiting(0, send(1)), ended(1), waiting(2, recv(0)))
+    assert told(finding) == ("wrong-peer", (0,), (2,), 3)
+
+
+def test_a_pipeline_waits_for_its_slow_stage_and_not_for_a_wrong_one():
+    finding = only(waiting(0, send(1)), waiting(1, recv(2)), computing(2))
+    assert told(finding) == ("missing-from-collective", (2,), (0, 1), 9)
+
+
+def test_a_transfer_under_way_is_nobodys_fault():
+    assert only(waiting(0, send(1)), waiting(1, recv(0))).kind == "slow"
+    assert only(waiting(0, send(1)), waiting(1, op(1, "recv", peer=None))).kind == "slow"
+
+
+# ---- ranks that cannot run
+
+
+def test_a_stopped_rank_is_blamed_with_its_pid():
+    finding = only(waiting(0), waiting(1), waiting(2), look(3, *at(9), source="outside", process=Process(state="T")))
+    assert told(finding) == ("stopped", (3,), (0, 1, 2), 9)
+    assert "kill -CONT 1003" in finding.next_step
+
+
+def test_a_rank_stopped_within_a_collective_is_not_missed_by_the_others_who_are_all_in_it():
+    stopped = waiting(3, process=Process(state="T"), source="outside")
+    assert only(waiting(0), waiting(1), waiting(2), stopped).kind == "stopped"
+
+
+def test_a_dead_rank():
+    finding = only(ended(0, "lost"), ended(1, "lost"), dead(2))
+    assert told(finding) == ("killed", (2,), (), None)
+    assert "Rank 2 was killed by SIGKILL" in finding.title
+    assert "it said last: last words" in finding.evidence
+    assert only(dead(2, process=Process(oom_killed=True))).kind == "out-of-memory"
+
+
+def test_a_rank_that_gloo_ended_for_sizes_that_differ():
+    died = dead(2)
+    died = structs.replace(
+        died, exited=structs.replace(died.exited, last_lines=("[enforce] op.preamble.length <= op.nbytes",))
+    )
+    failed = [waiting(0, op(ended_s=0.1)), waiting(1, op(ended_s=0.1, dtype="float64"))]
+    finding = only(*(structs.replace(each, call=None, finished="lost") for each in failed), died)
+    assert told(finding) == ("shape-mismatch", (2,), (), 3)
+    assert "rank 1 brought 4 float64 to all_reduce #1 at cell 7, line 3" in finding.evidence
+
+
+def test_a_silent_rank_says_why_nothing_is_known():
+    silent = look(3, source="none", beat_age_s=40.0, problem="py-spy is not allowed to read process 1003")
+    finding = only(waiting(0), waiting(1), waiting(2), silent)
+    assert told(finding) == ("rank-silent", (3,), (0, 1, 2), None)
+    assert any("py-spy is not allowed" in line for line in finding.evidence)
+
+
+def test_a_silent_host():
+    away = [look(rank, host="two", source="none", beat_age_s=40.0) for rank in (2, 3)]
+    finding = only(waiting(0), waiting(1), *away, silent_hosts=("two",))
+    assert told(finding) == ("host-silent", (2, 3), (0, 1), None)
+    assert explain((), silent_hosts=("two",))[0].title == "The host two does not answer"
+
+
+def test_the_interpreter_lock_kept_by_the_main_thread_and_by_another():
+    kept = look(3, source="outside", stacks=(main(*at(9), has_gil=True),), process=Process(state="R"))
+    assert told(only(waiting(0), waiting(1), waiting(2), kept)) == ("gil-kept", (3,), (0, 1, 2), 9)
+    other = thread("Thread-1", *at(12, function="work"), has_gil=True)
+    kept = look(3, source="outside", stacks=(main(*at(9)), other), process=Process(state="S", syscall="futex"))
+    finding = only(waiting(0), waiting(1), waiting(2), kept)
+    assert told(finding) == ("gil-kept", (3,), (0, 1, 2), 12)
+    assert "in its thread Thread-1" in finding.title
+
+
+def test_disk_sleep():
+    finding = only(waiting(0), look(1, *at(9), process=Process(state="D", target="/nfs/data")))
+    assert told(finding) == ("disk-sleep", (1,), (0,), 9)
+    assert "/nfs/data" in finding.title
+
+
+def test_two_threads_that_have_each_others_lock():
+    other = thread("worker", *at(20, function="second"), state="S", syscall="futex")
+    stuck = look(3, stacks=(main(*at(9), state="S", syscall="futex"), other))
+    finding = only(waiting(0), waiting(1), waiting(2), stuck)
+    assert told(finding) == ("thread-deadlock", (3,), (0, 1, 2), 9)
+    assert any("worker" in line and "line 20" in line for line in finding.evidence)
+
+
+def test_a_dead_worker_is_told():
+    below = Frame(f"{TORCH}/utils/data/dataloader.py", 1410, "_get_data")
+    process = Process(state="S", children=((55, "Z", "pt_data_worker"),))
+    finding = only(waiting(0), look(1, *at(9, below), process=process))
+    assert "waits for a DataLoader worker, which has died" in finding.title
+    assert "child process 55 has died: pt_data_worker" in finding.evidence
+
+
+# ---- nothing is wrong
+
+
+def test_idle():
+    assert told(only(*(look(rank, call=None, cell=None, file=None) for rank in range(4)))) == (
+        "idle",
+        (0, 1, 2, 3),
+        (),
+        None,
+    )
+    assert only(ended(0), ended(1)).evidence == ("ranks 0-1 have ended cell 7",)
+    assert only().title == "No rank is known"
+
+
+def test_just_slow():
+    before = [computing(rank, num_collectives=5) for rank in range(4)]
+    finding = only(*(computing(rank, num_collectives=7) for rank in range(4)), earlier=before)
+    assert told(finding) == ("slow", (0, 1, 2, 3), (), 9)
+    assert "8 collectives were called between the two looks" in finding.evidence
+    finding = only(*(waiting(rank) for rank in range(4)))
+    assert finding.kind == "slow"
+    assert "all members are in all_reduce #1 (4 float32), since 12 s" in finding.evidence
+
+
+def test_a_mesh_that_runs_well_is_not_accused_of_what_one_look_at_it_seems_to_show():
+    """Ranks are not looked at in the same moment: some are one collective ahead, some still leave the last one."""
+    ahead = [waiting(rank, op(3, began_s=0.01), num_collectives=3) for rank in (1, 2)]
+    assert only(waiting(0, op(2, began_s=0.02), num_collectives=2), *ahead).kind == "slow"
+    looks = [waiting(0, op(9, began_s=0.01), num_collectives=9), computing(1, num_collectives=8)]
+    assert not only(*looks).sure
+    before = [computing(0, num_collectives=5), waiting(1, op(5), num_collectives=5)]
+    assert only(*looks, earlier=before).kind == "slow"
+    crossing = [
+        waiting(0, recv(1, began_s=0.01), num_collectives=9),
+        waiting(1, recv(0, began_s=0.01), num_collectives=9),
+    ]
+    assert not only(*crossing).sure
+    assert only(*crossing, earlier=[computing(rank, num_collectives=5) for rank in (0, 1)]).kind == "slow"
+    short = look(1, *at(9), process=Process(state="S", syscall="futex"), num_collectives=8)
+    assert not only(waiting(0, op(9, began_s=0.01), num_collectives=9), short).sure
+    assert only(waiting(0, op(9, began_s=0.01), num_collectives=9), short, earlier=before).kind == "slow"
+
+
+def test_the_last_one_that_runs_is_named():
+    finding = only(ended(0), ended(1), computing(2))
+    assert told(finding) == ("slow", (2,), (), 9)
+    assert "which ranks 0-1 have ended" in finding.title
+
+
+def test_all_in_one_loop():
+    before = [computing(rank) for rank in range(4)]
+    finding = only(*(computing(rank, line=10) for rank in range(4)), earlier=before)
+    assert told(finding) == ("python-loop", (0, 1, 2, 3), (), 10)
+    assert not finding.sure
+
+
+def test_who_comes_last_to_nearly_every_collective():
+    """Whoever comes last spends the least time in it: no clocks are compared."""
+
+    def rings(short):
+        return tuple(op(seq, began_s=20.0 - seq, ended_s=20.0 - seq - (0.01 if short else 0.8)) for seq in range(1, 9))
+
+    looks = [computing(rank, collectives=rings(rank == 2), num_collectives=8) for rank in range(4)]
+    finding = only(*looks)
+    assert told(finding) == ("straggler", (2,), (0, 1, 3), 9)
+    assert "comes last to nearly every all_reduce" in finding.title
+
+
+# ---- whatever comes
+
+
+def test_one_cause_first_then_the_others():
+    stuck = look(3, *at(9), process=Process(state="S", syscall="futex"))
+    found = why(waiting(0), waiting(1), ended(2, "error", error="ValueError: no"), stuck)
+    assert [finding.kind for finding in found] == ["raised-before-collective", "waits-for-lock"]
+    text = as_text(found)
+    assert text.startswith("1. Rank 2 ended cell 7 with ValueError: no")
+    assert "\n2. Rank 3 waits for a lock" in text
+
+
+def test_text_of_others_cannot_act_on_a_terminal():
+    evil = "Error: \x1b[2J\u202e" + "x" * 5000
+    text = as_text(why(waiting(0), ended(1, "error", error=evil, last_cell="\x1b]0;cell\x07")))
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+    assert len(text) < 3000
+
+
+def test_colours_are_only_there_when_asked_for():
+    found = why(waiting(0), computing(1))
+    assert "\x1b" not in as_text(found)
+    assert "\x1b[1;31m" in as_text(found, color=True)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 1024])
+def test_nothing_but_ranks_is_enough(num_ranks):
+    from meshbook.wire.messages import RankSnapshot
+
+    assert explain([RankSnapshot(rank) for rank in range(num_ranks)])[0].kind == "idle"
+    running = [RankSnapshot(rank, call="c", cell="cell 1") for rank in range(num_ranks)]
+    assert explain(running)[0].kind == "slow"
+    torn = [waiting(rank, stacks=(), file=None) for rank in range(num_ranks)]
+    assert explain(torn)
+
+
+def test_what_a_thousand_ranks_wait_for():
+    ranks = range(1024)
+    everyone = [waiting(rank, op(41, ranks=ranks)) for rank in ranks if rank != 700]
+    stuck = look(700, *at(9), collectives=(op(40, ended_s=3.0),), process=Process(state="S", syscall="futex"))
+    finding = only(*everyone, stuck)
+    assert told(finding)[:2] == ("waits-for-lock", (700,))
+    assert "where ranks 0-699,701-1023 wait" in finding.title
+    assert len(as_text([finding])) < 1000
+
+
+def test_moving_is_unknown_without_something_to_compare():
+    assert has_moved(None, computing(0)) is None
+    assert has_moved(look(0), look(0)) is None
+    assert has_moved(computing(0), computing(0)) is False
+    assert has_moved(computing(0), computing(0, health=Health(steps=4))) is True

@@ -1,0 +1,35 @@
+"""The table of kinds keeps its promises: its commands exist, and the documentation has all of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from meshbook.diagnose.kinds import KINDS
+from meshbook.diagnose.places import PLACES, SYSCALLS
+from meshbook.kernel.magics import COMMANDS
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_says_what_it_means_and_what_to_type_next(kind):
+    entry = KINDS[kind]
+    assert entry.meaning.endswith(".")
+    assert entry.next_step
+    assert entry.next_step.format(ranks="0-1", first=0, name="ranks 0-1", pids="12 13")
+    assert set(re.findall(r"%mesh (\w+)", entry.next_step)) <= set(COMMANDS)
+
+
+def test_every_place_leads_to_a_kind_or_is_looked_into():
+    words = {"collective", "forming", "sleep"}
+    for place in [*(place for _, _, place in PLACES), *SYSCALLS.values()]:
+        assert place.doing in KINDS or place.doing in words
+        assert re.match(r"(waits|forms|sleeps)\b", place.words)
+
+
+def test_the_documentation_has_every_kind_and_no_other():
+    table = re.findall(r"^\| `([a-z-]+)` \|", (ROOT / "docs" / "debugging.md").read_text(), re.MULTILINE)
+    assert table == sorted(KINDS, key=lambda kind: -KINDS[kind].weight)

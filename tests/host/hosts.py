@@ -1,0 +1,156 @@
+"""One host of real ranks, driven by hand: an agent on the test's own thread, and what it has reported."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from meshbook.host.agent import HostAgent
+from meshbook.wire import codec, messages
+from meshbook.wire.loop import Loop
+
+# Seconds until a wait counts as a hang.
+DEADLINE_S = 30.0
+
+
+class Host:
+    """A host agent with its ranks. `tell` gives it a command; `until` lets its loop turn."""
+
+    def __init__(self, size: int, *, torch: bool) -> None:
+        self.loop = Loop()
+        self.reports: list[Any] = []
+        self._context = zmq.Context()
+        self._folder = Path(tempfile.mkdtemp(prefix="mbh", dir="/tmp"))
+        self._calls = itertools.count(1)
+        self.agent = HostAgent(self.loop, self._context, self._folder, "token", 0, self.reports.append)
+        self.ranks = tuple(range(size))
+        spec = messages.MeshSpec(axes={"rank": size}, torch=torch, process_group=torch, cwd=str(Path.cwd()))
+        start = messages.StartRanks(spec=spec, ranks=self.ranks, world_size=size, serve_store=torch)  # type: ignore[arg-type]
+        self.tell(start)
+        self._epochs = itertools.count(1)
+        self._store = ("", 0)
+        if torch:
+            served = self.wait_for(messages.StoreServed)
+            self._store = served.address, served.port
+        self.form_groups()
+
+    def form_groups(self) -> None:
+        """The process groups, the first time or again."""
+        form = messages.FormGroups(
+            call=self.call(),  # type: ignore[arg-type]
+            ranks=self.ranks,  # type: ignore[arg-type]
+            epoch=next(self._epochs),
+            store_host=self._store[0],
+            store_port=self._store[1],
+        )
+        self.tell(form)
+        assert self.wait_for(messages.CallFinished, form.call).parts[0].outcome.status == "ok"
+
+    def call(self) -> str:
+        return f"call-{next(self._calls)}"
+
+    def tell(self, command: Any) -> None:
+        self.agent.handle(command, codec.encode_body(command))
+
+    def until(self, true: Callable[[], Any], deadline_s: float = DEADLINE_S) -> Any:
+        """Let the loop turn until `true()` is; what it gave."""
+        deadline = time.monotonic() + deadline_s
+        while not (value := true()):
+            assert time.monotonic() < deadline, f"it did not become true within {deadline_s:.0f} s"
+            self.loop.turn(max_wait_s=0.02)
+        return value
+
+    def wait_for(self, kind: type, call: str | None = None) -> Any:
+        """The first report of this kind (and call) that has come or comes."""
+
+        def said() -> Any:
+            of_kind = [report for report in self.reports if isinstance(report, kind)]
+            return next((report for report in of_kind if call is None or report.call == call), None)  # type: ignore[attr-defined]
+
+        return self.until(said)
+
+    def begin(
+        self, source: str, ranks: tuple[int, ...] | None = None, label: str = "cell 1", *, allow_input: bool = False
+    ) -> str:
+        """Start a cell; its call."""
+        call = self.call()
+        self.tell(
+            messages.RunCell(
+                call=call,  # type: ignore[arg-type]
+                ranks=self.ranks if ranks is None else ranks,  # type: ignore[arg-type]
+                source=source,
+                number=1,
+                label=label,
+                allow_input=allow_input,
+            )
+        )
+        return call
+
+    def run(self, source: str) -> messages.CallFinished:
+        return self.wait_for(messages.CallFinished, self.begin(source))  # type: ignore[no-any-return]
+
+    def say_begun(self, source: str, ranks: tuple[int, ...] | None = None, label: str = "cell 1") -> str:
+        """Start a cell whose first line says `begun`, and wait until all its ranks have."""
+        call = self.begin("print('begun', flush=True)\n" + source, ranks, label)
+        wanted = set(self.ranks if ranks is None else ranks)
+
+        def said() -> bool:
+            lines = [
+                item.ranks
+                for report in self.reports
+                if isinstance(report, messages.CallOutput) and report.call == call
+                for item in report.items
+                if isinstance(item, messages.Line) and item.text == "begun"
+            ]
+            return wanted <= {rank for ranks in lines for rank in ranks}
+
+        self.until(said)
+        return call
+
+    def interrupt(self, call: str) -> messages.CallFinished:
+        self.tell(messages.Interrupt(ranks=self.ranks, target=call))  # type: ignore[arg-type]
+        return self.wait_for(messages.CallFinished, call)  # type: ignore[no-any-return]
+
+    def look(self, ranks: tuple[int, ...] | None = None, **options: Any) -> dict[int, messages.RankSnapshot]:
+        """Snapshots by rank."""
+        call = self.call()
+        asked = self.ranks if ranks is None else ranks
+        self.tell(messages.TakeSnapshots(call=call, ranks=asked, **options))  # type: ignore[arg-type]
+        taken = self.wait_for(messages.SnapshotsTaken, call)
+        return {snapshot.rank: snapshot for snapshot in taken.snapshots}
+
+    def pid(self, rank: int) -> int:
+        child = self.agent._links[rank].child
+        assert child is not None
+        return child.pid
+
+    def close(self) -> None:
+        ended: list[bool] = []
+        for rank in self.ranks:
+            with contextlib.suppress(OSError, AssertionError):
+                if self.agent._links[rank].dead is None:
+                    os.kill(self.pid(rank), signal.SIGCONT)
+        self.agent.stop(0.5, lambda: ended.append(True))
+        self.until(lambda: ended)
+        self.agent.close()
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def host(size: int, *, torch: bool = False) -> Iterator[Host]:
+    made = Host(size, torch=torch)
+    try:
+        yield made
+    finally:
+        made.close()

@@ -1,0 +1,279 @@
+"""A host's looks at real ranks: answering, silent, stopped, dying. One host for all tests that leave it whole."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from meshbook.host import outside
+from meshbook.wire import messages
+from meshbook.wire.messages import RankSnapshot, ThreadStack
+from tests.host.hosts import Host, host
+
+# Seconds that a look may take: two by promise, and what a busy machine adds.
+LOOK_S = 3.0
+
+
+@pytest.fixture(scope="module")
+def shared_host() -> Iterator[Host]:
+    with host(3, torch=True) as made:
+        yield made
+
+
+@pytest.fixture
+def ranks(shared_host: Host) -> Iterator[Host]:
+    """The shared host, which must be whole and idle again after the test."""
+    shared_host.reports.clear()
+    yield shared_host
+    told = shared_host.look().values()
+    assert [(snapshot.rank, snapshot.source, snapshot.call) for snapshot in told] == [
+        (rank, "inside", None) for rank in shared_host.ranks
+    ]
+
+
+def main(snapshot: RankSnapshot) -> ThreadStack:
+    return next(stack for stack in snapshot.stacks if stack.main)
+
+
+def place(snapshot: RankSnapshot) -> list[tuple[str, int]]:
+    """Functions and lines of the main thread that are in the cell."""
+    return [(frame.function, frame.line) for frame in main(snapshot).frames if frame.file == snapshot.file]
+
+
+def test_ranks_that_do_nothing_say_so(ranks: Host) -> None:
+    ranks.run("1 + 1")
+    told = ranks.look()[1]
+    assert (told.source, told.call, told.cell, told.finished, told.last_cell) == ("inside", None, None, "ok", "cell 1")
+    assert main(told).frames == ()
+    assert told.finished_s is not None
+    assert told.problem is None
+
+
+def test_busy_ranks_show_the_cell_outermost_and_what_the_system_says(ranks: Host) -> None:
+    call = ranks.say_begun("import time\ndef f():\n    time.sleep(1000)\nf()", label="cell 7")
+    for told in ranks.look().values():
+        assert (told.source, told.call, told.cell, told.cell_line) == ("inside", call, "cell 7", 4)
+        assert place(told) == [("<module>", 5), ("f", 4)]
+        assert main(told).frames[0].function == "<module>"
+        assert told.running_s is not None
+        assert 0 < told.running_s < 30
+        assert told.process is not None
+        assert (told.process.state, told.process.syscall) == ("S", "clock_nanosleep")
+        assert (main(told).state, main(told).syscall) == ("S", "clock_nanosleep")
+        assert told.process.rss_bytes > 1 << 20
+    ranks.interrupt(call)
+    assert ranks.look()[0].finished == "interrupted"
+
+
+def test_a_rank_that_raised_tells_what_and_where(ranks: Host) -> None:
+    ranks.run("def f():\n    raise ValueError('no \\udcff')\nf() if rank == 1 else None")
+    told = ranks.look()
+    assert (told[1].finished, told[1].cell_line) == ("error", 2)
+    assert (told[1].error or "").startswith("ValueError: no ")
+    assert (told[0].finished, told[0].error) == ("ok", None)
+
+
+def test_a_stuck_collective_is_told_with_its_line_on_those_that_wait(ranks: Host) -> None:
+    call = ranks.say_begun("import time\ndist.all_reduce(torch.ones(3, 4)) if rank else time.sleep(1000)")
+    ranks.until(lambda: all(ranks.look()[rank].collectives[-1:] for rank in (1, 2)))
+    told = ranks.look()
+    for rank in (1, 2):
+        seen = told[rank].collectives[-1]
+        assert (seen.op, seen.group_ranks, seen.shapes, seen.dtype) == ("all_reduce", (0, 1, 2), ((3, 4),), "float32")
+        assert (seen.ended_s, seen.line.line if seen.line else None) == (None, 3)
+        assert seen.line is not None
+        assert seen.line.file == told[rank].file
+    assert all(seen.ended_s is not None for seen in told[0].collectives)
+    ranks.interrupt(call)
+    ranks.form_groups()
+
+
+def test_a_cell_that_awaits_is_told_where(ranks: Host) -> None:
+    call = ranks.say_begun("import asyncio\nasync def f():\n    await asyncio.sleep(1000)\nawait f()")
+    ranks.until(lambda: all(place(told) == [("<module>", 5), ("f", 4)] for told in ranks.look().values()))
+    ranks.interrupt(call)
+
+
+def test_a_rank_that_asks_for_input_says_so(ranks: Host) -> None:
+    call = ranks.begin("input('why? ') if rank == 1 else None", allow_input=True)
+    ranks.wait_for(messages.InputRequested, call)
+    assert [told.asking for told in ranks.look().values()] == [False, True, False]
+    ranks.tell(messages.ReplyInput(target=call, rank=1, text="because"))  # type: ignore[arg-type]
+    ranks.wait_for(messages.CallFinished, call)
+    assert not ranks.look()[1].asking
+
+
+def test_a_loader_that_waits_for_a_stopped_worker_shows_the_worker(ranks: Host) -> None:
+    call = ranks.say_begun(
+        "import os, signal, time\n"
+        "class Data(torch.utils.data.Dataset):\n"
+        "    def __len__(self): return 4\n"
+        "    def __getitem__(self, i): os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "for _ in torch.utils.data.DataLoader(Data(), num_workers=1): pass",
+        ranks=(0,),
+    )
+
+    def stopped() -> RankSnapshot | None:
+        told = ranks.look()[0]
+        return told if told.process is not None and "T" in [state for _, state, _ in told.process.children] else None
+
+    told = ranks.until(stopped)
+    assert place(told)[-1] == ("<module>", 6)
+    assert main(told).frames[-1].function != "<module>"  # the library's, below
+    for pid, state, _ in told.process.children:
+        if state == "T":
+            os.kill(pid, signal.SIGKILL)
+    ranks.interrupt(call)
+
+
+def test_a_rank_that_keeps_the_gil_is_looked_at_from_outside(ranks: Host) -> None:
+    call = ranks.begin("import ctypes\nif rank == 1:\n    ctypes.PyDLL(None).sleep(3)")
+    told = ranks.until(lambda: next((look[1] for _ in "x" if (look := ranks.look())[1].source == "outside"), None))
+    assert place(told) == [("<module>", 3)]
+    assert (main(told).has_gil, told.call, told.cell_line) == (True, call, 3)
+    assert told.process is not None
+    assert told.process.syscall == "clock_nanosleep"
+    assert ranks.look()[0].source == "inside"
+    ranks.wait_for(messages.CallFinished, call)
+    lag = [beat.gil_lag_s for beat in _beats(ranks, 1)]
+    assert max(lag) > 1.0
+
+
+def _beats(ranks: Host, rank: int) -> list[messages.Health]:
+    """What a rank has measured since the test began; waits for one more beat."""
+    def told() -> list[messages.Health]:
+        return [
+            measured.health
+            for report in ranks.reports
+            if isinstance(report, messages.HostBeat)
+            for measured in report.measured
+            if measured.rank == rank and measured.health is not None
+        ]
+    before = len(told())
+    ranks.until(lambda: len(told()) > before)
+    return told()
+
+
+def test_a_stopped_rank_is_looked_at_from_outside_at_once_with_what_its_beats_told(ranks: Host) -> None:
+    ranks.run("dist.all_reduce(torch.ones(2))")
+    _beats(ranks, 2)
+    call = ranks.say_begun("import time\ntime.sleep(1000)")
+    os.kill(ranks.pid(2), signal.SIGSTOP)
+    try:
+        ranks.until(lambda: outside.state(ranks.pid(2)) == "T")
+        started = time.monotonic()
+        told = ranks.look()
+        assert time.monotonic() - started < LOOK_S
+    finally:
+        os.kill(ranks.pid(2), signal.SIGCONT)
+    assert [told[rank].source for rank in ranks.ranks] == ["inside", "inside", "outside"]
+    assert told[2].process is not None
+    assert told[2].process.state == "T"
+    assert (told[2].call, place(told[2])) == (call, [("<module>", 3)])
+    assert told[2].collectives[-1].op == "all_reduce"
+    assert told[2].health is not None
+    assert told[2].health.num_collectives > 0
+    ranks.interrupt(call)
+
+
+def test_without_py_spy_the_rest_is_told_and_what_is_missing(ranks: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outside, "find_py_spy", lambda: None)
+    os.kill(ranks.pid(1), signal.SIGSTOP)
+    try:
+        ranks.until(lambda: outside.state(ranks.pid(1)) == "T")
+        told = ranks.look()[1]
+    finally:
+        os.kill(ranks.pid(1), signal.SIGCONT)
+    assert (told.source, told.stacks) == ("none", ())
+    assert "pip install py-spy" in (told.problem or "")
+    assert told.process is not None
+    assert told.process.state == "T"
+
+
+def test_a_process_whose_files_cannot_be_read_in_time_does_not_hold_up_the_look(
+    ranks: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a process in an uninterruptible wait: every read in /proc waits with it."""
+    go_on: list[bool] = []
+
+    def never(pid: int) -> None:
+        deadline = time.monotonic() + 20
+        while not go_on and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(outside, "process", never)
+    started = time.monotonic()
+    told = ranks.look()
+    go_on.append(True)
+    assert time.monotonic() - started < LOOK_S
+    assert all(snapshot.source == "inside" and snapshot.process is None for snapshot in told.values())
+
+
+def test_hundreds_of_looks_at_once_are_all_answered(ranks: Host) -> None:
+    call = ranks.say_begun("while True: pass")
+    calls = [ranks.call() for _ in range(100)]
+    for one in calls:
+        ranks.tell(messages.TakeSnapshots(call=one, ranks=ranks.ranks))  # type: ignore[arg-type]
+    for one in calls:
+        assert len(ranks.wait_for(messages.SnapshotsTaken, one).snapshots) == 3
+    ranks.interrupt(call)
+
+
+def test_what_was_logged_comes_with_the_hosts_beat(ranks: Host) -> None:
+    ranks.run("import meshbook\nfor step in range(5): meshbook.log(loss=torch.tensor(step / 2), step=10 + step)")
+
+    def told() -> list[tuple[int, float]]:
+        return [
+            (scalar.step, scalar.value)
+            for report in ranks.reports
+            if isinstance(report, messages.HostBeat)
+            for measured in report.measured
+            if measured.rank == 0
+            for scalar in measured.scalars
+        ]
+
+    ranks.until(lambda: len(told()) >= 5)
+    assert told() == [(10, 0.0), (11, 0.5), (12, 1.0), (13, 1.5), (14, 2.0)]
+
+
+def test_how_ranks_ended_is_told_also_when_they_die_while_they_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    kills = [3]
+    monkeypatch.setattr(outside, "oom_kills", lambda: kills[0])
+    with host(4) as own:
+        call = own.say_begun("import time\ntime.sleep(1000)")
+        for rank in (1, 2):
+            os.kill(own.pid(rank), signal.SIGSTOP)
+        own.until(lambda: all(outside.state(own.pid(rank)) == "T" for rank in (1, 2)))
+        asked = own.call()
+        own.tell(messages.TakeSnapshots(call=asked, ranks=own.ranks))  # type: ignore[arg-type]
+        for rank in (1, 2):
+            os.kill(own.pid(rank), signal.SIGKILL)
+        taken = own.wait_for(messages.SnapshotsTaken, asked).snapshots
+        assert (taken[0].source, taken[3].source) == ("inside", "inside")
+        for told in taken[1:3]:  # as it was, or as it ended: whichever was seen first
+            assert told.source == "outside" or told.exited is not None or "ended" in (told.problem or "")
+        own.until(lambda: own.agent._links[1].dead and own.agent._links[2].dead)
+        told = own.look()[2]
+        assert told.exited is not None
+        assert (told.exited.signal, told.exited.oom_killed, told.source) == (signal.SIGKILL, False, "none")
+        assert told.problem == "its process is gone"
+
+        kills[0] = 4  # as the kernel counts when it is out of memory
+        os.kill(own.pid(3), signal.SIGKILL)
+        own.until(lambda: own.agent._links[3].dead)
+        told = own.look()[3]
+        assert told.exited is not None
+        assert told.process is not None
+        assert (told.exited.oom_killed, told.process.oom_killed) == (True, True)
+        lost = own.agent._links[3].dead
+        assert lost == "was killed by SIGKILL because the host ran out of memory"
+
+        own.tell(messages.KillRanks(call=own.call(), ranks=(0,), signal=9))  # type: ignore[arg-type]
+        own.wait_for(messages.CallFinished, call)
+        told = own.look()[0]
+        assert told.exited is not None
+        assert not told.exited.oom_killed  # that one was asked for

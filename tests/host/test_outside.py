@@ -1,0 +1,186 @@
+"""Processes as the system sees them: what they wait for, their children, and what py-spy says or cannot."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from meshbook.host import outside
+from meshbook.wire.messages import Process
+
+Start = Callable[..., int]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts Python processes that stand still; each is killed at the end."""
+    made: list[subprocess.Popen[bytes]] = []
+
+    def begin(source: str, **options: object) -> int:
+        made.append(subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE, **options))  # type: ignore[call-overload]
+        return made[-1].pid
+
+    yield begin
+    for process in made:
+        process.kill()
+        process.wait(30)
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def when(pid: int, true: Callable[[Process], object]) -> Process:
+    """What the system says of a process once that is so."""
+    deadline = time.monotonic() + 30
+    while True:
+        told = outside.process(pid)
+        assert told is not None
+        if true(told):
+            return told
+        assert time.monotonic() < deadline, told
+
+
+def test_a_read_of_a_pipe_is_told(start: Start) -> None:
+    told = when(start("import os; os.read(0, 1)"), lambda told: (told.syscall, told.state) == ("read", "S"))
+    assert told.target == "pipe"
+    assert told.rss_bytes > 1 << 20
+
+
+def test_a_socket_is_told_by_its_other_end_also_where_python_polls_it(start: Start) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        source = f"import socket\ns = socket.create_connection(('127.0.0.1', {port}), timeout={{}})\ns.recv(1)"
+        polls = when(start(source.format("30")), lambda told: told.syscall == "poll" and told.target)
+        assert polls.target == f"socket 127.0.0.1:{port}"
+        waits = when(start(source.format("None")), lambda told: told.syscall == "recvfrom")
+        assert waits.target == f"socket 127.0.0.1:{port}"
+        source = "import socket; socket.create_server(('127.0.0.1', 0)).accept()"
+        listens = when(start(source), lambda told: told.syscall == "accept4")
+        assert listens.target is not None
+        assert listens.target.startswith("socket listening on 127.0.0.1:")
+
+
+def test_a_locked_file_and_one_that_does_not_open_are_told_by_path(start: Start, tmp_path: Path) -> None:
+    fifo, locked = tmp_path / "fifo", tmp_path / "locked"
+    os.mkfifo(fifo)
+    opens = when(start(f"open({str(fifo)!r})"), lambda told: told.target == str(fifo))
+    assert opens.syscall == "openat"
+    import fcntl
+
+    with locked.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        source = f"import fcntl; fcntl.flock(open({str(locked)!r}), fcntl.LOCK_EX)"
+        assert when(start(source), lambda told: told.syscall == "flock").target == str(locked)
+
+
+def test_children_are_told_with_their_states_and_who_is_waited_for(start: Start) -> None:
+    source = "import subprocess; subprocess.Popen(['sleep', '100']).wait()"
+    told = when(start(source), lambda told: told.syscall == "wait4" and "sleep" in str(told.children))
+    pid, state, command = told.children[0]
+    assert (state, command) == ("S", "sleep 100")
+    assert told.target == f"process {pid}: sleep 100"
+    os.kill(pid, signal.SIGSTOP)
+    when(pid, lambda told: told.state == "T")
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_a_forked_worker_is_told_by_the_name_that_it_gave_itself(start: Start) -> None:
+    source = (
+        "import ctypes, os, time\nif not os.fork():\n"
+        "    ctypes.CDLL(None).prctl(15, b'pt_data' + b'_worker', 0, 0, 0)\n"
+        "    os.read(0, 1)\n    os._exit(0)\nos.wait()"
+    )
+    told = when(start(source), lambda told: "pt_data_worker" in str(told.children))
+    assert told.children[0][2].startswith("pt_data_worker: ")
+
+
+def test_of_many_children_some_are_told(start: Start) -> None:
+    source = "import os, time\nfor _ in range(50):\n    if not os.fork(): os.read(0, 1); os._exit(0)\nos.wait()"
+    told = when(start(source), lambda told: len(told.children) == 32)
+    assert len(told.children) == 32
+
+
+def test_a_process_that_is_gone_is_none() -> None:
+    process = subprocess.Popen(["true"])
+    process.wait(30)
+    assert outside.process(process.pid) is None
+    assert outside.state(process.pid) == ""
+    assert outside.threads(process.pid) == {}
+    stacks, problem = outside.python_stacks(process.pid, 2.0)
+    assert (stacks, problem) == ((), "it ended while its stacks were read")
+
+
+def test_a_process_without_python_has_no_stack_and_py_spys_reason_is_given() -> None:
+    process = subprocess.Popen(["sleep", "100"])
+    try:
+        stacks, problem = outside.python_stacks(process.pid, 4.0)
+    finally:
+        process.kill()
+        process.wait(30)
+    assert stacks == ()
+    assert problem is not None
+    assert "py-spy says: Error: Failed to find python version" in problem
+
+
+def test_without_py_spy_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outside, "find_py_spy", lambda: None)
+    stacks, problem = outside.python_stacks(os.getpid(), 2.0)
+    assert stacks == ()
+    assert problem is not None
+    assert "pip install py-spy" in problem
+
+
+def test_a_py_spy_that_hangs_is_given_up_and_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "py-spy"
+    program.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 100\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(outside, "find_py_spy", lambda: str(program))
+    started = time.monotonic()
+    stacks, problem = outside.python_stacks(os.getpid(), 0.6)
+    assert time.monotonic() - started < 2.0
+    assert (stacks, problem) == ((), "its Python stack could not be read from outside: py-spy took more than 0.6 s")
+    with contextlib.suppress(FileNotFoundError):
+        assert outside.state(int((tmp_path / "pid").read_text())) == ""
+
+
+def test_a_refusal_says_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "Error: Permission Denied: Try running again with elevated permissions\n\nCaused by:\n not permitted"
+    files = {"/proc/sys/kernel/yama/ptrace_scope": b"1\n"}
+    monkeypatch.setattr(outside, "_read", lambda path: files.get(path, b""))
+    assert "sudo sysctl kernel.yama.ptrace_scope=0" in outside.explain(said, alive=True)
+    files.clear()
+    told = outside.explain(said, alive=True)
+    assert "CAP_SYS_PTRACE" in told
+    assert "docker run --cap-add=SYS_PTRACE" in told
+
+
+def test_py_spy_is_found_beside_this_interpreter() -> None:
+    found = outside.find_py_spy()
+    assert found is not None
+    assert os.access(found, os.X_OK)
+
+
+def test_kills_for_memory_are_counted_over_all_places_that_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        "/proc/self/cgroup": b"0::/pod/a\n",
+        "/proc/vmstat": b"pgfault 3\noom_kill 2\n",
+        "/sys/fs/cgroup/pod/a/memory.events": b"max 0\noom 1\noom_kill 1\noom_group_kill 0\n",
+    }
+    monkeypatch.setattr(outside, "_read", lambda path: files.get(path, b""))
+    assert outside.oom_kills() == 3
+    files.clear()
+    assert outside.oom_kills() == 0
+
+
+def test_addresses_are_written_as_people_do() -> None:
+    assert outside._address(b"0100007F:1F90") == "127.0.0.1:8080"
+    assert outside._address(b"00000000000000000000000001000000:0050") == "[::1]:80"
+    assert outside._address(b"0000000000000000FFFF00000100007F:0050") == "127.0.0.1:80"

@@ -1,0 +1,266 @@
+"""Looks, news and cells that stand still, as the supervisor carries them out: events in, steps out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from meshbook.controller.onlooker import Mirror
+from meshbook.supervisor import state as s
+from meshbook.supervisor.looks import PATIENCE_S
+from meshbook.wire import codec, messages
+from meshbook.wire.messages import CollectiveSeen, Frame, Health, Measured, RankInfo, RankSnapshot, Scalar
+from tests.supervisor.test_state import World, messages_of, steps_of
+
+EVERYONE = (0, 1, 2, 3)
+
+
+class Scenery(World):
+    """A mesh whose ranks beat, with somebody who looks at it."""
+
+    def beat(
+        self, measured: dict[int, dict[str, Any]] | None = None, host: int = 0, ranks: tuple[int, ...] = EVERYONE
+    ) -> list[s.Step]:
+        """One second later, every rank of a host tells of itself."""
+        self.now += 1.0
+        call = next(iter(self.state.open_calls(self.now)), None)
+        infos = tuple(
+            RankInfo(
+                rank=rank,
+                state="busy" if call is not None else "idle",
+                host="box",
+                call=call.call if call is not None else None,
+                cell=call.label if call is not None else None,
+                line=3 if call is not None else None,
+                beat_age_s=0.1,
+                rss_bytes=1 << 28,
+            )
+            for rank in ranks
+        )
+        told = tuple(
+            Measured(
+                rank=rank, **{"health": Health(cpu_percent=1.0, num_collectives=4), **(measured or {}).get(rank, {})}
+            )
+            for rank in ranks
+        )
+        return self.host(messages.HostBeat(host=host, ranks=infos, measured=told), host)
+
+    def ring(self, steps: list[s.Step], word: str) -> list[s.Step]:
+        """Let the alarms go off whose name has this word."""
+        found = []
+        for alarm in [alarm for alarm in steps_of(steps, s.Alarm) if word in alarm.name]:
+            self.now += alarm.delay_s
+            found += self.state.alarm(alarm.name, self.now)
+        return found
+
+    def watch(self, client: str = "one", **options: Any) -> list[s.Step]:
+        return self.say(messages.Watch(call="w", **{"per_s": 2.0, **options}), client)
+
+    def seen(self, call: str, host: int = 0, ranks: tuple[int, ...] = EVERYONE, **options: Any) -> list[s.Step]:
+        """A host tells what it saw: rank 3 sleeps, the others wait for it in an all_reduce."""
+        return self.host(messages.SnapshotsTaken(call=call, snapshots=tuple(map(snapshot, ranks))), host)  # type: ignore[arg-type]
+
+
+def snapshot(rank: int) -> RankSnapshot:
+    cell = Frame(file="<cell 1>", line=3 if rank != 3 else 5, function="<module>")
+    below = Frame(file="/lib/site-packages/torch/distributed/distributed_c10d.py", line=1, function="all_reduce")
+    stack = messages.ThreadStack(name="MainThread", main=True, frames=(cell, below) if rank != 3 else (cell,))
+    waiting = CollectiveSeen(op="all_reduce", group="0", group_ranks=EVERYONE, seq=41, line=cell, began_s=9.0)
+    return RankSnapshot(
+        rank=rank, host="box", pid=9, source="inside", call="c1", cell="cell 1", file="<cell 1>",  # type: ignore[arg-type]
+        cell_line=cell.line, running_s=9.0, stacks=(stack,), collectives=(waiting,) if rank != 3 else (),
+        num_collectives=1 if rank != 3 else 0, process=messages.Process(state="S"),
+    )  # fmt: skip
+
+
+def watched(steps: list[s.Step]) -> list[dict[str, Any]]:
+    """What those that watch are told, as it comes out at the other end."""
+    return [
+        codec.supervisor_reports.decode(codec.encode(told)).data  # type: ignore[union-attr]
+        for told in messages_of(steps, messages.Watched)
+    ]
+
+
+# ---- looks
+
+
+def test_a_look_asks_every_host_and_answers_when_all_have_told() -> None:
+    world = Scenery(num_hosts=2)
+    world.finish("form-1", ranks=(2, 3), host=1, answer={"backend": "gloo"})
+    asked = world.say(messages.TakeSnapshots(call="look", ranks=EVERYONE))
+    assert steps_of(asked, s.ToHosts)[0].hosts == (0, 1)
+    assert steps_of(asked, s.Alarm)[0].delay_s == PATIENCE_S
+    assert not world.seen("look", 0, (0, 1))
+    (answer,) = messages_of(world.seen("look", 1, (2, 3)), messages.SnapshotsTaken)
+    assert [one.rank for one in answer.snapshots] == [0, 1, 2, 3]
+    assert not world.ring(asked, "look")
+
+
+def test_a_host_that_stays_silent_holds_a_look_up_for_its_time_and_no_longer() -> None:
+    world = Scenery(num_hosts=2)
+    world.finish("form-1", ranks=(2, 3), host=1, answer={"backend": "gloo"})
+    asked = world.say(messages.TakeSnapshots(call="look", ranks=EVERYONE))
+    world.seen("look", 0, (0, 1))
+    (answer,) = messages_of(world.ring(asked, "look"), messages.SnapshotsTaken)
+    assert [one.source for one in answer.snapshots] == ["inside", "inside", "none", "none"]
+    assert len(answer.silent_hosts) == 1
+
+
+def test_a_look_at_ranks_that_are_all_gone_is_answered_at_once_and_one_at_strangers_is_refused() -> None:
+    world = Scenery()
+    world.kill(3)
+    (answer,) = messages_of(world.say(messages.TakeSnapshots(call="look", ranks=(3,))), messages.SnapshotsTaken)
+    assert answer.snapshots[0].exited is not None
+    (refused,) = messages_of(world.say(messages.TakeSnapshots(call="look", ranks=(9,))), messages.Refused)
+    assert "rank 9 is not in this mesh of 4 ranks" in refused.text
+
+
+# ---- those that watch
+
+
+def test_nothing_is_sent_while_nobody_watches() -> None:
+    world = Scenery()
+    world.run()
+    assert not any(watched(world.beat()) for _ in range(5))
+
+
+def test_who_watches_is_told_everything_once_and_then_what_changed() -> None:
+    world = Scenery()
+    world.beat()
+    begun = world.watch()
+    (whole,) = watched(begun)
+    assert whole["whole"]
+    assert sorted(rank for rank in whole["ranks"]["state"][0]) == [0, 1, 2, 3]
+    world.run()
+    world.beat()
+    news = world.ring(begun, "news")
+    (changed,) = watched(news)
+    assert changed["ranks"]["cell"] == [[0, 1, 2, 3], ["cell 1"] * 4]
+    assert "rss_bytes" not in changed["ranks"]
+    assert [call["label"] for call in changed["calls"]] == ["cell 1"]
+    # A steady mesh says nothing but now and then that it lives.
+    world.beat()
+    quiet = world.ring(news, "news")
+    assert watched(quiet) == []
+    for _ in range(4):
+        quiet = world.ring(quiet, "news")
+    assert {} in watched(quiet) or watched(world.ring(quiet, "news")) == [{}]
+
+
+def test_a_mirror_that_hears_the_news_shows_what_the_supervisor_knows() -> None:
+    world, mirror = Scenery(), Mirror()
+    steps = world.watch(history_s=60.0)
+    frame = Frame(file="<cell 1>", line=3, function="f")
+
+    def hear(steps: list[s.Step]) -> list[s.Step]:
+        for data in watched(steps):
+            mirror.merge(world.state.wall(world.now), data)
+        return steps
+
+    hear(steps)
+    world.run()
+    line = messages.Line(ranks=EVERYONE, stream="stdout", text="<b>step 1</b>")
+    world.host(messages.CallOutput(call="c1", items=(line,)))
+    reduce = CollectiveSeen(op="all_reduce", group="0", group_ranks=EVERYONE, seq=1, line=frame, began_s=0.5)
+    world.beat({1: {"collectives": (reduce,), "scalars": (Scalar("loss", 7, 0.25, 0.5),)}})
+    steps = hear(world.ring(steps, "news"))
+    assert mirror.picture.ranks[1].waits_in == "all_reduce #1"
+    assert mirror.picture.collectives[1][0].ended_at is None
+    assert [(step, value) for step, value, _ in mirror.picture.scalars.points("loss", 1)] == [(7, 0.25)]
+    assert [said.text for said in mirror.picture.lines] == ["<b>step 1</b>"]
+    world.beat({1: {"collectives": (msgspec.structs.replace(reduce, began_s=1.5, ended_s=0.2),)}})
+    world.finish("c1")
+    world.kill(2)
+    hear(world.ring(steps, "news"))
+    assert mirror.picture.ranks[1].waits_in is None
+    assert mirror.picture.collectives[1][0].ended_at is not None
+    assert mirror.picture.ranks[2].state == "dead"
+    assert mirror.picture.calls == ()
+    assert list(mirror.picture.ranks) == list(Mirror().merge(0.0, watched(world.watch())[0]).ranks)
+
+
+def test_a_front_end_that_vanishes_is_told_nothing_more() -> None:
+    world = Scenery()
+    world.join("two", observer=True)
+    begun = world.watch("two")
+    world.state.client_gone("two")
+    world.run()
+    world.beat()
+    assert not world.ring(begun, "news")
+
+
+def test_who_says_0_is_told_nothing_more_and_a_question_changes_nothing() -> None:
+    world = Scenery()
+    begun = world.watch()
+    (answer,) = watched(world.watch(per_s=0.0, history_s=1.0))
+    assert answer["once"]
+    assert answer["ranks"]
+    assert world.ring(begun, "news")
+    world.watch(per_s=0.0)
+    assert not world.ring(begun, "news")
+
+
+# ---- cells that stand still
+
+
+def test_a_cell_that_stands_still_is_explained_once_under_it() -> None:
+    world = Scenery()
+    begun = world.watch()
+    ticks = world.run()
+    asked: list[messages.TakeSnapshots] = []
+    while not asked:
+        assert world.now < 12.0
+        world.beat()
+        world.now -= 1.0  # the alarm has the second for itself
+        ticks = world.ring(ticks, "tick")
+        asked = messages_of(ticks, messages.TakeSnapshots)
+    again = world.ring(world.seen(asked[0].call), "again")
+    (second,) = messages_of(again, messages.TakeSnapshots)
+    told = world.seen(second.call)
+    assert world.now < 13.0
+    (output,) = messages_of(told, messages.CallOutput)
+    assert steps_of(told, s.ToClient)[0].client == "one"
+    assert "rank 3" in str(output.items[0]).lower()
+    assert "all_reduce #41" in str(output.items[0])
+    (news,) = watched(world.ring(begun, "news"))
+    assert news["findings"][0]["ranks"] == [3]
+    for _ in range(100):
+        world.beat()
+        ticks = world.ring(ticks, "tick")
+        assert not messages_of(ticks, messages.TakeSnapshots)
+    world.finish("c1")
+    assert watched(world.watch())[0]["findings"] == []
+
+
+# ---- commands behind a Stop
+
+
+def test_a_cell_sent_after_a_stop_waits_until_the_ranks_are_back_and_the_groups_are_whole() -> None:
+    world = Scenery()
+    world.run("c1")
+    world.say(messages.Interrupt(ranks=EVERYONE, target="c1"))
+    assert not steps_of(world.run("c2"), s.ToHosts)
+    back = world.finish("c1", status="interrupted", groups_broken=True)
+    sent = [step.message for step in steps_of(back, s.ToHosts)]
+    assert [type(message) for message in sent] == [messages.FormGroups, messages.RunCell]
+    assert messages_of(world.finish("c2"), messages.CallFinished)[0].parts[0].outcome.status == "ok"
+
+
+def test_a_cell_behind_a_stop_waits_no_longer_than_a_stubborn_rank_is_given() -> None:
+    world = Scenery()
+    world.run("c1")
+    stopped = world.say(messages.Interrupt(ranks=EVERYONE))
+    world.run("c2", ranks=(0,))
+    released = world.ring(stopped, "release")
+    assert [message.call for message in messages_of(released, messages.RunCell)] == ["c2"]
+
+
+def test_a_stop_also_ends_a_cell_that_waits_behind_a_stop() -> None:
+    world = Scenery()
+    world.run("c1")
+    world.say(messages.Interrupt(ranks=EVERYONE, target="c1"))
+    world.run("c2")
+    (ended,) = messages_of(world.say(messages.Interrupt(ranks=EVERYONE, target="c2")), messages.CallFinished)
+    assert (ended.call, ended.parts[0].outcome.status) == ("c2", "interrupted")
+    assert not messages_of(world.finish("c1", status="interrupted"), messages.RunCell)
