@@ -38,6 +38,7 @@ FLOORS = {
     "tensors": 6,
     "actors": 6,
     "actors.base": 2,  # what an actor's class is made of; ranks know it too
+    "actors.shape": 2,  # points and extents, in Monarch's words
     "actors.runtime": 3,  # an actor's life on its rank
     "dashboard": 7,
     "actor": 7,  # the door with Monarch's names
