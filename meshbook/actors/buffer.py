@@ -384,8 +384,8 @@ def _check_room(nbytes: int) -> None:
 
 
 class _CudaPlace(NamedTuple):
-    """Where a CUDA tensor's memory is, as `UntypedStorage._share_cuda_` says it. A region of one byte stands for it on the
-    owner's board, and tells whether it is still offered."""
+    """Where a CUDA tensor's memory is, in `UntypedStorage._share_cuda_`'s words. A region of one byte stands for it on
+    the owner's board, and tells whether it is still offered."""
 
     pid: int
     sign: Region

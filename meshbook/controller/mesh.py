@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
-from meshbook.controller import marimo, remote
+from meshbook.controller import extensions, marimo, remote
 from meshbook.controller.config import count_gpus, read_defaults
 from meshbook.controller.connection import Connection
 from meshbook.controller.console import Console, ask_on_terminal
@@ -234,6 +234,16 @@ class Mesh:
         except KeyboardInterrupt:
             future.interrupt()
             return future.result(10.0)
+
+    def spawn(self, name: str, Class: type, *args: Any, **kwargs: Any) -> Any:
+        """Make an actor of `Class` on every rank, beside its cells; an ActorMesh. Handles among the arguments arrive as
+        the rank's own objects. Waits until the ranks have taken it, not for `Class.__init__`.
+
+        Raises:
+            ValueError: an actor of that name lives on these ranks.
+            TransferError: the class or an argument cannot be pickled; the message names the part.
+        """
+        return extensions.find("spawn")(self, name, Class, *args, **kwargs)
 
     # ---- names and values
 
@@ -531,6 +541,28 @@ def create_mesh(
     if cell is not None:
         return Mesh.of(cell.session(spec, name, start), grid)
     return Mesh.of(start(owner=owner, kind=kind, default_ttl_s=None, stop_at_exit=True), grid)
+
+
+def start_light(
+    grid: MeshAxes,
+    name: str,
+    *,
+    torch: bool,
+    orphan_ttl_s: float,
+    device: str = "auto",
+    env: Mapping[str, str] | None = None,
+) -> Mesh:
+    """A mesh of ranks for actors: without a process group, and without torch where it is not asked for. Blocks.
+
+    Raises:
+        StartError: it did not come up.
+    """
+    light = not torch
+    spec = make_spec(grid, device="cpu" if light else device, process_group=False, torch=torch, env=env)
+    found = launch_supervisor(name, light=light)
+    session = Session(Connection(found, kind="script", orphan_ttl_s=orphan_ttl_s), stop_at_exit=True)
+    session.start(grid, spec, timeout_s=read_defaults().start_timeout_s)
+    return Mesh.of(session, grid)
 
 
 def make_spec(

@@ -153,10 +153,10 @@ class HostAgent:
 
     # ---- commands from above
 
-    def warm_up(self) -> None:
+    def warm_up(self, *, with_torch: bool = True) -> None:
         """Start the fork server before anybody asked for ranks, so that its imports are done when they do."""
         if self._starter is None:
-            self._starter = self._fork_starter(with_torch=True)
+            self._starter = self._fork_starter(with_torch=with_torch)
 
     def handle(self, command: messages.HostCommand, body: bytes) -> None:
         """Carry out a command. `body` is its encoding, which is passed on to ranks as it came."""
@@ -165,7 +165,7 @@ class HostAgent:
                 self._start_ranks(command)
             case messages.FormGroups():
                 self._enqueue(command, body, urgent=True)
-            case messages.Complete() | messages.Inspect() | messages.Peek():
+            case messages.Complete() | messages.Inspect() | messages.Peek() | messages.OpenActors():
                 self._question(command, body)
             case messages.Release():
                 for link in self._living(command.ranks):

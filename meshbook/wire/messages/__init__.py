@@ -12,6 +12,7 @@ version; anything else needs one (`codec.PROTOCOL`).
 
 from __future__ import annotations
 
+from meshbook.wire.messages.actors import *
 from meshbook.wire.messages.core import *
 from meshbook.wire.messages.looking import *
 
@@ -26,6 +27,7 @@ ClientCommand = (
     | Complete
     | Inspect
     | Peek
+    | OpenActors
     | Release
     | Interrupt
     | ReplyInput
@@ -48,6 +50,7 @@ HostCommand = (
     | Complete
     | Inspect
     | Peek
+    | OpenActors
     | Release
     | Interrupt
     | ReplyInput
@@ -66,6 +69,7 @@ RankCommand = (
     | Complete
     | Inspect
     | Peek
+    | OpenActors
     | Release
     | ReplyInput
     | Unblock
@@ -106,4 +110,4 @@ AnyMessage = ClientCommand | HostCommand | RankReport | HostReport | SupervisorR
 
 # Commands that a rank's main thread carries out, one at a time, in the order sent; the rest is the service thread's.
 MAIN_THREAD = (FormGroups, RunCell, CallFunction, Evaluate, SetNames, DeleteNames)
-QUESTIONS = (Complete, Inspect, Peek)
+QUESTIONS = (Complete, Inspect, Peek, OpenActors)

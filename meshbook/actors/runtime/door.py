@@ -1,0 +1,17 @@
+"""Where a rank lets actors in: called by its service thread, by name, when somebody first asks for the rank's address."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from meshbook.actors.runtime.life import life
+
+
+def open_door(resolve: Callable[[str], Any]) -> list[Any]:
+    """This process's address, as plain data. `resolve` gives the rank's own object for a handle among arguments."""
+    found = life()
+    found.on_rank = True
+    found.post.parcels.resolve = resolve
+    address = found.post.address
+    return [address.node, address.key, address.pid]
