@@ -42,7 +42,7 @@ class Extent(Mapping[str, int]):
         return hash((self.labels, self.sizes))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Extent) and (self.labels, self.sizes) == (other.labels, other.sizes)
+        return isinstance(other, Mapping) and list(self.items()) == list(other.items())
 
     def __reduce__(self) -> Any:
         return Extent, (self.labels, self.sizes)

@@ -58,6 +58,7 @@ class Cabin:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._woken = False
         self._tasks: set[asyncio.Task[None]] = set()
+        self._context = copy_context()  # of each task: this actor's
         self._cause: Exception | None = None  # what ended it, for __cleanup__
 
     def start(self) -> None:
@@ -175,6 +176,7 @@ class Cabin:
             f"get() would stop the event loop of {self.class_name}, which has async endpoints: write `await future`; "
             "in an actor whose endpoints are all `def`, get() is fine"
         )
+        self._context = copy_context()
         self._loop = loop
         loop.call_soon(self._drain)
         try:
@@ -201,7 +203,7 @@ class Cabin:
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         assert self._loop is not None
-        task = self._loop.create_task(work, context=copy_context())
+        task = self._loop.create_task(work, context=self._context.copy())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
