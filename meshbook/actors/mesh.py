@@ -108,8 +108,9 @@ class ActorMesh(MeshTrait):
             return handle
         if name == "state":  # not a property: an endpoint may have the name
             return extensions.find("actor_state")(self)
-        said = base.no_such_endpoint(ref.class_name, list(ref.endpoints), name, is_method=name in ref.methods)
-        raise AttributeError(said)
+        if name in ref.methods:
+            return NotAnEndpoint(self, name)
+        raise AttributeError(base.no_such_endpoint(ref.class_name, list(ref.endpoints), name))
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self._ref.endpoints})
@@ -471,6 +472,69 @@ class ActorEndpoint:
 
     def __repr__(self) -> str:
         return f"<endpoint {self._label}{self._info.signature}>"
+
+
+class NotAnEndpoint:
+    """`mesh.method`, where the method is not marked: it can be handed to `as_endpoint`, and nothing else."""
+
+    def __init__(self, mesh: ActorMesh, name: str) -> None:
+        self._mesh, self._name = mesh, name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        ref = self._mesh._ref
+        raise AttributeError(base.no_such_endpoint(ref.class_name, [], self._name, is_method=True))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(base.no_such_endpoint(self._mesh._ref.class_name, [], self._name, is_method=True))
+
+    def __repr__(self) -> str:
+        return f"<{self._mesh._ref.class_name}.{self._name}, not an endpoint>"
+
+
+def as_endpoint(
+    method: Any, *, propagate: Any = None, explicit_response_port: bool = False
+) -> ActorEndpoint:
+    """A method of an actor's class that is not marked, as an endpoint: `as_endpoint(mesh.method).call(…)`.
+
+    Raises:
+        TypeError: it is no method of a mesh of actors; or it wants an explicit port, which only a marked one gets.
+    """
+    if isinstance(method, ActorEndpoint):
+        return method
+    if not isinstance(method, NotAnEndpoint):
+        raise TypeError(f"as_endpoint takes a method of a mesh of actors, `mesh.method`, not a {type(method).__name__}")
+    if explicit_response_port:
+        raise TypeError("mark the method with @endpoint(explicit_response_port=True); only then it gets a port")
+    return _Unmarked(method._mesh, method._name)
+
+
+class _Unmarked(ActorEndpoint):
+    """Called like an endpoint, without being marked as one."""
+
+    def __init__(self, mesh: ActorMesh, name: str) -> None:
+        self._mesh, self._info = _Calling(mesh, name), base.EndpointInfo(name, False, "(…)")
+        self._name, self._label = name, f"{mesh._ref.name}.{name}"
+        self._signature = None
+
+    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        pass  # the method will say
+
+
+class _Calling(ActorMesh):
+    """A mesh whose messages call one unmarked method."""
+
+    def __init__(self, mesh: ActorMesh, method: str) -> None:
+        super().__init__(mesh._ref, mesh._axes)
+        self._unmarked = method
+
+    def _send(self, method: str, args: Any, kwargs: Any, expected: Any, **options: Any) -> None:
+        super()._send("=apply", (_call_method, self._unmarked, *args), kwargs, expected, **options)
+
+
+def _call_method(actor: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    return getattr(actor, name)(*args, **kwargs)
 
 
 def _only(values: list[Any]) -> Any:

@@ -407,13 +407,15 @@ class _Started(_Procs):
         self._thread.start()
 
     def _start(self) -> None:
-        from meshbook.controller.mesh import start_light
+        from meshbook.controller.mesh import start_light, warm_light
 
         try:
             axes = self._axes if self._axes.names else MeshAxes.of({"proc": 1})
-            self._mesh = start_light(
-                axes, self.name, torch="torch" in sys.modules, orphan_ttl_s=_ORPHAN_TTL_S, **self._options
+            torch = "torch" in sys.modules
+            session = (None if torch else _spare.take()) or warm_light(
+                self.name, torch=torch, orphan_ttl_s=_ORPHAN_TTL_S
             )
+            self._mesh = start_light(session, axes, torch=torch, **self._options)
             ranks = _Ranks(self._mesh.session, axes)
             self._mesh.session.extras["actors"] = ranks
             found = ranks.home()
@@ -426,9 +428,10 @@ class _Started(_Procs):
             self.ready.fail(error if isinstance(error, Exception) else StartError(str(error)))
         else:
             self.ready.settle(lambda: True)
+            if not torch:
+                _spare.refill()
 
     def home(self) -> Home:
-        self._thread.join()
         self.ready.get()
         if self._stopped:
             raise NotAttached(f"the processes {self.name!r} were stopped; spawn new ones with spawn_procs()")
@@ -443,14 +446,55 @@ class _Started(_Procs):
         self._stopped = True
 
         def end() -> None:
-            self._thread.join()
+            self.ready.exception()
             if self._home is not None:
                 _forget(self._home)
             if self._mesh is not None:
                 self._mesh.stop()
             life().kept.pop(self.name, None)
+            if not any(isinstance(kept, _Started) for kept in life().kept.values()):
+                _spare.empty()
 
         return _in_background(end, f"the stop of {self.name}")
+
+
+class _Spare:
+    """One mesh without ranks, with a warm fork server, for the next `spawn_procs`: it saves the start of two Python
+    interpreters. There is one only while there are processes that this program has spawned."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._session: Session | None = None
+        self._wanted = 0  # counts up when it is emptied, so that one that comes up afterwards is known as late
+
+    def take(self) -> Session | None:
+        with self._lock:
+            session, self._session = self._session, None
+        return session if session is not None and session.ended is None and not session.connection.closed else None
+
+    def refill(self) -> None:
+        """Have one made. Called on a thread that has nothing else to do."""
+        from meshbook.controller.mesh import warm_light
+
+        wanted = self._wanted
+        if self._session is not None:
+            return
+        session = warm_light(f"spare-{secrets.token_hex(3)}", torch=False, orphan_ttl_s=_ORPHAN_TTL_S)
+        with self._lock:
+            if wanted == self._wanted and self._session is None:
+                self._session = session
+                return
+        session.stop()
+
+    def empty(self) -> None:
+        with self._lock:
+            self._wanted += 1
+            session, self._session = self._session, None
+        if session is not None:
+            session.stop()
+
+
+_spare = _Spare()
 
 
 def _forget(home: Home) -> None:

@@ -543,24 +543,30 @@ def create_mesh(
     return Mesh.of(start(owner=owner, kind=kind, default_ttl_s=None, stop_at_exit=True), grid)
 
 
-def start_light(
-    grid: MeshAxes,
-    name: str,
-    *,
-    torch: bool,
-    orphan_ttl_s: float,
-    device: str = "auto",
-    env: Mapping[str, str] | None = None,
-) -> Mesh:
-    """A mesh of ranks for actors: without a process group, and without torch where it is not asked for. Blocks.
+def warm_light(name: str, *, torch: bool, orphan_ttl_s: float) -> Session:
+    """A mesh without ranks yet, whose fork server warms up, for `start_light`. Ends with this process. Blocks.
 
     Raises:
         StartError: it did not come up.
     """
-    light = not torch
-    spec = make_spec(grid, device="cpu" if light else device, process_group=False, torch=torch, env=env)
-    found = launch_supervisor(name, light=light)
-    session = Session(Connection(found, kind="script", orphan_ttl_s=orphan_ttl_s), stop_at_exit=True)
+    found = launch_supervisor(name, light=not torch)
+    return Session(Connection(found, kind="script", orphan_ttl_s=orphan_ttl_s), stop_at_exit=True)
+
+
+def start_light(
+    session: Session,
+    grid: MeshAxes,
+    *,
+    torch: bool,
+    device: str = "auto",
+    env: Mapping[str, str] | None = None,
+) -> Mesh:
+    """Ranks for actors: without a process group, and without torch where it is not asked for. Blocks.
+
+    Raises:
+        StartError: they did not come up.
+    """
+    spec = make_spec(grid, device=device if torch else "cpu", process_group=False, torch=torch, env=env)
     session.start(grid, spec, timeout_s=read_defaults().start_timeout_s)
     return Mesh.of(session, grid)
 

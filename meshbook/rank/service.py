@@ -42,7 +42,7 @@ _BYTES_PER_S = 512 << 10
 _IDLE_SEGMENT_S = 30.0
 
 # Actors stand beside ranks and not below them, so they are found by name, and only by who asks for them.
-_ACTORS = "meshbook.actors.runtime.door:open_door"
+ACTORS = "meshbook.actors.runtime.door:open_door"
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -100,7 +100,7 @@ class Service:
             messages.Complete: lambda ask: questions.complete(executor.shell, ask.code, ask.cursor),
             messages.Inspect: lambda ask: questions.inspect(executor.shell, ask.code, ask.cursor, ask.detail),
             messages.Peek: lambda ask: questions.peek(executor.shell, ask.names),
-            messages.OpenActors: lambda ask: _found(_ACTORS)(executor.resolve),
+            messages.OpenActors: lambda ask: _found(ACTORS)(executor.resolve),
         }
 
     def start(self, ready: messages.RankReady) -> None:
