@@ -26,7 +26,7 @@ _NEWS_S = 0.25
 
 def prepare(alive: Life) -> None:
     """Have unhandled failures end here."""
-    if alive.root is not _unhandled:
+    if not alive.post.news.delay_s:
         alive.root = _unhandled
         alive.post.news.delay_s = _NEWS_S
 
@@ -62,6 +62,8 @@ def _ask(hook: Any, failure: faults.MeshFailure) -> None:
 
 
 def _stop_cell(failure: faults.MeshFailure) -> None:
+    if not threading.main_thread().is_alive():
+        return  # the program is ending, and its processes with it
     main = threading.main_thread().ident or 0
     error = faults.SupervisionError(f"{failure.report()}; no __supervise__ has handled it", mesh_name=failure.mesh_name)
     if futures.stop_waiting(main, error):

@@ -62,7 +62,7 @@ class ActorRef:
             try:
                 found = here().peer(self.addresses[place])
             except PeerGone as error:
-                found = _Gone(place, str(error), self.addresses[place])
+                found = _Gone(place, str(error), self.addresses[place], getattr(found, "leaving", None))
             self._peers[place] = found
         return found
 
@@ -73,8 +73,8 @@ class ActorRef:
 
 
 class _Gone:
-    def __init__(self, place: int, reason: str, address: Address) -> None:
-        self.number, self.gone, self.address = -1 - place, reason, address
+    def __init__(self, place: int, reason: str, address: Address, leaving: str | None) -> None:
+        self.number, self.gone, self.address, self.leaving = -1 - place, reason, address, leaving
 
     def send(self, frame: bytes) -> None:
         raise PeerGone(self.gone)
@@ -266,11 +266,11 @@ class _Expected:
             ranks=(index,),
             mesh_name=ref.name,
         )
-        if ref.home is not None and ref.home.name in stopped_homes:
-            error = faults.ActorStopped(
-                f"{ref.name}.{self.method}: the processes of {ref.name!r} were stopped", ranks=(index,),
-                mesh_name=ref.name,
-            )  # fmt: skip
+        stopped = getattr(peer, "leaving", None)
+        if stopped is not None or (ref.home is not None and ref.home.name in stopped_homes):
+            why = f"were stopped: {stopped}" if stopped else "were stopped"
+            text = f"{ref.name}.{self.method}: the processes of {ref.name!r} {why}"
+            error = faults.ActorStopped(text, ranks=(index,), mesh_name=ref.name)
         error.endpoint = f"{ref.name}.{self.method}"
         return error
 
@@ -388,10 +388,13 @@ class ActorEndpoint:
         self._mesh, self._info = mesh, info
         self._name = info.name
         self._label = f"{mesh._ref.name}.{info.name}"
-        self._signature, self._plain_counts = _signature_of(mesh._ref.Class, info)
+        self._class = mesh._ref.Class
+        self._signature, self._plain_counts = _signature_of(self._class, info)
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises TypeError as the method itself would, before anything is sent."""
+        if self._class is not self._mesh._ref.Class:
+            self._read_again()
         if self._signature is None:
             return
         low, high = self._plain_counts
@@ -400,6 +403,15 @@ class ActorEndpoint:
                 self._signature.bind(*args, **kwargs)
             except TypeError as error:
                 raise TypeError(f"{self._label}{self._info.signature}: {error}") from None
+
+    def _read_again(self) -> None:
+        """The class was defined anew."""
+        ref = self._mesh._ref
+        info = ref.endpoints.get(self._name)
+        if info is None:
+            raise AttributeError(base.no_such_endpoint(ref.class_name, list(ref.endpoints), self._name))
+        self._info, self._class = info, ref.Class
+        self._signature, self._plain_counts = _signature_of(ref.Class, info)
 
     def _future(self) -> Future[Any]:
         future: Future[Any] = Future(self._label)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from meshbook.controller.mesh import Mesh
     from meshbook.controller.session import Session
 
+_FAREWELL_S = 1.0  # that processes have to tell others of their end
 _ONE = MeshAxes((), (), (0,))
 _ANSWER_S = 30.0  # for a process to say where it is, or that it has registered an actor: it has only to look up
 # Seconds that processes live on after the program that spawned them was killed. An orderly end stops them at once.
@@ -185,6 +186,7 @@ class ProcMesh(MeshTrait):
         alive.owned[ref.id] = Owned(
             ref.name, owner.actor, {address.node: place for place, address in enumerate(ref.addresses)}
         )
+        alive.owned[ref.id].ref = ref
         done: Future[None] = Future(f"the spawn of {ref.name!r}")
         gather = _Gather(mesh, "spawn", done, lambda values: None)
         gather.index = {peer.number: place for place, peer in enumerate(peers)}
@@ -336,7 +338,10 @@ class _Known(_Procs):
         if kept is not None:
             return kept.stop(reason)
 
+        home = self._home
+
         def end() -> None:
+            _forget(home, reason)
             from meshbook.controller.mesh import attach
             from meshbook.errors import MeshbookError
 
@@ -384,8 +389,12 @@ class _Ranks(_Procs):
 
     def stop(self, reason: str) -> Future[None]:
         home = self.home()
-        _forget(home)
-        return _in_background(self._session.stop, f"the stop of {home.name}")
+
+        def end() -> None:
+            _forget(home, reason)
+            self._session.stop()
+
+        return _in_background(end, f"the stop of {home.name}")
 
 
 class _Started(_Procs):
@@ -403,8 +412,8 @@ class _Started(_Procs):
         self._stopped = False
         self.ready = Future("the start of the processes")
         life().kept[self.name] = self
-        self._thread = threading.Thread(target=self._start, name=f"start {self.name}", daemon=True)
-        self._thread.start()
+        # Not a daemon: an orderly end of the program waits for what it has begun, and then stops it.
+        threading.Thread(target=self._start, name=f"start {self.name}").start()
 
     def _start(self) -> None:
         from meshbook.controller.mesh import start_light, warm_light
@@ -442,13 +451,17 @@ class _Started(_Procs):
         self.home()
         return self._mesh
 
+    def as_procs(self) -> ProcMesh | None:
+        """What the program holds of it; None while it is not up, and once it is stopped."""
+        return ProcMesh(self, self._axes) if self._home is not None and not self._stopped else None
+
     def stop(self, reason: str) -> Future[None]:
         self._stopped = True
 
         def end() -> None:
             self.ready.exception()
             if self._home is not None:
-                _forget(self._home)
+                _forget(self._home, reason)
             if self._mesh is not None:
                 self._mesh.stop()
             life().kept.pop(self.name, None)
@@ -497,13 +510,23 @@ class _Spare:
 _spare = _Spare()
 
 
-def _forget(home: Home) -> None:
-    """These processes end on purpose: nobody is to be told of it as of a failure."""
+def _forget(home: Home, reason: str) -> None:
+    """These processes end on purpose: nobody is to be told of it as of a failure, here or anywhere."""
     stopped_homes.add(home.name)
     nodes = {address.node for address in home.addresses}
     for owned in life().owned.values():
         if nodes & owned.places.keys():
             owned.stopped = True
+    ref = ActorRef("", home.name, "", {}, frozenset(), home.addresses, home)
+    whole = ActorMesh(ref, MeshAxes(("place",), (len(home.addresses),), tuple(range(len(home.addresses)))))
+    said: Future[None] = Future("the farewell")
+    whole._post(
+        lambda number: messages.Leave(number, reason), _Gather(whole, "stop", said, lambda v: None, ignore_lost=True)
+    )
+    try:
+        said.get(_FAREWELL_S)
+    except MeshTimeout:
+        pass  # one of them is stuck, and will be killed
 
 
 def _in_background(act: Callable[[], Any], label: str) -> Future[None]:

@@ -498,10 +498,12 @@ class Life:
             return
         for owned in list(self.owned.values()):
             place = owned.places.pop(peer.address.node, None)
-            if place is None or owned.stopped:
+            if place is None or owned.stopped or peer.leaving is not None:
                 continue
 
             def tell(owned: Owned = owned, place: int = place) -> None:
+                if owned.stopped:
+                    return
                 how = self.post.news.of(peer.address, wait=False)
                 text = f"rank {place} of {owned.name!r} is lost: {how}"
                 self.supervise(owned.owner, faults.MeshFailure(owned.name, (place,), text))
@@ -518,6 +520,7 @@ class Owned:
     def __init__(self, name: str, owner: str, places: dict[str, int]) -> None:
         self.name, self.owner, self.places = name, owner, places
         self.stopped = False
+        self.ref: Any = None  # of a mesh of actors, its `ActorRef`
 
 
 def _print(failure: faults.MeshFailure, name: str) -> None:

@@ -43,7 +43,7 @@ class Peer:
         self.socket = socket
         self.address = address  # None: it has not greeted yet
         self.gone: str | None = None
-        self.outgoing = False
+        self.leaving: str | None = None  # it has said that it will end, and why
         self._wants_to_write, self._reader_thread = wants_to_write, reader_thread
         self._lock = threading.Lock()
         self._backlog: deque[memoryview] = deque()
@@ -160,7 +160,7 @@ class Loopback:
         self.number = next(_numbers)
         self.address = address
         self.gone: str | None = None
-        self.outgoing = True
+        self.leaving: str | None = None
         self._hear = hear
 
     def send(self, frame: bytes) -> None:

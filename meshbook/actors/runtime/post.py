@@ -29,7 +29,7 @@ from typing import Any, Protocol
 import msgspec
 
 from meshbook.actors.runtime.futures import MUST_NOT_WAIT
-from meshbook.actors.runtime.parcels import Parcels
+from meshbook.actors.runtime.parcels import NONE, Parcels
 from meshbook.actors.runtime.peer import Loopback, Peer, PeerGone, frame
 from meshbook.errors import ProtocolError
 from meshbook.wire import codec, keys, messages
@@ -94,6 +94,8 @@ class Post:
             messages.Answer: self._answered,
             messages.Failure: self._answered,
             messages.ToPort: self._answered,
+            messages.Leave: self._leave,
+            messages.Leaving: self._peer_leaving,
             messages.LetGo: lambda peer, word: self.parcels.release(peer, word.segments),
         }
         self.on_gone: list[Callable[[Any, str], None]] = []
@@ -101,6 +103,7 @@ class Post:
         self._numbers = itertools.count(1)
         self._expected: dict[int, Expected] = {}
         self._peers: dict[str, Any] = {self.address.node: Loopback(self.address, self._hear)}
+        self._connections: set[Peer] = set()
         self._connecting = threading.Lock()
         self._listener = _listen(self.address.node)
         self._selector = selectors.DefaultSelector()
@@ -141,8 +144,8 @@ class Post:
             except OSError as error:
                 socket.close()
                 raise PeerGone(f"its process (pid {address.pid}) has ended") from error
-            peer.outgoing = True
             self._peers[address.node] = peer
+            self._connections.add(peer)
             peer.send(encode(messages.Greet(codec.PROTOCOL.decode(), address.key, self.address)))
             self._selector.register(socket, selectors.EVENT_READ, peer)
             return peer
@@ -217,6 +220,7 @@ class Post:
         except OSError:
             return
         peer = Peer(socket, None, self._wants_to_write, lambda: self._thread.ident or 0)
+        self._connections.add(peer)
         self._selector.register(socket, selectors.EVENT_READ, peer)
 
     def _hear(self, peer: Any, body: memoryview) -> None:
@@ -244,11 +248,23 @@ class Post:
         elif expected.arrived(peer, word):
             self._expected.pop(number, None)
 
+    def _leave(self, peer: Any, word: messages.Leave) -> None:
+        said = encode(messages.Leaving(word.reason))
+        for other in [other for other in self._connections if other is not peer]:
+            with contextlib.suppress(PeerGone):
+                other.send(said)
+        peer.send(said + encode(messages.Answer(word.call, NONE)))
+
+    def _peer_leaving(self, peer: Any, word: messages.Leaving) -> None:
+        peer.leaving = word.reason
+
     def _ended(self, peer: Peer) -> None:
+        self._connections.discard(peer)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(peer.socket)
         pid = peer.address.pid if peer.address is not None else 0
-        peer.close(f"its process (pid {pid}) has ended")
+        why = f"was stopped: {peer.leaving}" if peer.leaving is not None else "has ended"
+        peer.close(f"its process (pid {pid}) {why}")
         self.parcels.forget(peer)
         for number, expected in list(self._expected.items()):
             if expected.lost(peer, peer.gone or ""):
@@ -295,9 +311,8 @@ class Post:
         if threading.current_thread() is not self._thread:
             self._thread.join(5)
         MUST_NOT_WAIT.pop(self._thread.ident or 0, None)
-        for peer in list(self._peers.values()):
-            if isinstance(peer, Peer):
-                peer.close("this process has left")
+        for peer in list(self._connections):
+            peer.close("this process has left")
         self._listener.close()
         self._selector.close()
         self.parcels.close()

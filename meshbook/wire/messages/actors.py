@@ -125,6 +125,19 @@ class LetGo(PeerWord):
     segments: tuple[str, ...]
 
 
+class Leave(PeerWord):
+    """To a process that will be ended on purpose: say so to everybody who would take it for a failure."""
+
+    call: int
+    reason: str
+
+
+class Leaving(PeerWord):
+    """The end of this connection, when it comes, is no failure."""
+
+    reason: str
+
+
 class Faulted(PeerWord):
     """To the owner of something that failed."""
 
@@ -135,4 +148,4 @@ class Faulted(PeerWord):
     traceback: str = ""
 
 
-PeerMessage = Greet | CallActor | SpawnActor | StopActor | Answer | Failure | ToPort | LetGo | Faulted
+PeerMessage = Greet | CallActor | SpawnActor | StopActor | Answer | Failure | ToPort | LetGo | Leave | Leaving | Faulted
