@@ -34,6 +34,7 @@ _WHERE = {
 
 # What methods of Mesh find on the floors between a mesh and a notebook.
 extensions.provide({"spawn": "meshbook.actors.procs:spawn_on"})
+extensions.provide({"actor_state": "meshbook.actors.state:state_of", "actors": "meshbook.actors.overview:actors_on"})
 
 
 def __getattr__(name: str) -> Any:

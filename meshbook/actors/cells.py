@@ -91,8 +91,8 @@ _namespaces: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDic
 
 
 def run_cell(actor: Any, source: str, file_name: str) -> Any:
-    """A preview of what the last expression gives, as plain data. In an actor with an event loop the cell may await, and
-    then this is a coroutine."""
+    """A preview of what the last expression gives, as plain data. In an actor with an event loop the cell may
+    await, and then this is a coroutine."""
     names = _namespace_of(actor)
     linecache.cache[file_name] = (len(source), None, source.splitlines(keepends=True), file_name)
     tree = ast.parse(source, file_name)

@@ -11,6 +11,7 @@ from typing import Any
 from meshbook.actors.procs import ProcMesh, this_proc
 from meshbook.actors.procs import survey as survey
 from meshbook.actors.runtime.life import life
+from meshbook.actors.runtime.post import is_open
 from meshbook.controller.tables import Table, format_seconds
 from meshbook.ids import format_ranks
 
@@ -27,6 +28,8 @@ def all_actors(mesh: Any = None) -> Table:
     """Those on a mesh, if one is given, on the processes that this program has started by `spawn_procs`, and in this
     process itself. Blocks for two seconds at most where a process does not answer."""
     rows = survey(mesh) if mesh is not None else []
+    if not is_open():
+        return table("All actors", rows)
     for procs in list(life().kept.values()):
         if isinstance(procs := getattr(procs, "as_procs", lambda: None)(), ProcMesh):
             rows += survey(procs)

@@ -8,7 +8,6 @@ on the processes it is handed.
 from __future__ import annotations
 
 import logging
-
 import secrets
 import sys
 import threading

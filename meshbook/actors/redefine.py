@@ -15,11 +15,12 @@ from typing import Any
 from meshbook.actors import base
 from meshbook.actors.mesh import ActorMesh, describe_class
 from meshbook.actors.runtime.life import life
+from meshbook.actors.runtime.post import is_open
 from meshbook.errors import MeshTimeout
 from meshbook.mesh import MeshAxes
 
-# Seconds to wait for actors to say that they are what they were told to be. Later messages come after in any case, so an
-# actor in the middle of a long endpoint need not be waited for.
+# Seconds to wait for actors to say that they are what they were told to be. Later messages come after in any case, so
+# an actor in the middle of a long endpoint need not be waited for.
 _WAIT_S = 1.0
 
 
@@ -83,6 +84,8 @@ def redefine(Class: type) -> list[Redefined]:
 def redefine_from(namespace: Mapping[str, Any]) -> list[Redefined]:
     """The same for every class of a live actor that a namespace (a notebook's) has another definition of by now."""
     done: list[Redefined] = []
+    if not is_open():
+        return done
     found: set[int] = set()
     for owned in list(life().owned.values()):
         ref = owned.ref

@@ -1,7 +1,7 @@
 """What actors hold, read and set from outside as if it were local: `trainers.state.model.fc.weight`.
 
-Reading goes beside whatever the actor is doing, so it never waits behind a long endpoint; what it shows is a preview, and
-nothing large travels until it is pulled. Setting, and calling, are messages among the actor's others, in order.
+Reading goes beside whatever the actor is doing, so it never waits behind a long endpoint; what it shows is a preview,
+and nothing large travels until it is pulled. Setting, and calling, are messages among the actor's others, in order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _PROBES = ("_repr_", "_ipython_", "__")
 class ActorState:
     """Something that each actor of a mesh holds: an attribute, or what a path of attributes and keys leads to.
 
-    Where one value is needed (`float(x)`, `if x:`, `x == 3`), all actors must agree on it. `pull(x)` brings the objects.
+    Where one value is needed (`float(x)`, `if x:`, `x == 3`), all actors must agree on it. `pull(x)` brings the
+    objects.
     """
 
     __slots__ = ("__weakref__", "_meshbook_mesh", "_meshbook_steps")

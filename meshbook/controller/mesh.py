@@ -24,6 +24,7 @@ from meshbook.controller.launch import launch_supervisor
 from meshbook.controller.remote import RemoteValue
 from meshbook.controller.results import CellResult, RankValues
 from meshbook.controller.session import Session
+from meshbook.controller.tables import Table
 from meshbook.errors import MeshTimeout, NotAttached, RankLost, StartError, UsageError
 from meshbook.ids import Ranks, format_ranks, name_ranks
 from meshbook.mesh import Cut, MeshAxes
@@ -244,6 +245,11 @@ class Mesh:
             TransferError: the class or an argument cannot be pickled; the message names the part.
         """
         return extensions.find("spawn")(self, name, Class, *args, **kwargs)
+
+    def actors(self) -> Table:
+        """The actors on these ranks, as a table: what waits in their mailboxes, what they run and for how long, their
+        last error. Asks them beside whatever they do; ranks that do not answer within two seconds are left out."""
+        return extensions.find("actors")(self)  # type: ignore[no-any-return]
 
     # ---- names and values
 

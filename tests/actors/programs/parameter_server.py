@@ -64,7 +64,7 @@ def main() -> None:
     print("workers:", workers.size(), workers.size("gpus"), workers.sizes)
 
     errors = workers.train.call(60).get()
-    print("a ValueMesh:", isinstance(errors, ValueMesh), len(errors), errors.extent.labels)
+    print("a ValueMesh:", isinstance(errors, ValueMesh), len(errors), list(errors.extent.labels))
     print("learned:", all(error < 0.05 for error in errors.values()))
     weights = server.pull.call_one().get()
     print("weights:", np.round(weights, 1).tolist())
