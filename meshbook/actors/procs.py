@@ -186,6 +186,7 @@ class ProcMesh(MeshTrait):
             ref.name, owner.actor, {address.node: place for place, address in enumerate(ref.addresses)}
         )
         alive.owned[ref.id].ref = ref
+        alive.owned[ref.id].ends_with = self._procs.ends
         done: Future[None] = Future(f"the spawn of {ref.name!r}")
         gather = _Gather(mesh, "spawn", done, lambda values: None)
         gather.index = {peer.number: place for place, peer in enumerate(peers)}
@@ -308,6 +309,10 @@ class _Procs:
     def mesh(self) -> Any:
         return None
 
+    def ends(self) -> bool:
+        """Whether they are being ended on purpose, from here."""
+        return False
+
     def stop(self, reason: str) -> Future[None]:
         raise NotImplementedError
 
@@ -386,6 +391,9 @@ class _Ranks(_Procs):
 
         return Mesh.of(self._session, self._axes)
 
+    def ends(self) -> bool:
+        return self._session.stopping or self._session.ended is not None
+
     def stop(self, reason: str) -> Future[None]:
         home = self.home()
 
@@ -453,6 +461,9 @@ class _Started(_Procs):
     def as_procs(self) -> ProcMesh | None:
         """What the program holds of it; None while it is not up, and once it is stopped."""
         return ProcMesh(self, self._axes) if self._home is not None and not self._stopped else None
+
+    def ends(self) -> bool:
+        return self._stopped or self._mesh is None or self._mesh.session.stopping or self._mesh.session.ended is not None
 
     def stop(self, reason: str) -> Future[None]:
         self._stopped = True

@@ -100,6 +100,16 @@ class Tally:
     progress_told: int = 0
 
 
+@dataclass
+class Stray:
+    """Output that belongs to no open call, until it has been shown."""
+
+    call: str
+    ranks: Ranks
+    folder: LineFolder
+    flush: Timer | None = None
+
+
 class HostAgent:
     """One host's ranks of one mesh."""
 
@@ -127,6 +137,7 @@ class HostAgent:
         self._links: dict[int, Link] = {}
         self._by_pid: dict[int, Link] = {}
         self._tallies: dict[str, Tally] = {}
+        self._strays: dict[str, Stray] = {}
         self._starter: Starter | None = None
         self._spec: messages.MeshSpec | None = None
         self._when_empty: Callable[[], None] | None = None
@@ -427,16 +438,32 @@ class HostAgent:
             return
         tally = self._tallies.get(call)
         now = self._loop.clock.monotonic()
-        if tally is None:  # a thread of a cell that is over goes on printing
-            folder = LineFolder((link.rank,), mergeable=self._mergeable)
-            folder.feed(link.rank, items, now)
-            folded = tuple(folder.flush(now, final=True))
-            if folded:
-                self._report(messages.CallOutput(call=call, items=folded))  # type: ignore[arg-type]
+        if tally is None:  # an actor prints, or a thread of a cell that is over
+            stray = self._strays.get(call)
+            if stray is None or link.rank not in stray.ranks:
+                ranks = tuple(rank for rank, other in self._links.items() if other.dead is None or rank == link.rank)
+                stray = self._strays[call] = Stray(call, ranks, LineFolder(ranks, mergeable=self._mergeable))
+            stray.folder.feed(link.rank, items, now)
+            if stray.flush is None:
+                stray.flush = self._loop.call_later(_FLUSH_S, lambda: self._flush_stray(stray))
             return
         tally.folder.feed(link.rank, items, now)
         if tally.flush is None:
             tally.flush = self._loop.call_later(_FLUSH_S, lambda: self._flush(tally))
+
+    def _flush_stray(self, stray: Stray) -> None:
+        """Show what no open call has said; what equal lines other ranks may say is waited for as in a cell."""
+        now = self._loop.clock.monotonic()
+        items = list(stray.folder.flush(now, max_chars=_FLUSH_CHARS))
+        deadline = stray.folder.next_deadline()
+        if deadline is None:
+            items += stray.folder.flush(now, final=True)
+            if self._strays.get(stray.call) is stray:
+                del self._strays[stray.call]
+        else:
+            stray.flush = self._loop.call_later(max(_FLUSH_S, deadline - now), lambda: self._flush_stray(stray))
+        if items:
+            self._report(messages.CallOutput(call=stray.call, items=tuple(items)))  # type: ignore[arg-type]
 
     def _flush(self, tally: Tally) -> None:
         if tally.call not in self._tallies:

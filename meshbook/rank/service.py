@@ -164,6 +164,8 @@ class Service:
             case messages.Release(refs=refs, segments=segments):
                 self._executor.release(refs, segments)
             case messages.Exit():
+                if (actors := sys.modules.get(ACTORS.partition(":")[0])) is not None:
+                    actors.say_farewell()
                 os._exit(0)
 
     def _beat(self) -> messages.RankBeat:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from meshbook.actors.runtime.life import life
+from meshbook.actors.runtime.post import farewell
 
 
 def open_door(resolve: Callable[[str], Any]) -> list[Any]:
@@ -15,3 +16,8 @@ def open_door(resolve: Callable[[str], Any]) -> list[Any]:
     found.post.parcels.resolve = resolve
     address = found.post.address
     return [address.node, address.key, address.pid]
+
+
+def say_farewell() -> None:
+    """The rank was told to end, and will, in the middle of whatever it does."""
+    farewell()

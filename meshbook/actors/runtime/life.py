@@ -502,7 +502,7 @@ class Life:
                 continue
 
             def tell(owned: Owned = owned, place: int = place) -> None:
-                if owned.stopped:
+                if owned.stopped or owned.ends_with():
                     return
                 how = self.post.news.of(peer.address, wait=False)
                 text = f"rank {place} of {owned.name!r} is lost: {how}"
@@ -519,7 +519,8 @@ class Owned:
 
     def __init__(self, name: str, owner: str, places: dict[str, int]) -> None:
         self.name, self.owner, self.places = name, owner, places
-        self.stopped = False
+        self.stopped = False  # it ends on purpose
+        self.ends_with: Callable[[], bool] = lambda: False  # whether what it lives on is being ended on purpose
         self.ref: Any = None  # of a mesh of actors, its `ActorRef`
 
 

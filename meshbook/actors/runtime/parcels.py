@@ -24,7 +24,7 @@ def _count(value: Any, left: int) -> int:
     """How much of the allowance is left after `value`, below 0 when it is not plain."""
     kind = type(value)
     if kind in _ATOMS:
-        return left - 1 if kind is not str and kind is not bytes or len(value) <= _PLAIN_BYTES else -1
+        return left - 1 if (kind is not str and kind is not bytes) or len(value) <= _PLAIN_BYTES else -1
     if kind is tuple or kind is list:
         for item in value:
             left = _count(item, left)

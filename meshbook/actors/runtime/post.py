@@ -248,12 +248,16 @@ class Post:
         elif expected.arrived(peer, word):
             self._expected.pop(number, None)
 
-    def _leave(self, peer: Any, word: messages.Leave) -> None:
-        said = encode(messages.Leaving(word.reason))
-        for other in [other for other in self._connections if other is not peer]:
+    def farewell(self, reason: str) -> None:
+        """Tell everybody that the end of this process, which comes next, is no failure."""
+        said = encode(messages.Leaving(reason))
+        for peer in list(self._connections):
             with contextlib.suppress(PeerGone):
-                other.send(said)
-        peer.send(said + encode(messages.Answer(word.call, NONE)))
+                peer.send(said)
+
+    def _leave(self, peer: Any, word: messages.Leave) -> None:
+        self.farewell(word.reason)
+        peer.send(encode(messages.Answer(word.call, NONE)))
 
     def _peer_leaving(self, peer: Any, word: messages.Leaving) -> None:
         peer.leaving = word.reason
@@ -306,6 +310,7 @@ class Post:
         """Leave. Other processes see this one as ended; open calls fail."""
         if self._closed:
             return
+        self.farewell("its program has ended")
         self._closed = True
         self._wake()
         if threading.current_thread() is not self._thread:
@@ -340,6 +345,12 @@ def _remove(node: str) -> None:
     if isinstance(place, str):
         with contextlib.suppress(OSError):
             os.unlink(place)
+
+
+def farewell() -> None:
+    """This process is told to end: say so to those that it has spoken with."""
+    if is_open():
+        here().farewell("its mesh was stopped")
 
 
 _lock = threading.Lock()
