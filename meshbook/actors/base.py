@@ -21,8 +21,9 @@ class Actor:
     with `def` or `async def`:
 
     - `__cleanup__(self, exc)`: the actor stops; `exc` is None, or what ended it.
-    - `__supervise__(self, failure) -> bool`: something that this actor spawned has failed (`MeshFailure`). True: handled.
-      Otherwise the failure goes on to whoever spawned this actor, and in the end to `unhandled_fault_hook`.
+    - `__supervise__(self, failure) -> bool`: something that this actor spawned has failed (`MeshFailure`). True says
+      that it is handled. Otherwise the failure goes on to whoever spawned this actor, and in the end to
+      `unhandled_fault_hook`.
     """
 
     @property
@@ -77,8 +78,8 @@ def endpoint(
     Args:
         propagate: how the shapes of an `rref` result are found without running it: a callable with the endpoint's
             arguments, or "cached", "inspect", "mocked".
-        explicit_response_port: the method gets a `Port` as its first argument after `self` and answers through it, once,
-            several times or later; what it returns is dropped.
+        explicit_response_port: the method gets a `Port` as its first argument after `self` and answers through it,
+            once, several times or later; what it returns is dropped.
         instrument: kept for programs written for Monarch; every endpoint is measured here.
     """
     options = {"propagate": propagate, "explicit_response_port": explicit_response_port, "instrument": instrument}

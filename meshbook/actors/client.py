@@ -1,7 +1,7 @@
 """The end of the line for failures: what happens in a notebook or script when no actor has handled one.
 
-By default the cell stops. A cell that hears of the failure anyway, because a call of its own fails by it, is not stopped
-a second time.
+By default the cell stops. A cell that hears of the failure anyway, because a call of its own fails by it, is not
+stopped a second time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from types import FrameType
 from typing import Any
 
-from meshbook.actors import mesh as meshes
+from meshbook.actors import answers
 from meshbook.actors.runtime import faults, futures
 from meshbook.actors.runtime.life import Life
 
@@ -32,8 +32,10 @@ def prepare(alive: Life) -> None:
 
 
 def unhandled_fault_hook(failure: faults.MeshFailure) -> None:
-    """Called with a failure that no `__supervise__` has handled. Assign your own to `meshbook.actor.unhandled_fault_hook`;
-    if it returns, the failure is over, and if it raises, the cell stops. This default raises."""
+    """Called with a failure that no `__supervise__` has handled. This default raises, and the cell stops.
+
+    Assign your own to `meshbook.actor.unhandled_fault_hook`; if it returns, the failure is over.
+    """
     raise SystemExit(1)
 
 
@@ -45,7 +47,7 @@ def _unhandled(failure: faults.MeshFailure, name: str) -> None:
     came = time.monotonic()
 
     def stop() -> None:
-        if meshes.told.get(failure.mesh_name, 0.0) < came - 2 * _GRACE_S - _NEWS_S:
+        if answers.told.get(failure.mesh_name, 0.0) < came - 2 * _GRACE_S - _NEWS_S:
             _stop_cell(failure)
 
     from meshbook.actors.runtime.post import here

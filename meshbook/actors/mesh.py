@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import inspect
 import random
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshbook.actors import base
-from meshbook.actors.runtime import faults
+from meshbook.actors.answers import Expected, Gather, Stream
 from meshbook.actors.runtime.context import Home, context
 from meshbook.actors.runtime.futures import Future
 from meshbook.actors.runtime.life import life
@@ -29,9 +28,6 @@ from meshbook.wire import messages
 if TYPE_CHECKING:
     from meshbook.wire.messages import Address
 
-# Seconds after the first failure of a call in which others of the same call are still heard, so that one error can name
-# all ranks that failed alike.
-_GATHER_FAILURES_S = 0.1
 
 
 class ActorRef:
@@ -125,7 +121,7 @@ class ActorMesh(MeshTrait):
         if owned is not None and self._axes.size == len(self._ref.addresses):
             owned.stopped = True
         future: Future[None] = Future(f"{self._ref.name}.stop()")
-        gather = _Gather(self, "stop", future, lambda values: None, ignore_lost=True)
+        gather = Gather(self, "stop", future, lambda values: None, ignore_lost=True)
         self._post(lambda number: messages.StopActor(number, self._ref.id, reason), gather)
         return future
 
@@ -133,7 +129,7 @@ class ActorMesh(MeshTrait):
     def initialized(self) -> Future[None]:
         """A future, done when every `__init__` has run; it raises what one of them raised."""
         future: Future[None] = Future(f"the start of {self._ref.name}")
-        self._send("=apply", (_nothing,), {}, _Gather(self, "__init__", future, lambda values: None))
+        self._send("=apply", (_nothing,), {}, Gather(self, "__init__", future, lambda values: None))
         return future
 
     def _apply(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[ValueMesh[Any]]:
@@ -147,7 +143,7 @@ class ActorMesh(MeshTrait):
     def _run_in_actor(self, method: str, function: Any, args: Any, kwargs: Any) -> Future[ValueMesh[Any]]:
         future: Future[ValueMesh[Any]] = Future(f"{self._ref.name}.{getattr(function, '__name__', 'function')}")
         axes = self._axes
-        gather = _Gather(self, future.label.partition(".")[2], future, lambda values: ValueMesh(axes, values))
+        gather = Gather(self, future.label.partition(".")[2], future, lambda values: ValueMesh(axes, values))
         self._send(method, (function, *args), kwargs, gather)
         return future
 
@@ -158,7 +154,7 @@ class ActorMesh(MeshTrait):
         method: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        expected: _Expected | None,
+        expected: Expected | None,
         *,
         port: messages.PortAddress | None = None,
         places: Sequence[int] | None = None,
@@ -177,7 +173,7 @@ class ActorMesh(MeshTrait):
         word = messages.CallActor(ref.id, method, number, plain, payload, port, view)
         _deliver(post, encode(word), peers, expected, number)
 
-    def _post(self, word: Callable[[int], messages.PeerWord], expected: _Expected) -> None:
+    def _post(self, word: Callable[[int], messages.PeerWord], expected: Expected) -> None:
         peers = [self._ref.peer(place) for place in self._axes.ranks]
         post = here()
         expected.index = {peer.number: index for index, peer in enumerate(peers)}
@@ -187,9 +183,9 @@ class ActorMesh(MeshTrait):
     def _view(self) -> messages.View | None:
         axes = self._axes
         home = self._ref.home
-        if axes.size == len(self._ref.addresses) and home is not None and axes.names == home.names:
-            if axes.shape == home.sizes:
-                return None
+        whole = home is not None and (axes.names, axes.shape) == (home.names, home.sizes)
+        if whole and axes.size == len(self._ref.addresses):
+            return None
         return messages.View(axes.names, axes.shape, axes.ranks)
 
     def __reduce__(self) -> Any:
@@ -205,7 +201,7 @@ class ActorMesh(MeshTrait):
         return f"<ActorMesh {self._ref.name!r} of {self._ref.class_name} {self._axes or '(one)'}>"
 
 
-def _deliver(post: Post, frame: bytes, peers: Sequence[Any], expected: _Expected | None, number: int) -> None:
+def _deliver(post: Post, frame: bytes, peers: Sequence[Any], expected: Expected | None, number: int) -> None:
     for peer in peers:
         try:
             peer.send(frame)
@@ -217,164 +213,6 @@ def _deliver(post: Post, frame: bytes, peers: Sequence[Any], expected: _Expected
 
 def _nothing(actor: Any) -> None:
     pass
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Who waits for answers
-
-
-class _Expected:
-    """Answers of some actors, by their index in the called mesh."""
-
-    def __init__(self, mesh: ActorMesh, method: str) -> None:
-        self.mesh, self.method = mesh, method
-        self.index: dict[int, int] = {}  # of those that have not answered, by the peer's number
-
-    def arrived(self, peer: Any, word: Any) -> bool:
-        index = self.index.pop(peer.number, None)
-        if index is None or type(word) is messages.ToPort:
-            # Through a port that may have been passed on: it knows whose answer it is.
-            rank = getattr(word, "rank", None)
-            if index is not None and rank not in (None, index):
-                self.index[peer.number] = index
-            if rank is not None:
-                index = rank
-                for number, place in list(self.index.items()):
-                    if place == rank:
-                        del self.index[number]
-        if index is None:
-            return not self.index
-        return self.heard(index, peer, word)
-
-    def lost(self, peer: Any, reason: str) -> bool:
-        index = self.index.pop(peer.number, None)
-        return self.gone(index, peer, reason) if index is not None else not self.index
-
-    def heard(self, index: int, peer: Any, word: Any) -> bool:
-        raise NotImplementedError
-
-    def gone(self, index: int, peer: Any, reason: str) -> bool:
-        raise NotImplementedError
-
-    def lost_error(self, index: int, peer: Any) -> faults.SupervisionError:
-        """Made by who waits, so that the news of how the process ended may be waited for."""
-        ref = self.mesh._ref
-        how = here().news.of(peer.address, wait=True)
-        error = faults.SupervisionError(
-            f"{ref.name}.{self.method}: rank {index} of {ref.name!r} is lost: {how}; "
-            f"a slice without it can still be called",
-            ranks=(index,),
-            mesh_name=ref.name,
-        )
-        stopped = getattr(peer, "leaving", None)
-        if stopped is not None or (ref.home is not None and ref.home.name in stopped_homes):
-            why = f"were stopped: {stopped}" if stopped else "were stopped"
-            text = f"{ref.name}.{self.method}: the processes of {ref.name!r} {why}"
-            error = faults.ActorStopped(text, ranks=(index,), mesh_name=ref.name)
-        error.endpoint = f"{ref.name}.{self.method}"
-        return error
-
-    def failed_error(self, failures: dict[int, messages.Failure]) -> faults.ActorError:
-        ref = self.mesh._ref
-        return faults.error_of(failures, f"{ref.name}.{self.method}", ref.name)
-
-    def say(self) -> None:
-        """Somebody is told of a failure of this mesh: it needs no hook."""
-        told[self.mesh._ref.name] = time.monotonic()
-
-
-class _Gather(_Expected):
-    """All answers, as one value."""
-
-    def __init__(
-        self,
-        mesh: ActorMesh,
-        method: str,
-        future: Future[Any],
-        finish: Callable[[list[Any]], Any],
-        *,
-        ignore_lost: bool = False,
-    ) -> None:
-        super().__init__(mesh, method)
-        self.future, self.finish, self.ignore_lost = future, finish, ignore_lost
-        self.answers: dict[int, tuple[Any, Any]] = {}
-        self.failures: dict[int, messages.Failure] = {}
-
-    def heard(self, index: int, peer: Any, word: Any) -> bool:
-        if type(word) is messages.Failure:
-            self.failures[index] = word
-            if word.kind != "raised":
-                self.say()
-            if self.index and len(self.failures) == 1:
-                here().call_later(_GATHER_FAILURES_S, self._fail)
-        else:
-            self.answers[index] = (peer, word)
-        if self.index:
-            return False
-        if self.failures:
-            self._fail()
-        else:
-            self.future.settle(self._take)
-        return True
-
-    def gone(self, index: int, peer: Any, reason: str) -> bool:
-        if self.ignore_lost:
-            if not self.index:
-                self.future.settle(self._take)
-            return not self.index
-        self.say()
-        self.future.settle(lambda: _raise(self.lost_error(index, peer)))
-        return True
-
-    def _fail(self) -> None:
-        failures = dict(self.failures)
-        self.future.settle(lambda: _raise(self.failed_error(failures)))
-
-    def _take(self) -> Any:
-        parcels = here().parcels
-        values = []
-        for index in sorted(self.answers):
-            peer, word = self.answers.pop(index)
-            values.append(parcels.unpack(peer, word.plain, word.payload))
-        return self.finish(values)
-
-
-class _Stream(_Expected):
-    """The answers one by one: the first future is the first to come."""
-
-    def __init__(self, mesh: ActorMesh, method: str, count: int) -> None:
-        super().__init__(mesh, method)
-        self.futures: list[Future[Any]] = [Future(f"{mesh._ref.name}.{method}.stream()") for _ in range(count)]
-        self._next = 0
-
-    def heard(self, index: int, peer: Any, word: Any) -> bool:
-        future = self._take_future()
-        if type(word) is messages.Failure:
-            if word.kind != "raised":
-                self.say()
-            future.settle(lambda: _raise(self.failed_error({index: word})))
-        else:
-            future.settle(lambda: here().parcels.unpack(peer, word.plain, word.payload))
-        return not self.index
-
-    def gone(self, index: int, peer: Any, reason: str) -> bool:
-        self.say()
-        self._take_future().settle(lambda: _raise(self.lost_error(index, peer)))
-        return not self.index
-
-    def _take_future(self) -> Future[Any]:
-        future = self.futures[self._next]
-        self._next += 1
-        return future
-
-
-def _raise(error: BaseException) -> Any:
-    raise error
-
-
-# Which meshes' failures have reached a caller, and when: `procs` stops a cell only for those that have not.
-told: dict[str, float] = {}
-stopped_homes: set[str] = set()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -427,7 +265,7 @@ class ActorEndpoint:
         self._check(args, kwargs)
         future = self._future()
         mesh = self._mesh
-        mesh._send(self._name, args, kwargs, _Gather(mesh, self._name, future, lambda v: ValueMesh(mesh._axes, v)))
+        mesh._send(self._name, args, kwargs, Gather(mesh, self._name, future, lambda v: ValueMesh(mesh._axes, v)))
         return future
 
     def call_one(self, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -444,7 +282,7 @@ class ActorEndpoint:
             )
         self._check(args, kwargs)
         future = self._future()
-        mesh._send(self._name, args, kwargs, _Gather(mesh, self._name, future, _only))
+        mesh._send(self._name, args, kwargs, Gather(mesh, self._name, future, _only))
         return future
 
     def choose(self, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -453,19 +291,19 @@ class ActorEndpoint:
         future = self._future()
         mesh = self._mesh
         place = random.choice(mesh._axes.ranks)
-        mesh._send(self._name, args, kwargs, _Gather(mesh, self._name, future, _only), places=(place,))
+        mesh._send(self._name, args, kwargs, Gather(mesh, self._name, future, _only), places=(place,))
         return future
 
     def stream(self, *args: Any, **kwargs: Any) -> Iterator[Future[Any]]:
         """Call every actor; Futures of their values, in the order in which the values come."""
         self._check(args, kwargs)
         mesh = self._mesh
-        expected = _Stream(mesh, self._name, mesh._axes.size)
+        expected = Stream(mesh, self._name, mesh._axes.size)
         mesh._send(self._name, args, kwargs, expected)
         return iter(expected.futures)
 
     def broadcast(self, *args: Any, **kwargs: Any) -> None:
-        """Send to every actor and expect no answer. A failure there goes to whoever spawned the mesh (`__supervise__`)."""
+        """Send to every actor and expect no answer. A failure goes to whoever spawned the mesh (`__supervise__`)."""
         self._check(args, kwargs)
         self._mesh._send(self._name, args, kwargs, None)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from meshbook.actors.grounds import Started
 from meshbook.actors.procs import ProcMesh, this_proc
 from meshbook.actors.procs import survey as survey
 from meshbook.actors.runtime.life import life
@@ -31,8 +32,8 @@ def all_actors(mesh: Any = None) -> Table:
     if not is_open():
         return table("All actors", rows)
     for procs in list(life().kept.values()):
-        if isinstance(procs := getattr(procs, "as_procs", lambda: None)(), ProcMesh):
-            rows += survey(procs)
+        if isinstance(procs, Started) and procs.is_up:
+            rows += survey(ProcMesh(procs, procs.axes))
     if life().actors:
         rows += survey(this_proc())
     return table("All actors", rows)

@@ -50,7 +50,8 @@ def test_a_message_knows_its_place_in_the_mesh_that_was_called(counters: Any) ->
         (0, {"tp": 2}, {"gpus": 1}),
         (1, {"tp": 2}, {"gpus": 2}),
     ]
-    assert part.sizes == {"tp": 2} and part.flatten("x").extent == {"x": 2}
+    assert part.sizes == {"tp": 2}
+    assert part.flatten("x").extent == {"x": 2}
     assert counters.split(gpus=("a", "b"), b=3).sizes == {"a": 1, "b": 3}
 
 
@@ -60,7 +61,8 @@ def test_large_arrays_and_bytes_arrive_whole_and_their_memory_comes_back(counter
     array, raw = numpy.arange(1 << 18), bytes(range(256)) * 4096
     for answer in counters.echo.call(array, raw=raw).get(WAIT_S).values():
         (found,), named = answer
-        assert numpy.array_equal(found, array) and named == {"raw": raw}
+        assert numpy.array_equal(found, array)
+        assert named == {"raw": raw}
     del answer, found, named
     counters.add.call(0).get(WAIT_S)  # what has been let go of is told before the next message
     pool = here().parcels.pool
@@ -75,8 +77,10 @@ def test_large_arrays_and_bytes_arrive_whole_and_their_memory_comes_back(counter
 def test_an_exception_comes_back_with_its_traceback_and_ranks_and_the_actor_lives(counters: Any) -> None:
     with pytest.raises(ActorError) as caught:
         counters.fail.call("missing").get(WAIT_S)
-    assert caught.value.ranks == (0, 1, 2) and isinstance(caught.value.exception, KeyError)
-    assert "counters.fail failed" in str(caught.value) and "raise KeyError(text)" in str(caught.value)
+    assert caught.value.ranks == (0, 1, 2)
+    assert isinstance(caught.value.exception, KeyError)
+    assert "counters.fail failed" in str(caught.value)
+    assert "raise KeyError(text)" in str(caught.value)
     with pytest.raises(ActorError) as caught:
         counters.fail.call(only=2).get(WAIT_S)
     assert caught.value.ranks == (2,)
@@ -84,10 +88,10 @@ def test_an_exception_comes_back_with_its_traceback_and_ranks_and_the_actor_live
 
 
 def test_what_cannot_be_called_says_why_before_anything_is_sent(counters: Any, procs: ProcMesh) -> None:
-    with pytest.raises(AttributeError, match="has no endpoint 'adds'; did you mean add?"):
+    with pytest.raises(AttributeError, match=r"has no endpoint 'adds'; did you mean add\?"):
         _ = counters.adds
     with pytest.raises(AttributeError, match=r"Counter.plain is not an endpoint.*@endpoint"):
-        _ = counters.plain
+        _ = counters.plain.call
     with pytest.raises(TypeError, match=r"counters.add\(self, by.*too many positional"):
         counters.add.call(1, 2, 3)
     with pytest.raises(TypeError, match=r"counters.add.call\(…\)"):
@@ -119,7 +123,8 @@ def test_futures_are_awaited_and_come_as_completed(counters: Any) -> None:
     assert [len(found) for found in asyncio.run(both())] == [3, 3, 3]
     slow, fast = counters.slice(gpus=0).sleep.call(0.3), counters.slice(gpus=1).add.call(0)
     assert list(as_completed([slow, fast], timeout=WAIT_S)) == [fast, slow]
-    assert slow.exception() is None and isinstance(counters.fail.call().exception(WAIT_S), ActorError)
+    assert slow.exception() is None
+    assert isinstance(counters.fail.call().exception(WAIT_S), ActorError)
 
 
 def test_ports_carry_any_number_of_answers_and_tell_who_sent_them(counters: Any) -> None:

@@ -71,7 +71,8 @@ def test_what_endpoints_print_is_folded_and_logging_option_rules_it(
         if "me alone" in look():
             break
         tick.wait(0.02)
-    assert look().count("all of us") == 1 and "[1] me alone" in look()
+    assert look().count("all of us") == 1
+    assert "[1] me alone" in look()
 
 
 def test_stop_ends_the_wait_and_the_actor_goes_on(counters: Any) -> None:
@@ -87,8 +88,12 @@ def test_rows_say_what_each_actor_does(mesh: Any, counters: Any) -> None:
     busy = counters.slice(dp=0).sleep.call(0.6)
     counters.slice(dp=0).note.broadcast("waits")
     rows = {row["rank"]: row for row in meshes.survey(mesh) if row["actor"] == "counters"}
-    assert rows[0]["running"] == "sleep" and rows[0]["mailbox"] == 1 and rows[0]["class"] == "Counter"
-    assert rows[1]["running"] is None and rows[1]["state"] == "living" and rows[1]["messages"] > 0
+    assert rows[0]["running"] == "sleep"
+    assert rows[0]["mailbox"] == 1
+    assert rows[0]["class"] == "Counter"
+    assert rows[1]["running"] is None
+    assert rows[1]["state"] == "living"
+    assert rows[1]["messages"] > 0
     busy.get(WAIT_S)
 
 

@@ -1,7 +1,7 @@
 """Who am I: the actor and the message that the running code belongs to.
 
-Kept in a context variable, so that it is right on an actor's thread and in each task of an async actor. Code outside any
-actor (a cell, a script) has the context of its process: no actor, and one point without axes.
+Kept in a context variable, so that it is right on an actor's thread and in each task of an async actor. Code outside
+any actor (a cell, a script) has the context of its process: no actor, and one point without axes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshbook.actors.shape import Extent, Point
 from meshbook.wire.messages import ActorAddress, Address
 
 if TYPE_CHECKING:
-    from meshbook.actors.runtime.life import Cabin
+    from meshbook.actors.runtime.cabin import Cabin
 
 NOWHERE = Point(0, Extent((), ()))
 
@@ -44,7 +44,13 @@ class Instance:
     """
 
     def __init__(
-        self, name: str, actor_id: str, rank: Point, home: Home | None, creator: ActorAddress | None, cabin: Cabin | None
+        self,
+        name: str,
+        actor_id: str,
+        rank: Point,
+        home: Home | None,
+        creator: ActorAddress | None,
+        cabin: Cabin | None,
     ) -> None:
         self.name, self.actor_id, self.rank, self.creator = name, actor_id, rank, creator
         self.home, self.cabin = home, cabin

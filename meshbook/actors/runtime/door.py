@@ -1,4 +1,4 @@
-"""Where a rank lets actors in: called by its service thread, by name, when somebody first asks for the rank's address."""
+"""Where a rank lets actors in: called by its service thread, by name, when somebody asks for the rank's address."""
 
 from __future__ import annotations
 

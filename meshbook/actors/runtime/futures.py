@@ -75,7 +75,7 @@ class Future(Generic[R]):
     # ---- for who delivers
 
     def settle(self, take: Callable[[], R]) -> None:
-        """The answer is here; `take()` gives or raises it, and is called once, by who wants it. Later ones are ignored."""
+        """The answer is here; `take()` gives or raises it, once, for who wants it. Later answers are ignored."""
         with self._lock:
             if self._take is not None:
                 return

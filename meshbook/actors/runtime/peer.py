@@ -129,7 +129,7 @@ class Peer:
             while end - at >= _LENGTH_BYTES:
                 size = int.from_bytes(view[at : at + _LENGTH_BYTES], "little")
                 if size > codec.MAX_MESSAGE_BYTES:
-                    raise ProtocolError(f"a frame of {size} bytes came, more than the {codec.MAX_MESSAGE_BYTES} allowed")
+                    raise ProtocolError(f"a frame of {size} bytes came; {codec.MAX_MESSAGE_BYTES} are allowed")
                 if end - at - _LENGTH_BYTES < size:
                     break
                 start, at = at + _LENGTH_BYTES, at + _LENGTH_BYTES + size

@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 
 class Port(Generic[R]):
-    """The sending end. May be passed to actors, kept, and used from any thread; messages of one sender keep their order."""
+    """The sending end. May be passed to actors, kept, and used from any thread; messages of one sender keep order."""
 
     def __init__(self, address: messages.PortAddress | None) -> None:
         self._address = address  # None: nobody waits for an answer
@@ -61,7 +61,7 @@ class Port(Generic[R]):
 
 
 class _Slot:
-    """What has come through a port and who waits for more. The post holds it; the receiver, which may be dropped, not."""
+    """What has come through a port, and who waits for more. The post holds this, and not the receiver."""
 
     def __init__(self, *, once: bool) -> None:
         self.post = here()
