@@ -37,7 +37,10 @@ _WHERE = {
 # What methods of Mesh find on the floors between a mesh and a notebook.
 extensions.provide(
     {
+        "actor_state": "meshbook.actors.state:state_of",
+        "actors": "meshbook.actors.overview:actors_on",
         "dashboard": "meshbook.dashboard.widget:dashboard",
+        "spawn": "meshbook.actors.procs:spawn_on",
     }
 )
 

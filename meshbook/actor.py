@@ -1,1 +1,160 @@
-"""The door for programs written for `monarch.actor`: the same names, imported from `meshbook.actor`."""
+"""The door for programs written for `monarch.actor`: the same names, imported from `meshbook.actor`.
+
+    from meshbook.actor import Actor, endpoint, this_host
+
+    class Trainer(Actor):
+        @endpoint
+        def step(self, batch): ...
+
+    trainers = this_host().spawn_procs({"gpus": 4}).spawn("trainers", Trainer)
+    losses = trainers.step.call(batch).get()
+
+docs/actors.md says of every name of `monarch.actor` whether it is here and what differs, and on which thread what runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Coroutine
+from contextvars import copy_context
+from typing import Any, NoReturn, ParamSpec, TypeVar
+
+from meshbook.actors.base import Actor, EndpointProperty, endpoint
+from meshbook.actors.buffer import Buffer, RDMABuffer
+from meshbook.actors.client import unhandled_fault_hook
+from meshbook.actors.mesh import ActorEndpoint as Endpoint
+from meshbook.actors.mesh import ActorMesh, as_endpoint, send
+from meshbook.actors.procs import (
+    HostMesh,
+    ProcMesh,
+    get_or_spawn_controller,
+    shutdown_context,
+    this_host,
+    this_proc,
+)
+from meshbook.actors.redefine import redefine
+from meshbook.actors.runtime.context import Context, context, current_actor_name, current_rank, current_size
+from meshbook.actors.runtime.faults import ActorError, MeshFailure, SupervisionError
+from meshbook.actors.runtime.futures import Future, as_completed
+from meshbook.actors.runtime.ports import Channel, Port, PortReceiver
+from meshbook.actors.shape import Extent, Point
+from meshbook.actors.state import pull
+from meshbook.actors.values import Accumulator, ValueMesh
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+__all__ = [
+    "Accumulator",
+    "Actor",
+    "ActorError",
+    "ActorMesh",
+    "Buffer",
+    "Channel",
+    "Context",
+    "Endpoint",
+    "Extent",
+    "Future",
+    "HostMesh",
+    "MeshFailure",
+    "Point",
+    "Port",
+    "PortReceiver",
+    "ProcMesh",
+    "RDMABuffer",
+    "SupervisionError",
+    "ValueMesh",
+    "as_completed",
+    "as_endpoint",
+    "concurrent_endpoint",
+    "context",
+    "current_actor_name",
+    "current_rank",
+    "current_size",
+    "endpoint",
+    "get_or_spawn_controller",
+    "pull",
+    "redefine",
+    "returns_future",
+    "send",
+    "shutdown_context",
+    "this_host",
+    "this_proc",
+    "unhandled_fault_hook",
+]
+
+_HOSTS = "several machines are an engine's business: meshbook.create_mesh(engine=…), then mesh.spawn(…)"
+_TRACING = "what actors do is shown by %mesh actors, mesh.stacks() and mesh.why()"
+_IDS = "actors and processes have plain strings for ids: context().actor_instance.actor_id"
+
+# Names of `monarch.actor` that are not here, and what to use. docs/actors.md has the same table; a test compares.
+NOT_HERE = {
+    "ChannelTransport": "processes of one machine speak over unix sockets, always",
+    "ProcId": _IDS,
+    "Uid": _IDS,
+    "attach": _HOSTS,
+    "attach_to_workers": _HOSTS,
+    "config": "there is nothing to set: limits and timeouts are arguments of the calls that have them",
+    "debug_controller": "%mesh debug RANK opens a debugger on a rank",
+    "default_bootstrap_cmd": "processes are forked from one warm server; this_host().spawn_procs(env=…) sets variables",
+    "enable_transport": "processes of one machine speak over unix sockets, always",
+    "get_meter": _TRACING,
+    "run_worker_loop_forever": _HOSTS,
+    "run_worker_loop_until_shutdown": _HOSTS,
+    "span": _TRACING,
+    "start_worker_loop_forever": _HOSTS,
+    "traced": _TRACING,
+}
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name in NOT_HERE:
+        # Not AttributeError: `from meshbook.actor import …` would show that without its reason.
+        raise ImportError(f"meshbook.actor has no {name}: {NOT_HERE[name]}", name=name)
+    raise AttributeError(f"module 'meshbook.actor' has no attribute {name!r}")
+
+
+def concurrent_endpoint(method: Any = None, **options: Any) -> Any:
+    """`endpoint`, for an `async def`: here all of those interleave at `await`.
+
+    Raises:
+        TypeError: the method is not `async def`.
+    """
+    if method is None:
+        return functools.partial(concurrent_endpoint, **options)
+    mark = endpoint(method, **options)
+    if isinstance(mark, EndpointProperty) and not mark.is_async:
+        raise TypeError(f"@concurrent_endpoint marks an `async def`, and {mark.__name__} is a plain one: use @endpoint")
+    return mark
+
+
+def returns_future(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Future[T]]:
+    """Have an `async def` give a Future when it is called: `get()` and `await` both work on it. It runs at once, on an
+    event loop and a thread of its own.
+
+    Raises:
+        TypeError: the function is not `async def`.
+    """
+    if not inspect.iscoroutinefunction(function):
+        raise TypeError(f"@returns_future marks an `async def`, and {function.__name__} is none")
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future: Future[T] = Future(function.__name__)
+        here = copy_context()
+
+        def run() -> None:
+            try:
+                value = here.run(asyncio.run, function(*args, **kwargs))
+            except BaseException as error:
+                future.fail(error)
+            else:
+                future.settle(lambda: value)
+
+        threading.Thread(target=run, name=function.__name__, daemon=True).start()
+        return future
+
+    return call

@@ -38,9 +38,11 @@ FLOORS = {
     "tensors": 6,
     "actors": 6,
     "actors.base": 2,  # what an actor's class is made of; ranks know it too
+    "actors.shape": 2,  # points and extents, in Monarch's words
     "actors.runtime": 3,  # an actor's life on its rank
     "dashboard": 7,
-    "actor": 7,  # the door with Monarch's names
+    "actor": 7,  # the doors with Monarch's names
+    "rdma": 7,
     "kernel": 8,
     "cli": 8,
     "marimo_executor": 8,
@@ -53,6 +55,7 @@ CONFINED = {
     "torch": {
         "rank": "cells use it, and the process group is one",
         "wire.pickling": "tensors travel as buffers",
+        "actors.buffer": "tensors' memory, read and written from other processes",
         "controller.mesh": "joins the parts of a tensor that ranks hold",
         "controller.results": "stacks the tensors of all ranks into one",
         "cli.doctor": "says which torch is here and whether it sees a GPU",

@@ -14,7 +14,12 @@ from meshbook.wire import keys
 
 
 def launch_supervisor(
-    name: str, *, owner: str | None = None, listen: str | None = None, timeout_s: float = 30.0
+    name: str,
+    *,
+    owner: str | None = None,
+    listen: str | None = None,
+    light: bool = False,
+    timeout_s: float = 30.0,
 ) -> keys.Connection:
     """Start the daemon of a new mesh. It has no ranks yet, but warms up to fork them. Blocks, about 0.2 s.
 
@@ -22,6 +27,7 @@ def launch_supervisor(
         name: the mesh's; no other of this user may have it.
         owner: what a restarted notebook will look for.
         listen: a tcp address to listen on, with CURVE; None: a socket in the mesh's own folder.
+        light: warm up to fork ranks that have no torch.
 
     Raises:
         MeshInUse: the name is taken.
@@ -34,6 +40,7 @@ def launch_supervisor(
     command = [sys.executable, "-P", "-m", "meshbook.supervisor", str(folder), name, str(theirs)]
     command += ["--owner", owner] if owner else []
     command += ["--listen", listen] if listen else []
+    command += ["--light"] if light else []
     try:
         with open(folder / "supervisor.log", "ab") as log:
             starter = subprocess.Popen(

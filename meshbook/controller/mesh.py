@@ -237,6 +237,21 @@ class Mesh:
             future.interrupt()
             return future.result(10.0)
 
+    def spawn(self, name: str, Class: type, *args: Any, **kwargs: Any) -> Any:
+        """Make an actor of `Class` on every rank, beside its cells; an ActorMesh. Handles among the arguments arrive as
+        the rank's own objects. Waits until the ranks have taken it, not for `Class.__init__`.
+
+        Raises:
+            ValueError: an actor of that name lives on these ranks.
+            TransferError: the class or an argument cannot be pickled; the message names the part.
+        """
+        return extensions.find("spawn")(self, name, Class, *args, **kwargs)
+
+    def actors(self) -> Table:
+        """The actors on these ranks, as a table: what waits in their mailboxes, what they run and for how long, their
+        last error. Asks them beside whatever they do; ranks that do not answer within two seconds are left out."""
+        return extensions.find("actors")(self)  # type: ignore[no-any-return]
+
     # ---- names and values
 
     def push(self, **names: Any) -> None:
@@ -608,6 +623,34 @@ def create_mesh(
     if cell is not None:
         return Mesh.of(cell.session(spec, name, start), grid)
     return Mesh.of(start(owner=owner, kind=kind, default_ttl_s=None, stop_at_exit=True), grid)
+
+
+def warm_light(name: str, *, torch: bool, orphan_ttl_s: float) -> Session:
+    """A mesh without ranks yet, whose fork server warms up, for `start_light`. Ends with this process. Blocks.
+
+    Raises:
+        StartError: it did not come up.
+    """
+    found = launch_supervisor(name, light=not torch)
+    return Session(Connection(found, kind="script", orphan_ttl_s=orphan_ttl_s), stop_at_exit=True)
+
+
+def start_light(
+    session: Session,
+    grid: MeshAxes,
+    *,
+    torch: bool,
+    device: str = "auto",
+    env: Mapping[str, str] | None = None,
+) -> Mesh:
+    """Ranks for actors: without a process group, and without torch where it is not asked for. Blocks.
+
+    Raises:
+        StartError: they did not come up.
+    """
+    spec = make_spec(grid, device=device if torch else "cpu", process_group=False, torch=torch, env=env)
+    session.start(grid, spec, timeout_s=read_defaults().start_timeout_s)
+    return Mesh.of(session, grid)
 
 
 def make_spec(

@@ -48,6 +48,7 @@ class Session:
         self.info = connection.welcome.info
         self.axes: MeshAxes | None = _axes_of(self.info)
         self.ended: str | None = None  # why the mesh is no more
+        self.stopping = False  # we are about to end it
         self.on_lost: list[Callable[[tuple[messages.RankExited, ...]], None]] = []
         self.extras: dict[str, Any] = {}  # what floors above keep for as long as the session lives, by their name
         self._pool = SegmentPool()
@@ -94,6 +95,7 @@ class Session:
 
     def stop(self) -> None:
         """End the mesh: every rank, the supervisor, their sockets. Waits until they are gone."""
+        self.stopping = True
         self._at_exit.detach()
         if self.ended is None and not self.connection.closed:
             _end(self.connection, self._gone, stop=True)

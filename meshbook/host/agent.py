@@ -103,6 +103,16 @@ class Tally:
     progress_told: int = 0
 
 
+@dataclass
+class Stray:
+    """Output that belongs to no open call, until it has been shown."""
+
+    call: str
+    ranks: Ranks
+    folder: LineFolder
+    flush: Timer | None = None
+
+
 class HostAgent:
     """One host's ranks of one mesh."""
 
@@ -130,6 +140,7 @@ class HostAgent:
         self._links: dict[int, Link] = {}
         self._by_pid: dict[int, Link] = {}
         self._tallies: dict[str, Tally] = {}
+        self._strays: dict[str, Stray] = {}
         self._starter: Starter | None = None
         self._spec: messages.MeshSpec | None = None
         self._when_empty: Callable[[], None] | None = None
@@ -158,10 +169,10 @@ class HostAgent:
 
     # ---- commands from above
 
-    def warm_up(self) -> None:
+    def warm_up(self, *, with_torch: bool = True) -> None:
         """Start the fork server before anybody asked for ranks, so that its imports are done when they do."""
         if self._starter is None:
-            self._starter = self._fork_starter(with_torch=True)
+            self._starter = self._fork_starter(with_torch=with_torch)
 
     def handle(self, command: messages.HostCommand, body: bytes) -> None:
         """Carry out a command. `body` is its encoding, which is passed on to ranks as it came."""
@@ -170,7 +181,7 @@ class HostAgent:
                 self._start_ranks(command)
             case messages.FormGroups():
                 self._enqueue(command, body, urgent=True)
-            case messages.Complete() | messages.Inspect() | messages.Peek():
+            case messages.Complete() | messages.Inspect() | messages.Peek() | messages.OpenActors():
                 self._question(command, body)
             case messages.Release():
                 for link in self._living(command.ranks):
@@ -441,16 +452,32 @@ class HostAgent:
             return
         tally = self._tallies.get(call)
         now = self._loop.clock.monotonic()
-        if tally is None:  # a thread of a cell that is over goes on printing
-            folder = LineFolder((link.rank,), mergeable=self._mergeable)
-            folder.feed(link.rank, items, now)
-            folded = tuple(folder.flush(now, final=True))
-            if folded:
-                self._report(messages.CallOutput(call=call, items=folded))  # type: ignore[arg-type]
+        if tally is None:  # an actor prints, or a thread of a cell that is over
+            stray = self._strays.get(call)
+            if stray is None or link.rank not in stray.ranks:
+                ranks = tuple(rank for rank, other in self._links.items() if other.dead is None or rank == link.rank)
+                stray = self._strays[call] = Stray(call, ranks, LineFolder(ranks, mergeable=self._mergeable))
+            stray.folder.feed(link.rank, items, now)
+            if stray.flush is None:
+                stray.flush = self._loop.call_later(_FLUSH_S, lambda: self._flush_stray(stray))
             return
         tally.folder.feed(link.rank, items, now)
         if tally.flush is None:
             tally.flush = self._loop.call_later(_FLUSH_S, lambda: self._flush(tally))
+
+    def _flush_stray(self, stray: Stray) -> None:
+        """Show what no open call has said; what equal lines other ranks may say is waited for as in a cell."""
+        now = self._loop.clock.monotonic()
+        items = list(stray.folder.flush(now, max_chars=_FLUSH_CHARS))
+        deadline = stray.folder.next_deadline()
+        if deadline is None:
+            items += stray.folder.flush(now, final=True)
+            if self._strays.get(stray.call) is stray:
+                del self._strays[stray.call]
+        else:
+            stray.flush = self._loop.call_later(max(_FLUSH_S, deadline - now), lambda: self._flush_stray(stray))
+        if items:
+            self._report(messages.CallOutput(call=stray.call, items=tuple(items)))  # type: ignore[arg-type]
 
     def _flush(self, tally: Tally) -> None:
         if tally.call not in self._tallies:

@@ -31,6 +31,7 @@ from meshbook.controller.tables import Table, describe_size, format_age, format_
 from meshbook.errors import MeshbookError, MeshNameError, MeshShapeError, NotAttached, UsageError
 from meshbook.ids import format_ranks, name_ranks
 from meshbook.kernel.notebook import QUESTION_TIMEOUT_S, Notebook
+from meshbook.kernel.redefining import Redefining
 from meshbook.mesh import MeshAxes
 from meshbook.wire import keys
 
@@ -156,6 +157,7 @@ COMMANDS = {
         "_auto",
         lambda parser: parser.add_argument("state", choices=("on", "off")),
     ),
+    "actors": Command("%mesh actors", "Every actor: what waits, what runs, its last error.", "_actors"),
     "history": Command("%mesh history", "The cells that ran on the mesh.", "_history"),
     "logs": Command(
         "%mesh logs [RANK]",
@@ -187,7 +189,7 @@ COMMANDS = {
     "doctor": Command("%mesh doctor", "What this machine lacks, and how to get it.", "_doctor"),
 }
 
-CELL_USAGE = "%%mesh [--ranks 0,2-3 | dp=0] [-m NAME] [--setup] [--bg]"
+CELL_USAGE = "%%mesh [--ranks 0,2-3 | dp=0 | --actor NAME] [-m NAME] [--setup] [--bg]"
 
 
 def _help() -> str:
@@ -240,12 +242,19 @@ class MeshMagics(Magics):
         parser.add_argument("-m", "--mesh")
         parser.add_argument("--setup", action="store_true")
         parser.add_argument("--bg", action="store_true")
+        parser.add_argument("--actor")
         parser.add_argument("where", nargs="*")
         options = parser.parse_intermixed_args(words)
         if options.ranks is not None and options.where:
             parser.error(f"--ranks {options.ranks} and {' '.join(options.where)} both say where; keep one")
         if not cell.strip():
             raise UsageError("the cell is empty; write what the ranks shall run below the %%mesh line")
+        if options.actor is not None:
+            if options.ranks or options.where or options.mesh or options.setup or options.bg:
+                parser.error("--actor NAME stands alone: the cell runs in every actor of that name")
+            from meshbook.actors.cells import find_actors, run_in_actors  # a kernel without actors starts without them
+
+            return run_in_actors(find_actors(options.actor), cell)
         return self.notebook.run_cell(
             cell,
             mesh=self._named(options.mesh) if options.mesh else None,
@@ -356,6 +365,12 @@ class MeshMagics(Magics):
             print("Cells run on the ranks; one that begins with %%controller runs here.")
         else:
             print("Cells run here; one that begins with %%mesh runs on the ranks.")
+
+    def _actors(self, options: argparse.Namespace) -> Table:
+        from meshbook.actors.overview import all_actors
+
+        mesh = self.notebook.mesh
+        return all_actors(mesh if mesh is not None and mesh.session.ended is None else None)
 
     def _history(self, options: argparse.Namespace) -> Table:
         return history_table(self._mesh().history())
@@ -499,6 +514,7 @@ def register(shell: InteractiveShell) -> None:
     if "mesh" in shell.magics_manager.magics["cell"]:
         return
     shell.register_magics(MeshMagics, ControllerMagics)
+    Redefining.of(shell).install()
     shell.set_hook("complete_command", complete, str_key="%mesh")  # type: ignore[no-untyped-call]
 
 
@@ -529,6 +545,7 @@ def unregister(shell: InteractiveShell) -> None:
     """Take them away again. Meshes live on until the process ends."""
     manager = shell.magics_manager
     Notebook.of(shell).auto = False
+    Redefining.of(shell).remove()
     for kind, names in (("line", ("mesh",)), ("cell", ("mesh", "controller", "local"))):
         for name in names:
             manager.magics[kind].pop(name, None)

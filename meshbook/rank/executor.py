@@ -130,7 +130,7 @@ class Executor:
 
     def _evaluate(self, command: messages.Evaluate) -> Outcome:
         path = self._load(command.path)
-        return self._call(command, lambda: paths.evaluate(path, self.shell.user_ns, self._kept, self._resolve))
+        return self._call(command, lambda: paths.evaluate(path, self.shell.user_ns, self._kept, self.resolve))
 
     def _call(self, command: messages.CallFunction | messages.Evaluate, act: Callable[[], Any]) -> Outcome:
         called = self.shell.call(act)
@@ -234,9 +234,9 @@ class Executor:
                 known[name] = self.shell.user_ns[name]
 
     def _load(self, payload: messages.Payload) -> Any:
-        return pickling.load(payload, reader=self.reader, resolve=self._resolve)
+        return pickling.load(payload, reader=self.reader, resolve=self.resolve)
 
-    def _resolve(self, reference: str) -> Any:
+    def resolve(self, reference: str) -> Any:
         """The rank's own object for a handle that came among the arguments: `name:x`, or `ref:<call>`."""
         kind, _, key = reference.partition(":")
         if kind == "ref":

@@ -43,9 +43,12 @@ def serve(fd: int, *, with_torch: bool) -> NoReturn:
     for name in _WARM if with_torch else ():
         importlib.import_module(name)
     from meshbook.rank import main as _rank_main  # after torch, so that its threads setting is in place
+    from meshbook.rank.service import ACTORS
     from meshbook.rank.shell import preload
 
-    preload()
+    if with_torch:  # light ranks are for actors and seldom run a cell: they should rather be there at once
+        preload()
+    importlib.import_module(ACTORS.partition(":")[0])
 
     if with_torch:
         import torch

@@ -7,6 +7,7 @@ beat; only C code that keeps the GIL does, and the host can tell that from the s
 
 from __future__ import annotations
 
+import importlib
 import os
 import resource
 import signal
@@ -40,6 +41,9 @@ _BYTES_PER_S = 512 << 10
 
 # Seconds that a shared segment which nobody reads is kept for the next value that goes out.
 _IDLE_SEGMENT_S = 30.0
+
+# Actors stand beside ranks and not below them, so they are found by name, and only by who asks for them.
+ACTORS = "meshbook.actors.runtime.door:open_door"
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -100,6 +104,7 @@ class Service:
             messages.Complete: lambda ask: questions.complete(executor.shell, ask.code, ask.cursor),
             messages.Inspect: lambda ask: questions.inspect(executor.shell, ask.code, ask.cursor, ask.detail),
             messages.Peek: lambda ask: questions.peek(executor.shell, ask.names),
+            messages.OpenActors: lambda ask: _found(ACTORS)(executor.resolve),
         }
 
     def start(self, ready: messages.RankReady) -> None:
@@ -170,6 +175,8 @@ class Service:
             case messages.TakeSnapshots():
                 self._snap(socket, command)
             case messages.Exit():
+                if (actors := sys.modules.get(ACTORS.partition(":")[0])) is not None:
+                    actors.say_farewell()
                 os._exit(0)
 
     def _snap(self, socket: zmq.Socket[bytes], command: messages.TakeSnapshots) -> None:
@@ -213,6 +220,11 @@ class Service:
                 return frame.f_lineno
             frame = frame.f_back
         return None
+
+
+def _found(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def rss_bytes() -> int:

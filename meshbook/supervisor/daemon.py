@@ -22,13 +22,17 @@ def serve(arguments: list[str]) -> None:
     parser.add_argument("ready_fd", type=int)
     parser.add_argument("--owner")
     parser.add_argument("--listen")
+    parser.add_argument("--light", action="store_true")  # warm up a fork server without torch
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     folder: Path = options.folder
     try:
         _settle()
         keys.mark_starting(folder, os.getpid())
-        driver = Driver(folder, options.name, keys.new_token(), address=options.listen, owner=options.owner)
+        token = keys.new_token()
+        driver = Driver(
+            folder, options.name, token, address=options.listen, owner=options.owner, light=options.light
+        )
         keys.write_connection(folder, driver.connection)
     except (MeshbookError, OSError) as error:
         keys.remove_folder(folder)

@@ -42,8 +42,10 @@ _STOP_GRACE_S = 1.0
 class Driver:
     """A mesh's supervisor, until `run()` returns."""
 
-    def __init__(self, folder: Path, name: str, token: str, *, address: str | None, owner: str | None) -> None:
-        self._folder, self._token = folder, token
+    def __init__(
+        self, folder: Path, name: str, token: str, *, address: str | None, owner: str | None, light: bool = False
+    ) -> None:
+        self._folder, self._token, self._light = folder, token, light
         self._loop = Loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         clock = SystemClock()
@@ -98,7 +100,7 @@ class Driver:
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda *_: self._loop.call_later(0, lambda: self._shut_down("it was told to end")))
         if self._agent is not None:
-            self._agent.warm_up()
+            self._agent.warm_up(with_torch=not self._light)
         # Who started us may have died before saying hello: an empty mesh is an orphan from the start.
         self._carry_out([s.Alarm("orphan 0", s.ORPHAN_TTL_S)])
         self._loop.run()

@@ -302,7 +302,7 @@ class SegmentReader:
                 raise TransferError(f"process {pid} no longer holds the data of this value; send it again")
             if os.fstat(opened).st_size < length:  # touching what lies behind a file's end would kill this process
                 raise TransferError(f"not a shared buffer: it ends {length} bytes into a smaller file")
-            mapping = _Mapping.of(opened, length, _PROT_READ | _PROT_WRITE, _MAP_PRIVATE | _MAP_NORESERVE)
+            mapping = MappedFile.of(opened, length, _PROT_READ | _PROT_WRITE, _MAP_PRIVATE | _MAP_NORESERVE)
         except OSError as error:
             raise TransferError(_cannot_open(pid, length, error)) from error
         finally:
@@ -315,7 +315,7 @@ class SegmentReader:
         return view
 
 
-def _let_go(mapping: _Mapping, segment: str, released: deque[str]) -> None:
+def _let_go(mapping: MappedFile, segment: str, released: deque[str]) -> None:
     mapping.unmap()
     released.append(segment)
 
@@ -416,7 +416,7 @@ class _Segment:
         self.written_bytes = max(self.written_bytes, end)
 
     def _make_huge(self, length: int) -> None:
-        mapping = _Mapping.of(self.fd, length, _PROT_READ | _PROT_WRITE, _MAP_SHARED)
+        mapping = MappedFile.of(self.fd, length, _PROT_READ | _PROT_WRITE, _MAP_SHARED)
         try:
             self.can_be_huge = _libc().madvise(mapping.address, length, _MADV_COLLAPSE) == 0
         finally:
@@ -425,7 +425,7 @@ class _Segment:
             self.huge_bytes = length
 
     def _copy_through_mapping(self, pieces: Sequence[tuple[int, memoryview]], length: int) -> None:
-        mapping = _Mapping.of(self.fd, length, _PROT_READ | _PROT_WRITE, _MAP_SHARED)
+        mapping = MappedFile.of(self.fd, length, _PROT_READ | _PROT_WRITE, _MAP_SHARED)
         try:
             target = mapping.view()
             for offset, view in pieces:
@@ -437,7 +437,7 @@ class _Segment:
 
 
 @dataclass(frozen=True)
-class _Mapping:
+class MappedFile:
     """A file's first bytes in memory, where huge pages can be mapped as such: at a multiple of their size.
 
     `mmap.mmap` chooses its address itself, and before Python 3.13 keeps a descriptor for as long as it lives.
@@ -449,7 +449,7 @@ class _Mapping:
     length: int
 
     @classmethod
-    def of(cls, fd: int, length: int, protection: int, flags: int) -> _Mapping:
+    def of(cls, fd: int, length: int, protection: int, flags: int) -> MappedFile:
         libc = _libc()
         slack = HUGE_PAGE_BYTES if length >= HUGE_PAGE_BYTES else 0
         reserved = _round_up(length, PAGE_BYTES) + slack

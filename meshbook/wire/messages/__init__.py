@@ -13,6 +13,7 @@ is who may say what to whom.
 
 from __future__ import annotations
 
+from meshbook.wire.messages.actors import *
 from meshbook.wire.messages.core import *
 from meshbook.wire.messages.looking import *
 
@@ -27,6 +28,7 @@ ClientCommand = (
     | Complete
     | Inspect
     | Peek
+    | OpenActors
     | Release
     | Interrupt
     | ReplyInput
@@ -51,6 +53,7 @@ HostCommand = (
     | Complete
     | Inspect
     | Peek
+    | OpenActors
     | Release
     | Interrupt
     | ReplyInput
@@ -70,6 +73,7 @@ RankCommand = (
     | Complete
     | Inspect
     | Peek
+    | OpenActors
     | Release
     | ReplyInput
     | Unblock
@@ -114,4 +118,4 @@ AnyMessage = ClientCommand | HostCommand | RankReport | HostReport | SupervisorR
 
 # Commands that a rank's main thread carries out, one at a time, in the order sent; the rest is the service thread's.
 MAIN_THREAD = (FormGroups, RunCell, CallFunction, Evaluate, SetNames, DeleteNames)
-QUESTIONS = (Complete, Inspect, Peek)
+QUESTIONS = (Complete, Inspect, Peek, OpenActors)

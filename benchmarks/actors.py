@@ -1,0 +1,240 @@
+"""Actors in Meshbook, Monarch and Ray: calls, queued messages, large arguments, and how soon new processes answer.
+
+Each system lives in a process of its own, and they are asked in turns. One that is not installed is absent, and the
+report says so; `make bench PEERS=1` installs the others.
+
+- a call: every one of n actors runs an empty method and the caller has all answers;
+- 10,000 broadcasts: as many messages without an answer to each of 4 actors, and one call behind them;
+- 64 MB: a torch tensor as the argument of a call on 4 actors, each of which sums it;
+- spawn: 4 new processes with an actor in each, until all have answered; once with actors that import torch.
+
+    python -m benchmarks.actors [--quick]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks import contestants, workbench
+from benchmarks.contestants import Calls
+from benchmarks.report import Report
+
+SIZES = (1, 4, 8, 16)
+RANKS = 4
+NUM_BROADCASTS = 10_000
+NUM_BYTES = 64_000_000
+OURS = "Meshbook"
+
+
+def idle(Base: type, mark: Callable[[Any], Any]) -> type:
+    """A class of actors that do next to nothing, for any of the systems. Travels by value, as a notebook's does."""
+
+    class Idle(Base):  # type: ignore[misc]
+        def __init__(self, with_torch: bool = False) -> None:
+            self.num_messages = 0
+            if with_torch:
+                import torch
+
+                torch.set_num_threads(1)
+                self.weights = torch.zeros(8)
+
+        @mark
+        def nothing(self) -> None: ...
+
+        @mark
+        def note(self, number: int) -> None:
+            self.num_messages += number
+
+        @mark
+        def noted(self) -> int:
+            return self.num_messages
+
+        @mark
+        def total(self, values: Any) -> float:
+            import torch
+
+            torch.set_num_threads(1)
+            return float(values.sum())
+
+    return Idle
+
+
+def _values() -> Any:
+    import torch
+
+    torch.set_num_threads(1)
+    return torch.ones(NUM_BYTES // 4)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Meshbook and Monarch: the same program, with another import
+
+
+def _monarchs_words(module: Any, ranks: int) -> Calls:
+    Idle = idle(module.Actor, module.endpoint)
+    actors = module.this_host().spawn_procs({"gpus": ranks}).spawn("idle", Idle)
+    values = _values() if ranks == RANKS else None
+    heard = 0
+
+    def broadcasts() -> None:
+        nonlocal heard
+        for _ in range(NUM_BROADCASTS):
+            actors.note.broadcast(1)
+        heard += NUM_BROADCASTS
+        assert all(noted == heard for noted in actors.noted.call().get().values())
+
+    def argument() -> None:
+        assert all(total == NUM_BYTES // 4 for total in actors.total.call(values).get().values())
+
+    def spawn(with_torch: bool) -> float:
+        started = time.perf_counter()
+        procs = module.this_host().spawn_procs({"gpus": RANKS})
+        procs.spawn("new", Idle, with_torch).nothing.call().get()
+        taken = 1e3 * (time.perf_counter() - started)
+        procs.stop().get()
+        return taken
+
+    calls: Calls = {"call": lambda: actors.nothing.call().get()}
+    if ranks == RANKS:
+        calls |= {
+            "broadcasts": broadcasts,
+            "argument": argument,
+            "spawn": lambda: spawn(False),
+            "spawn with torch": lambda: spawn(True),
+        }
+    return calls
+
+
+@contextlib.contextmanager
+def meshbook(ranks: int, folder: Path) -> Iterator[Calls]:
+    from meshbook import actor
+
+    try:
+        yield _monarchs_words(actor, ranks)
+    finally:
+        actor.shutdown_context().get()
+
+
+@contextlib.contextmanager
+def monarch(ranks: int, folder: Path) -> Iterator[Calls]:
+    from monarch import actor
+
+    try:
+        yield _monarchs_words(actor, ranks)
+    finally:
+        actor.shutdown_context().get()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def ray(ranks: int, folder: Path) -> Iterator[Calls]:
+    """An actor is a process of its own there; a large argument is put into its object store once."""
+    import os
+
+    os.environ["RAY_AUTH_MODE"] = "disabled"  # else it leaves a token in the home folder
+    import ray as system
+
+    Idle = system.remote(num_cpus=0)(idle(object, lambda method: method))
+    system.init(num_cpus=ranks, include_dashboard=False, log_to_driver=False, _temp_dir=str(folder / "ray"))
+    try:
+        actors = [Idle.remote() for _ in range(ranks)]
+        values = _values() if ranks == RANKS else None
+        heard = 0
+
+        def broadcasts() -> None:
+            nonlocal heard
+            for _ in range(NUM_BROADCASTS):
+                for actor in actors:
+                    actor.note.remote(1)
+            heard += NUM_BROADCASTS
+            assert system.get([actor.noted.remote() for actor in actors]) == [heard] * ranks
+
+        def argument() -> None:
+            reference = system.put(values)
+            assert system.get([actor.total.remote(reference) for actor in actors]) == [NUM_BYTES // 4] * ranks
+
+        def spawn(with_torch: bool) -> float:
+            started = time.perf_counter()
+            new = [Idle.remote(with_torch) for _ in range(RANKS)]
+            system.get([actor.nothing.remote() for actor in new])
+            taken = 1e3 * (time.perf_counter() - started)
+            for actor in new:
+                system.kill(actor)
+            return taken
+
+        calls: Calls = {"call": lambda: system.get([actor.nothing.remote() for actor in actors])}
+        if ranks == RANKS:
+            calls |= {
+                "broadcasts": broadcasts,
+                "argument": argument,
+                "spawn": lambda: spawn(False),
+                "spawn with torch": lambda: spawn(True),
+            }
+        yield calls
+    finally:
+        system.shutdown()
+
+
+SYSTEMS = {OURS: meshbook, "Monarch": monarch, "Ray": ray}
+
+# What is asked of four actors: words, rounds (in a quick run), the limit as a multiple of each rival's time.
+QUESTIONS = {
+    "broadcasts": (f"{NUM_BROADCASTS:,} broadcasts to {RANKS}", 5, {"Monarch": 1.0, "Ray": 1.0}),
+    "argument": (f"64 MB to {RANKS}", 20, {"Monarch": 0.5}),
+    "spawn": (f"spawn {RANKS}", 5, {"Monarch": 1.0}),
+    "spawn with torch": (f"spawn {RANKS} with torch", 5, {"Monarch": 1.0}),
+}
+
+
+def measure(quick: bool, folder: Path) -> Report:
+    report = Report("actors", "the same few lines on each system, asked in turns")
+    there = [name for name in SYSTEMS if contestants.is_installed(name)]
+    for name in SYSTEMS:
+        if name not in there:
+            report.note(f"absent from the table: {name} is not installed here (make bench PEERS=1 installs it)")
+    for ranks in (RANKS,) if quick else SIZES:
+        with contextlib.ExitStack() as running:
+            started: dict[str, contestants.Contestant] = {}
+            for name in there:
+                begun = time.perf_counter()
+                try:
+                    contestant = contestants.Contestant(name, ranks, folder, start=SYSTEMS[name])
+                except RuntimeError as error:
+                    if name == OURS:
+                        raise
+                    report.note(f"absent from the table: {error}")
+                    continue
+                started[name] = running.enter_context(contestant)
+                report.note(f"{name}, {ranks} actors: up and asked once after {time.perf_counter() - begun:.1f} s")
+            ask(report, started, "call", f"call to {ranks}", 10 if quick else 200, {"Monarch": 1.0, "Ray": 1.0})
+            if ranks == RANKS:
+                for kind, (words, rounds, limits) in QUESTIONS.items():
+                    ask(report, started, kind, words, 2 if quick else rounds, limits)
+    return report
+
+
+def ask(
+    report: Report,
+    started: dict[str, contestants.Contestant],
+    kind: str,
+    words: str,
+    rounds: int,
+    limits: dict[str, float],
+) -> None:
+    asked = {name: contestant.asker(kind) for name, contestant in started.items()}
+    for name, taken in workbench.take_turns(asked, rounds, warm_up=10 if rounds >= 100 else 1).items():
+        report.add(f"{words}: {name}", taken, "ms", against=None if name == OURS else f"{words}: {OURS}")
+    for rival, limit in limits.items():
+        if rival in started:
+            ours, theirs = report.row(f"{words}: {OURS}").median, report.row(f"{words}: {rival}").median
+            report.promise(f"{words}, as a share of {rival}'s time", ours / theirs, limit, "x")
+
+
+if __name__ == "__main__":
+    workbench.run_alone(measure, __doc__)

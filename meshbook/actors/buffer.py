@@ -1,0 +1,436 @@
+"""Bulk data between actors: a tensor that stays where it is, and others who copy from it and into it.
+
+The owner makes a `Buffer` of a tensor and hands it to whom it likes; it travels as a few words. A reader's `read_into`
+is one copy, out of the owner's live memory, and the owner takes no part in it. What makes that possible:
+
+- a CPU tensor's storage is moved into shared memory when the first `Buffer` of it is made. All tensors and parameters
+  that share the storage go along, and notice nothing;
+- a CUDA tensor is read on the same machine through CUDA IPC;
+- between machines there is no way yet, and `read_into` says so.
+
+Memory is the owner's for as long as the owner lives or until `drop`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from meshbook.actors.runtime.futures import Future
+from meshbook.errors import TransferError
+from meshbook.wire.regions import Region, RegionReader, Regions, memory_file
+
+if TYPE_CHECKING:
+    import torch
+
+# Up to here a copy takes less time (some 50 us) than handing it to another thread and hearing from it.
+INLINE_BYTES = 256 << 10
+
+
+class Buffer:
+    """A tensor's memory, to be read and written by other processes of this machine, without its owner's help.
+
+        class Trainer(Actor):
+            @endpoint
+            def weights(self) -> Buffer:
+                return Buffer(self.model.fc.weight)     # 1 GB: moved to shared memory once, some bytes from then on
+
+        class Generator(Actor):
+            @endpoint
+            async def sync(self, weights: Buffer) -> None:
+                await weights.read_into(self.model.fc.weight.data)
+
+    One-sided: it reads what is there at that moment, also in the middle of the owner's `optimizer.step()`. When to read
+    is the program's to say, by messages.
+
+    Args:
+        tensor: contiguous, not empty, on the CPU or a CUDA device. Views are fine: their whole storage is moved.
+
+    Raises:
+        TransferError: the tensor is not contiguous, is empty or of a kind that has no memory of its own; or there is no
+            shared memory for it.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        _check_tensor(tensor, "a Buffer is made of")
+        self._layout = _Layout(str(tensor.dtype), tuple(tensor.shape), tensor.numel() * tensor.element_size())
+        if tensor.device.type == "cuda":
+            self._place: Region | _CudaPlace = _offer_cuda(tensor)
+        elif tensor.device.type == "cpu":
+            self._place = _offer_shared(tensor, self._layout.nbytes)
+        else:
+            raise TransferError(f"a Buffer is made of a CPU or CUDA tensor, and this one is on {tensor.device}")
+
+    @staticmethod
+    def empty(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A CPU tensor that is in shared memory from the start, as `torch.empty` has it otherwise: a `Buffer` of it, or
+        of a part of it, moves nothing. Not bounded by the size of /dev/shm.
+
+        Raises:
+            TransferError: no memory.
+        """
+        import torch
+
+        dtype = dtype or torch.get_default_dtype()
+        nbytes = prod(shape) * dtype.itemsize
+        fd = memory_file(max(nbytes, 1))
+        try:
+            new_storage: Any = torch.UntypedStorage._new_shared_fd_cpu  # type: ignore[attr-defined]  # not in its stubs
+            storage = new_storage(fd, max(nbytes, 1))  # takes a descriptor of its own
+        finally:
+            os.close(fd)
+        return torch.empty(0, dtype=torch.uint8).set_(storage)[:nbytes].view(dtype).view(shape)
+
+    # ---------------------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        return self._layout.nbytes
+
+    def size(self) -> int:
+        """Its bytes. Monarch's word; `nbytes` says the same."""
+        return self._layout.nbytes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._layout.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        import torch
+
+        return getattr(torch, self._layout.dtype.removeprefix("torch."))  # type: ignore[no-any-return]
+
+    @property
+    def backend(self) -> str:
+        """How it is read: "shared memory" or "cuda ipc"."""
+        return "shared memory" if isinstance(self._place, Region) else "cuda ipc"
+
+    @property
+    def owner(self) -> str:
+        """The process whose memory it is."""
+        return f"process {self._place.pid}"
+
+    # ---------------------------------------------------------------------------------------------
+
+    def read_into(self, dst: Any, *, offset: int | None = None, timeout: float = 60) -> Future[None]:
+        """Copy from the buffer into `dst`: `buffer.read_into(t).get()`, or `await` it. The owner takes no part.
+
+        Args:
+            dst: a contiguous tensor (CPU or CUDA) of the buffer's dtype, or of uint8 for its bytes; or anything
+                writable with the buffer protocol (bytearray, numpy array). Its shape does not matter, its size does.
+            offset: bytes of the buffer to begin after. `dst` is then filled; without it, all of the buffer is read and
+                `dst` may be longer.
+            timeout: kept for programs written for Monarch: a copy does not wait for anybody.
+
+        Raises:
+            TransferError: at once, if `dst` does not fit. From the future: the buffer was dropped, its owner is gone,
+                or it is on another machine.
+        """
+        side = _Side.of(dst, self._layout, writable=True, offset=offset, verb="read")
+        return _copied(side.nbytes, lambda: self._copy(side, reading=True))
+
+    def write_from(self, src: Any, *, offset: int | None = None, timeout: float = 60) -> Future[None]:
+        """Copy `src` into the buffer, from its start or from `offset` bytes on. As `read_into`, the other way round;
+        `src` may be shorter than the buffer."""
+        side = _Side.of(src, self._layout, writable=False, offset=offset, verb="write")
+        return _copied(side.nbytes, lambda: self._copy(side, reading=False))
+
+    def drop(self) -> Future[None]:
+        """Nobody can read or write it any more, and the owner's memory is the tensor's alone again. Whoever has the
+        buffer may drop it; twice is the same as once."""
+        if isinstance(self._place, Region):
+            if self._place.pid == os.getpid():
+                _offered.drop(self._place)
+            else:
+                _reader.drop(self._place)
+        else:
+            _drop_cuda(self._place)
+        return Future.of(None)
+
+    def _copy(self, side: _Side, *, reading: bool) -> None:
+        if not isinstance(self._place, Region):
+            _copy_cuda(self._place, side, reading=reading)
+            return
+        with _reader.use(self._place) as address:
+            address += side.offset
+            if side.address is not None:
+                ends = (side.address, address) if reading else (address, side.address)
+                ctypes.memmove(*ends, side.nbytes)  # without the GIL
+                return
+            import torch
+
+            there = torch.frombuffer((ctypes.c_ubyte * side.nbytes).from_address(address), dtype=torch.uint8)
+            here = side.as_bytes()
+            (here if reading else there).copy_(there if reading else here)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived, (self._place, self._layout)
+
+    def __repr__(self) -> str:
+        what = f"{list(self._layout.shape)}, {self._layout.dtype}, {self._layout.nbytes:,} bytes"
+        return f"Buffer({what}, {self.backend} of {self.owner})"
+
+
+RDMABuffer = Buffer  # the name that programs written for Monarch use
+
+
+def _arrived(place: Region | _CudaPlace, layout: _Layout) -> Buffer:
+    buffer = object.__new__(Buffer)
+    buffer._place = place
+    buffer._layout = layout
+    return buffer
+
+
+# What a process offers and has mapped is a matter of the process, like its descriptors and its address space: actors of
+# several meshes in one process share it.
+_offered = Regions()
+_reader = RegionReader()
+
+
+class _Layout(NamedTuple):
+    dtype: str  # "torch.float32"
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class _Side(NamedTuple):
+    """What is copied into or from, here, and which part of the buffer it corresponds to."""
+
+    owner: Any  # kept alive: the memory is its
+    address: int | None  # None: not on the CPU
+    nbytes: int  # to copy
+    offset: int  # in the buffer
+
+    @staticmethod
+    def of(thing: Any, layout: _Layout, *, writable: bool, offset: int | None, verb: str) -> _Side:
+        """
+        Raises:
+            TransferError: it does not fit, and why.
+        """
+        preposition = "into" if writable else "from"
+        if _is_tensor(thing):
+            _check_tensor(thing, f"a buffer is {verb if verb == 'read' else 'written'} {preposition}")
+            if str(thing.dtype) != layout.dtype and "torch.uint8" not in (str(thing.dtype), layout.dtype):
+                raise TransferError(
+                    f"the buffer has {layout.dtype} and this tensor {thing.dtype}; bytes are copied as they are, so "
+                    f"give a tensor of {layout.dtype}, or .view(torch.uint8) for the bare bytes"
+                )
+            has_bytes = thing.numel() * thing.element_size()
+            address = thing.data_ptr() if thing.device.type == "cpu" else None
+            owner = thing
+        else:
+            owner, address, has_bytes = _plain_memory(thing, writable)
+        start = offset or 0
+        rest = layout.nbytes - start
+        if start < 0 or rest < 0:
+            raise TransferError(f"offset {start:,} is outside this buffer of {layout.nbytes:,} bytes")
+        nbytes = rest if writable and offset is None else has_bytes
+        if nbytes > (has_bytes if writable and offset is None else rest):
+            raise TransferError(
+                f"the buffer has {layout.nbytes:,} bytes{f', {rest:,} from offset {start:,} on' if start else ''} "
+                f"({layout.dtype}, {list(layout.shape)}), and what it is {verb if verb == 'read' else 'written'} "
+                f"{preposition} has {has_bytes:,}"
+            )
+        return _Side(owner, address, nbytes, start)
+
+    def as_bytes(self) -> torch.Tensor:
+        import torch
+
+        flat: torch.Tensor = self.owner.detach().view(-1).view(torch.uint8)
+        return flat[: self.nbytes]
+
+
+def _is_tensor(thing: Any) -> bool:
+    return hasattr(thing, "untyped_storage") and hasattr(thing, "is_contiguous")
+
+
+def _check_tensor(tensor: Any, use: str) -> None:
+    """
+    Raises:
+        TransferError: its memory is not one piece, or not there at all.
+    """
+    if not _is_tensor(tensor):
+        raise TransferError(
+            f"{use} a tensor, and this is a {type(tensor).__name__}; torch.as_tensor(...) makes one of an array"
+        )
+    import torch
+
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        raise TransferError(
+            f"{use} a plain tensor, and this is a {type(tensor).__name__} ({tensor.layout}); "
+            f"of a DTensor give .to_local(), of a sparse tensor its values and indices"
+        )
+    if not tensor.is_contiguous():
+        raise TransferError(
+            f"{use} a contiguous tensor, and this one has shape {list(tensor.shape)} and strides "
+            f"{list(tensor.stride())}; .contiguous() makes a copy that is"
+        )
+    if tensor.numel() == 0:
+        raise TransferError(f"{use} a tensor that has elements, and this one has shape {list(tensor.shape)}")
+
+
+def _plain_memory(thing: Any, writable: bool) -> tuple[Any, int, int]:
+    """What speaks the buffer protocol: something to keep alive, its address, its bytes."""
+    try:
+        view = memoryview(thing)
+    except TypeError:
+        raise TransferError(
+            f"a tensor, or something with the buffer protocol (bytearray, numpy array), is needed here, not a "
+            f"{type(thing).__name__}"
+        ) from None
+    if not view.c_contiguous:
+        raise TransferError(f"a contiguous {type(thing).__name__} is needed here; copy it")
+    if view.readonly and writable:
+        raise TransferError(f"this {type(thing).__name__} is read-only; give a bytearray, a writable array or a tensor")
+    if view.readonly:  # ctypes takes the address of writable memory only
+        import numpy as np
+
+        array = np.frombuffer(view, dtype=np.uint8)
+        return array, int(array.ctypes.data), view.nbytes
+    first = (ctypes.c_ubyte * view.nbytes).from_buffer(view)
+    return first, ctypes.addressof(first), view.nbytes
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Copies, beside the caller's work
+
+
+_threads: ThreadPoolExecutor | None = None
+_threads_lock = threading.Lock()
+
+
+def _copied(nbytes: int, copy: Callable[[], None]) -> Future[None]:
+    """The copy's future: small ones are done when this returns, large ones go on in a thread, so that an event loop may
+    turn meanwhile."""
+    future: Future[None] = Future("the copy")
+
+    def work() -> None:
+        try:
+            copy()
+        except Exception as error:
+            future.fail(error)
+        else:
+            future.settle(lambda: None)
+
+    if nbytes > INLINE_BYTES:
+        _pool().submit(work)
+    else:
+        work()
+    return future
+
+
+def _pool() -> ThreadPoolExecutor:
+    global _threads
+    with _threads_lock:
+        if _threads is None:
+            # Two: what limits a copy is the memory, not the processor.
+            _threads = ThreadPoolExecutor(2, thread_name_prefix="meshbook-copy")
+        return _threads
+
+
+def _forget_threads() -> None:
+    """After a fork, in the child: threads do not come along, and the lock may be held for ever."""
+    global _threads, _threads_lock
+    _threads, _threads_lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_threads)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shared memory
+
+
+def _offer_shared(tensor: torch.Tensor, nbytes: int) -> Region:
+    storage = tensor.untyped_storage()
+    if not storage.is_shared():
+        _check_room(storage.nbytes())
+    try:
+        # Moves the storage, in place, if it is not in shared memory yet. torch's own queues stand on it; the
+        # strategy that is set for those does not matter here.
+        fd, _ = storage._share_fd_cpu_()
+    except RuntimeError as error:
+        raise TransferError(
+            f"the {storage.nbytes():,} bytes of this tensor's storage cannot be moved into shared memory: {error}"
+        ) from error
+    return _offered.offer(fd, int(tensor.storage_offset()) * tensor.element_size(), nbytes, keep=storage)
+
+
+def _check_room(nbytes: int) -> None:
+    """
+    Raises:
+        TransferError: /dev/shm is too small. Writing behind its end would kill this process.
+    """
+    try:
+        room = os.statvfs("/dev/shm")
+    except OSError:
+        return
+    free = room.f_bavail * room.f_frsize
+    if free < nbytes:
+        raise TransferError(
+            f"this tensor's storage has {nbytes:,} bytes, and /dev/shm has {free:,} free; make it larger (docker run "
+            f"--shm-size), or make the tensor by Buffer.empty(...), which does not need it"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# CUDA IPC
+
+
+class _CudaPlace(NamedTuple):
+    """Where a CUDA tensor's memory is, in `UntypedStorage._share_cuda_`'s words. A region of one byte stands for it on
+    the owner's board, and tells whether it is still offered."""
+
+    pid: int
+    sign: Region
+    handle: tuple[Any, ...]
+    offset: int  # bytes in the storage
+
+
+_cuda_opened: dict[Region, Any] = {}  # storages of others, mapped here
+
+
+def _offer_cuda(tensor: torch.Tensor) -> _CudaPlace:
+    storage = tensor.untyped_storage()
+    handle = storage._share_cuda_()  # type: ignore[no-untyped-call]
+    fd = memory_file(1)
+    try:
+        sign = _offered.offer(fd, 0, 1, keep=storage)
+    finally:
+        os.close(fd)
+    return _CudaPlace(os.getpid(), sign, tuple(handle), int(tensor.storage_offset()) * tensor.element_size())
+
+
+def _copy_cuda(place: _CudaPlace, side: _Side, *, reading: bool) -> None:
+    import torch
+
+    with _reader.use(place.sign):
+        if place.pid == os.getpid():
+            raise TransferError("this buffer is this process's own CUDA memory: copy from the tensor it was made of")
+        storage = _cuda_opened.get(place.sign)
+        if storage is None:
+            storage = torch.UntypedStorage._new_shared_cuda(*place.handle)
+            _cuda_opened[place.sign] = storage
+        start = place.offset + side.offset
+        there = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[start : start + side.nbytes]
+        if side.address is None:
+            here = side.as_bytes()
+        else:
+            here = torch.frombuffer((ctypes.c_ubyte * side.nbytes).from_address(side.address), dtype=torch.uint8)
+        (here if reading else there).copy_(there if reading else here)
+        torch.cuda.synchronize(storage.device)  # the future says that the bytes are there
+
+
+def _drop_cuda(place: _CudaPlace) -> None:
+    _cuda_opened.pop(place.sign, None)
+    if place.pid == os.getpid():
+        _offered.drop(place.sign)
+    else:
+        _reader.drop(place.sign)
+

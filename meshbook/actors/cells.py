@@ -1,0 +1,137 @@
+"""A cell that runs inside actors, between their messages, with `self` bound: `%%mesh --actor trainers`."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import difflib
+import inspect
+import itertools
+import linecache
+import sys
+import weakref
+from typing import Any
+
+import msgspec
+
+from meshbook.actors.mesh import ActorMesh
+from meshbook.actors.runtime.life import life
+from meshbook.controller.results import bundle_of, mime_of
+from meshbook.errors import MeshNameError
+from meshbook.fold import words
+from meshbook.mesh import MeshAxes
+from meshbook.wire.messages import Outcome, Part, Preview, Value
+
+_numbers = itertools.count(1)
+
+
+class ActorCellValues:
+    """What the last expression of a cell gave in each actor, to be shown."""
+
+    def __init__(self, parts: tuple[Part, ...], places: tuple[int, ...]) -> None:
+        self.parts, self._places = parts, places
+
+    def __repr__(self) -> str:
+        return words.show_values(self.parts, self._places, colour=False)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        return bundle_of(self.parts, self._places)
+
+    def _mime_(self) -> tuple[str, Any]:
+        return mime_of(self._repr_mimebundle_())
+
+
+def find_actors(name: str) -> ActorMesh:
+    """The newest mesh of actors of that name which this program has spawned and not stopped.
+
+    Raises:
+        MeshNameError: there is none; the message lists those that are.
+    """
+    refs = [owned.ref for owned in life().owned.values() if owned.ref is not None and not owned.stopped]
+    for ref in reversed(refs):
+        if ref.name == name:
+            return ActorMesh(ref, MeshAxes(ref.home.names, ref.home.sizes, tuple(range(len(ref.addresses)))))
+    names = sorted({ref.name for ref in refs})
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"there {'is' if len(names) == 1 else 'are'} {', '.join(names)}"
+    raise MeshNameError(f"no actors are named {name!r}; {hint if names else 'none were spawned from here'}")
+
+
+def run_in_actors(actors: ActorMesh, source: str) -> ActorCellValues | None:
+    """Run source in each actor, as a message among its others. Blocks.
+
+    Its globals are the actor's own: names of earlier such cells, then those of the rank's cells; `self` is the actor.
+
+    Returns:
+        What the last expression gave, if there is one and it is not None anywhere.
+
+    Raises:
+        SyntaxError: before anything is sent.
+        ActorError: it raised, with the traceback of the cell and the ranks.
+    """
+    number = next(_numbers)
+    file_name = f"<cell {number} in {actors._ref.name}>"
+    compile(source, file_name, "exec", ast.PyCF_ONLY_AST)
+    answers = list(actors._apply(run_cell, source, file_name).get().values())
+    if all(answer is None for answer in answers):
+        return None
+    parts: dict[bytes, tuple[list[int], Outcome]] = {}
+    for place, raw in enumerate(answers):
+        preview = Preview(kind="none", type="NoneType", text="None") if raw is None else msgspec.convert(raw, Preview)
+        outcome = Outcome(status="ok", value=Value(preview))
+        parts.setdefault(msgspec.msgpack.encode(preview), ([], outcome))[0].append(place)
+    folded = tuple(Part(tuple(places), outcome) for places, outcome in parts.values())
+    return ActorCellValues(folded, tuple(range(len(answers))))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In the actors' processes
+
+_namespaces: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+
+def run_cell(actor: Any, source: str, file_name: str) -> Any:
+    """A preview of what the last expression gives, as plain data. In an actor with an event loop the cell may
+    await, and then this is a coroutine."""
+    names = _namespace_of(actor)
+    linecache.cache[file_name] = (len(source), None, source.splitlines(keepends=True), file_name)
+    tree = ast.parse(source, file_name)
+    last: ast.expr | None = None
+    if tree.body and isinstance(tree.body[-1], ast.Expr):
+        last = tree.body.pop().value  # type: ignore[attr-defined]
+    steps = [compile(tree, file_name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)]
+    if last is not None:
+        steps.append(compile(ast.Expression(last), file_name, "eval", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT))
+    if any(step.co_flags & inspect.CO_COROUTINE for step in steps):
+        return _run_awaiting(steps, names)
+    value = None
+    for step in steps:
+        value = eval(step, names)
+    return _shown(value if last is not None else None)
+
+
+async def _run_awaiting(steps: list[Any], names: dict[str, Any]) -> Any:
+    value = None
+    for step in steps:
+        value = eval(step, names)
+        if step.co_flags & inspect.CO_COROUTINE:
+            value = await value
+    return _shown(value if len(steps) > 1 else None)
+
+
+def _shown(value: Any) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    from meshbook.rank.preview import preview
+
+    shown: dict[str, Any] = msgspec.to_builtins(preview(value, text_limit=2000, rich=False))
+    return shown
+
+
+def _namespace_of(actor: Any) -> dict[str, Any]:
+    """Where an actor's cells keep their names. What the rank's cells have bound since, and these have not, is there."""
+    names = _namespaces.setdefault(actor, {"__builtins__": builtins, "__name__": "__main__"})
+    for name, value in vars(sys.modules["__main__"]).items():
+        names.setdefault(name, value)
+    names["self"] = actor
+    return names

@@ -1,0 +1,87 @@
+"""The end of the line for failures: what happens in a notebook or script when no actor has handled one.
+
+By default the cell stops. A cell that hears of the failure anyway, because a call of its own fails by it, is not
+stopped a second time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+from meshbook.actors import answers
+from meshbook.actors.runtime import faults, futures
+from meshbook.actors.runtime.life import Life
+
+# Seconds that a failure has to reach somebody as the end of a call, before it stops the cell.
+_GRACE_S = 0.3
+# ... and that the news of how a process ended may take.
+_NEWS_S = 0.25
+
+
+def prepare(alive: Life) -> None:
+    """Have unhandled failures end here."""
+    if not alive.post.news.delay_s:
+        alive.root = _unhandled
+        alive.post.news.delay_s = _NEWS_S
+
+
+def unhandled_fault_hook(failure: faults.MeshFailure) -> None:
+    """Called with a failure that no `__supervise__` has handled. This default raises, and the cell stops.
+
+    Assign your own to `meshbook.actor.unhandled_fault_hook`; if it returns, the failure is over.
+    """
+    raise SystemExit(1)
+
+
+def _unhandled(failure: faults.MeshFailure, name: str) -> None:
+    hook = getattr(sys.modules.get("meshbook.actor"), "unhandled_fault_hook", unhandled_fault_hook)
+    if hook is not unhandled_fault_hook:
+        threading.Thread(target=_ask, args=(hook, failure), name="unhandled_fault_hook", daemon=True).start()
+        return
+    came = time.monotonic()
+
+    def stop() -> None:
+        if answers.told.get(failure.mesh_name, 0.0) < came - 2 * _GRACE_S - _NEWS_S:
+            _stop_cell(failure)
+
+    from meshbook.actors.runtime.post import here
+
+    here().call_later(_GRACE_S, stop)
+
+
+def _ask(hook: Any, failure: faults.MeshFailure) -> None:
+    """User code: on a thread of its own."""
+    try:
+        hook(failure)
+    except BaseException:
+        _stop_cell(failure)
+
+
+def _stop_cell(failure: faults.MeshFailure) -> None:
+    if not threading.main_thread().is_alive():
+        return  # the program is ending, and its processes with it
+    main = threading.main_thread().ident or 0
+    error = faults.SupervisionError(f"{failure.report()}; no __supervise__ has handled it", mesh_name=failure.mesh_name)
+    if futures.stop_waiting(main, error):
+        return
+    print(f"{failure.report()}\nNo __supervise__ has handled it.", file=sys.stderr)
+    if _runs_code(sys._current_frames().get(main)):
+        with contextlib.suppress(OSError):
+            signal.pthread_kill(main, signal.SIGINT)
+
+
+def _runs_code(frame: FrameType | None) -> bool:
+    """Whether the main thread is in a cell or a script, and not a kernel that waits for one."""
+    if "IPython" not in sys.modules or getattr(sys.modules["IPython"], "get_ipython", lambda: None)() is None:
+        return True
+    while frame is not None:
+        if frame.f_code.co_name == "run_code" and frame.f_code.co_filename.endswith("interactiveshell.py"):
+            return True
+        frame = frame.f_back
+    return False

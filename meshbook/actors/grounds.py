@@ -1,0 +1,328 @@
+"""What a ProcMesh stands on: processes that this program starts, the ranks of a mesh, or what another process told of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from meshbook.actors.answers import Gather, stopped_homes
+from meshbook.actors.mesh import ActorMesh, ActorRef
+from meshbook.actors.runtime.context import Home
+from meshbook.actors.runtime.futures import Future
+from meshbook.actors.runtime.life import life
+from meshbook.actors.runtime.post import here
+from meshbook.errors import MeshTimeout, NotAttached, StartError, UsageError
+from meshbook.mesh import MeshAxes
+from meshbook.wire import messages
+from meshbook.wire.messages import Address
+
+if TYPE_CHECKING:
+    from meshbook.controller.session import Session
+
+_FAREWELL_S = 1.0  # that processes have to tell others of their end
+_ONE = MeshAxes((), (), (0,))
+_ANSWER_S = 30.0  # for a process to say where it is, or that it has registered an actor: it has only to look up
+# Seconds that processes live on after the program that spawned them was killed. An orderly end stops them at once.
+_ORPHAN_TTL_S = 60.0
+# ... and those that an actor has spawned, when the actor's process is gone: nobody can come back for them.
+_ACTORS_ORPHAN_TTL_S = 2.0
+
+
+def prepare_client() -> None:
+    """Make this process one that hears of failures which no actor has handled."""
+    alive = life()
+    if not alive.on_rank:
+        from meshbook.actors import client
+
+        client.prepare(alive)
+
+
+class Procs:
+    """Processes, however they came about."""
+
+    lend: Any = None
+    ready: Future[bool]
+
+    def home(self) -> Home:
+        """Where they are. Waits until they run."""
+        raise NotImplementedError
+
+    def mesh(self) -> Any:
+        return None
+
+    def ends(self) -> bool:
+        """Whether they are being ended on purpose, from here."""
+        return False
+
+    def stop(self, reason: str) -> Future[None]:
+        raise NotImplementedError
+
+    def logging_option(self, stream: bool, window_s: float | None) -> None:
+        mesh = self.mesh()
+        if mesh is not None:
+            from meshbook.actors import output
+
+            output.of(mesh.session).choose(stream, window_s)
+
+
+class Known(Procs):
+    """Processes that another one has told us of."""
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self.ready = Future.of(True)
+
+    def home(self) -> Home:
+        return self._home
+
+    def stop(self, reason: str) -> Future[None]:
+        name = self._home.mesh
+        if name is None:
+            raise UsageError("this is the process itself; to end it, end the program")
+        kept = life().kept.get(self._home.name)
+        if kept is not None:
+            stopping: Future[None] = kept.stop(reason)
+            return stopping
+
+        home = self._home
+
+        def end() -> None:
+            forget(home, reason)
+            from meshbook.controller.mesh import attach
+            from meshbook.errors import MeshbookError
+
+            with contextlib.suppress(MeshbookError):  # somebody was faster
+                attach(name).stop()
+
+        return in_background(end, f"the stop of {name}")
+
+
+class Ranks(Procs):
+    """The ranks of a mesh that this program is attached to."""
+
+    def __init__(self, session: Session, axes: MeshAxes) -> None:
+        self._session, self.axes = session, axes
+        self._lock = threading.Lock()
+        self._home: Home | None = None
+        self.ready = Future("the processes")
+        self.lend = session._reference_to
+        session.on_lost.append(tell_news)
+        prepare_client()
+        from meshbook.actors import output
+
+        output.of(session)
+
+    def home(self) -> Home:
+        with self._lock:
+            if self._home is None:
+                self._session.check()
+                self._home = Home(
+                    self._session.name,
+                    self.axes.names,
+                    self.axes.shape,
+                    addresses_of(self._session, self.axes),
+                    self._session.name,
+                )
+                self.ready.settle(lambda: True)
+        return self._home
+
+    def mesh(self) -> Any:
+        from meshbook.controller.mesh import Mesh
+
+        return Mesh.of(self._session, self.axes)
+
+    def ends(self) -> bool:
+        return self._session.stopping or self._session.ended is not None
+
+    def stop(self, reason: str) -> Future[None]:
+        home = self.home()
+
+        def end() -> None:
+            forget(home, reason)
+            self._session.stop()
+
+        return in_background(end, f"the stop of {home.name}")
+
+
+class Started(Procs):
+    """Processes that this program starts: a mesh of light ranks, come up in the background."""
+
+    def __init__(
+        self, name: str, axes: MeshAxes, bootstrap: Callable[[], Any] | None, device: str, env: dict[str, str]
+    ) -> None:
+        prepare_client()
+        self.name = f"{name}-{secrets.token_hex(2)}"
+        self.axes, self._bootstrap = axes, bootstrap
+        self._options: dict[str, Any] = {"device": device, "env": env}
+        self._mesh: Any = None
+        self._home: Home | None = None
+        self._stopped = False
+        self.ready = Future("the start of the processes")
+        life().kept[self.name] = self
+        # Not a daemon: an orderly end of the program waits for what it has begun, and then stops it.
+        threading.Thread(target=self._start, name=f"start {self.name}").start()
+
+    def _start(self) -> None:
+        from meshbook.controller.mesh import start_light, warm_light
+
+        try:
+            axes = self.axes if self.axes.names else MeshAxes.of({"proc": 1})
+            torch = "torch" in sys.modules
+            session = (None if torch else spare.take()) or warm_light(
+                self.name, torch=torch, orphan_ttl_s=_ACTORS_ORPHAN_TTL_S if life().on_rank else _ORPHAN_TTL_S
+            )
+            self._mesh = start_light(session, axes, torch=torch, **self._options)
+            ranks = Ranks(self._mesh.session, axes)
+            self._mesh.session.extras["actors"] = ranks
+            found = ranks.home()
+            self._home = Home(self.name, self.axes.names, self.axes.shape, found.addresses, found.mesh)
+            self.lend = ranks.lend
+            if self._bootstrap is not None:
+                self._mesh.execute(self._bootstrap)
+        except BaseException as error:
+            life().kept.pop(self.name, None)
+            self.ready.fail(error if isinstance(error, Exception) else StartError(str(error)))
+        else:
+            self.ready.settle(lambda: True)
+            if not torch and not life().on_rank:
+                spare.refill()
+
+    def home(self) -> Home:
+        self.ready.get()
+        if self._stopped:
+            raise NotAttached(f"the processes {self.name!r} were stopped; spawn new ones with spawn_procs()")
+        assert self._home is not None
+        return self._home
+
+    def mesh(self) -> Any:
+        self.home()
+        return self._mesh
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it has come up and was not stopped."""
+        return self._home is not None and not self._stopped
+
+    def ends(self) -> bool:
+        if self._stopped or self._mesh is None:
+            return True
+        return self._mesh.session.stopping or self._mesh.session.ended is not None
+
+    def stop(self, reason: str) -> Future[None]:
+        self._stopped = True
+
+        def end() -> None:
+            self.ready.exception()
+            if self._home is not None:
+                forget(self._home, reason)
+            if self._mesh is not None:
+                self._mesh.stop()
+            life().kept.pop(self.name, None)
+            if not any(isinstance(kept, Started) for kept in life().kept.values()):
+                spare.empty()
+
+        return in_background(end, f"the stop of {self.name}")
+
+
+class Spare:
+    """One mesh without ranks, with a warm fork server, for the next `spawn_procs`: it saves the start of two Python
+    interpreters. There is one only while there are processes that this program has spawned."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._session: Session | None = None
+        self._wanted = 0  # counts up when it is emptied, so that one that comes up afterwards is known as late
+
+    def take(self) -> Session | None:
+        with self._lock:
+            session, self._session = self._session, None
+        return session if session is not None and session.ended is None and not session.connection.closed else None
+
+    def refill(self) -> None:
+        """Have one made. Called on a thread that has nothing else to do."""
+        from meshbook.controller.mesh import warm_light
+
+        wanted = self._wanted
+        if self._session is not None:
+            return
+        session = warm_light(f"spare-{secrets.token_hex(3)}", torch=False, orphan_ttl_s=_ORPHAN_TTL_S)
+        with self._lock:
+            if wanted == self._wanted and self._session is None:
+                self._session = session
+                return
+        session.stop()
+
+    def empty(self) -> None:
+        with self._lock:
+            self._wanted += 1
+            session, self._session = self._session, None
+        if session is not None:
+            session.stop()
+
+
+spare = Spare()
+
+
+def forget(home: Home, reason: str) -> None:
+    """These processes end on purpose: nobody is to be told of it as of a failure, here or anywhere."""
+    stopped_homes.add(home.name)
+    nodes = {address.node for address in home.addresses}
+    for owned in life().owned.values():
+        if nodes & owned.places.keys():
+            owned.stopped = True
+    ref = ActorRef("", home.name, "", {}, frozenset(), home.addresses, home)
+    whole = ActorMesh(ref, MeshAxes(("place",), (len(home.addresses),), tuple(range(len(home.addresses)))))
+    said: Future[None] = Future("the farewell")
+    whole._post(
+        lambda number: messages.Leave(number, reason), Gather(whole, "stop", said, lambda v: None, ignore_lost=True)
+    )
+    with contextlib.suppress(MeshTimeout):  # one of them is stuck, and will be killed
+        said.get(_FAREWELL_S)
+
+
+def in_background(act: Callable[[], Any], label: str) -> Future[None]:
+    future: Future[None] = Future(label)
+
+    def run() -> None:
+        try:
+            act()
+        except Exception as error:
+            future.fail(error)
+        else:
+            future.settle(lambda: None)
+
+    # Not a daemon: an orderly end of the program waits until what it asked to be stopped has been.
+    threading.Thread(target=run, name=label).start()
+    return future
+
+
+def addresses_of(session: Session, axes: MeshAxes) -> tuple[Address, ...]:
+    """Where each rank can be reached; the ranks' service threads say, whatever the ranks run."""
+    found: dict[int, Address] = {}
+    deadline = time.monotonic() + _ANSWER_S
+    while (missing := tuple(rank for rank in session.living(axes.ranks) if rank not in found)) and (
+        time.monotonic() < deadline
+    ):
+        command = messages.OpenActors(call=session.connection.next_call(), ranks=missing)
+        for part in session.question(command, _ANSWER_S):
+            if part.outcome.status == "ok" and isinstance(part.outcome.answer, list):
+                for rank in part.ranks:
+                    found[rank] = Address(*part.outcome.answer)
+    lost = Address("lost", "", 0)
+    late = [rank for rank in session.living(axes.ranks) if rank not in found]
+    if late:
+        raise MeshTimeout(f"ranks {late} did not say where their actors can be reached; they may be stuck in C code")
+    return tuple(found.get(rank, lost) for rank in axes.ranks)
+
+
+def tell_news(exited: tuple[messages.RankExited, ...]) -> None:
+    from meshbook.errors import describe_exit
+
+    for rank in exited:
+        here().news.tell(rank.pid, describe_exit(rank.signal, rank.exit_code))

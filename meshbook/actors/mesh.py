@@ -1,0 +1,452 @@
+"""Actors as their callers hold them: `ActorMesh`, its endpoints, and the verbs.
+
+A reference says where the actors are and what may be called; it holds no connection and travels in messages. Everything
+here is the same in the notebook and inside an actor.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from meshbook.actors import base
+from meshbook.actors.answers import Expected, Gather, Stream
+from meshbook.actors.runtime.context import Home, context
+from meshbook.actors.runtime.futures import Future
+from meshbook.actors.runtime.life import life
+from meshbook.actors.runtime.peer import PeerGone
+from meshbook.actors.runtime.ports import Port
+from meshbook.actors.runtime.post import Post, encode, here
+from meshbook.actors.shape import MeshTrait
+from meshbook.actors.values import ValueMesh
+from meshbook.controller import extensions
+from meshbook.mesh import MeshAxes
+from meshbook.wire import messages
+
+if TYPE_CHECKING:
+    from meshbook.wire.messages import Address
+
+
+
+class ActorRef:
+    """What is known of a mesh of actors everywhere; all slices share it."""
+
+    def __init__(
+        self,
+        id: str,
+        name: str,
+        class_name: str,
+        endpoints: dict[str, base.EndpointInfo],
+        methods: frozenset[str],
+        addresses: tuple[Address, ...],
+        home: Home | None,
+        Class: type | None = None,
+    ) -> None:
+        self.id, self.name, self.class_name = id, name, class_name
+        self.endpoints, self.methods = endpoints, methods
+        self.addresses, self.home = addresses, home
+        self.Class = Class  # where it was spawned; not sent along
+        self.lend: Any = None  # keys of handles that these ranks resolve themselves
+        self._peers: list[Any] = [None] * len(addresses)
+
+    def peer(self, place: int) -> Any:
+        """The connection to the actor at a place; for one that is gone, something that says so when it is sent to."""
+        found = self._peers[place]
+        if found is None or found.gone is not None:
+            try:
+                found = here().peer(self.addresses[place])
+            except PeerGone as error:
+                found = _Gone(place, str(error), self.addresses[place], getattr(found, "leaving", None))
+            self._peers[place] = found
+        return found
+
+    def __reduce__(self) -> Any:
+        return ActorRef, (
+            self.id, self.name, self.class_name, self.endpoints, self.methods, self.addresses, self.home,
+        )  # fmt: skip
+
+
+class _Gone:
+    def __init__(self, place: int, reason: str, address: Address, leaving: str | None) -> None:
+        self.number, self.gone, self.address, self.leaving = -1 - place, reason, address, leaving
+
+    def send(self, frame: bytes) -> None:
+        raise PeerGone(self.gone)
+
+
+class ActorMesh(MeshTrait):
+    """Actors of one class, one per process of a mesh, or a part of them. Its endpoints are its attributes."""
+
+    def __init__(self, ref: ActorRef, axes: MeshAxes) -> None:
+        self._ref, self._axes = ref, axes
+
+    def _with_axes(self, axes: MeshAxes) -> ActorMesh:
+        return ActorMesh(self._ref, axes)
+
+    @property
+    def _mesh_name(self) -> str:
+        return self._ref.name
+
+    @property
+    def _class_name(self) -> str:
+        return self._ref.class_name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        ref = self._ref
+        info = ref.endpoints.get(name)
+        if info is not None:
+            handle = ActorEndpoint(self, info)
+            self.__dict__[name] = handle
+            return handle
+        if name == "state":  # not a property: an endpoint may have the name
+            return extensions.find("actor_state")(self)
+        if name in ref.methods:
+            return NotAnEndpoint(self, name)
+        raise AttributeError(base.no_such_endpoint(ref.class_name, list(ref.endpoints), name))
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self._ref.endpoints})
+
+    def stop(self, reason: str = "stopped by its client") -> Future[None]:
+        """End the actors, after the messages they have been sent before; `__cleanup__` runs. Does not wait.
+
+        Returns:
+            A future, done when they have ended. Later calls raise ActorStopped.
+        """
+        owned = life().owned.get(self._ref.id)
+        if owned is not None and self._axes.size == len(self._ref.addresses):
+            owned.stopped = True
+        future: Future[None] = Future(f"{self._ref.name}.stop()")
+        gather = Gather(self, "stop", future, lambda values: None, ignore_lost=True)
+        self._post(lambda number: messages.StopActor(number, self._ref.id, reason), gather)
+        return future
+
+    @property
+    def initialized(self) -> Future[None]:
+        """A future, done when every `__init__` has run; it raises what one of them raised."""
+        future: Future[None] = Future(f"the start of {self._ref.name}")
+        self._send("=apply", (_nothing,), {}, Gather(self, "__init__", future, lambda values: None))
+        return future
+
+    def _apply(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[ValueMesh[Any]]:
+        """Run `function(actor, …)` in each actor, as a message among others: in order, on the actor's own thread."""
+        return self._run_in_actor("=apply", function, args, kwargs)
+
+    def _apply_now(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[ValueMesh[Any]]:
+        """Run `function(actor, …)` beside whatever each actor is doing, on a thread of the process. For looking."""
+        return self._run_in_actor("=now", function, args, kwargs)
+
+    def _run_in_actor(self, method: str, function: Any, args: Any, kwargs: Any) -> Future[ValueMesh[Any]]:
+        future: Future[ValueMesh[Any]] = Future(f"{self._ref.name}.{getattr(function, '__name__', 'function')}")
+        axes = self._axes
+        gather = Gather(self, future.label.partition(".")[2], future, lambda values: ValueMesh(axes, values))
+        self._send(method, (function, *args), kwargs, gather)
+        return future
+
+    # ---- sending
+
+    def _send(
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        expected: Expected | None,
+        *,
+        port: messages.PortAddress | None = None,
+        places: Sequence[int] | None = None,
+    ) -> None:
+        """One message to every actor of this mesh (or to those at `places`): packed once, the same bytes to each."""
+        ref = self._ref
+        peers = [ref.peer(place) for place in (self._axes.ranks if places is None else places)]
+        post = here()
+        living = [peer for peer in peers if peer.gone is None]
+        plain, payload = post.parcels.pack_arguments(args, kwargs, living, lend=ref.lend)
+        view = self._view()
+        number = 0
+        if expected is not None:
+            expected.index = {peer.number: index for index, peer in enumerate(peers)}
+            number = post.expect(expected)
+        word = messages.CallActor(ref.id, method, number, plain, payload, port, view)
+        _deliver(post, encode(word), peers, expected, number)
+
+    def _post(self, word: Callable[[int], messages.PeerWord], expected: Expected) -> None:
+        peers = [self._ref.peer(place) for place in self._axes.ranks]
+        post = here()
+        expected.index = {peer.number: index for index, peer in enumerate(peers)}
+        number = post.expect(expected)
+        _deliver(post, encode(word(number)), peers, expected, number)
+
+    def _view(self) -> messages.View | None:
+        axes = self._axes
+        home = self._ref.home
+        whole = home is not None and (axes.names, axes.shape) == (home.names, home.sizes)
+        if whole and axes.size == len(self._ref.addresses):
+            return None
+        return messages.View(axes.names, axes.shape, axes.ranks)
+
+    def __reduce__(self) -> Any:
+        return ActorMesh, (self._ref, self._axes)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ActorMesh) and (self._ref.id, self._axes) == (other._ref.id, other._axes)
+
+    def __hash__(self) -> int:
+        return hash((self._ref.id, self._axes))
+
+    def __repr__(self) -> str:
+        return f"<ActorMesh {self._ref.name!r} of {self._ref.class_name} {self._axes or '(one)'}>"
+
+
+def _deliver(post: Post, frame: bytes, peers: Sequence[Any], expected: Expected | None, number: int) -> None:
+    for peer in peers:
+        try:
+            peer.send(frame)
+        except PeerGone as error:
+            post.parcels.pool.forget_reader(peer.number)
+            if expected is not None and expected.lost(peer, str(error)):
+                post.forget(number)
+
+
+def _nothing(actor: Any) -> None:
+    pass
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The verbs
+
+
+class ActorEndpoint:
+    """`mesh.step`: something to be called, in one of several ways. Travels in messages, with its mesh."""
+
+    def __init__(self, mesh: ActorMesh, info: base.EndpointInfo) -> None:
+        self._mesh, self._info = mesh, info
+        self._name = info.name
+        self._label = f"{mesh._ref.name}.{info.name}"
+        self._class = mesh._ref.Class
+        self._signature, self._plain_counts = _signature_of(self._class, info)
+
+    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises TypeError as the method itself would, before anything is sent."""
+        if self._class is not self._mesh._ref.Class:
+            self._read_again()
+        if self._signature is None:
+            return
+        low, high = self._plain_counts
+        if kwargs or not low <= len(args) <= high:
+            try:
+                self._signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{self._label}{self._info.signature}: {error}") from None
+
+    def _read_again(self) -> None:
+        """The class was defined anew."""
+        ref = self._mesh._ref
+        info = ref.endpoints.get(self._name)
+        if info is None:
+            raise AttributeError(base.no_such_endpoint(ref.class_name, list(ref.endpoints), self._name))
+        self._info, self._class = info, ref.Class
+        self._signature, self._plain_counts = _signature_of(ref.Class, info)
+
+    def _future(self) -> Future[Any]:
+        future: Future[Any] = Future(self._label)
+        me = context().actor_instance.cabin
+        if me is not None and me.id == self._mesh._ref.id:
+            mine = here().address.node
+            if any(self._mesh._ref.addresses[place].node == mine for place in self._mesh._axes.ranks):
+                future.waits_for = me.thread_id
+        return future
+
+    def call(self, *args: Any, **kwargs: Any) -> Future[ValueMesh[Any]]:
+        """Call every actor of the mesh; a Future of a ValueMesh. Does not wait."""
+        self._check(args, kwargs)
+        future = self._future()
+        mesh = self._mesh
+        mesh._send(self._name, args, kwargs, Gather(mesh, self._name, future, lambda v: ValueMesh(mesh._axes, v)))
+        return future
+
+    def call_one(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call the only actor of the mesh; a Future of its value.
+
+        Raises:
+            ValueError: the mesh has several; slice it, or use `call` or `choose`.
+        """
+        mesh = self._mesh
+        if mesh._axes.size != 1:
+            raise ValueError(
+                f"call_one is for a mesh of one actor, and {mesh._ref.name!r} has {mesh._axes.size} here "
+                f"({mesh._axes}); slice it first, or use call() or choose()"
+            )
+        self._check(args, kwargs)
+        future = self._future()
+        mesh._send(self._name, args, kwargs, Gather(mesh, self._name, future, _only))
+        return future
+
+    def choose(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call one actor of the mesh, picked at random; a Future of its value."""
+        self._check(args, kwargs)
+        future = self._future()
+        mesh = self._mesh
+        place = random.choice(mesh._axes.ranks)
+        mesh._send(self._name, args, kwargs, Gather(mesh, self._name, future, _only), places=(place,))
+        return future
+
+    def stream(self, *args: Any, **kwargs: Any) -> Iterator[Future[Any]]:
+        """Call every actor; Futures of their values, in the order in which the values come."""
+        self._check(args, kwargs)
+        mesh = self._mesh
+        expected = Stream(mesh, self._name, mesh._axes.size)
+        mesh._send(self._name, args, kwargs, expected)
+        return iter(expected.futures)
+
+    def broadcast(self, *args: Any, **kwargs: Any) -> None:
+        """Send to every actor and expect no answer. A failure goes to whoever spawned the mesh (`__supervise__`)."""
+        self._check(args, kwargs)
+        self._mesh._send(self._name, args, kwargs, None)
+
+    def rref(self, *args: Any, **kwargs: Any) -> Any:
+        """Call every actor and keep the values there, as a remote tensor."""
+        return extensions.find("actor_rref")(self._mesh, self._info, args, kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(
+            f"{self._label} is called by a verb: {self._label}.call(…).get() for all ranks, call_one, choose, stream, "
+            "or broadcast"
+        )
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._mesh, self._name)
+
+    def __repr__(self) -> str:
+        return f"<endpoint {self._label}{self._info.signature}>"
+
+
+class NotAnEndpoint:
+    """`mesh.method`, where the method is not marked: it can be handed to `as_endpoint`, and nothing else."""
+
+    def __init__(self, mesh: ActorMesh, name: str) -> None:
+        self._mesh, self._name = mesh, name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        ref = self._mesh._ref
+        raise AttributeError(base.no_such_endpoint(ref.class_name, [], self._name, is_method=True))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(base.no_such_endpoint(self._mesh._ref.class_name, [], self._name, is_method=True))
+
+    def __repr__(self) -> str:
+        return f"<{self._mesh._ref.class_name}.{self._name}, not an endpoint>"
+
+
+def as_endpoint(
+    method: Any, *, propagate: Any = None, explicit_response_port: bool = False
+) -> ActorEndpoint:
+    """A method of an actor's class that is not marked, as an endpoint: `as_endpoint(mesh.method).call(…)`.
+
+    Raises:
+        TypeError: it is no method of a mesh of actors; or it wants an explicit port, which only a marked one gets.
+    """
+    if isinstance(method, ActorEndpoint):
+        return method
+    if not isinstance(method, NotAnEndpoint):
+        raise TypeError(f"as_endpoint takes a method of a mesh of actors, `mesh.method`, not a {type(method).__name__}")
+    if explicit_response_port:
+        raise TypeError("mark the method with @endpoint(explicit_response_port=True); only then it gets a port")
+    return _Unmarked(method._mesh, method._name)
+
+
+class _Unmarked(ActorEndpoint):
+    """Called like an endpoint, without being marked as one."""
+
+    def __init__(self, mesh: ActorMesh, name: str) -> None:
+        self._mesh, self._info = _Calling(mesh, name), base.EndpointInfo(name, False, "(…)")
+        self._name, self._label = name, f"{mesh._ref.name}.{name}"
+        self._signature = None
+
+    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        pass  # the method will say
+
+
+class _Calling(ActorMesh):
+    """A mesh whose messages call one unmarked method."""
+
+    def __init__(self, mesh: ActorMesh, method: str) -> None:
+        super().__init__(mesh._ref, mesh._axes)
+        self._unmarked = method
+
+    def _send(self, method: str, args: Any, kwargs: Any, expected: Any, **options: Any) -> None:
+        super()._send("=apply", (_call_method, self._unmarked, *args), kwargs, expected, **options)
+
+
+def _call_method(actor: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    return getattr(actor, name)(*args, **kwargs)
+
+
+def _only(values: list[Any]) -> Any:
+    return values[0]
+
+
+def send(
+    endpoint: ActorEndpoint,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    port: Port[Any] | None = None,
+    selection: str = "all",
+) -> None:
+    """Send to an endpoint and have what it returns sent to `port`.
+
+    Args:
+        selection: "all", or "choose" for one actor picked at random.
+    """
+    mesh = endpoint._mesh
+    endpoint._check(args, kwargs)
+    places = (random.choice(mesh._axes.ranks),) if selection == "choose" else None
+    mesh._send(
+        endpoint._name, args, kwargs, None, port=port._address if port is not None else None, places=places
+    )
+
+
+def _signature_of(Class: type | None, info: base.EndpointInfo) -> tuple[inspect.Signature | None, tuple[int, int]]:
+    """How it may be called, without self and port; and how many bare positional arguments are fine in any case."""
+    if Class is None:
+        return None, (0, 0)
+    mark = inspect.getattr_static(Class, info.name)
+    try:
+        signature = inspect.signature(mark.method)
+    except (TypeError, ValueError):
+        return None, (0, 0)
+    parameters = list(signature.parameters.values())[2 if info.explicit_response_port else 1 :]
+    bare = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    needed = [p for p in bare if p.default is p.empty]
+    only_by_name = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    low = len(needed) if not only_by_name else 1 << 30
+    high = 1 << 30 if any(p.kind is p.VAR_POSITIONAL for p in parameters) else len(bare)
+    return signature.replace(parameters=parameters), (low, high)
+
+
+def describe_class(Class: type) -> tuple[dict[str, base.EndpointInfo], frozenset[str]]:
+    """What callers need of a class: its endpoints and the names of its other methods.
+
+    Raises:
+        ValueError: an endpoint has a name that every mesh has already.
+    """
+    endpoints = {}
+    for name, mark in base.endpoints_of(Class).items():
+        if hasattr(ActorMesh, name) or name.startswith("_"):
+            raise ValueError(
+                f"{Class.__name__}.{name} cannot be an endpoint: every mesh of actors has {name!r} itself; rename it"
+            )
+        try:
+            signature = str(inspect.signature(mark.method))
+        except (TypeError, ValueError):
+            signature = "(…)"
+        endpoints[name] = base.EndpointInfo(name, mark.explicit_response_port, signature)
+    methods = frozenset(
+        name for name in dir(Class) if not name.startswith("_") and name not in endpoints and name != "logger"
+    )
+    return endpoints, methods

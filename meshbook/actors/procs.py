@@ -1,0 +1,374 @@
+"""Meshes of hosts and processes: where actors are spawned.
+
+`this_host().spawn_procs({"gpus": 4})` is a Meshbook mesh of its own, of light ranks; actors are spawned on it, or on
+the ranks of the notebook's mesh, by speaking to the processes directly. A ProcMesh travels in messages: an actor may
+spawn on the processes it is handed.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from meshbook.actors.answers import Gather
+from meshbook.actors.grounds import Known, Procs, Ranks, Started, in_background, prepare_client
+from meshbook.actors.mesh import ActorMesh, ActorRef, describe_class
+from meshbook.actors.runtime.context import Home, context
+from meshbook.actors.runtime.futures import Future
+from meshbook.actors.runtime.life import Owned, life
+from meshbook.actors.runtime.peer import PeerGone
+from meshbook.actors.runtime.post import encode, here
+from meshbook.actors.shape import MeshTrait
+from meshbook.errors import MeshTimeout, UsageError
+from meshbook.mesh import MeshAxes
+from meshbook.wire import messages, pickling
+
+if TYPE_CHECKING:
+    from meshbook.controller.mesh import Mesh
+
+_FAREWELL_S = 1.0  # that processes have to tell others of their end
+_ONE = MeshAxes((), (), (0,))
+_ANSWER_S = 30.0  # for a process to say where it is, or that it has registered an actor: it has only to look up
+# Seconds that processes live on after the program that spawned them was killed. An orderly end stops them at once.
+_ORPHAN_TTL_S = 60.0
+# ... and those that an actor has spawned, when the actor's process is gone: nobody can come back for them.
+_ACTORS_ORPHAN_TTL_S = 2.0
+
+
+class HostMesh(MeshTrait):
+    """Machines. Here: this one."""
+
+    def __init__(self, axes: MeshAxes = _ONE) -> None:
+        self._axes = axes
+
+    def _with_axes(self, axes: MeshAxes) -> HostMesh:
+        return HostMesh(axes)
+
+    def spawn_procs(
+        self,
+        per_host: Mapping[str, int] | None = None,
+        bootstrap: Callable[[], Any] | None = None,
+        name: str | None = None,
+        proc_bind: list[dict[str, str]] | None = None,
+        bootstrap_command: Any = None,
+        *,
+        device: str = "auto",
+        env: Mapping[str, str] | None = None,
+    ) -> ProcMesh:
+        """Start processes: `spawn_procs({"gpus": 4})`. Does not wait; what is spawned on them does.
+
+        Args:
+            per_host: axis -> size; None: a single process.
+            bootstrap: called once in each process, before any actor.
+            device: "cpu", "cuda", or "auto": a GPU for each process if there are enough.
+            env: environment variables for the processes.
+
+        Raises:
+            UsageError: an option of Monarch's that has no meaning here.
+        """
+        if proc_bind is not None or bootstrap_command is not None:
+            raise UsageError("proc_bind and bootstrap_command are not here: processes are forked from one warm server")
+        per_host = dict(per_host or {})
+        axes = MeshAxes.of(per_host) if per_host else _ONE
+        return ProcMesh(Started(name or "procs", axes, bootstrap, device, dict(env or {})), axes)
+
+    @property
+    def initialized(self) -> Future[bool]:
+        return Future.of(True)
+
+    def stop(self) -> Future[None]:
+        """Stop all processes that this program has spawned."""
+        return _stop_all()
+
+    shutdown = stop
+
+    async def __aenter__(self) -> HostMesh:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    def __reduce__(self) -> Any:
+        return HostMesh, (self._axes,)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HostMesh) and self._axes == other._axes
+
+    def __hash__(self) -> int:
+        return hash(self._axes)
+
+    def __repr__(self) -> str:
+        return "<HostMesh: this machine>"
+
+
+class ProcMesh(MeshTrait):
+    """Processes, or a part of them, on which actors can be spawned. As an async context manager: stopped at the end."""
+
+    def __init__(self, procs: Procs, axes: MeshAxes) -> None:
+        self._procs, self._axes = procs, axes
+
+    @classmethod
+    def of_home(cls, home: Home, places: tuple[int, ...] | None = None) -> ProcMesh:
+        """The processes that an actor was told it lives on; with `places`, some of them as a mesh without axes."""
+        axes = MeshAxes(home.names, home.sizes, tuple(range(len(home.addresses))))
+        return cls(Known(home), axes if places is None else MeshAxes((), (), places))
+
+    @classmethod
+    def of_mesh(cls, mesh: Mesh) -> ProcMesh:
+        """The ranks of a Meshbook mesh, or of a view of one."""
+        grid = mesh.session.axes
+        assert grid is not None
+        found = mesh.session.extras.get("actors")
+        if found is None:
+            found = mesh.session.extras["actors"] = Ranks(mesh.session, grid)
+        return cls(found, mesh.grid)
+
+    def _with_axes(self, axes: MeshAxes) -> ProcMesh:
+        return ProcMesh(self._procs, axes)
+
+    @property
+    def host_mesh(self) -> HostMesh:
+        return HostMesh()
+
+    @property
+    def initialized(self) -> Future[bool]:
+        """A future, done when the processes run."""
+        return self._procs.ready
+
+    @property
+    def name(self) -> str:
+        return self._procs.home().name
+
+    def spawn(self, name: str, Class: type, *args: Any, **kwargs: Any) -> ActorMesh:
+        """Make an actor of `Class` in each process. Waits for the processes, not for `Class.__init__`.
+
+        Args:
+            name: what errors, tables and `__supervise__` call it; each process has it once.
+            args, kwargs: for `Class.__init__`, packed once for all.
+
+        Raises:
+            TypeError: `Class` is not derived from Actor.
+            ValueError: an actor of that name lives in one of the processes; or an endpoint's name that is taken.
+            TransferError: the class or an argument cannot be pickled; the message names the part.
+            SupervisionError: a process is gone.
+        """
+        endpoints, methods = describe_class(Class)
+        home = self._procs.home()
+        places = self._axes.ranks
+        addresses = tuple(home.addresses[place] for place in places)
+        lived_in = Home(home.name, self._axes.names, self._axes.shape, addresses, home.mesh)
+        ref = ActorRef(
+            f"{name}-{secrets.token_hex(4)}", name, Class.__name__, endpoints, methods, addresses, lived_in, Class
+        )
+        ref.lend = self._procs.lend
+        mesh = ActorMesh(ref, MeshAxes(self._axes.names, self._axes.shape, tuple(range(len(places)))))
+        self._spawn(mesh, (Class, args, kwargs, lived_in))
+        return mesh
+
+    def _spawn(self, mesh: ActorMesh, made_of: tuple[Any, ...]) -> None:
+        ref, post, alive = mesh._ref, here(), life()
+        instance = context().actor_instance
+        owner = instance.address
+        peers = [ref.peer(place) for place in range(len(ref.addresses))]
+        payload = pickling.dump(
+            made_of,
+            pool=post.parcels.pool,
+            readers=[peer.number for peer in peers],
+            persistent=ref.lend,
+            name=("the class", "args", "kwargs", "the mesh"),
+        )
+        if payload.buffers:
+            post.parcels.first_borrowed()
+        alive.owned[ref.id] = Owned(
+            ref.name, owner.actor, {address.node: place for place, address in enumerate(ref.addresses)}
+        )
+        alive.owned[ref.id].ref = ref
+        alive.owned[ref.id].ends_with = self._procs.ends
+        done: Future[None] = Future(f"the spawn of {ref.name!r}")
+        gather = Gather(mesh, "spawn", done, lambda values: None)
+        gather.index = {peer.number: place for place, peer in enumerate(peers)}
+        number = post.expect(gather)
+        for place, peer in enumerate(peers):
+            word = messages.SpawnActor(
+                number, ref.id, ref.name, payload, mesh._axes.names, mesh._axes.shape, place, owner
+            )
+            try:
+                peer.send(encode(word))
+            except PeerGone as error:
+                if gather.lost(peer, str(error)):
+                    post.forget(number)
+        _wait_here(done, ref)
+
+    def to_table(self) -> str:
+        """The processes as a table, for people."""
+        home = self._procs.home()
+        rows = [["place", "process"]]
+        for index, place in enumerate(self._axes.ranks):
+            axes = self._axes
+            point = ", ".join(f"{k}={v}" for k, v in axes.point(axes.ranks[index]).items())
+            rows.append([point or "-", f"{home.name}, pid {home.addresses[place].pid}"])
+        width = max(len(row[0]) for row in rows)
+        return "\n".join(f"{left:<{width}}  {right}" for left, right in rows)
+
+    def stop(self, reason: str = "stopped by its client") -> Future[None]:
+        """End the processes and the actors on them. Does not wait.
+
+        Returns:
+            A future, done when they are gone.
+        """
+        return self._procs.stop(reason)
+
+    def activate(self) -> Any:
+        """`with procs.activate():` torch operations run on every process; see `Mesh.activate`."""
+        mesh = self._procs.mesh()
+        if mesh is None:
+            raise UsageError("only the program that started these processes can activate them")
+        return mesh.activate()
+
+    async def logging_option(
+        self,
+        stream_to_client: bool = True,
+        aggregate_window_sec: int | None = None,
+        level: int = logging.INFO,
+    ) -> None:
+        """What becomes of output: shown here, folded over ranks, or kept in the ranks' logs only.
+
+        Args:
+            stream_to_client: show it.
+            aggregate_window_sec: seconds in which equal lines are folded into one; None: as they come.
+            level: of the processes' loggers.
+        """
+        self._procs.logging_option(stream_to_client, aggregate_window_sec)
+        home = self._procs.home()
+        setters = self.spawn(f"logging-{secrets.token_hex(3)}", _logging_actor())
+        try:
+            await setters._apply(_set_level, level)
+        finally:
+            await setters.stop()
+        del home
+
+    async def __aenter__(self) -> ProcMesh:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    def __reduce__(self) -> Any:
+        return _rebuild, (self._procs.home(), self._axes)
+
+    def __repr__(self) -> str:
+        return f"<ProcMesh {self._axes or '(one)'}>"
+
+
+def _rebuild(home: Home, axes: MeshAxes) -> ProcMesh:
+    return ProcMesh(Known(home), axes)
+
+
+def _wait_here(done: Future[None], ref: ActorRef) -> None:
+    """Until the processes have registered an actor: a lookup in each, so also where nothing slow may be waited for."""
+    registered = threading.Event()
+    done.add_done_callback(lambda _: registered.set())
+    if not registered.wait(_ANSWER_S):
+        raise MeshTimeout(f"the processes did not take {ref.name!r} within {_ANSWER_S:.0f} s; are they stopped?")
+    try:
+        done.get()
+    except Exception as error:
+        life().owned.pop(ref.id, None)
+        if getattr(error, "message", "").startswith("an actor named"):
+            raise ValueError(error.message) from None  # type: ignore[attr-defined]
+        raise
+
+
+def _set_level(actor: Any, level: int) -> None:
+    logging.getLogger().setLevel(level)
+
+
+def _logging_actor() -> type:
+    from meshbook.actors.base import Actor
+
+    return type("LoggingOption", (Actor,), {"__module__": "__main__"})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Here
+
+
+def this_host() -> HostMesh:
+    """This machine."""
+    prepare_client()
+    return HostMesh()
+
+
+def this_proc() -> ProcMesh:
+    """This process, as a mesh of one: actors spawned on it live beside the code that spawned them."""
+    prepare_client()
+    instance = context().actor_instance
+    home = instance.home
+    mine = here().address
+    mesh_name = home.mesh if home is not None else None
+    return ProcMesh(Known(Home(f"process {mine.pid}", (), (), (mine,), mesh_name)), _ONE)
+
+
+def spawn_on(mesh: Mesh, name: str, Class: type, *args: Any, **kwargs: Any) -> ActorMesh:
+    """`Mesh.spawn`: actors on the ranks of the notebook's mesh, beside its cells."""
+    return ProcMesh.of_mesh(mesh).spawn(name, Class, *args, **kwargs)
+
+
+def get_or_spawn_controller(name: str, Class: type, *args: Any, **kwargs: Any) -> Future[ActorMesh]:
+    """The one actor of that name in this process; made when it is asked for the first time."""
+    alive = life()
+    found = alive.kept.get(f"controller {name}")
+    if found is None:
+        found = alive.kept[f"controller {name}"] = this_proc().spawn(name, Class, *args, **kwargs)
+    return Future.of(found)
+
+
+def shutdown_context(host_timeout: float | None = None) -> Future[None]:
+    """Stop every process that this program has spawned."""
+    return _stop_all()
+
+
+def _stop_all() -> Future[None]:
+    stops = [kept.stop("shut down") for kept in list(life().kept.values()) if isinstance(kept, Started)]
+
+    def wait() -> None:
+        for stop in stops:
+            stop.get()
+
+    return in_background(wait, "the shutdown")
+
+
+def survey(where: Any, *, timeout: float = 2.0) -> list[dict[str, Any]]:
+    """One row for each actor that lives on a ProcMesh or a Mesh: what it runs, what waits, its last error.
+
+    Returns:
+        dicts with rank, actor, id, class, place, point, state, mailbox, running, seconds, messages, last_error. Ranks
+        that are gone, or do not answer within `timeout` seconds, are left out.
+    """
+    procs = where if isinstance(where, ProcMesh) else ProcMesh.of_mesh(where)
+    home = procs._procs.home()
+    asked = []
+    for rank in procs._axes.ranks:
+        ref = ActorRef("", "the process", "", {}, frozenset(), (home.addresses[rank],), None)
+        future: Future[Any] = Future("the rows")
+        one = ActorMesh(ref, _ONE)
+        one._send("=rows", (), {}, Gather(one, "rows", future, lambda values: values[0]))
+        asked.append((rank, future))
+    deadline = time.monotonic() + timeout
+    rows = []
+    for rank, future in asked:
+        try:
+            rows += [{"rank": rank, **row} for row in future.get(max(0.0, deadline - time.monotonic()))]
+        except Exception:
+            continue
+    return rows
+
+
+__all__ = [
+    "HostMesh", "ProcMesh", "get_or_spawn_controller", "shutdown_context", "spawn_on", "survey",
+    "this_host", "this_proc",
+]  # fmt: skip

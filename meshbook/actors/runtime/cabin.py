@@ -1,0 +1,377 @@
+"""One actor: its mailbox, its thread, and one message at a time.
+
+An actor whose endpoints are all `def` works through its mailbox on its own thread. One with `async def` endpoints has
+an event loop on its own thread: each message starts a task, in the order of arrival, and tasks interleave at `await`;
+its `def` endpoints run on that loop too, and hold it up. Knows of its process only what `Life` offers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import signal
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextvars import copy_context
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from meshbook.actors import base
+from meshbook.actors.runtime import faults
+from meshbook.actors.runtime.context import Context, Instance, current
+from meshbook.actors.runtime.futures import MUST_NOT_WAIT
+from meshbook.actors.runtime.parcels import NONE
+from meshbook.actors.runtime.peer import PeerGone
+from meshbook.actors.runtime.ports import Port
+from meshbook.actors.runtime.post import encode
+from meshbook.actors.shape import Extent, Point
+from meshbook.errors import TransferError
+from meshbook.wire import messages
+
+if TYPE_CHECKING:
+    from meshbook.actors.runtime.life import Life
+
+_GRACE_S = 5.0  # that running async endpoints have to end when their actor is stopped; then they are cancelled
+
+
+class Cabin:
+    """One actor in this process."""
+
+    def __init__(self, life: Life, peer: Any, word: messages.SpawnActor) -> None:
+        self.life, self.id, self.name, self.owner = life, word.actor, word.name, word.owner
+        self.place = word.place
+        self.point = Point(word.place, Extent(word.names, word.sizes))
+        self.actor: Any = None
+        self.class_name = "?"
+        self.state = "starting"  # "living", "failed", "stopped"
+        self.failure: messages.Failure | None = None  # of __init__
+        self.running: dict[int, tuple[str, float]] = {}  # message number -> endpoint, since
+        self.last_error: str | None = None
+        self.num_messages = 0
+        self._born_of: tuple[Any, Any] = (peer, word)
+        self._urgent: deque[faults.MeshFailure] = deque()
+        self._thread = threading.Thread(target=self._live, name=f"actor {word.name}", daemon=True)
+        self._inbox: SimpleQueue[Any] = SimpleQueue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._woken = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._context = copy_context()  # of each task: this actor's
+        self._cause: Exception | None = None  # what ended it, for __cleanup__
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def thread_id(self) -> int:
+        return 0 if self._loop is not None else self._thread.ident or 0
+
+    def put(self, item: Any) -> None:
+        """Into the mailbox; from any thread."""
+        self._inbox.put(item)
+        if self._loop is not None and not self._woken:
+            self._woken = True
+            with contextlib.suppress(RuntimeError):  # closed: `_refuse_rest` answers
+                self._loop.call_soon_threadsafe(self._drain)
+
+    def supervise(self, failure: faults.MeshFailure) -> None:
+        """Something that this actor owns has failed; before any message that waits."""
+        self._urgent.append(failure)
+        self.put(None)
+
+    def stop(self, reason: str) -> None:
+        self.put((None, messages.StopActor(0, self.id, reason)))
+
+    def abort(self, reason: str) -> None:
+        self._cause = RuntimeError(reason)
+        self.life.fault(self, f"{self.name} {self.point} ended itself: {reason}", "")
+        self.stop(reason)
+
+    def row(self) -> dict[str, Any]:
+        """How it does, as plain data."""
+        running = next(iter(list(self.running.values())), None)
+        return {
+            "actor": self.name,
+            "id": self.id,
+            "class": self.class_name,
+            "place": self.place,
+            "point": dict(self.point),
+            "state": self.state,
+            "mailbox": self._inbox.qsize(),
+            "running": running[0] if running else None,
+            "seconds": time.monotonic() - running[1] if running else None,
+            "messages": self.num_messages,
+            "last_error": self.last_error,
+        }
+
+    # ---- the thread
+
+    def _live(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the main thread's, for Stop
+        peer, word = self._born_of
+        try:
+            Class, args, kwargs, home = self.life.post.parcels.unpack(peer, None, word.payload)
+            instance = Instance(self.name, self.id, self.point, home, self.owner, self)
+            current.set(Context(instance, self.point))
+            self._home = home
+            self.class_name = Class.__name__
+            on_loop = base.runs_on_loop(Class)
+            self.actor = Class(*args, **kwargs)
+            del args, kwargs
+        except BaseException as error:
+            self._not_born(error)
+            on_loop = False
+        else:
+            self.state = "living"
+        self._born_of = (None, None)
+        self.life.post.let_go()
+        if on_loop:
+            self._live_on_loop()
+        else:
+            self._live_on_thread()
+
+    def _not_born(self, error: BaseException) -> None:
+        described = faults.describe(error, call=0, kind="init", skip=1)
+        said = f"{described.ename}: {described.text}"
+        text = f"{self.class_name}.__init__ failed, so there is no actor {self.name!r}: {said}"
+        self.failure = messages.Failure(0, "init", described.ename, text, described.traceback, None)
+        self.state, self.last_error = "failed", said
+        self.life.fault(self, text, described.traceback)
+
+    def _live_on_thread(self) -> None:
+        while True:
+            item = self._inbox.get()
+            while self._urgent:
+                self._judge(self._urgent.popleft())
+            if item is None:
+                continue
+            peer, word = item
+            del item
+            if type(word) is messages.StopActor:
+                if self._end(peer, word):
+                    return
+            else:
+                self._perform(peer, word)
+            del word
+            self.life.post.let_go()
+
+    def _perform(self, peer: Any, word: messages.CallActor) -> None:
+        try:
+            function, args, kwargs = self._prepare(peer, word)
+            value = function(*args, **kwargs)
+        except BaseException as error:
+            self._failed(peer, word, error)
+        else:
+            self._finished(peer, word, value)
+        finally:
+            self.running.pop(id(word), None)
+
+    # ---- the event loop
+
+    def _live_on_loop(self) -> None:
+        loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(loop)
+        MUST_NOT_WAIT[threading.get_ident()] = (
+            f"get() would stop the event loop of {self.class_name}, which has async endpoints: write `await future`; "
+            "in an actor whose endpoints are all `def`, get() is fine"
+        )
+        self._context = copy_context()
+        self._loop = loop
+        loop.call_soon(self._drain)
+        try:
+            loop.run_forever()
+        finally:
+            MUST_NOT_WAIT.pop(threading.get_ident(), None)
+            loop.close()
+
+    def _drain(self) -> None:
+        self._woken = False
+        while True:
+            while self._urgent:
+                self._start(self._judge_async(self._urgent.popleft()))
+            if self._inbox.empty():
+                return
+            item = self._inbox.get()
+            if item is None:
+                continue
+            peer, word = item
+            if type(word) is messages.StopActor:
+                self._start(self._end_async(peer, word))
+            else:
+                self._start(self._perform_async(peer, word))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        assert self._loop is not None
+        task = self._loop.create_task(work, context=self._context.copy())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _perform_async(self, peer: Any, word: messages.CallActor) -> None:
+        try:
+            function, args, kwargs = self._prepare(peer, word)
+            value = function(*args, **kwargs)
+            del args, kwargs
+            if inspect.isawaitable(value):
+                value = await value
+        except BaseException as error:
+            self._failed(peer, word, error)
+        else:
+            self._finished(peer, word, value)
+            del value
+        finally:
+            self.running.pop(id(word), None)
+            self.life.post.let_go()
+
+    # ---- a message, in three parts that both ways share
+
+    def _prepare(self, peer: Any, word: messages.CallActor) -> tuple[Callable[..., Any], Any, Any]:
+        self.num_messages += 1
+        self.running[id(word)] = (word.method, time.monotonic())
+        if self.failure is not None:
+            raise _NotThere
+        method = word.method
+        args, kwargs = self.life.post.parcels.unpack(peer, word.plain, word.payload)
+        point = self.point
+        if word.view is not None:
+            point = Point(word.view.places.index(self.place), Extent(word.view.names, word.view.sizes))
+        known = current.get()
+        if point is not known.message_rank:
+            current.set(Context(known.actor_instance, point))
+        if method[0] == "=":
+            function, *rest = args
+            return function, (self.actor, *rest), kwargs
+        Class = type(self.actor)
+        mark = getattr(Class, method, None)
+        if not isinstance(mark, base.EndpointProperty):
+            names = list(base.endpoints_of(Class))
+            raise AttributeError(base.no_such_endpoint(Class.__name__, names, method, is_method=mark is not None))
+        if mark.explicit_response_port:
+            args = (self._port(peer, word, point), *args)
+        return mark.method, (self.actor, *args), kwargs
+
+    def _port(self, peer: Any, word: messages.CallActor, point: Point) -> Port[Any]:
+        if word.port is not None:
+            return Port(messages.PortAddress(word.port.address, word.port.port, point.rank))
+        return Port(messages.PortAddress(peer.address, word.call, point.rank) if word.call else None)
+
+    def _explicit(self, word: messages.CallActor) -> bool:
+        mark = getattr(type(self.actor), word.method, None)
+        return isinstance(mark, base.EndpointProperty) and mark.explicit_response_port
+
+    def _finished(self, peer: Any, word: messages.CallActor, value: Any) -> None:
+        if not (word.call or word.port) or self._explicit(word):
+            return
+        post = self.life.post
+        try:
+            if word.port is not None:
+                Port(messages.PortAddress(word.port.address, word.port.port, self._rank_in(word))).send(value)
+            elif value is None:
+                peer.send(encode(messages.Answer(word.call, NONE)))
+            else:
+                plain, payload = post.parcels.pack(value, (peer,), name="the result")
+                peer.send(encode(messages.Answer(word.call, plain, payload)))
+        except PeerGone:
+            pass
+        except TransferError as error:
+            self._failed(peer, word, error)
+
+    def _rank_in(self, word: messages.CallActor) -> int:
+        return word.view.places.index(self.place) if word.view is not None else self.place
+
+    def _failed(self, peer: Any, word: messages.CallActor, error: BaseException) -> None:
+        failure = self.failure
+        if failure is None:
+            failure = faults.describe(error, call=word.call, skip=1)
+            if isinstance(error, asyncio.CancelledError):
+                failure = self._stopped(word.call, "it was stopped")
+            self.last_error = f"{word.method}: {failure.ename}: {failure.text}"
+        with contextlib.suppress(PeerGone):
+            if word.port is not None:
+                Port(messages.PortAddress(word.port.address, word.port.port, self._rank_in(word))).exception(error)
+            elif word.call:
+                peer.send(encode(addressed(failure, word.call, self._rank_in(word))))
+            elif self.failure is None:  # nobody waits for an answer, and it must not go unheard
+                text = f"{self.name}.{word.method} {self.point} failed: {failure.ename}: {failure.text}"
+                self.life.fault(self, text, failure.traceback)
+
+    def _stopped(self, call: int, reason: str) -> messages.Failure:
+        return messages.Failure(call, "stopped", "ActorStopped", f"the actor {self.name!r} has ended: {reason}")
+
+    # ---- failures of what it owns
+
+    def _judge(self, failure: faults.MeshFailure) -> None:
+        judge = getattr(self.actor, "__supervise__", None)
+        try:
+            handled = bool(judge(failure)) if judge is not None else False
+        except Exception as error:
+            failure, handled = _chained(failure, self.name, error), False
+        if not handled:
+            self.life.escalate(self, failure)
+
+    async def _judge_async(self, failure: faults.MeshFailure) -> None:
+        judge = getattr(self.actor, "__supervise__", None)
+        try:
+            handled = judge(failure) if judge is not None else False
+            if inspect.isawaitable(handled):
+                handled = await handled
+        except Exception as error:
+            failure, handled = _chained(failure, self.name, error), False
+        if not handled:
+            self.life.escalate(self, failure)
+
+    # ---- the end
+
+    def _end(self, peer: Any, word: messages.StopActor) -> bool:
+        cleanup = getattr(self.actor, "__cleanup__", None)
+        with contextlib.suppress(Exception):
+            if cleanup is not None:
+                cleanup(self._cause)
+        self._gone(peer, word)
+        return True
+
+    async def _end_async(self, peer: Any, word: messages.StopActor) -> None:
+        mine = asyncio.current_task()
+        others = [task for task in self._tasks if task is not mine]
+        if others:
+            _, left = await asyncio.wait(others, timeout=_GRACE_S)
+            for task in left:
+                task.cancel()
+        cleanup = getattr(self.actor, "__cleanup__", None)
+        with contextlib.suppress(Exception):
+            if cleanup is not None:
+                done = cleanup(self._cause)
+                if inspect.isawaitable(done):
+                    await done
+        self._gone(peer, word)
+        assert self._loop is not None
+        self._loop.stop()
+
+    def _gone(self, peer: Any, word: messages.StopActor) -> None:
+        self.state = "stopped"
+        self.actor = None
+        self.life.forget(self, word.reason)
+        with contextlib.suppress(PeerGone):
+            if peer is not None and word.call:
+                peer.send(encode(messages.Answer(word.call, NONE)))
+        while not self._inbox.empty():
+            item = self._inbox.get()
+            if item is not None and item[0] is not None:
+                self.life.refuse(item[0], item[1], self._stopped(0, word.reason))
+
+
+class _NotThere(Exception):
+    """__init__ failed: `Cabin.failure` says how."""
+
+
+def addressed(failure: messages.Failure, call: int, rank: int) -> messages.Failure:
+    return messages.Failure(
+        call, failure.kind, failure.ename, failure.text, failure.traceback, failure.pickled, rank
+    )
+
+
+def _chained(failure: faults.MeshFailure, name: str, error: Exception) -> faults.MeshFailure:
+    text = f"{name}.__supervise__ raised {type(error).__name__}: {error}, when it was told: {failure}"
+    return faults.MeshFailure(failure.mesh_name, failure.ranks, text, "".join(traceback.format_exception(error)))

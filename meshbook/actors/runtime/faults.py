@@ -1,0 +1,189 @@
+"""What goes wrong with actors, as exceptions and reports. Plain data: nothing here sends or waits."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from meshbook.errors import MeshbookError
+from meshbook.ids import name_ranks
+from meshbook.wire import messages
+
+
+class ActorError(MeshbookError):
+    """An endpoint raised. The actor lives on.
+
+    Attributes:
+        exception: what it raised; where that cannot be rebuilt here, a RemoteFailure with its text.
+        ranks: places in the called mesh on which this happened.
+        traceback: the remote traceback, as text.
+        others: further, different failures of the same call, as (ranks, exception, traceback).
+    """
+
+    def __init__(
+        self,
+        exception: BaseException,
+        message: str = "A remote actor call has failed.",
+        *,
+        ranks: Sequence[int] = (),
+        traceback: str = "",
+        others: Sequence[tuple[tuple[int, ...], BaseException, str]] = (),
+    ) -> None:
+        self.exception = exception
+        self.message = message
+        self.ranks = tuple(ranks)
+        self.traceback = traceback or _formatted(exception)
+        self.others = tuple(others)
+        super().__init__(message)
+
+    @property
+    def exception_formatted(self) -> str:
+        """Monarch's name for the remote traceback."""
+        return self.traceback
+
+    def __str__(self) -> str:
+        parts = [self.message]
+        for ranks, exception, text in [(self.ranks, self.exception, self.traceback), *self.others]:
+            said = f"{type(exception).__name__}: {exception}" if not isinstance(exception, RemoteFailure) else exception
+            where = f"{name_ranks(ranks)}: " if ranks else ""
+            parts.append(f"{where}{said}")
+            if text:
+                parts.append(text.rstrip())
+        return "\n".join(parts)
+
+    def __reduce__(self) -> Any:
+        return _rebuild, (self.exception, self.message, self.ranks, self.traceback, self.others)
+
+
+def _rebuild(exception: Any, message: str, ranks: Any, text: str, others: Any) -> ActorError:
+    return ActorError(exception, message, ranks=ranks, traceback=text, others=others)
+
+
+class RemoteFailure(Exception):
+    """Stands for an exception that could not be rebuilt here."""
+
+
+class SupervisionError(ActorError):
+    """An actor or its process is gone, or was never made; the call cannot be answered.
+
+    Attributes:
+        endpoint: what was called, "trainers.step".
+        mesh_name: whose.
+    """
+
+    endpoint: str = ""
+    mesh_name: str = ""
+
+    def __init__(self, message: str, *, ranks: Sequence[int] = (), mesh_name: str = "", traceback: str = "") -> None:
+        super().__init__(RemoteFailure(message), message, ranks=ranks, traceback=traceback or " ")
+        self.mesh_name = mesh_name
+
+    def __str__(self) -> str:
+        return "\n".join([self.message, *([self.traceback.rstrip()] if self.traceback.strip() else [])])
+
+    def __reduce__(self) -> Any:
+        return _rebuild_supervision, (type(self), self.message, self.ranks, self.mesh_name, self.traceback)
+
+
+def _rebuild_supervision(kind: Any, message: str, ranks: Any, mesh_name: str, text: str) -> SupervisionError:
+    error: SupervisionError = kind(message, ranks=ranks, mesh_name=mesh_name, traceback=text)
+    return error
+
+
+class ActorStopped(SupervisionError):
+    """The actor was stopped, by `stop()` or with its processes."""
+
+
+class MeshFailure:
+    """What `__supervise__` and `unhandled_fault_hook` are told.
+
+    Attributes:
+        mesh_name: of the mesh of actors or processes that failed, as it was given to `spawn`.
+        ranks: its places that failed.
+    """
+
+    def __init__(self, mesh_name: str, ranks: Sequence[int], text: str, traceback: str = "") -> None:
+        self.mesh_name, self.ranks = mesh_name, tuple(ranks)
+        self._text, self._traceback = text, traceback
+
+    @property
+    def mesh(self) -> str:
+        return self.mesh_name
+
+    def report(self) -> str:
+        """What happened, for people."""
+        return "\n".join([self._text, *([self._traceback.rstrip()] if self._traceback else [])])
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __repr__(self) -> str:
+        return f"<MeshFailure of {self.mesh_name!r}: {self._text}>"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+_SMALL_BYTES = 64 << 10
+
+
+def describe(error: BaseException, *, call: int, kind: str = "raised", skip: int = 0) -> messages.Failure:
+    """An exception as it travels. `skip`: so many frames of the traceback are Meshbook's own."""
+    frames = error.__traceback__
+    while skip and frames is not None:
+        frames, skip = frames.tb_next, skip - 1
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    pickled = None
+    try:
+        import cloudpickle
+
+        pickled = cloudpickle.dumps(error.with_traceback(None))
+        if len(pickled) > _SMALL_BYTES:
+            pickled = None
+    except Exception:
+        pass
+    return messages.Failure(call, kind, type(error).__name__, _text_of(error), text, pickled)
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "(its text cannot be made)"
+
+
+def rebuild(failure: messages.Failure) -> BaseException:
+    """The exception behind a failure, or one that stands for it."""
+    if failure.pickled is not None:
+        try:
+            found = pickle.loads(failure.pickled)
+            if isinstance(found, BaseException):
+                return found
+        except Exception:
+            pass
+    return RemoteFailure(f"{failure.ename}: {failure.text}" if failure.text else failure.ename)
+
+
+def error_of(failures: dict[int, messages.Failure], what: str, mesh_name: str) -> ActorError:
+    """One error for the failures of a call, by place: equal ones become one with its ranks, most ranks first."""
+    groups: dict[tuple[str, str, str, str], list[int]] = {}
+    for place, failure in sorted(failures.items()):
+        groups.setdefault((failure.kind, failure.ename, failure.text, failure.traceback), []).append(place)
+    ordered = sorted(groups.items(), key=lambda item: (item[0][0] == "raised", -len(item[1]), item[1]))
+    (kind, _, text, trace), ranks = ordered[0]
+    if kind != "raised":
+        error_type = ActorStopped if kind == "stopped" else SupervisionError
+        error = error_type(text, ranks=ranks, mesh_name=mesh_name, traceback=trace)
+        error.endpoint = what
+        return error
+    first = failures[ranks[0]]
+    others = [(tuple(places), rebuild(failures[places[0]]), key[3]) for key, places in ordered[1:]]
+    return ActorError(rebuild(first), f"{what} failed.", ranks=ranks, traceback=trace, others=others)
+
+
+def _formatted(exception: BaseException) -> str:
+    return "".join(traceback.format_exception(exception)) if exception.__traceback__ is not None else ""
+
+
+Hook = Callable[[MeshFailure], Any]

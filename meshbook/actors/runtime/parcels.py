@@ -1,0 +1,147 @@
+"""Values on their way between processes with actors: as a plain pickle, or with their buffers in shared memory.
+
+Keeps account of shared segments in both directions: who still reads ours, and whose we still read.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from meshbook.wire import messages, pickling
+from meshbook.wire.buffers import SegmentPool, SegmentReader
+
+_PLAIN_BYTES = 32 << 10  # of text or bytes; more goes the way of large values
+_PLAIN_ITEMS = 64  # of a container, in all; more is pickled in C, where counting is cheap
+_ATOMS = frozenset({int, float, str, bytes, bool, type(None), complex})
+
+NONE = pickle.dumps(None, 5)
+NO_ARGUMENTS = pickle.dumps(((), {}), 5)
+
+
+def _count(value: Any, left: int) -> int:
+    """How much of the allowance is left after `value`, below 0 when it is not plain."""
+    kind = type(value)
+    if kind in _ATOMS:
+        return left - 1 if (kind is not str and kind is not bytes) or len(value) <= _PLAIN_BYTES else -1
+    if kind is tuple or kind is list:
+        for item in value:
+            left = _count(item, left)
+            if left < 0:
+                return -1
+        return left - 1
+    if kind is dict:
+        for key, item in value.items():
+            left = _count(item, _count(key, left))
+            if left < 0:
+                return -1
+        return left - 1
+    return -1
+
+
+class _Loose:
+    """Large bytes, which pickle would copy into its stream, as a buffer beside it."""
+
+    def __init__(self, value: bytes) -> None:
+        self._value = value
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return bytes, (pickle.PickleBuffer(self._value),)
+
+
+def _loose(value: Any) -> Any:
+    return _Loose(value) if type(value) is bytes and len(value) > _PLAIN_BYTES else value
+
+
+class Parcels:
+    """Packs and unpacks, for one process."""
+
+    def __init__(self) -> None:
+        self.pool = SegmentPool()
+        self.reader = SegmentReader()
+        self.lend: Callable[[Any], str | None] | None = None  # keys of objects that the receiver has itself
+        self.resolve: Callable[[str], Any] | None = None  # ... and on the receiver, what is behind them
+        self.first_borrowed: Callable[[], None] = lambda: None
+        self._borrowed: dict[str, Any] = {}  # segment -> peer that owns it
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to look after."""
+        return bool(self._borrowed or self.pool.used_bytes or self.pool.free_bytes)
+
+    def pack(
+        self, value: Any, peers: Sequence[Any], *, name: str | Sequence[str] = "the value", lend: Any = None
+    ) -> tuple[bytes | None, messages.Payload | None]:
+        """A value for these peers: (plain, None) or (None, payload).
+
+        Raises:
+            TransferError: it cannot be pickled; the message names the part.
+        """
+        if _count(value, _PLAIN_ITEMS) >= 0:
+            return pickle.dumps(value, 5), None
+        value = _loose(value)
+        readers = [peer.number for peer in peers]
+        payload = pickling.dump(value, pool=self.pool, readers=readers, persistent=lend or self.lend, name=name)
+        if payload.buffers:
+            self.first_borrowed()
+        return None, payload
+
+    def pack_arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], peers: Sequence[Any], *, lend: Any = None
+    ) -> tuple[bytes | None, messages.Payload | None]:
+        if not args and not kwargs:
+            return NO_ARGUMENTS, None
+        if any(type(value) is bytes and len(value) > _PLAIN_BYTES for value in (*args, *kwargs.values())):
+            args = tuple(_loose(value) for value in args)
+            kwargs = {name: _loose(value) for name, value in kwargs.items()}
+        return self.pack((args, kwargs), peers, name=("args", "kwargs"), lend=lend)
+
+    def unpack(self, peer: Any, plain: bytes | None, payload: messages.Payload | None) -> Any:
+        """What was packed. Runs user code (`__setstate__`, imports): not on the reading thread.
+
+        Raises:
+            TransferError: its owner is gone, or it cannot be rebuilt here.
+        """
+        if plain is not None:
+            return pickle.loads(plain)
+        if payload is None:
+            return None
+        if payload.buffers:
+            for buffer in payload.buffers:
+                if isinstance(buffer, messages.SharedBuffer):
+                    self._borrowed[buffer.segment] = peer
+            self.first_borrowed()
+        return pickling.load(payload, reader=self.reader, resolve=self.resolve)
+
+    def discard(self, peer: Any, word: Any) -> None:
+        """A value that nobody will unpack."""
+        payload = getattr(word, "payload", None)
+        if payload is not None and payload.buffers:
+            for buffer in payload.buffers:
+                if isinstance(buffer, messages.SharedBuffer):
+                    self._borrowed[buffer.segment] = peer
+            self.reader.discard(payload.buffers)
+            self.first_borrowed()
+
+    def take_released(self) -> list[tuple[Any, tuple[str, ...]]]:
+        """Segments that nobody here looks at any more, by owner."""
+        found: dict[Any, list[str]] = {}
+        for segment in self.reader.take_released():
+            owner = self._borrowed.pop(segment, None)
+            if owner is not None:
+                found.setdefault(owner, []).append(segment)
+        return [(peer, tuple(segments)) for peer, segments in found.items()]
+
+    def release(self, peer: Any, segments: Sequence[str]) -> None:
+        for segment in segments:
+            self.pool.release(segment, reader=peer.number)
+
+    def forget(self, peer: Any) -> None:
+        """A process has ended, and reads nothing any more."""
+        self.pool.forget_reader(peer.number)
+        for segment in [segment for segment, owner in list(self._borrowed.items()) if owner is peer]:
+            self._borrowed.pop(segment, None)
+
+    def close(self) -> None:
+        self.pool.close()

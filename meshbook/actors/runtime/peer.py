@@ -1,0 +1,167 @@
+"""One connection to another process with actors: whole frames out, whole frames in, and its end.
+
+A frame is four bytes of length and a body. Sending never waits for the other side's work, only, past a bound, for its
+socket. Knows nothing of what frames mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket as sockets
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from meshbook.errors import ProtocolError
+from meshbook.wire import codec
+from meshbook.wire.messages import Address
+
+_LENGTH_BYTES = 4
+_READ_BYTES = 256 << 10
+_BUFFER_BYTES = 1 << 20  # of the socket: thousands of small calls on their way before a sender has to queue them itself
+_MAX_BACKLOG_BYTES = 64 << 20  # what a sender may be ahead of a process that does not read; then it waits
+_numbers = itertools.count(1)
+
+
+class PeerGone(Exception):
+    """The other process has ended, or was never there."""
+
+
+class Peer:
+    """The other end. `number` is this process's own name for it, never used twice."""
+
+    def __init__(
+        self,
+        socket: sockets.socket,
+        address: Address | None,
+        wants_to_write: Callable[[Peer], None],
+        reader_thread: Callable[[], int],
+    ) -> None:
+        self.number = next(_numbers)
+        self.socket = socket
+        self.address = address  # None: it has not greeted yet
+        self.gone: str | None = None
+        self.leaving: str | None = None  # it has said that it will end, and why
+        self._wants_to_write, self._reader_thread = wants_to_write, reader_thread
+        self._lock = threading.Lock()
+        self._backlog: deque[memoryview] = deque()
+        self._backlog_bytes = 0
+        self._drained = threading.Condition(self._lock)
+        self._rest = bytearray()
+        socket.setblocking(False)
+        for option in (sockets.SO_SNDBUF, sockets.SO_RCVBUF):
+            with contextlib.suppress(OSError):
+                socket.setsockopt(sockets.SOL_SOCKET, option, _BUFFER_BYTES)
+
+    def send(self, frame: bytes) -> None:
+        """Send a frame, from any thread; frames of one thread arrive in order.
+
+        Raises:
+            PeerGone: nobody will read it.
+        """
+        with self._lock:
+            if self.gone is not None:
+                raise PeerGone(self.gone)
+            sent = 0
+            if not self._backlog:
+                try:
+                    sent = self.socket.send(frame)
+                except BlockingIOError:
+                    pass
+                except OSError as error:
+                    raise PeerGone(str(error)) from error
+                if sent == len(frame):
+                    return
+            if not self._backlog:
+                self._wants_to_write(self)
+            self._backlog.append(memoryview(frame)[sent:])
+            self._backlog_bytes += len(frame) - sent
+            if self._backlog_bytes > _MAX_BACKLOG_BYTES and threading.get_ident() != self._reader_thread():
+                self._drained.wait_for(lambda: self._backlog_bytes < _MAX_BACKLOG_BYTES // 2 or self.gone is not None)
+
+    def write_on(self) -> bool:
+        """Send what waits; True when nothing is left. Reader thread only."""
+        with self._lock:
+            while self._backlog:
+                try:
+                    sent = self.socket.send(self._backlog[0])
+                except BlockingIOError:
+                    break
+                except OSError:
+                    return True  # the reading side hears of the end
+                self._backlog_bytes -= sent
+                if sent == len(self._backlog[0]):
+                    self._backlog.popleft()
+                else:
+                    self._backlog[0] = self._backlog[0][sent:]
+            self._drained.notify_all()
+            return not self._backlog
+
+    def read(self) -> Iterator[memoryview] | None:
+        """The bodies that have come; None at the end of the connection. Reader thread only.
+
+        Raises:
+            ProtocolError: a frame is larger than any that we send.
+        """
+        try:
+            chunk = self.socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return iter(())
+        except OSError:
+            return None
+        if not chunk:
+            return None
+        if self._rest:
+            self._rest += chunk
+            if len(self._rest) < self._needed():
+                return iter(())
+            chunk, self._rest = bytes(self._rest), bytearray()
+        return self._bodies(chunk)
+
+    def _needed(self) -> int:
+        return _LENGTH_BYTES + int.from_bytes(self._rest[:_LENGTH_BYTES], "little") if len(self._rest) >= 4 else 4
+
+    def _bodies(self, chunk: bytes) -> Iterator[memoryview]:
+        view, at, end = memoryview(chunk), 0, len(chunk)
+        try:
+            while end - at >= _LENGTH_BYTES:
+                size = int.from_bytes(view[at : at + _LENGTH_BYTES], "little")
+                if size > codec.MAX_MESSAGE_BYTES:
+                    raise ProtocolError(f"a frame of {size} bytes came; {codec.MAX_MESSAGE_BYTES} are allowed")
+                if end - at - _LENGTH_BYTES < size:
+                    break
+                start, at = at + _LENGTH_BYTES, at + _LENGTH_BYTES + size
+                yield view[start:at]
+        finally:
+            if at < end:
+                self._rest = bytearray(view[at:])
+
+    def close(self, reason: str) -> None:
+        """The end of the connection. Whoever waits to send is told."""
+        with self._lock:
+            if self.gone is None:
+                self.gone = reason
+            self._backlog.clear()
+            self._backlog_bytes = 0
+            self._drained.notify_all()
+            self.socket.close()
+
+
+def frame(body: bytes) -> bytes:
+    return len(body).to_bytes(_LENGTH_BYTES, "little") + body
+
+
+class Loopback:
+    """This process as its own peer: what is sent is heard at once, on the sender's thread."""
+
+    def __init__(self, address: Address, hear: Callable[[Any, memoryview], None]) -> None:
+        self.number = next(_numbers)
+        self.address = address
+        self.gone: str | None = None
+        self.leaving: str | None = None
+        self._hear = hear
+
+    def send(self, frame: bytes) -> None:
+        self._hear(self, memoryview(frame)[_LENGTH_BYTES:])

@@ -1,0 +1,381 @@
+"""A process's end of all that actors say to each other: one listening socket, one reading thread, one table of calls.
+
+Whoever calls writes to the other process's socket on its own thread; what comes in is heard on the reading thread,
+which runs no user code: a call goes into its actor's mailbox, an answer to whoever waits for it. A connection that ends
+is a process that has ended: every open call to it fails at that moment.
+
+The same code serves the notebook and the ranks. `here()` is this process's own, made when it is first needed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import heapq
+import hmac
+import itertools
+import logging
+import os
+import secrets
+import selectors
+import signal
+import socket as sockets
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from meshbook.actors.runtime.futures import MUST_NOT_WAIT
+from meshbook.actors.runtime.parcels import NONE, Parcels
+from meshbook.actors.runtime.peer import Loopback, Peer, PeerGone, frame
+from meshbook.errors import ProtocolError
+from meshbook.wire import codec, keys, messages
+from meshbook.wire.messages import Address
+
+log = logging.getLogger("meshbook.actors")
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(messages.PeerMessage).decode
+
+_IDLE_S = 30.0  # after which shared memory that nobody reads goes back to the system
+_LOOK_S = 0.5  # between looks for segments that were let go of, while there are any
+
+
+def encode(word: messages.PeerWord) -> bytes:
+    """A word as a frame: the same bytes go to every process of a mesh."""
+    return frame(_encode(word))
+
+
+class News:
+    """How processes have ended, as somebody may tell a moment after their sockets have closed."""
+
+    def __init__(self) -> None:
+        self.delay_s = 0.0  # how long it usually takes until it is told; 0: nobody tells
+        self._told: dict[int, str] = {}
+        self._change = threading.Condition()
+
+    def tell(self, pid: int, how: str) -> None:
+        with self._change:
+            self._told[pid] = how
+            self._change.notify_all()
+
+    def of(self, address: Address | None, *, wait: bool) -> str:
+        """Why nobody answers there. Waits for the news, briefly, if there may be some."""
+        if address is None:
+            return "its process has ended"
+        with self._change:
+            if wait and self.delay_s:
+                self._change.wait_for(lambda: address.pid in self._told, self.delay_s)
+            how = self._told.get(address.pid)
+        return f"its process (pid {address.pid}) {how or 'has ended'}"
+
+
+class Expected(Protocol):
+    """Who waits for answers under a number."""
+
+    def arrived(self, peer: Any, word: Any) -> bool:
+        """An Answer, Failure or ToPort came; True: nothing more will."""
+
+    def lost(self, peer: Any, reason: str) -> bool:
+        """The process behind `peer` has ended; True: nothing more will come."""
+
+
+class Post:
+    """This process among those with actors."""
+
+    def __init__(self) -> None:
+        self.address = Address(secrets.token_hex(8), secrets.token_hex(16), os.getpid())
+        self.parcels = Parcels()
+        self.hears: dict[type, Callable[[Any, Any], None]] = {  # more by `life`, when there are actors
+            messages.Greet: self._greeted,
+            messages.Answer: self._answered,
+            messages.Failure: self._answered,
+            messages.ToPort: self._answered,
+            messages.Leave: self._leave,
+            messages.Leaving: self._peer_leaving,
+            messages.LetGo: lambda peer, word: self.parcels.release(peer, word.segments),
+        }
+        self.on_gone: list[Callable[[Any, str], None]] = []
+        self.news = News()
+        self._numbers = itertools.count(1)
+        self._expected: dict[int, Expected] = {}
+        self._peers: dict[str, Any] = {self.address.node: Loopback(self.address, self._hear)}
+        self._connections: set[Peer] = set()
+        self._connecting = threading.Lock()
+        self._listener = _listen(self.address.node)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ, None)
+        self._wake_read, self._wake_write = os.pipe()
+        for fd in (self._wake_read, self._wake_write):
+            os.set_blocking(fd, False)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, None)
+        self._writers: list[Peer] = []
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._closed = False
+        self._looking = False
+        self.parcels.first_borrowed = self._start_looking
+        self._thread = threading.Thread(target=self._run, name="meshbook-post", daemon=True)
+        self._thread.start()
+
+    # ---- sending
+
+    def peer(self, address: Address) -> Any:
+        """The connection to a process; made on first use.
+
+        Raises:
+            PeerGone: there is no such process any more.
+        """
+        found = self._peers.get(address.node)
+        if found is not None and found.gone is None:
+            return found
+        with self._connecting:
+            found = self._peers.get(address.node)
+            if found is not None:
+                if found.gone is None:
+                    return found
+                raise PeerGone(found.gone)
+            socket = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
+            try:
+                socket.connect(_place(address.node))
+                peer = Peer(socket, address, self._wants_to_write, lambda: self._thread.ident or 0)
+            except OSError as error:
+                socket.close()
+                raise PeerGone(f"its process (pid {address.pid}) has ended") from error
+            self._peers[address.node] = peer
+            self._connections.add(peer)
+            peer.send(encode(messages.Greet(codec.PROTOCOL.decode(), address.key, self.address)))
+            self._selector.register(socket, selectors.EVENT_READ, peer)
+            return peer
+
+    def expect(self, expected: Expected) -> int:
+        """A number under which answers will be given to `expected`."""
+        number = next(self._numbers)
+        self._expected[number] = expected
+        return number
+
+    def forget(self, number: int) -> None:
+        self._expected.pop(number, None)
+
+    def call_later(self, delay_s: float, act: Callable[[], None]) -> None:
+        """Call `act` on the reading thread, where it must not wait."""
+        heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._numbers), act))
+        self._wake()
+
+    # ---- the reading thread
+
+    def _run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        MUST_NOT_WAIT[threading.get_ident()] = (
+            "this thread hears the answers of actors and cannot wait for one; use a callback"
+        )
+        while not self._closed:
+            wait_s = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
+            for key, events in self._selector.select(wait_s):
+                try:
+                    self._ready(key, events)
+                except Exception:
+                    log.exception("a message between actors could not be handled; listening goes on")
+            while self._timers and self._timers[0][0] <= time.monotonic():
+                act = heapq.heappop(self._timers)[2]
+                try:
+                    act()
+                except Exception:
+                    log.exception("a callback failed; listening goes on")
+
+    def _ready(self, key: selectors.SelectorKey, events: int) -> None:
+        peer = key.data
+        if peer is None:
+            if key.fileobj is self._listener:
+                self._accept()
+            else:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_read, 4096)
+                while self._writers:
+                    writer = self._writers.pop()
+                    with contextlib.suppress(KeyError, ValueError):
+                        self._selector.modify(
+                            writer.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, writer
+                        )
+            return
+        if events & selectors.EVENT_WRITE and peer.write_on():
+            self._selector.modify(peer.socket, selectors.EVENT_READ, peer)
+        if events & selectors.EVENT_READ:
+            try:
+                bodies = peer.read()
+                if bodies is None:
+                    self._ended(peer)
+                    return
+                for body in bodies:
+                    self._hear(peer, body)
+            except (ProtocolError, msgspec.MsgspecError) as error:
+                log.warning("process %s was cut off: %s", peer.address and peer.address.pid, error)
+                self._ended(peer)
+
+    def _accept(self) -> None:
+        try:
+            socket, _ = self._listener.accept()
+        except OSError:
+            return
+        peer = Peer(socket, None, self._wants_to_write, lambda: self._thread.ident or 0)
+        self._connections.add(peer)
+        self._selector.register(socket, selectors.EVENT_READ, peer)
+
+    def _hear(self, peer: Any, body: memoryview) -> None:
+        word = _decode(body)
+        if peer.address is None and type(word) is not messages.Greet:
+            raise ProtocolError("it spoke before it showed the key of this process")
+        hear = self.hears.get(type(word))
+        if hear is not None:
+            hear(peer, word)
+
+    def _greeted(self, peer: Peer, word: messages.Greet) -> None:
+        if word.protocol != codec.PROTOCOL.decode():
+            raise ProtocolError(codec.describe_version(word.protocol.encode()))
+        if not hmac.compare_digest(word.key.encode(), self.address.key.encode()):
+            raise ProtocolError("it does not know the key of this process")
+        peer.address = word.address
+        with self._connecting:
+            self._peers.setdefault(word.address.node, peer)
+
+    def _answered(self, peer: Any, word: Any) -> None:
+        number = word.port if type(word) is messages.ToPort else word.call
+        expected = self._expected.get(number)
+        if expected is None:  # nobody waits any more
+            self.parcels.discard(peer, word)
+        elif expected.arrived(peer, word):
+            self._expected.pop(number, None)
+
+    def farewell(self, reason: str) -> None:
+        """Tell everybody that the end of this process, which comes next, is no failure."""
+        said = encode(messages.Leaving(reason))
+        for peer in list(self._connections):
+            with contextlib.suppress(PeerGone):
+                peer.send(said)
+
+    def _leave(self, peer: Any, word: messages.Leave) -> None:
+        self.farewell(word.reason)
+        peer.send(encode(messages.Answer(word.call, NONE)))
+
+    def _peer_leaving(self, peer: Any, word: messages.Leaving) -> None:
+        peer.leaving = word.reason
+
+    def _ended(self, peer: Peer) -> None:
+        self._connections.discard(peer)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(peer.socket)
+        pid = peer.address.pid if peer.address is not None else 0
+        why = f"was stopped: {peer.leaving}" if peer.leaving is not None else "has ended"
+        peer.close(f"its process (pid {pid}) {why}")
+        self.parcels.forget(peer)
+        for number, expected in list(self._expected.items()):
+            if expected.lost(peer, peer.gone or ""):
+                self._expected.pop(number, None)
+        for told in list(self.on_gone):
+            told(peer, peer.gone or "")
+
+    def _wants_to_write(self, peer: Peer) -> None:
+        self._writers.append(peer)
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError, OSError):
+            os.write(self._wake_write, b"x")
+
+    # ---- shared memory
+
+    def let_go(self) -> None:
+        """Tell owners which of their segments nobody here looks at any more."""
+        for peer, segments in self.parcels.take_released():
+            with contextlib.suppress(PeerGone):
+                peer.send(encode(messages.LetGo(segments)))
+
+    def _start_looking(self) -> None:
+        if not self._looking:
+            self._looking = True
+            self.call_later(_LOOK_S, self._look)
+
+    def _look(self) -> None:
+        self.let_go()
+        self.parcels.pool.trim(_IDLE_S)
+        self._looking = self.parcels.busy
+        if self._looking:
+            self.call_later(_LOOK_S, self._look)
+
+    # ---- the end
+
+    def close(self) -> None:
+        """Leave. Other processes see this one as ended; open calls fail."""
+        if self._closed:
+            return
+        self.farewell("its program has ended")
+        self._closed = True
+        self._wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(5)
+        MUST_NOT_WAIT.pop(self._thread.ident or 0, None)
+        for peer in list(self._connections):
+            peer.close("this process has left")
+        self._listener.close()
+        self._selector.close()
+        self.parcels.close()
+        _remove(self.address.node)
+
+
+def _place(node: str) -> str | bytes:
+    """Where a process listens: on Linux a name that leaves no file behind, elsewhere a socket in the runtime folder.
+    Who connects shows the process's key either way."""
+    if sys.platform.startswith("linux"):
+        return b"\0meshbook/" + node.encode()
+    return str(keys.runtime_folder() / f"actors-{node}.sock")
+
+
+def _listen(node: str) -> sockets.socket:
+    listener = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
+    listener.bind(_place(node))
+    listener.listen(1024)
+    listener.setblocking(False)
+    return listener
+
+
+def _remove(node: str) -> None:
+    place = _place(node)
+    if isinstance(place, str):
+        with contextlib.suppress(OSError):
+            os.unlink(place)
+
+
+def farewell() -> None:
+    """This process is told to end: say so to those that it has spoken with."""
+    if is_open():
+        here().farewell("its mesh was stopped")
+
+
+_lock = threading.Lock()
+_post: Post | None = None
+
+
+def here() -> Post:
+    """This process's own post. One per process, because references to actors that arrive in messages need it."""
+    global _post
+    if _post is None or _post.address.pid != os.getpid():
+        with _lock:
+            if _post is None or _post.address.pid != os.getpid():
+                _post = Post()
+                atexit.register(_post.close)
+    return _post
+
+
+def is_open() -> bool:
+    """Whether this process has one already."""
+    return _post is not None and _post.address.pid == os.getpid()
+
+
+def send_all(post: Post, word: messages.PeerWord, addresses: Sequence[Address]) -> None:
+    """The same word to several processes, those that are gone left out."""
+    body = encode(word)
+    for address in addresses:
+        with contextlib.suppress(PeerGone):
+            post.peer(address).send(body)

@@ -1,0 +1,294 @@
+"""What actors hold, read and set from outside as if it were local: `trainers.state.model.fc.weight`.
+
+Reading goes beside whatever the actor is doing, so it never waits behind a long endpoint; what it shows is a preview,
+and nothing large travels until it is pulled. Setting, and calling, are messages among the actor's others, in order.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from meshbook.actors.mesh import ActorMesh
+from meshbook.actors.runtime.context import current_rank
+from meshbook.actors.runtime.faults import ActorError
+from meshbook.actors.values import ValueMesh
+from meshbook.controller import extensions
+from meshbook.controller.results import bundle_of, mime_of
+from meshbook.errors import TransferError, UsageError, ValuesDiffer
+from meshbook.fold import words
+from meshbook.ids import name_ranks
+from meshbook.wire.messages import Outcome, Part, Preview, Value
+
+Step = tuple[str, Any]  # "attr", its name; or "item", its key
+
+PREVIEW_CHARS = 400
+# Seconds for an actor's process to say what it holds. It looks on a thread that runs nothing else.
+_LOOK_S = 20.0
+# What libraries probe for on any object; a handle must not look as if it had them.
+_PROBES = ("_repr_", "_ipython_", "__")
+
+
+class ActorState:
+    """Something that each actor of a mesh holds: an attribute, or what a path of attributes and keys leads to.
+
+    Where one value is needed (`float(x)`, `if x:`, `x == 3`), all actors must agree on it. `pull(x)` brings the
+    objects.
+    """
+
+    __slots__ = ("__weakref__", "_meshbook_mesh", "_meshbook_steps")
+
+    _meshbook_mesh: ActorMesh
+    _meshbook_steps: tuple[Step, ...]
+
+    def __init__(self, mesh: ActorMesh, steps: tuple[Step, ...] = ()) -> None:
+        object.__setattr__(self, "_meshbook_mesh", mesh)
+        object.__setattr__(self, "_meshbook_steps", steps)
+
+    # ---- following it
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(_PROBES):
+            raise AttributeError(name)
+        found = ActorState(self._meshbook_mesh, (*self._meshbook_steps, ("attr", name)))
+        looks = list(_looks(found).values())
+        if all(preview is None for preview, _ in looks):
+            raise AttributeError(_no_such(self, name, looks[0][1]))
+        return _as_remote_tensor(found, [preview for preview, _ in looks if preview is not None])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _act(self, _assign, "attr", name, value)
+
+    def __getitem__(self, key: Any) -> ActorState:
+        found = ActorState(self._meshbook_mesh, (*self._meshbook_steps, ("item", key)))
+        looks = list(_looks(found).values())
+        if all(preview is None for preview, _ in looks):
+            raise LookupError(f"{_spelt(found)} is on no rank: {'; '.join(looks[0][1])}")
+        return found
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        _act(self, _assign, "item", key, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> ValueMesh[Any]:
+        """Call it in each actor, on the actor's thread, between its messages; a ValueMesh of what it gives. Blocks."""
+        return _act(self, _call, args, kwargs)
+
+    def __dir__(self) -> list[str]:
+        return sorted({name for _, names in _looks(self, names=True).values() for name in names})
+
+    # ---- one value of all actors
+
+    def __bool__(self) -> bool:
+        return bool(_same(self))
+
+    def __int__(self) -> int:
+        return int(_same(self))
+
+    def __float__(self) -> float:
+        return float(_same(self))
+
+    def __index__(self) -> int:
+        return int(_same(self).__index__())
+
+    def __len__(self) -> int:
+        return len(_same(self))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(_same(self))
+
+    def __contains__(self, thing: Any) -> bool:
+        return thing in _same(self)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        import numpy
+
+        return numpy.asarray(_same(self), dtype=dtype)
+
+    def __eq__(self, other: object) -> Any:
+        return _same(self) == other
+
+    def __ne__(self, other: object) -> Any:
+        return _same(self) != other
+
+    def __lt__(self, other: Any) -> Any:
+        return _same(self) < other
+
+    def __le__(self, other: Any) -> Any:
+        return _same(self) <= other
+
+    def __gt__(self, other: Any) -> Any:
+        return _same(self) > other
+
+    def __ge__(self, other: Any) -> Any:
+        return _same(self) >= other
+
+    __hash__ = object.__hash__
+
+    # ---- how it reads
+
+    def __repr__(self) -> str:
+        return words.show_values(_parts(self), _ranks(self), colour=False)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        return bundle_of(_parts(self), _ranks(self))
+
+    def _mime_(self) -> tuple[str, Any]:
+        return mime_of(self._repr_mimebundle_())
+
+    def __format__(self, spec: str) -> str:
+        return format(_same(self), spec) if spec else str(self)
+
+    def __reduce__(self) -> Any:
+        raise TransferError(f"{_spelt(self)} is in the actors and cannot be sent; pull(…) it, and send what that gives")
+
+
+def state_of(mesh: ActorMesh) -> ActorState:
+    """`mesh.state`."""
+    return ActorState(mesh)
+
+
+def pull(what: ActorState) -> ValueMesh[Any]:
+    """The objects themselves, from every actor. Blocks; beside whatever the actors are doing.
+
+    Raises:
+        AttributeError, LookupError: an actor has no such thing.
+        TransferError: it cannot be pickled.
+    """
+    return _answered(what, what._meshbook_mesh._apply_now(_fetch, what._meshbook_steps))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Here
+
+
+def _looks(state: ActorState, *, names: bool = False) -> dict[int, tuple[Preview | None, list[str]]]:
+    """What each actor shows at the path, by its place; None where nothing is, with why, or what there is instead."""
+    mesh = state._meshbook_mesh
+    answers = mesh._apply_now(look, state._meshbook_steps, names).get(_LOOK_S)
+    return {
+        place: (None if raw is None else msgspec.convert(raw, Preview), said)
+        for place, (raw, said) in enumerate(answers.values())
+    }
+
+
+def _parts(state: ActorState) -> tuple[Part, ...]:
+    parts: dict[bytes, tuple[list[int], Outcome]] = {}
+    for place, (preview, _) in _looks(state).items():
+        shown = preview or Preview(kind="none", type="", text=f"({_spelt(state)} is not there)")
+        outcome = Outcome(status="ok", value=Value(shown))
+        parts.setdefault(msgspec.msgpack.encode(shown), ([], outcome))[0].append(place)
+    return tuple(Part(tuple(places), outcome) for places, outcome in parts.values())
+
+
+def _ranks(state: ActorState) -> tuple[int, ...]:
+    return tuple(range(len(state._meshbook_mesh)))
+
+
+def _same(state: ActorState) -> Any:
+    """The value that all actors agree on.
+
+    Raises:
+        ValuesDiffer: they do not; the message shows what each holds.
+    """
+    first, *others = pull(state).values()
+    for other in others:
+        equal = first == other
+        if not (bool(equal.all()) if hasattr(equal, "all") else bool(equal)):
+            raise ValuesDiffer(
+                f"{name_ranks(_ranks(state))} do not agree on {_spelt(state)}:\n{state!r}\n"
+                f"slice the mesh first, or take them all: pull({_spelt(state)})"
+            )
+    return first
+
+
+def _act(state: ActorState, function: Callable[..., Any], *args: Any) -> ValueMesh[Any]:
+    """Something that is done to it as a message among the actor's others. Blocks."""
+    return _answered(state, state._meshbook_mesh._apply(function, state._meshbook_steps, *args))
+
+
+def _answered(state: ActorState, future: Any) -> ValueMesh[Any]:
+    try:
+        return future.get()  # type: ignore[no-any-return]
+    except ActorError as error:
+        if isinstance(error.exception, AttributeError | LookupError):
+            raise type(error.exception)(f"{_spelt(state)}: {error.exception}") from None
+        raise
+
+
+def _as_remote_tensor(state: ActorState, previews: list[Preview]) -> Any:
+    """Where remote tensors are at hand, a tensor on every actor is one."""
+    if any(preview.kind != "tensor" for preview in previews):
+        return state
+    try:
+        make = extensions.find("remote_tensor")
+    except UsageError:
+        return state
+    made = make(state)
+    return state if made is None else made
+
+
+def _spelt(state: ActorState) -> str:
+    text = f"{state._meshbook_mesh._ref.name}.state"
+    for kind, key in state._meshbook_steps:
+        text += f".{key}" if kind == "attr" else f"[{key!r}]"
+    return text
+
+
+def _no_such(state: ActorState, name: str, there: list[str]) -> str:
+    close = difflib.get_close_matches(name, there, n=1)
+    public = [other for other in there if not other.startswith("_")]
+    hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(public[:20]) or 'no attributes'}"
+    return f"{_spelt(state)} has no attribute {name!r} on any rank; {hint}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In the actors' processes
+
+
+def look(actor: Any, steps: tuple[Step, ...], names: bool) -> tuple[dict[str, Any] | None, list[str]]:
+    """A preview as plain data, and the names it has if they are asked for; where nothing is, None and what is there
+    instead."""
+    from meshbook.rank.preview import preview  # IPython with it, in processes whose state somebody looks at
+
+    reached = actor
+    for index, (kind, key) in enumerate(steps):
+        try:
+            reached = getattr(reached, key) if kind == "attr" else reached[key]
+        except Exception as error:
+            if kind == "attr" and index == len(steps) - 1:
+                return None, _names_of(reached)
+            return None, [f"{type(error).__name__}: {error}"]
+    shown = preview(reached, text_limit=PREVIEW_CHARS, rich=False, safe=True)
+    return msgspec.to_builtins(shown), _names_of(reached) if names else []
+
+
+def _names_of(thing: Any) -> list[str]:
+    """Its own attributes first; of a torch module also what it finds by name."""
+    own = [*getattr(thing, "__dict__", ()), *getattr(thing, "_modules", ()), *getattr(thing, "_parameters", ())]
+    return [*own, *(name for name in dir(thing) if name not in own)]
+
+
+def _follow(actor: Any, steps: tuple[Step, ...]) -> Any:
+    for kind, key in steps:
+        actor = getattr(actor, key) if kind == "attr" else actor[key]
+    return actor
+
+
+def _fetch(actor: Any, steps: tuple[Step, ...]) -> Any:
+    return _follow(actor, steps)
+
+
+def _assign(actor: Any, steps: tuple[Step, ...], kind: str, key: Any, value: Any) -> None:
+    if isinstance(value, ValueMesh):
+        value = value.get(current_rank().rank)
+    if kind == "attr":
+        setattr(_follow(actor, steps), key, value)
+    else:
+        _follow(actor, steps)[key] = value
+
+
+def _call(actor: Any, steps: tuple[Step, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _follow(actor, steps)(*args, **kwargs)

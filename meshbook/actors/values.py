@@ -1,0 +1,97 @@
+"""What a call to a mesh gives: a value for each point, and folds over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+from meshbook.actors.runtime.futures import Future
+from meshbook.actors.shape import MeshTrait, Point
+from meshbook.mesh import MeshAxes
+
+R = TypeVar("R")
+A = TypeVar("A")
+
+
+class ValueMesh(MeshTrait, Generic[R]):
+    """Values over a mesh, in grid order. Iterating gives (Point, value)."""
+
+    def __init__(self, axes: MeshAxes, values: Sequence[R]) -> None:
+        self._axes = axes
+        self._by_rank = dict(zip(axes.ranks, values, strict=True))
+
+    def _with_axes(self, axes: MeshAxes) -> ValueMesh[R]:
+        return ValueMesh(axes, [self._by_rank[rank] for rank in axes.ranks])
+
+    def get(self, rank: int) -> R:
+        """The value at a place in grid order, 0 .. size - 1."""
+        return self._by_rank[self._axes.ranks[rank]]
+
+    def item(self, **point: int) -> R:
+        """The value at a point, `item(gpus=2)`; of a mesh of one without arguments.
+
+        Raises:
+            MeshShapeError: an axis that is not there, is missing or is out of range.
+        """
+        return self._by_rank[self._axes.rank_at(**point)]
+
+    def __getitem__(self, place: int | Point) -> R:
+        return self.get(place.rank if isinstance(place, Point) else range(len(self))[place])
+
+    def items(self) -> Iterator[tuple[Point, R]]:
+        """(Point, value), in grid order."""
+        extent = self.extent
+        for index, value in enumerate(self._by_rank.values()):
+            yield Point(index, extent), value
+
+    def values(self) -> Iterator[R]:
+        return iter(self._by_rank.values())
+
+    def __iter__(self) -> Iterator[tuple[Point, R]]:
+        return self.items()
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, ValueMesh)
+            and self.extent == other.extent
+            and list(self.values()) == list(other.values())
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> Any:
+        return ValueMesh, (self._axes, list(self._by_rank.values()))
+
+    def __repr__(self) -> str:
+        lines = [f"  {point}: {value!r}" for point, value in self.items()]
+        return "\n".join([f"ValueMesh({self.extent}):", *lines])
+
+
+class Accumulator(Generic[R, A]):
+    """Folds the answers of a mesh as they come: `Accumulator(trainers.loss, 0.0, operator.add).accumulate(batch)`."""
+
+    def __init__(self, endpoint: Any, identity: A, combine: Callable[[A, R], A]) -> None:
+        self._endpoint, self._identity, self._combine = endpoint, identity, combine
+
+    def accumulate(self, *args: Any, **kwargs: Any) -> Future[A]:
+        """Call the endpoint on every rank; a Future of the folded answers, in the order in which they came."""
+        futures = list(self._endpoint.stream(*args, **kwargs))
+        whole: Future[A] = Future("accumulate()")
+
+        def fold() -> A:
+            value = self._identity
+            for future in futures:
+                value = self._combine(value, future.get())
+            return value
+
+        left = len(futures)
+
+        def one_less(_: Future[Any]) -> None:
+            nonlocal left
+            left -= 1  # always on the thread that hears
+            if not left:
+                whole.settle(fold)
+
+        for future in futures:
+            future.add_done_callback(one_less)
+        return whole

@@ -1,0 +1,77 @@
+"""The door for programs written for `monarch.rdma`: the same names, imported from `meshbook.rdma`.
+
+    from meshbook.rdma import RDMABuffer
+
+What the names stand for is in `meshbook.actors.buffer`: shared memory on one machine, CUDA IPC for its GPUs.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Self
+
+from meshbook.actors.buffer import Buffer, RDMABuffer
+from meshbook.actors.runtime.futures import Future
+
+__all__ = ["Buffer", "RDMAAction", "RDMABuffer", "get_rdma_backend", "is_ibverbs_available", "is_rdma_available"]
+
+
+class RDMAAction:
+    """Several copies that are started together: `RDMAAction().read_remote(dst, buffer).submit().get()`."""
+
+    def __init__(self) -> None:
+        self._copies: list[tuple[Any, Any]] = []  # method, argument
+
+    def read_remote(self, dst: Any, src: Buffer) -> Self:
+        """Add `src.read_into(dst)`."""
+        self._copies.append((src.read_into, dst))
+        return self
+
+    def write_remote(self, dst: Buffer, src: Any) -> Self:
+        """Add `dst.write_from(src)`."""
+        self._copies.append((dst.write_from, src))
+        return self
+
+    def submit(self, *, timeout: float = 60) -> Future[None]:
+        """Start them all. The future is done when all are, and raises what the first of them that failed has raised.
+        May be submitted again, as often as the program likes.
+
+        Raises:
+            TransferError: one does not fit; those before it are under way.
+        """
+        copies = [method(argument, timeout=timeout) for method, argument in self._copies]
+        done: Future[None] = Future(f"{len(copies)} copies")
+        waiting, lock = len(copies), threading.Lock()
+        if not copies:
+            done.settle(lambda: None)
+
+        def take() -> None:
+            for copy in copies:
+                copy.get()
+
+        def one_less(_: Future[None]) -> None:
+            nonlocal waiting
+            with lock:
+                waiting -= 1
+                is_last = waiting == 0
+            if is_last:
+                done.settle(take)
+
+        for copy in copies:
+            copy.add_done_callback(one_less)
+        return done
+
+
+def get_rdma_backend() -> str:
+    """How buffers of CPU tensors are read here: "shared memory"."""
+    return "shared memory"
+
+
+def is_ibverbs_available() -> bool:
+    """False: buffers are read within one machine."""
+    return False
+
+
+def is_rdma_available() -> bool:
+    """Whether `RDMABuffer` works, which it does; kept for programs that ask before they make one."""
+    return True

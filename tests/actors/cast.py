@@ -1,0 +1,175 @@
+"""The actors that tests play with. No pytest in here: ranks import it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from typing import Any
+
+from meshbook.actors.base import Actor, endpoint
+from meshbook.actors.runtime.context import context, current_rank, current_size
+
+
+class Counter(Actor):
+    """All endpoints are `def`: one thread, one message at a time."""
+
+    def __init__(self, start: int = 0, fail: bool = False) -> None:
+        if fail:
+            raise ValueError("no such start")
+        self.count = start
+        self.seen: list[Any] = []
+        self.cleaned = False
+
+    @endpoint
+    def add(self, by: int = 1) -> int:
+        self.count += by
+        return self.count
+
+    @endpoint
+    def note(self, thing: Any) -> None:
+        self.seen.append(thing)
+
+    @endpoint
+    def notes(self) -> list[Any]:
+        return self.seen
+
+    @endpoint
+    def echo(self, *args: Any, **kwargs: Any) -> Any:
+        return args, kwargs
+
+    @endpoint
+    def fail(self, text: str = "boo", only: int | None = None) -> int:
+        if only is None or current_rank().rank == only:
+            raise KeyError(text)
+        return 0
+
+    @endpoint
+    def where(self) -> tuple[int, dict[str, int], dict[str, int], int]:
+        return current_rank().rank, current_size(), dict(context().actor_instance.rank), os.getpid()
+
+    @endpoint
+    def thread(self) -> str:
+        return threading.current_thread().name
+
+    @endpoint
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    @endpoint
+    def die(self, only: int | None = None) -> None:
+        if only is None or current_rank().rank == only:
+            os.kill(os.getpid(), 9)
+
+    @endpoint
+    def say(self, text: str) -> None:
+        print(text)
+
+    @endpoint
+    def lock(self) -> Any:
+        return threading.Lock()
+
+    @endpoint(explicit_response_port=True)
+    def thrice(self, port: Any, what: Any) -> None:
+        for count in range(3):
+            port.send((count, what))
+
+    @endpoint(explicit_response_port=True)
+    def later(self, port: Any) -> None:
+        threading.Timer(0.01, port.send, [current_rank().rank]).start()
+
+    @endpoint
+    def total(self, other: Any) -> int:
+        """Asks another mesh of actors, by a sync call."""
+        return sum(other.add.call(0).get(20).values())
+
+    @endpoint
+    def ask_self(self, me: Any) -> str:
+        try:
+            return str(me.add.call().get(5))
+        except RuntimeError as error:
+            return str(error)
+
+    def plain(self) -> None:
+        """Not an endpoint."""
+
+
+class Gate(Actor):
+    """Async: its endpoints interleave."""
+
+    def __init__(self) -> None:
+        self.open = asyncio.Event()
+        self.order: list[str] = []
+
+    @endpoint
+    async def wait(self, name: str) -> str:
+        self.order.append(f"{name} waits")
+        await self.open.wait()
+        self.order.append(f"{name} goes")
+        return name
+
+    @endpoint
+    async def let_go(self) -> list[str]:
+        self.open.set()
+        return self.order
+
+    @endpoint
+    async def ask(self, other: Any) -> list[int]:
+        return list((await other.add.call(0)).values())
+
+    @endpoint
+    async def ask_wrongly(self, other: Any) -> str:
+        try:
+            other.sleep.call(0.05).get()
+        except RuntimeError as error:
+            return str(error)
+        return "it waited"
+
+    @endpoint
+    async def call_lost(self, other: Any) -> str:
+        try:
+            await other.sleep.call(60)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "answered"
+
+
+class Boss(Actor):
+    """Spawns actors of its own and hears of their failures."""
+
+    def __init__(self, procs: Any, handle: bool) -> None:
+        self.handle = handle
+        self.heard: list[str] = []
+        self.staff = procs.spawn("staff", Counter)
+
+    def __supervise__(self, failure: Any) -> bool:
+        self.heard.append(failure.report())
+        return self.handle
+
+    @endpoint
+    def ask(self) -> list[int]:
+        return list(self.staff.add.call().get(20).values())
+
+    @endpoint
+    def lose(self, rank: int) -> None:
+        self.staff.die.broadcast(rank)
+
+    @endpoint
+    def news(self) -> list[str]:
+        return self.heard
+
+
+class Tidy(Actor):
+    """Leaves a note when it ends."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    @endpoint
+    def ping(self) -> int:
+        return 1
+
+    def __cleanup__(self, exc: Exception | None) -> None:
+        with open(f"{self.path}.{current_rank().rank}", "w") as file:
+            file.write(str(exc))

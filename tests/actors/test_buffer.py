@@ -1,0 +1,283 @@
+"""Buffers between real processes: what a reader sees of memory that stays its owner's, and what it is told instead."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from meshbook import rdma
+from meshbook.actors.buffer import Buffer, RDMABuffer
+from meshbook.errors import TransferError
+from tests.wire.other_process import OtherProcess
+
+TIMEOUT_S = 20.0
+
+OWNER = """
+import torch
+from meshbook.actors import buffer as buffers
+from meshbook import rdma
+from meshbook.actors.buffer import Buffer
+"""
+
+
+@pytest.fixture(scope="module")
+def shared_owner() -> Iterator[OtherProcess]:
+    with OtherProcess() as other:
+        other.ask(OWNER)
+        yield other
+
+
+@pytest.fixture
+def owner(shared_owner: OtherProcess) -> Iterator[OtherProcess]:
+    """A process that owns nothing, at the start and in the end."""
+    yield shared_owner
+    shared_owner.ask("[each.drop() for each in list(globals().values()) if isinstance(each, Buffer)]; None")
+    shared_owner.ask("for name in ('t', 'model', 'buffer', 'other'): globals().pop(name, None)")
+    assert shared_owner.ask("len(buffers._offered)") == 0
+
+
+def read(buffer: Buffer, **kwargs: Any) -> torch.Tensor:
+    dst = torch.zeros(buffer.shape, dtype=buffer.dtype)
+    buffer.read_into(dst, **kwargs).get(TIMEOUT_S)
+    return dst
+
+
+def test_a_reader_sees_what_the_owner_has_written_since(owner: OtherProcess) -> None:
+    buffer = owner.ask("t = torch.arange(6.).reshape(2, 3); buffer = Buffer(t); buffer")
+    assert torch.equal(read(buffer), torch.arange(6.0).reshape(2, 3))
+    owner.ask("t.mul_(10)")
+    assert torch.equal(read(buffer), 10 * torch.arange(6.0).reshape(2, 3))
+    assert (buffer.size(), buffer.nbytes, buffer.shape, buffer.dtype) == (24, 24, (2, 3), torch.float32)
+    assert str(owner.pid) in buffer.owner
+    assert RDMABuffer is Buffer
+
+
+def test_what_is_written_from_afar_is_in_the_owners_tensor_and_in_all_that_share_its_storage(
+    owner: OtherProcess,
+) -> None:
+    buffer = owner.ask(
+        "model = torch.nn.Linear(3, 2); flat = model.weight.view(-1); buffer = Buffer(model.weight.detach()[1]); buffer"
+    )
+    before = owner.ask("model.weight.tolist()")
+    buffer.write_from(torch.tensor([1.0, 2.0, 3.0])).get(TIMEOUT_S)
+    assert owner.ask("model.weight.tolist()") == [before[0], [1, 2, 3]]
+    assert owner.ask("flat.tolist()[3:]") == [1, 2, 3]
+    buffer.write_from(torch.tensor([7.0]), offset=8).get(TIMEOUT_S)
+    assert owner.ask("model(torch.ones(3)).sum().backward(); model.weight[1].tolist()") == [1, 2, 7]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.float8_e4m3fn, torch.complex64])
+def test_bytes_arrive_as_they_are_whatever_they_mean(owner: OtherProcess, dtype: torch.dtype) -> None:
+    buffer = owner.ask(f"t = torch.arange(64, dtype=torch.uint8).view({dtype}).clone(); buffer = Buffer(t); buffer")
+    raw = torch.zeros(64, dtype=torch.uint8)
+    buffer.read_into(raw).get(TIMEOUT_S)
+    assert raw.tolist() == list(range(64))
+    assert torch.equal(read(buffer).view(torch.uint8), raw)
+
+
+def test_anything_with_the_buffer_protocol_can_be_read_into_and_written_from(owner: OtherProcess) -> None:
+    buffer = owner.ask("t = torch.arange(4.); buffer = Buffer(t); buffer")
+    array, raw = np.zeros(4, np.float32), bytearray(16)
+    buffer.read_into(array).get(TIMEOUT_S)
+    buffer.read_into(memoryview(raw)).get(TIMEOUT_S)
+    assert array.tolist() == [0, 1, 2, 3]
+    assert np.frombuffer(raw, np.float32).tolist() == [0, 1, 2, 3]
+    buffer.write_from(np.float32([5, 6]).tobytes(), offset=4).get(TIMEOUT_S)
+    assert owner.ask("t.tolist()") == [0, 5, 6, 3]
+    buffer.read_into(piece := np.zeros(2, np.float32), offset=8).get(TIMEOUT_S)
+    assert piece.tolist() == [6, 3]
+    buffer.read_into(longer := np.zeros(6, np.float32)).get(TIMEOUT_S)
+    assert longer.tolist() == [0, 5, 6, 3, 0, 0]
+
+
+def test_a_large_copy_leaves_the_event_loop_free(owner: OtherProcess) -> None:
+    buffer = owner.ask("t = torch.ones(1 << 24); buffer = Buffer(t); buffer")
+    turns = 0
+
+    async def both() -> torch.Tensor:
+        nonlocal turns
+        dst = torch.zeros(1 << 24)
+        copy = buffer.read_into(dst)
+        while not copy.done():
+            turns += 1
+            await asyncio.sleep(0)
+        await copy
+        return dst
+
+    assert asyncio.run(both()).sum() == 1 << 24
+    assert turns > 1
+
+
+def test_a_buffer_can_be_made_again_and_again_without_moving_anything(owner: OtherProcess) -> None:
+    owner.ask("t = torch.zeros(1000); buffer = Buffer(t); address = t.data_ptr()")
+    again = owner.ask("t.fill_(2); other = Buffer(t[500:]); buffer.drop().get(); other")
+    assert owner.ask("t.data_ptr() == address")
+    assert read(again).sum() == 1000
+    again.drop()
+
+
+def test_a_tensor_that_was_made_in_shared_memory_is_not_moved(owner: OtherProcess) -> None:
+    owner.ask("t = Buffer.empty(10, 20, dtype=torch.int32).fill_(3); address = t.data_ptr()")
+    buffer = owner.ask("buffer = Buffer(t); buffer")
+    assert owner.ask("t.data_ptr() == address")
+    assert read(buffer).sum() == 600
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is gone
+
+
+@pytest.mark.parametrize("by", ["owner", "reader"])
+def test_a_dropped_buffer_is_refused_whoever_dropped_it_and_the_tensor_is_the_owners_alone(
+    owner: OtherProcess, by: str
+) -> None:
+    buffer = owner.ask("t = torch.arange(3.); buffer = Buffer(t); buffer")
+    read(buffer)
+    if by == "owner":
+        owner.ask("buffer.drop().get()")
+    else:
+        buffer.drop().get(TIMEOUT_S)
+    with pytest.raises(TransferError, match=re.escape(f"was dropped, by its owner (process {owner.pid}) or by")):
+        read(buffer)
+    with pytest.raises(TransferError, match="was dropped"):
+        buffer.write_from(torch.zeros(3)).get(TIMEOUT_S)
+    buffer.drop().get(TIMEOUT_S)  # twice is the same as once
+    assert owner.ask("t.tolist()") == [0, 1, 2]
+    assert owner.ask("len(buffers._offered)") == 0
+
+
+def test_a_reader_lets_go_of_what_was_dropped_when_it_next_reads(owner: OtherProcess) -> None:
+    owner.ask("t = torch.ones(1 << 20); other = torch.ones(4); gone, kept = Buffer(t), Buffer(other)")
+    gone, kept = owner.ask("(gone, kept)")
+    read(gone)
+    num_mapped = mapped_shared_memory()
+    owner.ask("gone.drop().get(); del t, gone")
+    read(kept)
+    assert mapped_shared_memory() == num_mapped  # one more for `kept`, one less for `gone`
+    owner.ask("kept.drop().get()")
+
+
+def mapped_shared_memory() -> int:
+    with open("/proc/self/maps") as maps:
+        return sum("/torch_" in line for line in maps)
+
+
+def test_a_dead_owner_is_named_and_nothing_of_it_is_taken_for_its_state() -> None:
+    with OtherProcess() as owner:
+        owner.ask(OWNER)
+        known, unknown = owner.ask("t = torch.ones(5); (Buffer(t), Buffer(t))")
+        read(known)
+        owner.kill()
+        for buffer in (known, unknown):
+            with pytest.raises(TransferError, match=f"process {owner.pid}, whose memory .* has ended"):
+                read(buffer)
+        known.drop().get(TIMEOUT_S)
+
+
+def test_a_forked_child_offers_nothing_of_its_parents(owner: OtherProcess) -> None:
+    buffer = owner.ask("t = torch.ones(5); buffer = Buffer(t); buffer")
+    assert owner.ask(
+        "end, start = os.pipe(); pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    os.write(start, bytes([len(buffers._offered)])); buffer.drop().get(); os._exit(0)\n"
+        "os.waitpid(pid, 0); os.read(end, 1)[0]"
+    ) == 0
+    with pytest.raises(TransferError, match="was dropped"):  # the child may drop it, as any reader may
+        read(buffer)
+
+
+def test_memory_of_another_machine_is_refused_with_what_to_do(owner: OtherProcess) -> None:
+    buffer = owner.ask("t = torch.ones(5); buffer = Buffer(t); buffer")
+    buffer._place = buffer._place._replace(machine="another")
+    with pytest.raises(TransferError, match=r"another machine.*no engine here offers.*send the tensor"):
+        read(buffer)
+
+
+def test_a_region_that_lies_outside_its_file_is_refused(owner: OtherProcess) -> None:
+    buffer = owner.ask("t = torch.ones(5); buffer = Buffer(t); buffer")
+    buffer._place = buffer._place._replace(offset=4096)
+    with pytest.raises(TransferError, match="not a buffer: 20 bytes from 4096 of a file of 20 bytes"):
+        read(buffer)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What does not fit
+
+
+@pytest.mark.parametrize(
+    ("tensor", "complaint"),
+    [
+        (torch.ones(3, 4).T, r"contiguous tensor, .* shape \[4, 3\] and strides \[1, 4\]; .contiguous\(\) makes"),
+        (torch.ones(0, 4), r"has elements, and this one has shape \[0, 4\]"),
+        (torch.ones(2).to_sparse(), "plain tensor"),
+        (np.ones(3), r"a tensor, and this is a ndarray; torch.as_tensor\(...\)"),
+        (torch.empty(3, device="meta"), "CPU or CUDA tensor, and this one is on meta"),
+    ],
+)
+def test_a_buffer_is_made_of_memory_in_one_piece(tensor: Any, complaint: str) -> None:
+    with pytest.raises(TransferError, match=complaint):
+        Buffer(tensor)
+
+
+@pytest.mark.parametrize(
+    ("act", "complaint"),
+    [
+        (lambda b: b.read_into(torch.zeros(5)), r"has 24 bytes \(torch.float32, \[2, 3\]\), .* read into has 20"),
+        (lambda b: b.write_from(torch.zeros(7)), r"has 24 bytes .* written from has 28"),
+        (lambda b: b.write_from(torch.zeros(3), offset=16), r"has 24 bytes, 8 from offset 16 on .* from has 12"),
+        (lambda b: b.read_into(torch.zeros(1), offset=25), "offset 25 is outside this buffer of 24 bytes"),
+        (lambda b: b.read_into(torch.zeros(1), offset=-4), "offset -4 is outside"),
+        (lambda b: b.read_into(torch.zeros(6).half()), r"has torch.float32 and this tensor torch.float16; .*uint8"),
+        (lambda b: b.read_into(torch.zeros(4, 3).T), "contiguous"),
+        (lambda b: b.read_into(bytes(24)), "this bytes is read-only"),
+        (lambda b: b.read_into(np.zeros((6, 2), np.float32)[:, 0]), "a contiguous ndarray is needed"),
+        (lambda b: b.read_into([0.0] * 6), "something with the buffer protocol"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_sum(act: Any, complaint: str) -> None:
+    buffer = Buffer(torch.ones(2, 3))
+    try:
+        with pytest.raises(TransferError, match=complaint):
+            act(buffer)
+    finally:
+        buffer.drop()
+
+
+def test_a_storage_that_does_not_fit_into_shared_memory_is_refused_before_it_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Full:
+        f_bavail, f_frsize = 16, 4096
+
+    monkeypatch.setattr(os, "statvfs", lambda path: Full)
+    with pytest.raises(TransferError, match=r"has 131,072 bytes, and /dev/shm has 65,536 free; .*--shm-size.*empty"):
+        Buffer(torch.ones(1 << 15))
+
+
+def test_several_copies_are_one_action(owner: OtherProcess) -> None:
+    a, b = owner.ask("t = torch.arange(4.); other = torch.zeros(1 << 20); (Buffer(t), Buffer(other))")
+    dst = torch.zeros(4)
+    action = rdma.RDMAAction().read_remote(dst, a).write_remote(b, torch.ones(1 << 20))
+    action.submit().get(TIMEOUT_S)
+    assert dst.tolist() == [0, 1, 2, 3]
+    assert owner.ask("float(other.sum())") == 1 << 20
+    b.drop()
+    with pytest.raises(TransferError, match="was dropped"):
+        action.submit().get(TIMEOUT_S)
+    a.drop()
+
+
+def test_a_process_that_offers_a_thousand_buffers_makes_and_reads_them_in_no_time(owner: OtherProcess) -> None:
+    started = time.monotonic()
+    many = owner.ask("t = torch.arange(300.); many = [Buffer(t[i:i + 1]) for i in range(300)]; many")
+    assert [int(read(buffer)) for buffer in many] == list(range(300))
+    owner.ask("[buffer.drop() for buffer in many]; many.clear(); None")
+    assert time.monotonic() - started < TIMEOUT_S

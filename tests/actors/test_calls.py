@@ -1,0 +1,185 @@
+"""Calls: the verbs, order, arguments and results, ports, context, actors that call actors."""
+
+from __future__ import annotations
+
+import asyncio
+import operator
+import threading
+from typing import Any
+
+import numpy
+import pytest
+
+from meshbook.actors.mesh import send
+from meshbook.actors.procs import ProcMesh, this_proc
+from meshbook.actors.runtime.faults import ActorError, ActorStopped, SupervisionError
+from meshbook.actors.runtime.futures import as_completed
+from meshbook.actors.runtime.ports import Channel
+from meshbook.actors.shape import Point
+from meshbook.actors.values import Accumulator
+from meshbook.errors import MeshTimeout, TransferError
+from tests.actors.cast import Counter, Gate, Tidy
+
+WAIT_S = 20
+
+
+@pytest.fixture(scope="module")
+def counters(procs: ProcMesh) -> Any:
+    return procs.spawn("counters", Counter, 10)
+
+
+def test_each_verb_gives_what_its_name_says(counters: Any) -> None:
+    called = counters.echo.call(1, key="two").get(WAIT_S)
+    assert dict(called.items()) == {Point(rank, counters.extent): ((1,), {"key": "two"}) for rank in range(3)}
+    assert called.item(gpus=2) == called[2] == ((1,), {"key": "two"})
+    assert counters.slice(gpus=1).where.call_one().get(WAIT_S)[2] == {"gpus": 1}
+    assert counters.where.choose().get(WAIT_S)[0] in range(3)
+    assert sorted(future.get(WAIT_S)[0] for future in counters.where.stream()) == [0, 1, 2]
+    assert Accumulator(counters.add, 0, operator.add).accumulate(0).get(WAIT_S) == 30
+
+
+def test_messages_of_one_sender_arrive_in_the_order_sent(counters: Any) -> None:
+    for number in range(500):
+        counters.note.broadcast(number)
+    assert all(notes == list(range(500)) for notes in counters.notes.call().get(WAIT_S).values())
+
+
+def test_a_message_knows_its_place_in_the_mesh_that_was_called(counters: Any) -> None:
+    part = counters.slice(gpus=slice(1, 3)).rename(gpus="tp")
+    assert [found[:3] for found in part.where.call().get(WAIT_S).values()] == [
+        (0, {"tp": 2}, {"gpus": 1}),
+        (1, {"tp": 2}, {"gpus": 2}),
+    ]
+    assert part.sizes == {"tp": 2}
+    assert part.flatten("x").extent == {"x": 2}
+    assert counters.split(gpus=("a", "b"), b=3).sizes == {"a": 1, "b": 3}
+
+
+def test_large_arrays_and_bytes_arrive_whole_and_their_memory_comes_back(counters: Any) -> None:
+    from meshbook.actors.runtime.post import here
+
+    array, raw = numpy.arange(1 << 18), bytes(range(256)) * 4096
+    for answer in counters.echo.call(array, raw=raw).get(WAIT_S).values():
+        (found,), named = answer
+        assert numpy.array_equal(found, array)
+        assert named == {"raw": raw}
+    del answer, found, named
+    counters.add.call(0).get(WAIT_S)  # what has been let go of is told before the next message
+    pool = here().parcels.pool
+    given_back = threading.Event()
+    for _ in range(200):
+        if not pool.used_bytes:
+            break
+        given_back.wait(0.02)
+    assert pool.used_bytes == 0
+
+
+def test_an_exception_comes_back_with_its_traceback_and_ranks_and_the_actor_lives(counters: Any) -> None:
+    with pytest.raises(ActorError) as caught:
+        counters.fail.call("missing").get(WAIT_S)
+    assert caught.value.ranks == (0, 1, 2)
+    assert isinstance(caught.value.exception, KeyError)
+    assert "counters.fail failed" in str(caught.value)
+    assert "raise KeyError(text)" in str(caught.value)
+    with pytest.raises(ActorError) as caught:
+        counters.fail.call(only=2).get(WAIT_S)
+    assert caught.value.ranks == (2,)
+    assert len(counters.add.call(0).get(WAIT_S)) == 3
+
+
+def test_what_cannot_be_called_says_why_before_anything_is_sent(counters: Any, procs: ProcMesh) -> None:
+    with pytest.raises(AttributeError, match=r"has no endpoint 'adds'; did you mean add\?"):
+        _ = counters.adds
+    with pytest.raises(AttributeError, match=r"Counter.plain is not an endpoint.*@endpoint"):
+        _ = counters.plain.call
+    with pytest.raises(TypeError, match=r"counters.add\(self, by.*too many positional"):
+        counters.add.call(1, 2, 3)
+    with pytest.raises(TypeError, match=r"counters.add.call\(…\)"):
+        counters.add(1)
+    with pytest.raises(ValueError, match="mesh of one actor, and 'counters' has 3"):
+        counters.add.call_one()
+    with pytest.raises(TransferError, match=r"args\[0\]\['lock'\].*lock"):
+        counters.note.call({"lock": threading.Lock()})
+    with pytest.raises(ValueError, match="an actor named 'counters' lives in this process already"):
+        procs.spawn("counters", Counter)
+    with pytest.raises(TypeError, match="not a class of actors"):
+        procs.spawn("numbers", int)
+    with pytest.raises(ActorError, match="lock"):
+        counters.lock.call().get(WAIT_S)
+
+
+def test_a_timeout_does_not_use_the_future_up(counters: Any) -> None:
+    future = counters.sleep.call(0.2)
+    with pytest.raises(MeshTimeout, match=r"counters.sleep was not answered within 0.01 s"):
+        future.get(timeout=0.01)
+    assert list(future.get(WAIT_S).values()) == [None] * 3
+
+
+def test_futures_are_awaited_and_come_as_completed(counters: Any) -> None:
+    async def both() -> Any:
+        first, second = await asyncio.gather(counters.add.call(0), counters.where.call())
+        return first, second, await counters.add.call(0).as_asyncio()
+
+    assert [len(found) for found in asyncio.run(both())] == [3, 3, 3]
+    slow, fast = counters.slice(gpus=0).sleep.call(0.3), counters.slice(gpus=1).add.call(0)
+    assert list(as_completed([slow, fast], timeout=WAIT_S)) == [fast, slow]
+    assert slow.exception() is None
+    assert isinstance(counters.fail.call().exception(WAIT_S), ActorError)
+
+
+def test_ports_carry_any_number_of_answers_and_tell_who_sent_them(counters: Any) -> None:
+    port, receiver = Channel.open()
+    counters.slice(gpus=0).note.call(port).get(WAIT_S)  # a port can be passed on and kept
+    send(counters.slice(gpus=2).thrice, ("x",), {}, port)
+    assert [receiver.recv().get(WAIT_S) for _ in range(3)] == [(0, "x"), (1, "x"), (2, "x")]
+    port, ranked = Channel.open_ranked()
+    send(counters.add, (0,), {}, port)
+    assert sorted(ranked.recv().get(WAIT_S)[0] for _ in range(3)) == [0, 1, 2]
+    assert sorted(counters.later.call().get(WAIT_S).values()) == [0, 1, 2]
+    port.exception(ValueError("through the port"))
+    with pytest.raises(ValueError, match="through the port"):
+        ranked.recv().get(WAIT_S)
+
+
+def test_sync_actors_have_a_thread_and_async_endpoints_interleave(counters: Any, procs: ProcMesh) -> None:
+    assert set(counters.thread.call().get(WAIT_S).values()) == {"actor counters"}
+    gates = procs.spawn("gates", Gate)
+    waiting = [gates.wait.call(name) for name in "ab"]
+    order = gates.let_go.call().get(WAIT_S)
+    assert order.get(0)[:2] == ["a waits", "b waits"]
+    assert [list(future.get(WAIT_S).values()) for future in waiting] == [["a"] * 3, ["b"] * 3]
+
+
+def test_actors_call_actors_and_get_their_meshes_as_arguments(counters: Any, procs: ProcMesh) -> None:
+    others = procs.spawn("others", Counter, 100)
+    assert list(counters.total.call(others).get(WAIT_S).values()) == [300] * 3
+    gates = procs.spawn("asking gates", Gate)
+    assert gates.slice(gpus=0).ask.call_one(others.slice(gpus=slice(0, 2))).get(WAIT_S) == [100, 100]
+    assert "write `await future`" in gates.slice(gpus=0).ask_wrongly.call_one(others).get(WAIT_S)
+    assert "call the method itself" in others.slice(gpus=0).ask_self.call_one(others).get(WAIT_S)
+
+
+def test_an_actor_can_live_beside_the_program_that_spawns_it(procs: ProcMesh) -> None:
+    home = this_proc().spawn("at home", Counter, 5)
+    assert home.add.call_one().get(WAIT_S) == 6
+    away = procs.spawn("away", Counter)
+    away.total.call(home).get(WAIT_S)
+    home.stop().get(WAIT_S)
+
+
+def test_a_stopped_actor_has_cleaned_up_and_says_that_it_ended(procs: ProcMesh, tmp_path: Any) -> None:
+    tidy = procs.spawn("tidy", Tidy, str(tmp_path / "note"))
+    assert list(tidy.ping.call().get(WAIT_S).values()) == [1, 1, 1]
+    tidy.stop("enough").get(WAIT_S)
+    assert sorted(path.read_text() for path in tmp_path.iterdir()) == ["None"] * 3
+    with pytest.raises(ActorStopped, match="the actor 'tidy' has ended: enough"):
+        tidy.ping.call().get(WAIT_S)
+    procs.spawn("tidy", Tidy, str(tmp_path / "note")).stop().get(WAIT_S)  # its name is free again
+
+
+def test_an_exception_in_init_is_every_calls_answer(procs: ProcMesh) -> None:
+    broken = procs.spawn("broken", Counter, fail=True)
+    with pytest.raises(SupervisionError, match=r"Counter.__init__ failed.*ValueError: no such start"):
+        broken.add.call().get(WAIT_S)
+    with pytest.raises(SupervisionError, match="no such start"):
+        broken.initialized.get(WAIT_S)

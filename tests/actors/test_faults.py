@@ -1,0 +1,179 @@
+"""What happens when an actor's process dies: who is told, how soon, and what goes on working. The faults are real."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from meshbook.actors import client
+from meshbook.actors.procs import ProcMesh, this_host
+from meshbook.actors.runtime import life as lives
+from meshbook.actors.runtime.faults import ActorStopped, MeshFailure, SupervisionError
+from tests.actors.cast import Boss, Counter, Gate
+
+WAIT_S = 20
+
+
+@pytest.fixture
+def doomed() -> Iterator[ProcMesh]:
+    """Processes of a test's own, to be killed."""
+    started = this_host().spawn_procs({"gpus": 3}, name="doomed")
+    yield started
+    started.stop().get(30)
+
+
+@pytest.fixture
+def unhandled(monkeypatch: pytest.MonkeyPatch) -> list[MeshFailure]:
+    """Failures that came to the end of the line, which is here."""
+    heard: list[MeshFailure] = []
+    alive = lives.life()
+    monkeypatch.setattr(alive, "root", lambda failure, name: heard.append(failure))
+    return heard
+
+
+def _pids(mesh: Any) -> list[int]:
+    return [found[3] for found in mesh.where.call().get(WAIT_S).values()]
+
+
+def _until(condition: Any) -> None:
+    tick = threading.Event()
+    for _ in range(1000):
+        if condition():
+            return
+        tick.wait(0.02)
+    raise AssertionError("it did not come about within 20 s")
+
+
+def test_a_dead_process_fails_every_open_call_on_it_at_once_and_slices_without_it_work(
+    doomed: ProcMesh, procs: ProcMesh, unhandled: list[MeshFailure]
+) -> None:
+    counters = doomed.spawn("counters", Counter)
+    callers = procs.spawn("callers", Gate)
+    pids = _pids(counters)
+    from_here = counters.sleep.call(60)
+    streamed = list(counters.slice(gpus=2).sleep.stream(60))
+    from_actor = callers.slice(gpus=0).call_lost.call_one(counters)
+    _until(lambda: _has_called(callers))
+    began = time.monotonic()
+    os.kill(pids[2], signal.SIGKILL)
+    with pytest.raises(SupervisionError, match=r"rank 2 of 'counters' is lost.*SIGKILL.*a slice without it") as caught:
+        from_here.get(WAIT_S)
+    assert time.monotonic() - began < 2
+    assert caught.value.endpoint == "counters.sleep"
+    with pytest.raises(SupervisionError, match="is lost"):
+        streamed[0].get(WAIT_S)
+    assert "SupervisionError: counters.sleep: rank 2" in from_actor.get(WAIT_S)
+    with pytest.raises(SupervisionError, match="is lost"):  # a call that begins afterwards
+        counters.add.call().get(WAIT_S)
+    more = doomed.slice(gpus=slice(0, 2)).spawn("more", Counter)
+    assert list(more.add.call().get(WAIT_S).values()) == [1, 1]
+    _until(lambda: unhandled)
+    assert unhandled[0].ranks == (2,)
+    assert "SIGKILL" in str(unhandled[0])
+
+
+def _has_called(callers: Any) -> bool:
+    running = callers.slice(gpus=0)._apply_now(_running).get(WAIT_S)
+    return "call_lost" in running.get(0)
+
+
+def _running(actor: Any) -> list[str]:
+    return [method for row in lives.life().rows() for method in [row["running"]] if method]
+
+
+def test_the_owner_is_told_and_what_it_handles_goes_no_further(
+    doomed: ProcMesh, procs: ProcMesh, unhandled: list[MeshFailure]
+) -> None:
+    boss = procs.slice(gpus=0).spawn("boss", Boss, doomed, True)
+    assert boss.ask.call_one().get(WAIT_S) == [1, 1, 1]
+    boss.lose.call_one(1).get(WAIT_S)
+    _until(lambda: boss.news.call_one().get(WAIT_S))
+    (report,) = boss.news.call_one().get(WAIT_S)
+    assert "rank 1 of 'staff' is lost" in report
+    assert unhandled == []
+
+
+def test_what_an_owner_does_not_handle_goes_to_its_owner(
+    doomed: ProcMesh, procs: ProcMesh, unhandled: list[MeshFailure]
+) -> None:
+    boss = procs.slice(gpus=0).spawn("lax boss", Boss, doomed, False)
+    boss.lose.call_one(0).get(WAIT_S)
+    _until(lambda: unhandled)
+    assert unhandled[0].mesh_name == "staff"
+    assert unhandled[0].ranks == (0,)
+    assert boss.news.call_one().get(WAIT_S)  # it was asked first, and lives
+
+
+def test_a_failed_broadcast_is_heard_by_the_owner(procs: ProcMesh, unhandled: list[MeshFailure]) -> None:
+    counters = procs.slice(gpus=1).spawn("unheard", Counter)
+    counters.fail.broadcast("nobody waits")
+    _until(lambda: unhandled)
+    assert "unheard.fail" in str(unhandled[0])
+    assert "nobody waits" in unhandled[0].report()
+    assert counters.add.call_one().get(WAIT_S) == 1
+
+
+def test_stopped_processes_are_no_failure(unhandled: list[MeshFailure]) -> None:
+    started = this_host().spawn_procs({"gpus": 2})
+    counters = started.spawn("counters", Counter)
+    waiting = counters.sleep.call(60)
+    started.stop().get(30)
+    with pytest.raises(SupervisionError):
+        waiting.get(WAIT_S)
+    with pytest.raises(ActorStopped, match="the processes of 'counters' were stopped"):
+        counters.add.call().get(WAIT_S)
+    assert unhandled == []
+
+
+SCRIPT = """
+    import os, sys, time
+    from meshbook.actors import procs
+    from meshbook.actors.runtime import faults
+    from tests.actors.cast import Counter
+
+    started = procs.this_host().spawn_procs({"gpus": 2})
+    counters = started.spawn("counters", Counter)
+    counters.add.call().get(20)
+    counters.die.broadcast(1)
+    try:
+        if "elsewhere" in sys.argv:
+            counters.slice(gpus=0).sleep.call(60).get(30)
+        else:
+            time.sleep(30)
+    except BaseException as error:
+        print("stopped by", type(error).__name__, error)
+    print("rank 0 says", counters.slice(gpus=0).add.call_one().get(20) if "elsewhere" not in sys.argv else "")
+    started.stop().get(20)
+"""
+
+
+@pytest.mark.parametrize(("where", "by"), [("elsewhere", "SupervisionError rank 1"), ("asleep", "KeyboardInterrupt")])
+def test_by_default_a_failure_that_nobody_handles_stops_what_runs(where: str, by: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(SCRIPT), where], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert f"stopped by {by}" in done.stdout, done
+    assert done.returncode == 0
+    assert "is lost: its process" in done.stdout + done.stderr
+
+
+def test_a_hook_of_the_users_own_is_asked_instead(doomed: ProcMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[MeshFailure] = []
+    door = type(sys)("meshbook.actor")
+    door.unhandled_fault_hook = heard.append  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "meshbook.actor", door)
+    counters = doomed.spawn("counters", Counter)
+    os.kill(_pids(counters)[0], signal.SIGKILL)
+    _until(lambda: heard)
+    assert heard[0].mesh_name == "counters"
+    assert client.unhandled_fault_hook is not heard.append
+    assert counters.slice(gpus=1).add.call_one().get(WAIT_S) == 1

@@ -1,0 +1,115 @@
+"""Actors on the ranks of a notebook's mesh: beside cells, with the cells' objects, and what is seen of them."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import meshbook
+from meshbook.actors import procs as meshes
+from meshbook.actors.procs import ProcMesh, this_host
+from tests.actors.cast import Counter
+
+WAIT_S = 20
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Any]:
+    with meshbook.create_mesh({"dp": 2}, process_group=False) as mesh:
+        yield mesh
+
+
+@pytest.fixture(scope="module")
+def counters(mesh: Any) -> Any:
+    return mesh.spawn("counters", Counter, 1)
+
+
+def test_actors_answer_while_a_cell_runs_and_share_the_rank_with_it(mesh: Any, counters: Any) -> None:
+    running = mesh.run("import os, threading; gate = threading.Event(); gate.wait(20); os.getpid()", wait=False)
+    assert list(counters.add.call(2).get(WAIT_S).values()) == [3, 3]
+    counters._apply(_open_gate).get(WAIT_S)
+    pids = [found[3] for found in counters.where.call().get(WAIT_S).values()]
+    assert [running.result(WAIT_S).values[rank] for rank in (0, 1)] == pids
+
+
+def _open_gate(actor: Any) -> None:
+    import gc
+
+    tick = threading.Event()
+    for _ in range(500):
+        for thing in gc.get_objects():
+            if isinstance(thing, dict) and isinstance(thing.get("gate"), threading.Event) and "rank" in thing:
+                thing["gate"].set()
+                return
+        tick.wait(0.02)
+    raise AssertionError("the cell has made no gate")
+
+
+def test_a_handle_among_the_arguments_arrives_as_the_ranks_own_object(mesh: Any, counters: Any) -> None:
+    mesh.run("import torch; mine = torch.ones(3) * rank")
+    found = counters.echo.call(mesh["mine"]).get(WAIT_S)
+    assert [answer[0][0].tolist() for answer in found.values()] == [[0.0] * 3, [1.0] * 3]
+
+
+def test_what_endpoints_print_is_folded_and_logging_option_rules_it(
+    mesh: Any, counters: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+
+    def look() -> str:
+        said.append(capsys.readouterr().out)
+        return "".join(said)
+
+    counters.say.call("all of us").get(WAIT_S)
+    counters.slice(dp=1).say.call("me alone").get(WAIT_S)
+    tick = threading.Event()
+    for _ in range(500):
+        if "me alone" in look():
+            break
+        tick.wait(0.02)
+    assert look().count("all of us") == 1
+    assert "[1] me alone" in look()
+
+
+def test_stop_ends_the_wait_and_the_actor_goes_on(counters: Any) -> None:
+    main = threading.main_thread().ident or 0
+    press = threading.Timer(0.1, signal.pthread_kill, [main, signal.SIGINT])
+    press.start()
+    with pytest.raises(KeyboardInterrupt):
+        counters.sleep.call(0.5).get(WAIT_S)
+    assert len(counters.add.call(0).get(WAIT_S)) == 2
+
+
+def test_rows_say_what_each_actor_does(mesh: Any, counters: Any) -> None:
+    busy = counters.slice(dp=0).sleep.call(0.6)
+    counters.slice(dp=0).note.broadcast("waits")
+    rows = {row["rank"]: row for row in meshes.survey(mesh) if row["actor"] == "counters"}
+    assert rows[0]["running"] == "sleep"
+    assert rows[0]["mailbox"] == 1
+    assert rows[0]["class"] == "Counter"
+    assert rows[1]["running"] is None
+    assert rows[1]["state"] == "living"
+    assert rows[1]["messages"] > 0
+    busy.get(WAIT_S)
+
+
+def test_meshes_of_different_sizes_live_side_by_side_and_talk(mesh: Any, counters: Any) -> None:
+    one: ProcMesh = this_host().spawn_procs()
+    three = this_host().spawn_procs({"a": 1, "b": 3})
+    try:
+        single, grid = one.spawn("single", Counter), three.spawn("grid", Counter)
+        assert (single.extent, grid.extent) == ({}, {"a": 1, "b": 3})
+        assert single.add.call_one().get(WAIT_S) == 1
+        assert single.total.call_one(grid).get(WAIT_S) == 0
+        assert list(grid.flatten("x").slice(x=slice(0, 2)).total.call(counters).get(WAIT_S).values())
+        assert grid.slice(a=0, b=2).where.call_one().get(WAIT_S)[2] == {"a": 0, "b": 2}
+        handed = single.echo.call_one(three, grid.add).get(WAIT_S)[0]  # processes and endpoints are values too
+        assert handed[0].spawn("late", Counter, 7).add.call().get(WAIT_S).item(a=0, b=1) == 8
+        assert len(handed[1].call(0).get(WAIT_S)) == 3
+    finally:
+        one.stop().get(30)
+        three.stop().get(30)
