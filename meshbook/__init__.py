@@ -33,7 +33,7 @@ _WHERE = {
 }
 
 # What methods of Mesh find on the floors between a mesh and a notebook.
-extensions.provide({})
+extensions.provide({"activate": "meshbook.tensors.creation:activate"})
 
 
 def __getattr__(name: str) -> Any:

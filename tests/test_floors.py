@@ -53,6 +53,7 @@ CONFINED = {
     "torch": {
         "rank": "cells use it, and the process group is one",
         "wire.pickling": "tensors travel as buffers",
+        "tensors": "remote tensors are torch's, and their shapes are found with it",
         "controller.mesh": "joins the parts of a tensor that ranks hold",
         "controller.results": "stacks the tensors of all ranks into one",
         "cli.doctor": "says which torch is here and whether it sees a GPU",

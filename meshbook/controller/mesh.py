@@ -11,11 +11,12 @@ import secrets
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
-from meshbook.controller import marimo, remote
+from meshbook.controller import extensions, marimo, remote
 from meshbook.controller.config import count_gpus, read_defaults
 from meshbook.controller.connection import Connection
 from meshbook.controller.console import Console, ask_on_terminal
@@ -292,6 +293,13 @@ class Mesh:
             first.setdefault(self._axes.point(rank)[axis], rank)
         values = self.pull(what, ranks=list(first.values()))
         return _join([values[first[place]] for place in sorted(first)], dim)
+
+    # ---- remote tensors
+
+    def activate(self) -> AbstractContextManager[Any]:
+        """`with mesh.activate(): t = torch.rand(3, 4)` makes a tensor on every rank, one each: a RemoteTensor."""
+        found: AbstractContextManager[Any] = extensions.find("activate")(self)
+        return found
 
     def _one_axis(self, axis: str | None) -> str:
         if axis is not None:
