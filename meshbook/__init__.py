@@ -21,8 +21,22 @@ if TYPE_CHECKING:
     from meshbook.controller.listing import list_meshes
     from meshbook.controller.mesh import Mesh, attach, create_mesh
     from meshbook.controller.results import RankValues
+    from meshbook.tensors.doors import distribute
+    from meshbook.tensors.modules import module_to_mesh
+    from meshbook.tensors.recording import record
 
-__all__ = ["Mesh", "RankValues", "attach", "create_mesh", "errors", "exceptions", "list_meshes"]
+__all__ = [
+    "Mesh",
+    "RankValues",
+    "attach",
+    "create_mesh",
+    "distribute",
+    "errors",
+    "exceptions",
+    "list_meshes",
+    "module_to_mesh",
+    "record",
+]
 
 _WHERE = {
     "Mesh": "meshbook.controller.mesh",
@@ -30,10 +44,15 @@ _WHERE = {
     "attach": "meshbook.controller.mesh",
     "create_mesh": "meshbook.controller.mesh",
     "list_meshes": "meshbook.controller.listing",
+    "distribute": "meshbook.tensors.doors",
+    "module_to_mesh": "meshbook.tensors.modules",
+    "record": "meshbook.tensors.recording",
 }
 
 # What methods of Mesh find on the floors between a mesh and a notebook.
-extensions.provide({"activate": "meshbook.tensors.creation:activate"})
+extensions.provide(
+    {"activate": "meshbook.tensors.creation:activate", "feed": "meshbook.tensors.feeding:feed"}
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ import re
 import secrets
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -278,6 +278,53 @@ class Mesh:
         self._session.conclude(finished, command.ranks, label="scatter")
         values = self._session.values_of(finished.parts)
         return remote.kept(self._session, command.call, command.ranks, values, "scattered")
+
+    def feed(
+        self,
+        source: Any,
+        *,
+        axis: str | None = None,
+        prefetch: int = 2,
+        batch_size: int | None = None,
+        drop_last: bool = False,
+        uneven: bool = False,
+        view: str = "global",
+    ) -> Iterator[Any]:
+        """Batches for the ranks, copied into shared memory and cut along dim 0 over `axis` while the ranks compute.
+
+            for x, y in mesh.feed(loader, axis="dp"): ...
+
+        Args:
+            source: gives batches: tensors, arrays, tables (Arrow, Polars, pandas; a dict of columns each), or tuples and
+                dicts of them. Or one table, array or DuckDB result, with `batch_size`. What is none of these in a batch
+                comes through as it is.
+            axis: over which rows are cut; every rank at the same place of it gets the same. With one axis it need not
+                be named.
+            prefetch: batches that are ready or on their way while the loop is busy; 0 fetches each when it is asked
+                for, without a thread.
+            batch_size: rows of a batch, where the source has no batches of its own.
+            drop_last: leave out a last batch that does not divide by the axis.
+            uneven: cut batches that do not divide as torch.chunk would, instead of refusing them.
+            view: "global" gives a RemoteTensor of the whole batch; "local" a handle to each rank's own rows.
+
+        Returns:
+            An iterator with `close()`; it closes itself at its end, and when nobody holds it.
+
+        Raises:
+            PlacementError: a batch that does not divide; the message has the sum.
+            Whatever the source raises, at the batch where it raised.
+        """
+        found: Iterator[Any] = extensions.find("feed")(
+            self,
+            source,
+            axis=axis,
+            prefetch=prefetch,
+            batch_size=batch_size,
+            drop_last=drop_last,
+            uneven=uneven,
+            view=view,
+        )
+        return found
 
     def gather(self, what: str | RemoteValue, *, axis: str | None = None, dim: int = 0) -> Any:
         """The pieces along `axis`, joined along `dim`: what `scatter` took apart. Blocks.

@@ -45,6 +45,9 @@ _IDLE_S = 0.005
 _MAX_FAULTS = 1000
 _MAX_USER_FRAMES = 4
 
+# All that are alive, for who records without being told a mesh.
+ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
+
 Where = tuple[tuple[CodeType, int], ...]  # code and instruction of the user's lines, innermost first
 
 _encoder = msgspec.msgpack.Encoder()
@@ -96,6 +99,7 @@ class Engine:
     def __init__(self, session: Session, axes: MeshAxes) -> None:
         assert session.axes is not None
         self.session, self.axes = session, axes
+        ENGINES.add(self)
         self.ranks: Ranks = tuple(sorted(axes.ranks))
         self.planner = Planner(axes, self)
         self.cache: dict[Any, Template] = {}

@@ -7,6 +7,7 @@ imports this; the controller names one of them as `meshbook::name`.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,8 @@ def find(name: str) -> Callable[..., Any]:
     """
     space, _, rest = name.partition("::")
     if space == "meshbook":
+        if rest not in FUNCTIONS:  # it puts itself there
+            importlib.import_module(f"meshbook.rank.tensors.{ELSEWHERE[rest]}")
         return FUNCTIONS[rest]
     operator, _, overload = rest.rpartition(".")
     found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, space), operator), overload)
@@ -123,4 +126,14 @@ def slice_local(local: torch.Tensor, mesh: Any, axis: int, place: int) -> torch.
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     function.__name__: function for function in (redistribute, as_global, as_local, reduce_local, slice_local)
+}
+
+# Functions that are imported when an operation first names them.
+ELSEWHERE = {
+    "fed": "feeding",
+    "replay": "replay",
+    "forget_replay": "replay",
+    "module_tensors": "modules",
+    "module_forward": "modules",
+    "module_backward": "modules",
 }
