@@ -7,21 +7,26 @@ with shapes or placements. What it found is a `Template`; equal operations find 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pickle
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup, _register_process_group
+from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshbook.errors import PlacementError
 from meshbook.mesh import MeshAxes
 from meshbook.placement import Shard as Cut
 from meshbook.placement import local_spans
@@ -38,6 +43,14 @@ _SCANS = {
     aten.cumsum_.default, aten.cumprod_.default, aten.flip.default, aten.roll.default, aten.median.dim,
     aten.kthvalue.default, aten.mode.default, aten.renorm.default,
 }  # fmt: skip
+
+
+# torch's words for what Meshbook says in the mesh's.
+_UNEVEN = re.compile(r"output dimension (?P<dim>\d+) \(size (?P<length>\d+)\) is not evenly divisible by mesh dimension (?P<axis>\d+)")
+_ALONG = re.compile(r"along the sharded dimension|without redistribution, which is disallowed|redistribute the tensor before")
+
+# Convolutions, and which of their tensors is the image; the weight is the next.
+_CONVOLUTIONS = {aten.convolution.default: 0, aten.convolution_backward.default: 1}
 
 
 class Spec:
@@ -77,6 +90,8 @@ class Template:
         is_view: results share the storage of the first input.
         copied: ... or should, and do not: what DTensor gives is a copy.
         mutates: indices of inputs that are changed.
+        instead: the operation that makes a new tensor, to be copied into the first input, where DTensor would change
+            only a part of it.
         seeded: draws random numbers; its last float is the seed.
         body: what the ranks are told of it.
     """
@@ -89,8 +104,9 @@ class Template:
     is_view: bool = False
     copied: bool = False
     mutates: tuple[int, ...] = ()
+    instead: Any = None
     seeded: bool = False
-    special: bool = False  # anything of the three above: off the hot path
+    special: bool = False  # anything of the above: off the hot path
     communicates: bool = False
     body: bytes = b""
     name: str = ""
@@ -180,12 +196,16 @@ class Planner:
             return leaf
 
         empty_args, empty_kwargs = pytree.tree_map(empty_of, (args, kwargs))
-        watch = _Watch()
+        watch = _Watch(function)
         try:
-            with torch.no_grad(), rules.quiet(), watch:
+            with torch.no_grad(), rules.quiet(), _as_rank_0(), watch:
                 results = function(*empty_args, **empty_kwargs)
         except Exception as error:
+            if "in-place operations that require placement changes" in str(error):
+                return _not_in_place(function)
             raise self._told(function, error, inputs) from None
+        if watch.missed([empties[id(inputs[at])] for at in _mutated(function, args, kwargs, inputs)]):
+            return _not_in_place(function)
         return self._template(function, args, kwargs, inputs, empties, results, watch.communicates)
 
     def plan_own(self, name: str, args: tuple[Any, ...], output: Spec) -> Template:
@@ -292,10 +312,22 @@ class Planner:
                 f"data). Ways round: run it on the ranks, mesh.execute(fn, x); or on the whole tensor here, "
                 f"x.full_tensor(); or first bring x to every rank, x.redistribute([Replicate()] * {self.mesh.ndim})"
             )
-        if "Cannot unflatten unevenly" in text or "unevenly sharded" in text:
-            text = f"{text.splitlines()[0]} The tensors: {operands}, {where}."
-        else:
-            text = f"{text} ({name.partition('::')[2]} of {operands} {where})"
+        plain = name.partition("::")[2].partition(".")[0]
+        uneven = _UNEVEN.search(text)
+        if uneven is not None:
+            dim, length, axis = uneven["dim"], int(uneven["length"]), int(uneven["axis"])
+            size = self.axes.shape[axis]
+            return PlacementError(
+                f"{plain} of {operands}: dim {dim} of {length} rows cannot be sharded evenly over "
+                f"{self.axes.names[axis]}={size}: {length} = {size} * {length // size} + {length % size}. "
+                f"Redistribute the tensor first so that {self.axes.names[axis]} cuts another dim, or none"
+            )
+        if _ALONG.search(text) is not None:
+            return PlacementError(
+                f"{plain} of {operands} {where} goes along a dim that is cut; redistribute the tensor first so that the "
+                "dim is whole: x.redistribute(...)"
+            )
+        text = f"{text} ({plain} of {operands} {where})"
         try:
             return type(error)(text)
         except Exception:
@@ -309,6 +341,20 @@ def _to_be_moved(
     function: Any, args: Any, inputs: Sequence[Any], mesh: DeviceMesh
 ) -> tuple[tuple[int, tuple[Any, ...]], ...]:
     """Placements that inputs need first, where DTensor would compute a wrong number as they are."""
+    if function in _CONVOLUTIONS:
+        # DTensor's own way takes shards as they come, and trades edges by the ranks of the whole world.
+        image = _CONVOLUTIONS[function]
+        moves = []
+        for at, tensor in enumerate(inputs[: image + 2]):
+            places = tensor._spec.placements
+            if places is not None and at >= image:
+                wanted = tuple(
+                    place if at == image and isinstance(place, Shard) and place.dim == 0 else Replicate()
+                    for place in places
+                )
+                if wanted != places:
+                    moves.append((at, wanted))
+        return tuple(moves)
     if function in _SCANS and inputs and inputs[0]._spec.placements is not None:
         spec = inputs[0]._spec
         rank = max(len(spec.shape), 1)
@@ -330,6 +376,19 @@ def _to_be_moved(
                 )
             return ((0, places),)
     return ()
+
+
+def _not_in_place(function: Any) -> Template:
+    """The plan of an operation in place by way of the one that makes a new tensor."""
+    name = function._opname.removesuffix("_")
+    other = getattr(getattr(torch.ops, function.namespace), name, None)
+    other = getattr(other, function._overloadname, None)
+    if other is None or function._opname.startswith("_foreach") or not function._opname.endswith("_"):
+        raise NotImplementedError(
+            f"{function._opname} with operands that are placed otherwise than the tensor it changes: bring them to its "
+            "placements first, y.redistribute(x.placements)"
+        )
+    return Template(0, None, (), "none", instead=other, special=True)
 
 
 def _is_cut(place: Any) -> bool:
@@ -375,18 +434,50 @@ def _storage(tensor: Any) -> int:
     return found
 
 
+@contextlib.contextmanager
+def _as_rank_0() -> Iterator[None]:
+    """DTensor asks for its own rank in the default group here and there; this process is in none."""
+    with contextlib.ExitStack() as patches:
+        if not dist.is_initialized():
+            for module in (dist, device_mesh):
+                patches.enter_context(mock.patch.object(module, "get_rank", lambda group=None: 0))
+            patches.enter_context(mock.patch.object(dist, "get_world_size", lambda group=None: 1))
+        yield
+
+
 class _Watch(TorchDispatchMode):
     """Sees whether ranks would speak to each other."""
 
-    def __init__(self) -> None:
+    def __init__(self, function: Any) -> None:
         super().__init__()
         self.communicates = False
+        self._function = function
+        schema = getattr(function, "_schema", None)
+        arguments = schema.arguments if schema is not None and schema.is_mutable else ()
+        self._written = [
+            (place, argument.name)
+            for place, argument in enumerate(arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        self._changed: list[tuple[int, torch.Size]] = []  # storages and shapes that local operations wrote to
+
+    def missed(self, tensors: Sequence[Any]) -> bool:
+        """Whether one of these, which were to be changed, was not, or only a part of it was: DTensor brings operands
+        to common placements, and then the operation changes a copy, or a shard, of what it was given."""
+        wanted = [(_storage(tensor), tensor._local_tensor.shape) for tensor in tensors if isinstance(tensor, DTensor)]
+        return bool(self._changed) and any(one not in self._changed for one in wanted)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         if "c10d" in func.namespace:
             self.communicates = True
+        if func is self._function:
+            for place, name in self._written:
+                written = args[place] if place < len(args) else (kwargs or {}).get(name)
+                for leaf in pytree.tree_leaves(written):
+                    if isinstance(leaf, torch.Tensor):
+                        self._changed.append((_storage(leaf), leaf.shape))
         return func(*args, **(kwargs or {}))
 
 

@@ -164,6 +164,15 @@ class RemoteTensor(torch.Tensor):
 
     # ---- how torch's own names fit
 
+    def requires_grad_(self, requires_grad: bool = True) -> RemoteTensor:
+        """As torch's. A leaf's gradient is brought to the leaf's placements once, as soon as it is there: a sum in
+        parts would else be summed again by every operation of an optimizer."""
+        super().requires_grad_(requires_grad)
+        if requires_grad and self._spec.placements is not None and not getattr(self, "_settles", False):
+            self._settles = True
+            self.register_post_accumulate_grad_hook(_settle_grad)
+        return self
+
     @property  # type: ignore[override]
     def data(self) -> RemoteTensor:
         """The same tensor without autograd; assigning gives this one the other's storage."""
@@ -210,6 +219,13 @@ class RemoteTensor(torch.Tensor):
         from meshbook.tensors.values import key_of
 
         return key_of(self, session)
+
+
+def _settle_grad(leaf: Any) -> None:
+    grad, wanted = leaf.grad, leaf._spec.placements
+    if isinstance(grad, RemoteTensor) and grad._spec.placements not in (None, wanted):
+        with torch.no_grad():
+            leaf.grad = call(calls.redistribute, grad.engine, grad, wanted)
 
 
 def wrap(spec: Spec, handle: Handle, requires_grad: bool = False) -> RemoteTensor:
@@ -303,6 +319,8 @@ def perform(
     if template.special:
         if template.first:
             return _moved_first(template, func, args, kwargs, tensors)
+        if template.instead is not None:
+            return _not_in_place(template, args, kwargs)
         if template.mutates:
             _check_changeable(template, tensors)
         if template.seeded:
@@ -369,6 +387,16 @@ def _moved_first(template: Template, func: Any, args: Any, kwargs: Any, tensors:
             if isinstance(leaf, RemoteTensor):
                 leaf._handle.copied = True
     return result
+
+
+def _not_in_place(template: Template, args: Any, kwargs: Any) -> Any:
+    target = args[0]
+    if target._handle.copied:
+        _check_changeable(Template(0, None, (), "none", mutates=(0,), name=calls.name_of(template.instead)), [target])
+    made = dispatch(template.instead, args, kwargs)
+    if made._spec.placements != target._spec.placements:
+        made = call(calls.redistribute, target.engine, made, target._spec.placements)
+    return dispatch(aten.copy_.default, (target, made), None)
 
 
 def _check_changeable(template: Template, tensors: Sequence[RemoteTensor]) -> None:
@@ -487,6 +515,69 @@ def _share(grad: torch.Tensor, elements: int, reduction: int) -> torch.Tensor:
     return grad / elements if reduction == 1 else grad
 
 
+def _bce(func: Any, args: Any, kwargs: Any) -> Any:
+    tensor, target, weight, reduction = (*args, *(None, 1)[len(args) - 2 :])
+    losses = -(target * tensor.log().clamp(min=-100.0) + (1.0 - target) * (1.0 - tensor).log().clamp(min=-100.0))
+    return _reduced(losses if weight is None else losses * weight, reduction)
+
+
+def _bce_backward(func: Any, args: Any, kwargs: Any) -> Any:
+    grad, tensor, target, weight, reduction = (*args, *(None, 1)[len(args) - 3 :])
+    slope = (tensor - target) / ((1.0 - tensor) * tensor).clamp(min=1e-12)  # torch's own epsilon
+    slope = slope * _share(grad, _numel(tensor, target), reduction)
+    return slope if weight is None else slope * weight
+
+
+def _group_norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
+    """torch's is told sizes of the whole batch, which are not those of a shard of it."""
+    grad, tensor, mean, rstd, weight, batch, channels, spatial, groups, wanted = args
+    grouped = (batch, groups, channels // groups, spatial)
+    mean, rstd = mean.view(batch, groups, 1, 1), rstd.view(batch, groups, 1, 1)
+    normal = (tensor.reshape(grouped) - mean) * rstd
+    parts = grad.reshape(grouped)
+    scaled = parts if weight is None else parts * weight.view(1, groups, channels // groups, 1)
+    to_input = None
+    if wanted[0]:
+        level = scaled.mean((2, 3), keepdim=True)
+        slope = (scaled * normal).mean((2, 3), keepdim=True)
+        to_input = (rstd * (scaled - level - normal * slope)).reshape(tensor.shape)
+    to_weight = (parts * normal).sum((0, 3)).reshape(channels) if wanted[1] else None
+    to_bias = parts.sum((0, 3)).reshape(channels) if wanted[2] else None
+    return to_input, to_weight, to_bias
+
+
+def _allclose(func: Any, args: Any, kwargs: Any) -> bool:
+    one, other, rtol, atol, equal_nan = (*args, *(1e-5, 1e-8, False)[len(args) - 2 :])
+    named = {"rtol": rtol, "atol": atol, "equal_nan": equal_nan} | kwargs
+    return bool(torch.isclose(one, other, **named).all().item())
+
+
+def _nll(func: Any, args: Any, kwargs: Any) -> Any:
+    """The mean over shards of different size: over the whole."""
+    if args[3] != 1 or _all_even(args[0]):
+        return _dispatch(func, args, kwargs)
+    return _dispatch(func, tuple(_whole(arg) for arg in args), kwargs)
+
+
+def _nll_backward(func: Any, args: Any, kwargs: Any) -> Any:
+    if args[4] != 1 or _all_even(args[1]):
+        return _dispatch(func, args, kwargs)
+    return _dispatch(func, tuple(_whole(arg) for arg in args), kwargs)
+
+
+def _whole(arg: Any) -> Any:
+    if not isinstance(arg, RemoteTensor) or arg._spec.placements is None:
+        return arg
+    whole = (torch.distributed.tensor.Replicate(),) * len(arg._spec.placements)
+    return arg if arg._spec.placements == whole else call(calls.redistribute, arg.engine, arg, whole)
+
+
+def _all_even(tensor: RemoteTensor) -> bool:
+    return tensor._spec.placements is None or all(
+        _even(tensor, place, axis) for axis, place in enumerate(tensor._spec.placements)
+    )
+
+
 def _mse_backward(func: Any, args: Any, kwargs: Any) -> Any:
     grad, tensor, target, reduction = args
     return (tensor - target) * (2.0 * _share(grad, _numel(tensor, target), reduction))
@@ -525,7 +616,7 @@ def _numel(tensor: torch.Tensor, target: torch.Tensor) -> int:
 def _mean(func: Any, args: Any, kwargs: Any) -> Any:
     """A mean over shards that differ in size."""
     tensor = args[0]
-    if tensor._spec.placements is None or all(_even(tensor, place, axis) for axis, place in enumerate(tensor.placements)):
+    if _all_even(tensor):
         return _dispatch(func, args, kwargs)
     dtype = kwargs.get("dtype")
     if func is aten.mean.default:
@@ -593,7 +684,16 @@ SPECIAL: dict[Any, Callable[[Any, Any, Any], Any]] = {
     aten.alias.default: _same,
     aten.lift_fresh.default: _same,
     aten._local_scalar_dense.default: _item,
+    aten.item.default: _item,
     aten.equal.default: _equal,
+    aten.allclose.default: _allclose,
+    aten.binary_cross_entropy.default: _bce,
+    aten.binary_cross_entropy_backward.default: _bce_backward,
+    aten.native_group_norm_backward.default: _group_norm_backward,
+    aten.nll_loss_forward.default: _nll,
+    aten.nll_loss_backward.default: _nll_backward,
+    aten.nll_loss2d_forward.default: _nll,
+    aten.nll_loss2d_backward.default: _nll_backward,
     aten.copy_.default: _copy,
     aten.fill_.Tensor: _fill,
     aten.mse_loss.default: _mse,

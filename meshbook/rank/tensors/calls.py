@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+aten = torch.ops.aten
+
 
 class _Mark:
     """A placeholder among a template's arguments; pickles as the one object of its name."""
@@ -70,6 +72,8 @@ def find(name: str) -> Callable[..., Any]:
         AttributeError: this torch has none, or nobody added it to FUNCTIONS.
     """
     space, _, rest = name.partition("::")
+    if name in INSTEAD:
+        return INSTEAD[name]
     if space == "meshbook":
         if rest not in FUNCTIONS:  # it puts itself there
             importlib.import_module(f"meshbook.rank.tensors.{ELSEWHERE[rest]}")
@@ -137,3 +141,22 @@ ELSEWHERE = {
     "module_forward": "modules",
     "module_backward": "modules",
 }
+
+
+def _view(tensor: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+    """DTensor now and then lays a shard out otherwise than it says of the whole, and then cannot view it. The shard is
+    laid out as it should be first, in the tensor itself, so that the view shares its storage."""
+    try:
+        return aten.view.default(tensor, size)  # type: ignore[no-any-return]
+    except RuntimeError as error:
+        if not isinstance(tensor, DTensor) or "view size is not compatible" not in str(error):
+            raise
+    local = tensor._local_tensor
+    order = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
+    back = [order.index(dim) for dim in range(tensor.dim())]
+    tensor._local_tensor = local.permute(order).contiguous().permute(back)
+    return aten.view.default(tensor, size)  # type: ignore[no-any-return]
+
+
+# Operators of torch's in whose place ranks call something of ours.
+INSTEAD: dict[str, Callable[..., Any]] = {"aten::view.default": _view}

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -28,6 +29,11 @@ def install() -> None:
     if not _installed:
         _installed = True
         _register_attention()
+        _register_others()
+        # That gloo moves a cut from dim to dim by gathering, that two axes are reduced one after the other: true, said
+        # by every rank, and of no use to anybody.
+        for name in ("_collective_utils", "_redistribute"):
+            logging.getLogger(f"torch.distributed.tensor.{name}").setLevel(logging.ERROR)
     if dtensor_random._rng_tracker is None:
         dtensor_random._rng_tracker = ShardedNumbers()  # type: ignore[assignment]
 
@@ -68,6 +74,30 @@ def _register_attention() -> None:
             whole = Replicate()
             return [([whole] * 3, [whole] * 6 + [None, None, whole])]
         return [([way] * 3, [way] * 6 + [None, None]) for way in ways]
+
+
+def _register_others() -> None:
+    """Operators that work on each image, or each element, by itself."""
+    batch_and_channels = (Replicate(), Shard(0), Shard(1))
+
+    @register_sharding(aten.avg_pool2d.default)
+    def pool(tensor: Any, *others: Any, **named: Any) -> Any:
+        return [([way], [way, *[None] * len(others)]) for way in _first_dims(tensor, batch_and_channels)]
+
+    @register_sharding(aten.avg_pool2d_backward.default)
+    def pool_backward(grad: Any, tensor: Any, *others: Any, **named: Any) -> Any:
+        return [([way], [way, way, *[None] * len(others)]) for way in _first_dims(tensor, batch_and_channels)]
+
+    for operator in (aten.hardswish_backward.default, aten.hardsigmoid_backward.default):
+
+        @register_sharding(operator)
+        def pointwise(grad: Any, tensor: Any, *others: Any) -> Any:
+            ways = [Replicate(), *map(Shard, range(len(tensor.shape)))]
+            return [([way], [way, way, *[None] * len(others)]) for way in ways]
+
+
+def _first_dims(tensor: Any, ways: Any) -> Any:
+    return ways if len(tensor.shape) == 4 else ways[:2]
 
 
 class ShardedNumbers:
@@ -116,7 +146,13 @@ def mix(seed: int, place: int) -> int:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without what torch has to say about CPU meshes and functional collectives on every first operation."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    """Without what torch has to say on standard error about operations that are only tried."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.disabled = before
