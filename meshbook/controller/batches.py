@@ -33,7 +33,7 @@ def batches_of(source: Any, batch_size: int | None) -> Iterator[Any]:
         return _same_size(reader(batch_size), batch_size)
     if is_rows(source) or _is_table(source) or isinstance(source, Mapping):
         if batch_size is None:
-            raise UsageError(f"a {type(source).__name__} is one batch; say how many rows to feed at a time, batch_size=…")
+            raise UsageError(f"a {type(source).__name__} is one batch; say how many rows to feed: batch_size=…")
         return _rows_of(normal(source), batch_size)
     if batch_size is not None:
         raise UsageError(f"a {type(source).__name__} comes in batches of its own; leave batch_size out")
@@ -94,8 +94,8 @@ def refuse_uneven(batch: Any, number: int, axis: str, num_places: int, *, last: 
     sizes = " + ".join(str(stop - start) for start, stop in shard_spans(rows, num_places))
     cure = "drop_last=True leaves the last batch out when it is short" if last else "make its length divisible"
     return PlacementError(
-        f"batch {number} has {rows} rows, and {rows} = {rows // num_places} * {num_places} + {rows % num_places} cannot "
-        f"be cut evenly over {axis}={num_places}; {cure}, and uneven=True cuts it as {sizes}"
+        f"batch {number} has {rows} rows, and {rows} = {rows // num_places} * {num_places} + {rows % num_places} "
+        f"cannot be cut evenly over {axis}={num_places}; {cure}, and uneven=True cuts it as {sizes}"
     )
 
 
@@ -140,8 +140,8 @@ def _column(name: str, column: Any) -> Any:
 def _array(name: str, array: Any) -> Any:
     if array.dtype.kind not in _KINDS:
         raise TransferError(
-            f"column {name!r} holds {array.dtype} values, and a tensor holds numbers; encode it, or leave it out of the "
-            "select"
+            f"column {name!r} holds {array.dtype} values, and a tensor holds numbers; encode it, or leave it "
+            "out of the select"
         )
     return array if array.flags.writeable else array.view()
 

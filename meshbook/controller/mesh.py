@@ -112,7 +112,8 @@ class Mesh:
     def __getitem__(self, key: str) -> RemoteValue: ...
 
     def __getitem__(self, key: Any) -> Any:
-        """`mesh["x"]`: a handle to the ranks' `x`. `mesh[0]`, `mesh[1:3]`: a part, along the first axis.
+        """`mesh["x"]`: a handle to the ranks' `x`; a RemoteTensor where every rank has one alike, with the same storage.
+        `mesh[0]`, `mesh[1:3]`: a part, along the first axis.
 
         Raises:
             MeshNameError: no rank has that name.
@@ -120,7 +121,9 @@ class Mesh:
         """
         if isinstance(key, str):
             self._session.check()
-            return remote.named(self._session, key, self.ranks)
+            meta = remote.look_up(self._session, key, self.ranks)
+            tensor = None if meta is None else extensions.find("tensor_named")(self, f"name:{key}", meta)
+            return tensor if tensor is not None else remote.named(self._session, key, self.ranks)
         return Mesh.of(self._session, self._axes.select(key))
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -253,8 +256,16 @@ class Mesh:
             MeshNameError: no rank has that name.
             TransferError: a value cannot be pickled.
         """
-        handle = self[what] if isinstance(what, str) else what
-        return remote.pull(handle, self.choose(ranks) if ranks is not None else self._session.living(self.ranks))
+        chosen = self.choose(ranks) if ranks is not None else self._session.living(self.ranks)
+        if isinstance(what, str):
+            self._session.check()
+            what = remote.named(self._session, what, self.ranks)
+        if not isinstance(what, RemoteValue):  # a remote tensor
+            command = self._session.call_command(operator.getitem, ((what,), 0), {}, chosen, keep=False, label="pull")
+            finished = self._session.foreground(command)
+            self._session.conclude(finished, chosen, label="pull")
+            return self._session.values_of(finished.parts)
+        return remote.pull(what, chosen)
 
     def scatter(self, batch: Any, *, axis: str | None = None, dim: int = 0) -> RemoteValue:
         """Cut a tensor, array or sequence along `dim`, one piece per place of `axis`. Blocks.
@@ -295,9 +306,9 @@ class Mesh:
             for x, y in mesh.feed(loader, axis="dp"): ...
 
         Args:
-            source: gives batches: tensors, arrays, tables (Arrow, Polars, pandas; a dict of columns each), or tuples and
-                dicts of them. Or one table, array or DuckDB result, with `batch_size`. What is none of these in a batch
-                comes through as it is.
+            source: gives batches: tensors, arrays, tables (Arrow, Polars, pandas; a dict of columns each), or tuples
+                and dicts of them. Or one table, array or DuckDB result, with `batch_size`. What is none of these
+                in a batch comes through as it is.
             axis: over which rows are cut; every rank at the same place of it gets the same. With one axis it need not
                 be named.
             prefetch: batches that are ready or on their way while the loop is busy; 0 fetches each when it is asked

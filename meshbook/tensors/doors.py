@@ -44,8 +44,8 @@ def distribute(
 ) -> Any:
     """Bring a tensor to a mesh, or build a module there.
 
-    A tensor: copied into shared memory once; does not wait. A module, or a function that makes one: built on the ranks by
-    a strategy, and waited for.
+    A tensor: copied into shared memory once; does not wait. A module, or a function that makes one: built on the ranks
+    by a strategy, and waited for.
 
     Args:
         placements: of a tensor: torch's, one per axis of the mesh; default: whole on every rank.
@@ -68,8 +68,8 @@ def distribute(
         return creation.distribute(thing, mesh, placements, sharding_spec=sharding_spec)
     if not isinstance(thing, nn.Module) and not callable(thing):
         raise UsageError(
-            f"a {type(thing).__name__} cannot be distributed; give a tensor (torch.as_tensor(x)), a module, or a function "
-            "that makes one; other data goes by mesh.push or mesh.scatter"
+            f"a {type(thing).__name__} cannot be distributed; give a tensor (torch.as_tensor(x)), a module, or a "
+            "function that makes one; other data goes by mesh.push or mesh.scatter"
         )
     if placements is not None or sharding_spec is not None:
         raise UsageError(

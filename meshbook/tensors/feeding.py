@@ -1,9 +1,8 @@
 """`mesh.feed`: batches on their way to the ranks while these still compute.
 
 A thread pulls batches, copies each once into shared memory and tells the ranks; a rank maps it between two commands and
-takes its own rows, without a copy. The loop gets a batch once all ranks have it. So a batch waits in three places at
-most: `prefetch` in ready or on their way, one in the loop, one in the hands of the thread; whoever is slowest, loop,
-ranks or source, is waited for.
+takes its own rows, without a copy. The loop gets a batch once all ranks have it. At most `prefetch` batches are
+ready or on their way besides the one in the loop: whoever is slowest, loop, ranks or source, is waited for.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def feed(
         raise UsageError(f"prefetch={prefetch}; 0 fetches each batch when the loop asks for it, 2 keeps two ahead")
     info = mesh.session.info
     if info.spec is not None and not info.spec.torch:
-        raise UsageError("the ranks of this mesh have no torch, and feed gives tensors; use mesh.scatter for plain data")
+        raise UsageError("the ranks of this mesh have no torch, and feed gives tensors; mesh.scatter takes plain data")
     return Feed(mesh, source, axis or _one_axis(mesh), prefetch, batch_size, drop_last, uneven, view)
 
 
@@ -102,7 +101,11 @@ class Feed(Iterator[Any]):
     ) -> None:
         self._mesh, self._axis, self._view = mesh, axis, view
         even = _Even(axis, mesh.size(axis), drop_last=drop_last, uneven=uneven)
-        self._pump = _Pump(_Sender(mesh, axis, globally=view == "global"), even.checked(batches.batches_of(source, batch_size)), prefetch)
+        self._pump = _Pump(
+            _Sender(mesh, axis, globally=view == "global"),
+            even.checked(batches.batches_of(source, batch_size)),
+            prefetch,
+        )
         self._end = weakref.finalize(self, self._pump.stop)
 
     def __iter__(self) -> Feed:
@@ -346,7 +349,15 @@ def _globally(mesh: Mesh, axis: str, sent: _Sent) -> Any:
             tuple(getattr(spec, name) for spec in specs) for name in ("placements", "shape", "stride")
         )
         told = Sent(
-            number, "meshbook::fed", (FLOAT, MESH, placements, shapes, strides), {}, (-1,) * len(specs), "many", (), False, False
+            number,
+            "meshbook::fed",
+            (FLOAT, MESH, placements, shapes, strides),
+            {},
+            (-1,) * len(specs),
+            "many",
+            (),
+            False,
+            False,
         )
         template = engine.cache[key] = Template(
             number, None, tuple(specs), "list", body=pickle.dumps(told, 5), name="meshbook::fed"

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from meshbook.controller import remote as handles
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import PlacementError, UsageError
+from meshbook.rank import paths
 from meshbook.rank.tensors import building, modules
 from meshbook.rank.tensors.calls import FLOAT, TENSOR, Sent
 from meshbook.tensors import remote
@@ -40,8 +41,8 @@ _PRECISIONS = {None: None, "fp32": None, "float32": None, "bf16": "bfloat16", "b
 def module_to_mesh(module: nn.Module, mesh: Mesh, placements: Placements = None) -> nn.Module:
     """Bring a module's parameters and buffers to a mesh, in place: its own are replaced by RemoteTensors.
 
-    Its Python goes on running here. Make optimizers afterwards: they hold the parameters that they were given. Gradients
-    are brought to their parameter's placements as soon as they are whole. Does not wait.
+    Its Python goes on running here. Make optimizers afterwards: they hold the parameters that they were given.
+    Gradients are brought to their parameter's placements as soon as they are whole. Does not wait.
 
     Args:
         placements: for every tensor the same (`[Shard(0)]`); or by name, with patterns (`{"*.weight": [Shard(0)]}`); or
@@ -66,7 +67,7 @@ def module_to_mesh(module: nn.Module, mesh: Mesh, placements: Placements = None)
                         moved[id(tensor)] = _brought(tensor, mesh, place)
                     except PlacementError as error:
                         raise PlacementError(f"{full}: {error}") from None
-                kind[name] = moved[id(tensor)]  # type: ignore[assignment, index]
+                kind[name] = moved[id(tensor)]
     return module
 
 
@@ -81,7 +82,7 @@ def _brought(tensor: torch.Tensor, mesh: Mesh, placements: Any) -> Any:
         return there
     parameter = nn.Parameter(there, requires_grad=tensor.requires_grad)
     if parameter.requires_grad:
-        parameter.register_post_accumulate_grad_hook(settle_grad)
+        parameter.register_post_accumulate_grad_hook(settle_grad)  # type: ignore[no-untyped-call]
     return parameter
 
 
@@ -144,7 +145,7 @@ def distribute_module(
         raise UsageError("a module is spread over a whole mesh; this is a part of one")
     session, ranks = mesh.session, engine.ranks
     key = secrets.token_hex(6)
-    here = handles.RemoteValue(session, handles.Path(handles.Name("mesh")), ranks)
+    here = handles.RemoteValue(session, paths.Path(paths.Name("mesh")), ranks)
     dtype = _PRECISIONS[precision]
     command = session.call_command(
         modules.settle,
@@ -188,13 +189,12 @@ class _Plan:
 
     def __init__(self, told: Mapping[str, Any], engine: Engine) -> None:
         self.specs = [_spec(engine, *tensor) for tensor in told["tensors"]]
-        self.shape, self.constants, self.differentiable = told["shape"], told["constants"], told["differentiable"]
+        self.outline, self.differentiable = told["result"], told["differentiable"]
         self.used: list[int] | None = None  # places of parameters that get a gradient; None: not seen yet
 
     def result(self, tensors: Iterable[Any]) -> Any:
         left = iter(tensors)
-        leaves = [next(left) if constant is None else constant[0] for constant in self.constants]
-        return pytree.tree_unflatten(leaves, self.shape)
+        return pytree.tree_map(lambda leaf: next(left) if leaf is TENSOR else leaf, self.outline)
 
 
 def _spec(engine: Engine, shape: Any, stride: Any, dtype: str, placements: Any) -> Spec:
@@ -247,7 +247,7 @@ class RemoteModule(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As torch's; takes what `state_dict` gives, full or not, and whole tensors of this process."""
         if assign:
-            raise UsageError("assign=True would put tensors in place of those that the ranks compute with; leave it out")
+            raise UsageError("assign=True would replace the tensors that the ranks compute with; leave it out")
         own = super().state_dict()
         brought = {
             name: _like(tensor, own[name], self._there.engine) if name in own else tensor
@@ -315,11 +315,15 @@ class _There:
         template = engine.cache.get(key)
         if template is None:
             number = next(engine.planner._numbers)
-            sent = Sent(
-                number, f"meshbook::{function}", args, {}, (-1,) * len(outputs), "many", (), not is_view, False
-            )
+            sent = Sent(number, f"meshbook::{function}", args, {}, (-1,) * len(outputs), "many", (), not is_view, False)
             template = engine.cache[key] = Template(
-                number, None, tuple(outputs), "list", communicates=not is_view, body=pickle.dumps(sent, 5), name=sent.function
+                number,
+                None,
+                tuple(outputs),
+                "list",
+                communicates=not is_view,
+                body=pickle.dumps(sent, 5),
+                name=sent.function,
             )
             engine.add_template(template.body)
         numbers: list[Any] = [0, *(tensor._handle.id for tensor in tensors)]
@@ -327,30 +331,41 @@ class _There:
         return made
 
     def forward(self, training: bool, args: Any, kwargs: Any) -> Any:
-        leaves, shape = pytree.tree_flatten((args, kwargs))
-        leaves = [self._here(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        # Floats are carried, as with any operation: a new one is no new kind of forward.
-        marks = [
-            TENSOR if isinstance(leaf, torch.Tensor) else FLOAT if type(leaf) is float else leaf for leaf in leaves
-        ]
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        floats = [leaf for leaf in leaves if type(leaf) is float]
-        kind = (training, str(shape), *(_hashable(mark) for mark in marks))
+        tensors: list[Any] = []
+        floats: list[float] = []
+
+        def mark(leaf: Any) -> Any:
+            """What stands for it in the template; floats are carried, as with any operation."""
+            if isinstance(leaf, torch.Tensor):
+                tensors.append(self._here(leaf))
+                return TENSOR
+            if type(leaf) is float:
+                floats.append(leaf)
+                return FLOAT
+            return leaf
+
+        marks = pytree.tree_map(mark, (args, kwargs))
+        leaves, shape = pytree.tree_flatten(marks)
+        kind = (training, str(shape), *map(_hashable, leaves))
         found = (*kind, *(tensor._spec for tensor in tensors))
         plan = self._plans.get(found)
         if plan is None:
-            told = _asked(self.engine, modules.module_outline, self.key, training, None, shape, leaves)
+            left = iter(tensors)
+            given = pytree.tree_map(
+                lambda leaf: next(left).detach() if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
+            )
+            told = _asked(self.engine, modules.module_outline, self.key, training, *given)
             plan = self._plans[found] = _Plan(told, self.engine)
         grad = torch.is_grad_enabled() and (
             any(self.tensors[place].requires_grad for place in self.trained) or any(t.requires_grad for t in tensors)
         )
-        call = _Forward(self, plan, kind, (training, shape, marks), floats)
+        call = _Forward(self, plan, kind, (training, *marks), floats)
         if not grad:
             return plan.result(call.issue(tensors, None)[0])
         parameters = [self.tensors[place] for place in self.trained]
         return plan.result(_Through.apply(call, len(tensors), *tensors, *parameters))  # type: ignore[no-untyped-call]
 
-    def _here(self, tensor: torch.Tensor) -> Any:
+    def _here(self, tensor: Any) -> Any:
         """An input as a tensor of this mesh; local ones go whole to every rank."""
         if isinstance(tensor, remote.RemoteTensor):
             if tensor._spec.engine is not self.engine:
@@ -371,10 +386,10 @@ class _Forward:
 
     def issue(self, tensors: list[Any], wanting: tuple[int, ...] | None) -> tuple[list[Any], Any]:
         """The outputs and, with a graph, the ticket."""
-        training, shape, marks = self.given
+        training, args, kwargs = self.given
         plan = self.plan
         promised = tuple(tuple(spec.shape) for spec in plan.specs)
-        args = (self.there.key, training, wanting, promised, shape, marks)
+        args = (self.there.key, training, wanting, promised, args, kwargs)
         outputs = plan.specs if wanting is None else [*plan.specs, self.there._ticket]
         made = self.there._issue((*self.kind, wanting), "module_forward", args, tensors, self.floats, outputs)
         return (made, None) if wanting is None else (made[:-1], made[-1])
@@ -386,10 +401,8 @@ class _Through(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Forward, num_inputs: int, *tensors: Any) -> Any:
         inputs = list(tensors[:num_inputs])
-        marks = call.given[2]
-        at_leaf = [at for at, mark in enumerate(marks) if mark is TENSOR]
         wanting = [at for at in range(num_inputs) if ctx.needs_input_grad[2 + at]]
-        outputs, ctx.ticket = call.issue(inputs, tuple(at_leaf[at] for at in wanting))
+        outputs, ctx.ticket = call.issue(inputs, tuple(wanting))
         ctx.call, ctx.num_inputs, ctx.wanting = call, num_inputs, wanting
         ctx.specs = [inputs[at]._spec for at in wanting]
         ctx.set_materialize_grads(False)

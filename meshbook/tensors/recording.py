@@ -1,10 +1,10 @@
 """`@meshbook.record`: a step that is repeated becomes one message, and on the ranks one straight-line function.
 
 The function's Python runs in every call, as always: so its optimizers count, its schedules advance, its `if`s decide.
-What it issues is held back and compared, at its end, with what it issued before. The same operations on the same pattern
-of tensors: one message says "again", with the tensors and numbers of this time. Anything else: they are sent as they
-are, one by one. So a recording never gives what the function would not have given; it saves the ranks' work (DTensor's
-5 to 20 us per operation, and a collective per gradient), not Python's, which runs ahead of them.
+What it issues is held back and compared, at its end, with what it issued before. The same operations on the same
+pattern of tensors: one message says "again", with the tensors and numbers of this time. Anything else: they are sent as
+they are, one by one. So a recording never gives what the function would not have given; it saves the ranks' work
+(DTensor's 5 to 20 us per operation, and a collective per gradient), not Python's, which runs ahead of them.
 
 A function that asks for a value while it runs (`.item()`, `if loss > 3`) is not held back from there on.
 """
@@ -59,8 +59,8 @@ def record(function: Any = None, /, *, enabled: bool = True) -> Any:
     was recorded, operation by operation, before anything is sent. Where it differs (another shape, another branch, a
     tensor that is new) it runs operation by operation and is recorded anew.
 
-    Does not wait: results are RemoteTensors on their way. Numbers equal those without recording up to the order in which
-    merged all-reduces sum, which is a rounding of the last bits; with one rank, or without collectives, bit for bit.
+    Does not wait: results are RemoteTensors on their way. Numbers equal those without recording up to the order in
+    which merged all-reduces sum, a rounding of the last bits; with one rank, or without collectives, bit for bit.
 
     Args:
         enabled: False leaves the function alone.
@@ -273,7 +273,7 @@ class _Shape:
         known = _templates(self.engine)
         for numbers, _ in self.issued:
             template = known[int(numbers[0])]
-            self.num_ins.append(_num_ins(template, numbers))
+            self.num_ins.append(_num_tensors(template.body))
             self.num_ids.append(self.num_ins[-1] + _num_new(template))
         names: dict[int, int] = {}
         self.first, inverse, self.is_made = [], [], []
@@ -288,13 +288,18 @@ class _Shape:
                     self.is_made.append(place >= num_in)
                 inverse.append(names[id])
                 at += 1
-        self._first, self._inverse = numpy.asarray(self.first, dtype=numpy.int64), numpy.asarray(inverse, dtype=numpy.int64)
+        self._first, self._inverse = (
+            numpy.asarray(self.first, dtype=numpy.int64),
+            numpy.asarray(inverse, dtype=numpy.int64),
+        )
         self._made = [name for name, made in enumerate(self.is_made) if made]
         self._given = [name for name, made in enumerate(self.is_made) if not made]
         self._where = [where for _, where in self.issued]
         self._kinds = [int(numbers[0]) for numbers, _ in self.issued]
         self._row = inverse
-        self._floats_of = [len(numbers) - 1 - count for (numbers, _), count in zip(self.issued, self.num_ids, strict=True)]
+        self._floats_of = [
+            len(numbers) - 1 - count for (numbers, _), count in zip(self.issued, self.num_ids, strict=True)
+        ]
         self.issued = []
 
     def fits(self, ids: Any) -> bool:
@@ -328,7 +333,9 @@ class _Shape:
         engine, known = self.engine, _templates(self.engine)
         place = {name: at for at, name in enumerate([*self._given, *self._made])}
         steps, at, slot = [], 0, 0
-        for kind, count, num_in, num_floats in zip(self._kinds, self.num_ids, self.num_ins, self._floats_of, strict=True):
+        for kind, count, num_in, num_floats in zip(
+            self._kinds, self.num_ids, self.num_ins, self._floats_of, strict=True
+        ):
             names = [place[name] for name in self._row[at : at + count]]
             steps.append(Step(kind, tuple(names[:num_in]), tuple(names[num_in:]), slot, num_floats))
             at, slot = at + count, slot + num_floats
@@ -347,7 +354,14 @@ class _Shape:
         sent = Sent(
             number=number,
             function="meshbook::replay",
-            args=(MESH, torch.device("cpu"), pickle.dumps(tape, 5), self.key, [TENSOR] * len(self._given), [FLOAT] * slot),
+            args=(
+                MESH,
+                torch.device("cpu"),
+                pickle.dumps(tape, 5),
+                self.key,
+                [TENSOR] * len(self._given),
+                [FLOAT] * slot,
+            ),
             kwargs={},
             outputs=(-1,) * len(self.results),
             returns="many",
@@ -398,7 +412,9 @@ def _templates(engine: Engine) -> dict[int, Template]:
     """All that the engine has planned, by number."""
     known: dict[int, Template] | None = _by_number.get(engine)
     if known is None or len(known) != len(engine.cache):
-        known = _by_number[engine] = {template.number: template for template in engine.cache.values() if template.number}
+        known = _by_number[engine] = {
+            template.number: template for template in engine.cache.values() if template.number
+        }
     return known
 
 
@@ -409,10 +425,10 @@ def _num_new(template: Template) -> int:
     return sum(isinstance(output, Spec) for output in template.outputs)
 
 
-def _num_ins(template: Template, numbers: list[int | float]) -> int:
-    sent: Sent = pickle.loads(template.body)
-    leaves = pytree.tree_leaves((sent.args, sent.kwargs))
-    return sum(leaf is TENSOR for leaf in leaves)
+@functools.lru_cache(maxsize=4096)
+def _num_tensors(body: bytes) -> int:
+    sent: Sent = pickle.loads(body)
+    return sum(leaf is TENSOR for leaf in pytree.tree_leaves((sent.args, sent.kwargs)))
 
 
 def _split(engine: Engine, issued: list[Issued], shape: _Shape | None) -> tuple[Any, list[float]]:
@@ -423,7 +439,7 @@ def _split(engine: Engine, issued: list[Issued], shape: _Shape | None) -> tuple[
         known = _templates(engine)
         for numbers, _ in issued:
             template = known[int(numbers[0])]
-            end = 1 + _num_ins(template, numbers) + _num_new(template)
+            end = 1 + _num_tensors(template.body) + _num_new(template)
             row += numbers[1:end]
             floats += numbers[end:]
     else:

@@ -31,7 +31,9 @@ STRATEGIES = {
 }
 
 
-def build(source: Source, strategy: Strategy, dtype: torch.dtype | None, mesh: DeviceMesh, axis: str, numbers: Any) -> nn.Module:
+def build(
+    source: Source, strategy: Strategy, dtype: torch.dtype | None, mesh: DeviceMesh, axis: str, numbers: Any
+) -> nn.Module:
     """The module on this rank.
 
     Args:
@@ -39,7 +41,11 @@ def build(source: Source, strategy: Strategy, dtype: torch.dtype | None, mesh: D
         axis: over which batches are sharded.
         numbers: state of the generator that the module's first values are drawn from.
     """
-    device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+    device = (
+        torch.device(mesh.device_type, torch.cuda.current_device())
+        if mesh.device_type == "cuda"
+        else torch.device("cpu")
+    )
     before = torch.get_rng_state()
     torch.set_rng_state(numbers)
     try:
@@ -83,11 +89,11 @@ def spread(
             tensor.data = tensor.data.to(device, copy=True)
     if strategy == "ddp":
         if not any(parameter.requires_grad for parameter in module.parameters()):
-            raise ValueError("none of the module's parameters requires a gradient; use strategy='replicate' for inference")
+            raise ValueError("no parameter of the module requires a gradient; use strategy='replicate' for inference")
         return DistributedDataParallel(module, process_group=mesh.get_group(axis))
     if strategy == "replicate":
         return distribute_module(module, mesh)
-    raise ValueError(f"there is no strategy {strategy!r}; known: {', '.join(STRATEGIES)}, or a function of (module, mesh)")
+    raise ValueError(f"there is no strategy {strategy!r}; known: {', '.join(STRATEGIES)}, or a function")
 
 
 def _fsdp(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None, device: torch.device) -> nn.Module:
@@ -110,8 +116,8 @@ def _settle(module: nn.Module, device: torch.device) -> None:
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """The repeated parts of a model, outermost first: siblings of one class with parameters of the same names and shapes,
-    at least two of them, each with submodules of its own."""
+    """The repeated parts of a model, outermost first: siblings of one class with parameters of the same names and
+    shapes, at least two of them, each with submodules of its own."""
     found: list[nn.Module] = []
     groups: dict[Any, list[nn.Module]] = {}
     for child in module.children():
@@ -134,7 +140,7 @@ def _kind(module: nn.Module) -> Any:
 # From the meta device
 
 
-class _Fills(TorchDispatchMode):
+class _Fills(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes whether somebody other than torch's own modules fills tensors."""
 
     by_others = False
@@ -156,7 +162,7 @@ def _in_reset() -> bool:
 
 def _on_meta(factory: Callable[[], nn.Module]) -> nn.Module | None:
     """What the factory makes on the meta device, if its first values can be told from its parts; else None."""
-    fills = _Fills()
+    fills = _Fills()  # type: ignore[no-untyped-call]
     try:
         with torch.device("meta"), fills:
             module = factory()

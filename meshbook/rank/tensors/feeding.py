@@ -28,7 +28,9 @@ def drop(numbers: Sequence[int]) -> None:
         WAITING.pop(number, None)
 
 
-def fed(number: float, mesh: Any, placements: Sequence[Any], shapes: Sequence[Any], strides: Sequence[Any]) -> list[DTensor]:
+def fed(
+    number: float, mesh: Any, placements: Sequence[Any], shapes: Sequence[Any], strides: Sequence[Any]
+) -> list[DTensor]:
     """A batch as tensors of the whole mesh, which the engine keeps from now on."""
     return [
         DTensor.from_local(local, mesh, list(places), run_check=False, shape=torch.Size(shape), stride=stride)

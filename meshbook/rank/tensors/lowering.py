@@ -102,11 +102,11 @@ class Lowered:
         return found
 
 
-class Lowering(TorchDispatchMode):
-    """Watches a step while it runs: `with lowering: with lowering.operation(k, floats): …` for each of its operations."""
+class Lowering(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Watches a step while it runs: `with lowering:`, and in it `with lowering.operation(…)` for each operation."""
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._token = object()
         self._lines: list[_Line] = []
         self._count = 0
@@ -154,7 +154,9 @@ class Lowering(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func._schema.name
         given = pytree.tree_leaves((args, kwargs))
-        written = frozenset(_storage(tensor) for tensor in _written(func, args, kwargs)) if _changes(func) else frozenset()
+        written = (
+            frozenset(_storage(tensor) for tensor in _written(func, args, kwargs)) if _changes(func) else frozenset()
+        )
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._strangers = f"{name} draws random numbers"
         line = _Line(func, (), {}, [], [], False, self._step, kind=name, written=written)
@@ -251,7 +253,8 @@ def settled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    found: int = tensor.untyped_storage()._cdata
+    return found
 
 
 def _changes(func: Any) -> bool:
@@ -276,7 +279,7 @@ def _equal(some: Sequence[float], others: Sequence[float]) -> bool:
 
 
 def _merged(lines: list[_Line], sizes: list[int], inputs: frozenset[int]) -> list[_Line]:
-    """All-reduces of one group that are all issued before the result of any is used become one, at the last one's place.
+    """All-reduces of one group that are issued before the result of any is used become one, at the last one's place.
 
     An all-reduce may not move past a line that changes its input. What reduces an input of the step itself stays where
     it is: another step's inputs may share memory in ways that this one's did not.
@@ -350,7 +353,8 @@ def _pruned(lines: list[_Line], returned: Sequence[str]) -> list[_Line]:
     wanted = set(returned)
     kept: list[_Line] = []
     for line in reversed(lines):
-        acts = line.written or line.kind.startswith(("_c10d", "c10d")) or line.kind in ("island", "flat_all_reduce")
+        acts = line.written or not any(line.outs)  # a check makes nothing, and raises
+        acts = acts or line.kind.startswith(("_c10d", "c10d")) or line.kind in ("island", "flat_all_reduce")
         if acts or any(name in wanted for name in line.outs):
             wanted.update(line.used)
             kept.append(line)

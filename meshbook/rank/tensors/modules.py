@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from meshbook.rank.tensors import building
-from meshbook.rank.tensors.calls import FUNCTIONS
+from meshbook.rank.tensors.calls import FUNCTIONS, TENSOR
 
 
 class Resident:
@@ -34,7 +35,7 @@ class Resident:
         self.num_places = mesh.size(self.axis)
         self.local = building.runs_locally(module)
         # FSDP2 converts by itself, where it gathers.
-        self.autocast = dtype if not isinstance(module, building.FSDPModule) else None
+        self.autocast = dtype if not isinstance(module, FSDPModule) else None
         named = list(building.named_tensors(module))
         self.tensors: list[torch.Tensor] = []
         self.names: list[tuple[str, int, bool]] = []  # name, place among the tensors, whether it is a parameter
@@ -54,13 +55,11 @@ class Resident:
         return {
             "names": self.names,
             "trained": self.trained,
-            "tensors": [
-                (tuple(t.shape), tuple(t.stride()), str(t.dtype).removeprefix("torch."), tuple(t.placements)) for t in seen
-            ],
+            "tensors": [_outline(tensor) for tensor in seen],
             "local": self.local,
             "text": repr(self.module),
             "numbers": self.numbers_after,
-            "blocks": sum(isinstance(part, building.FSDPModule) for part in self.module.modules()) - 1,
+            "blocks": sum(isinstance(part, FSDPModule) for part in self.module.modules()) - 1,
         }
 
     def place(self, on_axis: Placement) -> list[Placement]:
@@ -106,7 +105,7 @@ def module_tensors(key: str) -> list[DTensor]:
 class _Graph:
     """What a forward left for its backward."""
 
-    outputs: list[torch.Tensor]  # with their history, as the module gave them
+    outputs: list[Any]  # with their history, as the module gave them
     places: list[list[Placement] | None]  # of local ones: how they are seen from outside
     inputs: list[torch.Tensor]  # those that want a gradient
     input_places: list[list[Placement]]
@@ -114,19 +113,18 @@ class _Graph:
 
 
 def module_forward(
-    key: str, training: bool, wanting: Sequence[int] | None, promised: Any, shape: Any, leaves: Sequence[Any]
+    key: str, training: bool, wanting: Sequence[int] | None, promised: Any, args: Any, kwargs: Any
 ) -> list[Any]:
     """One forward.
 
     Args:
-        wanting: which leaves want a gradient; None for the whole: run without a graph.
+        wanting: which tensors among the arguments want a gradient; None for the whole: run without a graph.
         promised: shapes of the outputs, which the controller has counted on.
-        shape: how the leaves make up (args, kwargs), as pytree has it.
 
     Returns:
         The tensors among the outputs, and the ticket last, if there is a graph.
     """
-    tensors, _ = _forward(key, training, wanting, shape, leaves)
+    tensors, _ = _forward(key, training, wanting, args, kwargs)
     got = tuple(tuple(tensor.shape) for tensor in tensors[: len(promised)])
     if got != promised:
         raise RuntimeError(
@@ -136,7 +134,7 @@ def module_forward(
     return tensors
 
 
-def module_outline(key: str, training: bool, wanting: Sequence[int], shape: Any, leaves: Sequence[Any]) -> dict[str, Any]:
+def module_outline(key: str, training: bool, args: Any, kwargs: Any) -> dict[str, Any]:
     """What a forward gives, as plain data; it is run for it, without a graph and leaving buffers as they were.
 
     Every rank takes part, and all say the same.
@@ -146,49 +144,63 @@ def module_outline(key: str, training: bool, wanting: Sequence[int], shape: Any,
     numbers = torch.get_rng_state()
     try:
         with torch.no_grad():
-            tensors, outline = _forward(key, training, None, shape, leaves)
+            tensors, outline = _forward(key, training, None, args, kwargs)
     finally:
         torch.set_rng_state(numbers)
         with torch.no_grad():
             for buffer, before in kept:
                 buffer.copy_(before)
-    outline["tensors"] = [
-        (tuple(t.shape), tuple(t.stride()), str(t.dtype).removeprefix("torch."), tuple(t.placements)) for t in tensors
-    ]
-    return outline
+    return outline | {"tensors": [_outline(tensor) for tensor in tensors]}
+
+
+def _outline(tensor: Any) -> tuple[Any, ...]:
+    """What the controller plans with: shape, stride, dtype, placements."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return tuple(tensor.shape), tuple(tensor.stride()), dtype, tuple(tensor.placements)
 
 
 def _forward(
-    key: str, training: bool, wanting: Sequence[int] | None, shape: Any, leaves: Sequence[Any]
+    key: str, training: bool, wanting: Sequence[int] | None, args: Any, kwargs: Any
 ) -> tuple[list[Any], dict[str, Any]]:
     resident = _find(key)
     module = resident.module
     if module.training != training:
         module.train(training)
-    given = list(leaves)
     inputs: list[torch.Tensor] = []
     input_places: list[list[Placement]] = []
     cut = False
-    for at, leaf in enumerate(given):
+    number = -1
+
+    def take(leaf: Any) -> Any:
+        nonlocal cut, number
         if not isinstance(leaf, DTensor):
-            continue
+            return leaf
+        number += 1
         if resident.local:
             cut = cut or leaf.placements[resident.axis].is_shard()
-            given[at], places = _own_rows(resident, leaf, at)
+            mine, places = _own_rows(resident, leaf, number)
         else:
-            given[at], places = leaf.detach(), list(leaf.placements)
-        if wanting is not None and at in wanting:
-            given[at] = given[at].detach().requires_grad_()
-            inputs.append(given[at])
+            mine, places = leaf.detach(), list(leaf.placements)
+        if wanting is not None and number in wanting:
+            mine = mine.detach().requires_grad_()
+            inputs.append(mine)
             input_places.append(places)
-    args, kwargs = pytree.tree_unflatten(given, shape)
+        return mine
+
+    args, kwargs = pytree.tree_map(take, (args, kwargs))
     device = resident.mesh.device_type
     casting = torch.autocast(device, dtype=resident.autocast) if resident.autocast else contextlib.nullcontext()
     with torch.set_grad_enabled(wanting is not None), casting:
         result = module(*args, **kwargs)
-    flat, out_shape = pytree.tree_flatten(result)
+    flat = pytree.tree_leaves(result)
     outputs = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
-    seen, places_of = [], []
+    if strange := [leaf for leaf in flat if not isinstance(leaf, (torch.Tensor, int, float, str, type(None)))]:
+        raise TypeError(
+            f"the module's forward gave a {type(strange[0]).__name__}, in which tensors cannot be told; return "
+            "tensors, or tuples, lists and dicts of them"
+        )
+    seen: list[Any] = []
+    places_of: list[list[Placement] | None] = []
     for output in outputs:
         if isinstance(output, DTensor):
             seen.append(output.detach())
@@ -198,8 +210,7 @@ def _forward(
         seen.append(DTensor.from_local(output.detach(), resident.mesh, places, run_check=False))
         places_of.append(places)
     outline = {
-        "shape": out_shape,
-        "constants": [None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in flat],
+        "result": pytree.tree_map(lambda leaf: TENSOR if isinstance(leaf, torch.Tensor) else leaf, result),
         "differentiable": [output.is_floating_point() or output.is_complex() for output in outputs],
     }
     if wanting is None:

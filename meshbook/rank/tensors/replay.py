@@ -98,7 +98,7 @@ class Player:
         except Exception as error:
             raise self._told(error, lowered.step_of(error)) from error
         return [
-            result if spec is None else DTensor(result, spec, requires_grad=False)  # type: ignore[call-arg]
+            result if spec is None else DTensor(result, spec, requires_grad=False)  # type: ignore[no-untyped-call]
             for result, spec in zip(results, self.specs, strict=True)
         ]
 
@@ -177,7 +177,7 @@ class Player:
 
         def call(locals_: Sequence[torch.Tensor], own: Sequence[float]) -> list[torch.Tensor]:
             again = [
-                local if spec is None else DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+                local if spec is None else DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
                 for local, spec in zip(locals_, specs, strict=True)
             ]
             fresh: dict[int, Any] = {}
@@ -214,7 +214,9 @@ class Player:
 PLAYERS: dict[str, Player] = {}
 
 
-def replay(mesh: Any, device: torch.device, tape: bytes, key: str, inputs: Sequence[Any], floats: Sequence[float]) -> Any:
+def replay(
+    mesh: Any, device: torch.device, tape: bytes, key: str, inputs: Sequence[Any], floats: Sequence[float]
+) -> Any:
     """A recorded step, as an operation."""
     player = PLAYERS.get(key)
     if player is None:
