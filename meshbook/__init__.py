@@ -51,7 +51,12 @@ _WHERE = {
 
 # What methods of Mesh find on the floors between a mesh and a notebook.
 extensions.provide(
-    {"activate": "meshbook.tensors.creation:activate", "feed": "meshbook.tensors.feeding:feed"}
+    {
+        "activate": "meshbook.tensors.creation:activate",
+        "feed": "meshbook.tensors.feeding:feed",
+        "tensor_named": "meshbook.tensors.creation:adopt",
+        "with_tensors": "meshbook.tensors.creation:with_tensors",
+    }
 )
 
 

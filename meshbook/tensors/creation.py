@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshbook.controller.mesh import Mesh
+from meshbook.controller.remote import RemoteValue, tensor_at
 from meshbook.errors import MeshShapeError, PlacementError
 from meshbook.placement import parse_placements
 from meshbook.rank.tensors import calls
@@ -140,20 +141,23 @@ def make(engine: Engine, func: Any, args: Any, kwargs: dict[str, Any]) -> remote
     return made
 
 
-def adopt(mesh: Mesh, key: str, meta: TensorMeta) -> remote.RemoteTensor:
+def adopt(mesh: Mesh, key: str, meta: TensorMeta) -> remote.RemoteTensor | None:
     """The tensor that ranks have under a key (`name:w`), as a remote one: the same storage. Does not wait.
 
     Args:
         meta: what the ranks said of it, all the same.
 
-    Raises:
-        PlacementError: its placements are not those of a tensor on all of this mesh.
+    Returns:
+        None where it cannot be one: it lies on a part of this mesh only, or the mesh has no process groups.
     """
-    engine = engine_of(mesh)
+    try:
+        engine = engine_of(mesh)
+        placements = None
+        if meta.placements is not None:
+            placements = placements_of(meta.shape, engine.axes, parse_placements(meta.placements))
+    except (MeshShapeError, PlacementError):
+        return None
     dtype = getattr(torch, meta.dtype)
-    placements = None
-    if meta.placements is not None:
-        placements = placements_of(meta.shape, engine.axes, parse_placements(meta.placements))
     stride = tuple(meta.stride) if meta.stride is not None else contiguous(meta.shape)
     spec = engine.planner.spec(meta.shape, stride, 0, dtype, placements)
     wanted = ("adopt", key, spec)
@@ -165,4 +169,35 @@ def adopt(mesh: Mesh, key: str, meta: TensorMeta) -> remote.RemoteTensor:
         engine.add_template(template.body)
     handle = Handle(engine.next_id(), engine.free)
     engine.emit([template.number, handle.id], here())
-    return remote.wrap(spec, handle)
+    tensor = remote.wrap(spec, handle)
+    if meta.requires_grad and (dtype.is_floating_point or dtype.is_complex):
+        tensor.requires_grad_()
+    return tensor
+
+
+def with_tensors(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A function of torch's, with remote tensors in place of the handles among its arguments.
+
+    Raises:
+        TypeError: a handle that stands for something else.
+    """
+
+    def tensor_of(leaf: Any) -> Any:
+        if not isinstance(leaf, RemoteValue):
+            return leaf
+        session, ranks = leaf._meshbook_session, leaf._meshbook_ranks
+        meta = tensor_at(leaf)
+        key = leaf._meshbook_key(session)
+        assert session.axes is not None
+        whole = Mesh.of(session, session.axes)
+        found = adopt(whole, key, meta) if meta is not None and len(ranks) == session.axes.size else None
+        if found is None:
+            raise TypeError(
+                f"{leaf._meshbook_path} is not one tensor on every rank of {session.name!r} (alike in shape, dtype and "
+                "placements); work with it in a cell, or pull it first"
+            )
+        if leaf._meshbook_values is not None:  # what keeps the object on the ranks until the operation has seen it
+            found._keeps = leaf
+        return found
+
+    return func(*pytree.tree_map(tensor_of, args), **pytree.tree_map(tensor_of, kwargs))

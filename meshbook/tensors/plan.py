@@ -173,6 +173,13 @@ class Planner:
                     f"{name_of(function)} has operands of two meshes, {self.axes} and {tensor._spec.engine.axes}; "
                     "bring one over: meshbook.distribute(x.full_tensor(), mesh, ...)"
                 )
+        views = {tensor._spec.placements is None for tensor in inputs}
+        if len(views) > 1:
+            operands = ", ".join(repr(tensor._spec) for tensor in inputs[:4])
+            raise TypeError(
+                f"{name_of(function)} has a per-rank tensor and a global one ({operands}); make them alike with "
+                "t.as_global(placements) or t.as_local()"
+            )
         first = _to_be_moved(function, args, inputs, self.mesh)
         if first:
             return Template(0, None, (), "none", first=first, special=True)
@@ -301,12 +308,6 @@ class Planner:
         where = f"on a mesh of {self.axes}"
         if lacks:
             plain = name.partition("::")[2].partition(".")[0]
-            kinds = {tensor._spec.placements is None for tensor in inputs}
-            if kinds == {True, False}:
-                return TypeError(
-                    f"{plain} has a per-rank tensor and a global one ({operands}); make them alike with "
-                    "t.as_global(placements) or t.as_local()"
-                )
             return NotImplementedError(
                 f"{plain} of {operands} {where}: DTensor has no rule for it (or the shape of its result depends on "
                 f"data). Ways round: run it on the ranks, mesh.execute(fn, x); or on the whole tensor here, "

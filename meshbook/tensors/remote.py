@@ -41,6 +41,8 @@ class RemoteTensor(torch.Tensor):
 
     _spec: Spec
     _handle: Handle
+    _keeps: Any  # what must live as long
+    _meshbook_is_tensor = True  # handles of the floor below make way for it
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -192,6 +194,9 @@ class RemoteTensor(torch.Tensor):
         from meshbook.tensors.values import describe
 
         return describe(self)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 else format(str(self), spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteTensor:
         if id(self) in memo:
