@@ -67,7 +67,7 @@ class Trainer:
 
     def __init__(self, model: Any, places: Any) -> None:
         self.model, self.places = model, places
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, foreach=True)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
 
     def step(self, x: Any, y: Any) -> Any:

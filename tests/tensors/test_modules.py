@@ -13,6 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 import meshbook
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import CellError, PlacementError, UsageError
+from meshbook.fold import words
 from meshbook.rank.tensors import building
 from tests.tensors import gpt
 
@@ -194,7 +195,8 @@ def test_errors_of_the_module_come_with_the_ranks_traceback(mesh2: Mesh) -> None
     model = meshbook.distribute(lambda: Broken(False), mesh2, strategy="replicate")
     with pytest.raises(CellError, match="ranks 0-1") as caught:
         model(torch.ones(2, 2))
-    assert "torch.ones(3)" in "".join("".join(failure.traceback) for failure in caught.value.failures)
+    (failure,) = caught.value.failures
+    assert "forward(self, x)" in words.plain("".join(failure.traceback))
 
 
 @pytest.mark.parametrize(
@@ -235,7 +237,7 @@ def test_a_module_whose_code_runs_here_keeps_ties_and_placements(mesh22: Mesh) -
     got = trained(model, meshbook.distribute(PLACES, mesh22), mesh22.feed(data, axis="dp"))
     close(torch.tensor(got), torch.tensor(trained(alone, PLACES, data)))
     same_weights(model, alone)
-    with pytest.raises(PlacementError, match="tokens.weight: "):
+    with pytest.raises(PlacementError, match=r"tokens\.weight: "):
         meshbook.module_to_mesh(gpt.GPT(), mesh22, [Shard(5), Replicate()])
 
 

@@ -8,7 +8,6 @@ way (it fills parameters itself, keeps tensors that are no parameters, ties them
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -198,7 +197,8 @@ def fill(module: nn.Module, device: torch.device) -> None:
         own = {name: value for name, value in (*part._parameters.items(), *part._buffers.items()) if value is not None}
         if not own:
             continue
-        whole = copy.copy(part)
+        whole = object.__new__(type(part))  # a copy; FSDP2's classes would call __init__ for it
+        whole.__dict__ = dict(part.__dict__)
         whole._modules = {}
         whole._parameters = {name: _empty(value) for name, value in part._parameters.items()}
         whole._buffers = {name: None if value is None else _blank(value) for name, value in part._buffers.items()}
@@ -229,9 +229,15 @@ def _keep(mine: torch.Tensor, drawn: torch.Tensor | None) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def runs_locally(module: nn.Module) -> bool:
-    """Whether its forward works on each rank's own rows, as plain tensors; else it takes and gives DTensors."""
+def averages(module: nn.Module) -> bool:
+    """Whether it averages gradients over the ranks that have other rows."""
     return isinstance(module, (FSDPModule, DistributedDataParallel))
+
+
+def runs_locally(module: nn.Module, mesh: DeviceMesh) -> bool:
+    """Whether its forward takes and gives this rank's own plain tensors; else DTensors of the whole mesh."""
+    meshes = {tensor.device_mesh for tensor in module.parameters() if isinstance(tensor, DTensor)}
+    return averages(module) or meshes != {mesh}
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:

@@ -33,7 +33,7 @@ class Resident:
         self.key, self.module, self.mesh = key, module, mesh
         self.axis = mesh.mesh_dim_names.index(axis)
         self.num_places = mesh.size(self.axis)
-        self.local = building.runs_locally(module)
+        self.local, self.averages = building.runs_locally(module, mesh), building.averages(module)
         # FSDP2 converts by itself, where it gathers.
         self.autocast = dtype if not isinstance(module, FSDPModule) else None
         named = list(building.named_tensors(module))
@@ -193,7 +193,9 @@ def _forward(
     with torch.set_grad_enabled(wanting is not None), casting:
         result = module(*args, **kwargs)
     flat = pytree.tree_leaves(result)
-    outputs = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
+    outputs: list[Any] = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
+    if resident.local:  # of a part of the mesh
+        outputs = [output.full_tensor() if isinstance(output, DTensor) else output for output in outputs]
     if strange := [leaf for leaf in flat if not isinstance(leaf, (torch.Tensor, int, float, str, type(None)))]:
         raise TypeError(
             f"the module's forward gave a {type(strange[0]).__name__}, in which tensors cannot be told; return "
@@ -224,6 +226,12 @@ def _forward(
 def _own_rows(resident: Resident, leaf: DTensor, at: int) -> tuple[torch.Tensor, list[Placement]]:
     """This rank's rows of an input, or all of it."""
     there = leaf.placements[resident.axis]
+    if there.is_shard() and not resident.averages:
+        axis = resident.mesh.mesh_dim_names[resident.axis]
+        raise ValueError(
+            f"input {at} is cut over {axis}, over which this module's gradients are not averaged; give it whole inputs, or "
+            f"have your strategy call fully_shard(module, mesh=mesh[{axis!r}]) too"
+        )
     if there.is_shard() and not there.is_shard(0):
         raise ValueError(
             f"input {at} is cut along dim {there.dim} over {resident.mesh.mesh_dim_names[resident.axis]}; this module "
