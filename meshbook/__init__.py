@@ -22,8 +22,23 @@ if TYPE_CHECKING:
     from meshbook.controller.mesh import Mesh, attach, create_mesh
     from meshbook.controller.results import RankValues
     from meshbook.rank.scalars import log
+    from meshbook.tensors.doors import distribute
+    from meshbook.tensors.modules import module_to_mesh
+    from meshbook.tensors.recording import record
 
-__all__ = ["Mesh", "RankValues", "attach", "create_mesh", "errors", "exceptions", "list_meshes", "log"]
+__all__ = [
+    "Mesh",
+    "RankValues",
+    "attach",
+    "create_mesh",
+    "distribute",
+    "errors",
+    "exceptions",
+    "list_meshes",
+    "log",
+    "module_to_mesh",
+    "record",
+]
 
 _WHERE = {
     "Mesh": "meshbook.controller.mesh",
@@ -32,15 +47,22 @@ _WHERE = {
     "create_mesh": "meshbook.controller.mesh",
     "list_meshes": "meshbook.controller.listing",
     "log": "meshbook.rank.scalars",
+    "distribute": "meshbook.tensors.doors",
+    "module_to_mesh": "meshbook.tensors.modules",
+    "record": "meshbook.tensors.recording",
 }
 
 # What methods of Mesh find on the floors between a mesh and a notebook.
 extensions.provide(
     {
+        "activate": "meshbook.tensors.creation:activate",
         "actor_state": "meshbook.actors.state:state_of",
         "actors": "meshbook.actors.overview:actors_on",
         "dashboard": "meshbook.dashboard.widget:dashboard",
+        "feed": "meshbook.tensors.feeding:feed",
         "spawn": "meshbook.actors.procs:spawn_on",
+        "tensor_named": "meshbook.tensors.creation:adopt",
+        "with_tensors": "meshbook.tensors.creation:with_tensors",
     }
 )
 

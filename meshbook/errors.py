@@ -110,6 +110,11 @@ class CellInterrupted(CellError, KeyboardInterrupt):
     """The cell was stopped on the ranks, by the user."""
 
 
+class OperationFailed(CellError):
+    """An operation on remote tensors that failed on ranks. Told when its result, or what depends on it, is waited for;
+    the message has the line here that issued it and the rank's own traceback. Other tensors live on."""
+
+
 class RankLost(MeshbookError):
     """A rank's process is gone.
 

@@ -69,7 +69,7 @@ class Connection:
         self._lock = threading.Lock()
         self._closed = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        client = secrets.token_hex(8)
+        client = self.client = secrets.token_hex(8)
         self._speak = self._connect(client, "s")
         self._listen = self._connect(client, "r")
         self._wake, self._woken = os.pipe()

@@ -10,7 +10,8 @@ import re
 import secrets
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, ParamSpec, TypeVar, overload
@@ -113,7 +114,8 @@ class Mesh:
     def __getitem__(self, key: str) -> RemoteValue: ...
 
     def __getitem__(self, key: Any) -> Any:
-        """`mesh["x"]`: a handle to the ranks' `x`. `mesh[0]`, `mesh[1:3]`: a part, along the first axis.
+        """`mesh["x"]`: a handle to the ranks' `x`; a RemoteTensor where every rank has one alike, with the same storage.
+        `mesh[0]`, `mesh[1:3]`: a part, along the first axis.
 
         Raises:
             MeshNameError: no rank has that name.
@@ -121,7 +123,9 @@ class Mesh:
         """
         if isinstance(key, str):
             self._session.check()
-            return remote.named(self._session, key, self.ranks)
+            meta = remote.look_up(self._session, key, self.ranks)
+            tensor = None if meta is None else extensions.find("tensor_named")(self, f"name:{key}", meta)
+            return tensor if tensor is not None else remote.named(self._session, key, self.ranks)
         return Mesh.of(self._session, self._axes.select(key))
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -269,8 +273,16 @@ class Mesh:
             MeshNameError: no rank has that name.
             TransferError: a value cannot be pickled.
         """
-        handle = self[what] if isinstance(what, str) else what
-        return remote.pull(handle, self.choose(ranks) if ranks is not None else self._session.living(self.ranks))
+        chosen = self.choose(ranks) if ranks is not None else self._session.living(self.ranks)
+        if isinstance(what, str):
+            self._session.check()
+            what = remote.named(self._session, what, self.ranks)
+        if not isinstance(what, RemoteValue):  # a remote tensor
+            command = self._session.call_command(operator.getitem, ((what,), 0), {}, chosen, keep=False, label="pull")
+            finished = self._session.foreground(command)
+            self._session.conclude(finished, chosen, label="pull")
+            return self._session.values_of(finished.parts)
+        return remote.pull(what, chosen)
 
     def scatter(self, batch: Any, *, axis: str | None = None, dim: int = 0) -> RemoteValue:
         """Cut a tensor, array or sequence along `dim`, one piece per place of `axis`. Blocks.
@@ -295,6 +307,53 @@ class Mesh:
         values = self._session.values_of(finished.parts)
         return remote.kept(self._session, command.call, command.ranks, values, "scattered")
 
+    def feed(
+        self,
+        source: Any,
+        *,
+        axis: str | None = None,
+        prefetch: int = 2,
+        batch_size: int | None = None,
+        drop_last: bool = False,
+        uneven: bool = False,
+        view: str = "global",
+    ) -> Iterator[Any]:
+        """Batches for the ranks, copied into shared memory and cut along dim 0 over `axis` while the ranks compute.
+
+            for x, y in mesh.feed(loader, axis="dp"): ...
+
+        Args:
+            source: gives batches: tensors, arrays, tables (Arrow, Polars, pandas; a dict of columns each), or tuples
+                and dicts of them. Or one table, array or DuckDB result, with `batch_size`. What is none of these
+                in a batch comes through as it is.
+            axis: over which rows are cut; every rank at the same place of it gets the same. With one axis it need not
+                be named.
+            prefetch: batches that are ready or on their way while the loop is busy; 0 fetches each when it is asked
+                for, without a thread.
+            batch_size: rows of a batch, where the source has no batches of its own.
+            drop_last: leave out a last batch that does not divide by the axis.
+            uneven: cut batches that do not divide as torch.chunk would, instead of refusing them.
+            view: "global" gives a RemoteTensor of the whole batch; "local" a handle to each rank's own rows.
+
+        Returns:
+            An iterator with `close()`; it closes itself at its end, and when nobody holds it.
+
+        Raises:
+            PlacementError: a batch that does not divide; the message has the sum.
+            Whatever the source raises, at the batch where it raised.
+        """
+        found: Iterator[Any] = extensions.find("feed")(
+            self,
+            source,
+            axis=axis,
+            prefetch=prefetch,
+            batch_size=batch_size,
+            drop_last=drop_last,
+            uneven=uneven,
+            view=view,
+        )
+        return found
+
     def gather(self, what: str | RemoteValue, *, axis: str | None = None, dim: int = 0) -> Any:
         """The pieces along `axis`, joined along `dim`: what `scatter` took apart. Blocks.
 
@@ -309,6 +368,13 @@ class Mesh:
             first.setdefault(self._axes.point(rank)[axis], rank)
         values = self.pull(what, ranks=list(first.values()))
         return _join([values[first[place]] for place in sorted(first)], dim)
+
+    # ---- remote tensors
+
+    def activate(self) -> AbstractContextManager[Any]:
+        """`with mesh.activate(): t = torch.rand(3, 4)` makes a tensor on every rank, one each: a RemoteTensor."""
+        found: AbstractContextManager[Any] = extensions.find("activate")(self)
+        return found
 
     def _one_axis(self, axis: str | None) -> str:
         if axis is not None:

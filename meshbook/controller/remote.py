@@ -7,11 +7,12 @@ Truthful: its repr is asked of the ranks when it is read, also while a cell runs
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
+from meshbook.controller import extensions
 from meshbook.controller.results import RankValues, bundle_of, mime_of
 from meshbook.controller.session import Session
 from meshbook.errors import MeshNameError, TransferError
@@ -19,7 +20,7 @@ from meshbook.fold import words
 from meshbook.ids import Ranks, name_ranks
 from meshbook.rank.paths import BINARY, Name, Path, Ref
 from meshbook.wire import messages
-from meshbook.wire.messages import Outcome, Part, Preview, Value
+from meshbook.wire.messages import Outcome, Part, Preview, TensorMeta, Value
 
 # What libraries probe for on any object; a handle must not look as if it had them.
 _PROBES = ("_repr_", "_ipython_", "__")
@@ -124,6 +125,11 @@ class RemoteValue:
     def __hash__(self) -> int:
         return id(self)
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """`torch.relu(w)`, `x @ w`: a handle to a tensor is a remote tensor where torch is asked to work with it."""
+        return extensions.find("with_tensors")(func, args, kwargs or {})
+
     def __reduce__(self) -> Any:
         raise TransferError(
             f"{self._meshbook_path} lives on the ranks of {self._meshbook_session.name!r} and cannot be pickled here; "
@@ -146,8 +152,10 @@ class RemoteValue:
         return root.key
 
 
-def _binary(op: str, *, reflected: bool = False) -> Callable[[RemoteValue, Any], RemoteValue]:
-    def apply(self: RemoteValue, other: Any) -> RemoteValue:
+def _binary(op: str, *, reflected: bool = False) -> Callable[[RemoteValue, Any], Any]:
+    def apply(self: RemoteValue, other: Any) -> Any:
+        if getattr(type(other), "_meshbook_is_tensor", False):  # torch's turn, so that autograd sees it
+            return NotImplemented
         return _evaluate(self, self._meshbook_path.binary(op, other, reflected=reflected))
 
     return apply
@@ -179,12 +187,42 @@ def named(session: Session, name: str, ranks: Ranks) -> RemoteValue:
     Raises:
         MeshNameError: no rank has it.
     """
+    look_up(session, name, ranks)
+    return RemoteValue(session, Path(Name(name)), ranks)
+
+
+def look_up(session: Session, name: str, ranks: Ranks) -> TensorMeta | None:
+    """What a name is on the ranks, where it is a tensor of one shape, dtype and placement on all of them; else None.
+
+    Raises:
+        MeshNameError: no rank has it.
+    """
     answers = [answer for answer in peek(session, (name,), ranks).values() if answer is not None]
     if answers and all(answer.get(name) is None for answer in answers):
         raise MeshNameError(
             f"no rank of {session.name!r} has a name {name!r}; names there: {_listed(session.status().names)}"
         )
-    return RemoteValue(session, Path(Name(name)), ranks)
+    return _same_tensor([answer.get(name) for answer in answers], len(ranks))
+
+
+def tensor_at(value: RemoteValue) -> TensorMeta | None:
+    """What a handle stands for, where that is a tensor of one shape, dtype and placement on all of its ranks."""
+    path = value._meshbook_path
+    if not path.steps and isinstance(path.root, Name):
+        return look_up(value._meshbook_session, path.root.name, value._meshbook_ranks)
+    previews = [
+        part.outcome.value.preview for part in show(value) for _ in part.ranks if part.outcome.value is not None
+    ]
+    return _same_tensor([msgspec.to_builtins(preview) for preview in previews], len(value._meshbook_ranks))
+
+
+def _same_tensor(previews: Sequence[dict[str, Any] | None], num_ranks: int) -> TensorMeta | None:
+    metas = [preview.get("tensor") for preview in previews if preview is not None]
+    if len(metas) != num_ranks or any(meta is None for meta in metas):
+        return None
+    found = [msgspec.convert(meta, TensorMeta) for meta in metas]
+    kinds = {(meta.shape, meta.dtype, meta.placements, meta.stride, meta.requires_grad) for meta in found}
+    return found[0] if len(kinds) == 1 and found[0].stride is not None else None
 
 
 def kept(session: Session, call: str, ranks: Ranks, values: RankValues, spelling: str) -> RemoteValue:

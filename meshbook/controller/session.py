@@ -50,6 +50,8 @@ class Session:
         self.ended: str | None = None  # why the mesh is no more
         self.stopping = False  # we are about to end it
         self.on_lost: list[Callable[[tuple[messages.RankExited, ...]], None]] = []
+        self.before_call: list[Callable[[], object]] = []  # floors above send what must come before a call
+        self.ahead: list[Callable[[], list[str] | None]] = []  # ... and tell the calls they have not waited for
         self.extras: dict[str, Any] = {}  # what floors above keep for as long as the session lives, by their name
         self._pool = SegmentPool()
         self._reader = SegmentReader()
@@ -165,6 +167,9 @@ class Session:
     def request(self, command: Any, **handlers: Any) -> Future[Any]:
         """Send a command for ranks; the future gives its CallFinished."""
         self.check()
+        if isinstance(command, messages.MAIN_THREAD):
+            for before in self.before_call:
+                before()
         self.let_go()
         return self.connection.request(command, **handlers)
 
@@ -182,12 +187,30 @@ class Session:
             handlers["on_output"] = inbox.put
         self._running = (command.call, command.ranks)
         try:
-            try:
-                future = self.request(command, **handlers)
-                future.add_done_callback(lambda _: inbox.put(None))
-            except KeyboardInterrupt:  # whether it has been sent is not known
-                self.interrupt(command.ranks, target=command.call)
-                raise
+            future = self.request(command, **handlers)
+        except KeyboardInterrupt:  # whether it has been sent is not known
+            self.interrupt(command.ranks, target=command.call)
+            self._running = None
+            raise
+        except BaseException:
+            self._running = None
+            raise
+        return self.attend(command, future, inbox=inbox, sink=sink, ask=ask)
+
+    def attend(
+        self,
+        command: Any,
+        future: Future[Any],
+        *,
+        inbox: queue.SimpleQueue[Any] | None = None,
+        sink: Sink | None = None,
+        ask: Ask | None = None,
+    ) -> messages.CallFinished:
+        """Wait for a command that has been sent as the foreground call; `foreground` tells the rest."""
+        inbox = inbox if inbox is not None else queue.SimpleQueue()
+        self._running = (command.call, command.ranks)
+        try:
+            future.add_done_callback(lambda _: inbox.put(None))
             while True:
                 try:
                     thing = inbox.get(timeout=1.0 if self._hard_at is not None else None)
@@ -229,6 +252,9 @@ class Session:
         self._pressed, self._pressed_at = running[0], now
         if hard:
             self._hard_at = now
+        for ahead in self.ahead:  # what the foreground call waits behind, oldest first
+            for call in ahead() or ():
+                self.interrupt(running[1], target=call, hard=hard)
         self.interrupt(running[1], target=running[0], hard=hard)
         return True
 

@@ -35,6 +35,8 @@ _FORM_TIMEOUT_S = 60.0
 # Plain values (numbers, short strings, small tuples of them) ride in the report of the cell that made them.
 _PLAIN_BYTES = 4096
 
+_NO_PREVIEW = messages.Preview(kind="none", type="", text="")  # of what is asked for whole and shown by nobody
+
 
 class Executor:
     """The main thread's work. `serve()` runs until the host says `Exit`."""
@@ -59,11 +61,13 @@ class Executor:
         self.reader = SegmentReader()
         self._output, self._gate, self._reporter = output, gate, reporter
         self._groups: Any = None
+        self._tensors: Any = None  # rank.tensors.engine.Tensors, once a client has used it
         self._words = words
         self._kept: dict[str, Any] = {}
         self.device = "cpu"
         self._does: dict[type, Callable[[Any], Outcome]] = {
             messages.RunCell: self._run_cell,
+            messages.RunOps: self._run_ops,
             messages.CallFunction: self._call_function,
             messages.Evaluate: self._evaluate,
             messages.SetNames: self._set_names,
@@ -122,6 +126,33 @@ class Executor:
         if run.has_result and not command.silent:
             value = self._describe(command.call, run.result, command.inline_limit, keep=True)
         return Outcome(status=run.status, value=value, error=run.error, bound=run.bound, unbound=run.unbound)
+
+    def _run_ops(self, command: messages.RunOps) -> Outcome:
+        ran = self.shell.call(lambda: self.tensors.run(command))
+        if ran.status != "ok":
+            return Outcome(status=ran.status, error=ran.error)
+        answer: dict[str, Any] = ran.result
+        payload = answer.pop("value", None)
+        value = None if payload is None else Value(preview=_NO_PREVIEW, payload=payload)
+        return Outcome(status="ok", value=value, answer=answer or None)
+
+    @property
+    def tensors(self) -> Any:
+        """What this rank holds for controllers' remote tensors."""
+        if self._tensors is None:
+            import torch
+
+            from meshbook.rank.tensors.engine import Tensors
+
+            self._tensors = Tensors(
+                self.told.rank,
+                torch.device(self._device),
+                self._groups,
+                load=self._load,
+                dump=lambda thing: pickling.dump(thing, pool=self.pool),
+                resolve=self._resolve,
+            )
+        return self._tensors
 
     def _call_function(self, command: messages.CallFunction) -> Outcome:
         function, args, kwargs = self._load(command.function)
@@ -237,12 +268,14 @@ class Executor:
         return pickling.load(payload, reader=self.reader, resolve=self.resolve)
 
     def resolve(self, reference: str) -> Any:
-        """The rank's own object for a handle that came among the arguments: `name:x`, or `ref:<call>`."""
+        """The rank's own object for a handle among the arguments: `name:x`, `ref:<call>`, `tensor:<engine>#<id>`."""
         kind, _, key = reference.partition(":")
         if kind == "ref":
             if key not in self._kept:
                 raise TransferError(f"the object behind this handle was released on rank {self.told.rank}")
             return self._kept[key]
+        if kind == "tensor":
+            return self.tensors.resolve(key)
         if key not in self.shell.user_ns:
             raise NameError(f"name {key!r} is not defined on rank {self.told.rank}")
         return self.shell.user_ns[key]

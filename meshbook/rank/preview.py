@@ -484,7 +484,15 @@ def _meta(obj: Any) -> TensorMeta:
         requires_grad=bool(obj.requires_grad),
         placements=placements,
         local_shape=local_shape,
+        stride=_stride(obj),
     )
+
+
+def _stride(obj: Any) -> tuple[int, ...] | None:
+    try:
+        return tuple(int(step) for step in obj.stride())
+    except Exception:  # sparse and nested tensors have none
+        return None
 
 
 def _is_dtensor(obj: Any) -> bool:

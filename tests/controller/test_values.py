@@ -85,8 +85,8 @@ def test_a_handle_is_truthful_after_the_name_is_bound_anew(mesh: Mesh) -> None:
 
 
 def test_attributes_items_and_calls_of_a_handle_happen_on_the_ranks(mesh: Mesh) -> None:
-    mesh.run("t = torch.arange(6.).reshape(2, 3)")
-    t = mesh["t"]
+    mesh.run("t = [torch.arange(6.).reshape(2, 3)]")
+    t = mesh["t"][0]
     assert tuple(int(n) for n in t.shape) == (2, 3)
     assert float(t[1, 2]) == 5.0
     assert float(t.sum()) == 15.0
@@ -95,9 +95,9 @@ def test_attributes_items_and_calls_of_a_handle_happen_on_the_ranks(mesh: Mesh) 
 
 
 def test_a_handle_tells_an_attribute_that_is_not_there(mesh: Mesh) -> None:
-    mesh.run("t = torch.ones(1)")
-    with pytest.raises(AttributeError, match="no attribute 'shap'"):
-        _ = mesh["t"].shap
+    mesh.run("t = [torch.ones(1)]")
+    with pytest.raises(AttributeError, match="no attribute 'appen'"):
+        _ = mesh["t"].appen
     assert not hasattr(mesh["t"], "nothing_like_it")
 
 

@@ -16,11 +16,13 @@ from __future__ import annotations
 from meshbook.wire.messages.actors import *
 from meshbook.wire.messages.core import *
 from meshbook.wire.messages.looking import *
+from meshbook.wire.messages.tensors import *
 
 ClientCommand = (
     Hello
     | StartMesh
     | RunCell
+    | RunOps
     | CallFunction
     | Evaluate
     | SetNames
@@ -46,6 +48,7 @@ HostCommand = (
     StartRanks
     | FormGroups
     | RunCell
+    | RunOps
     | CallFunction
     | Evaluate
     | SetNames
@@ -66,6 +69,7 @@ HostCommand = (
 RankCommand = (
     FormGroups
     | RunCell
+    | RunOps
     | CallFunction
     | Evaluate
     | SetNames
@@ -117,5 +121,5 @@ AnyMessage = ClientCommand | HostCommand | RankReport | HostReport | SupervisorR
 
 
 # Commands that a rank's main thread carries out, one at a time, in the order sent; the rest is the service thread's.
-MAIN_THREAD = (FormGroups, RunCell, CallFunction, Evaluate, SetNames, DeleteNames)
+MAIN_THREAD = (FormGroups, RunCell, RunOps, CallFunction, Evaluate, SetNames, DeleteNames)
 QUESTIONS = (Complete, Inspect, Peek, OpenActors)

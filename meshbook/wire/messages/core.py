@@ -49,6 +49,7 @@ class TensorMeta(Struct, frozen=True, gc=False):
     requires_grad: bool = False
     placements: str | None = None  # "(Shard(dim=0),)" of a DTensor; None for a plain tensor
     local_shape: tuple[int, ...] | None = None  # of a DTensor
+    stride: tuple[int, ...] | None = None  # in items, of `shape`; None: it has none (sparse), or it was not asked for
 
 
 class Preview(Struct, frozen=True, gc=False):

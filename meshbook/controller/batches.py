@@ -1,0 +1,186 @@
+"""Batches of any make as nests of arrays with rows along dim 0: what `mesh.feed` cuts over an axis.
+
+A batch is a torch tensor, a NumPy array, a table (Arrow table or record batch, Polars or pandas frame; it becomes a
+dict of its columns), or tuples, lists, named tuples and dicts of them. Whatever else is in it goes to every rank as it
+is. Tables are recognised by their type's module: none of these packages is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from meshbook.errors import PlacementError, TransferError, UsageError
+from meshbook.placement import shard_spans
+
+_KINDS = "biufc"  # NumPy's letters for what a tensor can hold: bool, ints, floats, complex
+
+
+def batches_of(source: Any, batch_size: int | None) -> Iterator[Any]:
+    """The batches of an iterable; of one table, array or nest of arrays, its rows `batch_size` at a time.
+
+    Raises:
+        UsageError: a single thing and no `batch_size`, or a number of rows for what comes in batches already.
+    """
+    if batch_size is not None and batch_size < 1:
+        raise UsageError(f"batch_size={batch_size}; a batch has at least one row")
+    reader = getattr(source, "to_arrow_reader", None) or (
+        getattr(source, "fetch_record_batch", None) if _package(source) in ("duckdb", "_duckdb") else None
+    )
+    if reader is not None:  # DuckDB: a query's result, which never is in memory as a whole
+        if batch_size is None:
+            raise UsageError("a DuckDB result has no batches of its own; say how many rows: feed(result, batch_size=…)")
+        return _same_size(reader(batch_size), batch_size)
+    if is_rows(source) or _is_table(source) or isinstance(source, Mapping):
+        if batch_size is None:
+            raise UsageError(f"a {type(source).__name__} is one batch; say how many rows to feed: batch_size=…")
+        return _rows_of(normal(source), batch_size)
+    if batch_size is not None:
+        raise UsageError(f"a {type(source).__name__} comes in batches of its own; leave batch_size out")
+    if not isinstance(source, Iterable):
+        raise UsageError(f"a {type(source).__name__} is neither batches nor a table; feed a DataLoader, a generator…")
+    return iter(source)
+
+
+def normal(batch: Any) -> Any:
+    """The batch with every table as a dict of columns; columns of fixed-size lists have two dims.
+
+    Raises:
+        TransferError: a column of something that no tensor holds, or with missing values, with its name.
+    """
+    if _is_table(batch):
+        return {name: _column(name, column) for name, column in _columns(batch)}
+    if _package(batch) in ("polars", "pandas") and hasattr(batch, "to_numpy"):  # a series
+        return _array(str(getattr(batch, "name", None) or "the series"), batch.to_numpy())
+    if isinstance(batch, Mapping):
+        return {key: normal(value) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(normal, batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(map(normal, batch))
+    return batch
+
+
+def map_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """The nest with `change(leaf)` for everything that is not a container."""
+    if isinstance(batch, dict):
+        return {key: map_leaves(value, change) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_leaves(value, change) for value in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(map_leaves(value, change) for value in batch)
+    return change(batch)
+
+
+def is_rows(leaf: Any) -> bool:
+    """Whether it has rows to cut: an array or a tensor of at least one dim."""
+    return _package(leaf) in ("torch", "numpy") and hasattr(leaf, "shape") and hasattr(leaf, "dtype") and leaf.ndim > 0
+
+
+def leaves(batch: Any) -> list[Any]:
+    """The arrays of a nest that have rows, in order."""
+    found: list[Any] = []
+    map_leaves(batch, lambda leaf: found.append(leaf) if is_rows(leaf) else None)
+    return found
+
+
+def is_even(batch: Any, num_places: int) -> bool:
+    return all(len(leaf) % num_places == 0 for leaf in leaves(batch))
+
+
+def refuse_uneven(batch: Any, number: int, axis: str, num_places: int, *, last: bool) -> PlacementError:
+    """The error for batch `number`, with the sum in it."""
+    rows = next(len(leaf) for leaf in leaves(batch) if len(leaf) % num_places)
+    sizes = " + ".join(str(stop - start) for start, stop in shard_spans(rows, num_places))
+    cure = "drop_last=True leaves the last batch out when it is short" if last else "make its length divisible"
+    return PlacementError(
+        f"batch {number} has {rows} rows, and {rows} = {rows // num_places} * {num_places} + {rows % num_places} "
+        f"cannot be cut evenly over {axis}={num_places}; {cure}, and uneven=True cuts it as {sizes}"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _package(thing: Any) -> str:
+    return type(thing).__module__.partition(".")[0]
+
+
+def _is_table(thing: Any) -> bool:
+    return type(thing).__name__ in ("Table", "RecordBatch", "DataFrame") and _package(thing) in (
+        "pyarrow",
+        "polars",
+        "pandas",
+    )
+
+
+def _columns(table: Any) -> Iterator[tuple[str, Any]]:
+    names = getattr(table, "column_names", None)  # Arrow
+    if names is not None:
+        return ((name, table.column(place)) for place, name in enumerate(names))
+    return ((str(name), table[name]) for name in table.columns)
+
+
+def _column(name: str, column: Any) -> Any:
+    if _package(column) == "pyarrow":
+        if hasattr(column, "combine_chunks"):
+            column = column.combine_chunks()
+        if column.null_count:
+            raise TransferError(f"column {name!r} has {column.null_count} missing values; fill them first (fill_null)")
+        if str(column.type).startswith("decimal"):  # what SQL makes of 0.5
+            column = column.cast("double")
+        if hasattr(column.type, "list_size"):
+            return _array(name, column.flatten().to_numpy(zero_copy_only=False).reshape(len(column), -1))
+        return _array(name, column.to_numpy(zero_copy_only=False))
+    if _package(column) == "polars" and (missing := column.null_count()):
+        raise TransferError(f"column {name!r} has {missing} missing values; fill them first (fill_null)")
+    return _array(name, column.to_numpy())
+
+
+def _array(name: str, array: Any) -> Any:
+    if array.dtype.kind not in _KINDS:
+        raise TransferError(
+            f"column {name!r} holds {array.dtype} values, and a tensor holds numbers; encode it, or leave it "
+            "out of the select"
+        )
+    return array if array.flags.writeable else array.view()
+
+
+def _rows_of(table: Any, batch_size: int) -> Iterator[Any]:
+    lengths = {len(leaf) for leaf in leaves(table)}
+    if len(lengths) != 1:
+        raise UsageError(f"rows of different number cannot be fed together: {', '.join(map(str, sorted(lengths)))}")
+    (length,) = lengths
+    for start in range(0, length, batch_size):
+
+        def cut(leaf: Any, start: int = start) -> Any:
+            return leaf[start : start + batch_size] if is_rows(leaf) else leaf
+
+        yield map_leaves(table, cut)
+
+
+def _same_size(reader: Iterable[Any], batch_size: int) -> Iterator[Any]:
+    """Record batches of exactly `batch_size` rows, whatever sizes they come in; the last may be shorter."""
+    held: list[Any] = []
+    rows = 0
+    for piece in reader:
+        while len(piece):
+            taken = piece.slice(0, batch_size - rows)
+            piece = piece.slice(len(taken))
+            held.append(taken)
+            rows += len(taken)
+            if rows == batch_size:
+                yield _joined(held)
+                held, rows = [], 0
+    if held:
+        yield _joined(held)
+
+
+def _joined(pieces: list[Any]) -> Any:
+    """Record batches as one dict of columns."""
+    import numpy
+
+    parts = [normal(piece) for piece in pieces]
+    if len(parts) == 1:
+        return parts[0]
+    return {name: numpy.concatenate([part[name] for part in parts]) for name in parts[0]}

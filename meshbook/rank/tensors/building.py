@@ -1,0 +1,263 @@
+"""Modules as they come to be on a rank: from a factory or an instance, spread by a strategy, with the numbers that one
+process would have drawn.
+
+`build` is called on every rank of a mesh with the same arguments. A factory is first called on the meta device, spread,
+and then filled one submodule at a time, so that no rank ever holds all of it; where its numbers could not be told that
+way (it fills parameters itself, keeps tensors that are no parameters, ties them), it is built whole on each rank.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_module, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Source = nn.Module | Callable[[], nn.Module]
+Strategy = str | Callable[[nn.Module, Any], nn.Module | None]
+
+STRATEGIES = {
+    "fsdp": "parameters, gradients and optimizer state sharded over the axis, gathered block by block (FSDP2)",
+    "ddp": "whole parameters on every rank, gradients averaged while backward runs",
+    "replicate": "whole parameters on every rank as DTensors; operations follow the placements of what comes in",
+}
+
+
+def build(
+    source: Source, strategy: Strategy, dtype: torch.dtype | None, mesh: DeviceMesh, axis: str, numbers: Any
+) -> nn.Module:
+    """The module on this rank.
+
+    Args:
+        dtype: what forward computes in; None: what the parameters are.
+        axis: over which batches are sharded.
+        numbers: state of the generator that the module's first values are drawn from.
+    """
+    device = (
+        torch.device(mesh.device_type, torch.cuda.current_device())
+        if mesh.device_type == "cuda"
+        else torch.device("cpu")
+    )
+    before = torch.get_rng_state()
+    torch.set_rng_state(numbers)
+    try:
+        if not isinstance(source, nn.Module) and strategy == "fsdp" and (started := _on_meta(source)) is not None:
+            module = _fsdp(started, mesh[axis], dtype, device)
+            torch.set_rng_state(numbers)  # what the meta device drew does not count
+            fill(module, device)
+            return module
+        torch.set_rng_state(numbers)
+        module = source if isinstance(source, nn.Module) else source()
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"the factory gave a {type(module).__name__}, not a torch.nn.Module")
+        if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+            raise ValueError(
+                "this module is on the meta device and has no values; pass the function that makes it instead, or "
+                "materialise it first with module.to_empty(device='cpu') and initialise it"
+            )
+        return spread(module, strategy, mesh, axis, dtype, device)
+    finally:
+        _last_numbers.append(torch.get_rng_state())
+        torch.set_rng_state(before)
+
+
+_last_numbers: list[torch.Tensor] = []  # where the generator stood after the last build
+
+
+def last_numbers() -> torch.Tensor:
+    return _last_numbers.pop()
+
+
+def spread(
+    module: nn.Module, strategy: Strategy, mesh: DeviceMesh, axis: str, dtype: torch.dtype | None, device: torch.device
+) -> nn.Module:
+    """A module that has its values, by a strategy. What came through shared memory becomes this rank's own."""
+    if callable(strategy):
+        return strategy(module.to(device), mesh) or module
+    if strategy == "fsdp":
+        return _fsdp(module, mesh[axis], dtype, device)
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.data = tensor.data.to(device, copy=True)
+    if strategy == "ddp":
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            raise ValueError("no parameter of the module requires a gradient; use strategy='replicate' for inference")
+        return DistributedDataParallel(module, process_group=mesh.get_group(axis))
+    if strategy == "replicate":
+        return distribute_module(module, mesh)
+    raise ValueError(f"there is no strategy {strategy!r}; known: {', '.join(STRATEGIES)}, or a function")
+
+
+def _fsdp(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None, device: torch.device) -> nn.Module:
+    options: dict[str, Any] = {"mesh": mesh}
+    if dtype is not None:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for block in blocks_of(module):
+        _settle(block, device)
+        fully_shard(block, **options)
+    _settle(module, device)
+    fully_shard(module, **options)
+    return module
+
+
+def _settle(module: nn.Module, device: torch.device) -> None:
+    """Bring to the device what is not sharded yet and has values."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not isinstance(tensor, DTensor) and not tensor.is_meta and tensor.device != device:
+            tensor.data = tensor.data.to(device)
+
+
+def blocks_of(module: nn.Module) -> list[nn.Module]:
+    """The repeated parts of a model, outermost first: siblings of one class with parameters of the same names and
+    shapes, at least two of them, each with submodules of its own."""
+    found: list[nn.Module] = []
+    groups: dict[Any, list[nn.Module]] = {}
+    for child in module.children():
+        groups.setdefault(_kind(child), []).append(child)
+    for group in groups.values():
+        if len(group) >= 2 and any(True for _ in group[0].children()) and any(True for _ in group[0].parameters()):
+            found.extend(group)
+        else:
+            for child in group:
+                found.extend(blocks_of(child))
+    return found
+
+
+def _kind(module: nn.Module) -> Any:
+    shapes = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in module.named_parameters())
+    return type(module), shapes
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From the meta device
+
+
+class _Fills(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether somebody other than torch's own modules fills tensors."""
+
+    by_others = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments):
+            self.by_others = self.by_others or not _in_reset()
+        return func(*args, **(kwargs or {}))
+
+
+def _in_reset() -> bool:
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name in ("reset_parameters", "_reset_parameters") and "self" in frame.f_locals:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _on_meta(factory: Callable[[], nn.Module]) -> nn.Module | None:
+    """What the factory makes on the meta device, if its first values can be told from its parts; else None."""
+    fills = _Fills()  # type: ignore[no-untyped-call]
+    try:
+        with torch.device("meta"), fills:
+            module = factory()
+    except Exception:  # it wants values while it is built; built whole, it either works or tells its own error
+        return None
+    if not isinstance(module, nn.Module) or not all(tensor.is_meta for tensor in module.parameters()):
+        return None
+    if callable(getattr(module, "init_weights", None)):  # torchtitan's word: fills everything
+        return module
+    whole = {id(parameter) for parameter in module.parameters()}
+    if fills.by_others or len(whole) != len(list(module.named_parameters(remove_duplicate=False))):
+        return None
+    return module if all(map(_fills_itself, module.modules())) else None
+
+
+def _fills_itself(module: nn.Module) -> bool:
+    loose = any(isinstance(value, torch.Tensor) for value in vars(module).values())
+    own = any(value is not None for value in (*module._parameters.values(), *module._buffers.values()))
+    return not loose and (not own or callable(getattr(module, "reset_parameters", None)))
+
+
+def fill(module: nn.Module, device: torch.device) -> None:
+    """Give a spread module on the meta device its first values, one submodule at a time.
+
+    Each submodule draws its values whole, in the order in which one process would have, and keeps its shards.
+    """
+    module.to_empty(device=device)
+    if callable(init := getattr(module, "init_weights", None)):
+        with torch.no_grad():
+            init()
+        return
+    for part in module.modules():
+        own = {name: value for name, value in (*part._parameters.items(), *part._buffers.items()) if value is not None}
+        if not own:
+            continue
+        whole = object.__new__(type(part))  # a copy; FSDP2's classes would call __init__ for it
+        whole.__dict__ = dict(part.__dict__)
+        whole._modules = {}
+        whole._parameters = {name: _empty(value) for name, value in part._parameters.items()}
+        whole._buffers = {name: None if value is None else _blank(value) for name, value in part._buffers.items()}
+        whole.reset_parameters()  # type: ignore[operator]
+        with torch.no_grad():
+            for name, value in own.items():
+                drawn = whole._parameters.get(name)
+                _keep(value, drawn if drawn is not None else whole._buffers[name])
+
+
+def _empty(parameter: nn.Parameter | None) -> nn.Parameter | None:
+    return None if parameter is None else nn.Parameter(_blank(parameter), parameter.requires_grad)
+
+
+def _blank(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
+def _keep(mine: torch.Tensor, drawn: torch.Tensor | None) -> None:
+    assert drawn is not None
+    if isinstance(mine, DTensor):
+        shard = distribute_tensor(drawn.detach().to(mine.device), mine.device_mesh, mine.placements, src_data_rank=None)
+        mine.to_local().copy_(shard.to_local())
+    else:
+        mine.copy_(drawn)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def averages(module: nn.Module) -> bool:
+    """Whether it averages gradients over the ranks that have other rows."""
+    return isinstance(module, (FSDPModule, DistributedDataParallel))
+
+
+def runs_locally(module: nn.Module, mesh: DeviceMesh) -> bool:
+    """Whether its forward takes and gives this rank's own plain tensors; else DTensors of the whole mesh."""
+    meshes = {tensor.device_mesh for tensor in module.parameters() if isinstance(tensor, DTensor)}
+    return averages(module) or meshes != {mesh}
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Every parameter and buffer under every name it has, and whether it is a parameter."""
+    inner = module.module if isinstance(module, DistributedDataParallel) else module
+    for name, parameter in inner.named_parameters(remove_duplicate=False):
+        yield name, parameter, True
+    for name, buffer in inner.named_buffers(remove_duplicate=False):
+        yield name, buffer, False
+
+
+def as_dtensor(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """The same storage as a DTensor of the whole mesh: over axes that it does not know it counts as replicated."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    if tensor.device_mesh == mesh:
+        return tensor
+    known = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True))
+    places = [known.get(name, Replicate()) for name in mesh.mesh_dim_names or ()]
+    return DTensor.from_local(
+        tensor.to_local(), mesh, places, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )

@@ -1,0 +1,427 @@
+"""A rank's tensors by id, and the batches of operations that work on them.
+
+`Tensors.run` carries out one `RunOps` on the main thread. What an operation raises becomes a `Poison` in place of its
+outputs, and of what it was to change; operations on poison are skipped and pass it on; everything else goes on. So a
+fault is told when somebody waits for what depends on it, with the number of the operation that had it, and the
+controller knows the line that issued it.
+
+Seams for recordings: `Tensors.space(engine)` gives a `Space` (values by id, templates by number); `execute` runs a
+list of numbers against any mapping of values; `EXTRAS` maps further commands' names to functions of (space, arguments).
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+import traceback
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.utils import _pytree as pytree
+
+from meshbook.rank.tensors import rules
+from meshbook.rank.tensors.calls import FLOAT, FUNCTIONS, MESH, TENSOR, Sent, find
+from meshbook.wire.messages import RunOps
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from meshbook.rank.groups import Groups
+
+FREE = 0  # the template number that lets go of ids
+
+# Seconds that a rank waits to hear whether the others had the same fault before it takes them for stuck without it.
+_SAME_FAULT_S = 1.0
+
+_numbers: msgspec.msgpack.Decoder[list[int | float]] = msgspec.msgpack.Decoder(list[int | float])
+
+
+@dataclass(frozen=True)
+class Poison:
+    """What stands for a tensor that could not be computed."""
+
+    number: int  # of the operation that failed first
+    ename: str
+    evalue: str
+    trace: str  # the rank's traceback, as text
+    interrupted: bool = False
+
+    def told(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("number", "ename", "evalue", "trace", "interrupted")}
+
+
+class Poisoned(Exception):
+    """A value was asked for that could not be computed."""
+
+    def __init__(self, poison: Poison) -> None:
+        super().__init__(poison.evalue)
+        self.poison = poison
+
+
+class Template:
+    """How one kind of operation is carried out."""
+
+    __slots__ = (
+        "build", "call", "communicates", "kwargs", "mutates", "name", "new", "num_floats", "num_in", "num_new",
+        "outputs", "plain", "returns", "seeded",
+    )  # fmt: skip
+
+    def __init__(self, sent: Sent, mesh: DeviceMesh | None, device: torch.device) -> None:
+        self.name = sent.function
+        self.call = find(sent.function)
+        self.outputs, self.returns, self.mutates = sent.outputs, sent.returns, sent.mutates
+        self.communicates, self.seeded = sent.communicates, sent.seeded
+        self.new = [index for index, output in enumerate(sent.outputs) if output == -1]
+        self.num_new = len(self.new)
+
+        def settle(leaf: Any) -> Any:
+            if leaf is MESH:
+                return mesh
+            return device if isinstance(leaf, torch.device) else leaf
+
+        args, self.kwargs = pytree.tree_map(settle, (sent.args, sent.kwargs))
+        self.num_in, self.num_floats, self.plain, self.build = _builder(args, self.kwargs)
+        if self.seeded:
+            self.num_floats += 1
+
+
+def _builder(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, int, bool, Callable[[list[Any], Any], Any]]:
+    """How many tensors and floats the arguments take, whether the tensors are all of them, and what joins them."""
+    leaves, tree = pytree.tree_flatten((tuple(args), kwargs))
+    tensors = [at for at, leaf in enumerate(leaves) if leaf is TENSOR]
+    floats = [at for at, leaf in enumerate(leaves) if leaf is FLOAT]
+    flat = not kwargs and all(not isinstance(arg, (list, tuple, dict)) for arg in args)
+    if flat and len(tensors) == len(args):
+        return len(tensors), 0, True, lambda ins, numbers: (ins, {})
+    if flat:
+
+        def build_flat(ins: list[Any], numbers: Any) -> Any:
+            filled = leaves.copy()
+            for at, tensor in zip(tensors, ins, strict=True):
+                filled[at] = tensor
+            for at, number in zip(floats, numbers, strict=False):
+                filled[at] = number
+            return filled, {}
+
+        return len(tensors), len(floats), False, build_flat
+
+    def build(ins: list[Any], numbers: Any) -> Any:
+        filled = leaves.copy()
+        for at, tensor in zip(tensors, ins, strict=True):
+            filled[at] = tensor
+        for at, number in zip(floats, numbers, strict=False):
+            filled[at] = number
+        return pytree.tree_unflatten(filled, tree)
+
+    return len(tensors), len(floats), False, build
+
+
+@dataclass
+class Space:
+    """One engine's tensors and templates on this rank.
+
+    Attributes:
+        values: tensor (DTensor, or plain where the view is per rank) or Poison, by id.
+        sticky: the first failure of an operation that had no output to poison; told at the next wait.
+        faults: failures since the last report.
+    """
+
+    name: str
+    mesh: DeviceMesh | None
+    device: torch.device
+    values: dict[int, Any] = field(default_factory=dict)
+    templates: dict[int, Template] = field(default_factory=dict)
+    sticky: Poison | None = None
+    faults: list[Poison] = field(default_factory=list)
+    num_ops: int = 0
+    extras: dict[str, Any] = field(default_factory=dict)
+
+    def take(self, id: int) -> Any:
+        """The tensor of that id.
+
+        Raises:
+            Poisoned: it could not be computed, or was never: its batch was stopped.
+        """
+        value = self.values.get(id)
+        if value is None:
+            value = Poison(0, "Interrupted", "its computation was stopped before it ran", "", interrupted=True)
+        if isinstance(value, Poison):
+            raise Poisoned(value)
+        return value
+
+
+class Tensors:
+    """All engines of this rank. Main thread only, but for `space` counts."""
+
+    def __init__(
+        self,
+        rank: int,
+        device: torch.device,
+        groups: Groups | None,
+        *,
+        load: Callable[[Any], Any],
+        dump: Callable[[Any], Any],
+        resolve: Callable[[str], Any],
+    ) -> None:
+        """
+        Args:
+            load: a payload's object.
+            dump: an object's payload, large buffers in shared memory.
+            resolve: what this rank has under a key, such as "name:w".
+        """
+        self.rank, self.device = rank, device
+        self._groups, self._load, self._dump, self._resolve = groups, load, dump, resolve
+        self._spaces: dict[str, Space] = {}
+        self._told_faults: set[str] = set()
+        FUNCTIONS["adopt"] = self._adopt
+        rules.install()
+
+    def space(self, engine: str) -> Space:
+        """The engine's space, made when it is first named: "<client>/<axes and places of its part of the mesh>"."""
+        found = self._spaces.get(engine)
+        if found is None:
+            found = self._spaces[engine] = Space(engine, self._mesh_of(engine), self.device)
+        return found
+
+    def _mesh_of(self, engine: str) -> DeviceMesh | None:
+        """The DeviceMesh of the part of the mesh that an engine's name tells: "client|dp,tp|"."""
+        if self._groups is None or self._groups.mesh is None:
+            return None
+        names = tuple(name for name in engine.split("|")[1].split(",") if name)
+        whole = self._groups.mesh
+        return whole if names == whole.mesh_dim_names else whole[names]
+
+    def drop(self, client: str) -> None:
+        """Forget what a client that is gone held."""
+        for name in [name for name in self._spaces if name.partition("|")[0] == client]:
+            del self._spaces[name]
+
+    def resolve(self, key: str) -> Any:
+        """The tensor behind a handle that came among arguments: "<engine>#<id>"."""
+        engine, _, id = key.rpartition("#")
+        try:
+            return self.space(engine).take(int(id))
+        except Poisoned as error:
+            raise RuntimeError(f"this tensor could not be computed: {error.poison.ename}: {error.poison.evalue}") from None
+
+    def run(self, command: RunOps) -> dict[str, Any]:
+        """Carry out a batch; what the controller is to know of it: faults, and the value it asked for.
+
+        Raises:
+            KeyboardInterrupt: Stop. What had not run yet is poison.
+        """
+        space = self.space(command.engine)
+        for body in command.templates:
+            sent: Sent = pickle.loads(body)
+            space.templates[sent.number] = Template(sent, space.mesh, space.device)
+        for upload in command.uploads:
+            self._receive(space, upload.id, *self._load(upload.payload))
+        with torch.no_grad():
+            execute(space, _numbers.decode(command.ops), space.values, command.first, self._shared_fault)
+            answer: dict[str, Any] = {}
+            fetch = command.fetch
+            if fetch is not None:
+                answer = self._fetch(space, fetch)
+        if space.faults:
+            answer["faults"] = [fault.told() for fault in space.faults]
+            space.faults = []
+        return answer
+
+    def _receive(self, space: Space, id: int, tensor: torch.Tensor, placements: Any) -> None:
+        """Bind what the controller sent. A payload's memory may be shared and is private only page by page: copied."""
+        tensor = tensor.detach()
+        if placements is None:
+            space.values[id] = tensor.to(self.device, copy=True)
+        elif all(placement.is_replicate() for placement in placements):
+            own = tensor.to(self.device, copy=True)
+            assert space.mesh is not None
+            space.values[id] = DTensor.from_local(own, space.mesh, placements, run_check=False)
+        else:
+            whole = distribute_tensor(tensor, space.mesh, placements, src_data_rank=None)
+            own = whole.to_local().to(self.device, copy=True)
+            space.values[id] = DTensor.from_local(
+                own, space.mesh, placements, run_check=False, shape=tensor.shape, stride=_contiguous(tensor.shape)
+            )
+
+    def _fetch(self, space: Space, fetch: Any) -> dict[str, Any]:
+        sticky, space.sticky = space.sticky, None
+        if sticky is not None:
+            return {"poison": sticky.told()}
+        if fetch.how == "nothing":
+            return {"live": len(space.values)}
+        try:
+            value = space.take(fetch.id)
+        except Poisoned as error:
+            if fetch.how != "local" and not error.poison.interrupted:
+                self._shared_fault(error.poison)
+            return {"poison": error.poison.told()}
+        mine = self.rank in fetch.ranks
+        if fetch.how == "item":
+            if isinstance(value, DTensor):
+                value = value.full_tensor()
+            return {"value": self._dump(value.item())} if mine else {}
+        if fetch.how == "parts" and isinstance(value, DTensor):
+            if any(placement.is_partial() for placement in value.placements):
+                places = [Replicate() if place.is_partial() else place for place in value.placements]
+                value = value.redistribute(placements=places)
+            value = _plain(value.to_local())
+        elif isinstance(value, DTensor):
+            value = _plain(value.to_local())
+        return {"value": self._dump(value.detach().cpu())} if mine else {}
+
+    def _shared_fault(self, poison: Poison) -> None:
+        """Called where this rank cannot take part in a collective because of a fault. If the others have had the same
+        fault nobody waits; if they have not, they wait for this rank, and are freed by breaking the groups."""
+        groups = self._groups
+        store = None if groups is None else groups._store
+        if groups is None or store is None or groups.broken:
+            return
+        everybody = groups.mesh.size() if groups.mesh is not None else 1
+        key = f"meshbook/fault/{groups.epoch}/{poison.number}/{poison.ename}"
+        mark = f"{key}/{self.rank}"
+        if mark not in self._told_faults:
+            self._told_faults.add(mark)
+            store.add(key, 1)
+        deadline = time.monotonic() + _SAME_FAULT_S
+        while store.add(key, 0) < everybody:
+            if time.monotonic() > deadline:
+                groups.sever(RuntimeError(f"rank {self.rank} cannot take part: {poison.ename}: {poison.evalue}"))
+                return
+            time.sleep(0.01)
+
+    def _adopt(self, key: str, shape: tuple[int, ...], dtype: str, is_global: bool, mesh: Any) -> torch.Tensor:
+        """A tensor that a cell made, for operations of the controller: the same storage, without autograd's history.
+
+        Raises:
+            TypeError: it is not what it was said to be any more.
+        """
+        tensor = self._resolve(key)
+        name = key.partition(":")[2]
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__} on rank {self.rank}, not a tensor")
+        if isinstance(tensor, DTensor) and tensor.device_mesh != mesh:
+            raise TypeError(f"{name} lies on {tensor.device_mesh}, not on all of this mesh; take x.to_local() in a cell")
+        now = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), isinstance(tensor, DTensor))
+        if now != (shape, dtype, is_global):
+            raise TypeError(f"{name} has changed on rank {self.rank} since it was looked up: it was {shape} of {dtype}, "
+                            f"and is {now[0]} of {now[1]}; look it up again, mesh[{name!r}]")  # fmt: skip
+        return tensor.detach()
+
+
+def execute(
+    space: Space,
+    stream: list[int | float],
+    values: MutableMapping[int, Any],
+    first: int,
+    shared_fault: Callable[[Poison], None],
+) -> None:
+    """Run a stream of operations against `values`.
+
+    Raises:
+        KeyboardInterrupt: after everything that had not run yet has been poisoned.
+    """
+    templates = space.templates
+    at, end, number = 0, len(stream), first
+    try:
+        while at < end:
+            which = stream[at]
+            if which == FREE:
+                count = stream[at + 1]
+                for id in stream[at + 2 : at + 2 + count]:  # type: ignore[operator]
+                    values.pop(id, None)  # type: ignore[call-overload]
+                at += 2 + count  # type: ignore[assignment]
+                number += 1
+                continue
+            template = templates[which]  # type: ignore[index]
+            start = at + 1
+            middle = start + template.num_in
+            stop = middle + template.num_new
+            past = stop + template.num_floats
+            at = past
+            ins = [values.get(id) for id in stream[start:middle]]  # type: ignore[call-overload]
+            poison: Poison | None = None
+            for tensor in ins:
+                if tensor is None or tensor.__class__ is Poison:
+                    poison = tensor or Poison(number, "Interrupted", "an earlier operation was stopped", "", True)
+                    break
+            if poison is None:
+                try:
+                    args, kwargs = template.build(ins, stream[stop:past])
+                    if template.seeded:
+                        result = _seeded(template, args, kwargs, int(stream[past - 1]), space)
+                    else:
+                        result = template.call(*args, **kwargs)
+                    if template.num_new:
+                        if template.returns == "one":
+                            values[stream[middle]] = result  # type: ignore[index]
+                        else:
+                            for id, index in zip(stream[middle:stop], template.new, strict=True):
+                                values[id] = result[index]  # type: ignore[index]
+                except Exception as error:
+                    poison = _poison(number, error)
+                    space.faults.append(poison)
+                    if not template.num_new and not template.mutates and space.sticky is None:
+                        space.sticky = poison
+                    if template.communicates:
+                        shared_fault(poison)
+            elif template.communicates:
+                shared_fault(poison)
+            if poison is not None:
+                for id in stream[middle:stop]:
+                    values[id] = poison  # type: ignore[index]
+                for index in template.mutates:
+                    values[stream[start + index]] = poison  # type: ignore[index]
+            number += 1
+        space.num_ops += number - first
+    except KeyboardInterrupt:
+        poison = Poison(number, "KeyboardInterrupt", "stopped by the user", "", interrupted=True)
+        while at < end:
+            if stream[at] == FREE:
+                past = at + 2 + int(stream[at + 1])
+                for id in stream[at + 2 : past]:
+                    values.pop(id, None)  # type: ignore[call-overload]
+                at = past
+                continue
+            template = templates[int(stream[at])]
+            middle = at + 1 + template.num_in
+            stop = middle + template.num_new
+            for id in stream[middle:stop]:
+                values[id] = poison  # type: ignore[index]
+            at = stop + template.num_floats
+        raise
+
+
+def _seeded(template: Template, args: Any, kwargs: Any, seed: int, space: Space) -> Any:
+    tracker = rules.dtensor_random._rng_tracker
+    if isinstance(tracker, rules.ShardedNumbers) and any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves(args)):
+        tracker.seed = seed
+        try:
+            return template.call(*args, **kwargs)
+        finally:
+            tracker.seed = None
+    place = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    with rules.numbers_from(rules.mix(seed, place)):
+        return template.call(*args, **kwargs)
+
+
+def _poison(number: int, error: Exception) -> Poison:
+    trace = "".join(traceback.format_exception(error, limit=-4, chain=False))
+    return Poison(number, type(error).__name__, str(error).strip()[:2000], trace[-4000:])
+
+
+def _plain(local: torch.Tensor) -> torch.Tensor:
+    """A collective's result that may still be on its way, arrived."""
+    wait = getattr(local, "wait", None)
+    return wait() if wait is not None and type(local) is not torch.Tensor else local
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(int(length), 1)
+    return tuple(reversed(strides))

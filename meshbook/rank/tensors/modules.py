@@ -1,0 +1,330 @@
+"""A module that lives on the ranks: one operation runs its forward there, another its backward.
+
+Inputs and outputs are the controller's tensors. A module that works on each rank's own rows (FSDP2, DDP) gets them as
+plain tensors, and what it gives is seen as rows of one tensor again; any other gets and gives DTensors. What backward
+needs is kept on the rank by a small tensor, the *ticket*, that the controller holds as long as the graph may be used.
+
+Gradients mean what they would in one process: of the loss of the whole batch. FSDP2 and DDP average over ranks what is
+to be a sum of the ranks' parts, so gradients that come in are multiplied by their number: exact, for powers of two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.utils import _pytree as pytree
+
+from meshbook.rank.tensors import building
+from meshbook.rank.tensors.calls import FUNCTIONS, TENSOR
+
+
+class Resident:
+    """A module on this rank."""
+
+    def __init__(self, key: str, module: nn.Module, mesh: Any, axis: str, dtype: torch.dtype | None) -> None:
+        self.key, self.module, self.mesh = key, module, mesh
+        self.axis = mesh.mesh_dim_names.index(axis)
+        self.num_places = mesh.size(self.axis)
+        self.local, self.averages = building.runs_locally(module, mesh), building.averages(module)
+        # FSDP2 converts by itself, where it gathers.
+        self.autocast = dtype if not isinstance(module, FSDPModule) else None
+        named = list(building.named_tensors(module))
+        self.tensors: list[torch.Tensor] = []
+        self.names: list[tuple[str, int, bool]] = []  # name, place among the tensors, whether it is a parameter
+        places: dict[int, int] = {}
+        for name, tensor, is_parameter in named:
+            if id(tensor) not in places:
+                places[id(tensor)] = len(self.tensors)
+                self.tensors.append(tensor)
+            self.names.append((name, places[id(tensor)], is_parameter))
+        kinds = {place: is_parameter for _, place, is_parameter in self.names}
+        self.trained = [place for place, tensor in enumerate(self.tensors) if kinds[place] and tensor.requires_grad]
+        self.numbers_after = building.last_numbers()
+
+    def describe(self) -> dict[str, Any]:
+        """What the controller must know, as plain data."""
+        seen = [building.as_dtensor(tensor, self.mesh) for tensor in self.tensors]
+        return {
+            "names": self.names,
+            "trained": self.trained,
+            "tensors": [_outline(tensor) for tensor in seen],
+            "local": self.local,
+            "text": repr(self.module),
+            "numbers": self.numbers_after,
+            "blocks": sum(isinstance(part, FSDPModule) for part in self.module.modules()) - 1,
+        }
+
+    def place(self, on_axis: Placement) -> list[Placement]:
+        """Placements of what lies so over the batch axis, and whole over every other."""
+        places: list[Placement] = [Replicate()] * self.mesh.ndim
+        places[self.axis] = on_axis
+        return places
+
+
+RESIDENTS: weakref.WeakValueDictionary[str, Resident] = weakref.WeakValueDictionary()
+
+
+def settle(key: str, source: Any, strategy: Any, dtype: str | None, mesh: Any, axis: str, numbers: Any) -> Resident:
+    """Build the module here; it stays as long as the controller keeps what this gives."""
+    kind = None if dtype is None else getattr(torch, dtype)
+    module = building.build(source, strategy, kind, mesh, axis, numbers)
+    resident = RESIDENTS[key] = Resident(key, module, mesh, axis, kind)
+    return resident
+
+
+def describe(resident: Resident) -> dict[str, Any]:
+    return resident.describe()
+
+
+def _find(key: str) -> Resident:
+    found = RESIDENTS.get(key)
+    if found is None:
+        raise RuntimeError("this module is gone from the ranks: what meshbook.distribute gave was let go of")
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Operations
+
+
+def module_tensors(key: str) -> list[DTensor]:
+    """The module's parameters and buffers: the same storage."""
+    resident = _find(key)
+    return [building.as_dtensor(tensor, resident.mesh) for tensor in resident.tensors]
+
+
+@dataclasses.dataclass
+class _Graph:
+    """What a forward left for its backward."""
+
+    outputs: list[Any]  # with their history, as the module gave them
+    places: list[list[Placement] | None]  # of local ones: how they are seen from outside
+    inputs: list[torch.Tensor]  # those that want a gradient
+    input_places: list[list[Placement]]
+    scale: float
+
+
+def module_forward(
+    key: str, training: bool, wanting: Sequence[int] | None, promised: Any, args: Any, kwargs: Any
+) -> list[Any]:
+    """One forward.
+
+    Args:
+        wanting: which tensors among the arguments want a gradient; None for the whole: run without a graph.
+        promised: shapes of the outputs, which the controller has counted on.
+
+    Returns:
+        The tensors among the outputs, and the ticket last, if there is a graph.
+    """
+    tensors, _ = _forward(key, training, wanting, args, kwargs)
+    got = tuple(tuple(tensor.shape) for tensor in tensors[: len(promised)])
+    if got != promised:
+        raise RuntimeError(
+            f"the module gave shapes {got} for inputs from which it gave {promised} before; what distribute runs must "
+            "have output shapes that follow from its input shapes. meshbook.module_to_mesh has no such limit"
+        )
+    return tensors
+
+
+def module_outline(key: str, training: bool, args: Any, kwargs: Any) -> dict[str, Any]:
+    """What a forward gives, as plain data; it is run for it, without a graph and leaving buffers as they were.
+
+    Every rank takes part, and all say the same.
+    """
+    resident = _find(key)
+    kept = [(buffer, buffer.clone()) for buffer in resident.module.buffers()]
+    numbers = torch.get_rng_state()
+    try:
+        with torch.no_grad():
+            tensors, outline = _forward(key, training, None, args, kwargs)
+    finally:
+        torch.set_rng_state(numbers)
+        with torch.no_grad():
+            for buffer, before in kept:
+                buffer.copy_(before)
+    return outline | {"tensors": [_outline(tensor) for tensor in tensors]}
+
+
+def _outline(tensor: Any) -> tuple[Any, ...]:
+    """What the controller plans with: shape, stride, dtype, placements."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return tuple(tensor.shape), tuple(tensor.stride()), dtype, tuple(tensor.placements)
+
+
+def _forward(
+    key: str, training: bool, wanting: Sequence[int] | None, args: Any, kwargs: Any
+) -> tuple[list[Any], dict[str, Any]]:
+    resident = _find(key)
+    module = resident.module
+    if module.training != training:
+        module.train(training)
+    inputs: list[torch.Tensor] = []
+    input_places: list[list[Placement]] = []
+    cut = False
+    number = -1
+
+    def take(leaf: Any) -> Any:
+        nonlocal cut, number
+        if not isinstance(leaf, DTensor):
+            return leaf
+        number += 1
+        if resident.local:
+            cut = cut or leaf.placements[resident.axis].is_shard()
+            mine, places = _own_rows(resident, leaf, number)
+        else:
+            mine, places = leaf.detach(), list(leaf.placements)
+        if wanting is not None and number in wanting:
+            mine = mine.detach().requires_grad_()
+            inputs.append(mine)
+            input_places.append(places)
+        return mine
+
+    args, kwargs = pytree.tree_map(take, (args, kwargs))
+    device = resident.mesh.device_type
+    casting = torch.autocast(device, dtype=resident.autocast) if resident.autocast else contextlib.nullcontext()
+    with torch.set_grad_enabled(wanting is not None), casting:
+        result = module(*args, **kwargs)
+    flat = pytree.tree_leaves(result)
+    outputs: list[Any] = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
+    if resident.local:  # of a part of the mesh
+        outputs = [output.full_tensor() if isinstance(output, DTensor) else output for output in outputs]
+    if strange := [leaf for leaf in flat if not isinstance(leaf, (torch.Tensor, int, float, str, type(None)))]:
+        raise TypeError(
+            f"the module's forward gave a {type(strange[0]).__name__}, in which tensors cannot be told; return "
+            "tensors, or tuples, lists and dicts of them"
+        )
+    seen: list[Any] = []
+    places_of: list[list[Placement] | None] = []
+    for output in outputs:
+        if isinstance(output, DTensor):
+            seen.append(output.detach())
+            places_of.append(None)
+            continue
+        places = resident.place(_seen_as(output, cut))
+        seen.append(DTensor.from_local(output.detach(), resident.mesh, places, run_check=False))
+        places_of.append(places)
+    outline = {
+        "result": pytree.tree_map(lambda leaf: TENSOR if isinstance(leaf, torch.Tensor) else leaf, result),
+        "differentiable": [output.is_floating_point() or output.is_complex() for output in outputs],
+    }
+    if wanting is None:
+        return seen, outline
+    ticket = torch.empty(0, device=resident.mesh.device_type)
+    scale = float(resident.num_places) if resident.local and cut else 1.0
+    ticket._meshbook_graph = _Graph(outputs, places_of, inputs, input_places, scale)  # type: ignore[attr-defined]
+    return [*seen, ticket], outline
+
+
+def _own_rows(resident: Resident, leaf: DTensor, at: int) -> tuple[torch.Tensor, list[Placement]]:
+    """This rank's rows of an input, or all of it."""
+    there = leaf.placements[resident.axis]
+    if there.is_shard() and not resident.averages:
+        axis = resident.mesh.mesh_dim_names[resident.axis]
+        raise ValueError(
+            f"input {at} is cut over {axis}, over which this module's gradients are not averaged; give it whole inputs, or "
+            f"have your strategy call fully_shard(module, mesh=mesh[{axis!r}]) too"
+        )
+    if there.is_shard() and not there.is_shard(0):
+        raise ValueError(
+            f"input {at} is cut along dim {there.dim} over {resident.mesh.mesh_dim_names[resident.axis]}; this module "
+            "works on rows (dim 0): redistribute it with Shard(0)"
+        )
+    if there.is_shard() and leaf.shape[0] % resident.num_places:
+        raise ValueError(
+            f"input {at} has {leaf.shape[0]} rows, which cannot be cut evenly over "
+            f"{resident.mesh.mesh_dim_names[resident.axis]}={resident.num_places}; drop the last ones or pad it"
+        )
+    places = resident.place(Shard(0) if there.is_shard() else Replicate())
+    return leaf.redistribute(placements=places).to_local(), places
+
+
+def _seen_as(output: torch.Tensor, cut: bool) -> Placement:
+    """How what each rank made of its own rows is seen as one tensor: rows of it, or, a single number, their mean."""
+    if not cut:
+        return Replicate()
+    return Shard(0) if output.dim() else Partial("avg")
+
+
+def module_backward(key: str, used: Sequence[int], grads: Sequence[Any], outs: Sequence[int], ticket: Any) -> list[Any]:
+    """One backward: gradients of the inputs that want one, then of the parameters in `used`.
+
+    Args:
+        used: places of parameters.
+        grads: of the outputs at places `outs`.
+    """
+    ahead = getattr(ticket, "_meshbook_gradients", None)
+    if ahead is not None:
+        del ticket._meshbook_gradients
+    inputs, found = ahead or _backward(key, grads, outs, ticket)
+    resident = _find(key)
+    unexpected = [place for place in resident.trained if (found[place] is None) == (place in used)]
+    if unexpected:
+        names = {place: name for name, place, _ in reversed(resident.names)}
+        raise RuntimeError(
+            f"{', '.join(names[place] for place in unexpected[:4])}: got a gradient in one step and none in another, "
+            "which distribute cannot follow; use meshbook.module_to_mesh, where autograd runs in the notebook"
+        )
+    return [*inputs, *(found[place] for place in used)]
+
+
+def module_used(key: str, grads: Sequence[Any], outs: Sequence[int], ticket: Any) -> list[int]:
+    """Which parameters get a gradient: this backward is done, and waits for `module_backward` to ask for it."""
+    inputs, found = _backward(key, grads, outs, ticket)
+    ticket._meshbook_gradients = inputs, found
+    return [place for place, grad in found.items() if grad is not None]
+
+
+def _backward(key: str, grads: Sequence[Any], outs: Sequence[int], ticket: Any) -> tuple[list[Any], dict[int, Any]]:
+    resident = _find(key)
+    graph: _Graph | None = getattr(ticket, "_meshbook_graph", None)
+    if graph is None:
+        raise RuntimeError("this module's graph has been used by an earlier backward(); run its forward again")
+    del ticket._meshbook_graph
+    outputs, incoming = [], []
+    for at, grad in zip(outs, grads, strict=True):
+        output, places = graph.outputs[at], graph.places[at]
+        if output.grad_fn is None:
+            continue
+        if places is None:
+            grad = grad.redistribute(placements=[Replicate() if p.is_partial() else p for p in output.placements])
+        else:
+            mean = places[resident.axis].is_partial()
+            wanted = resident.place(Replicate()) if mean else places
+            grad = grad.redistribute(placements=wanted).to_local()
+            if graph.scale != 1.0 and not mean:  # a mean's gradient has been divided by their number already
+                grad = grad * graph.scale
+        outputs.append(output)
+        incoming.append(grad)
+    with torch.enable_grad():
+        torch.autograd.backward(outputs, incoming)
+    inputs = []
+    for tensor, places in zip(graph.inputs, graph.input_places, strict=True):
+        grad, tensor.grad = tensor.grad, None
+        grad = torch.zeros_like(tensor) if grad is None else grad
+        if not isinstance(grad, DTensor):
+            grad = grad / graph.scale if graph.scale != 1.0 else grad
+            cut = places[resident.axis].is_shard()
+            seen = places if cut or graph.scale == 1.0 else resident.place(Partial())
+            grad = DTensor.from_local(grad, resident.mesh, seen, run_check=False)
+        inputs.append(grad.redistribute(placements=places))
+    found: dict[int, Any] = {}
+    for place in resident.trained:
+        parameter = resident.tensors[place]
+        grad, parameter.grad = parameter.grad, None
+        if grad is not None:
+            own = building.as_dtensor(parameter, resident.mesh)
+            grad = building.as_dtensor(grad, resident.mesh).redistribute(placements=own.placements)
+        found[place] = grad
+    return inputs, found
+
+
+for _function in (module_tensors, module_forward, module_backward):
+    FUNCTIONS[_function.__name__] = _function

@@ -1,0 +1,158 @@
+"""What DTensor lacks on CPU, put in at torch's own doors. Used where operations run, and where they are only planned.
+
+- Attention: torch's CPU kernel has no sharding rule; batch and heads may be cut.
+- Random numbers: on a CPU mesh every shard would draw the same ones. Here each draws from a seed of its own, which is
+  the operation's seed and the shard's place, so shards differ, replicas agree, and the same seeds give the same numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed.tensor._random as dtensor_random
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+
+aten = torch.ops.aten
+
+_installed = False
+
+
+def install() -> None:
+    """Idempotent. Leaves an RNG tracker that somebody else installed."""
+    global _installed
+    if not _installed:
+        _installed = True
+        _register_attention()
+        _register_others()
+        # That gloo moves a cut from dim to dim by gathering, that two axes are reduced one after the other: true, said
+        # by every rank, and of no use to anybody.
+        for name in ("_collective_utils", "_redistribute"):
+            logging.getLogger(f"torch.distributed.tensor.{name}").setLevel(logging.ERROR)
+    if dtensor_random._rng_tracker is None:
+        dtensor_random._rng_tracker = ShardedNumbers()  # type: ignore[assignment]
+
+
+def _register_attention() -> None:
+    ways = (Replicate(), Shard(0), Shard(1))
+
+    @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu.default)
+    def forward(
+        query: Any,
+        key: Any,
+        value: Any,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        attn_mask: Any = None,
+        scale: Any = None,
+    ) -> Any:
+        # A mask spans batch and heads by broadcasting, so it stays whole, and then so must they.
+        if attn_mask is not None:
+            whole = Replicate()
+            return [([whole, whole], [whole, whole, whole, None, None, whole, None][: 6 if scale is None else 7])]
+        return [([way, way], [way, way, way, None, None]) for way in ways]
+
+    @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+    def backward(
+        grad_out: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        out: Any,
+        logsumexp: Any,
+        dropout_p: float,
+        is_causal: bool,
+        attn_mask: Any = None,
+        scale: Any = None,
+    ) -> Any:
+        if attn_mask is not None:
+            whole = Replicate()
+            return [([whole] * 3, [whole] * 6 + [None, None, whole])]
+        return [([way] * 3, [way] * 6 + [None, None]) for way in ways]
+
+
+def _register_others() -> None:
+    """Operators that work on each image, or each element, by itself."""
+    batch_and_channels = (Replicate(), Shard(0), Shard(1))
+
+    @register_sharding(aten.avg_pool2d.default)
+    def pool(tensor: Any, *others: Any, **named: Any) -> Any:
+        return [([way], [way, *[None] * len(others)]) for way in _first_dims(tensor, batch_and_channels)]
+
+    @register_sharding(aten.avg_pool2d_backward.default)
+    def pool_backward(grad: Any, tensor: Any, *others: Any, **named: Any) -> Any:
+        return [([way], [way, way, *[None] * len(others)]) for way in _first_dims(tensor, batch_and_channels)]
+
+    for operator in (aten.hardswish_backward.default, aten.hardsigmoid_backward.default):
+
+        @register_sharding(operator)
+        def pointwise(grad: Any, tensor: Any, *others: Any) -> Any:
+            ways = [Replicate(), *map(Shard, range(len(tensor.shape)))]
+            return [([way], [way, way, *[None] * len(others)]) for way in ways]
+
+
+def _first_dims(tensor: Any, ways: Any) -> Any:
+    return ways if len(tensor.shape) == 4 else ways[:2]
+
+
+class ShardedNumbers:
+    """DTensor's idea of an RNG tracker, for a mesh of CPUs."""
+
+    distribute_region_enabled = True
+
+    def __init__(self) -> None:
+        self.seed: int | None = None  # of the operation that runs; None: it is a cell's, and draws from torch's generator
+
+    @contextlib.contextmanager
+    def _distribute_region(self, spec: Any, generator: torch.Generator | None = None) -> Iterator[None]:
+        mesh = spec.mesh
+        place = mesh.get_coordinate() or [0] * mesh.ndim
+        shard = 0
+        for axis, placement in enumerate(spec.placements):
+            if placement.is_shard():
+                shard = shard * mesh.size(axis) + place[axis]
+        source = generator if generator is not None else torch.default_generator
+        seed = self.seed
+        if seed is None:  # replicas that were seeded alike draw the same; the stream moves on by one
+            seed = int(torch.randint(0, 1 << 52, (), generator=source))
+        with numbers_from(mix(seed, shard), source):
+            yield
+
+    def _manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def numbers_from(seed: int, source: torch.Generator | None = None) -> Iterator[None]:
+    """Random operations inside draw from `seed`; the generator then goes on as if they had not been."""
+    source = source if source is not None else torch.default_generator
+    state = source.get_state()
+    source.manual_seed(seed)
+    try:
+        yield
+    finally:
+        source.set_state(state)
+
+
+def mix(seed: int, place: int) -> int:
+    """A seed for one of several places; neighbours' are far apart (the golden ratio's multiples)."""
+    return (seed ^ (place * 0x9E3779B97F4A7C15)) & ((1 << 63) - 1)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without what torch has to say on standard error about operations that are only tried."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.disabled = before

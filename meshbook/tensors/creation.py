@@ -1,0 +1,203 @@
+"""Where remote tensors come from: a local tensor, a factory function, a name that a cell bound."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.remote import RemoteValue, tensor_at
+from meshbook.errors import MeshShapeError, PlacementError
+from meshbook.placement import parse_placements
+from meshbook.rank.tensors import calls
+from meshbook.tensors import remote
+from meshbook.tensors.engine import Engine, Handle, here
+from meshbook.tensors.plan import contiguous
+from meshbook.tensors.views import placements_of
+from meshbook.wire.messages import TensorMeta
+
+_making = threading.Lock()
+
+
+def engine_of(mesh: Mesh) -> Engine:
+    """The engine of this part of a mesh; one for all views of the same ranks under the same axis names.
+
+    Raises:
+        MeshShapeError: a part that has no process groups of its own, such as `mesh.slice(dp=slice(0, 2))`.
+    """
+    session, axes = mesh.session, mesh.grid
+    session.check()
+    with _making:
+        engines = session.extras.setdefault("tensors", {})
+        engine: Engine | None = engines.get(axes)
+        if engine is None:
+            _check_part(mesh)
+            engine = engines[axes] = Engine(session, axes)
+    return engine
+
+
+def _check_part(mesh: Mesh) -> None:
+    whole, part = mesh.session.axes, mesh.grid
+    assert whole is not None
+    spec = mesh.session.info.spec
+    if spec is not None and not (spec.process_group and spec.torch):
+        raise MeshShapeError("remote tensors need process groups: start the mesh without --no-process-group")
+    fixed = {}
+    for name, size in zip(whole.names, whole.shape, strict=True):
+        if name not in part.names:
+            fixed[name] = {whole.point(rank)[name] for rank in part.ranks}
+        elif part.size_of(name) != size:
+            fixed[name] = {0, 1}
+    ordered = [name for name in whole.names if name in part.names] == list(part.names)
+    if not ordered or any(len(places) > 1 for places in fixed.values()) or not part.names:
+        raise MeshShapeError(
+            f"tensors lie on all of a mesh, or on a part with whole axes, such as mesh.slice({whole.names[0]}=0) of "
+            f"{whole}; {part} is neither"
+        )
+
+
+def distribute(
+    tensor: torch.Tensor, mesh: Mesh, placements: Any = None, *, sharding_spec: Any = None
+) -> remote.RemoteTensor:
+    """Place a tensor on a mesh. Copies it into shared memory once; does not wait for the ranks.
+
+    Args:
+        placements: torch's, one per axis of the mesh; default: whole on every rank.
+        sharding_spec: or, per tensor dim, the axis (or axes) that it is cut over: `["dp", None]`.
+
+    Returns:
+        A leaf with the tensor's `requires_grad`. Pieces are as torch.chunk cuts; the last may be shorter.
+
+    Raises:
+        PlacementError: they do not fit the tensor or the mesh; the text has the sum.
+    """
+    if isinstance(tensor, remote.RemoteTensor):
+        raise PlacementError("this tensor is on a mesh already; x.redistribute(...) places it otherwise")
+    engine = engine_of(mesh)
+    places = placements_of(tensor.shape, engine.axes, placements, sharding_spec)
+    if any(place.is_partial() for place in places):
+        raise PlacementError("a whole tensor is not a part of a sum; place it with Shard(dim) or Replicate()")
+    made = remote.upload(engine, tensor, places)
+    made.requires_grad_(tensor.requires_grad)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)  # type: ignore[return-value]
+    return made
+
+
+class activate(TorchDispatchMode):
+    """`with mesh.activate():` tensors that are made inside, `torch.rand(3, 4)`, are made on every rank, one each."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self._engine = engine_of(mesh)
+
+    def __enter__(self) -> Any:
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, tb)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves = pytree.tree_leaves((args, kwargs))
+        if any(isinstance(leaf, remote.RemoteTensor) for leaf in leaves):
+            return remote.dispatch(func, args, kwargs)
+        if any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            return func(*args, **kwargs)
+        if not _makes_a_tensor(func):
+            return func(*args, **kwargs)
+        return make(self._engine, func, args, kwargs)
+
+
+def _makes_a_tensor(func: Any) -> bool:
+    returned = func._schema.returns
+    return func.namespace == "aten" and len(returned) == 1 and str(returned[0].type) == "Tensor"
+
+
+def make(engine: Engine, func: Any, args: Any, kwargs: dict[str, Any]) -> remote.RemoteTensor:
+    """A factory function, run by every rank for itself. Random ones differ between ranks."""
+    kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory", "layout")}
+    leaves = pytree.tree_leaves((args, kwargs))
+    floats = [leaf for leaf in leaves if leaf.__class__ is float]
+    key = (
+        func,
+        len(args),
+        *kwargs,
+        *(len(arg) if isinstance(arg, (list, tuple)) else None for arg in args),
+        *(float if leaf.__class__ is float else (leaf.__class__, leaf) for leaf in leaves),
+    )
+    template = engine.cache.get(key)
+    if template is None:
+        template = engine.cache[key] = engine.planner.plan(func, args, kwargs | {"device": torch.device("cpu")}, [])
+        engine.add_template(template.body)
+    made: remote.RemoteTensor = remote.perform(engine, template, func, args, kwargs, [0], [], floats)
+    return made
+
+
+def adopt(mesh: Mesh, key: str, meta: TensorMeta) -> remote.RemoteTensor | None:
+    """The tensor that ranks have under a key (`name:w`), as a remote one: the same storage. Does not wait.
+
+    Args:
+        meta: what the ranks said of it, all the same.
+
+    Returns:
+        None where it cannot be one: it lies on a part of this mesh only, or the mesh has no process groups.
+    """
+    try:
+        engine = engine_of(mesh)
+        placements = None
+        if meta.placements is not None:
+            placements = placements_of(meta.shape, engine.axes, parse_placements(meta.placements))
+    except (MeshShapeError, PlacementError):
+        return None
+    dtype = getattr(torch, meta.dtype)
+    stride = tuple(meta.stride) if meta.stride is not None else contiguous(meta.shape)
+    spec = engine.planner.spec(meta.shape, stride, 0, dtype, placements)
+    wanted = ("adopt", key, spec)
+    template = engine.cache.get(wanted)
+    if template is None:
+        template = engine.cache[wanted] = engine.planner.plan_own(
+            "adopt", (key, tuple(meta.shape), meta.dtype, placements is not None, calls.MESH), spec
+        )
+        engine.add_template(template.body)
+    handle = Handle(engine.next_id(), engine.free)
+    engine.emit([template.number, handle.id], here())
+    tensor = remote.wrap(spec, handle)
+    if meta.requires_grad and (dtype.is_floating_point or dtype.is_complex):
+        tensor.requires_grad_()
+    return tensor
+
+
+def with_tensors(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A function of torch's, with remote tensors in place of the handles among its arguments.
+
+    Raises:
+        TypeError: a handle that stands for something else.
+    """
+
+    def tensor_of(leaf: Any) -> Any:
+        if not isinstance(leaf, RemoteValue):
+            return leaf
+        session, ranks = leaf._meshbook_session, leaf._meshbook_ranks
+        meta = tensor_at(leaf)
+        key = leaf._meshbook_key(session)
+        assert session.axes is not None
+        whole = Mesh.of(session, session.axes)
+        found = adopt(whole, key, meta) if meta is not None and len(ranks) == session.axes.size else None
+        if found is None:
+            raise TypeError(
+                f"{leaf._meshbook_path} is not one tensor on every rank of {session.name!r} (alike in shape, dtype and "
+                "placements); work with it in a cell, or pull it first"
+            )
+        if leaf._meshbook_values is not None:  # what keeps the object on the ranks until the operation has seen it
+            found._keeps = leaf
+        return found
+
+    return func(*pytree.tree_map(tensor_of, args), **pytree.tree_map(tensor_of, kwargs))

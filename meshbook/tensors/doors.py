@@ -1,0 +1,79 @@
+"""`meshbook.distribute`: one word for bringing a tensor, or a module, to a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+import torch
+from torch import nn
+
+from meshbook.controller.mesh import Mesh
+from meshbook.errors import UsageError
+from meshbook.tensors import creation, modules
+from meshbook.tensors.modules import RemoteModule
+from meshbook.tensors.remote import RemoteTensor
+
+
+@overload
+def distribute(
+    thing: torch.Tensor, mesh: Mesh, placements: Any = None, *, sharding_spec: Sequence[Any] | None = None
+) -> RemoteTensor: ...
+
+
+@overload
+def distribute(
+    thing: nn.Module | Callable[[], nn.Module],
+    mesh: Mesh,
+    *,
+    strategy: Any = "fsdp",
+    precision: str | None = None,
+    axis: str | None = None,
+) -> RemoteModule: ...
+
+
+def distribute(
+    thing: Any,
+    mesh: Mesh,
+    placements: Any = None,
+    *,
+    sharding_spec: Sequence[Any] | None = None,
+    strategy: Any = None,
+    precision: str | None = None,
+    axis: str | None = None,
+) -> Any:
+    """Bring a tensor to a mesh, or build a module there.
+
+    A tensor: copied into shared memory once; does not wait. A module, or a function that makes one: built on the ranks
+    by a strategy, and waited for.
+
+    Args:
+        placements: of a tensor: torch's, one per axis of the mesh; default: whole on every rank.
+        sharding_spec: or, per tensor dim, the axis (or axes) that it is cut over: `["dp", None]`.
+        strategy: of a module: "fsdp" (the default), "ddp", "replicate", or a function of (module, DeviceMesh).
+        precision: of a module: "bf16" computes in it; parameters and gradients stay as they are.
+        axis: of a module: over which batches are cut.
+
+    Returns:
+        RemoteTensor, a leaf with the tensor's `requires_grad`; or RemoteModule.
+
+    Raises:
+        PlacementError: placements that do not fit the tensor or the mesh; the text has the sum.
+        CellError: building the module failed on ranks, with their traceback.
+        UsageError: what is meant for a tensor, given with a module, or the other way round.
+    """
+    if isinstance(thing, torch.Tensor):
+        if strategy is not None or precision is not None or axis is not None:
+            raise UsageError("strategy, precision and axis are for modules; a tensor takes placements or sharding_spec")
+        return creation.distribute(thing, mesh, placements, sharding_spec=sharding_spec)
+    if not isinstance(thing, nn.Module) and not callable(thing):
+        raise UsageError(
+            f"a {type(thing).__name__} cannot be distributed; give a tensor (torch.as_tensor(x)), a module, or a "
+            "function that makes one; other data goes by mesh.push or mesh.scatter"
+        )
+    if placements is not None or sharding_spec is not None:
+        raise UsageError(
+            "placements and sharding_spec are for tensors; a module takes a strategy, or goes by "
+            "meshbook.module_to_mesh(module, mesh, placements)"
+        )
+    return modules.distribute_module(thing, mesh, strategy=strategy or "fsdp", precision=precision, axis=axis)

@@ -1,0 +1,445 @@
+"""Operations on their way to the ranks: in batches, in order, never far ahead, and what became of them.
+
+One `Engine` per client and part of a mesh. `emit` takes an operation as numbers and does not wait; `wait` and `fetch`
+do. A batch is a command like a cell: the ranks run it on their main threads, in order with the cells that this process
+sends, and Stop ends it. Knows nothing of torch's dispatch (`remote`) or of shapes (`plan`).
+
+Seams: `emit` may be replaced on the instance, by who records; `before_batch` callbacks run before a batch is made up;
+`add_template`, `upload` and `next_id` serve whoever makes operations of his own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import os
+import secrets
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any
+
+import msgspec
+import torch
+
+from meshbook.controller.results import error_of
+from meshbook.controller.session import Session, render
+from meshbook.errors import Failure, MeshbookError, NotAttached, OperationFailed, RankLost
+from meshbook.ids import Ranks, name_ranks
+from meshbook.mesh import MeshAxes
+from meshbook.tensors.plan import Planner, Template
+from meshbook.wire import messages
+
+# Operations in a batch: few while the ranks wait for work, more once they have enough of it.
+_SMALL_BATCH, _LARGE_BATCH = 64, 256
+# Batches that the ranks have not acknowledged before Python waits for them: some 8,000 operations, a few train steps.
+_MAX_AHEAD = 32
+# Seconds after the last operation before a batch that is not full is sent all the same.
+_IDLE_S = 0.005
+# Faults whose lines are remembered.
+_MAX_FAULTS = 1000
+_MAX_USER_FRAMES = 4
+
+# All that are alive, for who records without being told a mesh.
+ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+Where = tuple[tuple[CodeType, int], ...]  # code and instruction of the user's lines, innermost first
+
+_encoder = msgspec.msgpack.Encoder()
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_is_users: dict[CodeType, bool] = {}
+
+
+class Handle:
+    """A tensor's life on the ranks: when it dies here, its id is freed there.
+
+    An object of its own: torch may bring a tensor's Python object back to life after `__del__`.
+    """
+
+    __slots__ = ("copied", "free", "id")
+
+    def __init__(self, id: int, free: Callable[[int], None]) -> None:
+        self.id, self.free = id, free
+        self.copied = False  # a view that shares nothing: DTensor had to copy
+
+    def __del__(self) -> None:
+        self.free(self.id)
+
+
+@dataclass
+class _Batch:
+    first: int
+    wheres: list[Where]
+    templates: list[bytes]
+    freed: list[int]
+    command: messages.RunOps
+
+
+@dataclass
+class Fault:
+    """What ranks said of an operation that failed."""
+
+    number: int
+    ename: str
+    evalue: str
+    trace: str
+    ranks: set[int] = field(default_factory=set)
+    where: Where = ()
+
+
+class Engine:
+    """The tensors of one client on one part of a mesh."""
+
+    def __init__(self, session: Session, axes: MeshAxes) -> None:
+        assert session.axes is not None
+        self.session, self.axes = session, axes
+        ENGINES.add(self)
+        self.ranks: Ranks = tuple(sorted(axes.ranks))
+        self.planner = Planner(axes, self)
+        self.cache: dict[Any, Template] = {}
+        self.name = f"{session.connection.client}|{','.join(axes.names)}|{secrets.token_hex(3)}"
+        self.next_id = itertools.count(1).__next__
+        self.freed: deque[int] = deque()  # by finalizers, at any moment
+        self.free = self.freed.append
+        self.before_batch: list[Callable[[], None]] = []
+        self.num_ops = self.num_batches = 0
+        self._pending: deque[tuple[list[int | float], Where]] = deque()
+        self._templates: list[bytes] = []
+        self._uploads: list[messages.Upload] = []
+        self._ahead: dict[str, _Batch] = {}
+        self._changed = threading.Condition()
+        self._sending = threading.RLock()
+        self._faults: dict[int, Fault] = {}
+        self._ended: MeshbookError | None = None
+        self._number = 1
+        self._due = _SMALL_BATCH
+        self._woken = threading.Event()
+        session.before_call.append(_weak(self.flush))
+        session.ahead.append(_weak(self._calls_ahead))
+        thread = threading.Thread(
+            target=_send_when_idle, args=(weakref.ref(self), self._woken), name="meshbook-tensors", daemon=True
+        )
+        thread.start()
+
+    # ---- operations
+
+    def emit(self, numbers: list[int | float], where: Where) -> None:
+        """An operation: its template's number, ids of inputs, ids of outputs, floats. Waits only when too far ahead.
+
+        Raises:
+            RankLost, NotAttached: nobody is left to run it.
+        """
+        pending = self._pending
+        if self.freed:
+            self._free_ids()
+        pending.append((numbers, where))
+        size = len(pending)
+        if size >= self._due:
+            self.flush()
+        elif size == 1:
+            self._woken.set()
+
+    def _free_ids(self) -> None:
+        ids = _drained(self.freed)
+        if ids:
+            self._pending.append(([0, len(ids), *ids], ()))
+
+    def add_template(self, body: bytes) -> None:
+        """What ranks must know before operations of this template come."""
+        self._templates.append(body)
+
+    def upload(self, tensor: torch.Tensor, placements: Any) -> Handle:
+        """A handle to a tensor that the ranks get with the next batch; each keeps its part. Copies, does not wait.
+
+        Args:
+            placements: torch's, one per axis; None: all of it on every rank, for the per-rank view.
+        """
+        handle = Handle(self.next_id(), self.free)
+        payload = self.session.dump((tensor.detach(), placements), self.ranks)
+        with self._sending:
+            if self._pending:  # it is bound before its batch; what comes before it stays before it
+                self.flush()
+            self._uploads.append(messages.Upload(id=handle.id, payload=payload))
+        self._woken.set()
+        return handle
+
+    # ---- batches
+
+    def flush(self) -> None:
+        """Send what there is. Waits while the ranks are too far behind.
+
+        Raises:
+            RankLost: a rank is gone; so is whatever it held.
+        """
+        if not self._pending and not self._uploads and not self.freed:
+            return
+        self._keep_near()
+        self._send(None)
+
+    def _keep_near(self) -> None:
+        self._check()
+        if len(self._ahead) >= _MAX_AHEAD and threading.current_thread() is not self.session.connection.thread:
+            with self._changed:
+                while len(self._ahead) >= _MAX_AHEAD and self._ended is None:
+                    self._changed.wait(1.0)
+            self._check()
+
+    def _check(self) -> None:
+        if self._ended is not None:
+            raise self._ended
+        if self.session.ended is not None:
+            self.session.check()
+        lost = [rank for rank in self.session.lost if rank in self.ranks]
+        if lost:
+            raise RankLost(
+                f"{name_ranks(lost)} {'is' if len(lost) == 1 else 'are'} gone, and with {'it' if len(lost) == 1 else 'them'} "
+                "a part of every tensor of this mesh; make them anew on a new mesh",
+                ranks=lost,
+                survivors=self.session.living(self.ranks),
+            )
+
+    def _send(self, fetch: messages.Fetch | None) -> tuple[messages.RunOps, Future[Any]] | None:
+        """Make up a batch and send it, in one piece whatever happens."""
+        with self._sending:
+            for callback in self.before_batch:
+                callback()
+            self._free_ids()
+            taken = [self._pending.popleft() for _ in range(len(self._pending))]
+            uploads, self._uploads = self._uploads, []
+            templates, self._templates = self._templates, []
+            try:
+                if not taken and not uploads and fetch is None:
+                    return None
+                stream: list[int | float] = []
+                for numbers, _ in taken:
+                    stream += numbers
+                command = messages.RunOps(
+                    call=self.session.connection.next_call(),
+                    ranks=self.ranks,
+                    engine=self.name,
+                    first=self._number,
+                    ops=_encoder.encode(stream),
+                    templates=tuple(templates),
+                    uploads=tuple(uploads),
+                    fetch=fetch,
+                )
+                freed = [int(id) for numbers, _ in taken if numbers[0] == 0 for id in numbers[2:]]
+                self._ahead[command.call] = _Batch(
+                    self._number, [where for _, where in taken], templates, freed, command
+                )
+                self._number += len(taken)
+                self.num_ops += len(taken)
+                self.num_batches += 1
+                future = self.session.connection.request(command)
+            except BaseException:
+                self._pending.extendleft(reversed(taken))
+                self._uploads[:0], self._templates[:0] = uploads, templates
+                raise
+            self._due = _SMALL_BATCH if len(self._ahead) < 4 else _LARGE_BATCH
+        call = command.call
+        future.add_done_callback(lambda done: self._acknowledged(call, done))
+        return command, future
+
+    def _acknowledged(self, call: str, done: Future[Any]) -> None:
+        """A batch has ended on every rank. Called by the thread that listens."""
+        batch = self._ahead.get(call)
+        if batch is None:
+            return
+        try:
+            finished: messages.CallFinished = done.result()
+        except MeshbookError as error:
+            self._ended = error
+        else:
+            self._take_note(batch, finished)
+        with self._changed:
+            del self._ahead[call]
+            if len(self._ahead) < 4:
+                self._due = _SMALL_BATCH
+            self._changed.notify_all()
+
+    def _take_note(self, batch: _Batch, finished: messages.CallFinished) -> None:
+        for part in finished.parts:
+            for told in (part.outcome.answer or {}).get("faults", ()):
+                self._fault(batch, part.ranks, told)
+        error = error_of(finished, "an operation on tensors")
+        if isinstance(error, RankLost):
+            self._ended = render(error)
+        elif error is not None:  # stopped, perhaps before it began: what it was to tell the ranks is told again
+            with self._sending:
+                self._templates[:0] = batch.templates
+            self.freed.extend(batch.freed)
+
+    def _fault(self, batch: _Batch | None, ranks: Sequence[int], told: dict[str, Any]) -> Fault:
+        number = told["number"]
+        fault = self._faults.get(number)
+        if fault is None:
+            fault = Fault(number, told["ename"], told["evalue"], told["trace"])
+            while len(self._faults) >= _MAX_FAULTS:
+                self._faults.pop(next(iter(self._faults)))
+            self._faults[number] = fault
+        fault.ranks.update(ranks)
+        if batch is not None and batch.first <= number < batch.first + len(batch.wheres):
+            fault.where = batch.wheres[number - batch.first]
+        return fault
+
+    def _calls_ahead(self) -> list[str]:
+        return list(self._ahead)
+
+    # ---- waiting
+
+    def wait(self) -> dict[int, dict[str, Any]]:
+        """Wait until the ranks have run everything that was issued.
+
+        Raises:
+            OperationFailed: an operation without a result failed; others tell it where their result is used.
+            RankLost, CellInterrupted: as a cell.
+        """
+        return self.fetch(messages.Fetch(how="nothing"))
+
+    def fetch(self, fetch: messages.Fetch) -> dict[int, dict[str, Any]]:
+        """What ranks answer once they have run everything before: rank -> {"value": object}. Blocks; Stop works.
+
+        Raises:
+            OperationFailed: what is asked for could not be computed.
+            RankLost, CellInterrupted: as a cell.
+        """
+        self._keep_near()
+        for callback in self.before_batch:
+            callback()
+        with self._sending:
+            sent = self._send(fetch)
+            assert sent is not None
+            command, future = sent
+        finished = self.session.attend(command, future)
+        error = error_of(finished, "an operation on tensors")
+        if error is not None:
+            if isinstance(error, RankLost):
+                self._ended = error
+            raise render(error)
+        answers: dict[int, dict[str, Any]] = {}
+        poisons: dict[int, list[tuple[int, dict[str, Any]]]] = {}
+        batch = _Batch(command.first, [], [], [], command)
+        for part in finished.parts:
+            answer = part.outcome.answer or {}
+            for rank in part.ranks:
+                if "poison" in answer:
+                    poisons.setdefault(answer["poison"]["number"], []).append((rank, answer["poison"]))
+                else:
+                    answers[rank] = dict(answer)
+                    if part.outcome.value is not None and part.outcome.value.payload is not None:
+                        answers[rank]["value"] = self.session.load(part.outcome.value.payload)
+        if poisons:
+            with self._changed:  # the line that issued it is noted with the acknowledgement, which has come by now
+                self._changed.wait_for(lambda: command.call not in self._ahead, 5.0)
+            self._raise(poisons, batch)
+        return answers
+
+    def _raise(self, poisons: dict[int, list[tuple[int, dict[str, Any]]]], batch: _Batch) -> None:
+        """Raise the first fault that is not the consequence of another's."""
+
+        def order(number: int) -> tuple[bool, int]:
+            return poisons[number][0][1]["ename"] in ("GroupBroken", "RuntimeError") and len(poisons) > 1, number
+
+        number = min(poisons, key=order)
+        rank, told = poisons[number][0]
+        fault = self._fault(None, [rank for rank, _ in poisons[number]], told)
+        failure = Failure(
+            tuple(sorted(fault.ranks)), fault.ename, fault.evalue, tuple(fault.trace.rstrip().splitlines())
+        )
+        lines = describe(fault.where)
+        issued = f"\nissued here:\n{lines}" if lines else ""
+        raise OperationFailed(
+            (failure,),
+            summary=f"{name_ranks(failure.ranks)}: {fault.ename}: {fault.evalue}{issued}\n"
+            f"on {name_ranks(failure.ranks)}:\n{fault.trace.rstrip()}",
+        )
+
+    def close(self) -> None:
+        self._ended = self._ended or NotAttached("these tensors were let go of")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lines
+
+
+def here() -> Where:
+    """The user's lines that lead to this operation, innermost first: code and instruction, which cost little to keep."""
+    frame = sys._getframe(2)
+    found: list[tuple[CodeType, int]] = []
+    known = _is_users
+    while frame is not None:
+        code = frame.f_code
+        users = known.get(code)
+        if users is None:
+            users = known[code] = not code.co_filename.startswith((_TORCH, _OURS))
+        if users:
+            found.append((code, frame.f_lasti))
+            if len(found) == _MAX_USER_FRAMES:
+                break
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(found)
+
+
+def describe(where: Where) -> str:
+    """Lines as a traceback shows them, outermost first."""
+    shown = []
+    for code, instruction in reversed(where):
+        line = next(
+            (number for start, stop, number in code.co_lines() if start <= instruction < stop and number is not None),
+            code.co_firstlineno,
+        )
+        text = linecache.getline(code.co_filename, line).strip()
+        shown.append(f'  File "{code.co_filename}", line {line}, in {code.co_name}\n    {text}')
+    return "\n".join(shown)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _drained(ids: deque[int]) -> list[int]:
+    found = []
+    try:
+        while True:
+            found.append(ids.popleft())
+    except IndexError:
+        return found
+
+
+def _weak(method: Callable[[], Any]) -> Callable[[], Any]:
+    """A method whose object may go; nothing is done then."""
+    held = weakref.WeakMethod(method)  # type: ignore[type-var]
+
+    def call() -> Any:
+        alive = held()
+        return alive() if alive is not None else None
+
+    return call
+
+
+def _send_when_idle(held: weakref.ref[Engine], woken: threading.Event) -> None:
+    """The thread that sends a batch which nobody fills: it must not keep the engine alive."""
+    while True:
+        if not woken.wait(5.0):
+            engine = held()
+            if engine is None or engine.session.connection.closed:
+                return
+            del engine
+            continue
+        woken.clear()
+        threading.Event().wait(_IDLE_S)
+        engine = held()
+        if engine is None:
+            return
+        try:
+            engine.flush()
+        except MeshbookError:
+            return  # told to whoever waits or goes on
+        del engine
+
+

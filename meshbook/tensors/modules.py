@@ -1,0 +1,453 @@
+"""Modules on a mesh, two ways.
+
+`module_to_mesh`: the module's Python runs here, its parameters lie on the ranks, each operation is sent.
+`distribute_module`: the module is built on the ranks by a strategy; one message runs its forward there, one its
+backward. Its parameters are here as RemoteTensors of the same storage, so any optimizer of torch works on them.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import pickle
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from meshbook.controller import remote as handles
+from meshbook.controller.mesh import Mesh
+from meshbook.errors import PlacementError, UsageError
+from meshbook.rank import paths
+from meshbook.rank.tensors import building, modules
+from meshbook.rank.tensors.calls import FLOAT, TENSOR, Sent
+from meshbook.tensors import remote
+from meshbook.tensors.creation import distribute, engine_of
+from meshbook.tensors.engine import Engine
+from meshbook.tensors.plan import Spec, Template
+from meshbook.tensors.views import move
+
+Placements = Sequence[Any] | Mapping[str, Any] | Callable[[str, torch.Tensor], Any] | None
+
+_PRECISIONS = {None: None, "fp32": None, "float32": None, "bf16": "bfloat16", "bfloat16": "bfloat16"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The module's Python here
+
+
+def module_to_mesh(module: nn.Module, mesh: Mesh, placements: Placements = None) -> nn.Module:
+    """Bring a module's parameters and buffers to a mesh, in place: its own are replaced by RemoteTensors.
+
+    Its Python goes on running here. Make optimizers afterwards: they hold the parameters that they were given.
+    Gradients are brought to their parameter's placements as soon as they are whole. Does not wait.
+
+    Args:
+        placements: for every tensor the same (`[Shard(0)]`); or by name, with patterns (`{"*.weight": [Shard(0)]}`); or
+            a function of (name, tensor). Where it says nothing (None), and by default: whole on every rank.
+
+    Returns:
+        The module itself.
+
+    Raises:
+        PlacementError: they do not fit a parameter or the mesh, which the message names.
+    """
+    moved: dict[int, Any] = {}
+    for prefix, part in list(module.named_modules()):
+        for kind in (part._parameters, part._buffers):
+            for name, tensor in list(kind.items()):
+                if tensor is None or isinstance(tensor, remote.RemoteTensor):
+                    continue
+                if id(tensor) not in moved:
+                    full = f"{prefix}.{name}" if prefix else name
+                    try:
+                        place = _placements_for(placements, full, tensor)
+                        moved[id(tensor)] = _brought(tensor, mesh, place)
+                    except PlacementError as error:
+                        raise PlacementError(f"{full}: {error}") from None
+                kind[name] = moved[id(tensor)]
+    return module
+
+
+def _brought(tensor: torch.Tensor, mesh: Mesh, placements: Any) -> Any:
+    if tensor.is_meta:
+        raise UsageError(
+            "a parameter is on the meta device and has no values; materialise the module first, or let "
+            "meshbook.distribute(factory, mesh) build it on the ranks"
+        )
+    there: Any = distribute(tensor.detach(), mesh, placements)
+    if not isinstance(tensor, nn.Parameter):
+        return there
+    parameter = nn.Parameter(there, requires_grad=tensor.requires_grad)
+    if parameter.requires_grad:
+        parameter.register_post_accumulate_grad_hook(settle_grad)  # type: ignore[no-untyped-call]
+    return parameter
+
+
+def settle_grad(parameter: Any) -> None:
+    """Bring a gradient to its parameter's placements, once: every operation of an optimizer would do it again."""
+    grad = parameter.grad
+    if grad is not None and grad._spec.placements != parameter._spec.placements:
+        parameter.grad = move(grad, parameter._spec.placements)
+
+
+def _placements_for(placements: Placements, name: str, tensor: torch.Tensor) -> Any:
+    if placements is None:
+        return None
+    if isinstance(placements, Mapping):
+        return next((place for pattern, place in placements.items() if fnmatch.fnmatchcase(name, pattern)), None)
+    return placements(name, tensor) if callable(placements) else placements
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The module there
+
+
+def distribute_module(
+    source: nn.Module | Callable[[], nn.Module],
+    mesh: Mesh,
+    *,
+    strategy: Any = "fsdp",
+    precision: str | None = None,
+    axis: str | None = None,
+) -> RemoteModule:
+    """Build a module on the ranks, spread over an axis. Blocks until it is there.
+
+    Args:
+        source: a function that makes it (called on the ranks; nothing of it is made here), with the numbers that
+            torch's generator here would have given; or a module, whose values are kept.
+        strategy: "fsdp", "ddp", "replicate", or a function of (module, DeviceMesh) that is called on every rank.
+        precision: "bf16" computes in it and keeps parameters and gradients as they are; None: as the parameters are.
+        axis: over which batches are cut (dim 0); needed where the mesh has more than one and none is called "dp".
+
+    Raises:
+        CellError: building it failed on ranks, with their traceback.
+        UsageError: no such strategy or precision.
+    """
+    if strategy == "auto":
+        raise NotImplementedError(
+            'strategy="auto" is not there yet; choose one: "fsdp" when parameters and optimizer do not fit one device, '
+            '"ddp" when they do, or a function of (module, mesh) for tensor parallelism'
+        )
+    if not callable(strategy) and strategy not in building.STRATEGIES:
+        known = "; ".join(f'"{name}": {text}' for name, text in building.STRATEGIES.items())
+        raise UsageError(f"there is no strategy {strategy!r}; known: {known}; or a function of (module, mesh)")
+    if precision not in _PRECISIONS:
+        raise UsageError(
+            f"there is no precision {precision!r}; known: bf16, fp32 (fp16 would need its gradients scaled)"
+        )
+    axis = _batch_axis(mesh) if axis is None else axis
+    mesh.size(axis)
+    engine = engine_of(mesh)
+    if mesh.ranks != engine.session.axes.ranks:  # type: ignore[union-attr]
+        raise UsageError("a module is spread over a whole mesh; this is a part of one")
+    session, ranks = mesh.session, engine.ranks
+    key = secrets.token_hex(6)
+    here = handles.RemoteValue(session, paths.Path(paths.Name("mesh")), ranks)
+    dtype = _PRECISIONS[precision]
+    command = session.call_command(
+        modules.settle,
+        (key, source, strategy, dtype, here, axis, torch.get_rng_state()),
+        {},
+        ranks,
+        keep_always=True,
+        inline_limit=0,
+        label="distribute",
+    )
+    finished = session.foreground(command)
+    session.conclude(finished, ranks, label="distribute")
+    resident = handles.kept(session, command.call, ranks, session.values_of(finished.parts), "module")
+    told = _asked(engine, modules.describe, resident)
+    if not isinstance(source, nn.Module):
+        torch.set_rng_state(told["numbers"])  # as if it had been made here
+    name = strategy if isinstance(strategy, str) else getattr(strategy, "__name__", "a strategy")
+    return RemoteModule(engine, key, resident, told, f"{name} over {axis}={mesh.size(axis)}", precision)
+
+
+def _batch_axis(mesh: Mesh) -> str:
+    if len(mesh.axes) == 1:
+        return next(iter(mesh.axes))
+    if "dp" in mesh.axes:
+        return "dp"
+    raise UsageError(f"this mesh has the axes {', '.join(mesh.axes)}; say over which batches are cut with axis=…")
+
+
+def _asked(engine: Engine, function: Callable[..., Any], *args: Any) -> Any:
+    """What a function gives on the ranks, which all say the same. Blocks."""
+    session = engine.session
+    command = session.call_command(function, args, {}, engine.ranks, label=function.__name__, inline_limit=1 << 30)
+    finished = session.foreground(command)
+    session.conclude(finished, engine.ranks, label=function.__name__)
+    values = session.values_of(finished.parts)
+    return values[engine.ranks[0]]
+
+
+class _Plan:
+    """What is known of a forward of one kind: which tensors it gives, and how they make up the result."""
+
+    def __init__(self, told: Mapping[str, Any], engine: Engine) -> None:
+        self.specs = [_spec(engine, *tensor) for tensor in told["tensors"]]
+        self.outline, self.differentiable = told["result"], told["differentiable"]
+        self.used: list[int] | None = None  # places of parameters that get a gradient; None: not seen yet
+
+    def result(self, tensors: Iterable[Any]) -> Any:
+        left = iter(tensors)
+        return pytree.tree_map(lambda leaf: next(left) if leaf is TENSOR else leaf, self.outline)
+
+
+def _spec(engine: Engine, shape: Any, stride: Any, dtype: str, placements: Any) -> Spec:
+    return engine.planner.spec(shape, stride, 0, getattr(torch, dtype), tuple(placements))
+
+
+class RemoteModule(nn.Module):
+    """A module that lives on the ranks. Call it with RemoteTensors; `parameters()` are RemoteTensors of its storage.
+
+    Inputs cut along dim 0 over the batch axis (`mesh.feed` gives them so) share the work; whole ones are computed by
+    every rank alike. Results and gradients are those of one process with the whole batch.
+
+    Attributes:
+        plan: how it is spread, in words.
+    """
+
+    def __init__(
+        self, engine: Engine, key: str, resident: Any, told: Mapping[str, Any], plan: str, precision: str | None
+    ) -> None:
+        super().__init__()
+        blocks = f", {told['blocks']} blocks" if told["blocks"] > 0 else ""
+        self.plan = f"{plan}{blocks}{f', {precision}' if precision else ''}"
+        # What nn.Module would take for a submodule or show in its dict is kept in one place that is neither.
+        self._there = _There(engine, key, resident, told)
+        there = self._there
+        for name, place, is_parameter in told["names"]:
+            *path, last = name.split(".")
+            part: nn.Module = self
+            for step in path:
+                if step not in part._modules:
+                    part.add_module(step, _Part())
+                part = part._modules[step]  # type: ignore[assignment]
+            if is_parameter:
+                part._parameters[last] = there.tensors[place]
+            else:
+                part._buffers[last] = there.tensors[place]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._there.forward(self.training, args, kwargs)
+
+    def state_dict(self, *args: Any, full: bool = False, **kwargs: Any) -> Any:
+        """Names and tensors, as RemoteTensors.
+
+        Args:
+            full: bring them here, whole. Blocks.
+        """
+        found = super().state_dict(*args, **kwargs)
+        return {name: tensor.full_tensor() for name, tensor in found.items()} if full else found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As torch's; takes what `state_dict` gives, full or not, and whole tensors of this process."""
+        if assign:
+            raise UsageError("assign=True would replace the tensors that the ranks compute with; leave it out")
+        own = super().state_dict()
+        brought = {
+            name: _like(tensor, own[name], self._there.engine) if name in own else tensor
+            for name, tensor in state_dict.items()
+        }
+        return super().load_state_dict(brought, strict=strict)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        raise UsageError(
+            "this module lives on the ranks, on their device, and stays as it is; say precision= when you distribute it"
+        )
+
+    def __repr__(self) -> str:
+        return f"RemoteModule({self.plan})\n{self._there.text}"
+
+    def __reduce__(self) -> Any:
+        raise UsageError("this module lives on the ranks; save model.state_dict(full=True)")
+
+
+class _Part(nn.Module):
+    """A place in the tree of names; what computes is on the ranks."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise UsageError("only the whole module can be called here: its parts are on the ranks")
+
+
+def _like(tensor: Any, own: Any, engine: Engine) -> Any:
+    if isinstance(tensor, remote.RemoteTensor) or tensor.shape != own.shape:
+        return tensor  # torch says which shapes differ
+    return remote.upload(engine, tensor.detach().to(own.dtype), own._spec.placements)
+
+
+class _There:
+    """The controller's side of a resident module: how its operations are issued."""
+
+    def __init__(self, engine: Engine, key: str, resident: Any, told: Mapping[str, Any]) -> None:
+        self.engine, self.key, self.resident, self.text = engine, key, resident, told["text"]
+        self.specs = [_spec(engine, *tensor) for tensor in told["tensors"]]
+        self.trained: list[int] = told["trained"]
+        self.local: bool = told["local"]
+        self._plans: dict[Any, _Plan] = {}
+        self._ticket = engine.planner.spec((0,), (1,), 0, torch.float32, None)
+        made = self._issue(("tensors",), "module_tensors", (key,), [], [], self.specs, is_view=True)
+        parameters = {place for _, place, is_parameter in told["names"] if is_parameter}
+        trained = set(self.trained)
+        self.tensors: list[Any] = [
+            nn.Parameter(tensor, requires_grad=place in trained) if place in parameters else tensor
+            for place, tensor in enumerate(made)
+        ]
+
+    def _issue(
+        self,
+        kind: Any,
+        function: str,
+        args: tuple[Any, ...],
+        tensors: list[Any],
+        floats: list[float],
+        outputs: Sequence[Spec],
+        *,
+        is_view: bool = False,
+    ) -> list[Any]:
+        """An operation of ours; `kind` tells those with the same template from others."""
+        engine = self.engine
+        key = ("module", self.key, function, *kind, *(tensor._spec for tensor in tensors), *outputs)
+        template = engine.cache.get(key)
+        if template is None:
+            number = next(engine.planner._numbers)
+            sent = Sent(number, f"meshbook::{function}", args, {}, (-1,) * len(outputs), "many", (), not is_view, False)
+            template = engine.cache[key] = Template(
+                number,
+                None,
+                tuple(outputs),
+                "list",
+                communicates=not is_view,
+                body=pickle.dumps(sent, 5),
+                name=sent.function,
+            )
+            engine.add_template(template.body)
+        numbers: list[Any] = [0, *(tensor._handle.id for tensor in tensors)]
+        made: list[Any] = remote.perform(engine, template, None, (), {}, numbers, tensors, floats)
+        return made
+
+    def forward(self, training: bool, args: Any, kwargs: Any) -> Any:
+        tensors: list[Any] = []
+        floats: list[float] = []
+
+        def mark(leaf: Any) -> Any:
+            """What stands for it in the template; floats are carried, as with any operation."""
+            if isinstance(leaf, torch.Tensor):
+                tensors.append(self._here(leaf))
+                return TENSOR
+            if type(leaf) is float:
+                floats.append(leaf)
+                return FLOAT
+            return leaf
+
+        marks = pytree.tree_map(mark, (args, kwargs))
+        leaves, shape = pytree.tree_flatten(marks)
+        kind = (training, str(shape), *map(_hashable, leaves))
+        found = (*kind, *(tensor._spec for tensor in tensors))
+        plan = self._plans.get(found)
+        if plan is None:
+            left = iter(tensors)
+            given = pytree.tree_map(
+                lambda leaf: next(left).detach() if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
+            )
+            told = _asked(self.engine, modules.module_outline, self.key, training, *given)
+            plan = self._plans[found] = _Plan(told, self.engine)
+        grad = torch.is_grad_enabled() and (
+            any(self.tensors[place].requires_grad for place in self.trained) or any(t.requires_grad for t in tensors)
+        )
+        call = _Forward(self, plan, kind, (training, *marks), floats)
+        if not grad:
+            return plan.result(call.issue(tensors, None)[0])
+        parameters = [self.tensors[place] for place in self.trained]
+        return plan.result(_Through.apply(call, len(tensors), *tensors, *parameters))  # type: ignore[no-untyped-call]
+
+    def _here(self, tensor: Any) -> Any:
+        """An input as a tensor of this mesh; local ones go whole to every rank."""
+        if isinstance(tensor, remote.RemoteTensor):
+            if tensor._spec.engine is not self.engine:
+                raise UsageError("this input lies on another mesh than the module")
+            if tensor._spec.placements is None:
+                raise PlacementError("this input is a tensor per rank; say how they are one: x.as_global([Shard(0)])")
+            return tensor
+        from torch.distributed.tensor import Replicate
+
+        return remote.upload(self.engine, tensor.detach(), (Replicate(),) * len(self.engine.axes.shape))
+
+
+class _Forward:
+    """One forward and its backward."""
+
+    def __init__(self, there: _There, plan: _Plan, kind: Any, given: Any, floats: list[float]) -> None:
+        self.there, self.plan, self.kind, self.given, self.floats = there, plan, kind, given, floats
+
+    def issue(self, tensors: list[Any], wanting: tuple[int, ...] | None) -> tuple[list[Any], Any]:
+        """The outputs and, with a graph, the ticket."""
+        training, args, kwargs = self.given
+        plan = self.plan
+        promised = tuple(tuple(spec.shape) for spec in plan.specs)
+        args = (self.there.key, training, wanting, promised, args, kwargs)
+        outputs = plan.specs if wanting is None else [*plan.specs, self.there._ticket]
+        made = self.there._issue((*self.kind, wanting), "module_forward", args, tensors, self.floats, outputs)
+        return (made, None) if wanting is None else (made[:-1], made[-1])
+
+
+class _Through(torch.autograd.Function):
+    """What autograd here sees of a module there."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Forward, num_inputs: int, *tensors: Any) -> Any:
+        inputs = list(tensors[:num_inputs])
+        wanting = [at for at in range(num_inputs) if ctx.needs_input_grad[2 + at]]
+        outputs, ctx.ticket = call.issue(inputs, tuple(wanting))
+        ctx.call, ctx.num_inputs, ctx.wanting = call, num_inputs, wanting
+        ctx.specs = [inputs[at]._spec for at in wanting]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(
+            *(output for output, smooth in zip(outputs, call.plan.differentiable, strict=True) if not smooth)
+        )
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        call: _Forward = ctx.call
+        there, plan = call.there, call.plan
+        if ctx.ticket is None:
+            raise RuntimeError(
+                "backward a second time through a module on the ranks: its graph was let go of by the first. Run the "
+                "forward again, or use meshbook.module_to_mesh, where retain_graph=True works"
+            )
+        ticket, ctx.ticket = ctx.ticket, None
+        outs = tuple(at for at, grad in enumerate(grads) if grad is not None)
+        given = [grad for grad in grads if grad is not None]
+        if plan.used is None:
+            plan.used = _asked(there.engine, modules.module_used, there.key, given, outs, ticket)
+        specs = [_settled(spec, there.engine) for spec in ctx.specs] + [there.specs[place] for place in plan.used]
+        args = (there.key, tuple(plan.used), [TENSOR] * len(given), outs, TENSOR)
+        kind = (*call.kind, tuple(plan.used), outs)
+        made = there._issue(kind, "module_backward", args, [*given, ticket], [], specs)
+        found: list[Any] = [None] * ctx.num_inputs
+        for at, grad in zip(ctx.wanting, made, strict=False):
+            found[at] = grad
+        by_place = dict(zip(plan.used, made[len(ctx.wanting) :], strict=True))
+        return (None, None, *found, *(by_place.get(place) for place in there.trained))
+
+
+def _settled(spec: Spec, engine: Engine) -> Spec:
+    """The spec of an input's gradient: contiguous, and where the input is."""
+    stride, step = [], 1
+    for length in reversed(spec.shape):
+        stride.append(step)
+        step *= max(length, 1)
+    return engine.planner.spec(spec.shape, tuple(reversed(stride)), 0, spec.dtype, spec.placements)
+
+
+def _hashable(leaf: Any) -> Any:
+    try:
+        hash(leaf)
+    except TypeError:
+        return pickle.dumps(leaf)
+    return type(leaf), leaf

@@ -1,0 +1,541 @@
+"""What an operation comes to, found out once for each kind of operands, without the ranks.
+
+The operation is run on DTensors that have shapes and no data, on a mesh of as many places whose groups carry nothing.
+That gives shape, stride, dtype and placements of the results, and raises here, at the user's line, whatever is wrong
+with shapes or placements. What it found is a `Template`; equal operations find it again by a dictionary look-up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import pickle
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup, _register_process_group
+from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshbook.errors import PlacementError
+from meshbook.mesh import MeshAxes
+from meshbook.placement import Shard as Cut
+from meshbook.placement import local_spans
+from meshbook.rank.tensors import rules
+from meshbook.rank.tensors.calls import FLOAT, MESH, TENSOR, Sent, as_global, as_local, name_of
+
+aten = torch.ops.aten
+
+_group_numbers = itertools.count()
+
+# Operations that DTensor computes shard by shard although an element needs what lies in other shards.
+_SCANS = {
+    aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default, aten.cummax.default, aten.cummin.default,
+    aten.cumsum_.default, aten.cumprod_.default, aten.flip.default, aten.roll.default, aten.median.dim,
+    aten.kthvalue.default, aten.mode.default, aten.renorm.default,
+}  # fmt: skip
+
+
+# torch's words for what Meshbook says in the mesh's.
+_UNEVEN = re.compile(r"output dimension (?P<dim>\d+) \(size (?P<length>\d+)\) is not evenly divisible by mesh dimension (?P<axis>\d+)")
+_ALONG = re.compile(r"along the sharded dimension|without redistribution, which is disallowed|redistribute the tensor before")
+
+# Convolutions, and which of their tensors is the image; the weight is the next.
+_CONVOLUTIONS = {aten.convolution.default: 0, aten.convolution_backward.default: 1}
+
+
+class Spec:
+    """Everything about a tensor but its data. Interned: equal specs of an engine are one object.
+
+    Attributes:
+        shape, stride, offset: of the whole tensor; of each rank's own where `placements` is None.
+        placements: torch's, one per axis of the mesh; None: the per-rank view.
+        engine: whose tensor it is.
+    """
+
+    __slots__ = ("device", "dtype", "engine", "number", "offset", "placements", "shape", "stride")
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    placements: tuple[Any, ...] | None
+    engine: Any
+    number: int
+    device: torch.device
+
+    def __repr__(self) -> str:
+        return f"{tuple(self.shape)} {words_of(self.placements)}"
+
+
+@dataclass(slots=True)
+class Template:
+    """A kind of operation, planned.
+
+    Attributes:
+        number: by which the ranks know it.
+        single: the one new tensor it makes, where that is all of its result; the common case.
+        outputs: per result a Spec (new), the index of an input (changed in place), or None.
+        returns: "none", "one", "list", "tuple".
+        first: placements that inputs must be brought to before, by index; empty where they are as they should be.
+        is_view: results share the storage of the first input.
+        copied: ... or should, and do not: what DTensor gives is a copy.
+        mutates: indices of inputs that are changed.
+        instead: the operation that makes a new tensor, to be copied into the first input, where DTensor would change
+            only a part of it.
+        seeded: draws random numbers; its last float is the seed.
+        body: what the ranks are told of it.
+    """
+
+    number: int
+    single: Spec | None
+    outputs: tuple[Spec | int | None, ...]
+    returns: str
+    first: tuple[tuple[int, tuple[Any, ...]], ...] = ()
+    is_view: bool = False
+    copied: bool = False
+    mutates: tuple[int, ...] = ()
+    instead: Any = None
+    seeded: bool = False
+    special: bool = False  # anything of the above: off the hot path
+    communicates: bool = False
+    body: bytes = b""
+    name: str = ""
+
+
+class Planner:
+    """Plans for one mesh. Thread-safe as far as the interpreter is: two threads may plan the same thing twice."""
+
+    def __init__(self, axes: MeshAxes, engine: Any) -> None:
+        rules.install()
+        self.axes, self.engine = axes, engine
+        self.device = torch.device("cpu")  # what wrappers report; any other would make torch look for its backend
+        self.mesh = _empty_mesh(axes)
+        self._specs: dict[Any, Spec] = {}
+        self._numbers = itertools.count(1)  # 0 frees ids
+
+    def spec(
+        self, shape: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype, placements: Any
+    ) -> Spec:
+        """The one spec of these."""
+        key = (tuple(shape), tuple(stride), offset, dtype, placements)
+        found = self._specs.get(key)
+        if found is None:
+            found = Spec()
+            found.shape, found.stride, found.offset, found.dtype, found.placements = key
+            found.engine, found.device, found.number = self.engine, self.device, len(self._specs)
+            self._specs[key] = found
+        return found
+
+    def spec_of(self, tensor: torch.Tensor, placements: Any) -> Spec:
+        """The spec of a contiguous tensor like this local one."""
+        return self.spec(tensor.shape, contiguous(tensor.shape), 0, tensor.dtype, placements)
+
+    def empty(self, spec: Spec) -> torch.Tensor:
+        """A tensor like that without data; a DTensor, unless the spec is per rank."""
+        if spec.placements is None:
+            return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
+        local = local_shape(spec.shape, spec.placements, self.axes)
+        order = sorted(range(len(local)), key=lambda dim: (-spec.stride[dim], -(spec.shape[dim] != 1), dim))
+        strides, step = [0] * len(local), 1
+        for dim in reversed(order):
+            if spec.stride[dim] == 0 and local[dim] != 1:
+                continue
+            strides[dim] = step
+            step *= max(local[dim], 1)
+        piece = torch.empty_strided(local, strides, dtype=spec.dtype, device="meta")
+        meta = TensorMeta(torch.Size(spec.shape), tuple(spec.stride), spec.dtype)
+        return DTensor(piece, DTensorSpec(self.mesh, spec.placements, tensor_meta=meta), requires_grad=False)
+
+    def plan(self, function: Any, args: Any, kwargs: dict[str, Any], inputs: Sequence[Any]) -> Template:
+        """What this operation comes to.
+
+        Args:
+            args, kwargs: the operation's own, with RemoteTensors (anything with a `_spec`) where tensors go.
+            inputs: those tensors, in order.
+
+        Raises:
+            NotImplementedError: DTensor has no rule for it; the text says which way there is.
+            RuntimeError and others: torch's own, about shapes and dtypes.
+        """
+        for tensor in inputs:
+            if tensor._spec.engine is not self.engine:
+                raise ValueError(
+                    f"{name_of(function)} has operands of two meshes, {self.axes} and {tensor._spec.engine.axes}; "
+                    "bring one over: meshbook.distribute(x.full_tensor(), mesh, ...)"
+                )
+        views = {tensor._spec.placements is None for tensor in inputs}
+        if len(views) > 1:
+            operands = ", ".join(repr(tensor._spec) for tensor in inputs[:4])
+            raise TypeError(
+                f"{name_of(function)} has a per-rank tensor and a global one ({operands}); make them alike with "
+                "t.as_global(placements) or t.as_local()"
+            )
+        first = _to_be_moved(function, args, inputs, self.mesh)
+        if first:
+            return Template(0, None, (), "none", first=first, special=True)
+        empties: dict[int, Any] = {}
+
+        def empty_of(leaf: Any) -> Any:
+            spec = getattr(leaf, "_spec", None)
+            if spec is not None:
+                if id(leaf) not in empties:
+                    empties[id(leaf)] = self.empty(spec)
+                return empties[id(leaf)]
+            if leaf is MESH:
+                return self.mesh
+            if isinstance(leaf, torch.device):
+                return torch.device("meta")
+            if isinstance(leaf, torch.Generator):
+                raise NotImplementedError(
+                    f"{name_of(function)} with a generator of its own: ranks draw from the seed that torch.manual_seed "
+                    "sets here; leave generator= out"
+                )
+            return leaf
+
+        empty_args, empty_kwargs = pytree.tree_map(empty_of, (args, kwargs))
+        watch = _Watch(function)
+        try:
+            with torch.no_grad(), rules.quiet(), _as_rank_0(), watch:
+                results = function(*empty_args, **empty_kwargs)
+        except Exception as error:
+            if "in-place operations that require placement changes" in str(error):
+                return _not_in_place(function)
+            raise self._told(function, error, inputs) from None
+        if watch.missed([empties[id(inputs[at])] for at in _mutated(function, args, kwargs, inputs)]):
+            return _not_in_place(function)
+        return self._template(function, args, kwargs, inputs, empties, results, watch.communicates)
+
+    def plan_own(self, name: str, args: tuple[Any, ...], output: Spec) -> Template:
+        """A template of a function of ours that makes one tensor out of none, whose spec the caller knows."""
+        number = next(self._numbers)
+        sent = Sent(number, f"meshbook::{name}", args, {}, (-1,), "one", (), False, False)
+        return Template(number, output, (output,), "one", body=pickle.dumps(sent, 5), name=sent.function)
+
+    def _template(
+        self,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        inputs: Sequence[Any],
+        empties: dict[int, Any],
+        results: Any,
+        communicates: bool,
+    ) -> Template:
+        given = {id(empty): tensor for tensor in inputs if (empty := empties.get(id(tensor))) is not None}
+        several = isinstance(results, (tuple, list))
+        flat = list(results) if several else [] if results is None else [results]
+        outputs: list[Spec | int | None] = []
+        for result in flat:
+            if id(result) in given:
+                outputs.append(next(at for at, tensor in enumerate(inputs) if tensor is given[id(result)]))
+            elif isinstance(result, DTensor):
+                placements = tuple(result.placements)
+                if any(_is_strided(place) for place in placements):
+                    # A dim made of a cut inner dim: DTensor's backward of such a piece is wrong, so it is made whole.
+                    whole = tuple(
+                        Replicate() if _is_strided(after) else before
+                        for before, after in zip(inputs[0]._spec.placements, placements, strict=True)
+                    )
+                    return Template(0, None, (), "none", first=((0, whole),), special=True)
+                outputs.append(self.spec(result.shape, result.stride(), 0, result.dtype, placements))
+            elif isinstance(result, torch.Tensor):
+                outputs.append(self.spec(result.shape, result.stride(), 0, result.dtype, None))
+            elif result is None:
+                outputs.append(None)
+            else:
+                raise NotImplementedError(f"{name_of(function)} gives a {type(result).__name__}, not tensors")
+        mutates = _mutated(function, args, kwargs, inputs)
+        is_view, copied = _sharing(function, inputs, empties, flat)
+        seeded = torch.Tag.nondeterministic_seeded in getattr(function, "tags", ()) and bool(inputs or flat)
+        returns = ("list" if isinstance(results, list) else "tuple") if several else "none" if results is None else "one"
+        single = outputs[0] if returns == "one" and isinstance(outputs[0], Spec) else None
+
+        def placeholder(leaf: Any) -> Any:
+            if getattr(leaf, "_spec", None) is not None:
+                return TENSOR
+            return FLOAT if leaf.__class__ is float else leaf
+
+        number = next(self._numbers)
+        sent_args, sent_kwargs = pytree.tree_map(placeholder, (tuple(args), dict(kwargs)))
+        sent = Sent(
+            number=number,
+            function=name_of(function),
+            args=sent_args,
+            kwargs=sent_kwargs,
+            outputs=tuple(-1 if isinstance(output, Spec) else output for output in outputs),
+            returns={"list": "many", "tuple": "many"}.get(returns, returns),
+            mutates=mutates,
+            communicates=communicates,
+            seeded=seeded,
+        )
+        return Template(
+            number=number,
+            single=single,
+            outputs=tuple(outputs),
+            returns=returns,
+            is_view=is_view,
+            copied=copied,
+            mutates=mutates,
+            seeded=seeded,
+            special=is_view or bool(mutates) or seeded,
+            communicates=communicates,
+            body=pickle.dumps(sent, 5),
+            name=name_of(function),
+        )
+
+    def _told(self, function: Any, error: Exception, inputs: Sequence[Any]) -> Exception:
+        """torch's complaint, about the tensors as the user knows them."""
+        text = str(error).strip().split("\n\nSharding propagation failed")[0].strip()
+        name = name_of(function)
+        operands = ", ".join(repr(tensor._spec) for tensor in inputs[:4])
+        lacks = (
+            isinstance(error, NotImplementedError)
+            or "does not have a sharding strategy" in text
+            or text == f"{name.replace('::', '.')}"
+            or "Meta tensors" in text
+            or type(error).__name__ in ("DynamicOutputShapeException", "DataDependentOutputException")
+        )
+        where = f"on a mesh of {self.axes}"
+        if lacks:
+            plain = name.partition("::")[2].partition(".")[0]
+            return NotImplementedError(
+                f"{plain} of {operands} {where}: DTensor has no rule for it (or the shape of its result depends on "
+                f"data). Ways round: run it on the ranks, mesh.execute(fn, x); or on the whole tensor here, "
+                f"x.full_tensor(); or first bring x to every rank, x.redistribute([Replicate()] * {self.mesh.ndim})"
+            )
+        plain = name.partition("::")[2].partition(".")[0]
+        uneven = _UNEVEN.search(text)
+        if uneven is not None:
+            dim, length, axis = uneven["dim"], int(uneven["length"]), int(uneven["axis"])
+            size = self.axes.shape[axis]
+            return PlacementError(
+                f"{plain} of {operands}: dim {dim} of {length} rows cannot be sharded evenly over "
+                f"{self.axes.names[axis]}={size}: {length} = {size} * {length // size} + {length % size}. "
+                f"Redistribute the tensor first so that {self.axes.names[axis]} cuts another dim, or none"
+            )
+        if _ALONG.search(text) is not None:
+            return PlacementError(
+                f"{plain} of {operands} {where} goes along a dim that is cut; redistribute the tensor first so that the "
+                "dim is whole: x.redistribute(...)"
+            )
+        text = f"{text} ({plain} of {operands} {where})"
+        try:
+            return type(error)(text)
+        except Exception:
+            return RuntimeError(text)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _to_be_moved(
+    function: Any, args: Any, inputs: Sequence[Any], mesh: DeviceMesh
+) -> tuple[tuple[int, tuple[Any, ...]], ...]:
+    """Placements that inputs need first, where DTensor would compute a wrong number as they are."""
+    if function in _CONVOLUTIONS:
+        # DTensor's own way takes shards as they come, and trades edges by the ranks of the whole world.
+        image = _CONVOLUTIONS[function]
+        moves = []
+        for at, tensor in enumerate(inputs[: image + 2]):
+            places = tensor._spec.placements
+            if places is not None and at >= image:
+                wanted = tuple(
+                    place if at == image and isinstance(place, Shard) and place.dim == 0 else Replicate()
+                    for place in places
+                )
+                if wanted != places:
+                    moves.append((at, wanted))
+        return tuple(moves)
+    if function in _SCANS and inputs and inputs[0]._spec.placements is not None:
+        spec = inputs[0]._spec
+        rank = max(len(spec.shape), 1)
+        named = args[1] if len(args) > 1 else None
+        dims = {dim % rank for dim in (named if isinstance(named, (list, tuple)) else [named]) if isinstance(dim, int)}
+        if function in (aten.roll.default,):
+            dims = {dim % rank for dim in (args[2] if len(args) > 2 else range(rank))}
+        if function is aten.kthvalue.default or function is aten.renorm.default:
+            dims = set(range(rank))
+        places = tuple(
+            Replicate() if place.is_partial() or (_is_cut(place) and place.dim % rank in dims) else place
+            for place in spec.placements
+        )
+        if places != spec.placements:
+            if name_of(function).endswith("_.default"):
+                raise NotImplementedError(
+                    f"{name_of(function)} along a dim that is cut over the mesh ({spec}); use the one that makes a new "
+                    "tensor (without the trailing underscore)"
+                )
+            return ((0, places),)
+    return ()
+
+
+def _not_in_place(function: Any) -> Template:
+    """The plan of an operation in place by way of the one that makes a new tensor."""
+    name = function._opname.removesuffix("_")
+    other = getattr(getattr(torch.ops, function.namespace), name, None)
+    other = getattr(other, function._overloadname, None)
+    if other is None or function._opname.startswith("_foreach") or not function._opname.endswith("_"):
+        raise NotImplementedError(
+            f"{function._opname} with operands that are placed otherwise than the tensor it changes: bring them to its "
+            "placements first, y.redistribute(x.placements)"
+        )
+    return Template(0, None, (), "none", instead=other, special=True)
+
+
+def _is_cut(place: Any) -> bool:
+    return not place.is_replicate() and not place.is_partial()
+
+
+def _is_strided(place: Any) -> bool:
+    return type(place).__name__ == "_StridedShard"
+
+
+def _mutated(function: Any, args: Any, kwargs: Any, inputs: Sequence[Any]) -> tuple[int, ...]:
+    """Indices of the inputs that the operation changes, by its schema."""
+    schema = getattr(function, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return ()
+    changed: list[int] = []
+    for place, argument in enumerate(schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        for leaf in value if isinstance(value, (list, tuple)) else [value]:
+            changed += [at for at, tensor in enumerate(inputs) if tensor is leaf]
+    return tuple(dict.fromkeys(changed))
+
+
+def _sharing(function: Any, inputs: Sequence[Any], empties: dict[int, Any], results: list[Any]) -> tuple[bool, bool]:
+    """Whether the results should share the first input's storage, and whether they fail to."""
+    if function in (as_global, as_local):
+        return True, False
+    schema = getattr(function, "_schema", None)
+    if schema is None or schema.is_mutable or not inputs:
+        return False, False
+    if not any(output.alias_info is not None for output in schema.returns):
+        return False, False
+    source = empties.get(id(inputs[0]))
+    shares = all(_storage(result) == _storage(source) for result in results if isinstance(result, torch.Tensor))
+    return True, not shares
+
+
+def _storage(tensor: Any) -> int:
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    found: int = local.untyped_storage()._cdata
+    return found
+
+
+@contextlib.contextmanager
+def _as_rank_0() -> Iterator[None]:
+    """DTensor asks for its own rank in the default group here and there; this process is in none."""
+    with contextlib.ExitStack() as patches:
+        if not dist.is_initialized():
+            for module in (dist, device_mesh):
+                patches.enter_context(mock.patch.object(module, "get_rank", lambda group=None: 0))
+            patches.enter_context(mock.patch.object(dist, "get_world_size", lambda group=None: 1))
+        yield
+
+
+class _Watch(TorchDispatchMode):
+    """Sees whether ranks would speak to each other."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.communicates = False
+        self._function = function
+        schema = getattr(function, "_schema", None)
+        arguments = schema.arguments if schema is not None and schema.is_mutable else ()
+        self._written = [
+            (place, argument.name)
+            for place, argument in enumerate(arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        self._changed: list[tuple[int, torch.Size]] = []  # storages and shapes that local operations wrote to
+
+    def missed(self, tensors: Sequence[Any]) -> bool:
+        """Whether one of these, which were to be changed, was not, or only a part of it was: DTensor brings operands
+        to common placements, and then the operation changes a copy, or a shard, of what it was given."""
+        wanted = [(_storage(tensor), tensor._local_tensor.shape) for tensor in tensors if isinstance(tensor, DTensor)]
+        return bool(self._changed) and any(one not in self._changed for one in wanted)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        if "c10d" in func.namespace:
+            self.communicates = True
+        if func is self._function:
+            for place, name in self._written:
+                written = args[place] if place < len(args) else (kwargs or {}).get(name)
+                for leaf in pytree.tree_leaves(written):
+                    if isinstance(leaf, torch.Tensor):
+                        self._changed.append((_storage(leaf), leaf.shape))
+        return func(*args, **(kwargs or {}))
+
+
+def _empty_mesh(axes: MeshAxes) -> DeviceMesh:
+    """A DeviceMesh of these axes with groups that carry nothing. This process joins no group: `dist` stays unused."""
+    mesh = DeviceMesh(
+        "cpu",
+        torch.arange(axes.size).reshape(axes.shape or (1,)),
+        mesh_dim_names=axes.names or ("rank",),
+        _init_backend=False,
+        _rank=0,
+    )
+    names, groups = [], []
+    for size in axes.shape or (1,):
+        group = dist.ProcessGroup(0, size)
+        backend = FakeProcessGroup._create_internal(0, size)  # type: ignore[attr-defined]
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
+        name = f"meshbook-plan-{next(_group_numbers)}"
+        group._set_group_name(name)
+        _register_process_group(name, group)
+        names.append(name)
+        groups.append(group)
+    mesh._dim_group_names = names
+    mesh._meshbook_groups = groups  # type: ignore[attr-defined]  # torch's registry holds them weakly
+    return mesh
+
+
+def local_shape(shape: Sequence[int], placements: Sequence[Any], axes: MeshAxes, place: int = 0) -> tuple[int, ...]:
+    """The shape of what one rank holds, by its place in the mesh's order."""
+    return tuple(stop - start for start, stop in spans_of(shape, placements, axes, place))
+
+
+def spans_of(shape: Sequence[int], placements: Sequence[Any], axes: MeshAxes, place: int) -> tuple[tuple[int, int], ...]:
+    """The box that the rank at that place holds."""
+    from meshbook.placement import Replicate as Whole
+
+    cuts = [Cut(where.dim) if _is_cut(where) else Whole() for where in placements]
+    point = []
+    for size in reversed(axes.shape or (1,)):
+        point.append(place % size)
+        place //= size
+    return local_spans(shape, cuts, axes.shape or (1,), tuple(reversed(point)))
+
+
+def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor of this shape, in items."""
+    strides, step = [], 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(int(length), 1)
+    return tuple(reversed(strides))
+
+
+def words_of(placements: Sequence[Any] | None) -> str:
+    """Placements as people read them."""
+    if placements is None:
+        return "per rank"
+    return f"({', '.join(str(place) for place in placements)})"
+
+

@@ -1,0 +1,718 @@
+"""`RemoteTensor`: a torch.Tensor whose shape is here and whose data is on the ranks.
+
+Autograd, modules and optimizers of torch run here as they are; each operation they come to is sent to the ranks and
+nothing waits for it. `dispatch` is where they arrive, and the hot path of the whole: it looks the operation up by what
+it is and what its operands are like (`plan` tells what it comes to, once), names its results, and hands a list of
+numbers to the engine. Floats are carried and not part of the key, or every step's bias correction would be planned anew.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from meshbook.controller.mesh import Mesh
+from meshbook.rank.tensors import calls
+from meshbook.tensors.engine import Engine, Handle, here
+from meshbook.tensors.plan import Spec, Template
+
+aten = torch.ops.aten
+
+# A local tensor among the operands is sent along up to this size; larger ones had better be sent once.
+SEND_ALONG_BYTES = 1 << 20
+# Above it, `full_tensor()` asks whether it is meant.
+FULL_TENSOR_BYTES = 1 << 30
+
+_make = torch.Tensor._make_wrapper_subclass
+# Seeds fit a float, which is how they travel.
+_SEEDS = 1 << 52
+
+
+class RemoteTensor(torch.Tensor):
+    """A tensor on a mesh, seen as one (`placements` says how it lies there), or one per rank (`placements` is None).
+
+    Its operations are torch's own. What needs numbers waits for the ranks: `item()`, `tolist()`, `print`, `bool()`,
+    `full_tensor()`, `local(rank)`; everything else returns at once.
+    """
+
+    _spec: Spec
+    _handle: Handle
+    _keeps: Any  # what must live as long
+    _meshbook_is_tensor = True  # handles of the floor below make way for it
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, spec: Spec, handle: Handle, requires_grad: bool = False) -> RemoteTensor:
+        return wrap(spec, handle, requires_grad)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return dispatch(func, args, kwargs)
+
+    # ---- where it lies
+
+    @property
+    def placements(self) -> tuple[Any, ...] | None:
+        """torch's placements, one per axis of the mesh; None: every rank has a tensor of its own."""
+        return self._spec.placements
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that it lies on."""
+        engine = self._spec.engine
+        return Mesh.of(engine.session, engine.axes)
+
+    @property
+    def engine(self) -> Engine:
+        """What carries its operations."""
+        found: Engine = self._spec.engine
+        return found
+
+    # ---- what is in it
+
+    def full_tensor(self, *, force: bool = False) -> torch.Tensor:
+        """The whole tensor, here. Blocks.
+
+        Returns:
+            CPU tensor of `self.shape`; without autograd's history. What is Partial is reduced first. Of the per-rank
+            view: the ranks' tensors stacked along a new first dim, in the mesh's order.
+
+        Args:
+            force: bring it even if it is larger than 1 GiB.
+
+        Raises:
+            MemoryError: it is, and `force` was not given.
+            OperationFailed: it could not be computed.
+            RankLost: a rank that held a part is gone.
+        """
+        from meshbook.tensors.values import full_tensor
+
+        return full_tensor(self, force=force)
+
+    def local(self, rank: int) -> torch.Tensor:
+        """What one rank holds of it, here, as it is there: a shard, a copy, or an unreduced part. Blocks.
+
+        Args:
+            rank: global rank.
+
+        Raises:
+            MeshShapeError: it is not in this tensor's mesh.
+        """
+        from meshbook.tensors.values import local
+
+        return local(self, rank)
+
+    def tolist(self) -> Any:
+        """Its numbers as (nested) lists. Blocks."""
+        return self.full_tensor().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The whole tensor as an array, here. Blocks."""
+        return self.full_tensor().numpy()
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        import numpy
+
+        return numpy.asarray(self.full_tensor().numpy(), dtype=dtype)
+
+    # ---- other placements, other views
+
+    def redistribute(self, placements: Sequence[Any] | None = None, *, sharding_spec: Any = None) -> RemoteTensor:
+        """The same numbers, placed otherwise. Does not wait. Differentiable.
+
+        Args:
+            placements: torch's, one per axis of the mesh.
+            sharding_spec: or, per tensor dim, the axis (or axes) that it is cut over: `["dp", None]`.
+        """
+        from meshbook.tensors.views import redistribute
+
+        return redistribute(self, placements, sharding_spec)
+
+    def as_global(self, placements: Sequence[Any]) -> RemoteTensor:
+        """The ranks' own tensors seen as pieces of one: the same storage. Does not wait."""
+        from meshbook.tensors.views import as_global
+
+        return as_global(self, placements)
+
+    def as_local(self) -> RemoteTensor:
+        """Each rank's own piece: the same storage. Does not wait."""
+        from meshbook.tensors.views import as_local
+
+        return as_local(self)
+
+    def reduce(self, axis: str, op: str = "sum") -> RemoteTensor:
+        """Per-rank tensors reduced over an axis: every rank along it gets the result. Does not wait.
+
+        Args:
+            op: "sum", "avg", "max", "min" or "product".
+        """
+        from meshbook.tensors.views import reduce
+
+        return reduce(self, axis, op)
+
+    def slice_mesh(self, **which: int) -> RemoteTensor:
+        """What the ranks at these places hold, on every rank: `t.slice_mesh(dp=0)`. Per-rank view. Does not wait."""
+        from meshbook.tensors.views import slice_mesh
+
+        return slice_mesh(self, which)
+
+    # ---- how torch's own names fit
+
+    def requires_grad_(self, requires_grad: bool = True) -> RemoteTensor:
+        """As torch's. A leaf's gradient is brought to the leaf's placements once, as soon as it is there: a sum in
+        parts would else be summed again by every operation of an optimizer."""
+        super().requires_grad_(requires_grad)
+        if requires_grad and self._spec.placements is not None and not getattr(self, "_settles", False):
+            self._settles = True
+            self.register_post_accumulate_grad_hook(_settle_grad)
+        return self
+
+    @property  # type: ignore[override]
+    def data(self) -> RemoteTensor:
+        """The same tensor without autograd; assigning gives this one the other's storage."""
+        return self.detach()  # type: ignore[return-value]
+
+    @data.setter
+    def data(self, other: torch.Tensor) -> None:
+        if not isinstance(other, RemoteTensor):
+            raise TypeError(
+                "the data of a remote tensor must be a remote tensor; meshbook.distribute(local, mesh, ...) makes one, "
+                "and x.copy_(local) changes the numbers only"
+            )
+        torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        self._spec, self._handle = other._spec, other._handle
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        from meshbook.tensors.values import describe
+
+        return describe(self)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 else format(str(self), spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteTensor:
+        if id(self) in memo:
+            found: RemoteTensor = memo[id(self)]
+            return found
+        if not self.is_leaf:
+            raise RuntimeError("only tensors that autograd did not compute can be copied deeply; detach() it first")
+        with torch.no_grad():
+            copied: Any = self.detach().clone()
+        copied.requires_grad_(self.requires_grad)
+        if getattr(self, "_is_param", False):
+            copied._is_param = True
+        if self.grad is not None:
+            copied.grad = self.grad.__deepcopy__(memo)
+        memo[id(self)] = copied
+        return copied  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        from meshbook.tensors.values import refuse_pickling
+
+        refuse_pickling(self)
+
+    def _meshbook_key(self, session: Any) -> str:
+        """What names this tensor to the ranks, where it is among the things that are sent to them."""
+        from meshbook.tensors.values import key_of
+
+        return key_of(self, session)
+
+
+def _settle_grad(leaf: Any) -> None:
+    grad, wanted = leaf.grad, leaf._spec.placements
+    if isinstance(grad, RemoteTensor) and grad._spec.placements not in (None, wanted):
+        with torch.no_grad():
+            leaf.grad = call(calls.redistribute, grad.engine, grad, wanted)
+
+
+def wrap(spec: Spec, handle: Handle, requires_grad: bool = False) -> RemoteTensor:
+    """The tensor of a handle."""
+    tensor: RemoteTensor = _make(
+        RemoteTensor,
+        spec.shape,
+        strides=spec.stride,
+        storage_offset=spec.offset,
+        dtype=spec.dtype,
+        device=spec.device,
+        requires_grad=requires_grad,
+    )
+    tensor._spec = spec
+    tensor._handle = handle
+    return tensor
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The hot path
+
+
+def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation on the ranks; returns at once."""
+    special = SPECIAL.get(func)
+    if special is not None:
+        return special(func, args, kwargs or {})
+    key: list[Any] = [func]
+    numbers: list[Any] = [0]
+    tensors: list[RemoteTensor] = []
+    floats: list[float] = []
+    strangers = False
+    for arg in args if not kwargs else (*args, *itertools.chain.from_iterable(kwargs.items())):
+        kind = arg.__class__
+        if kind is RemoteTensor:
+            key.append(arg._spec)
+            numbers.append(arg._handle.id)
+            tensors.append(arg)
+        elif kind is float:
+            key.append(float)
+            floats.append(arg)
+        elif kind is list or kind is tuple:
+            key.append(len(arg))
+            for item in arg:
+                kind = item.__class__
+                if kind is RemoteTensor:
+                    key.append(item._spec)
+                    numbers.append(item._handle.id)
+                    tensors.append(item)
+                elif kind is float:
+                    key.append(float)
+                    floats.append(item)
+                elif kind is int or item is None:
+                    key.append(item)
+                elif isinstance(item, torch.Tensor):
+                    strangers = True
+                else:
+                    key.append(kind)
+                    key.append(item)
+        elif kind is int or arg is None:
+            key.append(arg)
+        elif isinstance(arg, torch.Tensor):
+            strangers = True
+        else:  # bool too, which would equal 1
+            key.append(kind)
+            key.append(arg)
+    if strangers:
+        args, kwargs = _sent_along(func, args, kwargs or {})
+        return dispatch(func, args, kwargs)
+    engine: Engine = tensors[0]._spec.engine
+    found = tuple(key)
+    template = engine.cache.get(found)
+    if template is None:
+        template = engine.cache[found] = engine.planner.plan(func, args, kwargs or {}, tensors)
+        if template.body:
+            engine.add_template(template.body)
+    return perform(engine, template, func, args, kwargs, numbers, tensors, floats)
+
+
+def perform(
+    engine: Engine,
+    template: Template,
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    numbers: list[Any],
+    tensors: Sequence[RemoteTensor],
+    floats: list[float],
+) -> Any:
+    """Name the results of a planned operation, and send it on its way."""
+    if template.special:
+        if template.first:
+            return _moved_first(template, func, args, kwargs, tensors)
+        if template.instead is not None:
+            return _not_in_place(template, args, kwargs)
+        if template.mutates:
+            _check_changeable(template, tensors)
+        if template.seeded:
+            floats.append(float(torch.randint(_SEEDS, (), device="cpu")))
+    numbers[0] = template.number
+    spec = template.single
+    if spec is not None:
+        handle = Handle(engine.next_id(), engine.free)
+        numbers.append(handle.id)
+        result = _make(
+            RemoteTensor, spec.shape, strides=spec.stride, storage_offset=spec.offset, dtype=spec.dtype,
+            device=spec.device,
+        )  # fmt: skip
+        result._spec = spec
+        result._handle = handle
+        if template.is_view and (template.copied or tensors[0]._handle.copied):
+            handle.copied = True
+        if floats:
+            numbers += floats
+        engine.emit(numbers, here())
+        return result
+    results: list[Any] = []
+    for output in template.outputs:
+        if output.__class__ is int:
+            results.append(tensors[output])  # type: ignore[index]
+        elif output is None:
+            results.append(None)
+        else:
+            handle = Handle(engine.next_id(), engine.free)
+            numbers.append(handle.id)
+            if template.is_view and (template.copied or tensors[0]._handle.copied):
+                handle.copied = True
+            results.append(wrap(output, handle))  # type: ignore[arg-type]
+    if floats:
+        numbers += floats
+    engine.emit(numbers, here())
+    if template.returns == "one":
+        return results[0]
+    if template.returns == "none":
+        return None
+    return results if template.returns == "list" else tuple(results)
+
+
+def call(function: Callable[..., Any], engine: Engine, *args: Any) -> Any:
+    """Run one of our own functions (`rank.tensors.calls`) as an operation. Its arguments must be hashable, or
+    RemoteTensors; `calls.MESH` stands for the mesh."""
+    tensors = [arg for arg in args if isinstance(arg, RemoteTensor)]
+    key = (function, *(arg._spec if isinstance(arg, RemoteTensor) else arg for arg in args))
+    template = engine.cache.get(key)
+    if template is None:
+        template = engine.cache[key] = engine.planner.plan(function, args, {}, tensors)
+        engine.add_template(template.body)
+    numbers = [0, *(tensor._handle.id for tensor in tensors)]
+    return perform(engine, template, function, args, {}, numbers, tensors, [])
+
+
+def _moved_first(template: Template, func: Any, args: Any, kwargs: Any, tensors: Sequence[RemoteTensor]) -> Any:
+    moved = {id(tensors[at]): call(calls.redistribute, tensors[at].engine, tensors[at], places) for at, places in template.first}
+    args, kwargs = pytree.tree_map(lambda leaf: moved.get(id(leaf), leaf), (args, kwargs or {}))
+    result = dispatch(func, args, kwargs)
+    schema = getattr(func, "_schema", None)
+    if schema is not None and any(output.alias_info is not None for output in schema.returns):
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, RemoteTensor):
+                leaf._handle.copied = True
+    return result
+
+
+def _not_in_place(template: Template, args: Any, kwargs: Any) -> Any:
+    target = args[0]
+    if target._handle.copied:
+        _check_changeable(Template(0, None, (), "none", mutates=(0,), name=calls.name_of(template.instead)), [target])
+    made = dispatch(template.instead, args, kwargs)
+    if made._spec.placements != target._spec.placements:
+        made = call(calls.redistribute, target.engine, made, target._spec.placements)
+    return dispatch(aten.copy_.default, (target, made), None)
+
+
+def _check_changeable(template: Template, tensors: Sequence[RemoteTensor]) -> None:
+    for at in template.mutates:
+        if tensors[at]._handle.copied:
+            raise NotImplementedError(
+                f"{template.name.partition('::')[2]} would change a view that the mesh could only make as a copy: the "
+                f"view cuts across a dim that lies in pieces on the ranks ({tensors[at]._spec}). Use an operation that "
+                "makes a new tensor (torch.where, index_copy, torch.cat), or first redistribute the tensor so that this "
+                "dim is whole: x = x.redistribute(...)"
+            )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Operands of other kinds
+
+
+def _sent_along(func: Any, args: Any, kwargs: Any) -> Any:
+    """The same arguments with local tensors sent to the ranks, each whole to every rank."""
+    remote = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, RemoteTensor)]
+    engine = remote[0].engine
+    placements = None
+    if any(tensor._spec.placements is not None for tensor in remote):
+        placements = (torch.distributed.tensor.Replicate(),) * engine.planner.mesh.ndim
+    schema = func._schema
+    for place, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            for leaf in pytree.tree_leaves(value):
+                if isinstance(leaf, torch.Tensor) and not isinstance(leaf, RemoteTensor):
+                    raise TypeError(
+                        f"{func} would write what lies on a mesh into a local tensor; bring it here first: "
+                        "x.full_tensor()"
+                    )
+
+    def send(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, RemoteTensor):
+            return leaf
+        size = leaf.numel() * leaf.element_size()
+        if size > SEND_ALONG_BYTES:
+            raise ValueError(
+                f"{func}: the local operand of shape {tuple(leaf.shape)} has {size:,} bytes, and only up to "
+                f"{SEND_ALONG_BYTES:,} are sent along with an operation; place it on the mesh once, "
+                "meshbook.distribute(t, mesh, sharding_spec=[...]), and use that"
+            )
+        return upload(engine, leaf, placements)
+
+    return pytree.tree_map(send, (args, kwargs))
+
+
+def upload(engine: Engine, tensor: torch.Tensor, placements: tuple[Any, ...] | None) -> RemoteTensor:
+    """A local tensor, placed on the mesh. Does not wait for the ranks."""
+    return wrap(engine.planner.spec_of(tensor, placements), engine.upload(tensor, placements))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Operations that are not sent as they are
+
+
+def _same(func: Any, args: Any, kwargs: Any) -> Any:
+    """Another Python object for the same tensor: nothing for the ranks to do."""
+    tensor = args[0]
+    return wrap(tensor._spec, tensor._handle)
+
+
+def _item(func: Any, args: Any, kwargs: Any) -> Any:
+    from meshbook.tensors.values import item
+
+    return item(args[0])
+
+
+def _equal(func: Any, args: Any, kwargs: Any) -> bool:
+    one, other = args
+    if one.shape != other.shape:
+        return False
+    return bool((one == other).all().item())
+
+
+def _copy(func: Any, args: Any, kwargs: Any) -> Any:
+    """copy_ into a local tensor is a fetch; into a remote one, an operation."""
+    target, source = args[0], args[1]
+    if isinstance(target, RemoteTensor):
+        if not isinstance(source, RemoteTensor) and source.numel() * source.element_size() > SEND_ALONG_BYTES:
+            if source.shape != target.shape or target._spec.placements is None:
+                source = source.to(target.dtype).expand(target.shape)
+            placements = target._spec.placements
+            source = upload(target.engine, source.contiguous(), placements)
+            args = (target, source, *args[2:])
+        return _dispatch(func, args, kwargs)
+    target.copy_(source.full_tensor())
+    return target
+
+
+def _fill(func: Any, args: Any, kwargs: Any) -> Any:
+    """DTensor has no rule for filling with a tensor; it has one for numbers, and for copies."""
+    target, value = args
+    if not isinstance(value, RemoteTensor):
+        return target.fill_(value.item())
+    return target.copy_(value.expand(target.shape))
+
+
+def _mse(func: Any, args: Any, kwargs: Any) -> Any:
+    """The mean of each shard's elements is not the mean of all when shards differ in size."""
+    tensor, target, reduction = (*args, 1)[:3]
+    return _reduced((tensor - target).square(), reduction)
+
+
+def _reduced(losses: torch.Tensor, reduction: int) -> torch.Tensor:
+    if reduction == 0:
+        return losses
+    return losses.sum() / losses.numel() if reduction == 1 else losses.sum()
+
+
+def _share(grad: torch.Tensor, elements: int, reduction: int) -> torch.Tensor:
+    """The gradient that reaches each element's loss."""
+    return grad / elements if reduction == 1 else grad
+
+
+def _bce(func: Any, args: Any, kwargs: Any) -> Any:
+    tensor, target, weight, reduction = (*args, *(None, 1)[len(args) - 2 :])
+    losses = -(target * tensor.log().clamp(min=-100.0) + (1.0 - target) * (1.0 - tensor).log().clamp(min=-100.0))
+    return _reduced(losses if weight is None else losses * weight, reduction)
+
+
+def _bce_backward(func: Any, args: Any, kwargs: Any) -> Any:
+    grad, tensor, target, weight, reduction = (*args, *(None, 1)[len(args) - 3 :])
+    slope = (tensor - target) / ((1.0 - tensor) * tensor).clamp(min=1e-12)  # torch's own epsilon
+    slope = slope * _share(grad, _numel(tensor, target), reduction)
+    return slope if weight is None else slope * weight
+
+
+def _group_norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
+    """torch's is told sizes of the whole batch, which are not those of a shard of it."""
+    grad, tensor, mean, rstd, weight, batch, channels, spatial, groups, wanted = args
+    grouped = (batch, groups, channels // groups, spatial)
+    mean, rstd = mean.view(batch, groups, 1, 1), rstd.view(batch, groups, 1, 1)
+    normal = (tensor.reshape(grouped) - mean) * rstd
+    parts = grad.reshape(grouped)
+    scaled = parts if weight is None else parts * weight.view(1, groups, channels // groups, 1)
+    to_input = None
+    if wanted[0]:
+        level = scaled.mean((2, 3), keepdim=True)
+        slope = (scaled * normal).mean((2, 3), keepdim=True)
+        to_input = (rstd * (scaled - level - normal * slope)).reshape(tensor.shape)
+    to_weight = (parts * normal).sum((0, 3)).reshape(channels) if wanted[1] else None
+    to_bias = parts.sum((0, 3)).reshape(channels) if wanted[2] else None
+    return to_input, to_weight, to_bias
+
+
+def _allclose(func: Any, args: Any, kwargs: Any) -> bool:
+    one, other, rtol, atol, equal_nan = (*args, *(1e-5, 1e-8, False)[len(args) - 2 :])
+    named = {"rtol": rtol, "atol": atol, "equal_nan": equal_nan} | kwargs
+    return bool(torch.isclose(one, other, **named).all().item())
+
+
+def _nll(func: Any, args: Any, kwargs: Any) -> Any:
+    """The mean over shards of different size: over the whole."""
+    if args[3] != 1 or _all_even(args[0]):
+        return _dispatch(func, args, kwargs)
+    return _dispatch(func, tuple(_whole(arg) for arg in args), kwargs)
+
+
+def _nll_backward(func: Any, args: Any, kwargs: Any) -> Any:
+    if args[4] != 1 or _all_even(args[1]):
+        return _dispatch(func, args, kwargs)
+    return _dispatch(func, tuple(_whole(arg) for arg in args), kwargs)
+
+
+def _whole(arg: Any) -> Any:
+    if not isinstance(arg, RemoteTensor) or arg._spec.placements is None:
+        return arg
+    whole = (torch.distributed.tensor.Replicate(),) * len(arg._spec.placements)
+    return arg if arg._spec.placements == whole else call(calls.redistribute, arg.engine, arg, whole)
+
+
+def _all_even(tensor: RemoteTensor) -> bool:
+    return tensor._spec.placements is None or all(
+        _even(tensor, place, axis) for axis, place in enumerate(tensor._spec.placements)
+    )
+
+
+def _mse_backward(func: Any, args: Any, kwargs: Any) -> Any:
+    grad, tensor, target, reduction = args
+    return (tensor - target) * (2.0 * _share(grad, _numel(tensor, target), reduction))
+
+
+def _huber(func: Any, args: Any, kwargs: Any) -> Any:
+    tensor, target, reduction, delta = (*args, *(1, 1.0)[len(args) - 2 :])
+    off = (tensor - target).abs()
+    return _reduced(torch.where(off < delta, 0.5 * off * off, delta * (off - 0.5 * delta)), reduction)
+
+
+def _huber_backward(func: Any, args: Any, kwargs: Any) -> Any:
+    grad, tensor, target, reduction, delta = args
+    off = tensor - target
+    return off.clamp(-delta, delta) * _share(grad, _numel(tensor, target), reduction)
+
+
+def _smooth_l1(func: Any, args: Any, kwargs: Any) -> Any:
+    tensor, target, reduction, beta = (*args, *(1, 1.0)[len(args) - 2 :])
+    off = (tensor - target).abs()
+    losses = torch.where(off < beta, off * off * (0.5 / beta), off - 0.5 * beta) if beta else off
+    return _reduced(losses, reduction)
+
+
+def _smooth_l1_backward(func: Any, args: Any, kwargs: Any) -> Any:
+    grad, tensor, target, reduction, beta = args
+    off = tensor - target
+    slope = (off / beta).clamp(-1.0, 1.0) if beta else off.sign()
+    return slope * _share(grad, _numel(tensor, target), reduction)
+
+
+def _numel(tensor: torch.Tensor, target: torch.Tensor) -> int:
+    return torch.broadcast_shapes(tensor.shape, target.shape).numel()
+
+
+def _mean(func: Any, args: Any, kwargs: Any) -> Any:
+    """A mean over shards that differ in size."""
+    tensor = args[0]
+    if _all_even(tensor):
+        return _dispatch(func, args, kwargs)
+    dtype = kwargs.get("dtype")
+    if func is aten.mean.default:
+        return tensor.sum(dtype=dtype) / tensor.numel()
+    dims = args[1] if len(args) > 1 and args[1] else list(range(tensor.dim()))
+    keepdim = bool(args[2]) if len(args) > 2 else False
+    count = 1
+    for dim in dims:
+        count *= tensor.shape[dim]
+    return tensor.sum(dims, keepdim, dtype=dtype) / count
+
+
+def _even(tensor: RemoteTensor, place: Any, axis: int) -> bool:
+    if place.is_replicate() or place.is_partial():
+        return True
+    return bool(tensor.shape[place.dim] % tensor.engine.planner.mesh.size(axis) == 0)
+
+
+def _refused(way: str) -> Callable[..., Any]:
+    def refuse(func: Any, args: Any, kwargs: Any) -> Any:
+        name = calls.name_of(func).partition("::")[2].partition(".")[0]
+        raise NotImplementedError(
+            f"{name}: the shape of its result depends on the data, which is on the ranks. {way}, or take the whole "
+            f"tensor here: x.full_tensor()"
+        )
+
+    return refuse
+
+
+def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
+    """`dispatch`, for an operation that is in SPECIAL."""
+    strange = any(
+        isinstance(leaf, torch.Tensor) and not isinstance(leaf, RemoteTensor)
+        for leaf in pytree.tree_leaves((args, kwargs))
+    )
+    if strange:
+        args, kwargs = _sent_along(func, args, kwargs)
+    leaves = pytree.tree_leaves((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, RemoteTensor)]
+    floats = [leaf for leaf in leaves if leaf.__class__ is float]
+    engine = tensors[0].engine
+    key = (
+        func,
+        len(args),
+        *kwargs,
+        *(
+            leaf._spec if isinstance(leaf, RemoteTensor) else float if leaf.__class__ is float else (leaf.__class__, leaf)
+            for leaf in leaves
+        ),
+    )
+    template = engine.cache.get(key)
+    if template is None:
+        template = engine.cache[key] = engine.planner.plan(func, args, kwargs, tensors)
+        if template.body:
+            engine.add_template(template.body)
+    numbers = [0, *(tensor._handle.id for tensor in tensors)]
+    return perform(engine, template, func, args, kwargs, numbers, tensors, floats)
+
+
+_MASK = "Use torch.where(mask, x, other) or x * mask, which keep the shape"
+_HERE = "Run it where the data is: mesh.execute(fn, x)"
+
+SPECIAL: dict[Any, Callable[[Any, Any, Any], Any]] = {
+    aten.detach.default: _same,
+    aten.alias.default: _same,
+    aten.lift_fresh.default: _same,
+    aten._local_scalar_dense.default: _item,
+    aten.item.default: _item,
+    aten.equal.default: _equal,
+    aten.allclose.default: _allclose,
+    aten.binary_cross_entropy.default: _bce,
+    aten.binary_cross_entropy_backward.default: _bce_backward,
+    aten.native_group_norm_backward.default: _group_norm_backward,
+    aten.nll_loss_forward.default: _nll,
+    aten.nll_loss_backward.default: _nll_backward,
+    aten.nll_loss2d_forward.default: _nll,
+    aten.nll_loss2d_backward.default: _nll_backward,
+    aten.copy_.default: _copy,
+    aten.fill_.Tensor: _fill,
+    aten.mse_loss.default: _mse,
+    aten.mse_loss_backward.default: _mse_backward,
+    aten.huber_loss.default: _huber,
+    aten.huber_loss_backward.default: _huber_backward,
+    aten.smooth_l1_loss.default: _smooth_l1,
+    aten.smooth_l1_loss_backward.default: _smooth_l1_backward,
+    aten.mean.default: _mean,
+    aten.mean.dim: _mean,
+    aten.nonzero.default: _refused(_HERE),
+    aten.masked_select.default: _refused(_MASK),
+    aten._unique2.default: _refused(_HERE),
+    aten.unique_dim.default: _refused(_HERE),
+    aten.unique_consecutive.default: _refused(_HERE),
+    aten.bincount.default: _refused(_HERE),
+}

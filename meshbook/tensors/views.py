@@ -1,0 +1,221 @@
+"""The two views of a tensor on a mesh, and the ways between placements: all of them differentiable, none of them waits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from meshbook.errors import MeshShapeError, PlacementError
+from meshbook.mesh import MeshAxes
+from meshbook.rank.tensors import calls
+from meshbook.tensors import remote
+
+_REDUCTIONS = ("sum", "avg", "max", "min", "product")
+
+
+def placements_of(
+    shape: Sequence[int], axes: MeshAxes, placements: Any = None, sharding_spec: Any = None
+) -> tuple[Any, ...]:
+    """torch's placements, checked, one per axis; negative dims counted from the start.
+
+    Args:
+        placements: one per axis (torch's or Meshbook's), or a single one for a mesh of one axis.
+        sharding_spec: per tensor dim the axis it is cut over, a tuple of axes, or None.
+
+    Raises:
+        PlacementError: they do not fit the tensor or the mesh.
+    """
+    if placements is not None and sharding_spec is not None:
+        raise PlacementError("give placements= or sharding_spec=, not both")
+    if sharding_spec is not None:
+        return _from_spec(shape, axes, sharding_spec)
+    if placements is None:
+        return (Replicate(),) * len(axes.shape or (1,))
+    if not isinstance(placements, (list, tuple)):
+        placements = [placements]
+    if len(placements) != len(axes.shape or (1,)):
+        raise PlacementError(
+            f"{len(placements)} placements for a mesh of {len(axes.shape)} axes ({axes}); give one per axis, such as "
+            f"[{', '.join(['Shard(0)', *['Replicate()'] * (len(axes.shape) - 1)])}]"
+        )
+    return tuple(_checked(place, shape) for place in placements)
+
+
+def _checked(place: Any, shape: Sequence[int]) -> Any:
+    name = type(place).__name__
+    if name == "Replicate":
+        return Replicate()
+    if name == "Partial":
+        return place if isinstance(place, Partial) else Partial(place.op)
+    if name == "Shard":
+        if not -len(shape) <= place.dim < len(shape):
+            raise PlacementError(
+                f"Shard({place.dim}) needs dim {place.dim}, but a tensor of shape {tuple(shape)} has "
+                f"{len(shape)} dims (0-{len(shape) - 1})" if shape else
+                f"Shard({place.dim}) of a tensor without dims; use Replicate()"
+            )  # fmt: skip
+        return Shard(place.dim % len(shape))
+    raise PlacementError(f"{place!r} is not a placement; use Shard(dim), Replicate() or Partial(op)")
+
+
+def _from_spec(shape: Sequence[int], axes: MeshAxes, spec: Any) -> tuple[Any, ...]:
+    if isinstance(spec, str):
+        spec = [spec]
+    if len(spec) > len(shape):
+        raise PlacementError(
+            f"sharding_spec {list(spec)} names {len(spec)} dims, and the tensor of shape {tuple(shape)} has {len(shape)}; "
+            "give an axis or None per tensor dim"
+        )
+    found: dict[str, int] = {}
+    for dim, over in enumerate(spec):
+        for axis in (over,) if isinstance(over, str) else over or ():
+            axes.size_of(axis)
+            if axis in found:
+                raise PlacementError(
+                    f"axis {axis} is to cut dim {found[axis]} and dim {dim} both; one axis cuts one dim of a tensor"
+                )
+            found[axis] = dim
+    return tuple(Shard(found[name]) if name in found else Replicate() for name in axes.names) or (Replicate(),)
+
+
+def check_even(shape: Sequence[int], placements: Sequence[Any], axes: MeshAxes) -> None:
+    """For operations that need equal pieces.
+
+    Raises:
+        PlacementError: a cut dim does not divide.
+    """
+    left = list(shape)
+    for axis, (place, size) in enumerate(zip(placements, axes.shape, strict=True)):
+        if isinstance(place, Shard):
+            if left[place.dim] % size:
+                raise PlacementError(
+                    f"dim {place.dim} of {shape[place.dim]} rows cannot be sharded evenly over "
+                    f"{axes.names[axis]}={size}: {left[place.dim]} = {size} * {left[place.dim] // size} + "
+                    f"{left[place.dim] % size}; pad it, or choose another dim"
+                )
+            left[place.dim] //= size
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, placements: tuple[Any, ...]) -> Any:
+        ctx.before = tensor._spec.placements
+        return remote.call(calls.redistribute, tensor.engine, tensor, placements)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        # A part of a sum has the gradient of the sum, whole; a gradient that is in parts stays so where it may.
+        wanted = tuple(Replicate() if place.is_partial() else place for place in ctx.before)
+        return move(grad, wanted), None
+
+
+def move(tensor: Any, placements: tuple[Any, ...]) -> Any:
+    """To other placements, without autograd."""
+    if tensor._spec.placements == placements:
+        return tensor
+    return remote.call(calls.redistribute, tensor.engine, tensor, placements)
+
+
+def redistribute(tensor: remote.RemoteTensor, placements: Any, sharding_spec: Any) -> remote.RemoteTensor:
+    _need_global(tensor, "redistribute")
+    wanted = placements_of(tensor.shape, tensor.engine.axes, placements, sharding_spec)
+    now = tensor._spec.placements
+    assert now is not None
+    for axis, (before, after) in enumerate(zip(now, wanted, strict=True)):
+        if after.is_partial() and before != after:
+            raise PlacementError(
+                f"{tensor.engine.axes.names[axis]}: {before} cannot become {after}; parts of a sum come from operations, "
+                "or from t.as_global([Partial()]) of per-rank tensors"
+            )
+    if wanted == now:
+        return tensor
+    return _Redistribute.apply(tensor, wanted)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _AsGlobal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, placements: tuple[Any, ...]) -> Any:
+        ctx.placements = placements
+        return remote.call(calls.as_global, tensor.engine, tensor, calls.MESH, placements)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        wanted = tuple(Replicate() if place.is_partial() else place for place in ctx.placements)
+        return remote.call(calls.as_local, grad.engine, move(grad, wanted)), None
+
+
+class _AsLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> Any:
+        ctx.placements = tensor._spec.placements
+        return remote.call(calls.as_local, tensor.engine, tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        # Each rank's use of a whole copy adds to its gradient: together they are a sum in parts.
+        wanted = tuple(Partial() if place.is_replicate() else place for place in ctx.placements)
+        wanted = tuple(Replicate() if place.is_partial() and not before.is_replicate() else place
+                       for place, before in zip(wanted, ctx.placements, strict=True))  # fmt: skip
+        return remote.call(calls.as_global, grad.engine, grad, calls.MESH, wanted)
+
+
+def as_global(tensor: remote.RemoteTensor, placements: Any) -> remote.RemoteTensor:
+    _need_local(tensor, "as_global")
+    wanted = placements_of(tensor.shape, tensor.engine.axes, placements)
+    return _AsGlobal.apply(tensor, wanted)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def as_local(tensor: remote.RemoteTensor) -> remote.RemoteTensor:
+    if tensor._spec.placements is None:
+        return tensor
+    axes = tensor.engine.axes
+    check_even(tensor.shape, tensor._spec.placements, axes)  # a per-rank tensor has one shape
+    return _AsLocal.apply(tensor)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, axis: int, op: str) -> Any:
+        ctx.axis, ctx.op, ctx.size = axis, op, tensor.engine.axes.shape[axis]
+        return remote.call(calls.reduce_local, tensor.engine, tensor, calls.MESH, axis, op)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        if ctx.op not in ("sum", "avg"):
+            raise NotImplementedError(f"the gradient of reduce(op={ctx.op!r}); reduce a detached tensor")
+        total = remote.call(calls.reduce_local, grad.engine, grad, calls.MESH, ctx.axis, "sum")
+        return (total / ctx.size if ctx.op == "avg" else total), None, None
+
+
+def reduce(tensor: remote.RemoteTensor, axis: str, op: str) -> remote.RemoteTensor:
+    _need_local(tensor, "reduce")
+    if op not in _REDUCTIONS:
+        raise PlacementError(f"{op!r} is not a reduction; use one of {', '.join(_REDUCTIONS)}")
+    tensor.engine.axes.size_of(axis)
+    at = tensor.engine.axes.names.index(axis)
+    return _Reduce.apply(tensor, at, op)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def slice_mesh(tensor: remote.RemoteTensor, which: Mapping[str, int]) -> remote.RemoteTensor:
+    _need_local(tensor, "slice_mesh")
+    axes = tensor.engine.axes
+    found = tensor.detach()
+    for axis, place in which.items():
+        size = axes.size_of(axis)
+        if not -size <= place < size:
+            raise MeshShapeError(f"{axis}={place} is out of range: axis {axis} has size {size} (0-{size - 1})")
+        found = remote.call(calls.slice_local, tensor.engine, found, calls.MESH, axes.names.index(axis), place % size)
+    return found  # type: ignore[return-value]
+
+
+def _need_global(tensor: remote.RemoteTensor, what: str) -> None:
+    if tensor._spec.placements is None:
+        raise PlacementError(f"{what} is for tensors seen as one; every rank has its own here: t.as_global(placements)")
+
+
+def _need_local(tensor: remote.RemoteTensor, what: str) -> None:
+    if tensor._spec.placements is not None:
+        raise PlacementError(f"{what} is for per-rank tensors; this one is seen as one: t.as_local().{what}(...)")

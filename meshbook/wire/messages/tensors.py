@@ -1,0 +1,46 @@
+"""The words for remote tensors: operations in batches, and values asked for."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from meshbook.ids import CallId, Ranks
+from meshbook.wire.messages.core import Message, Payload
+
+
+class Upload(Struct, frozen=True, gc=False):
+    """A tensor of the controller on its way: bound to `id` before the batch's first operation."""
+
+    id: int
+    payload: Payload  # of (tensor, placements or None: as it is, on every rank)
+
+
+class Fetch(Struct, frozen=True, gc=False):
+    """What is asked for once the batch has run."""
+
+    # item: its one number, from one rank. parts: each different piece, from the first rank that holds it. local: the
+    # rank's own piece, from each of `ranks`. nothing: only that everything before has run.
+    how: Literal["item", "parts", "local", "nothing"]
+    id: int = 0
+    ranks: Ranks = ()  # that answer with a value; the others only take part
+
+
+class RunOps(Message):
+    """Run operations on tensors, in order, on the main threads of `ranks`.
+
+    A rank keeps, per `engine`, templates (what is called, and how its arguments are put together) and tensors by id.
+    `ops` is a msgpack list of numbers; each operation is its template's number, the ids of its inputs and of its new
+    outputs, and its floats. Template 0 takes a count and that many ids that nobody holds any more.
+    """
+
+    call: CallId
+    ranks: Ranks
+    engine: str  # whose ids these are: one client's, for one part of the mesh
+    first: int  # number of the first operation in `ops`; errors name operations by their numbers
+    ops: bytes
+    templates: tuple[bytes, ...] = ()  # new ones, each pickled
+    uploads: tuple[Upload, ...] = ()
+    fetch: Fetch | None = None
+    label: str = "tensor operations"

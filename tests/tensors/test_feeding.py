@@ -1,0 +1,167 @@
+"""Batches of every make on their way to the ranks: what arrives, in which order, and what is left behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import duckdb
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pytest
+import torch
+
+from meshbook.controller import batches
+from meshbook.controller.mesh import Mesh
+from meshbook.errors import PlacementError, TransferError, UsageError
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+def test_a_batch_is_cut_over_the_axis_and_is_one_tensor_here(mesh2: Mesh) -> None:
+    source = [Pair(torch.arange(12.0).reshape(6, 2) + step, {"y": np.arange(6), "name": "a"}) for step in range(4)]
+    for sent, got in zip(source, mesh2.feed(source), strict=True):
+        assert isinstance(got, Pair)
+        assert got.x.shape == (6, 2)
+        assert str(got.x.placements) == "(Shard(dim=0),)"
+        assert torch.equal(got.x.full_tensor(), sent.x)
+        assert torch.equal(got.x.local(1), sent.x[3:])
+        assert torch.equal(got.y["y"].full_tensor(), torch.arange(6))
+        assert got.y["name"] == "a"
+
+
+def test_ranks_along_other_axes_get_the_same_rows(mesh22: Mesh) -> None:
+    rows = torch.arange(4.0)
+    (batch,) = mesh22.feed([rows], axis="dp")
+    assert [batch.local(rank).tolist() for rank in mesh22.ranks] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    with pytest.raises(UsageError, match="the axes dp, tp; say over which"):
+        mesh22.feed([rows])
+
+
+def test_each_rank_can_be_given_its_own_rows(mesh2: Mesh) -> None:
+    source = [(torch.arange(4.0) + step, step) for step in range(3)]
+    sums = [
+        mesh2.execute(lambda batch: (batch[0].sum().item(), batch[1]), got) for got in mesh2.feed(source, view="local")
+    ]
+    assert [dict(found) for found in sums] == [{0: (1.0 + 2 * s, s), 1: (5.0 + 2 * s, s)} for s in range(3)]
+
+
+@pytest.mark.parametrize("make", [pa.table, pl.DataFrame, dict])
+def test_tables_are_fed_by_rows_as_dicts_of_columns(mesh2: Mesh, make: Any) -> None:
+    columns = {"a": np.arange(8), "b": np.linspace(0, 1, 8)}
+    got = list(mesh2.feed(make(columns), batch_size=4))
+    assert len(got) == 2
+    for name, column in columns.items():
+        assert torch.cat([batch[name].full_tensor() for batch in got]).tolist() == column.tolist()
+
+
+def test_a_query_is_fed_as_it_is_read() -> None:
+    query = duckdb.sql("select range as a, range * 0.5 as b from range(5000)")
+    found = list(batches.batches_of(query, 1500))
+    assert [len(batch["a"]) for batch in found] == [1500, 1500, 1500, 500]
+    assert np.array_equal(np.concatenate([batch["b"] for batch in found]), np.arange(5000) * 0.5)
+
+
+def test_columns_that_no_tensor_holds_are_named() -> None:
+    with pytest.raises(TransferError, match="column 's' holds object values"):
+        batches.normal(pa.table({"s": ["a", "b"]}))
+    with pytest.raises(TransferError, match="column 'n' has 1 missing values; fill them"):
+        batches.normal(pl.DataFrame({"n": [1, None]}))
+    lists = pa.array([[1.0, 2.0], [3.0, 4.0]], pa.list_(pa.float32(), 2))
+    assert batches.normal(pa.table({"v": lists}))["v"].shape == (2, 2)
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_the_sum_or_dropped_or_cut(mesh2: Mesh) -> None:
+    source = [torch.arange(4.0), torch.arange(3.0)]
+    with pytest.raises(PlacementError, match=r"batch 1 has 3 rows, and 3 = 1 \* 2 \+ 1 cannot be cut evenly over dp=2"):
+        list(mesh2.feed(source))
+    assert len(list(mesh2.feed(source, drop_last=True))) == 1
+    with pytest.raises(PlacementError, match="make its length divisible"):
+        list(mesh2.feed([*reversed(source)], drop_last=True))
+    last = list(mesh2.feed(source, uneven=True))[-1]
+    assert torch.equal(last.full_tensor(), source[1])
+    assert [len(last.local(rank)) for rank in mesh2.ranks] == [2, 1]
+
+
+def test_what_the_source_raises_comes_up_in_the_loop_after_the_batches_before_it(mesh2: Mesh) -> None:
+    def source() -> Iterator[Any]:
+        yield torch.ones(2)
+        raise ValueError("no more disk")
+
+    seen = []
+    with pytest.raises(ValueError, match="no more disk"):
+        for batch in mesh2.feed(source()):
+            seen.append(batch.sum().item())
+    assert seen == [2.0]
+
+
+def test_the_source_is_never_far_ahead_of_the_loop(mesh2: Mesh) -> None:
+    pulled = threading.Semaphore(0)
+    count = 0
+
+    def source() -> Iterator[Any]:
+        nonlocal count
+        for step in range(40):
+            count += 1
+            pulled.release()
+            yield torch.full((2,), float(step))
+
+    feed = mesh2.feed(source(), prefetch=2)
+    next(feed)
+    for _ in range(3):  # one in the loop, two ready
+        assert pulled.acquire(timeout=10)
+    assert not pulled.acquire(timeout=0.3)
+    assert count == 3
+    feed.close()
+
+
+@pytest.mark.parametrize("view", ["global", "local"])
+def test_a_loop_that_is_left_early_leaves_nothing_behind(mesh2: Mesh, view: str) -> None:
+    closed = threading.Event()
+
+    def source() -> Iterator[Any]:
+        try:
+            while True:
+                yield torch.ones(1 << 16)
+        finally:
+            closed.set()
+
+    for batch in mesh2.feed(source(), view=view):
+        del batch
+        break
+    assert closed.wait(10)
+
+    def waiting() -> int:
+        from meshbook.rank.tensors.feeding import WAITING
+
+        return len(WAITING)
+
+    assert mesh2.execute(waiting).same() == 0
+    pool = mesh2.session._pool
+    for _ in range(100):  # ranks tell with their next answers what they have let go of
+        mesh2.execute(lambda: None)
+        mesh2.session.let_go()
+        if pool.used_bytes == 0:
+            break
+    assert pool.used_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "sentence"),
+    [
+        (torch.ones(4), {}, "a Tensor is one batch; say how many rows"),
+        ([torch.ones(4)], {"batch_size": 2}, "comes in batches of its own"),
+        ([torch.ones(4)], {"prefetch": -1}, "prefetch=-1"),
+        ([torch.ones(4)], {"view": "x"}, "there is no view 'x'"),
+        (3, {}, "neither batches nor a table"),
+        (["text"], {}, "batch 0 is a str without any tensor"),
+    ],
+)
+def test_what_cannot_be_fed_is_refused(mesh2: Mesh, source: Any, options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        list(mesh2.feed(source, **options))

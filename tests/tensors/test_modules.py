@@ -1,0 +1,290 @@
+"""Modules on a mesh, their code here or there: the numbers of one process, with torch's own optimizers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+import meshbook
+from meshbook.controller.mesh import Mesh
+from meshbook.errors import CellError, PlacementError, UsageError
+from meshbook.fold import words
+from meshbook.rank.tensors import building
+from tests.tensors import gpt
+
+
+def trained(model: Any, places: Any, data: Any) -> list[float]:
+    trainer = gpt.Trainer(model, places)
+    return [trainer.step(*batch).item() for batch in data]
+
+
+def close(got: Any, wanted: Any) -> None:
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=2e-5)
+
+
+def same_weights(model: Any, alone: nn.Module) -> None:
+    for name, tensor in alone.state_dict().items():
+        close(model.state_dict()[name].full_tensor(), tensor)
+
+
+PLACES = torch.arange(gpt.LENGTH)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp", "replicate"])
+def test_a_factory_gives_the_numbers_that_it_would_have_given_here(mesh2: Mesh, strategy: str) -> None:
+    torch.manual_seed(5)
+    alone = gpt.GPT()
+    after = torch.rand(1)
+    torch.manual_seed(5)
+    model = meshbook.distribute(gpt.GPT, mesh2, strategy=strategy)
+    assert torch.equal(torch.rand(1), after)  # and so does what is drawn next
+    for name, tensor in alone.state_dict().items():
+        assert torch.equal(model.state_dict()[name].full_tensor(), tensor)
+    data = gpt.batches(4)
+    places = meshbook.distribute(PLACES, mesh2)
+    got = trained(model, places, mesh2.feed(data))
+    close(torch.tensor(got), torch.tensor(trained(alone, PLACES, data)))
+    same_weights(model, alone)
+    assert f"{strategy} over dp=2" in repr(model)
+
+
+def test_fsdp_shards_what_the_controller_sees_as_whole(mesh2: Mesh) -> None:
+    model = meshbook.distribute(gpt.GPT, mesh2, strategy="fsdp")
+    weight = (
+        model.blocks[0].qkv.weight
+        if hasattr(model.blocks, "__getitem__")
+        else model.get_parameter("blocks.0.qkv.weight")
+    )
+    assert weight.shape == (48, 16)
+    assert weight.placements == (Shard(0),)
+    assert weight.local(1).shape == (24, 16)
+    assert "2 blocks" in model.plan
+
+
+def test_a_step_of_a_module_there_is_few_operations_and_can_be_recorded(mesh2: Mesh) -> None:
+    torch.manual_seed(5)
+    alone = gpt.GPT()
+    model = meshbook.distribute(alone, mesh2, strategy="fsdp")
+    trainer = gpt.Trainer(model, meshbook.distribute(PLACES, mesh2))
+    step = meshbook.record(trainer.step)
+    data = gpt.batches(5)
+    got = [step(*batch).item() for batch in mesh2.feed(data)]
+    close(torch.tensor(got), torch.tensor(trained(alone, PLACES, data)))
+    assert step.stats().replayed >= 2
+    assert step.stats().num_ops < 120
+
+
+def test_weights_can_be_brought_and_put_back(mesh2: Mesh) -> None:
+    source = gpt.GPT()
+    model = meshbook.distribute(source, mesh2, strategy="fsdp")
+    full = model.state_dict(full=True)
+    assert list(full) == list(source.state_dict())
+    assert all(torch.equal(full[name], tensor) for name, tensor in source.state_dict().items())
+    other = gpt.GPT().state_dict()
+    sharded = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(other)
+    assert all(torch.equal(tensor.full_tensor(), other[name]) for name, tensor in model.state_dict().items())
+    model.load_state_dict(sharded)
+    assert all(torch.equal(tensor.full_tensor(), full[name]) for name, tensor in model.state_dict().items())
+
+
+class WithLoss(nn.Module):
+    """Gives a loss and more, from tensors in a dict; trained or not makes a difference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(4), nn.Linear(4, 1)
+
+    def forward(self, batch: dict[str, Any], scale: float = 1.0) -> dict[str, Any]:
+        out = self.layer(self.norm(batch["x"]) * scale if self.training else batch["x"]).squeeze(-1)
+        return {"loss": ((out - batch["y"]) ** 2).mean(), "out": out, "rows": None}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_a_loss_made_by_the_module_is_that_of_the_whole_batch_and_so_is_the_gradient_of_its_input(
+    mesh2: Mesh, strategy: str
+) -> None:
+    alone = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = copy.deepcopy(alone)
+
+        def forward(self, x: Any) -> Any:
+            return self.inner(x).square().mean()
+
+    model = meshbook.distribute(Mean(), mesh2, strategy=strategy)
+    x = torch.randn(6, 4, requires_grad=True)
+    wanted = alone(x).square().mean()
+    wanted.backward()
+    there = meshbook.distribute(x.detach(), mesh2, [Shard(0)]).requires_grad_()
+    loss = model(there)
+    loss.backward()
+    close(loss.item(), wanted.item())
+    close(there.grad.full_tensor(), x.grad)
+    for mine, reference in zip(model.parameters(), alone.parameters(), strict=True):
+        close(mine.grad.full_tensor(), reference.grad)
+    whole = model(meshbook.distribute(x.detach(), mesh2))  # every rank computes all of it
+    close(whole.item(), wanted.item())
+    whole.backward()
+    for mine, reference in zip(model.parameters(), alone.parameters(), strict=True):
+        close(mine.grad.full_tensor(), 2 * reference.grad)
+    with pytest.raises(RuntimeError, match="backward a second time through a module on the ranks"):
+        loss.backward()
+
+
+def test_nests_of_inputs_and_outputs_and_the_mode_are_followed(mesh2: Mesh) -> None:
+    model = meshbook.distribute(WithLoss, mesh2, strategy="ddp")
+    batch = {"x": torch.randn(4, 4), "y": torch.randn(4)}
+    (there,) = mesh2.feed([batch])
+    found = model(there, scale=2.0)
+    assert found["rows"] is None
+    assert found["out"].shape == (4,)
+    found["loss"].backward()
+    tracked = model.state_dict()["norm.num_batches_tracked"].item()
+    assert tracked == 1
+    model.eval()
+    with torch.no_grad():
+        out = model(there)["out"]
+    weights = model.state_dict(full=True)
+    close(out.full_tensor(), (batch["x"] @ weights["layer.weight"].T + weights["layer.bias"]).squeeze(-1))
+
+
+def test_precision_is_of_the_computation_not_of_the_parameters(mesh2: Mesh) -> None:
+    for strategy in ("fsdp", "ddp"):
+        model = meshbook.distribute(lambda: nn.Linear(4, 4), mesh2, strategy=strategy, precision="bf16")
+        out = model(meshbook.distribute(torch.ones(4, 4), mesh2, [Shard(0)]))
+        assert out.dtype == torch.bfloat16
+        out.float().sum().backward()
+        assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_a_strategy_of_ones_own_may_cut_over_another_axis(mesh22: Mesh) -> None:
+    def tensor_parallel(module: nn.Module, mesh: Any) -> nn.Module:
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        return parallelize_module(module, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+    torch.manual_seed(1)
+    alone = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    model = meshbook.distribute(alone, mesh22, strategy=tensor_parallel)
+    assert model.get_parameter("0.weight").placements == (Replicate(), Shard(0))
+    x = torch.randn(4, 4)
+    close(model(meshbook.distribute(x, mesh22)).full_tensor(), alone(x).detach())
+
+
+def test_errors_of_the_module_come_with_the_ranks_traceback(mesh2: Mesh) -> None:
+    class Broken(nn.Module):
+        def __init__(self, early: bool) -> None:
+            super().__init__()
+            if early:
+                raise ValueError("no such size")
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x: Any) -> Any:
+            return self.layer(x) + torch.ones(3)
+
+    with pytest.raises(CellError, match="ranks 0-1: ValueError: no such size"):
+        meshbook.distribute(lambda: Broken(True), mesh2)
+    model = meshbook.distribute(lambda: Broken(False), mesh2, strategy="replicate")
+    with pytest.raises(CellError, match="ranks 0-1") as caught:
+        model(torch.ones(2, 2))
+    (failure,) = caught.value.failures
+    assert "forward(self, x)" in words.plain("".join(failure.traceback))
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "sentence"),
+    [
+        ({"strategy": "auto"}, NotImplementedError, 'choose one: "fsdp"'),
+        ({"strategy": "zero9"}, UsageError, "there is no strategy 'zero9'; known: \"fsdp\""),
+        ({"precision": "fp16"}, UsageError, "there is no precision 'fp16'"),
+        ({"placements": [Shard(0)]}, UsageError, "placements and sharding_spec are for tensors"),
+    ],
+)
+def test_what_cannot_be_distributed_is_refused(mesh2: Mesh, options: Any, kind: type[Exception], sentence: str) -> None:
+    with pytest.raises(kind, match=sentence):
+        meshbook.distribute(nn.Linear(2, 2), mesh2, **options)
+
+
+def test_what_a_module_there_cannot_do_is_said(mesh2: Mesh) -> None:
+    model = meshbook.distribute(nn.Linear(2, 2), mesh2)
+    for attempt in (lambda: model.half(), lambda: model.load_state_dict({}, assign=True)):
+        with pytest.raises(UsageError):
+            attempt()
+    with pytest.raises(CellError, match=r"works on rows \(dim 0\)"):
+        model(meshbook.distribute(torch.ones(2, 2), mesh2, [Shard(1)]))
+    with pytest.raises(CellError, match="3 rows, which cannot be cut evenly over dp=2"):
+        model(meshbook.distribute(torch.ones(3, 2), mesh2, [Shard(0)]))
+
+
+def test_a_module_whose_code_runs_here_keeps_ties_and_placements(mesh22: Mesh) -> None:
+    torch.manual_seed(2)
+    alone = gpt.GPT()
+    alone.head.weight = alone.tokens.weight
+    model = copy.deepcopy(alone)
+    given = meshbook.module_to_mesh(model, mesh22, {"*.up.weight": [Replicate(), Shard(0)]})
+    assert given is model
+    assert model.head.weight is model.tokens.weight
+    assert model.blocks[0].up.weight.placements == (Replicate(), Shard(0))
+    data = gpt.batches(3)
+    got = trained(model, meshbook.distribute(PLACES, mesh22), mesh22.feed(data, axis="dp"))
+    close(torch.tensor(got), torch.tensor(trained(alone, PLACES, data)))
+    same_weights(model, alone)
+    with pytest.raises(PlacementError, match=r"tokens\.weight: "):
+        meshbook.module_to_mesh(gpt.GPT(), mesh22, [Shard(5), Replicate()])
+
+
+def test_modules_are_let_go_of(mesh2: Mesh) -> None:
+    def count() -> int:
+        import gc
+
+        from meshbook.rank.tensors.modules import RESIDENTS
+
+        gc.collect()
+        return len(RESIDENTS)
+
+    before = mesh2.execute(count)[0]
+    model = meshbook.distribute(lambda: nn.Linear(2, 2), mesh2)
+    assert mesh2.execute(count)[0] == before + 1
+    del model
+    import gc
+
+    gc.collect()
+    for _ in range(100):
+        if mesh2.execute(count)[0] <= before:
+            break
+    assert mesh2.execute(count)[0] <= before
+
+
+def test_repeated_blocks_are_found_outermost_first() -> None:
+    with torch.device("meta"):
+        model = gpt.GPT(layers=3)
+        nested = nn.Sequential(nn.Embedding(4, 4), nn.Sequential(*[nn.TransformerEncoderLayer(8, 2) for _ in range(2)]))
+    assert building.blocks_of(model) == list(model.blocks)
+    assert building.blocks_of(nested) == list(nested[1])
+    assert building.blocks_of(nn.Linear(2, 2)) == []
+
+
+def test_a_factory_that_fills_parameters_itself_is_built_whole() -> None:
+    class Filled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+            nn.init.ones_(self.layer.weight)
+
+    class Kept(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+            self.register_buffer("mask", torch.ones(2))
+
+    assert building._on_meta(Filled) is None
+    assert building._on_meta(Kept) is None
+    assert building._on_meta(gpt.GPT) is not None

@@ -1,0 +1,229 @@
+"""A recorded step gives what the same step gives without recording, and is one message; what differs is run as it is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import Shard
+
+import meshbook
+from meshbook.controller.mesh import Mesh
+from meshbook.tensors.creation import engine_of
+from tests.tensors import gpt
+
+
+@pytest.fixture(autouse=True)
+def alike() -> Iterator[None]:
+    torch.manual_seed(3)
+    yield
+
+
+def players(mesh: Mesh) -> list[dict[str, Any]]:
+    def ask() -> Any:
+        from meshbook.rank.tensors import replay
+
+        return list(replay.players().values())
+
+    return mesh.execute(ask)[0]
+
+
+def forget(mesh: Mesh) -> None:
+    def clear() -> None:
+        from meshbook.rank.tensors import replay
+
+        replay.PLAYERS.clear()
+
+    mesh.execute(clear)
+
+
+def test_a_training_step_with_schedule_and_clipping_is_one_message_and_gives_the_losses_of_one_process(
+    mesh2: Mesh,
+) -> None:
+    forget(mesh2)
+    alone = gpt.GPT()
+    model = meshbook.module_to_mesh(copy.deepcopy(alone), mesh2)
+    places = torch.arange(gpt.LENGTH)
+    here, there = gpt.Trainer(alone, places), gpt.Trainer(model, meshbook.distribute(places, mesh2))
+    step = meshbook.record(there.step)
+    data = gpt.batches(8)
+    wanted = [here.step(*batch).item() for batch in data]
+    engine = engine_of(mesh2)
+    got, sent = [], []
+    for x, y in mesh2.feed(data):
+        before = engine.num_ops
+        loss = step(x, y)
+        sent.append(engine.num_ops - before)
+        got.append(loss.item())
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(wanted), rtol=1e-5, atol=1e-6)
+    for mine, reference in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), reference.detach(), rtol=1e-4, atol=1e-5)
+    # The first call makes the optimizer's state, the second is the first of its kind, the third is recorded.
+    stats = step.stats()
+    assert (stats.one_by_one, stats.recorded, stats.replayed) == (2, 1, 5)
+    assert stats.num_ops > 200
+    assert max(sent[3:]) <= 4  # the step, what was let go of, and the gradients of the step before
+    (player,) = players(mesh2)
+    assert player["lowered"]
+    assert player["tries"] == 1
+    assert player["merged"][0] > 20  # all-reduces of gradients, as one
+
+
+def test_another_shape_and_another_branch_are_recorded_for_themselves(mesh2: Mesh) -> None:
+    @meshbook.record
+    def step(x: Any, *, double: bool) -> Any:
+        y = x * 2.0 if double else x + 1.0
+        return y.sum()
+
+    for _ in range(4):
+        for rows in (4, 6):
+            for double in (True, False):
+                x = torch.randn(rows, 3)
+                wanted = (x * 2 if double else x + 1).sum()
+                there = meshbook.distribute(x, mesh2, [Shard(0)])
+                torch.testing.assert_close(step(there, double=double).item(), wanted.item(), rtol=1e-5, atol=1e-5)
+    assert (step.stats().one_by_one, step.stats().recorded, step.stats().replayed) == (4, 4, 8)
+
+
+def test_numbers_of_python_are_those_of_this_call(mesh2: Mesh) -> None:
+    scale = 1.0
+
+    @meshbook.record
+    def step(x: Any) -> Any:
+        return (x * scale).clamp(-scale, scale).sum()
+
+    x = torch.linspace(-3, 3, 8)
+    there = meshbook.distribute(x, mesh2, [Shard(0)])
+    for number in (1.0, 1.0, 1.0, 0.5, 2.0, 2.0, float("inf"), 0.25):
+        scale = number
+        wanted = (x * scale).clamp(-scale, scale).sum()
+        torch.testing.assert_close(step(there).item(), wanted.item(), rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert step.stats().replayed >= 6
+
+
+def test_in_place_changes_and_tensors_kept_from_the_step_before_are_followed(mesh2: Mesh) -> None:
+    state = meshbook.distribute(torch.zeros(4, 2), mesh2, [Shard(0)])
+    kept: list[Any] = []
+
+    @meshbook.record
+    def step(x: Any) -> Any:
+        state.add_(x)
+        state[:, 0].mul_(0.5)
+        if kept:
+            state.add_(kept.pop())
+        kept.append(state * 0.1)
+        return state.sum()
+
+    alone, before = torch.zeros(4, 2), None
+    for number in range(7):
+        x = torch.full((4, 2), float(number))
+        alone.add_(x)
+        alone[:, 0].mul_(0.5)
+        if before is not None:
+            alone.add_(before)
+        before = alone * 0.1
+        got = step(meshbook.distribute(x, mesh2, [Shard(0)]))
+        torch.testing.assert_close(got.item(), alone.sum().item(), rtol=1e-5, atol=1e-5)
+    assert step.stats().replayed >= 3
+    torch.testing.assert_close(kept[0].full_tensor(), before)
+
+
+def test_the_same_tensor_given_twice_is_no_case_of_two_tensors(mesh2: Mesh) -> None:
+    @meshbook.record
+    def step(a: Any, b: Any) -> Any:
+        a.add_(1.0)
+        return (a * b).sum()
+
+    def make() -> Any:
+        return meshbook.distribute(torch.ones(4), mesh2, [Shard(0)])
+
+    for _ in range(3):
+        assert step(make(), make()).item() == 8.0
+        both = make()
+        assert step(both, both).item() == 16.0
+
+
+def test_random_numbers_of_a_recorded_step_are_new_each_time_and_those_of_the_seed(mesh2: Mesh) -> None:
+    x = meshbook.distribute(torch.ones(64), mesh2, [Shard(0)])
+
+    def step(x: Any) -> Any:
+        return torch.nn.functional.dropout(x, 0.5) * 1.0
+
+    def run(function: Any) -> list[list[float]]:
+        torch.manual_seed(11)
+        return [function(x).tolist() for _ in range(5)]
+
+    recorded = meshbook.record(step)
+    plain, again = run(step), run(recorded)
+    assert plain == again
+    assert len({tuple(drawn) for drawn in again}) == 5
+    assert recorded.stats().replayed == 3
+
+
+def test_a_value_asked_for_in_the_middle_is_right_and_the_step_is_not_held_back(mesh2: Mesh) -> None:
+    @meshbook.record
+    def step(x: Any) -> Any:
+        total = x.sum()
+        if total.item() > 5:  # the user's own branch on data
+            return x * 2
+        return x * 3
+
+    with pytest.warns(UserWarning, match="asks for a value before it ends"):
+        for number in (1.0, 2.0, 1.0, 2.0, 1.0):
+            x = meshbook.distribute(torch.full((4,), number), mesh2, [Shard(0)])
+            assert step(x).full_tensor()[0].item() == (4.0 if number == 2.0 else 3.0)
+    assert (step.stats().broken, step.stats().replayed) == (3, 0)
+
+
+def test_an_error_in_a_step_leaves_what_was_issued_before_it_done(mesh2: Mesh) -> None:
+    state = meshbook.distribute(torch.zeros(2), mesh2)
+
+    @meshbook.record
+    def step(fail: bool) -> None:
+        state.add_(1.0)
+        if fail:
+            raise KeyError("mine")
+
+    for fail in (False, False, True, False):
+        if fail:
+            with pytest.raises(KeyError, match="mine"):
+                step(fail)
+        else:
+            step(fail)
+    assert state.tolist() == [4.0, 4.0]
+
+
+def test_a_failure_on_the_ranks_names_the_operation_and_the_line(mesh2: Mesh) -> None:
+    @meshbook.record
+    def step(x: Any) -> Any:
+        return torch.linalg.cholesky(x).sum()  # this line
+
+    good = meshbook.distribute(torch.eye(2), mesh2)
+    bad = meshbook.distribute(-torch.eye(2), mesh2)
+    for _ in range(3):
+        assert step(good).item() == 2.0
+    failed = step(bad)
+    with pytest.raises(meshbook.errors.MeshbookError) as caught:
+        failed.item()
+    assert "in operation 1 of the recorded step" in str(caught.value)
+    assert "test_recording.py" in str(caught.value)
+    assert step(good).item() == 2.0
+
+
+def test_forgetting_leaves_nothing_on_the_ranks(mesh2: Mesh) -> None:
+    forget(mesh2)
+
+    @meshbook.record
+    def step(x: Any) -> Any:
+        return (x + 1).sum()
+
+    x = meshbook.distribute(torch.ones(4), mesh2)
+    for _ in range(3):
+        step(x)
+    assert len(players(mesh2)) == 1
+    step.forget()
+    assert players(mesh2) == []
+    assert step(x).item() == 8.0

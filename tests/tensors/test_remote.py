@@ -1,0 +1,362 @@
+"""Remote tensors as their users meet them: values, views of both kinds, autograd, optimizers, faults, memory."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.errors import CellInterrupted, OperationFailed, PlacementError, RankLost, TransferError
+from meshbook.tensors import engine as engines
+from meshbook.tensors.creation import distribute, engine_of
+from meshbook.tensors.remote import RemoteTensor
+
+
+def live(mesh: Mesh) -> set[int]:
+    """How many tensors of ours each rank holds."""
+    gc.collect()
+    return {answer["live"] for answer in engine_of(mesh).wait().values()}
+
+
+# ---- values
+
+
+def test_a_tensor_is_read_back_as_it_was_placed(mesh2: Mesh, mesh22: Mesh) -> None:
+    x = torch.randn(7, 5)
+    for mesh, spec in ((mesh2, ["dp"]), (mesh2, [None, "dp"]), (mesh22, [("dp", "tp")]), (mesh22, ["tp", "dp"])):
+        placed = distribute(x, mesh, sharding_spec=spec)
+        assert placed.shape == x.shape
+        assert torch.equal(placed.full_tensor(), x)
+    assert torch.equal(distribute(x, mesh2, [Shard(0)]).local(1), x[4:])
+    assert distribute(x, mesh2, [Shard(0)]).tolist() == x.tolist()
+
+
+def test_numbers_of_sums_in_parts_are_of_the_whole(mesh22: Mesh) -> None:
+    x = distribute(torch.arange(12.0).reshape(4, 3), mesh22, [Shard(0), Replicate()])
+    total = x.sum()
+    assert any(place.is_partial() for place in total.placements)
+    assert total.item() == 66.0
+    assert (total > 65.0) and not (total > 67.0)
+    assert float(x.max()) == 11.0
+    assert "66." in repr(total)
+    assert f"{x.mean():.1f}" == "5.5"
+
+
+def test_a_whole_tensor_that_is_large_is_brought_on_demand_only(mesh2: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshbook.tensors.remote.FULL_TENSOR_BYTES", 1000)
+    x = distribute(torch.ones(1000), mesh2, [Shard(0)])
+    with pytest.raises(MemoryError, match=r"force=True"):
+        x.full_tensor()
+    assert x.full_tensor(force=True).sum() == 1000
+
+
+def test_a_local_operand_is_sent_along_if_it_is_small(mesh2: Mesh) -> None:
+    x = distribute(torch.ones(4, 3), mesh2, [Shard(0)])
+    assert torch.equal((x + torch.arange(3.0)).full_tensor(), torch.ones(4, 3) + torch.arange(3.0))
+    with pytest.raises(ValueError, match="place it on the mesh once"):
+        x.sum() + torch.ones(1 << 20)
+    kept = torch.zeros(4, 3)
+    kept.copy_(x)
+    assert kept.sum() == 12
+    with pytest.raises(TypeError, match="bring it here first"):
+        kept.add_(x)
+
+
+def test_shape_and_placement_errors_are_raised_at_their_line(mesh2: Mesh) -> None:
+    x = distribute(torch.ones(6, 4), mesh2, [Shard(1)])
+    with pytest.raises(RuntimeError, match=r"\[6, 4\] X \[3, 3\].*on a mesh of dp=2"):
+        x @ distribute(torch.ones(3, 3), mesh2)
+    with pytest.raises(PlacementError, match="cannot be sharded evenly over dp=2: 3 = 2 \\* 1 \\+ 1"):
+        distribute(torch.ones(4, 9), mesh2, [Shard(1)]).view(4, 3, 3)
+    with pytest.raises(PlacementError, match="has 2 dims"):
+        distribute(torch.ones(6, 4), mesh2, [Shard(2)])
+    with pytest.raises(NotImplementedError, match="mesh.execute"):
+        x.nonzero()
+    with pytest.raises(NotImplementedError, match=r"torch\.where"):
+        x[:, 1] = 0.0
+    assert x.sum().item() == 24
+
+
+# ---- random numbers
+
+
+def test_random_numbers_differ_between_shards_agree_between_replicas_and_repeat(mesh22: Mesh) -> None:
+    def draw() -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(5)
+        x = distribute(torch.zeros(64, 8), mesh22, [Shard(0), Replicate()])
+        drawn = torch.rand_like(x)
+        dropped = F.dropout(x + 1, 0.5)
+        assert torch.equal(drawn.local(0), drawn.local(1))  # replicas
+        assert not torch.equal(drawn.local(0), drawn.local(2))  # shards
+        return drawn.full_tensor(), dropped.full_tensor()
+
+    (first, dropped), (second, again) = draw(), draw()
+    assert torch.equal(first, second)
+    assert torch.equal(dropped, again)
+    assert first.unique().numel() > 400
+    assert 0.3 < (dropped == 0).float().mean() < 0.7
+
+
+# ---- autograd
+
+
+def test_a_model_trains_as_in_one_process(mesh22: Mesh) -> None:
+    """Embedding, attention, norms, dropout-free blocks; AdamW as torch picks it, and foreach; clipping; a schedule."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(
+        nn.Embedding(32, 16), nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), nn.Linear(16, 32)
+    )
+    tokens, targets = torch.randint(0, 32, (8, 6)), torch.randint(0, 32, (8, 6))
+    here = copy.deepcopy(plain)
+    for module in here.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                module._parameters[name] = distribute(parameter, mesh22)
+    mine, theirs = distribute(tokens, mesh22, sharding_spec=["dp"]), distribute(targets, mesh22, sharding_spec=["dp"])
+
+    def train(model: nn.Module, x: torch.Tensor, y: torch.Tensor, optimizer: torch.optim.Optimizer) -> list[float]:
+        losses = []
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            losses.append(loss.item())
+        return losses
+
+    for make in (lambda p: torch.optim.AdamW(p, 1e-2), lambda p: torch.optim.Adam(p, 1e-2, foreach=True),
+                 lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, foreach=True)):  # fmt: skip
+        found = train(here, mine, theirs, make(here.parameters()))
+        wanted = train(plain, tokens, targets, make(plain.parameters()))
+        assert found == pytest.approx(wanted, abs=2e-5)
+    for ours, other in zip(here.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.detach().full_tensor(), other.detach(), rtol=1e-4, atol=1e-4)
+        assert ours.grad.placements == ours.placements  # reduced once, as it came
+
+
+def test_hooks_no_grad_autocast_and_functional_transforms(mesh2: Mesh) -> None:
+    x, w = torch.randn(6, 4), torch.randn(4, 3)
+    mine = distribute(x, mesh2, [Shard(0)])
+    parameter = distribute(nn.Parameter(w), mesh2)
+    seen = []
+    parameter.register_hook(lambda grad: seen.append(tuple(grad.shape)) or grad * 2)
+    (mine @ parameter).sum().backward()
+    assert seen == [(4, 3)]
+    torch.testing.assert_close(parameter.grad.full_tensor(), 2 * x.sum(0)[:, None].expand(4, 3))
+    with torch.no_grad():
+        assert not (mine @ parameter).requires_grad
+        parameter -= 0.5 * parameter.grad
+    torch.testing.assert_close(parameter.detach().full_tensor(), w - x.sum(0)[:, None])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (mine @ parameter).dtype is torch.bfloat16
+    (grad,) = torch.autograd.grad(mine.requires_grad_().pow(3).sum(), mine, create_graph=True)
+    (second,) = torch.autograd.grad(grad.sum(), mine)
+    torch.testing.assert_close(second.full_tensor(), 6 * x)
+
+
+def test_placements_may_change_under_autograd(mesh22: Mesh) -> None:
+    x = torch.randn(8, 4, requires_grad=True)
+    mine = distribute(x, mesh22, [Shard(0), Replicate()])
+    moved = (mine * 2).redistribute([Replicate(), Shard(1)])
+    assert moved.placements == (Replicate(), Shard(1))
+    moved.pow(2).sum().backward()
+    (x * 2).pow(2).sum().backward()
+    torch.testing.assert_close(mine.grad.full_tensor(), x.grad)
+    assert mine.grad.placements == mine.placements
+
+
+# ---- the two views
+
+
+def test_the_per_rank_view(mesh22: Mesh) -> None:
+    with mesh22.activate():
+        t = torch.rand(2, 3)
+        ones = torch.ones(3) * 2
+    assert t.placements is None
+    own = {rank: t.local(rank) for rank in range(4)}
+    assert not torch.equal(own[0], own[1])
+    assert torch.equal(t.full_tensor(), torch.stack([own[rank] for rank in range(4)]))
+    torch.testing.assert_close(t.reduce("dp", "sum").local(3), own[1] + own[3])
+    torch.testing.assert_close(t.reduce("tp", "max").local(0), torch.maximum(own[0], own[1]))
+    assert torch.equal(t.slice_mesh(dp=1, tp=0).local(1), own[2])
+    whole = t.as_global([Shard(0), Shard(1)])
+    assert whole.shape == (4, 6)
+    assert torch.equal(whole.full_tensor()[2:, :3], own[2])
+    assert torch.equal(t.as_global([Partial(), Shard(0)]).full_tensor()[:2], own[0] + own[2])
+    whole.mul_(2)
+    assert torch.equal(t.local(2), own[2] * 2)  # one storage
+    assert torch.equal(whole.as_local().local(2), own[2] * 2)
+    assert ones.sum().item() == 6
+    with pytest.raises(ValueError, match="a number of its own"):
+        t.sum().item()
+    with pytest.raises(TypeError, match="as_global"):
+        t + distribute(torch.ones(2, 3), mesh22)
+
+
+# ---- cells and the controller share tensors
+
+
+def test_a_tensor_of_a_cell_is_one_here_and_changes_are_seen_by_both(mesh2: Mesh) -> None:
+    mesh2.run(
+        "from torch.distributed.tensor import distribute_tensor, Shard\n"
+        "w = distribute_tensor(torch.arange(8.).reshape(4, 2), mesh, [Shard(0)], src_data_rank=None)\n"
+        "own = torch.full((3,), float(rank))"
+    )
+    w, own = mesh2["w"], mesh2["own"]
+    assert isinstance(w, RemoteTensor)
+    assert w.placements == (Shard(0),)
+    w.add_(1)
+    assert torch.equal(w.full_tensor(), torch.arange(8.0).reshape(4, 2) + 1)
+    assert mesh2.run("w.to_local().sum().item()").values[0] == 10.0
+    mesh2.run("w.mul_(0)")
+    assert w.sum().item() == 0.0
+    assert own.placements is None
+    assert [own.local(rank)[0].item() for rank in (0, 1)] == [0.0, 1.0]
+    assert torch.equal(own.reduce("dp").local(0), torch.ones(3))
+
+
+def test_remote_tensors_arrive_in_cells_as_the_ranks_own(mesh2: Mesh) -> None:
+    x = distribute(torch.arange(6.0).reshape(6, 1), mesh2, [Shard(0)])
+    kinds = mesh2.execute(lambda t: (type(t).__name__, tuple(t.to_local().shape)), x * 2)
+    assert kinds.same() == ("DTensor", (3, 1))
+    mesh2["pushed"] = x
+    mesh2.run("pushed.to_local().add_(1)")
+    assert torch.equal(x.full_tensor(), torch.arange(6.0).reshape(6, 1) + 1)
+    with pytest.raises(TransferError, match=r"full_tensor\(\)"):
+        copy.copy(x).__reduce_ex__(5)
+
+
+# ---- faults
+
+
+def test_an_operation_that_fails_on_the_ranks_is_told_where_its_result_is_used(mesh2: Mesh) -> None:
+    table, x = distribute(torch.ones(4, 4), mesh2), distribute(torch.ones(4), mesh2)
+    bad = F.embedding(distribute(torch.tensor([1, 9]), mesh2), table)  # the line in question
+    after = (bad + 1).sum()
+    assert (x * 2).sum().item() == 8  # others live on
+    with pytest.raises(OperationFailed) as told:
+        after.item()
+    assert "the line in question" in str(told.value)
+    assert "index out of range" in str(told.value)
+    assert told.value.failures[0].ranks == (0, 1)
+    with pytest.raises(OperationFailed, match="the line in question"):
+        bad.full_tensor()
+    table.add_(1)
+    assert table.sum().item() == 32
+
+
+def test_a_check_without_a_result_is_told_at_the_next_wait_and_once(mesh2: Mesh) -> None:
+    x = distribute(torch.ones(4, 4), mesh2)
+    torch.linalg.cholesky(-x)
+    with pytest.raises(OperationFailed, match="not positive-definite"):
+        x.sum().item()
+    assert x.sum().item() == 16
+
+
+def test_a_fault_of_one_rank_frees_the_others_from_their_collective(mesh2: Mesh) -> None:
+    mesh2.run("mine = torch.eye(4) * (-1 if rank else 1)")
+    root = torch.linalg.cholesky(mesh2["mine"])
+    total = root.reduce("dp")
+    with pytest.raises(OperationFailed, match="not positive-definite") as told:
+        total.full_tensor()
+    assert 1 in told.value.failures[0].ranks
+    assert mesh2.run("torch.distributed.all_reduce(torch.ones(1))") is not None  # groups are formed again
+    assert distribute(torch.ones(4), mesh2, [Shard(0)]).sum().item() == 4
+
+
+def test_stop_ends_operations_and_the_mesh_goes_on(mesh2: Mesh, press: Callable[[], None]) -> None:
+    mesh2.run("import time\nclass Slow: pass")
+    x = distribute(torch.ones(4), mesh2)
+    mesh2.run("time.sleep(0)")
+    future = mesh2.run("time.sleep(20)", wait=False)
+    y = x + 1
+    press()
+    with pytest.raises(CellInterrupted):
+        y.sum().item()
+    future.interrupt()
+    future.exception(10)
+    assert (x + 1).sum().item() == 8
+
+
+@pytest.fixture
+def press() -> Callable[[], None]:
+    """Ctrl-C in a moment, while the main thread waits."""
+    import threading
+
+    def later() -> None:
+        timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
+        timer.daemon = True
+        timer.start()
+
+    return later
+
+
+def test_a_killed_rank_is_told_at_the_next_wait() -> None:
+    with create_mesh({"dp": 2}) as mesh:
+        x = distribute(torch.ones(64, 64), mesh, [Shard(0)])
+        x.sum().item()
+        mesh.kill(1)
+        with pytest.raises(RankLost, match="rank 1"):
+            for _ in range(100_000):
+                x = x @ x.t() / 64
+                x.sum().item()
+        with pytest.raises(RankLost):
+            x.full_tensor()
+        with pytest.raises(RankLost):
+            for _ in range(10_000):
+                x + x
+
+
+# ---- memory
+
+
+def test_temporaries_leave_nothing_behind(mesh2: Mesh) -> None:
+    a = distribute(torch.ones(2), mesh2)
+    before = live(mesh2)
+    for _ in range(50_000):
+        _ = a + a
+    ring: list[object] = [a * 2]
+    ring.append(ring)  # a cycle
+    del ring
+    with pytest.raises(OperationFailed):
+        torch.linalg.cholesky(-torch.outer(a, a)).sum().item()
+    assert live(mesh2) == before
+    engine = engine_of(mesh2)
+    assert len(engine._pending) == len(engine.freed) == 0
+    assert len(engine._ahead) == 0
+
+
+def test_python_does_not_run_away_from_the_ranks(mesh2: Mesh) -> None:
+    x = distribute(torch.ones(2), mesh2)
+    engine = engine_of(mesh2)
+    pids = mesh2.execute(os.getpid)
+    x.sum().item()
+    most = 0
+    for pid in pids.values():
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        import threading
+
+        timer = threading.Timer(1.0, lambda: [os.kill(pid, signal.SIGCONT) for pid in pids.values()])
+        timer.start()
+        for _ in range(20_000):
+            x = x * 1.0
+            most = max(most, len(engine._ahead))
+        timer.join(10)
+    finally:
+        for pid in pids.values():
+            os.kill(pid, signal.SIGCONT)
+    assert most == engines._MAX_AHEAD
+    assert x.sum().item() == 2
