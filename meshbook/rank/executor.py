@@ -150,7 +150,7 @@ class Executor:
                 self._groups,
                 load=self._load,
                 dump=lambda thing: pickling.dump(thing, pool=self.pool),
-                resolve=self._resolve,
+                resolve=self.resolve,
             )
         return self._tensors
 
