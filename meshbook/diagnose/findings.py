@@ -314,6 +314,7 @@ class _Case:
                 there = f" before coming to {missed}"
         does, here = verb(doing.words, roots), _at(doing.at)
         if kind == "straggler":
+            evidence += [self._how_late(each) for each in self._late() if each.rank in roots]
             waiting_there = self._where_others_wait(others, roots, lead=", while ")
             title = f"{_name(roots)} {verb('is', roots)} late but {verb('moves', roots)}{here}{waiting_there}"
         elif kind == "python-loop":
@@ -587,6 +588,12 @@ class _Case:
             at=doing.at,
             evidence=[*self._places(rest), *self._progress(rest)],
             sure=bool(self.before),
+        )
+
+    def _how_late(self, late: Latecomer) -> str:
+        return (
+            f"rank {late.rank} came last to nearly every {late.op.op}: the others waited {seconds(late.waited_s)} "
+            f"of the last {seconds(late.of_s)} for it"
         )
 
     def _late(self) -> list[Latecomer]:
