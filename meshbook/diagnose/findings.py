@@ -128,7 +128,8 @@ class _Case:
         self.silent_hosts = tuple(silent_hosts)
         self.doings = {rank: looks.what_it_does(snapshot) for rank, snapshot in self.looks.items()}
         self.rings = Rings(self.looks.values())
-        self.waits = waits(self.doings, self.rings)
+        transfers = {rank: looks.open_transfers(snapshot) for rank, snapshot in self.looks.items()}
+        self.waits = waits(self.doings, self.rings, transfers)
         self.cells = {look.file: plain(look.cell, 80) for look in self.looks.values() if look.file and look.cell}
         self.explained: set[int] = set()  # ranks that a finding speaks of
         self._reached: dict[Ranks, frozenset[int]] = {}

@@ -143,6 +143,11 @@ def current_op(snapshot: RankSnapshot) -> CollectiveSeen | None:
     return (here or going)[-1 if here else 0]
 
 
+def open_transfers(snapshot: RankSnapshot) -> tuple[CollectiveSeen, ...]:
+    """Its sends and receives that are under way, in whatever the main thread is now."""
+    return tuple(op for op in snapshot.collectives if op.ended_s is None and op.op in POINT_TO_POINT)
+
+
 def last_collective(snapshot: RankSnapshot) -> CollectiveSeen | None:
     """The last operation of a whole group that it began, ended or not."""
     return next((op for op in reversed(snapshot.collectives) if op.op not in POINT_TO_POINT), None)
