@@ -43,7 +43,7 @@ K = TypeVar("K")
 MAX_FINDINGS = 12
 # Different places of ranks that are listed as evidence; more are counted.
 MAX_PLACES = 6
-# Seconds that others must have waited for a rank that runs in a loop before that is no guess any more.
+# Seconds that a rank must have run in a loop, or others have waited for it, before that is no guess any more.
 PATIENCE_S = 5.0
 # Ranks are not looked at in the same moment, but within a tenth of a second or two; a mesh that runs well looks tangled
 # in between. What has stood for this many seconds has stood on all ranks at once.
@@ -554,7 +554,9 @@ class _Case:
         for rank in running:
             doing, before = self.doings[rank], self.before.get(rank)
             now = self.looks[rank]
-            if doing.what == "compute" and doing.at and looks.goes_round(before, now) and looks.is_busy(now, before):
+            in_python = doing.words == "computes" and doing.at is not None  # and not in some library's long call
+            same = looks.goes_round(before, now) and looks.is_busy(now, before)
+            if in_python and same and doing.at and looks.quiet_s(now) >= PATIENCE_S:
                 loops[doing.at.file, doing.at.function].append(rank)
         looping = {rank for ranks in loops.values() for rank in ranks}
         for listed in loops.values():
@@ -801,7 +803,7 @@ class _Case:
         if made:
             told.append(f"{made} collectives were called between the two looks")
         elif pairs and all(looks.has_moved(before, now) is False for now, before in pairs):
-            told.append("nobody moved between the two looks")
+            told.append("no rank left its line between the two looks")
         rates = [now.health.steps_per_s for now in map(self.looks.__getitem__, ranks) if now.health is not None]
         known = [rate for rate in rates if rate]
         if known:
@@ -810,7 +812,11 @@ class _Case:
                 if len(known) > 1
                 else f"{known[0]:.3g} steps per second"
             )
-        going = [(self.waits[rank].op, rank) for rank in ranks if rank in self.waits]
+        going = [
+            (self.waits[rank].op, rank)
+            for rank in ranks
+            if rank in self.waits and self.waits[rank].op.op not in POINT_TO_POINT and not self.waits[rank].for_ranks
+        ]
         if going:
             op = max(going, key=lambda pair: pair[0].began_s)[0]
             told.append(f"all members are in {self._call(op)} ({shapes(op)} {op.dtype}), since {seconds(op.began_s)}")

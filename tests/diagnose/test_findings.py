@@ -95,6 +95,14 @@ def test_what_leaves_no_frame_is_known_by_its_system_call(syscall, target, kind)
     assert (target or "") in finding.title
 
 
+def test_torch_waiting_for_threads_of_its_own_is_no_lock_of_the_users():
+    backward = Frame(f"{TORCH}/autograd/graph.py", 800, "_engine_run_backward")
+    busy = look(3, *at(9, backward), process=Process(state="S", syscall="futex"))
+    finding = only(waiting(0), waiting(1), waiting(2), busy)
+    assert told(finding) == ("missing-from-collective", (3,), (0, 1, 2), 9)
+    assert "Rank 3 waits in torch at cell 7, line 9" in finding.title
+
+
 def test_a_rank_that_computes_is_missing_and_one_look_is_not_sure_of_that():
     finding = only(waiting(0), waiting(1), waiting(2), computing(3))
     assert told(finding) == ("missing-from-collective", (3,), (0, 1, 2), 9)
@@ -430,6 +438,10 @@ def test_all_in_one_loop():
     finding = only(*(computing(rank, line=10) for rank in range(4)), earlier=before)
     assert told(finding) == ("python-loop", (0, 1, 2, 3), (), 10)
     assert not finding.sure
+    fresh = [computing(rank, collectives=(op(1, ended_s=0.4),)) for rank in range(4)]
+    assert only(*fresh, earlier=fresh).kind == "slow"
+    in_torch = [look(rank, *at(9, Frame(f"{TORCH}/nn/functional.py", 9, "linear"))) for rank in range(4)]
+    assert only(*in_torch, earlier=in_torch).kind == "slow"
 
 
 def test_who_comes_last_to_nearly_every_collective():
