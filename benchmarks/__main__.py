@@ -30,6 +30,7 @@ SUITE = (
     "bulk",
     "flood",
     "why",
+    "dashboard",
     "probes",
     "scale",
 )

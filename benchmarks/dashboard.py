@@ -89,7 +89,7 @@ def measure(quick: bool, folder: Path) -> Report:
     from playwright.sync_api import sync_playwright
 
     report = Report("dashboard", "1,024 tiles at 2 updates/s in Chromium")
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     training = Training(AXES)
     desk = PretendDesk(training)
     mesh = cast(Mesh, SimpleNamespace(ranks=tuple(range(training.size)), axes=AXES))

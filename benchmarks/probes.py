@@ -111,7 +111,7 @@ def measure(quick: bool, folder: Path) -> Report:
     step_us = 1e3 * report.row("a step without probes, CPU of all ranks").percentile(10) / RANKS
     wall_us = 1e3 * report.row("a step without probes, wall").percentile(10)
     share = (per_step * collective + logged) / step_us + beat / 1e6 * wall_us / step_us
-    report.note(f"a step has {per_step:.1f} collectives")
+    report.note(f"a step has {per_step:.1f} collectives; the parts are {100 * share:.2f} % of it")
     report.promise("the parts added up, as a multiple of a rank's step without them", 1 + share, LIMIT, "x")
     return report
 

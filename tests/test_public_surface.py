@@ -40,6 +40,8 @@ MESH = {
     "gather", "pull", "push", "scatter",
     # its life
     "detach", "history", "interrupt", "kill", "logs", "status", "stop",
+    # what it says of itself
+    "health", "memory", "metrics", "stacks", "why",
 }
 
 # Slow to import, and each needed by some user only or not before the first mesh: not paid for by `import meshbook`.

@@ -15,7 +15,8 @@ import { formatRanks, nameRanks, parseRanks } from "./words.js";
 
 /** @typedef {{send: (message: any) => void, listen: (heard: (message: any) => void) => (() => void), page?: boolean}} Link */
 
-const STALE_MS = 4000;
+const STALE_MS = 12000; // without news of a mesh that works; a sign of life comes every 5 s
+const LOG_MS = 2000; // between two readings of the log that is shown, while its rank works
 
 /**
  * Draws a dashboard into an element until the function it returns is called.
@@ -194,10 +195,15 @@ class Dashboard {
     const stale = performance.now() - this.heardAt;
     const ended = this.picture.ended;
     // Nothing is sent while nothing changes, but for a sign of life.
-    const quiet = stale > STALE_MS * 3 && this.picture.byState().some(([state]) => state === "busy" || state === "waiting");
+    const quiet = stale > STALE_MS && this.picture.byState().some(([state]) => state === "busy" || state === "waiting");
     this.live.className = `mbd-live${ended || quiet ? " mbd-stale" : ""}`;
     const text = ended ? `ended: ${ended}` : quiet ? `no news for ${Math.round(stale / 1000)} s` : "live";
     if (this.live.textContent !== text) this.live.textContent = text;
+    const now = Math.floor(performance.now() / LOG_MS);
+    if (this.tab === "logs" && now !== this.readAt && this.picture.get("state", this.logs.rank) === "busy") {
+      this.readAt = now;
+      this.logs.refresh();
+    }
   }
 
   // ---- what is done here

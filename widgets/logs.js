@@ -11,6 +11,7 @@ export class Logs {
     this.ask = ask;
     this.text = "";
     this.rank = 0;
+    this.waits = false;
     this.choice = h("input", { type: "number", min: "0", value: "0", class: "mbd-input", "aria-label": "rank",
       onchange: () => this.open(Number(this.choice.value)) });
     this.search = h("input", { type: "search", placeholder: "search", class: "mbd-input", "aria-label": "search in the log",
@@ -30,11 +31,18 @@ export class Logs {
   open(rank) {
     this.rank = rank;
     this.choice.value = String(rank);
+    this.waits = true;
     this.ask(rank);
+  }
+
+  /** Read again, unless an answer is still on its way. */
+  refresh() {
+    if (!this.waits) this.open(this.rank);
   }
 
   show(message) {
     if (message.rank !== this.rank) return;
+    this.waits = false;
     if (message.text === this.text && this.lines.childNodes.length) return;
     this.text = message.text;
     this.cut = message.cut;

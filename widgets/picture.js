@@ -52,7 +52,6 @@ export class Picture {
     this.ranks = parseRanks(message.ranks);
     this.backend = message.backend ?? "";
     this.ended = message.ended ?? "";
-    this.perRow = message.per_row;
   }
 
   setFindings(message) {
@@ -60,7 +59,6 @@ export class Picture {
     this.findingsAt = message.at;
     this.blamed = new Map();
     message.findings.forEach((finding, index) => {
-      if (finding.kind === "slow") return;
       for (const rank of parseRanks(finding.ranks)) if (!this.blamed.has(rank)) this.blamed.set(rank, index);
     });
   }

@@ -150,7 +150,7 @@ export class Tiles {
     const selected = this.selected.has(rank);
     const blamed = picture.blamed.has(rank);
     c.clearRect(x - 1.5, y - 1.5, w + 3, t + 3);
-    c.globalAlpha = selected ? 0.38 : look === "idle" ? 0.07 : 0.16;
+    c.globalAlpha = selected ? 0.22 : look === "idle" ? 0.07 : 0.16;
     c.fillStyle = selected ? colours.accent : colour;
     c.beginPath();
     c.roundRect(x, y, w, t, plan.size === "tiny" ? 2 : 4);
@@ -158,7 +158,7 @@ export class Tiles {
     c.globalAlpha = 1;
     if (look === "silent" || look === "dead") this.hatch(x, y, w, t, colour);
     c.strokeStyle = blamed ? colours.ring : selected ? colours.accent : colour;
-    c.lineWidth = blamed || selected ? 2 : 1;
+    c.lineWidth = selected ? 3 : blamed ? 2 : 1;
     c.globalAlpha = blamed || selected ? 1 : 0.55;
     c.stroke();
     c.globalAlpha = 1;
@@ -391,8 +391,7 @@ export class Tiles {
       this.focus(moves[event.key]());
       if (event.shiftKey) this.selectRange(this.focused, false);
       else this.anchor = this.focused;
-      const place = this.plan.places[this.focused];
-      this.box.parentElement.scrollTop = Math.min(this.box.parentElement.scrollTop, place.y);
+      this.reveal(this.plan.places[this.focused]);
     } else if (event.key === " ") {
       this.anchor = this.focused;
       if (event.shiftKey) this.selectRange(this.focused, true);
@@ -406,6 +405,14 @@ export class Tiles {
     } else return;
     event.preventDefault();
     event.stopPropagation();
+  }
+
+  /** Scroll so far that a tile is seen. */
+  reveal({ y }) {
+    const view = this.element.parentElement;
+    const bottom = y + this.plan.tileHeight + 4;
+    if (y - 22 < view.scrollTop) view.scrollTop = y - 22;
+    else if (bottom > view.scrollTop + view.clientHeight) view.scrollTop = bottom - view.clientHeight;
   }
 
   hover(event) {

@@ -1,7 +1,4 @@
-// How ranks, bytes and times are written and read, and what each state of a rank looks like. Knows no page.
-
-/** State -> what people call it. Each also has a colour (dashboard.css) and a shape (tiles.js) of its own. */
-export const STATES = ["starting", "idle", "busy", "silent", "dead"];
+// How ranks, bytes and times are written and read. Knows no page.
 
 /** @param {Iterable<number>} ranks @returns {string} `0-2,5`; "" for none */
 export function formatRanks(ranks) {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import linecache
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -36,6 +37,7 @@ MOVES_IN_S = 0.5
 _WHY_WITHIN_S = 2.8
 # Cells whose sources are fetched, to show the lines that ranks are at; of a mesh that ran more, the lines go without.
 _CELLS_READ = 2_000
+_LEADING_EMPTY = re.compile(r"\A(?:[ \t]*\n)+")
 # What `memory` and `metrics` ask for: all there is.
 _EVER_S = 1e9
 
@@ -235,7 +237,8 @@ def _sources(session: Session, snapshots: tuple[RankSnapshot, ...]) -> dict[str,
     if not running or session.info.cells_run > _CELLS_READ:
         return {}
     by_label = {entry.label: entry.source for entry in session.history()}
-    return {file: by_label[cell] for file, cell in running.items() if cell in by_label}
+    # Without leading empty lines, as IPython runs a cell: that is what the lines of its frames count.
+    return {file: _LEADING_EMPTY.sub("", by_label[cell]) for file, cell in running.items() if cell in by_label}
 
 
 def _nothing(ranks: Ranks) -> Finding:

@@ -293,11 +293,12 @@ def _with_columns(ranks: tuple[RankNow, ...], columns: Mapping[str, Any]) -> tup
 def _with_collectives(
     known: Mapping[int, tuple[CollectiveNow, ...]], told: Iterable[Any]
 ) -> dict[int, tuple[CollectiveNow, ...]]:
-    found = {rank: {(one.group, one.op, one.seq): one for one in some} for rank, some in known.items()}
+    told_of: dict[int, list[CollectiveNow]] = {}
     for data in told:
         one = msgspec.convert(data, CollectiveNow)
-        found.setdefault(one.rank, {})[one.group, one.op, one.seq] = one
-    return {
-        rank: tuple(sorted(some.values(), key=lambda one: one.began_at)[-_COLLECTIVES_KEPT:])
-        for rank, some in found.items()
-    }
+        told_of.setdefault(one.rank, []).append(one)
+    found = dict(known)
+    for rank, new in told_of.items():
+        both = {(one.group, one.op, one.seq): one for one in (*known.get(rank, ()), *new)}
+        found[rank] = tuple(sorted(both.values(), key=lambda one: one.began_at)[-_COLLECTIVES_KEPT:])
+    return found

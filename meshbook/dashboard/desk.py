@@ -30,6 +30,8 @@ log = logging.getLogger("meshbook.dashboard")
 PER_S = 2.0
 # Seconds after which everything is told again: a page whose requests wait behind a cell shows the mesh all the same.
 EVERYTHING_S = 5.0
+# With more ranks than this everything is some ten thousand bytes, and told again more rarely.
+_FEW_RANKS = 64
 # Seconds in which it is told every second: what is said before the page has drawn the widget is lost.
 _YOUNG_S = 6.0
 # Seconds without news after which a mesh that does not change gives a sign of life.
@@ -150,7 +152,7 @@ class Desk:
         try:
             with audience.lock:
                 young = now - audience.joined_at < _YOUNG_S
-                pause = 1.0 if young else EVERYTHING_S
+                pause = 1.0 if young else EVERYTHING_S * (1 if len(audience.mesh.ranks) <= _FEW_RANKS else 6)
                 repeat = audience.repeat and (runs or young) and now - audience.everything_at >= pause
                 if audience.wants_everything or repeat:
                     audience.wants_everything, audience.everything_at = False, now
@@ -225,10 +227,9 @@ class Desk:
                 ranks = view.chosen(message.get("ranks"), mesh.ranks)
                 return [view.stacks(mesh.stacks(ranks), ranks)]
             case "why":
-                found = mesh.why()
+                found = mesh.why().findings
                 with audience.lock:
-                    audience.view.asked_why(self.picture)
-                return [view.findings(found.findings, asked=True)]
+                    return [audience.view.asked_why(self.picture, found)]
             case "logs":
                 rank = int(message.get("rank", 0))
                 return [view.logs(rank, mesh.logs(rank, _LOG_BYTES), _LOG_BYTES)]

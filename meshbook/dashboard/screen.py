@@ -30,7 +30,7 @@ FOLDED_FROM = 33
 _PERIOD_S = 0.5
 _LOG_BYTES = 1 << 16
 _COLOURS = {
-    "busy": "blue",
+    "busy": "dodger_blue1",
     "waiting": "yellow",
     "idle": "",
     "silent": "dark_orange",
@@ -84,7 +84,7 @@ class Top(App[None]):
     CSS = """
     #head { height: 1; padding: 0 1; background: $panel; }
     #findings { height: auto; max-height: 9; padding: 0 1; }
-    #ranks { height: 1fr; min-height: 6; }
+    #ranks { height: auto; min-height: 6; max-height: 50%; }
     #below { height: 1fr; border-top: solid $panel; padding: 0 1; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [

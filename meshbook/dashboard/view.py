@@ -90,7 +90,7 @@ class View:
         self._collectives_at = float("-inf")
         self._collectives: Any = None
         self._ended: str | None = None
-        self._asked: Any = None  # what ran when somebody asked why
+        self._asked: tuple[tuple[str, ...], Message] | None = None  # what ran when somebody asked why, and the answer
 
     def everything(self, picture: Picture) -> list[Message]:
         """All that there is to know, for somebody who may know nothing."""
@@ -101,7 +101,7 @@ class View:
         self._collectives_at, self._collectives, self._ended = float("-inf"), None, None
         messages = self.news(picture, full=True)
         if not any(message["kind"] == "findings" for message in messages):
-            messages.append(findings(()))
+            messages.append(findings(()) if self._asked is None else self._asked[1])
         return messages
 
     def news(self, picture: Picture, *, full: bool = False) -> list[Message]:
@@ -116,8 +116,11 @@ class View:
         columns = self._changed(picture)
         if columns or full:
             messages.append({"kind": "update", "full": full, "columns": columns})
-        if picture.findings != self._findings or self._asked not in (None, _running(picture)):
-            self._findings, self._asked = picture.findings, None
+        if self._asked is not None and self._asked[0] != _running(picture):
+            self._asked, self._findings = None, ()
+            messages.append(findings(()))
+        if picture.findings != self._findings:
+            self._asked, self._findings = None, picture.findings
             messages.append(findings(picture.findings))
         if charts := [*self._measured(picture, full), *self._logged(picture, full)]:
             messages.append({"kind": "charts", "keep": POINTS_KEPT, "charts": charts})
@@ -140,9 +143,11 @@ class View:
             self._steps.clear()
             self._lines.clear()
 
-    def asked_why(self, picture: Picture) -> None:
-        """They see what somebody's question found; it holds until something else runs."""
-        self._asked = _running(picture)
+    def asked_why(self, picture: Picture, found: Iterable[Finding]) -> Message:
+        """The answer to somebody's question. It stands until something else runs, or more is found unasked."""
+        answer = findings(found, asked=True)
+        self._asked, self._findings = (_running(picture), answer), picture.findings
+        return answer
 
     # ---- ranks
 

@@ -16,7 +16,6 @@ from typing import Any
 import anywidget
 
 from meshbook.controller.mesh import Mesh
-from meshbook.controller.session import Session
 from meshbook.dashboard import assets
 from meshbook.dashboard.desk import Audience, Desk
 from meshbook.dashboard.page import Door
@@ -38,6 +37,7 @@ class Dashboard(anywidget.AnyWidget):
         Raises:
             NotAttached: the mesh is gone.
         """
+        mesh.session.check()
         super().__init__()
         self._audience = Audience(mesh, self._tell, repeat=True)
         self._desk = Desk.of(mesh.session)
@@ -55,20 +55,23 @@ class Dashboard(anywidget.AnyWidget):
     def close(self) -> None:
         """Show no more; watching ends with the last one that shows. Twice is once."""
         self._desk.leave(self._audience)
-        if self._door is not None:
-            self._door.close()
-            self._door = None
+        self._close_door()
         super().close()
+
+    def _close_door(self) -> None:
+        door, self._door = self._door, None
+        if door is not None:
+            door.close()
 
     def _tell(self, message: dict[str, Any]) -> None:
         if not self.is_open:
-            if self._door is not None:
-                self._door.close()
-                self._door = None
+            self._close_door()
             raise ConnectionError("the widget was closed")
         if self._door is not None and message["kind"] == "layout":
             message = {**message, "door": self._door.address}
         self.send(message)
+        if message["kind"] == "gone":
+            self._close_door()
 
     def _hear(self, _widget: Any, content: Any, _buffers: Any) -> None:
         self._desk.hear(self._audience, content)
@@ -88,12 +91,6 @@ def dashboard(mesh: Mesh) -> Dashboard:
         known.close()
     made = kept[key] = Dashboard(mesh)
     return made
-
-
-def close_all(session: Session) -> None:
-    """Close every widget of a session."""
-    for widget in list(session.extras.pop("dashboard widgets", {}).values()):
-        widget.close()
 
 
 def _answer_on_subshell(comm: Any) -> bool:

@@ -43,7 +43,7 @@ K = TypeVar("K")
 MAX_FINDINGS = 12
 # Different places of ranks that are listed as evidence; more are counted.
 MAX_PLACES = 6
-# Seconds that others must have waited for a rank that runs in a loop before that is no guess any more.
+# Seconds that a rank must have run in a loop, or others have waited for it, before that is no guess any more.
 PATIENCE_S = 5.0
 # Ranks are not looked at in the same moment, but within a tenth of a second or two; a mesh that runs well looks tangled
 # in between. What has stood for this many seconds has stood on all ranks at once.
@@ -128,7 +128,8 @@ class _Case:
         self.silent_hosts = tuple(silent_hosts)
         self.doings = {rank: looks.what_it_does(snapshot) for rank, snapshot in self.looks.items()}
         self.rings = Rings(self.looks.values())
-        self.waits = waits(self.doings, self.rings)
+        transfers = {rank: looks.open_transfers(snapshot) for rank, snapshot in self.looks.items()}
+        self.waits = waits(self.doings, self.rings, transfers)
         self.cells = {look.file: plain(look.cell, 80) for look in self.looks.values() if look.file and look.cell}
         self.explained: set[int] = set()  # ranks that a finding speaks of
         self._reached: dict[Ranks, frozenset[int]] = {}
@@ -314,6 +315,7 @@ class _Case:
                 there = f" before coming to {missed}"
         does, here = verb(doing.words, roots), _at(doing.at)
         if kind == "straggler":
+            evidence += [self._how_late(each) for each in self._late() if each.rank in roots]
             waiting_there = self._where_others_wait(others, roots, lead=", while ")
             title = f"{_name(roots)} {verb('is', roots)} late but {verb('moves', roots)}{here}{waiting_there}"
         elif kind == "python-loop":
@@ -552,7 +554,9 @@ class _Case:
         for rank in running:
             doing, before = self.doings[rank], self.before.get(rank)
             now = self.looks[rank]
-            if doing.what == "compute" and doing.at and looks.goes_round(before, now) and looks.is_busy(now, before):
+            in_python = doing.words == "computes" and doing.at is not None  # and not in some library's long call
+            same = looks.goes_round(before, now) and looks.is_busy(now, before)
+            if in_python and same and doing.at and looks.quiet_s(now) >= PATIENCE_S:
                 loops[doing.at.file, doing.at.function].append(rank)
         looping = {rank for ranks in loops.values() for rank in ranks}
         for listed in loops.values():
@@ -587,6 +591,12 @@ class _Case:
             at=doing.at,
             evidence=[*self._places(rest), *self._progress(rest)],
             sure=bool(self.before),
+        )
+
+    def _how_late(self, late: Latecomer) -> str:
+        return (
+            f"rank {late.rank} came last to nearly every {late.op.op}: the others waited {seconds(late.waited_s)} "
+            f"of the last {seconds(late.of_s)} for it"
         )
 
     def _late(self) -> list[Latecomer]:
@@ -793,7 +803,7 @@ class _Case:
         if made:
             told.append(f"{made} collectives were called between the two looks")
         elif pairs and all(looks.has_moved(before, now) is False for now, before in pairs):
-            told.append("nobody moved between the two looks")
+            told.append("no rank left its line between the two looks")
         rates = [now.health.steps_per_s for now in map(self.looks.__getitem__, ranks) if now.health is not None]
         known = [rate for rate in rates if rate]
         if known:
@@ -802,7 +812,11 @@ class _Case:
                 if len(known) > 1
                 else f"{known[0]:.3g} steps per second"
             )
-        going = [(self.waits[rank].op, rank) for rank in ranks if rank in self.waits]
+        going = [
+            (self.waits[rank].op, rank)
+            for rank in ranks
+            if rank in self.waits and self.waits[rank].op.op not in POINT_TO_POINT and not self.waits[rank].for_ranks
+        ]
         if going:
             op = max(going, key=lambda pair: pair[0].began_s)[0]
             told.append(f"all members are in {self._call(op)} ({shapes(op)} {op.dtype}), since {seconds(op.began_s)}")

@@ -103,8 +103,14 @@ def group_key(op: CollectiveSeen) -> GroupKey:
     return (op.group, ranks[0], ranks[-1], len(ranks)) if ranks else (op.group, 0, 0, 0)
 
 
-def waits(doings: Mapping[int, Doing], rings: Rings) -> dict[int, Wait]:
-    """Who waits for whom in operations of process groups; nobody is waited for in one to which all have come."""
+def waits(
+    doings: Mapping[int, Doing], rings: Rings, transfers: Mapping[int, tuple[CollectiveSeen, ...]]
+) -> dict[int, Wait]:
+    """Who waits for whom in operations of process groups; nobody is waited for in one to which all have come.
+
+    Args:
+        transfers: by rank, the sends and receives that are under way there.
+    """
     found: dict[int, Wait] = {}
     missing: dict[tuple[GroupKey, int], Ranks] = {}
     forming = {rank for rank, doing in doings.items() if doing.what == "forming"}
@@ -113,7 +119,10 @@ def waits(doings: Mapping[int, Doing], rings: Rings) -> dict[int, Wait]:
         if doing.what != "collective" or op is None:
             continue
         if op.op in POINT_TO_POINT:
-            found[rank] = Wait(rank, op, _partner(rank, op, doings))
+            # Of several, begun together and waited for together, the one that the peer has no part in.
+            going = [op, *(other for other in transfers.get(rank, ()) if other is not op and other.line == op.line)]
+            partners = [(each, _partner(rank, each, doings, transfers)) for each in going]
+            found[rank] = Wait(rank, *next((pair for pair in partners if pair[1]), partners[0]))
             continue
         place = (group_key(op), op.seq)
         if place not in missing:
@@ -127,23 +136,19 @@ def waits(doings: Mapping[int, Doing], rings: Rings) -> dict[int, Wait]:
     return found
 
 
-def _partner(rank: int, op: CollectiveSeen, doings: Mapping[int, Doing]) -> Ranks:
+def _partner(
+    rank: int, op: CollectiveSeen, doings: Mapping[int, Doing], transfers: Mapping[int, tuple[CollectiveSeen, ...]]
+) -> Ranks:
     """The peer of a send or receive, unless it does its part right now."""
     if op.peer is None or op.peer not in doings:
         # A receive from anybody: it waits for all that could send.
         others = tuple(other for other in op.group_ranks if other != rank and other in doings)
-        return () if any(_does_its_part(rank, op, doings[other]) for other in others) else others
-    return () if _does_its_part(rank, op, doings[op.peer]) else (op.peer,)
-
-
-def _does_its_part(rank: int, op: CollectiveSeen, other: Doing) -> bool:
-    return (
-        other.what == "collective"
-        and other.op is not None
-        and other.op.op in POINT_TO_POINT
-        and other.op.op != op.op
-        and other.op.peer in (rank, None)
-    )
+    else:
+        others = (op.peer,)
+    for other in others:
+        if any(its.op != op.op and its.peer in (rank, None) for its in transfers.get(other, ())):
+            return ()
+    return others
 
 
 def disagreements(found: Mapping[int, Wait], rings: Rings) -> list[Disagreement]:

@@ -22,6 +22,9 @@ GIL_LAG_S = 1.0
 
 POINT_TO_POINT = ("send", "recv")
 
+# Libraries that wait for threads of their own in C: below one of their frames that is work, and no lock of the user's.
+_THREADED = frozenset(("torch", "numpy", "scipy", "triton"))
+
 # What gloo says before it ends a process that is sent more bytes than its tensor has.
 _GLOO_SIZES = ("op.preamble.length <= op.nbytes", "Received data size doesn't match expected size")
 
@@ -141,6 +144,11 @@ def current_op(snapshot: RankSnapshot) -> CollectiveSeen | None:
     here = [op for op in going if op.line is not None and (op.line.file, op.line.line) in lines]
     # The line says which: of several that were begun with async_op=True one may be waited for elsewhere, oldest first.
     return (here or going)[-1 if here else 0]
+
+
+def open_transfers(snapshot: RankSnapshot) -> tuple[CollectiveSeen, ...]:
+    """Its sends and receives that are under way, in whatever the main thread is now."""
+    return tuple(op for op in snapshot.collectives if op.ended_s is None and op.op in POINT_TO_POINT)
 
 
 def last_collective(snapshot: RankSnapshot) -> CollectiveSeen | None:
@@ -270,6 +278,8 @@ def _from_stack(snapshot: RankSnapshot, main: ThreadStack, where: At | None) -> 
     if asleep and (found := places.by_syscall(syscall, process.target if process is not None else None)):
         if found.doing != places.SLEEP and below and library_of(below[0].file) == "torch" and op is not None:
             return Doing(rank, places.COLLECTIVE, f"waits in {op.op}", where, op, sure=False, asleep=True)
+        if found.doing == "waits-for-lock" and below and library_of(below[0].file) in _THREADED:
+            return Doing(rank, places.COMPUTE, f"waits in {library_of(below[0].file)}", where, asleep=True)
         return _waiting(snapshot, main, found, where)
     if state == "S" and process is not None and process.children:
         return Doing(rank, "waits-for-subprocess", "waits for a subprocess", where, sure=False, asleep=True)
@@ -354,6 +364,12 @@ def goes_round(before: RankSnapshot | None, now: RankSnapshot) -> bool:
         a for a, b in zip(_users(earlier), _users(later), strict=False) if (a.file, a.function) == (b.file, b.function)
     ]
     return bool(shared) and first is not None and second is not None
+
+
+def quiet_s(snapshot: RankSnapshot) -> float:
+    """Seconds since it last had to do with a collective, or since its cell began."""
+    last = [op.ended_s if op.ended_s is not None else 0.0 for op in snapshot.collectives]
+    return min([*last, *([snapshot.running_s] if snapshot.running_s is not None else [])], default=0.0)
 
 
 def is_busy(snapshot: RankSnapshot, before: RankSnapshot | None = None) -> bool:

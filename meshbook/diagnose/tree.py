@@ -181,6 +181,9 @@ def _no_source(_file: str, _line: int) -> str | None:
     return None
 
 
+_WRAPPERS = frozenset(("wrapper", "_wrapped_call_impl", "_call_impl", "decorate_context", "inner", "_fn", "__call__"))
+
+
 class _Folded(Struct, frozen=True):
     """What happens in libraries below a line, until the user's code comes again."""
 
@@ -251,25 +254,26 @@ class _Drawing:
         return folded
 
     def _fold(self, first: Node) -> _Folded:
+        """A run of library frames as one line: how many, whose, what was called, and where it has come to."""
         depth, users, libraries = 0, list[Node](), dict[str, None]()
-        level, deepest = [first], first
+        told: list[str] = []  # the function that most ranks are in, at each depth; what only wraps another says nothing
+        level = [first]
         while level:
             depth += 1
+            most = max(level, key=lambda node: len(node.ranks))
+            library = library_of(most.file) or "python"
+            if most.function not in _WRAPPERS and (library != "meshbook" or not told):
+                told.append(plain(most.function, 60))
             below: list[Node] = []
             for node in level:
                 libraries[library_of(node.file) or "python"] = None
                 for child in node.children:
                     (users if child.user else below).append(child)
-            if below:
-                deepest = max(below, key=lambda node: len(node.ranks))
             level = below
-        names = ", ".join(libraries)
-        where = plain(first.function, 60)
-        if deepest is not first and deepest.function != first.function:
-            where += f" … {plain(deepest.function, 60)}"
+        where = " … ".join(dict.fromkeys([*told[:1], *told[-1:]])) or plain(first.function, 60)
         count = "1 frame" if depth == 1 else f"{depth} frames"
         users.sort(key=lambda node: (-len(node.ranks), node.ranks))
-        return _Folded(f"… {count} of {names}: {where}", first.ranks, tuple(users))
+        return _Folded(f"… {count} of {', '.join(libraries)}: {where}", first.ranks, tuple(users))
 
     def _line(self, node: Node | _Folded) -> str:
         if isinstance(node, _Folded):

@@ -61,11 +61,12 @@ class Probes:
         if late_s > self._lag_s:
             self._lag_s = late_s
 
-    def measure(self, device: str) -> Measured:
+    def measure(self, device: str, moves: Callable[[], bool] = lambda: True) -> Measured:
         """All that there is to tell since the last time.
 
         Args:
             device: the rank's, "cpu" or "cuda:1".
+            moves: whether the main thread is on its way, and so not stuck in the allocator (`GpuProbe`).
         """
         now, cpu_s = self._clock(), self._cpu_clock()
         passed = max(1e-9, now - self._at)
@@ -76,7 +77,7 @@ class Probes:
             num_collectives=0 if last is None else last.seq,
             steps=self._scalars.num_steps,
             steps_per_s=self._scalars.steps_per_s(),
-            gpu=self._gpu.measure(device),
+            gpu=self._gpu.measure(device, moves),
         )
         self._at, self._cpu_s, self._lag_s = now, cpu_s, 0.0
         scalars, num_dropped = self._scalars.drain()
@@ -102,22 +103,30 @@ class Probes:
 
 
 class GpuProbe:
-    """What torch's allocator in this process says of the rank's GPU; nothing while CUDA is not in use."""
+    """What torch's allocator in this process says of the rank's GPU; nothing while CUDA is not in use.
+
+    The allocator answers under its lock, and keeps that while it waits for the driver: behind a collective that hangs,
+    cudaMalloc may wait for ever. Whoever asked then would wait with it, and keep the interpreter from everybody. So it
+    is asked only while the main thread is seen to move; of one that stands still, the last answer still holds.
+    """
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[str, str, int]] = {}  # by device: its name, UUID and size
+        self._last: Gpu | None = None
 
-    def measure(self, device: str) -> Gpu | None:
+    def measure(self, device: str, moves: Callable[[], bool]) -> Gpu | None:
         torch: Any = sys.modules.get("torch")
         if torch is None or not device.startswith("cuda:"):
             return None
         try:
             if not torch.cuda.is_initialized():  # asking anything else would initialise it, on this thread
                 return None
+            if not moves():
+                return self._last
             index = int(device.partition(":")[2])  # this thread's current device is always 0
             name, uuid, total = self._described(torch, index, device)
             stats = torch.cuda.memory_stats(index)
-            return Gpu(
+            self._last = Gpu(
                 name=name,
                 uuid=uuid,
                 total_bytes=total,
@@ -126,7 +135,8 @@ class GpuProbe:
                 peak_bytes=stats.get("allocated_bytes.all.peak", 0),
             )
         except Exception:  # a CUDA context that an error of the user's has broken answers nothing any more
-            return None
+            self._last = None
+        return self._last
 
     def _described(self, torch: Any, index: int, device: str) -> tuple[str, str, int]:
         known = self._known.get(device)

@@ -44,6 +44,8 @@ _IDLE_SEGMENT_S = 30.0
 
 # Actors stand beside ranks and not below them, so they are found by name, and only by who asks for them.
 ACTORS = "meshbook.actors.runtime.door:open_door"
+# How often, and after how many seconds, it is looked whether the main thread has moved.
+_MOVES_LOOKS, _MOVES_LOOK_S = 5, 0.002
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -206,8 +208,23 @@ class Service:
             rss_bytes=rss_bytes(),
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             released=self._executor.reader.take_released(),
-            measured=None if self._probes is None else self._probes.measure(self._executor.device),
+            measured=None if self._probes is None else self._probes.measure(self._executor.device, self._moves),
         )
+
+    def _moves(self) -> bool:
+        """Whether the main thread has nothing to do, or gets on with it: it is somewhere else some moments later."""
+        if self._executor.running is None:
+            return True
+        before = self._place()
+        for _ in range(_MOVES_LOOKS):
+            time.sleep(_MOVES_LOOK_S)
+            if self._place() != before:
+                return True
+        return False
+
+    def _place(self) -> tuple[int, int]:
+        frame = sys._current_frames().get(self._main_thread)
+        return (0, 0) if frame is None else (id(frame.f_code), frame.f_lasti)
 
     def _line(self) -> int | None:
         """The line of the running cell that the main thread is at, below whatever it called."""

@@ -78,10 +78,11 @@ class Looks:
         if look is None:
             return None
         silent = set(look.silent)
+        names = _names(known, host_of)
         found = []
         for rank in look.ranks:
             seen, info = look.snapshots.get(rank), known.get(rank)
-            host = info.host if info is not None and info.host else f"host {host_of.get(rank, 0)}"
+            host = names[host_of.get(rank, 0)]
             gone = exited.get(rank)
             if seen is None and gone is None:
                 if host_of.get(rank) in look.waiting:
@@ -103,3 +104,11 @@ class Looks:
                 seen = RankSnapshot(rank=rank, host=host, pid=gone.pid if gone is not None else None, exited=gone)
             found.append(seen)
         return SnapshotsTaken(call=look.call, snapshots=tuple(found), silent_hosts=tuple(sorted(silent)))
+
+
+def _names(known: Mapping[int, RankInfo], host_of: Mapping[int, int]) -> dict[int, str]:
+    """What each host is called; several on one machine are told apart by their numbers."""
+    names = {host: f"host {host}" for host in host_of.values()} | {0: "host 0"}
+    names |= {host_of[rank]: info.host for rank, info in known.items() if info.host and rank in host_of}
+    taken = list(names.values())
+    return {host: name if taken.count(name) == 1 else f"{name} (host {host})" for host, name in names.items()}

@@ -250,8 +250,13 @@ class Seeing:
             self._glances[name] = glance
             return [Alarm(f"seeing again {name}", BETWEEN_LOOKS_S)]
         found = self._explained(glance, seen, info)
+        busy = {one.rank for look in (glance.first, seen.snapshots) for one in look if _has_busy_children(one)}
         news = [
-            one for one in found if one.kind not in _NOT_NEWS and (not one.ranks or set(one.ranks) & set(glance.ranks))
+            one
+            for one in found
+            if one.kind not in _NOT_NEWS
+            and (not one.ranks or set(one.ranks) & set(glance.ranks))
+            and not (one.kind == "waits-for-subprocess" and set(one.ranks) <= busy)
         ]
         sure = any(one.sure for one in news)
         may_tell = bool(news) and self._stalls.may_tell(glance.call, sure=sure)
@@ -305,6 +310,11 @@ class Seeing:
         )
         self._scene.is_now(info, calls)
         self._scene.ranks_are(info.ranks, self._memory.asking())
+
+
+def _has_busy_children(seen: RankSnapshot) -> bool:
+    """Whether a process that it started is at work: what waits for that one is slow, and does not hang."""
+    return seen.process is not None and any(state in ("R", "D") for _, state, _ in seen.process.children)
 
 
 def _needed(rank: int, peer: int | None, group: Ranks) -> Ranks:

@@ -44,22 +44,23 @@ class Ring:
         self._newest: int | None = None  # the step that the last value is of, counted from the epoch
         self._seen = 0  # values in it
 
-    def put(self, at: float, value: float) -> None:
-        """Note a value. One that is older than the newest step is the newest step's."""
+    def put(self, at: float, value: float) -> bool:
+        """Note a value; whether a new step began. One that is older than the newest step is the newest step's."""
         step = int(at // self.step_s)
         if self._newest is None or step - self._newest >= self._size:
             self._values, self._newest, self._seen = array("f", [value]), step, 1
-            return
+            return True
         if step <= self._newest:
             self._seen += 1
             self._values[-1] += (value - self._values[-1]) / self._seen
-            return
+            return False
         missed = step - self._newest - 1
         self._values.extend([math.nan] * missed)
         self._values.append(value)
         if len(self._values) > 2 * self._size:  # cut in one go, so that a value costs the same on average
             del self._values[: -self._size]
         self._newest, self._seen = step, 1
+        return True
 
     def points(self) -> list[tuple[float, float]]:
         """(wall clock at the step's begin, value), oldest first; steps without a value are left out."""
@@ -81,8 +82,9 @@ class Series:
         rings = self._rings.get((metric, rank))
         if rings is None:
             rings = self._rings[metric, rank] = tuple(Ring(step_s, size) for step_s, size in self._levels)
-        for ring in rings:
-            ring.put(at, value)
+        for ring in rings:  # a coarse ring sees one value of each step of the next finer one: enough for its mean
+            if not ring.put(at, value):
+                return
 
     def saw(self, at: float, ranks: Iterable[Measured], only: Iterable[int] | None = None) -> None:
         """Note what ranks measure now.
@@ -167,7 +169,6 @@ class Curve:
         """(step, value, wall clock), in the order they were logged."""
         rows = zip(self._xs, self._values, self._times, strict=False)  # another thread may be at `put`
         return [(int(step), value, at) for step, value, at in rows if at >= since]
-
 
     def after(self, step: float) -> list[tuple[int, float, float]]:
         """The points at its end whose steps are beyond this one; costs as much as there are such."""

@@ -38,6 +38,8 @@ _ABANDON_AFTER_S = 1.5
 # Seconds that commands sent after a Stop wait for the ranks that have not come back from it: as long as a host waits
 # before it says that a rank does not stop.
 _HOLD_S = 2.0
+# Seconds after which a call has reached its ranks' host, so that what the host says of them is said in the knowledge.
+_REACHED_S = 0.5
 _FLUSH_S = 0.05
 _FLUSH_CHARS = 32 << 10  # characters that one flush may show; see host.agent
 _HISTORY_ENTRIES = 10_000
@@ -92,6 +94,7 @@ class State:
         self._hosts_ready: set[int] = set()
         self._store: tuple[str, int] | None = None
         self._ranks: dict[int, RankInfo] = {}
+        self._told_at: dict[int, float] = {}  # when their hosts told it
         self._exited: dict[int, messages.RankExited] = {}
         self._groups = "none"
         self._backend: str | None = None
@@ -262,12 +265,15 @@ class State:
         return self._started_at + now
 
     def _ranks_now(self) -> tuple[RankInfo, ...]:
-        """The ranks as hosts last told of them, a second ago at most, but busy or idle as their calls are now."""
+        """The ranks as hosts last told of them, a second ago at most, but busy or idle as their calls are now.
+
+        A rank whose host says that it is idle, well after the call came, is done with its part: it raised, perhaps.
+        """
         at_work = {rank: call for call in self._calls.values() if call.main_thread for rank in call.ranks}
         found = []
         for rank in sorted(self._ranks):
             info, call = self._ranks[rank], at_work.get(rank)
-            if info.state == "idle" and call is not None:
+            if info.state == "idle" and call is not None and self._told_at.get(rank, 0.0) < call.opened_at + _REACHED_S:
                 info = msgspec.structs.replace(info, state="busy", call=call.id, cell=call.label)
             elif info.state == "busy" and call is None:
                 info = msgspec.structs.replace(info, state="idle", call=None, cell=None, line=None)
@@ -685,6 +691,7 @@ class State:
             if known is not None and known.state != "dead":
                 starting = self._start is not None and info.state == "idle"
                 self._ranks[info.rank] = msgspec.structs.replace(info, state="starting") if starting else info
+                self._told_at[info.rank] = now
         self._seeing.host_beat(report, now)
         return []
 

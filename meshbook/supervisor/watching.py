@@ -20,9 +20,10 @@ The data of a `Watched`, every key of which may be missing:
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -128,6 +129,11 @@ class Scene:
         self.num_lines = 0  # ever
         self.news: deque[list[Any]] = deque(maxlen=_SCALARS_TOLD)  # scalars, newest last
         self.num_scalars = 0  # ever
+        self.changes: deque[CollectiveNow] = deque(maxlen=_COLLECTIVES_TOLD)  # begun or ended, newest last
+        self.num_changes = 0  # ever
+        self._open: dict[int, dict[Which, CollectiveNow]] = {}  # rank -> those that it is in
+        self._fresh: set[int] = set()  # ranks that were heard of since they were put together
+        self._made_of: dict[int, tuple[RankInfo, bool]] = {}  # rank -> what `ranks` was made of
         self._measured: dict[int, dict[str, Any]] = {}
         self._counted: dict[int, tuple[float, int]] = {}  # rank -> when, how many collectives
         self._info: MeshInfo | None = None
@@ -138,6 +144,7 @@ class Scene:
         """A rank's beat, heard at this time."""
         rank, at = told.rank, at - told.age_s
         known = self._measured.setdefault(rank, {})
+        self._fresh.add(rank)
         if told.health is not None:
             health = told.health
             known["cpu_percent"] = round(health.cpu_percent)
@@ -168,19 +175,17 @@ class Scene:
                 self.num_scalars += 1
 
     def _heard_collectives(self, rank: int, told: Iterable[CollectiveSeen], at: float) -> None:
-        known = self.collectives.setdefault(rank, {})
-        still_open = set()
+        known, before = self.collectives.setdefault(rank, {}), self._open.get(rank, {})
+        inside: dict[Which, CollectiveNow] = {}
         for one in told:
-            key = (one.group, one.op, one.seq)
-            before = known.get(key)
-            if before is not None and before.ended_at is not None and at - one.began_s > before.ended_at:
-                before = None  # of the groups before these
-            known[key] = CollectiveNow(
+            which = (one.group, one.op, one.seq)
+            now = CollectiveNow(
                 rank=rank,
                 group=one.group,
                 seq=one.seq,
                 op=one.op,
-                began_at=before.began_at if before is not None else round(at - one.began_s, 3),
+                # The first word counts, so that it does not jitter.
+                began_at=before[which].began_at if which in before else round(at - one.began_s, 3),
                 ended_at=None if one.ended_s is None else round(at - one.ended_s, 3),
                 group_ranks=one.group_ranks,
                 peer=one.peer,
@@ -189,14 +194,22 @@ class Scene:
                 failed=one.failed,
             )
             if one.ended_s is None:
-                still_open.add(key)
-        for key, now in known.items():  # open ones are always told: one that is not has ended
-            if now.ended_at is None and key not in still_open:
-                known[key] = msgspec.structs.replace(now, ended_at=round(at, 3))
+                inside[which] = now
+            if before.get(which) != now:
+                self._change(known, which, now)
+        for which, now in before.items():  # open ones are always told: one that is not has ended
+            if which not in inside and known.get(which) == now:
+                self._change(known, which, msgspec.structs.replace(now, ended_at=round(at, 3)))
+        self._open[rank] = inside
         if len(known) > 2 * _COLLECTIVES_KEPT:
-            newest = sorted(known, key=lambda key: (known[key].ended_at is None, known[key].began_at))
-            for key in newest[:-_COLLECTIVES_KEPT]:
-                del known[key]
+            for which in [which for which in list(known)[:-_COLLECTIVES_KEPT] if which not in inside]:
+                del known[which]
+
+    def _change(self, known: dict[Which, CollectiveNow], which: Which, now: CollectiveNow) -> None:
+        known.pop(which, None)  # to the end: the oldest are dropped first
+        known[which] = now
+        self.changes.append(now)
+        self.num_changes += 1
 
     def said(self, items: Iterable[FoldedItem], at: float) -> None:
         """Folded output that goes to whoever ran the cell."""
@@ -213,14 +226,20 @@ class Scene:
     def ranks_are(self, ranks: Iterable[RankInfo], asking: Iterable[int]) -> None:
         """What it says of ranks."""
         waiting = set(asking)
-        # Another dict each time: those that watch compare with the one before.
-        self.ranks = {**self.ranks, **{info.rank: self._rank(info, asking=info.rank in waiting) for info in ranks}}
+        changed = {}
+        for info in ranks:
+            made_of = (info, info.rank in waiting)
+            if info.rank in self._fresh or self._made_of.get(info.rank) != made_of:
+                changed[info.rank] = self._rank(*made_of)
+                self._made_of[info.rank] = made_of
+        self._fresh -= changed.keys()
+        self.ranks = {**self.ranks, **changed}  # another dict: those that watch compare with the one before
 
     def beat(self, at: float, ranks: Iterable[int]) -> None:
         """Note the numbers of these ranks in the series."""
         self.series.saw(at, [self.ranks[rank] for rank in ranks if rank in self.ranks])
 
-    def _rank(self, info: RankInfo, *, asking: bool) -> RankNow:
+    def _rank(self, info: RankInfo, asking: bool) -> RankNow:
         measured = self._measured.get(info.rank, {})
         dead = info.state == "dead"
         waits = None if dead else self.waiting(info.rank)
@@ -246,8 +265,7 @@ class Scene:
 
     def waiting(self, rank: int) -> CollectiveNow | None:
         """The oldest collective that a rank is in."""
-        inside = [one for one in self.collectives.get(rank, {}).values() if one.ended_at is None]
-        return min(inside, key=lambda one: one.began_at, default=None)
+        return min(self._open.get(rank, {}).values(), key=lambda one: one.began_at, default=None)
 
     # ---- what is told
 
@@ -276,21 +294,17 @@ class Scene:
             "mesh": self.mesh(),
             "ranks": columns({}, self.ranks),
             "calls": msgspec.to_builtins(self.calls),
-            "collectives": msgspec.to_builtins(self.collectives_since({})),
+            "collectives": msgspec.to_builtins(self._newest_collectives()),
             "scalars": [list(row) for row in self.scalars.rows(since)],
             "lines": msgspec.to_builtins(tuple(self.lines)),
             "findings": msgspec.to_builtins(self.findings),
             "series": self.series.dump(since),
         }
 
-    def collectives_since(self, told: Mapping[tuple[int, Which], CollectiveNow]) -> list[CollectiveNow]:
-        """Those that began or ended since; the newest of each rank where there are too many."""
+    def _newest_collectives(self) -> list[CollectiveNow]:
+        """Of each rank as many as all ranks together allow."""
         share = max(2, _COLLECTIVES_TOLD // max(1, len(self.collectives)))
-        found: list[CollectiveNow] = []
-        for rank in sorted(self.collectives):
-            new = [one for which, one in self.collectives[rank].items() if told.get((rank, which)) != one]
-            found += sorted(new, key=lambda one: one.began_at)[-share:]
-        return found
+        return [one for some in self.collectives.values() for one in list(some.values())[-share:]]
 
 
 class Watcher:
@@ -303,8 +317,7 @@ class Watcher:
         self._ranks: dict[int, RankNow] = {}
         self._calls: tuple[CallNow, ...] = ()
         self._findings: tuple[Any, ...] = ()
-        self._collectives: dict[tuple[int, Which], CollectiveNow] = {}
-        self._num_lines = self._num_scalars = 0
+        self._num_lines = self._num_scalars = self._num_changes = 0
 
     def whole(self, since: float) -> dict[str, Any]:
         """Everything; from now on it is told what changes."""
@@ -322,12 +335,13 @@ class Watcher:
             data["ranks"] = changed
         if scene.calls != self._calls:
             data["calls"] = msgspec.to_builtins(scene.calls)
-        if collectives := scene.collectives_since(self._collectives):
-            data["collectives"] = msgspec.to_builtins(collectives)
+        if new := scene.num_changes - self._num_changes:
+            last = {(one.rank, one.group, one.op, one.seq): one for one in _newest(scene.changes, new)}
+            data["collectives"] = msgspec.to_builtins(list(last.values()))
         if new := scene.num_scalars - self._num_scalars:
-            data["scalars"] = list(scene.news)[-new:]
+            data["scalars"] = _newest(scene.news, new)
         if new := scene.num_lines - self._num_lines:
-            data["lines"] = msgspec.to_builtins(list(scene.lines)[-min(new, _LINES_TOLD) :])
+            data["lines"] = msgspec.to_builtins(_newest(scene.lines, min(new, _LINES_TOLD)))
         if scene.findings != self._findings:
             data["findings"] = msgspec.to_builtins(scene.findings)
         self._note()
@@ -337,10 +351,7 @@ class Watcher:
         scene = self._scene
         self._mesh, self._ranks, self._calls = scene.mesh(), scene.ranks, scene.calls
         self._findings = scene.findings
-        self._collectives = {
-            (rank, which): one for rank, some in scene.collectives.items() for which, one in some.items()
-        }
-        self._num_lines, self._num_scalars = scene.num_lines, scene.num_scalars
+        self._num_lines, self._num_scalars, self._num_changes = scene.num_lines, scene.num_scalars, scene.num_changes
 
 
 def columns(before: Mapping[int, RankNow], after: Mapping[int, RankNow]) -> dict[str, list[list[Any]]]:
@@ -359,6 +370,14 @@ def columns(before: Mapping[int, RankNow], after: Mapping[int, RankNow]) -> dict
                 ranks.append(rank)
                 values.append(value)
     return found
+
+
+T = TypeVar("T")
+
+
+def _newest(some: deque[T], count: int) -> list[T]:
+    """The last so many, oldest first."""
+    return list(itertools.islice(some, max(0, len(some) - count), None))
 
 
 def _grained(count: int | None) -> int | None:

@@ -100,6 +100,11 @@ def test_a_hanging_mesh_says_why_where_and_how_it_is_from_any_thread(mesh: Mesh)
         assert "busy, cell 7 line 4" in str(mesh.health())
 
 
+def test_the_lines_of_a_cell_that_begins_with_empty_ones_are_shown(mesh: Mesh) -> None:
+    with Hanging(mesh, "\n \n" + HANG):
+        assert "line 4: __import__('time').sleep(1000)" in mesh.stacks().text
+
+
 def test_a_cell_that_stands_still_is_explained_under_it_unasked_once(mesh: Mesh) -> None:
     with Onlooker(mesh.session, per_s=10) as onlooker, Hanging(mesh) as hanging:
         picture = onlooker.wait_until(lambda picture: bool(picture.findings), 20)

@@ -13,6 +13,7 @@ from meshbook.controller.looking import Stacks
 from meshbook.controller.onlooker import Picture
 from meshbook.dashboard import view
 from meshbook.dashboard.view import View
+from meshbook.diagnose.findings import Finding
 from meshbook.ids import parse_ranks
 from meshbook.supervisor.watching import RankNow
 from meshbook.wire.messages import Frame, RankSnapshot, ThreadStack
@@ -76,8 +77,10 @@ def test_a_hang_is_told_with_its_finding_and_with_who_waits_for_whom() -> None:
 def test_an_answer_to_why_stands_until_something_else_runs() -> None:
     training, told = Training({"rank": 2}), View()
     told.everything(training.picture)
-    told.asked_why(training.picture)
+    found = Finding(kind="straggler", ranks=(1,), title="Rank 1 is late")
+    answer = told.asked_why(training.picture, (found,))
     assert "findings" not in by_kind(told.news(training.step()))
+    assert by_kind(told.everything(training.step()))["findings"] == answer
     assert by_kind(told.news(replace(training.step(), calls=())))["findings"]["findings"] == []
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec import structs
 
 from meshbook.diagnose.findings import as_text, explain
 from meshbook.diagnose.kinds import KINDS
 from meshbook.diagnose.looks import has_moved
+from meshbook.diagnose.tree import as_text as stacks_as_text
+from meshbook.diagnose.tree import merge, moved
 from meshbook.wire.messages import Frame, Health, Process
 from tests.diagnose.made import (
     CELL,
@@ -89,6 +93,14 @@ def test_what_leaves_no_frame_is_known_by_its_system_call(syscall, target, kind)
     finding = only(waiting(0), waiting(1), waiting(2), look(3, *at(9), process=process))
     assert told(finding) == (kind, (3,), (0, 1, 2), 9)
     assert (target or "") in finding.title
+
+
+def test_torch_waiting_for_threads_of_its_own_is_no_lock_of_the_users():
+    backward = Frame(f"{TORCH}/autograd/graph.py", 800, "_engine_run_backward")
+    busy = look(3, *at(9, backward), process=Process(state="S", syscall="futex"))
+    finding = only(waiting(0), waiting(1), waiting(2), busy)
+    assert told(finding) == ("missing-from-collective", (3,), (0, 1, 2), 9)
+    assert "Rank 3 waits in torch at cell 7, line 9" in finding.title
 
 
 def test_a_rank_that_computes_is_missing_and_one_look_is_not_sure_of_that():
@@ -280,6 +292,14 @@ def test_a_pipeline_waits_for_its_slow_stage_and_not_for_a_wrong_one():
     assert told(finding) == ("missing-from-collective", (2,), (0, 1), 9)
 
 
+def test_of_two_transfers_that_are_waited_for_together_the_one_without_a_partner_counts():
+    both = look(0, *at(3, *IN_COLLECTIVE), collectives=(send(1), recv(2, line=3)))
+    finding = only(both, waiting(1, recv(0)), ended(2))
+    assert told(finding) == ("receive-without-send", (0,), (), 3)
+    posted = computing(2, collectives=(op(1, "send", 8, peer=0),))  # goes on by itself, whatever rank 2 does now
+    assert only(both, waiting(1, recv(0)), posted).kind == "slow"
+
+
 def test_a_transfer_under_way_is_nobodys_fault():
     assert only(waiting(0, send(1)), waiting(1, recv(0))).kind == "slow"
     assert only(waiting(0, send(1)), waiting(1, op(1, "recv", peer=None))).kind == "slow"
@@ -418,6 +438,10 @@ def test_all_in_one_loop():
     finding = only(*(computing(rank, line=10) for rank in range(4)), earlier=before)
     assert told(finding) == ("python-loop", (0, 1, 2, 3), (), 10)
     assert not finding.sure
+    fresh = [computing(rank, collectives=(op(1, ended_s=0.4),)) for rank in range(4)]
+    assert only(*fresh, earlier=fresh).kind == "slow"
+    in_torch = [look(rank, *at(9, Frame(f"{TORCH}/nn/functional.py", 9, "linear"))) for rank in range(4)]
+    assert only(*in_torch, earlier=in_torch).kind == "slow"
 
 
 def test_who_comes_last_to_nearly_every_collective():
@@ -484,3 +508,71 @@ def test_moving_is_unknown_without_something_to_compare():
     assert has_moved(look(0), look(0)) is None
     assert has_moved(computing(0), computing(0)) is False
     assert has_moved(computing(0), computing(0, health=Health(steps=4))) is True
+
+
+# Anything that a rank may be found doing, whatever the others do.
+ANY_OP = st.builds(
+    op,
+    st.integers(1, 3),
+    st.sampled_from(["all_reduce", "broadcast", "barrier", "send", "recv"]),
+    st.integers(1, 9),
+    st.sampled_from(["0", "1"]),
+    st.sampled_from([(0, 1, 2, 3), (0, 1), (1, 2, 3), ()]),
+    peer=st.sampled_from([None, 0, 1, 2, 3, 99]),
+    shapes=st.sampled_from([(), ((4,),), ((5,), ())]),
+    began_s=st.sampled_from([0.0, 0.1, 60.0]),
+    ended_s=st.sampled_from([None, None, 0.0]),
+    epoch=st.integers(0, 1),
+)
+ANY_STACK = st.sampled_from(
+    [
+        (),
+        at(3, *IN_COLLECTIVE),
+        at(9),
+        IN_COLLECTIVE,
+        at(6, Frame(f"{TORCH}/distributed/distributed_c10d.py", 5000, "new_group")),
+        at(9, Frame(f"{STDLIB}/queue.py", 171, "get")),
+    ]
+)
+
+
+@st.composite
+def any_look(draw, rank):
+    process = Process(
+        draw(st.sampled_from(["", "R", "S", "D", "T", "Z"])), draw(st.sampled_from([None, "futex", "read", "poll"]))
+    )
+    more = {
+        "collectives": tuple(draw(st.lists(ANY_OP, max_size=4))),
+        "num_collectives": draw(st.integers(0, 3)),
+        "process": draw(st.sampled_from([None, process])),
+        "source": draw(st.sampled_from(["inside", "outside", "none"])),
+        "beat_age_s": draw(st.sampled_from([None, 0.1, 60.0])),
+    }
+    match draw(st.integers(0, 3)):
+        case 0:
+            return ended(rank, draw(st.sampled_from(["ok", "error", "interrupted", "lost"])), **more)
+        case 1:
+            return dead(rank, collectives=more["collectives"])
+        case _:
+            return look(rank, *draw(ANY_STACK), **more)
+
+
+@st.composite
+def any_mesh(draw):
+    return [draw(any_look(rank)) for rank in range(draw(st.integers(1, 4)))]
+
+
+@settings(deadline=None, derandomize=True, database=None, max_examples=150)
+@given(any_mesh(), st.one_of(st.just([]), any_mesh()))
+def test_whatever_was_seen_is_explained(now, before):
+    found = explain(now, earlier=before, axes={"dp": 2, "tp": 2}, silent_hosts=("one",) if len(before) == 1 else ())
+    assert found
+    for finding in found:
+        assert finding.kind in KINDS
+        assert list(finding.ranks) == sorted(set(finding.ranks))
+        assert not set(finding.ranks) & set(finding.others)
+        assert {*finding.ranks, *finding.others} <= {each.rank for each in now}
+    told_of = [rank for finding in found for rank in finding.ranks]
+    assert len(told_of) == len(set(told_of)), as_text(found)  # nobody is blamed for two things
+    assert as_text(found)
+    assert stacks_as_text(merge(now, main_only=False), moved=moved(before, now))

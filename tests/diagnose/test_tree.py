@@ -38,7 +38,7 @@ def test_shared_frames_are_told_once_and_branches_name_their_ranks():
     assert as_text(merge(four()), source_of=source_of).splitlines() == [
         "[0-3] > cell 7, line 12: step()",
         "      ├─ [0-1,3] > cell 7, line 3 in step: dist.all_reduce(x)",
-        "      │            … 3 frames of torch, meshbook: wrapper … collective",
+        "      │            … 3 frames of torch, meshbook: all_reduce",
         "      └─ [2] > cell 7, line 9 in load: lock.acquire()",
     ]
 

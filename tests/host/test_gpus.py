@@ -68,3 +68,21 @@ def test_without_a_driver_there_is_nothing_and_no_error(monkeypatch: pytest.Monk
     sampler._thread.join(30)
     assert (sampler._thread.is_alive(), sampler.seen(UUID)) == (False, None)
     sampler.close()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_torch_and_the_driver_tell_of_the_same_device() -> None:
+    import torch
+
+    from meshbook.rank.probes import GpuProbe
+
+    probe = GpuProbe()
+    held = torch.ones(1 << 20, device="cuda:0")
+    told = probe.measure("cuda:0", moves=lambda: True)
+    assert told is not None
+    assert (told.allocated_bytes or 0) >= held.nbytes
+    nvml = Nvml.load()
+    assert nvml is not None
+    seen = nvml.look(told.uuid)
+    assert seen is not None
+    assert seen.used_bytes >= held.nbytes

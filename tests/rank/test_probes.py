@@ -138,6 +138,9 @@ def test_a_gpu_is_asked_only_once_cuda_is_in_use_and_then_the_ranks_own(
     gpu = rank.probes.measure("cuda:1").health.gpu  # type: ignore[union-attr]
     assert (gpu.name, gpu.allocated_bytes, gpu.reserved_bytes, gpu.peak_bytes, gpu.total_bytes) == ("H100", 3, 5, 4, 80)  # type: ignore[union-attr]
     assert set(cuda.asked) == {1}
+    cuda.asked.clear()
+    still = rank.probes.measure("cuda:1", moves=lambda: False).health
+    assert (still.gpu, cuda.asked) == (gpu, [])  # type: ignore[union-attr]
     cuda.broken = True
     assert rank.probes.measure("cuda:1").health.gpu is None  # type: ignore[union-attr]
 

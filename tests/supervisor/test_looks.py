@@ -65,3 +65,13 @@ def test_a_host_that_ends_is_not_waited_for() -> None:
     looks = begun()
     looks.heard(0, told(0, 1))
     assert looks.host_gone(1) == ["look"]
+
+
+def test_hosts_that_share_a_machine_are_told_apart_when_one_is_silent() -> None:
+    looks = begun()
+    looks.heard(0, told(0, 1))
+    alike = {rank: RankInfo(rank=rank, state="busy", host="box") for rank in HOST_OF}
+    seen = looks.end("look", alike, {}, HOST_OF)
+    assert seen is not None
+    assert seen.silent_hosts == ("box (host 1)",)
+    assert {one.host for one in seen.snapshots[2:]} == {"box (host 1)"}

@@ -304,3 +304,22 @@ def test_the_same_events_lead_to_the_same_state() -> None:
         return world.state.info()
 
     assert play() == play()
+
+
+def test_a_rank_that_is_done_with_its_part_of_a_cell_is_idle_once_its_host_says_so() -> None:
+    world = World(num_ranks=2)
+    world.now = 10.0
+    world.run("c1")
+
+    def states_after_a_beat() -> list[str]:
+        ranks = (
+            messages.RankInfo(rank=0, state="idle", host="box"),
+            messages.RankInfo(rank=1, state="busy", host="box", call="c1"),
+        )
+        world.host(messages.HostBeat(host=0, ranks=ranks))
+        (answer,) = messages_of(world.say(messages.AskStatus(call="ask")), messages.Answered)
+        return [rank.state for rank in answer.info.ranks]
+
+    assert states_after_a_beat() == ["busy", "busy"], "this beat and the call may have passed each other"
+    world.now = 12.0
+    assert states_after_a_beat() == ["idle", "busy"]

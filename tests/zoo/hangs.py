@@ -177,6 +177,19 @@ HANGS = [
         step(torch.ones(2, 4))
         """,
     ),
+    Hang(
+        "a DTensor that is gathered",
+        "missing-from-collective",
+        (1,),
+        """
+        import time
+        from torch.distributed.tensor import Shard, distribute_tensor
+        sharded = distribute_tensor(torch.ones(6, 2), mesh, [Shard(0)])
+        if rank == 1:
+            time.sleep(600)  # guilty
+        sharded.full_tensor()
+        """,
+    ),
     # ---- sends and receives
     Hang(
         "a send that nobody receives",
@@ -253,6 +266,17 @@ HANGS = [
         import re
         if rank == 2:
             re.match("(a+)+$", "a" * 64 + "b")  # guilty
+        dist.barrier()
+        """,
+    ),
+    Hang(
+        "a C function that sleeps with the GIL",
+        "gil-kept",
+        (0,),
+        """
+        import ctypes
+        if rank == 0:
+            ctypes.PyDLL(None).sleep(600)  # guilty
         dist.barrier()
         """,
     ),
@@ -354,6 +378,17 @@ HANGS = [
         import threading
         if rank == 2:
             threading.Event().wait()  # guilty
+        dist.barrier()
+        """,
+    ),
+    Hang(
+        "a barrier of threads that too few come to",
+        "waits-for-event",
+        (1,),
+        """
+        import threading
+        if rank == 1:
+            threading.Barrier(2).wait()  # guilty
         dist.barrier()
         """,
     ),

@@ -1,0 +1,82 @@
+"""`meshbook why`, `stacks` and `top`, of a mesh that hangs in somebody else's notebook."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+
+from meshbook import create_mesh
+from meshbook.controller.mesh import Mesh
+from tests.cli.commands import meshbook
+from tests.kernel.frontend import wait_until
+
+
+@pytest.fixture(scope="module")
+def mesh(run: object) -> Iterator[Mesh]:
+    """Rank 1 sleeps at line 4, rank 0 waits for it."""
+    os.environ["MESHBOOK_STALL_S"] = "0"
+    try:
+        with create_mesh({"dp": 2}, name="hanging") as mesh:
+            source = "if rank == 0:\n    dist.barrier()\nelse:\n    __import__('time').sleep(1000)"
+            future = mesh.run(source, wait=False, echo=False)
+            wait_until(lambda: "line 4" in mesh.why().text, 20)
+            yield mesh
+            future.interrupt()
+            future.exception(20)
+    finally:
+        del os.environ["MESHBOOK_STALL_S"]
+
+
+def test_why_names_the_rank_and_the_line(mesh: Mesh) -> None:
+    done = meshbook("why")
+    assert done.status == 0
+    assert "Rank 1 sleeps at the cell, line 4 and has not come to barrier #1, where rank 0 waits" in done.out
+    assert "\x1b" not in done.out  # it is not a terminal
+    (found,) = json.loads(meshbook("why", "hanging", "--json").out)
+    assert (found["kind"], found["ranks"], found["line"]) == ("missing-from-collective", [1], 4)
+
+
+def test_stacks_shows_the_ranks_that_were_chosen(mesh: Mesh) -> None:
+    done = meshbook("stacks", "--ranks", "dp=1", "--twice")
+    assert done.status == 0
+    assert "[1] > the cell, line 4" in done.out
+    assert "(stands still)" in done.out
+    assert "dist.barrier()" not in done.out
+    wrong = meshbook("stacks", "hanging", "--ranks", "7")
+    assert (wrong.status, wrong.err) == (1, "meshbook: rank 7 is not in this mesh of 2 ranks (0-1)\n")
+
+
+def test_top_serves_prometheus_until_it_is_told_to_end(mesh: Mesh) -> None:
+    command = [sys.executable, "-m", "meshbook", "top", "--prometheus", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as top:
+        assert top.stdout is not None
+        name, address = top.stdout.readline().split()
+        page = urllib.request.urlopen(address, timeout=20).read().decode()
+        top.send_signal(signal.SIGINT)
+        assert top.wait(20) == 130
+    assert name == "hanging:"
+    assert 'meshbook_ranks{mesh="hanging",state="busy"} 2.0' in page
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "complaint"),
+    [
+        (("why", "nobody"), 1, "no mesh is named 'nobody'; running: hanging"),
+        (("top", "--port", "80"), 2, "--port is the page's; write it like: meshbook top --web --port 8000"),
+        (("top", "--prometheus", "-1"), 2, "'-1' is not a port; write a number"),
+        (("top", "--web", "--prometheus", "1"), 2, "not allowed with argument"),
+    ],
+)
+def test_a_slip_of_the_keyboard_gets_a_sentence(
+    mesh: Mesh, words: tuple[str, ...], status: int, complaint: str
+) -> None:
+    done = meshbook(*words)
+    assert done.status == status
+    assert complaint in done.err

@@ -1,0 +1,26 @@
+"""notebooks/debugging_a_hang.ipynb, executed as a reader would: three hangs explained, stopped, and gone on from."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.cli.commands import meshbook
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def test_the_notebook_about_a_hang_tells_its_story(tmp_path: Path) -> None:
+    path = ROOT / "notebooks" / "debugging_a_hang.ipynb"
+    done = meshbook("run", str(path), "--out", str(tmp_path), cwd=tmp_path)
+    assert done.status == 0, done.err
+    # What each cell shows, by its number.
+    shown = dict(re.findall(r"^\[ *(\d+)/\d+\][^\n]*\n(.*?)(?=^\[|\Z)", done.out, re.MULTILINE | re.DOTALL))
+    why, stacks = [text for text in shown.values() if "Next:" in text], shown["5"]
+    assert len(why) == 3
+    assert "Rank 3 has ended cell 2 without coming to all_reduce #11, where ranks 0-2 wait (cell 2, line 7" in why[0]
+    assert "rank 3 made 10 collectives of the group" in why[0]
+    assert "> cell 2, line 7 in train: dist.all_reduce(gradient)" in stacks
+    assert "Rank 2 waits for a queue at cell 8, line 11" in why[1]
+    assert re.search(r"Rank 1 (is late but moves|comes last)", why[2])
+    assert shown["18"].split()[0] == "4.0"
