@@ -18,13 +18,18 @@ from meshbook.controller import extensions
 from meshbook.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from meshbook.actors.buffer import Buffer, RDMABuffer
     from meshbook.controller.listing import list_meshes
     from meshbook.controller.mesh import Mesh, attach, create_mesh
     from meshbook.controller.results import RankValues
 
-__all__ = ["Mesh", "RankValues", "attach", "create_mesh", "errors", "exceptions", "list_meshes"]
+__all__ = [
+    "Buffer", "Mesh", "RDMABuffer", "RankValues", "attach", "create_mesh", "errors", "exceptions", "list_meshes",
+]  # fmt: skip
 
 _WHERE = {
+    "Buffer": "meshbook.actors.buffer",
+    "RDMABuffer": "meshbook.actors.buffer",
     "Mesh": "meshbook.controller.mesh",
     "RankValues": "meshbook.controller.results",
     "attach": "meshbook.controller.mesh",

@@ -22,7 +22,9 @@ import meshbook.errors
 ROOT = Path(__file__).resolve().parent.parent
 
 # Exactly these: a name that is public by accident is a promise by accident.
-PUBLIC = {"Mesh", "RankValues", "attach", "create_mesh", "errors", "exceptions", "list_meshes"}
+PUBLIC = {
+    "Buffer", "Mesh", "RDMABuffer", "RankValues", "attach", "create_mesh", "errors", "exceptions", "list_meshes",
+}  # fmt: skip
 
 ERRORS = {
     "CellError", "CellInterrupted", "Failure", "MeshInUse", "MeshNameError", "MeshShapeError", "MeshTimeout",
@@ -38,6 +40,8 @@ MESH = {
     "cell", "execute", "remote", "run",
     # moving values
     "gather", "pull", "push", "scatter",
+    # actors on it
+    "actors", "spawn",
     # its life
     "detach", "history", "interrupt", "kill", "logs", "status", "stop",
 }
