@@ -20,7 +20,7 @@ class Counter(Actor):
             raise ValueError("no such start")
         self.count = start
         self.seen: list[Any] = []
-        self.cleaned = False
+        self.gate = threading.Event()
 
     @endpoint
     def add(self, by: int = 1) -> int:
@@ -56,6 +56,12 @@ class Counter(Actor):
     @endpoint
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
+
+    @endpoint
+    def hold(self) -> None:
+        """Until the gate is set, from beside."""
+        self.gate.wait(20)
+        self.gate.clear()
 
     @endpoint
     def die(self, only: int | None = None) -> None:
