@@ -92,7 +92,13 @@ def _set_gate(actor: Any) -> None:
 def test_rows_say_what_each_actor_does(mesh: Any, counters: Any) -> None:
     busy = counters.slice(dp=0).hold.call()
     counters.slice(dp=0).note.broadcast("waits")
-    rows = {row["rank"]: row for row in meshes.survey(mesh) if row["actor"] == "counters"}
+    counters.slice(dp=1).add.call(0).get(WAIT_S)
+    tick = threading.Event()
+    for _ in range(500):  # it has to take the message up first
+        rows = {row["rank"]: row for row in meshes.survey(mesh) if row["actor"] == "counters"}
+        if rows[0]["running"]:
+            break
+        tick.wait(0.02)
     assert rows[0]["running"] == "hold"
     assert rows[0]["mailbox"] == 1
     assert rows[0]["class"] == "Counter"
