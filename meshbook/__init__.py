@@ -18,6 +18,7 @@ from meshbook.controller import extensions
 from meshbook.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from meshbook.actors.buffer import Buffer, RDMABuffer
     from meshbook.controller.listing import list_meshes
     from meshbook.controller.mesh import Mesh, attach, create_mesh
     from meshbook.controller.results import RankValues
@@ -27,20 +28,13 @@ if TYPE_CHECKING:
     from meshbook.tensors.recording import record
 
 __all__ = [
-    "Mesh",
-    "RankValues",
-    "attach",
-    "create_mesh",
-    "distribute",
-    "errors",
-    "exceptions",
-    "list_meshes",
-    "log",
-    "module_to_mesh",
-    "record",
-]
+    "Buffer", "Mesh", "RDMABuffer", "RankValues", "attach", "create_mesh", "distribute", "errors", "exceptions",
+    "list_meshes", "log", "module_to_mesh", "record",
+]  # fmt: skip
 
 _WHERE = {
+    "Buffer": "meshbook.actors.buffer",
+    "RDMABuffer": "meshbook.actors.buffer",
     "Mesh": "meshbook.controller.mesh",
     "RankValues": "meshbook.controller.results",
     "attach": "meshbook.controller.mesh",

@@ -87,7 +87,7 @@ __all__ = [
 ]
 
 _HOSTS = "several machines are an engine's business: meshbook.create_mesh(engine=…), then mesh.spawn(…)"
-_TRACING = "what actors do is shown by %mesh actors, mesh.stacks() and mesh.why()"
+_TRACING = "what actors do is shown by %mesh actors; spans and meters are not recorded"
 _IDS = "actors and processes have plain strings for ids: context().actor_instance.actor_id"
 
 # Names of `monarch.actor` that are not here, and what to use. docs/actors.md has the same table; a test compares.
@@ -98,7 +98,7 @@ NOT_HERE = {
     "attach": _HOSTS,
     "attach_to_workers": _HOSTS,
     "config": "there is nothing to set: limits and timeouts are arguments of the calls that have them",
-    "debug_controller": "%mesh debug RANK opens a debugger on a rank",
+    "debug_controller": "%%mesh --actor NAME looks inside actors; breakpoint() in an endpoint is not served",
     "default_bootstrap_cmd": "processes are forked from one warm server; this_host().spawn_procs(env=…) sets variables",
     "enable_transport": "processes of one machine speak over unix sockets, always",
     "get_meter": _TRACING,

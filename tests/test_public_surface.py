@@ -22,7 +22,10 @@ import meshbook.errors
 ROOT = Path(__file__).resolve().parent.parent
 
 # Exactly these: a name that is public by accident is a promise by accident.
-PUBLIC = {"Mesh", "RankValues", "attach", "create_mesh", "errors", "exceptions", "list_meshes", "log"}
+PUBLIC = {
+    "Buffer", "Mesh", "RDMABuffer", "RankValues", "attach", "create_mesh", "distribute", "errors", "exceptions",
+    "list_meshes", "log", "module_to_mesh", "record",
+}  # fmt: skip
 
 ERRORS = {
     "CellError", "CellInterrupted", "Failure", "MeshInUse", "MeshNameError", "MeshShapeError", "MeshTimeout",
@@ -38,6 +41,8 @@ MESH = {
     "cell", "execute", "remote", "run",
     # moving values
     "gather", "pull", "push", "scatter",
+    # actors on it
+    "actors", "spawn",
     # its life
     "detach", "history", "interrupt", "kill", "logs", "status", "stop",
     # what it says of itself

@@ -6,6 +6,7 @@ answers at once, with an error.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -123,11 +124,21 @@ class Gather(Expected):
                 self.future.settle(self._take)
             return not self.index
         self.say()
+        self._discard()
         self.future.settle(lambda: _raise(self.lost_error(index, peer)))
         return True
 
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # nobody has asked for what came; its memory goes back
+            self._discard()
+
+    def _discard(self) -> None:
+        while self.answers:
+            here().parcels.discard(*self.answers.popitem()[1])
+
     def _fail(self) -> None:
         failures = dict(self.failures)
+        self._discard()
         self.future.settle(lambda: _raise(self.failed_error(failures)))
 
     def _take(self) -> Any:

@@ -155,7 +155,11 @@ class Buffer:
 
     def _copy(self, side: _Side, *, reading: bool) -> None:
         if not isinstance(self._place, Region):
-            _copy_cuda(self._place, side, reading=reading)
+            try:
+                _copy_cuda(self._place, side, reading=reading)
+            except TransferError:
+                _cuda_opened.pop(self._place.sign, None)  # dropped, or its owner is gone: no reason to keep it mapped
+                raise
             return
         with _reader.use(self._place) as address:
             address += side.offset

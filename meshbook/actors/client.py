@@ -17,6 +17,7 @@ from typing import Any
 from meshbook.actors import answers
 from meshbook.actors.runtime import faults, futures
 from meshbook.actors.runtime.life import Life
+from meshbook.actors.runtime.post import for_user_code
 
 # Seconds that a failure has to reach somebody as the end of a call, before it stops the cell.
 _GRACE_S = 0.3
@@ -57,6 +58,7 @@ def _unhandled(failure: faults.MeshFailure, name: str) -> None:
 
 def _ask(hook: Any, failure: faults.MeshFailure) -> None:
     """User code: on a thread of its own."""
+    for_user_code()
     try:
         hook(failure)
     except BaseException:

@@ -8,7 +8,9 @@ import secrets
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshbook.actors.answers import Gather, stopped_homes
@@ -19,7 +21,7 @@ from meshbook.actors.runtime.life import life
 from meshbook.actors.runtime.post import here
 from meshbook.errors import MeshTimeout, NotAttached, StartError, UsageError
 from meshbook.mesh import MeshAxes
-from meshbook.wire import messages
+from meshbook.wire import keys, messages
 from meshbook.wire.messages import Address
 
 if TYPE_CHECKING:
@@ -113,6 +115,7 @@ class Ranks(Procs):
         self.ready = Future("the processes")
         self.lend = session._reference_to
         session.on_lost.append(tell_news)
+        _sessions.add(session)
         prepare_client()
         from meshbook.actors import output
 
@@ -169,14 +172,12 @@ class Started(Procs):
         threading.Thread(target=self._start, name=f"start {self.name}").start()
 
     def _start(self) -> None:
-        from meshbook.controller.mesh import start_light, warm_light
-
         try:
             axes = self.axes if self.axes.names else MeshAxes.of({"proc": 1})
             torch = "torch" in sys.modules
-            session = (None if torch else spare.take()) or warm_light(
-                self.name, torch=torch, orphan_ttl_s=_ACTORS_ORPHAN_TTL_S if life().on_rank else _ORPHAN_TTL_S
-            )
+            session = self._warm(torch)
+            from meshbook.controller.mesh import start_light
+
             self._mesh = start_light(session, axes, torch=torch, **self._options)
             ranks = Ranks(self._mesh.session, axes)
             self._mesh.session.extras["actors"] = ranks
@@ -190,8 +191,8 @@ class Started(Procs):
             self.ready.fail(error if isinstance(error, Exception) else StartError(str(error)))
         else:
             self.ready.settle(lambda: True)
-            if not torch and not life().on_rank:
-                spare.refill()
+            if not life().on_rank:
+                spare.refill(torch=torch)
 
     def home(self) -> Home:
         self.ready.get()
@@ -203,6 +204,22 @@ class Started(Procs):
     def mesh(self) -> Any:
         self.home()
         return self._mesh
+
+    def _warm(self, torch: bool) -> Session:
+        """A mesh without ranks yet. Importing torch takes seconds, so of several that want it at once one does it."""
+        from meshbook.controller.mesh import warm_light
+
+        with _importing if torch and alike(torch=True) is None else contextlib.nullcontext():
+            kept = spare.take(torch=torch)
+            if kept is not None:
+                return kept
+            like = alike(torch=torch)
+            session = warm_light(self.name, torch=torch, orphan_ttl_s=_orphan_ttl_s(), like=like)
+            session.extras["torch"] = torch
+            if torch and like is None:
+                _wait_for_fork_server(session)
+            _sessions.add(session)
+        return session
 
     @property
     def is_up(self) -> bool:
@@ -230,40 +247,75 @@ class Started(Procs):
         return in_background(end, f"the stop of {self.name}")
 
 
+_importing = threading.Lock()
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()  # whose fork servers others may be branched off
+
+
+def _orphan_ttl_s() -> float:
+    return _ACTORS_ORPHAN_TTL_S if life().on_rank else _ORPHAN_TTL_S
+
+
+def alike(*, torch: bool) -> Session | None:
+    """A living mesh with a warm fork server of this kind."""
+    for session in list(_sessions):
+        spec = session.info.spec
+        forks = spec is None or spec.start_method == "fork"
+        has_torch = spec.torch if spec is not None else session.extras.get("torch")
+        lives = session.ended is None and not session.stopping
+        if lives and forks and has_torch == torch and _fork_socket(session).exists():
+            return session
+    return None
+
+
+def _fork_socket(session: Session) -> Path:
+    return keys.runtime_folder() / session.name / "h0-fork.sock"
+
+
+def _wait_for_fork_server(session: Session) -> None:
+    """Until it has imported what it imports, or for a while: then it is as well to go on."""
+    deadline = time.monotonic() + _ANSWER_S
+    look = threading.Event()
+    while not _fork_socket(session).exists() and time.monotonic() < deadline:
+        look.wait(0.02)
+
+
 class Spare:
-    """One mesh without ranks, with a warm fork server, for the next `spawn_procs`: it saves the start of two Python
-    interpreters. There is one only while there are processes that this program has spawned."""
+    """One mesh without ranks, with a warm fork server, for the next `spawn_procs` that wants its kind (with torch or
+    without). There is one only while there are processes that this program has spawned."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._session: Session | None = None
+        self._kept: tuple[bool, Session] | None = None
         self._wanted = 0  # counts up when it is emptied, so that one that comes up afterwards is known as late
 
-    def take(self) -> Session | None:
+    def take(self, *, torch: bool) -> Session | None:
         with self._lock:
-            session, self._session = self._session, None
-        return session if session is not None and session.ended is None and not session.connection.closed else None
+            if self._kept is None or self._kept[0] != torch:
+                return None
+            session = self._kept[1]
+            self._kept = None
+        return session if session.ended is None and not session.connection.closed else None
 
-    def refill(self) -> None:
+    def refill(self, *, torch: bool) -> None:
         """Have one made. Called on a thread that has nothing else to do."""
         from meshbook.controller.mesh import warm_light
 
-        wanted = self._wanted
-        if self._session is not None:
+        wanted, like = self._wanted, alike(torch=torch)
+        if self._kept is not None or like is None:
             return
-        session = warm_light(f"spare-{secrets.token_hex(3)}", torch=False, orphan_ttl_s=_ORPHAN_TTL_S)
+        session = warm_light(f"spare-{secrets.token_hex(3)}", torch=torch, orphan_ttl_s=_orphan_ttl_s(), like=like)
         with self._lock:
-            if wanted == self._wanted and self._session is None:
-                self._session = session
+            if wanted == self._wanted and self._kept is None:
+                self._kept = torch, session
                 return
         session.stop()
 
     def empty(self) -> None:
         with self._lock:
             self._wanted += 1
-            session, self._session = self._session, None
-        if session is not None:
-            session.stop()
+            kept, self._kept = self._kept, None
+        if kept is not None:
+            kept[1].stop()
 
 
 spare = Spare()

@@ -239,7 +239,7 @@ class ProcMesh(MeshTrait):
 
         Args:
             stream_to_client: show it.
-            aggregate_window_sec: seconds in which equal lines are folded into one; None: as they come.
+            aggregate_window_sec: taken for Monarch's sake; equal lines are folded over ranks as they come.
             level: of the processes' loggers.
         """
         self._procs.logging_option(stream_to_client, aggregate_window_sec)

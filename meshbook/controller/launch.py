@@ -19,6 +19,7 @@ def launch_supervisor(
     owner: str | None = None,
     listen: str | None = None,
     light: bool = False,
+    source: str | None = None,
     timeout_s: float = 30.0,
 ) -> keys.Connection:
     """Start the daemon of a new mesh. It has no ranks yet, but warms up to fork them. Blocks, about 0.2 s.
@@ -28,6 +29,7 @@ def launch_supervisor(
         owner: what a restarted notebook will look for.
         listen: a tcp address to listen on, with CURVE; None: a socket in the mesh's own folder.
         light: warm up to fork ranks that have no torch.
+        source: the socket of a living mesh's fork server, of the same kind; ours is branched off it.
 
     Raises:
         MeshInUse: the name is taken.
@@ -41,6 +43,7 @@ def launch_supervisor(
     command += ["--owner", owner] if owner else []
     command += ["--listen", listen] if listen else []
     command += ["--light"] if light else []
+    command += ["--source", source] if source else []
     try:
         with open(folder / "supervisor.log", "ab") as log:
             starter = subprocess.Popen(

@@ -691,13 +691,17 @@ def create_mesh(
     return Mesh.of(start(owner=owner, kind=kind, default_ttl_s=None, stop_at_exit=True), grid)
 
 
-def warm_light(name: str, *, torch: bool, orphan_ttl_s: float) -> Session:
+def warm_light(name: str, *, torch: bool, orphan_ttl_s: float, like: Session | None = None) -> Session:
     """A mesh without ranks yet, whose fork server warms up, for `start_light`. Ends with this process. Blocks.
+
+    Args:
+        like: a living mesh of the same kind; the fork server is branched off its own.
 
     Raises:
         StartError: it did not come up.
     """
-    found = launch_supervisor(name, light=not torch)
+    source = str(keys.runtime_folder() / like.name / "h0-fork.sock") if like is not None else None
+    found = launch_supervisor(name, light=not torch, source=source)
     return Session(Connection(found, kind="script", orphan_ttl_s=orphan_ttl_s), stop_at_exit=True)
 
 

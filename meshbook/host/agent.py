@@ -169,10 +169,10 @@ class HostAgent:
 
     # ---- commands from above
 
-    def warm_up(self, *, with_torch: bool = True) -> None:
+    def warm_up(self, *, with_torch: bool = True, source: str | None = None) -> None:
         """Start the fork server before anybody asked for ranks, so that its imports are done when they do."""
         if self._starter is None:
-            self._starter = self._fork_starter(with_torch=with_torch)
+            self._starter = self._fork_starter(with_torch=with_torch, source=source)
 
     def handle(self, command: messages.HostCommand, body: bytes) -> None:
         """Carry out a command. `body` is its encoding, which is passed on to ranks as it came."""
@@ -247,12 +247,14 @@ class HostAgent:
         except (OSError, StartError) as error:
             self._starter_failed(str(error))
 
-    def _fork_starter(self, *, with_torch: bool) -> ForkStarter:
+    def _fork_starter(self, *, with_torch: bool, source: str | None = None) -> ForkStarter:
         return ForkStarter(
             self._loop,
             self._exited,
             self._starter_failed,
             with_torch=with_torch,
+            listen=f"{self._folder}/h{self._host}-fork.sock",
+            source=source,
         )
 
     def _starter_failed(self, reason: str) -> None:

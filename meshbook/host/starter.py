@@ -88,22 +88,39 @@ class ForkStarter:
     """Ranks forked from `meshbook.rank.forkserver`, started at once so that its imports overlap with all else."""
 
     def __init__(
-        self, loop: Loop, on_exit: Callable[[int, int], None], on_failure: Callable[[str], None], *, with_torch: bool
+        self,
+        loop: Loop,
+        on_exit: Callable[[int, int], None],
+        on_failure: Callable[[str], None],
+        *,
+        with_torch: bool,
+        listen: str,
+        source: str | None = None,
     ) -> None:
+        """
+        Args:
+            listen: where the server can be asked to branch off one for another mesh.
+            source: where such a one listens already; it is asked instead of starting an interpreter, if it lives.
+        """
         self._loop, self._on_exit, self._on_failure = loop, on_exit, on_failure
         self.with_torch = with_torch
         self.ready_s: float | None = None
         self._started: list[Callable[[int], None]] = []
         self._closing = False
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "meshbook.rank.forkserver", str(theirs.fileno())]
-                + ([] if with_torch else ["--no-torch"]),
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                env=rank_environment(),
-            )
+        self._process: subprocess.Popen[bytes] | None = None
+        branch = _branch_of(source, listen) if source else None
+        if branch is not None:
+            self._socket = branch
+        else:
+            self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "meshbook.rank.forkserver", str(theirs.fileno()), listen]
+                    + ([] if with_torch else ["--no-torch"]),
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    env=rank_environment(),
+                )
         self._socket.setblocking(False)
         loop.watch_fd(self._socket.fileno(), self._readable)
 
@@ -125,6 +142,14 @@ class ForkStarter:
     def close(self) -> None:
         self._closing = True
         self._loop.unwatch(self._socket.fileno())
+        if self._process is None:  # not our child: its end of the socket tells of its end
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_WR)
+                self._socket.settimeout(2)
+                while self._socket.recv(birth.MAX_BIRTH_BYTES):
+                    pass
+            self._socket.close()
+            return
         self._socket.close()  # the server ends when it reads the end of file, and its children with it
         try:
             self._process.wait(2)
@@ -152,7 +177,8 @@ class ForkStarter:
             if not data:
                 self._loop.unwatch(self._socket.fileno())
                 if not self._closing:
-                    self._on_failure(f"the fork server ended with status {self._process.wait()}")
+                    how = f" with status {self._process.wait()}" if self._process is not None else ""
+                    self._on_failure(f"the fork server ended{how}")
                 return
             match birth.fork_reports.decode(data):
                 case birth.ForkServerReady(seconds=seconds):
@@ -233,6 +259,19 @@ class FreshStarter:
         if self._poll_timer is not None:
             self._poll_timer.cancel()
         self._poll_timer = self._loop.call_later(0.2, self._poll)
+
+
+def _branch_of(source: str, listen: str) -> socket.socket | None:
+    """A connection to a new branch of the fork server that listens at `source`; None: there is none any more."""
+    branch = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        branch.settimeout(2)
+        branch.connect(source)
+        branch.send(birth.encoder.encode(birth.Branch(environment=rank_environment(), listen=listen)))
+    except OSError:
+        branch.close()
+        return None
+    return branch
 
 
 def rank_environment() -> dict[str, str]:

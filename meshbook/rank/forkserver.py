@@ -36,7 +36,7 @@ _WARM = (
 )
 
 
-def serve(fd: int, *, with_torch: bool) -> NoReturn:
+def serve(fd: int, *, with_torch: bool, listen: str) -> NoReturn:
     """Fork on request until the host's end of the socket closes."""
     started = time.monotonic()
     host = socket.socket(fileno=fd)
@@ -54,12 +54,29 @@ def serve(fd: int, *, with_torch: bool) -> NoReturn:
         import torch
 
         torch.set_num_threads(1)  # a pool that exists here would be a pool of dead threads in every child
-    children = _watch_children()
     gc.collect()
     gc.freeze()  # the collector must not write to the shared pages
     host.send(birth.encoder.encode(birth.ForkServerReady(time.monotonic() - started)))
+    _fork_for(host, _listen(listen), _rank_main)
+
+
+def _listen(path: str) -> socket.socket:
+    """Where other meshes of the same user may have this server branch off one for them, instead of importing all of it
+    again. Its folder lets nobody else in."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    listener.bind(path)
+    listener.listen(16)
+    return listener
+
+
+def _fork_for(host: socket.socket, listener: socket.socket, _rank_main: object) -> NoReturn:
+    children = _watch_children()
     while True:
-        readable, _, _ = select.select([host.fileno(), children], [], [])
+        readable, _, _ = select.select([host.fileno(), children, listener.fileno()], [], [])
+        if listener.fileno() in readable:
+            _branch(host, listener, _rank_main)
         if children in readable:
             with contextlib.suppress(BlockingIOError):
                 os.read(children, 4096)
@@ -75,6 +92,31 @@ def serve(fd: int, *, with_torch: bool) -> NoReturn:
             for descriptor in descriptors:
                 os.close(descriptor)
             host.send(birth.encoder.encode(birth.Forked(pid)))
+
+
+def _branch(host: socket.socket, listener: socket.socket, rank_main: object) -> None:
+    """A fork server for another mesh. It is nobody's child, and ends when that mesh's host lets go of it."""
+    connection, _ = listener.accept()
+    first = os.fork()
+    if first:
+        connection.close()
+        os.waitpid(first, 0)
+        return
+    try:
+        if os.fork() == 0:
+            signal.set_wakeup_fd(-1)
+            host.close()
+            listener.close()
+            told = birth.branches.decode(connection.recv(birth.MAX_BIRTH_BYTES))
+            os.environ.clear()
+            os.environ.update(told.environment)
+            own = _listen(told.listen)
+            connection.send(birth.encoder.encode(birth.ForkServerReady(0.0)))
+            _fork_for(connection, own, rank_main)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
 
 
 def _watch_children() -> int:
@@ -124,7 +166,7 @@ def _in_child(rank_main: object, host: socket.socket, command: birth.ForkCommand
 def main() -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
-    serve(int(sys.argv[1]), with_torch="--no-torch" not in sys.argv)
+    serve(int(sys.argv[1]), with_torch="--no-torch" not in sys.argv, listen=sys.argv[2])
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ def serve(arguments: list[str]) -> None:
     parser.add_argument("--owner")
     parser.add_argument("--listen")
     parser.add_argument("--light", action="store_true")  # warm up a fork server without torch
+    parser.add_argument("--source")  # a fork server to branch off
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     folder: Path = options.folder
@@ -31,7 +32,13 @@ def serve(arguments: list[str]) -> None:
         keys.mark_starting(folder, os.getpid())
         token = keys.new_token()
         driver = Driver(
-            folder, options.name, token, address=options.listen, owner=options.owner, light=options.light
+            folder,
+            options.name,
+            token,
+            address=options.listen,
+            owner=options.owner,
+            light=options.light,
+            source=options.source,
         )
         keys.write_connection(folder, driver.connection)
     except (MeshbookError, OSError) as error:

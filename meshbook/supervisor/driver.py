@@ -43,9 +43,17 @@ class Driver:
     """A mesh's supervisor, until `run()` returns."""
 
     def __init__(
-        self, folder: Path, name: str, token: str, *, address: str | None, owner: str | None, light: bool = False
+        self,
+        folder: Path,
+        name: str,
+        token: str,
+        *,
+        address: str | None,
+        owner: str | None,
+        light: bool = False,
+        source: str | None = None,
     ) -> None:
-        self._folder, self._token, self._light = folder, token, light
+        self._folder, self._token, self._light, self._source = folder, token, light, source
         self._loop = Loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         clock = SystemClock()
@@ -100,7 +108,7 @@ class Driver:
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda *_: self._loop.call_later(0, lambda: self._shut_down("it was told to end")))
         if self._agent is not None:
-            self._agent.warm_up(with_torch=not self._light)
+            self._agent.warm_up(with_torch=not self._light, source=self._source)
         # Who started us may have died before saying hello: an empty mesh is an orphan from the start.
         self._carry_out([s.Alarm("orphan 0", s.ORPHAN_TTL_S)])
         self._loop.run()

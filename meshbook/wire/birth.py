@@ -37,6 +37,13 @@ class ForkStore(Struct, tag=True, frozen=True):
     """Fork the process that serves the TCPStore. One descriptor comes along: it writes its port there, in decimal."""
 
 
+class Branch(Struct, tag=True, frozen=True):
+    """First word to a fork server at its listening socket: be one for me too, in a process of its own."""
+
+    environment: dict[str, str]
+    listen: str  # where the new one listens in turn
+
+
 class ForkServerReady(Struct, tag=True, frozen=True):
     """The imports are done."""
 
@@ -62,4 +69,5 @@ MAX_BIRTH_BYTES = 1 << 20
 encoder = msgspec.msgpack.Encoder()
 fork_commands = msgspec.msgpack.Decoder(ForkCommand)
 fork_reports = msgspec.msgpack.Decoder(ForkReport)
+branches = msgspec.msgpack.Decoder(Branch)
 births = msgspec.msgpack.Decoder(RankBirth)

@@ -20,7 +20,7 @@ class Counter(Actor):
             raise ValueError("no such start")
         self.count = start
         self.seen: list[Any] = []
-        self.cleaned = False
+        self.gate = threading.Event()
 
     @endpoint
     def add(self, by: int = 1) -> int:
@@ -56,6 +56,12 @@ class Counter(Actor):
     @endpoint
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
+
+    @endpoint
+    def hold(self) -> None:
+        """Until the gate is set, from beside."""
+        self.gate.wait(20)
+        self.gate.clear()
 
     @endpoint
     def die(self, only: int | None = None) -> None:
@@ -173,3 +179,39 @@ class Tidy(Actor):
     def __cleanup__(self, exc: Exception | None) -> None:
         with open(f"{self.path}.{current_rank().rank}", "w") as file:
             file.write(str(exc))
+
+
+class Founder(Actor):
+    """Starts processes of its own, and a child by fork."""
+
+    @endpoint
+    def found(self) -> list[int]:
+        from meshbook.actors.procs import this_host, this_proc
+
+        procs = this_host().spawn_procs({"n": 2}, name="colony")
+        answers = list(procs.spawn("settlers", Counter).add.call(3).get(20).values())
+        procs.stop().get(20)
+        beside = this_proc().spawn("beside", Counter, 1)
+        return [*answers, beside.add.call_one().get(20)]
+
+    @endpoint
+    def fork(self) -> int:
+        """A child that outlives this process, holding what it inherited, until the pipe's other end is closed."""
+        self.read, self.write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(self.write)
+            os.read(self.read, 1)
+            time.sleep(3)
+            os._exit(0)
+        return os.getpid()
+
+    @endpoint
+    def big(self, size: int) -> bytes:
+        return bytes(size)
+
+    @endpoint
+    def held(self) -> int:
+        from meshbook.actors.runtime.post import here
+
+        return here().parcels.pool.used_bytes

@@ -131,6 +131,24 @@ def test_a_tensor_that_was_made_in_shared_memory_is_not_moved(owner: OtherProces
     assert read(buffer).sum() == 600
 
 
+@pytest.mark.gpu
+def test_a_cuda_tensor_is_read_and_written_from_another_process() -> None:
+    with OtherProcess() as owner:
+        owner.ask(OWNER)
+        buffer = owner.ask("t = torch.arange(8., device='cuda')[2:]; buffer = Buffer(t); buffer")
+        assert buffer.backend == "cuda ipc"
+        assert read(buffer).tolist() == [2, 3, 4, 5, 6, 7]
+        on_gpu = torch.zeros(6, device="cuda")
+        buffer.read_into(on_gpu).get(TIMEOUT_S)
+        assert on_gpu.tolist() == [2, 3, 4, 5, 6, 7]
+        buffer.write_from(10 * on_gpu[:2], offset=4).get(TIMEOUT_S)
+        assert owner.ask("t.tolist()") == [2, 20, 30, 5, 6, 7]
+        del on_gpu
+        owner.ask("buffer.drop().get()")
+        with pytest.raises(TransferError, match="was dropped"):
+            read(buffer)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What is gone
 

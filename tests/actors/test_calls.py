@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import operator
 import threading
 from typing import Any
@@ -18,7 +19,7 @@ from meshbook.actors.runtime.ports import Channel
 from meshbook.actors.shape import Point
 from meshbook.actors.values import Accumulator
 from meshbook.errors import MeshTimeout, TransferError
-from tests.actors.cast import Counter, Gate, Tidy
+from tests.actors.cast import Counter, Founder, Gate, Tidy
 
 WAIT_S = 20
 
@@ -183,3 +184,22 @@ def test_an_exception_in_init_is_every_calls_answer(procs: ProcMesh) -> None:
         broken.add.call().get(WAIT_S)
     with pytest.raises(SupervisionError, match="no such start"):
         broken.initialized.get(WAIT_S)
+
+
+def test_an_actor_can_start_processes_and_actors_of_its_own(procs: ProcMesh) -> None:
+    founder = procs.slice(gpus=0).spawn("founder", Founder)
+    assert founder.found.call_one().get(WAIT_S) == [3, 3, 2]
+
+
+def test_an_answer_that_nobody_asks_for_is_let_go_of(procs: ProcMesh) -> None:
+    founder = procs.slice(gpus=1).spawn("founder", Founder)
+    dropped = founder.big.call_one(1 << 20)
+    assert founder.held.call_one().get(WAIT_S) > 1 << 20  # it has come, for answers keep their order
+    del dropped
+    tick = threading.Event()
+    for _ in range(200):
+        gc.collect()
+        if not founder.held.call_one().get(WAIT_S):
+            break
+        tick.wait(0.02)
+    assert founder.held.call_one().get(WAIT_S) == 0

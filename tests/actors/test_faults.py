@@ -18,7 +18,7 @@ from meshbook.actors import client
 from meshbook.actors.procs import ProcMesh, this_host
 from meshbook.actors.runtime import life as lives
 from meshbook.actors.runtime.faults import ActorStopped, MeshFailure, SupervisionError
-from tests.actors.cast import Boss, Counter, Gate
+from tests.actors.cast import Boss, Counter, Founder, Gate
 
 WAIT_S = 20
 
@@ -177,3 +177,14 @@ def test_a_hook_of_the_users_own_is_asked_instead(doomed: ProcMesh, monkeypatch:
     assert heard[0].mesh_name == "counters"
     assert client.unhandled_fault_hook is not heard.append
     assert counters.slice(gpus=1).add.call_one().get(WAIT_S) == 1
+
+
+def test_a_forked_child_does_not_hide_the_end_of_its_parent(doomed: ProcMesh, unhandled: list[MeshFailure]) -> None:
+    founder = doomed.slice(gpus=0).spawn("founder", Founder)
+    pid = founder.fork.call_one().get(WAIT_S)
+    waiting = doomed.slice(gpus=0).spawn("waiting", Counter).sleep.call_one(60)
+    began = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(SupervisionError, match="is lost"):
+        waiting.get(WAIT_S)
+    assert time.monotonic() - began < 2.5  # the child lives for 3 s

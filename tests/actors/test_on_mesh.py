@@ -80,20 +80,32 @@ def test_stop_ends_the_wait_and_the_actor_goes_on(counters: Any) -> None:
     press = threading.Timer(0.1, signal.pthread_kill, [main, signal.SIGINT])
     press.start()
     with pytest.raises(KeyboardInterrupt):
-        counters.sleep.call(0.5).get(WAIT_S)
+        counters.hold.call().get(WAIT_S)
+    counters._apply_now(_set_gate).get(WAIT_S)
     assert len(counters.add.call(0).get(WAIT_S)) == 2
 
 
+def _set_gate(actor: Any) -> None:
+    actor.gate.set()
+
+
 def test_rows_say_what_each_actor_does(mesh: Any, counters: Any) -> None:
-    busy = counters.slice(dp=0).sleep.call(0.6)
+    busy = counters.slice(dp=0).hold.call()
     counters.slice(dp=0).note.broadcast("waits")
-    rows = {row["rank"]: row for row in meshes.survey(mesh) if row["actor"] == "counters"}
-    assert rows[0]["running"] == "sleep"
+    counters.slice(dp=1).add.call(0).get(WAIT_S)
+    tick = threading.Event()
+    for _ in range(500):  # it has to take the message up first
+        rows = {row["rank"]: row for row in meshes.survey(mesh) if row["actor"] == "counters"}
+        if rows[0]["running"]:
+            break
+        tick.wait(0.02)
+    assert rows[0]["running"] == "hold"
     assert rows[0]["mailbox"] == 1
     assert rows[0]["class"] == "Counter"
     assert rows[1]["running"] is None
     assert rows[1]["state"] == "living"
     assert rows[1]["messages"] > 0
+    counters.slice(dp=0)._apply_now(_set_gate).get(WAIT_S)
     busy.get(WAIT_S)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import signal
 import threading
 import time
 import traceback
@@ -27,7 +26,7 @@ from meshbook.actors.runtime.futures import MUST_NOT_WAIT
 from meshbook.actors.runtime.parcels import NONE
 from meshbook.actors.runtime.peer import PeerGone
 from meshbook.actors.runtime.ports import Port
-from meshbook.actors.runtime.post import encode
+from meshbook.actors.runtime.post import encode, for_user_code
 from meshbook.actors.shape import Extent, Point
 from meshbook.errors import TransferError
 from meshbook.wire import messages
@@ -110,7 +109,7 @@ class Cabin:
     # ---- the thread
 
     def _live(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the main thread's, for Stop
+        for_user_code()
         peer, word = self._born_of
         try:
             Class, args, kwargs, home = self.life.post.parcels.unpack(peer, None, word.payload)

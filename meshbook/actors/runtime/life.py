@@ -13,7 +13,7 @@ from meshbook.actors.runtime.cabin import Cabin, addressed
 from meshbook.actors.runtime.context import Home
 from meshbook.actors.runtime.parcels import NONE
 from meshbook.actors.runtime.peer import PeerGone
-from meshbook.actors.runtime.post import Post, encode, here
+from meshbook.actors.runtime.post import Post, encode, for_user_code, here
 from meshbook.wire import messages
 
 _REMEMBERED = 1000  # actors that have ended, whose late callers are told how
@@ -73,6 +73,7 @@ class Life:
 
     def _call_now(self, cabin: Cabin, peer: Any, word: messages.CallActor) -> None:
         """Beside whatever the actor is doing."""
+        for_user_code()
         try:
             (function, *args), kwargs = self.post.parcels.unpack(peer, word.plain, word.payload)
             value = function(cabin.actor, *args, **kwargs)

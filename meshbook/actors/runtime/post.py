@@ -73,6 +73,15 @@ class News:
         return f"its process (pid {address.pid}) {how or 'has ended'}"
 
 
+def for_user_code() -> None:
+    """Make this thread one that user code may run on.
+
+    Threads inherit the signals that their maker has blocked, and so do processes: the child of a thread that blocks
+    SIGCHLD would never hear of its own children's end. Only SIGINT stays blocked: it is the main thread's, for Stop.
+    """
+    signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT})
+
+
 class Expected(Protocol):
     """Who waits for answers under a number."""
 
@@ -306,9 +315,20 @@ class Post:
 
     # ---- the end
 
+    def drop_inherited(self) -> None:
+        """After a fork, in the child: it is nobody that others know."""
+        self._closed = True
+        for peer in self._connections:
+            peer.gone = "this is another process"
+            peer.socket.close()
+        self._listener.close()
+        for fd in (self._wake_read, self._wake_write):
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
     def close(self) -> None:
         """Leave. Other processes see this one as ended; open calls fail."""
-        if self._closed:
+        if self._closed or self.address.pid != os.getpid():
             return
         self.farewell("its program has ended")
         self._closed = True
@@ -345,6 +365,15 @@ def _remove(node: str) -> None:
     if isinstance(place, str):
         with contextlib.suppress(OSError):
             os.unlink(place)
+
+
+def _forked() -> None:
+    """In a child that user code has forked: a socket that it holds would keep others from hearing of our end."""
+    if _post is not None:
+        _post.drop_inherited()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def farewell() -> None:
