@@ -260,7 +260,8 @@ class Executor:
         return pickling.load(payload, reader=self.reader, resolve=self._resolve)
 
     def _resolve(self, reference: str) -> Any:
-        """The rank's own object for a handle that came among the arguments: `name:x`, `ref:<call>`, or `tensor:<engine>#<id>`."""
+        """The rank's own object for a handle that came among the arguments: `name:x`, `ref:<call>`, or
+        `tensor:<engine>#<id>`."""
         kind, _, key = reference.partition(":")
         if kind == "ref":
             if key not in self._kept:

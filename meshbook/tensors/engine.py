@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import msgspec
@@ -135,6 +135,8 @@ class Engine:
         Raises:
             RankLost, NotAttached: nobody is left to run it.
         """
+        if self._ended is not None:
+            raise self._ended.with_traceback(None)
         pending = self._pending
         if self.freed:
             self._free_ids()
@@ -192,17 +194,18 @@ class Engine:
 
     def _check(self) -> None:
         if self._ended is not None:
-            raise self._ended
+            raise self._ended.with_traceback(None)
         if self.session.ended is not None:
             self.session.check()
         lost = [rank for rank in self.session.lost if rank in self.ranks]
         if lost:
-            raise RankLost(
-                f"{name_ranks(lost)} {'is' if len(lost) == 1 else 'are'} gone, and with {'it' if len(lost) == 1 else 'them'} "
-                "a part of every tensor of this mesh; make them anew on a new mesh",
+            self._ended = RankLost(
+                f"{name_ranks(lost)} {'is' if len(lost) == 1 else 'are'} gone, and with that a part of every tensor of "
+                "this mesh; make them anew on a new mesh",
                 ranks=lost,
                 survivors=self.session.living(self.ranks),
             )
+            raise self._ended
 
     def _send(self, fetch: messages.Fetch | None) -> tuple[messages.RunOps, Future[Any]] | None:
         """Make up a batch and send it, in one piece whatever happens."""
@@ -347,7 +350,7 @@ class Engine:
             return poisons[number][0][1]["ename"] in ("GroupBroken", "RuntimeError") and len(poisons) > 1, number
 
         number = min(poisons, key=order)
-        rank, told = poisons[number][0]
+        told = poisons[number][0][1]
         fault = self._fault(None, [rank for rank, _ in poisons[number]], told)
         failure = Failure(
             tuple(sorted(fault.ranks)), fault.ename, fault.evalue, tuple(fault.trace.rstrip().splitlines())
@@ -369,8 +372,8 @@ class Engine:
 
 
 def here() -> Where:
-    """The user's lines that lead to this operation, innermost first: code and instruction, which cost little to keep."""
-    frame = sys._getframe(2)
+    """The user's lines that lead to this operation, innermost first: code and instruction, which are cheap to keep."""
+    frame: FrameType | None = sys._getframe(2)
     found: list[tuple[CodeType, int]] = []
     known = _is_users
     while frame is not None:
@@ -382,7 +385,7 @@ def here() -> Where:
             found.append((code, frame.f_lasti))
             if len(found) == _MAX_USER_FRAMES:
                 break
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return tuple(found)
 
 
@@ -413,7 +416,7 @@ def _drained(ids: deque[int]) -> list[int]:
 
 def _weak(method: Callable[[], Any]) -> Callable[[], Any]:
     """A method whose object may go; nothing is done then."""
-    held = weakref.WeakMethod(method)  # type: ignore[type-var]
+    held = weakref.WeakMethod(method)
 
     def call() -> Any:
         alive = held()
@@ -441,5 +444,3 @@ def _send_when_idle(held: weakref.ref[Engine], woken: threading.Event) -> None:
         except MeshbookError:
             return  # told to whoever waits or goes on
         del engine
-
-

@@ -2,8 +2,8 @@
 
 Autograd, modules and optimizers of torch run here as they are; each operation they come to is sent to the ranks and
 nothing waits for it. `dispatch` is where they arrive, and the hot path of the whole: it looks the operation up by what
-it is and what its operands are like (`plan` tells what it comes to, once), names its results, and hands a list of
-numbers to the engine. Floats are carried and not part of the key, or every step's bias correction would be planned anew.
+it is and what its operands are like (`plan` tells what it comes to, once), names its results, and hands numbers to the
+engine. Floats are carried and not part of the key, or every step's bias correction would be planned anew.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RemoteTensor(torch.Tensor):
         pass
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return dispatch(func, args, kwargs)
 
     # ---- where it lies
@@ -172,10 +172,10 @@ class RemoteTensor(torch.Tensor):
         super().requires_grad_(requires_grad)
         if requires_grad and self._spec.placements is not None and not getattr(self, "_settles", False):
             self._settles = True
-            self.register_post_accumulate_grad_hook(_settle_grad)
+            self.register_post_accumulate_grad_hook(_settle_grad)  # type: ignore[no-untyped-call]
         return self
 
-    @property  # type: ignore[override]
+    @property
     def data(self) -> RemoteTensor:
         """The same tensor without autograd; assigning gives this one the other's storage."""
         return self.detach()  # type: ignore[return-value]
@@ -190,13 +190,25 @@ class RemoteTensor(torch.Tensor):
         torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
         self._spec, self._handle = other._spec, other._handle
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         from meshbook.tensors.values import describe
 
         return describe(self)
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else format(str(self), spec)
+
+    def _repr_html_(self) -> str:
+        """Which rank holds which part, in colours. Needs no data and does not wait."""
+        from meshbook.tensors.display import html_of
+
+        return html_of(self._spec.shape, self._spec.dtype, self._spec.placements, self.engine.axes)
+
+    def stats(self) -> Any:
+        """Least, greatest, mean and how many NaN: computed on the ranks. Blocks."""
+        from meshbook.tensors.display import stats
+
+        return stats(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteTensor:
         if id(self) in memo:
@@ -210,7 +222,7 @@ class RemoteTensor(torch.Tensor):
         if getattr(self, "_is_param", False):
             copied._is_param = True
         if self.grad is not None:
-            copied.grad = self.grad.__deepcopy__(memo)
+            copied.grad = self.grad.__deepcopy__(memo)  # type: ignore[no-untyped-call]
         memo[id(self)] = copied
         return copied  # type: ignore[no-any-return]
 
@@ -350,7 +362,7 @@ def perform(
     results: list[Any] = []
     for output in template.outputs:
         if output.__class__ is int:
-            results.append(tensors[output])  # type: ignore[index]
+            results.append(tensors[output])
         elif output is None:
             results.append(None)
         else:
@@ -383,7 +395,10 @@ def call(function: Callable[..., Any], engine: Engine, *args: Any) -> Any:
 
 
 def _moved_first(template: Template, func: Any, args: Any, kwargs: Any, tensors: Sequence[RemoteTensor]) -> Any:
-    moved = {id(tensors[at]): call(calls.redistribute, tensors[at].engine, tensors[at], places) for at, places in template.first}
+    moved = {
+        id(tensors[at]): call(calls.redistribute, tensors[at].engine, tensors[at], places)
+        for at, places in template.first
+    }
     args, kwargs = pytree.tree_map(lambda leaf: moved.get(id(leaf), leaf), (args, kwargs or {}))
     result = dispatch(func, args, kwargs)
     schema = getattr(func, "_schema", None)
@@ -410,8 +425,8 @@ def _check_changeable(template: Template, tensors: Sequence[RemoteTensor]) -> No
             raise NotImplementedError(
                 f"{template.name.partition('::')[2]} would change a view that the mesh could only make as a copy: the "
                 f"view cuts across a dim that lies in pieces on the ranks ({tensors[at]._spec}). Use an operation that "
-                "makes a new tensor (torch.where, index_copy, torch.cat), or first redistribute the tensor so that this "
-                "dim is whole: x = x.redistribute(...)"
+                "makes a new tensor (torch.where, index_copy, torch.cat), or first redistribute the tensor so that "
+                "this dim is whole: x = x.redistribute(...)"
             )
 
 
@@ -473,13 +488,6 @@ def _item(func: Any, args: Any, kwargs: Any) -> Any:
     return item(args[0])
 
 
-def _equal(func: Any, args: Any, kwargs: Any) -> bool:
-    one, other = args
-    if one.shape != other.shape:
-        return False
-    return bool((one == other).all().item())
-
-
 def _copy(func: Any, args: Any, kwargs: Any) -> Any:
     """copy_ into a local tensor is a fetch; into a remote one, an operation."""
     target, source = args[0], args[1]
@@ -490,169 +498,13 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
             placements = target._spec.placements
             source = upload(target.engine, source.contiguous(), placements)
             args = (target, source, *args[2:])
-        return _dispatch(func, args, kwargs)
+        return dispatch_as_is(func, args, kwargs)
     target.copy_(source.full_tensor())
     return target
 
 
-def _fill(func: Any, args: Any, kwargs: Any) -> Any:
-    """DTensor has no rule for filling with a tensor; it has one for numbers, and for copies."""
-    target, value = args
-    if not isinstance(value, RemoteTensor):
-        return target.fill_(value.item())
-    return target.copy_(value.expand(target.shape))
-
-
-def _mse(func: Any, args: Any, kwargs: Any) -> Any:
-    """The mean of each shard's elements is not the mean of all when shards differ in size."""
-    tensor, target, reduction = (*args, 1)[:3]
-    return _reduced((tensor - target).square(), reduction)
-
-
-def _reduced(losses: torch.Tensor, reduction: int) -> torch.Tensor:
-    if reduction == 0:
-        return losses
-    return losses.sum() / losses.numel() if reduction == 1 else losses.sum()
-
-
-def _share(grad: torch.Tensor, elements: int, reduction: int) -> torch.Tensor:
-    """The gradient that reaches each element's loss."""
-    return grad / elements if reduction == 1 else grad
-
-
-def _bce(func: Any, args: Any, kwargs: Any) -> Any:
-    tensor, target, weight, reduction = (*args, *(None, 1)[len(args) - 2 :])
-    losses = -(target * tensor.log().clamp(min=-100.0) + (1.0 - target) * (1.0 - tensor).log().clamp(min=-100.0))
-    return _reduced(losses if weight is None else losses * weight, reduction)
-
-
-def _bce_backward(func: Any, args: Any, kwargs: Any) -> Any:
-    grad, tensor, target, weight, reduction = (*args, *(None, 1)[len(args) - 3 :])
-    slope = (tensor - target) / ((1.0 - tensor) * tensor).clamp(min=1e-12)  # torch's own epsilon
-    slope = slope * _share(grad, _numel(tensor, target), reduction)
-    return slope if weight is None else slope * weight
-
-
-def _group_norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
-    """torch's is told sizes of the whole batch, which are not those of a shard of it."""
-    grad, tensor, mean, rstd, weight, batch, channels, spatial, groups, wanted = args
-    grouped = (batch, groups, channels // groups, spatial)
-    mean, rstd = mean.view(batch, groups, 1, 1), rstd.view(batch, groups, 1, 1)
-    normal = (tensor.reshape(grouped) - mean) * rstd
-    parts = grad.reshape(grouped)
-    scaled = parts if weight is None else parts * weight.view(1, groups, channels // groups, 1)
-    to_input = None
-    if wanted[0]:
-        level = scaled.mean((2, 3), keepdim=True)
-        slope = (scaled * normal).mean((2, 3), keepdim=True)
-        to_input = (rstd * (scaled - level - normal * slope)).reshape(tensor.shape)
-    to_weight = (parts * normal).sum((0, 3)).reshape(channels) if wanted[1] else None
-    to_bias = parts.sum((0, 3)).reshape(channels) if wanted[2] else None
-    return to_input, to_weight, to_bias
-
-
-def _allclose(func: Any, args: Any, kwargs: Any) -> bool:
-    one, other, rtol, atol, equal_nan = (*args, *(1e-5, 1e-8, False)[len(args) - 2 :])
-    named = {"rtol": rtol, "atol": atol, "equal_nan": equal_nan} | kwargs
-    return bool(torch.isclose(one, other, **named).all().item())
-
-
-def _nll(func: Any, args: Any, kwargs: Any) -> Any:
-    """The mean over shards of different size: over the whole."""
-    if args[3] != 1 or _all_even(args[0]):
-        return _dispatch(func, args, kwargs)
-    return _dispatch(func, tuple(_whole(arg) for arg in args), kwargs)
-
-
-def _nll_backward(func: Any, args: Any, kwargs: Any) -> Any:
-    if args[4] != 1 or _all_even(args[1]):
-        return _dispatch(func, args, kwargs)
-    return _dispatch(func, tuple(_whole(arg) for arg in args), kwargs)
-
-
-def _whole(arg: Any) -> Any:
-    if not isinstance(arg, RemoteTensor) or arg._spec.placements is None:
-        return arg
-    whole = (torch.distributed.tensor.Replicate(),) * len(arg._spec.placements)
-    return arg if arg._spec.placements == whole else call(calls.redistribute, arg.engine, arg, whole)
-
-
-def _all_even(tensor: RemoteTensor) -> bool:
-    return tensor._spec.placements is None or all(
-        _even(tensor, place, axis) for axis, place in enumerate(tensor._spec.placements)
-    )
-
-
-def _mse_backward(func: Any, args: Any, kwargs: Any) -> Any:
-    grad, tensor, target, reduction = args
-    return (tensor - target) * (2.0 * _share(grad, _numel(tensor, target), reduction))
-
-
-def _huber(func: Any, args: Any, kwargs: Any) -> Any:
-    tensor, target, reduction, delta = (*args, *(1, 1.0)[len(args) - 2 :])
-    off = (tensor - target).abs()
-    return _reduced(torch.where(off < delta, 0.5 * off * off, delta * (off - 0.5 * delta)), reduction)
-
-
-def _huber_backward(func: Any, args: Any, kwargs: Any) -> Any:
-    grad, tensor, target, reduction, delta = args
-    off = tensor - target
-    return off.clamp(-delta, delta) * _share(grad, _numel(tensor, target), reduction)
-
-
-def _smooth_l1(func: Any, args: Any, kwargs: Any) -> Any:
-    tensor, target, reduction, beta = (*args, *(1, 1.0)[len(args) - 2 :])
-    off = (tensor - target).abs()
-    losses = torch.where(off < beta, off * off * (0.5 / beta), off - 0.5 * beta) if beta else off
-    return _reduced(losses, reduction)
-
-
-def _smooth_l1_backward(func: Any, args: Any, kwargs: Any) -> Any:
-    grad, tensor, target, reduction, beta = args
-    off = tensor - target
-    slope = (off / beta).clamp(-1.0, 1.0) if beta else off.sign()
-    return slope * _share(grad, _numel(tensor, target), reduction)
-
-
-def _numel(tensor: torch.Tensor, target: torch.Tensor) -> int:
-    return torch.broadcast_shapes(tensor.shape, target.shape).numel()
-
-
-def _mean(func: Any, args: Any, kwargs: Any) -> Any:
-    """A mean over shards that differ in size."""
-    tensor = args[0]
-    if _all_even(tensor):
-        return _dispatch(func, args, kwargs)
-    dtype = kwargs.get("dtype")
-    if func is aten.mean.default:
-        return tensor.sum(dtype=dtype) / tensor.numel()
-    dims = args[1] if len(args) > 1 and args[1] else list(range(tensor.dim()))
-    keepdim = bool(args[2]) if len(args) > 2 else False
-    count = 1
-    for dim in dims:
-        count *= tensor.shape[dim]
-    return tensor.sum(dims, keepdim, dtype=dtype) / count
-
-
-def _even(tensor: RemoteTensor, place: Any, axis: int) -> bool:
-    if place.is_replicate() or place.is_partial():
-        return True
-    return bool(tensor.shape[place.dim] % tensor.engine.planner.mesh.size(axis) == 0)
-
-
-def _refused(way: str) -> Callable[..., Any]:
-    def refuse(func: Any, args: Any, kwargs: Any) -> Any:
-        name = calls.name_of(func).partition("::")[2].partition(".")[0]
-        raise NotImplementedError(
-            f"{name}: the shape of its result depends on the data, which is on the ranks. {way}, or take the whole "
-            f"tensor here: x.full_tensor()"
-        )
-
-    return refuse
-
-
-def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
-    """`dispatch`, for an operation that is in SPECIAL."""
+def dispatch_as_is(func: Any, args: Any, kwargs: Any) -> Any:
+    """`dispatch`, for an operation in SPECIAL that is sent after all."""
     strange = any(
         isinstance(leaf, torch.Tensor) and not isinstance(leaf, RemoteTensor)
         for leaf in pytree.tree_leaves((args, kwargs))
@@ -668,7 +520,11 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         len(args),
         *kwargs,
         *(
-            leaf._spec if isinstance(leaf, RemoteTensor) else float if leaf.__class__ is float else (leaf.__class__, leaf)
+            leaf._spec
+            if isinstance(leaf, RemoteTensor)
+            else float
+            if leaf.__class__ is float
+            else (leaf.__class__, leaf)
             for leaf in leaves
         ),
     )
@@ -681,38 +537,12 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     return perform(engine, template, func, args, kwargs, numbers, tensors, floats)
 
 
-_MASK = "Use torch.where(mask, x, other) or x * mask, which keep the shape"
-_HERE = "Run it where the data is: mesh.execute(fn, x)"
-
+# Operations that are not sent as they are: (operation, args, kwargs) -> result. `mends` adds to it.
 SPECIAL: dict[Any, Callable[[Any, Any, Any], Any]] = {
     aten.detach.default: _same,
     aten.alias.default: _same,
     aten.lift_fresh.default: _same,
     aten._local_scalar_dense.default: _item,
     aten.item.default: _item,
-    aten.equal.default: _equal,
-    aten.allclose.default: _allclose,
-    aten.binary_cross_entropy.default: _bce,
-    aten.binary_cross_entropy_backward.default: _bce_backward,
-    aten.native_group_norm_backward.default: _group_norm_backward,
-    aten.nll_loss_forward.default: _nll,
-    aten.nll_loss_backward.default: _nll_backward,
-    aten.nll_loss2d_forward.default: _nll,
-    aten.nll_loss2d_backward.default: _nll_backward,
     aten.copy_.default: _copy,
-    aten.fill_.Tensor: _fill,
-    aten.mse_loss.default: _mse,
-    aten.mse_loss_backward.default: _mse_backward,
-    aten.huber_loss.default: _huber,
-    aten.huber_loss_backward.default: _huber_backward,
-    aten.smooth_l1_loss.default: _smooth_l1,
-    aten.smooth_l1_loss_backward.default: _smooth_l1_backward,
-    aten.mean.default: _mean,
-    aten.mean.dim: _mean,
-    aten.nonzero.default: _refused(_HERE),
-    aten.masked_select.default: _refused(_MASK),
-    aten._unique2.default: _refused(_HERE),
-    aten.unique_dim.default: _refused(_HERE),
-    aten.unique_consecutive.default: _refused(_HERE),
-    aten.bincount.default: _refused(_HERE),
 }

@@ -56,8 +56,8 @@ def full_tensor(tensor: remote.RemoteTensor, *, force: bool = False) -> torch.Te
         holders = {engine.axes.ranks[0]: tuple((0, length) for length in spec.shape)}
     pieces = fetch(tensor, "parts", tuple(sorted(holders)))
     if len(holders) == 1:
-        (piece,) = pieces.values()
-        return piece.contiguous()
+        whole: torch.Tensor = next(iter(pieces.values()))
+        return whole.contiguous()
     whole = torch.empty(spec.shape, dtype=spec.dtype)
     for rank, box in holders.items():
         whole[tuple(slice(start, stop) for start, stop in box)] = pieces[rank]
@@ -107,6 +107,6 @@ def key_of(tensor: remote.RemoteTensor, session: Any) -> str:
 
 def refuse_pickling(tensor: remote.RemoteTensor) -> NoReturn:
     raise TransferError(
-        f"a RemoteTensor {tuple(tensor.shape)} lives on the ranks of {tensor.engine.session.name!r} and cannot be pickled "
-        "here; take x.full_tensor() first, or pass it to mesh.execute, where it arrives as the rank's own tensor"
+        f"a RemoteTensor {tuple(tensor.shape)} lives on the ranks of {tensor.engine.session.name!r} and cannot be "
+        "pickled here; take x.full_tensor() first, or pass it to mesh.execute, where it is the rank's own tensor"
     )

@@ -1,4 +1,4 @@
-"""The two views of a tensor on a mesh, and the ways between placements: all of them differentiable, none of them waits."""
+"""The two views of a tensor on a mesh, and the ways between placements: all differentiable, none of them waits."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _from_spec(shape: Sequence[int], axes: MeshAxes, spec: Any) -> tuple[Any, ..
         spec = [spec]
     if len(spec) > len(shape):
         raise PlacementError(
-            f"sharding_spec {list(spec)} names {len(spec)} dims, and the tensor of shape {tuple(shape)} has {len(shape)}; "
+            f"sharding_spec {list(spec)} names {len(spec)} dims, the tensor of shape {tuple(shape)} has {len(shape)}; "
             "give an axis or None per tensor dim"
         )
     found: dict[str, int] = {}
@@ -127,8 +127,8 @@ def redistribute(tensor: remote.RemoteTensor, placements: Any, sharding_spec: An
     for axis, (before, after) in enumerate(zip(now, wanted, strict=True)):
         if after.is_partial() and before != after:
             raise PlacementError(
-                f"{tensor.engine.axes.names[axis]}: {before} cannot become {after}; parts of a sum come from operations, "
-                "or from t.as_global([Partial()]) of per-rank tensors"
+                f"{tensor.engine.axes.names[axis]}: {before} cannot become {after}; parts of a sum come from "
+                "operations, or from t.as_global([Partial()]) of per-rank tensors"
             )
     if wanted == now:
         return tensor
