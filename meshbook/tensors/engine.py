@@ -43,7 +43,7 @@ _MAX_AHEAD = 32
 _IDLE_S = 0.005
 # Faults whose lines are remembered.
 _MAX_FAULTS = 1000
-_MAX_USER_FRAMES = 4
+_MAX_USER_FRAMES = 3
 
 # All that are alive, for who records without being told a mesh.
 ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -53,7 +53,8 @@ Where = tuple[tuple[CodeType, int], ...]  # code and instruction of the user's l
 _encoder = msgspec.msgpack.Encoder()
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_is_users: dict[CodeType, bool] = {}
+# Whether code is the user's, by id: a code object's own hash goes through all of it. The code is kept, so ids stay.
+_is_users: dict[int, tuple[bool, CodeType]] = {}
 
 
 class Handle:
@@ -371,17 +372,17 @@ class Engine:
 # Lines
 
 
-def here() -> Where:
+def here(depth: int = 2) -> Where:
     """The user's lines that lead to this operation, innermost first: code and instruction, which are cheap to keep."""
-    frame: FrameType | None = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(depth)
     found: list[tuple[CodeType, int]] = []
     known = _is_users
     while frame is not None:
         code = frame.f_code
-        users = known.get(code)
+        users = known.get(id(code))
         if users is None:
-            users = known[code] = not code.co_filename.startswith((_TORCH, _OURS))
-        if users:
+            users = known[id(code)] = (not code.co_filename.startswith((_TORCH, _OURS)), code)
+        if users[0]:
             found.append((code, frame.f_lasti))
             if len(found) == _MAX_USER_FRAMES:
                 break

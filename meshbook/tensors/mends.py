@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import Replicate
 
 from meshbook.rank.tensors import calls
-from meshbook.tensors.remote import SPECIAL, RemoteTensor, call, dispatch_as_is
+from meshbook.tensors.remote import RemoteTensor, Special, call, dispatch_as_is, treat
 
 aten = torch.ops.aten
 
@@ -190,7 +190,7 @@ def _refused(way: str) -> Callable[..., Any]:
 _MASK = "Use torch.where(mask, x, other) or x * mask, which keep the shape"
 _HERE = "Run it where the data is: mesh.execute(fn, x)"
 
-MENDS: dict[Any, Callable[[Any, Any, Any], Any]] = {
+MENDS: dict[Any, Special] = {
     aten.equal.default: _equal,
     aten.allclose.default: _allclose,
     aten.binary_cross_entropy.default: _bce,
@@ -216,4 +216,4 @@ MENDS: dict[Any, Callable[[Any, Any, Any], Any]] = {
     aten.unique_consecutive.default: _refused(_HERE),
     aten.bincount.default: _refused(_HERE),
 }
-SPECIAL.update(MENDS)
+treat(MENDS)

@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import signal
+import time
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.controller.mesh import Mesh, attach, create_mesh
 from meshbook.errors import CellInterrupted, OperationFailed, PlacementError, RankLost, TransferError
 from meshbook.tensors import engine as engines
 from meshbook.tensors.creation import distribute, engine_of
@@ -366,3 +367,28 @@ def test_python_does_not_run_away_from_the_ranks(mesh2: Mesh) -> None:
             os.kill(pid, signal.SIGCONT)
     assert most == engines._MAX_AHEAD
     assert x.sum().item() == 2
+
+
+def test_a_client_that_leaves_takes_its_tensors_with_it(mesh2: Mesh) -> None:
+    def num_spaces() -> set[int]:
+        return set(mesh2.execute(spaces_of_this_rank).values())
+
+    before = num_spaces()
+    other = attach(mesh2.name)
+    x = distribute(torch.ones(4), other)
+    assert x.sum().item() == 4
+    assert num_spaces() == {count + 1 for count in before}
+    other.detach()
+    deadline = time.monotonic() + 10
+    while num_spaces() != before:
+        assert time.monotonic() < deadline
+
+
+def spaces_of_this_rank() -> int:
+    """How many clients' tensors this rank holds."""
+    import gc
+
+    from meshbook.rank.tensors.engine import Space
+
+    gc.collect()
+    return sum(type(thing) is Space for thing in gc.get_objects())

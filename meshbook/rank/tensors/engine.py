@@ -197,7 +197,7 @@ class Tensors:
         return whole if names == whole.mesh_dim_names else whole[names]
 
     def drop(self, client: str) -> None:
-        """Forget what a client that is gone held."""
+        """Forget what a client that is gone held. Any thread: a batch that runs keeps its space to its end."""
         for name in [name for name in self._spaces if name.partition("|")[0] == client]:
             del self._spaces[name]
 
