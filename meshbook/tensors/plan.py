@@ -311,6 +311,7 @@ class Planner:
             or "does not have a sharding strategy" in text
             or text == f"{name.replace('::', '.')}"
             or "Meta tensors" in text
+            or text.startswith("aten.nonzero")  # of a mask among the indices
             or type(error).__name__ in ("DynamicOutputShapeException", "DataDependentOutputException")
         )
         where = f"on a mesh of {self.axes}"
