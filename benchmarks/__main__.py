@@ -20,7 +20,7 @@ from benchmarks import workbench
 from benchmarks.report import Report, verdict
 
 # Those that promises are about, cheapest first.
-SUITE = ("message_round_trip", "startup", "cell_round_trip", "stop", "bulk", "flood", "scale")
+SUITE = ("message_round_trip", "startup", "cell_round_trip", "stop", "bulk", "flood", "scale", "training")
 
 # Measurements of one part each. They print tables of their own; after them, what they are asked in a quick run.
 PARTS: dict[str, Sequence[str]] = {

@@ -22,11 +22,14 @@ import meshbook.errors
 ROOT = Path(__file__).resolve().parent.parent
 
 # Exactly these: a name that is public by accident is a promise by accident.
-PUBLIC = {"Mesh", "RankValues", "attach", "create_mesh", "errors", "exceptions", "list_meshes"}
+PUBLIC = {
+    "Mesh", "RankValues", "attach", "create_mesh", "distribute", "errors", "exceptions", "list_meshes", "module_to_mesh",
+    "record",
+}  # fmt: skip
 
 ERRORS = {
     "CellError", "CellInterrupted", "Failure", "MeshInUse", "MeshNameError", "MeshShapeError", "MeshTimeout",
-    "MeshbookError", "NotAttached", "PlacementError", "ProtocolError", "RankLost", "StartError", "TransferError",
+    "MeshbookError", "NotAttached", "OperationFailed", "PlacementError", "ProtocolError", "RankLost", "StartError", "TransferError",
     "UsageError", "ValuesDiffer", "VersionMismatch",
 }
 
@@ -37,7 +40,9 @@ MESH = {
     # running code on it
     "cell", "execute", "remote", "run",
     # moving values
-    "gather", "pull", "push", "scatter",
+    "feed", "gather", "pull", "push", "scatter",
+    # tensors on it
+    "activate",
     # its life
     "detach", "history", "interrupt", "kill", "logs", "status", "stop",
 }
