@@ -144,7 +144,9 @@ def tiny_loop(report: Report, mesh: Mesh, rounds: int, operations: int) -> float
 
 def number(report: Report, mesh: Mesh, rounds: int) -> None:
     a = distribute(torch.ones(4, 4), mesh)
-    report.add("a.sum().item()", workbench.take_turns({"": workbench.milliseconds(lambda: a.sum().item())}, rounds)[""], "ms")
+    report.add(
+        "a.sum().item()", workbench.take_turns({"": workbench.milliseconds(lambda: a.sum().item())}, rounds)[""], "ms"
+    )
     cell = workbench.milliseconds(lambda: mesh.run("pass"))
     report.add("... and mesh.run('pass') beside it", workbench.take_turns({"": cell}, rounds)[""], "ms")
 

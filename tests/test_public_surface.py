@@ -23,14 +23,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Exactly these: a name that is public by accident is a promise by accident.
 PUBLIC = {
-    "Mesh", "RankValues", "attach", "create_mesh", "distribute", "errors", "exceptions", "list_meshes", "module_to_mesh",
-    "record",
+    "Mesh", "RankValues", "attach", "create_mesh", "distribute", "errors", "exceptions", "list_meshes",
+    "module_to_mesh", "record",
 }  # fmt: skip
 
 ERRORS = {
     "CellError", "CellInterrupted", "Failure", "MeshInUse", "MeshNameError", "MeshShapeError", "MeshTimeout",
-    "MeshbookError", "NotAttached", "OperationFailed", "PlacementError", "ProtocolError", "RankLost", "StartError", "TransferError",
-    "UsageError", "ValuesDiffer", "VersionMismatch",
+    "MeshbookError", "NotAttached", "OperationFailed", "PlacementError", "ProtocolError", "RankLost", "StartError",
+    "TransferError", "UsageError", "ValuesDiffer", "VersionMismatch",
 }
 
 # At least these, on every mesh and slice of one.

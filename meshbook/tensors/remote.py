@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from meshbook.controller.mesh import Mesh
 from meshbook.rank.tensors import calls
+from meshbook.tensors import values, views
 from meshbook.tensors.engine import Engine, Handle, here
 from meshbook.tensors.plan import Spec, Template
 
@@ -24,8 +25,6 @@ aten = torch.ops.aten
 
 # A local tensor among the operands is sent along up to this size; larger ones had better be sent once.
 SEND_ALONG_BYTES = 1 << 20
-# Above it, `full_tensor()` asks whether it is meant.
-FULL_TENSOR_BYTES = 1 << 30
 
 _make = torch.Tensor._make_wrapper_subclass
 # Seeds fit a float, which is how they travel.
@@ -93,9 +92,7 @@ class RemoteTensor(torch.Tensor):
             OperationFailed: it could not be computed.
             RankLost: a rank that held a part is gone.
         """
-        from meshbook.tensors.values import full_tensor
-
-        return full_tensor(self, force=force)
+        return values.full_tensor(self, force=force)
 
     def local(self, rank: int) -> torch.Tensor:
         """What one rank holds of it, here, as it is there: a shard, a copy, or an unreduced part. Blocks.
@@ -106,9 +103,7 @@ class RemoteTensor(torch.Tensor):
         Raises:
             MeshShapeError: it is not in this tensor's mesh.
         """
-        from meshbook.tensors.values import local
-
-        return local(self, rank)
+        return values.local(self, rank)
 
     def tolist(self) -> Any:
         """Its numbers as (nested) lists. Blocks."""
@@ -132,21 +127,15 @@ class RemoteTensor(torch.Tensor):
             placements: torch's, one per axis of the mesh.
             sharding_spec: or, per tensor dim, the axis (or axes) that it is cut over: `["dp", None]`.
         """
-        from meshbook.tensors.views import redistribute
-
-        return redistribute(self, placements, sharding_spec)
+        return views.redistribute(self, placements, sharding_spec)
 
     def as_global(self, placements: Sequence[Any]) -> RemoteTensor:
         """The ranks' own tensors seen as pieces of one: the same storage. Does not wait."""
-        from meshbook.tensors.views import as_global
-
-        return as_global(self, placements)
+        return views.as_global(self, placements)
 
     def as_local(self) -> RemoteTensor:
         """Each rank's own piece: the same storage. Does not wait."""
-        from meshbook.tensors.views import as_local
-
-        return as_local(self)
+        return views.as_local(self)
 
     def reduce(self, axis: str, op: str = "sum") -> RemoteTensor:
         """Per-rank tensors reduced over an axis: every rank along it gets the result. Does not wait.
@@ -154,15 +143,11 @@ class RemoteTensor(torch.Tensor):
         Args:
             op: "sum", "avg", "max", "min" or "product".
         """
-        from meshbook.tensors.views import reduce
-
-        return reduce(self, axis, op)
+        return views.reduce(self, axis, op)
 
     def slice_mesh(self, **which: int) -> RemoteTensor:
         """What the ranks at these places hold, on every rank: `t.slice_mesh(dp=0)`. Per-rank view. Does not wait."""
-        from meshbook.tensors.views import slice_mesh
-
-        return slice_mesh(self, which)
+        return views.slice_mesh(self, which)
 
     # ---- how torch's own names fit
 
@@ -191,9 +176,7 @@ class RemoteTensor(torch.Tensor):
         self._spec, self._handle = other._spec, other._handle
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        from meshbook.tensors.values import describe
-
-        return describe(self)
+        return values.describe(self)
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else format(str(self), spec)
@@ -227,15 +210,15 @@ class RemoteTensor(torch.Tensor):
         return copied  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        from meshbook.tensors.values import refuse_pickling
+        values.refuse_pickling(self)
 
-        refuse_pickling(self)
+    def _run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """A function of ours (`rank.tensors.calls`) as an operation, below autograd."""
+        return call(function, self._spec.engine, *args)
 
     def _meshbook_key(self, session: Any) -> str:
         """What names this tensor to the ranks, where it is among the things that are sent to them."""
-        from meshbook.tensors.values import key_of
-
-        return key_of(self, session)
+        return values.key_of(self, session)
 
 
 def _settle_grad(leaf: Any) -> None:
@@ -496,9 +479,7 @@ def _same(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _item(func: Any, args: Any, kwargs: Any) -> Any:
-    from meshbook.tensors.values import item
-
-    return item(args[0])
+    return values.item(args[0])
 
 
 def _copy(func: Any, args: Any, kwargs: Any) -> Any:

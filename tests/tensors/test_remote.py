@@ -54,7 +54,7 @@ def test_numbers_of_sums_in_parts_are_of_the_whole(mesh22: Mesh) -> None:
 
 
 def test_a_whole_tensor_that_is_large_is_brought_on_demand_only(mesh2: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshbook.tensors.remote.FULL_TENSOR_BYTES", 1000)
+    monkeypatch.setattr("meshbook.tensors.values.FULL_TENSOR_BYTES", 1000)
     x = distribute(torch.ones(1000), mesh2, [Shard(0)])
     with pytest.raises(MemoryError, match=r"force=True"):
         x.full_tensor()
