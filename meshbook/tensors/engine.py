@@ -41,6 +41,8 @@ _SMALL_BATCH, _LARGE_BATCH = 64, 256
 _MAX_AHEAD = 32
 # Seconds after the last operation before a batch that is not full is sent all the same.
 _IDLE_S = 0.005
+# Ids that nobody holds any more are told to the ranks so many at a time: each word costs, each tensor is memory there.
+_FREE_AT_ONCE = 16
 # Faults whose lines are remembered.
 _MAX_FAULTS = 1000
 _MAX_USER_FRAMES = 3
@@ -139,7 +141,7 @@ class Engine:
         if self._ended is not None:
             raise self._ended.with_traceback(None)
         pending = self._pending
-        if self.freed:
+        if len(self.freed) >= _FREE_AT_ONCE:
             self._free_ids()
         pending.append((numbers, where))
         size = len(pending)
@@ -238,7 +240,7 @@ class Engine:
                     self._number, [where for _, where in taken], templates, freed, command
                 )
                 self._number += len(taken)
-                self.num_ops += len(taken)
+                self.num_ops += sum(1 for numbers, _ in taken if numbers[0])
                 self.num_batches += 1
                 future = self.session.connection.request(command)
             except BaseException:
