@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils import _pytree as pytree
@@ -180,6 +180,12 @@ class RemoteTensor(torch.Tensor):
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else format(str(self), spec)
+
+    def share_memory_(self) -> NoReturn:  # torch's own would look for memory that is not here, and end the process
+        raise NotImplementedError("a remote tensor has no memory here to share; take x.full_tensor() first")
+
+    def is_shared(self) -> bool:
+        return False
 
     def _repr_html_(self) -> str:
         """Which rank holds which part, in colours. Needs no data and does not wait."""

@@ -10,7 +10,8 @@ import torch
 from torch.distributed.tensor import Shard
 
 import meshbook
-from meshbook.controller.mesh import Mesh
+from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.errors import RankLost
 from meshbook.tensors.creation import engine_of
 from tests.tensors import gpt
 
@@ -229,3 +230,18 @@ def test_forgetting_leaves_nothing_on_the_ranks(mesh2: Mesh) -> None:
     step.forget()
     assert players(mesh2) == []
     assert step(x).item() == 8.0
+
+
+def test_a_rank_that_dies_in_a_recorded_step_is_told_at_the_next_wait() -> None:
+    with create_mesh({"dp": 2}) as mesh:
+        x = meshbook.distribute(torch.ones(64, 64), mesh, [Shard(0)])
+
+        @meshbook.record
+        def step(x: Any) -> Any:
+            return (x @ x.T).sum()
+
+        for _ in range(3):
+            assert step(x).item() == 64.0**3
+        mesh.kill([1])
+        with pytest.raises(RankLost, match="rank 1"):
+            step(x).item()

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 FREE = 0  # the template number that lets go of ids
 
+# Who else keeps things for a client; called with its name when it is gone, from any thread.
+ON_DROP: list[Callable[[str], None]] = []
+
 # Seconds that a rank waits to hear whether the others had the same fault before it takes them for stuck without it.
 _SAME_FAULT_S = 1.0
 
@@ -200,6 +203,8 @@ class Tensors:
         """Forget what a client that is gone held. Any thread: a batch that runs keeps its space to its end."""
         for name in [name for name in self._spaces if name.partition("|")[0] == client]:
             del self._spaces[name]
+        for forget in ON_DROP:
+            forget(client)
 
     def resolve(self, key: str) -> Any:
         """The tensor behind a handle that came among arguments: "<engine>#<id>"."""
