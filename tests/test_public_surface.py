@@ -29,8 +29,8 @@ PUBLIC = {
 
 ERRORS = {
     "CellError", "CellInterrupted", "Failure", "MeshInUse", "MeshNameError", "MeshShapeError", "MeshTimeout",
-    "MeshbookError", "NotAttached", "PlacementError", "ProtocolError", "RankLost", "StartError", "TransferError",
-    "UsageError", "ValuesDiffer", "VersionMismatch",
+    "MeshbookError", "NotAttached", "OperationFailed", "PlacementError", "ProtocolError", "RankLost", "StartError",
+    "TransferError", "UsageError", "ValuesDiffer", "VersionMismatch",
 }
 
 # At least these, on every mesh and slice of one.
@@ -40,13 +40,13 @@ MESH = {
     # running code on it
     "cell", "execute", "remote", "run",
     # moving values
-    "gather", "pull", "push", "scatter",
-    # actors on it
-    "actors", "spawn",
+    "feed", "gather", "pull", "push", "scatter",
+    # tensors and actors on it
+    "activate", "actors", "spawn",
     # its life
     "detach", "history", "interrupt", "kill", "logs", "status", "stop",
     # what it says of itself
-    "health", "memory", "metrics", "stacks", "why",
+    "dashboard", "health", "memory", "metrics", "stacks", "why",
 }
 
 # Slow to import, and each needed by some user only or not before the first mesh: not paid for by `import meshbook`.

@@ -114,7 +114,7 @@ class Mesh:
     def __getitem__(self, key: str) -> RemoteValue: ...
 
     def __getitem__(self, key: Any) -> Any:
-        """`mesh["x"]`: a handle to the ranks' `x`; a RemoteTensor where every rank has one alike, with the same storage.
+        """`mesh["x"]`: a handle to the ranks' `x`; a RemoteTensor, with its storage, where every rank has one alike.
         `mesh[0]`, `mesh[1:3]`: a part, along the first axis.
 
         Raises:

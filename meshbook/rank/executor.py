@@ -298,6 +298,11 @@ class Executor:
         for segment in segments:
             self.pool.release(segment)
 
+    def drop_client(self, client: str) -> None:
+        """Forget the remote tensors of a client that is gone."""
+        if self._tensors is not None:
+            self._tensors.drop(client)
+
     # ---- asking the user
 
     def ask(self, prompt: str, password: bool) -> str:

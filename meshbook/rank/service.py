@@ -172,8 +172,10 @@ class Service:
                 self._executor.stop(target)
             case messages.Unblock(reason=reason, interrupt=interrupt):
                 self._executor.unblock(reason, interrupt=interrupt)
-            case messages.Release(refs=refs, segments=segments):
+            case messages.Release(refs=refs, segments=segments, client=client):
                 self._executor.release(refs, segments)
+                if client is not None:
+                    self._executor.drop_client(client)
             case messages.TakeSnapshots():
                 self._snap(socket, command)
             case messages.Exit():

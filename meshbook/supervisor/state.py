@@ -56,6 +56,7 @@ class Client:
     pid: int
     observer: bool
     orphan_ttl_s: float
+    has_tensors: bool = False
 
 
 @dataclass
@@ -169,6 +170,9 @@ class State:
                     answer = messages.ReplyInput(target=call.id, rank=rank, text=None)  # type: ignore[arg-type]
                     steps.append(ToHosts(self._hosts((rank,)), answer))
                 call.asking.clear()
+        left = tuple(rank for rank in sorted(self._ranks) if rank not in self._exited)
+        if client.has_tensors and left:
+            steps.append(ToHosts(self._hosts(left), messages.Release(ranks=left, client=client_id)))
         if not client.observer and all(other.observer for other in self._clients.values()):
             self._orphaned += 1
             steps.append(Alarm(f"orphan {self._orphaned}", client.orphan_ttl_s))
@@ -393,6 +397,7 @@ class State:
         label = getattr(command, "label", "") or type(command).__name__
         call = self._open(command.call, client.id, label, command.ranks, now)
         call.main_thread = not isinstance(command, messages.QUESTIONS)
+        client.has_tensors = client.has_tensors or isinstance(command, messages.RunOps)
         if isinstance(command, messages.RunCell) and not command.silent:
             self._num_cells += 1
             call.entry = HistoryEntry(

@@ -15,13 +15,14 @@ from meshbook.controller.remote import RemoteValue, tensor_at
 from meshbook.errors import MeshShapeError, PlacementError
 from meshbook.placement import parse_placements
 from meshbook.rank.tensors import calls
-from meshbook.tensors import remote
+from meshbook.tensors import mends, remote
 from meshbook.tensors.engine import Engine, Handle, here
 from meshbook.tensors.plan import contiguous
 from meshbook.tensors.views import placements_of
 from meshbook.wire.messages import TensorMeta
 
 _making = threading.Lock()
+assert mends.MENDS  # imported so that they are in place before the first tensor is
 
 
 def engine_of(mesh: Mesh) -> Engine:
@@ -89,19 +90,17 @@ def distribute(
     return made
 
 
-class activate(TorchDispatchMode):
+class activate(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """`with mesh.activate():` tensors that are made inside, `torch.rand(3, 4)`, are made on every rank, one each."""
 
     def __init__(self, mesh: Mesh) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._engine = engine_of(mesh)
 
     def __enter__(self) -> Any:
         return super().__enter__()  # type: ignore[no-untyped-call]
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         super().__exit__(kind, error, tb)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import msgspec
@@ -41,9 +41,11 @@ _SMALL_BATCH, _LARGE_BATCH = 64, 256
 _MAX_AHEAD = 32
 # Seconds after the last operation before a batch that is not full is sent all the same.
 _IDLE_S = 0.005
+# Ids that nobody holds any more are told to the ranks so many at a time: each word costs, each tensor is memory there.
+_FREE_AT_ONCE = 16
 # Faults whose lines are remembered.
 _MAX_FAULTS = 1000
-_MAX_USER_FRAMES = 4
+_MAX_USER_FRAMES = 3
 
 # All that are alive, for who records without being told a mesh.
 ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -53,7 +55,8 @@ Where = tuple[tuple[CodeType, int], ...]  # code and instruction of the user's l
 _encoder = msgspec.msgpack.Encoder()
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_is_users: dict[CodeType, bool] = {}
+# Whether code is the user's, by id: a code object's own hash goes through all of it. The code is kept, so ids stay.
+_is_users: dict[int, tuple[bool, CodeType]] = {}
 
 
 class Handle:
@@ -135,8 +138,10 @@ class Engine:
         Raises:
             RankLost, NotAttached: nobody is left to run it.
         """
+        if self._ended is not None:
+            raise self._ended.with_traceback(None)
         pending = self._pending
-        if self.freed:
+        if len(self.freed) >= _FREE_AT_ONCE:
             self._free_ids()
         pending.append((numbers, where))
         size = len(pending)
@@ -192,17 +197,18 @@ class Engine:
 
     def _check(self) -> None:
         if self._ended is not None:
-            raise self._ended
+            raise self._ended.with_traceback(None)
         if self.session.ended is not None:
             self.session.check()
         lost = [rank for rank in self.session.lost if rank in self.ranks]
         if lost:
-            raise RankLost(
-                f"{name_ranks(lost)} {'is' if len(lost) == 1 else 'are'} gone, and with {'it' if len(lost) == 1 else 'them'} "
-                "a part of every tensor of this mesh; make them anew on a new mesh",
+            self._ended = RankLost(
+                f"{name_ranks(lost)} {'is' if len(lost) == 1 else 'are'} gone, and with that a part of every tensor of "
+                "this mesh; make them anew on a new mesh",
                 ranks=lost,
                 survivors=self.session.living(self.ranks),
             )
+            raise self._ended
 
     def _send(self, fetch: messages.Fetch | None) -> tuple[messages.RunOps, Future[Any]] | None:
         """Make up a batch and send it, in one piece whatever happens."""
@@ -234,7 +240,7 @@ class Engine:
                     self._number, [where for _, where in taken], templates, freed, command
                 )
                 self._number += len(taken)
-                self.num_ops += len(taken)
+                self.num_ops += sum(1 for numbers, _ in taken if numbers[0])
                 self.num_batches += 1
                 future = self.session.connection.request(command)
             except BaseException:
@@ -347,7 +353,7 @@ class Engine:
             return poisons[number][0][1]["ename"] in ("GroupBroken", "RuntimeError") and len(poisons) > 1, number
 
         number = min(poisons, key=order)
-        rank, told = poisons[number][0]
+        told = poisons[number][0][1]
         fault = self._fault(None, [rank for rank, _ in poisons[number]], told)
         failure = Failure(
             tuple(sorted(fault.ranks)), fault.ename, fault.evalue, tuple(fault.trace.rstrip().splitlines())
@@ -368,21 +374,21 @@ class Engine:
 # Lines
 
 
-def here() -> Where:
-    """The user's lines that lead to this operation, innermost first: code and instruction, which cost little to keep."""
-    frame = sys._getframe(2)
+def here(depth: int = 2) -> Where:
+    """The user's lines that lead to this operation, innermost first: code and instruction, which are cheap to keep."""
+    frame: FrameType | None = sys._getframe(depth)
     found: list[tuple[CodeType, int]] = []
     known = _is_users
     while frame is not None:
         code = frame.f_code
-        users = known.get(code)
+        users = known.get(id(code))
         if users is None:
-            users = known[code] = not code.co_filename.startswith((_TORCH, _OURS))
-        if users:
+            users = known[id(code)] = (not code.co_filename.startswith((_TORCH, _OURS)), code)
+        if users[0]:
             found.append((code, frame.f_lasti))
             if len(found) == _MAX_USER_FRAMES:
                 break
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return tuple(found)
 
 
@@ -413,7 +419,7 @@ def _drained(ids: deque[int]) -> list[int]:
 
 def _weak(method: Callable[[], Any]) -> Callable[[], Any]:
     """A method whose object may go; nothing is done then."""
-    held = weakref.WeakMethod(method)  # type: ignore[type-var]
+    held = weakref.WeakMethod(method)
 
     def call() -> Any:
         alive = held()
@@ -441,5 +447,3 @@ def _send_when_idle(held: weakref.ref[Engine], woken: threading.Event) -> None:
         except MeshbookError:
             return  # told to whoever waits or goes on
         del engine
-
-

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup, _register_process_group
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -46,8 +46,12 @@ _SCANS = {
 
 
 # torch's words for what Meshbook says in the mesh's.
-_UNEVEN = re.compile(r"output dimension (?P<dim>\d+) \(size (?P<length>\d+)\) is not evenly divisible by mesh dimension (?P<axis>\d+)")
-_ALONG = re.compile(r"along the sharded dimension|without redistribution, which is disallowed|redistribute the tensor before")
+_UNEVEN = re.compile(
+    r"output dimension (?P<dim>\d+) \(size (?P<length>\d+)\) is not evenly divisible by mesh dimension (?P<axis>\d+)"
+)
+_ALONG = re.compile(
+    r"along the sharded dimension|without redistribution, which is disallowed|redistribute the tensor before"
+)
 
 # Convolutions, and which of their tensors is the image; the weight is the next.
 _CONVOLUTIONS = {aten.convolution.default: 0, aten.convolution_backward.default: 1}
@@ -154,7 +158,8 @@ class Planner:
             step *= max(local[dim], 1)
         piece = torch.empty_strided(local, strides, dtype=spec.dtype, device="meta")
         meta = TensorMeta(torch.Size(spec.shape), tuple(spec.stride), spec.dtype)
-        return DTensor(piece, DTensorSpec(self.mesh, spec.placements, tensor_meta=meta), requires_grad=False)
+        place = DTensorSpec(self.mesh, spec.placements, tensor_meta=meta)
+        return DTensor(piece, place, requires_grad=False)  # type: ignore[no-untyped-call]
 
     def plan(self, function: Any, args: Any, kwargs: dict[str, Any], inputs: Sequence[Any]) -> Template:
         """What this operation comes to.
@@ -173,10 +178,11 @@ class Planner:
                     f"{name_of(function)} has operands of two meshes, {self.axes} and {tensor._spec.engine.axes}; "
                     "bring one over: meshbook.distribute(x.full_tensor(), mesh, ...)"
                 )
+        # A PlacementError, for Python would take a TypeError for "try the other operand".
         views = {tensor._spec.placements is None for tensor in inputs}
         if len(views) > 1:
             operands = ", ".join(repr(tensor._spec) for tensor in inputs[:4])
-            raise TypeError(
+            raise PlacementError(
                 f"{name_of(function)} has a per-rank tensor and a global one ({operands}); make them alike with "
                 "t.as_global(placements) or t.as_local()"
             )
@@ -257,7 +263,9 @@ class Planner:
         mutates = _mutated(function, args, kwargs, inputs)
         is_view, copied = _sharing(function, inputs, empties, flat)
         seeded = torch.Tag.nondeterministic_seeded in getattr(function, "tags", ()) and bool(inputs or flat)
-        returns = ("list" if isinstance(results, list) else "tuple") if several else "none" if results is None else "one"
+        returns = (
+            ("list" if isinstance(results, list) else "tuple") if several else "none" if results is None else "one"
+        )
         single = outputs[0] if returns == "one" and isinstance(outputs[0], Spec) else None
 
         def placeholder(leaf: Any) -> Any:
@@ -303,6 +311,7 @@ class Planner:
             or "does not have a sharding strategy" in text
             or text == f"{name.replace('::', '.')}"
             or "Meta tensors" in text
+            or text.startswith("aten.nonzero")  # of a mask among the indices
             or type(error).__name__ in ("DynamicOutputShapeException", "DataDependentOutputException")
         )
         where = f"on a mesh of {self.axes}"
@@ -325,8 +334,8 @@ class Planner:
             )
         if _ALONG.search(text) is not None:
             return PlacementError(
-                f"{plain} of {operands} {where} goes along a dim that is cut; redistribute the tensor first so that the "
-                "dim is whole: x.redistribute(...)"
+                f"{plain} of {operands} {where} goes along a dim that is cut; redistribute the tensor first so that "
+                "the dim is whole: x.redistribute(...)"
             )
         text = f"{text} ({plain} of {operands} {where})"
         try:
@@ -441,16 +450,16 @@ def _as_rank_0() -> Iterator[None]:
     with contextlib.ExitStack() as patches:
         if not dist.is_initialized():
             for module in (dist, device_mesh):
-                patches.enter_context(mock.patch.object(module, "get_rank", lambda group=None: 0))
-            patches.enter_context(mock.patch.object(dist, "get_world_size", lambda group=None: 1))
+                patches.enter_context(mock.patch.object(module, "get_rank", return_value=0))
+            patches.enter_context(mock.patch.object(dist, "get_world_size", return_value=1))
         yield
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees whether ranks would speak to each other."""
 
     def __init__(self, function: Any) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.communicates = False
         self._function = function
         schema = getattr(function, "_schema", None)
@@ -491,12 +500,13 @@ def _empty_mesh(axes: MeshAxes) -> DeviceMesh:
         _init_backend=False,
         _rank=0,
     )
-    names, groups = [], []
+    names: list[Any] = []
+    groups = []
     for size in axes.shape or (1,):
-        group = dist.ProcessGroup(0, size)
-        backend = FakeProcessGroup._create_internal(0, size)  # type: ignore[attr-defined]
+        group: Any = dist.ProcessGroup(0, size)  # type: ignore[call-arg]
+        backend = FakeProcessGroup._create_internal(0, size)
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
-        name = f"meshbook-plan-{next(_group_numbers)}"
+        name: Any = f"meshbook-plan-{next(_group_numbers)}"
         group._set_group_name(name)
         _register_process_group(name, group)
         names.append(name)
@@ -511,7 +521,9 @@ def local_shape(shape: Sequence[int], placements: Sequence[Any], axes: MeshAxes,
     return tuple(stop - start for start, stop in spans_of(shape, placements, axes, place))
 
 
-def spans_of(shape: Sequence[int], placements: Sequence[Any], axes: MeshAxes, place: int) -> tuple[tuple[int, int], ...]:
+def spans_of(
+    shape: Sequence[int], placements: Sequence[Any], axes: MeshAxes, place: int
+) -> tuple[tuple[int, int], ...]:
     """The box that the rank at that place holds."""
     from meshbook.placement import Replicate as Whole
 
@@ -537,5 +549,3 @@ def words_of(placements: Sequence[Any] | None) -> str:
     if placements is None:
         return "per rank"
     return f"({', '.join(str(place) for place in placements)})"
-
-

@@ -2,21 +2,22 @@
 
 Autograd, modules and optimizers of torch run here as they are; each operation they come to is sent to the ranks and
 nothing waits for it. `dispatch` is where they arrive, and the hot path of the whole: it looks the operation up by what
-it is and what its operands are like (`plan` tells what it comes to, once), names its results, and hands a list of
-numbers to the engine. Floats are carried and not part of the key, or every step's bias correction would be planned anew.
+it is and what its operands are like (`plan` tells what it comes to, once), names its results, and hands numbers to the
+engine. Floats are carried and not part of the key, or every step's bias correction would be planned anew.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils import _pytree as pytree
 
 from meshbook.controller.mesh import Mesh
 from meshbook.rank.tensors import calls
+from meshbook.tensors import values, views
 from meshbook.tensors.engine import Engine, Handle, here
 from meshbook.tensors.plan import Spec, Template
 
@@ -24,8 +25,6 @@ aten = torch.ops.aten
 
 # A local tensor among the operands is sent along up to this size; larger ones had better be sent once.
 SEND_ALONG_BYTES = 1 << 20
-# Above it, `full_tensor()` asks whether it is meant.
-FULL_TENSOR_BYTES = 1 << 30
 
 _make = torch.Tensor._make_wrapper_subclass
 # Seeds fit a float, which is how they travel.
@@ -54,7 +53,7 @@ class RemoteTensor(torch.Tensor):
         pass
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return dispatch(func, args, kwargs)
 
     # ---- where it lies
@@ -93,9 +92,7 @@ class RemoteTensor(torch.Tensor):
             OperationFailed: it could not be computed.
             RankLost: a rank that held a part is gone.
         """
-        from meshbook.tensors.values import full_tensor
-
-        return full_tensor(self, force=force)
+        return values.full_tensor(self, force=force)
 
     def local(self, rank: int) -> torch.Tensor:
         """What one rank holds of it, here, as it is there: a shard, a copy, or an unreduced part. Blocks.
@@ -106,9 +103,7 @@ class RemoteTensor(torch.Tensor):
         Raises:
             MeshShapeError: it is not in this tensor's mesh.
         """
-        from meshbook.tensors.values import local
-
-        return local(self, rank)
+        return values.local(self, rank)
 
     def tolist(self) -> Any:
         """Its numbers as (nested) lists. Blocks."""
@@ -132,21 +127,15 @@ class RemoteTensor(torch.Tensor):
             placements: torch's, one per axis of the mesh.
             sharding_spec: or, per tensor dim, the axis (or axes) that it is cut over: `["dp", None]`.
         """
-        from meshbook.tensors.views import redistribute
-
-        return redistribute(self, placements, sharding_spec)
+        return views.redistribute(self, placements, sharding_spec)
 
     def as_global(self, placements: Sequence[Any]) -> RemoteTensor:
         """The ranks' own tensors seen as pieces of one: the same storage. Does not wait."""
-        from meshbook.tensors.views import as_global
-
-        return as_global(self, placements)
+        return views.as_global(self, placements)
 
     def as_local(self) -> RemoteTensor:
         """Each rank's own piece: the same storage. Does not wait."""
-        from meshbook.tensors.views import as_local
-
-        return as_local(self)
+        return views.as_local(self)
 
     def reduce(self, axis: str, op: str = "sum") -> RemoteTensor:
         """Per-rank tensors reduced over an axis: every rank along it gets the result. Does not wait.
@@ -154,15 +143,11 @@ class RemoteTensor(torch.Tensor):
         Args:
             op: "sum", "avg", "max", "min" or "product".
         """
-        from meshbook.tensors.views import reduce
-
-        return reduce(self, axis, op)
+        return views.reduce(self, axis, op)
 
     def slice_mesh(self, **which: int) -> RemoteTensor:
         """What the ranks at these places hold, on every rank: `t.slice_mesh(dp=0)`. Per-rank view. Does not wait."""
-        from meshbook.tensors.views import slice_mesh
-
-        return slice_mesh(self, which)
+        return views.slice_mesh(self, which)
 
     # ---- how torch's own names fit
 
@@ -172,10 +157,10 @@ class RemoteTensor(torch.Tensor):
         super().requires_grad_(requires_grad)
         if requires_grad and self._spec.placements is not None and not getattr(self, "_settles", False):
             self._settles = True
-            self.register_post_accumulate_grad_hook(_settle_grad)
+            self.register_post_accumulate_grad_hook(_settle_grad)  # type: ignore[no-untyped-call]
         return self
 
-    @property  # type: ignore[override]
+    @property
     def data(self) -> RemoteTensor:
         """The same tensor without autograd; assigning gives this one the other's storage."""
         return self.detach()  # type: ignore[return-value]
@@ -190,13 +175,29 @@ class RemoteTensor(torch.Tensor):
         torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
         self._spec, self._handle = other._spec, other._handle
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        from meshbook.tensors.values import describe
-
-        return describe(self)
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return values.describe(self)
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else format(str(self), spec)
+
+    def share_memory_(self) -> NoReturn:  # torch's own would look for memory that is not here, and end the process
+        raise NotImplementedError("a remote tensor has no memory here to share; take x.full_tensor() first")
+
+    def is_shared(self) -> bool:
+        return False
+
+    def _repr_html_(self) -> str:
+        """Which rank holds which part, in colours. Needs no data and does not wait."""
+        from meshbook.tensors.display import html_of
+
+        return html_of(self._spec.shape, self._spec.dtype, self._spec.placements, self.engine.axes)
+
+    def stats(self) -> Any:
+        """Least, greatest, mean and how many NaN: computed on the ranks. Blocks."""
+        from meshbook.tensors.display import stats
+
+        return stats(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteTensor:
         if id(self) in memo:
@@ -210,27 +211,26 @@ class RemoteTensor(torch.Tensor):
         if getattr(self, "_is_param", False):
             copied._is_param = True
         if self.grad is not None:
-            copied.grad = self.grad.__deepcopy__(memo)
+            copied.grad = self.grad.__deepcopy__(memo)  # type: ignore[no-untyped-call]
         memo[id(self)] = copied
         return copied  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        from meshbook.tensors.values import refuse_pickling
+        values.refuse_pickling(self)
 
-        refuse_pickling(self)
+    def _run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """A function of ours (`rank.tensors.calls`) as an operation, below autograd."""
+        return call(function, self._spec.engine, *args)
 
     def _meshbook_key(self, session: Any) -> str:
         """What names this tensor to the ranks, where it is among the things that are sent to them."""
-        from meshbook.tensors.values import key_of
-
-        return key_of(self, session)
+        return values.key_of(self, session)
 
 
 def _settle_grad(leaf: Any) -> None:
     grad, wanted = leaf.grad, leaf._spec.placements
     if isinstance(grad, RemoteTensor) and grad._spec.placements not in (None, wanted):
-        with torch.no_grad():
-            leaf.grad = call(calls.redistribute, grad.engine, grad, wanted)
+        leaf.grad = call(calls.redistribute, grad.engine, grad, wanted)
 
 
 def wrap(spec: Spec, handle: Handle, requires_grad: bool = False) -> RemoteTensor:
@@ -255,10 +255,11 @@ def wrap(spec: Spec, handle: Handle, requires_grad: bool = False) -> RemoteTenso
 
 def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation on the ranks; returns at once."""
-    special = SPECIAL.get(func)
+    which = id(func)  # an operator's own hash is computed in Python; operators live for ever
+    special = SPECIAL.get(which)
     if special is not None:
         return special(func, args, kwargs or {})
-    key: list[Any] = [func]
+    key: list[Any] = [which]
     numbers: list[Any] = [0]
     tensors: list[RemoteTensor] = []
     floats: list[float] = []
@@ -307,7 +308,20 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         template = engine.cache[found] = engine.planner.plan(func, args, kwargs or {}, tensors)
         if template.body:
             engine.add_template(template.body)
-    return perform(engine, template, func, args, kwargs, numbers, tensors, floats)
+    spec = template.single
+    if spec is None or template.special:
+        return perform(engine, template, func, args, kwargs, numbers, tensors, floats)
+    numbers[0] = template.number  # what `perform` does, for the common case: one new tensor, nothing to look out for
+    result = _make(
+        RemoteTensor, spec.shape, strides=spec.stride, storage_offset=spec.offset, dtype=spec.dtype, device=spec.device
+    )
+    result._spec = spec
+    result._handle = handle = Handle(engine.next_id(), engine.free)
+    numbers.append(handle.id)
+    if floats:
+        numbers += floats
+    engine.emit(numbers, here(1))
+    return result
 
 
 def perform(
@@ -350,7 +364,7 @@ def perform(
     results: list[Any] = []
     for output in template.outputs:
         if output.__class__ is int:
-            results.append(tensors[output])  # type: ignore[index]
+            results.append(tensors[output])
         elif output is None:
             results.append(None)
         else:
@@ -383,7 +397,10 @@ def call(function: Callable[..., Any], engine: Engine, *args: Any) -> Any:
 
 
 def _moved_first(template: Template, func: Any, args: Any, kwargs: Any, tensors: Sequence[RemoteTensor]) -> Any:
-    moved = {id(tensors[at]): call(calls.redistribute, tensors[at].engine, tensors[at], places) for at, places in template.first}
+    moved = {
+        id(tensors[at]): call(calls.redistribute, tensors[at].engine, tensors[at], places)
+        for at, places in template.first
+    }
     args, kwargs = pytree.tree_map(lambda leaf: moved.get(id(leaf), leaf), (args, kwargs or {}))
     result = dispatch(func, args, kwargs)
     schema = getattr(func, "_schema", None)
@@ -410,8 +427,8 @@ def _check_changeable(template: Template, tensors: Sequence[RemoteTensor]) -> No
             raise NotImplementedError(
                 f"{template.name.partition('::')[2]} would change a view that the mesh could only make as a copy: the "
                 f"view cuts across a dim that lies in pieces on the ranks ({tensors[at]._spec}). Use an operation that "
-                "makes a new tensor (torch.where, index_copy, torch.cat), or first redistribute the tensor so that this "
-                "dim is whole: x = x.redistribute(...)"
+                "makes a new tensor (torch.where, index_copy, torch.cat), or first redistribute the tensor so that "
+                "this dim is whole: x = x.redistribute(...)"
             )
 
 
@@ -468,16 +485,7 @@ def _same(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _item(func: Any, args: Any, kwargs: Any) -> Any:
-    from meshbook.tensors.values import item
-
-    return item(args[0])
-
-
-def _equal(func: Any, args: Any, kwargs: Any) -> bool:
-    one, other = args
-    if one.shape != other.shape:
-        return False
-    return bool((one == other).all().item())
+    return values.item(args[0])
 
 
 def _copy(func: Any, args: Any, kwargs: Any) -> Any:
@@ -490,169 +498,13 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
             placements = target._spec.placements
             source = upload(target.engine, source.contiguous(), placements)
             args = (target, source, *args[2:])
-        return _dispatch(func, args, kwargs)
+        return dispatch_as_is(func, args, kwargs)
     target.copy_(source.full_tensor())
     return target
 
 
-def _fill(func: Any, args: Any, kwargs: Any) -> Any:
-    """DTensor has no rule for filling with a tensor; it has one for numbers, and for copies."""
-    target, value = args
-    if not isinstance(value, RemoteTensor):
-        return target.fill_(value.item())
-    return target.copy_(value.expand(target.shape))
-
-
-def _mse(func: Any, args: Any, kwargs: Any) -> Any:
-    """The mean of each shard's elements is not the mean of all when shards differ in size."""
-    tensor, target, reduction = (*args, 1)[:3]
-    return _reduced((tensor - target).square(), reduction)
-
-
-def _reduced(losses: torch.Tensor, reduction: int) -> torch.Tensor:
-    if reduction == 0:
-        return losses
-    return losses.sum() / losses.numel() if reduction == 1 else losses.sum()
-
-
-def _share(grad: torch.Tensor, elements: int, reduction: int) -> torch.Tensor:
-    """The gradient that reaches each element's loss."""
-    return grad / elements if reduction == 1 else grad
-
-
-def _bce(func: Any, args: Any, kwargs: Any) -> Any:
-    tensor, target, weight, reduction = (*args, *(None, 1)[len(args) - 2 :])
-    losses = -(target * tensor.log().clamp(min=-100.0) + (1.0 - target) * (1.0 - tensor).log().clamp(min=-100.0))
-    return _reduced(losses if weight is None else losses * weight, reduction)
-
-
-def _bce_backward(func: Any, args: Any, kwargs: Any) -> Any:
-    grad, tensor, target, weight, reduction = (*args, *(None, 1)[len(args) - 3 :])
-    slope = (tensor - target) / ((1.0 - tensor) * tensor).clamp(min=1e-12)  # torch's own epsilon
-    slope = slope * _share(grad, _numel(tensor, target), reduction)
-    return slope if weight is None else slope * weight
-
-
-def _group_norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
-    """torch's is told sizes of the whole batch, which are not those of a shard of it."""
-    grad, tensor, mean, rstd, weight, batch, channels, spatial, groups, wanted = args
-    grouped = (batch, groups, channels // groups, spatial)
-    mean, rstd = mean.view(batch, groups, 1, 1), rstd.view(batch, groups, 1, 1)
-    normal = (tensor.reshape(grouped) - mean) * rstd
-    parts = grad.reshape(grouped)
-    scaled = parts if weight is None else parts * weight.view(1, groups, channels // groups, 1)
-    to_input = None
-    if wanted[0]:
-        level = scaled.mean((2, 3), keepdim=True)
-        slope = (scaled * normal).mean((2, 3), keepdim=True)
-        to_input = (rstd * (scaled - level - normal * slope)).reshape(tensor.shape)
-    to_weight = (parts * normal).sum((0, 3)).reshape(channels) if wanted[1] else None
-    to_bias = parts.sum((0, 3)).reshape(channels) if wanted[2] else None
-    return to_input, to_weight, to_bias
-
-
-def _allclose(func: Any, args: Any, kwargs: Any) -> bool:
-    one, other, rtol, atol, equal_nan = (*args, *(1e-5, 1e-8, False)[len(args) - 2 :])
-    named = {"rtol": rtol, "atol": atol, "equal_nan": equal_nan} | kwargs
-    return bool(torch.isclose(one, other, **named).all().item())
-
-
-def _nll(func: Any, args: Any, kwargs: Any) -> Any:
-    """The mean over shards of different size: over the whole."""
-    if args[3] != 1 or _all_even(args[0]):
-        return _dispatch(func, args, kwargs)
-    return _dispatch(func, tuple(_whole(arg) for arg in args), kwargs)
-
-
-def _nll_backward(func: Any, args: Any, kwargs: Any) -> Any:
-    if args[4] != 1 or _all_even(args[1]):
-        return _dispatch(func, args, kwargs)
-    return _dispatch(func, tuple(_whole(arg) for arg in args), kwargs)
-
-
-def _whole(arg: Any) -> Any:
-    if not isinstance(arg, RemoteTensor) or arg._spec.placements is None:
-        return arg
-    whole = (torch.distributed.tensor.Replicate(),) * len(arg._spec.placements)
-    return arg if arg._spec.placements == whole else call(calls.redistribute, arg.engine, arg, whole)
-
-
-def _all_even(tensor: RemoteTensor) -> bool:
-    return tensor._spec.placements is None or all(
-        _even(tensor, place, axis) for axis, place in enumerate(tensor._spec.placements)
-    )
-
-
-def _mse_backward(func: Any, args: Any, kwargs: Any) -> Any:
-    grad, tensor, target, reduction = args
-    return (tensor - target) * (2.0 * _share(grad, _numel(tensor, target), reduction))
-
-
-def _huber(func: Any, args: Any, kwargs: Any) -> Any:
-    tensor, target, reduction, delta = (*args, *(1, 1.0)[len(args) - 2 :])
-    off = (tensor - target).abs()
-    return _reduced(torch.where(off < delta, 0.5 * off * off, delta * (off - 0.5 * delta)), reduction)
-
-
-def _huber_backward(func: Any, args: Any, kwargs: Any) -> Any:
-    grad, tensor, target, reduction, delta = args
-    off = tensor - target
-    return off.clamp(-delta, delta) * _share(grad, _numel(tensor, target), reduction)
-
-
-def _smooth_l1(func: Any, args: Any, kwargs: Any) -> Any:
-    tensor, target, reduction, beta = (*args, *(1, 1.0)[len(args) - 2 :])
-    off = (tensor - target).abs()
-    losses = torch.where(off < beta, off * off * (0.5 / beta), off - 0.5 * beta) if beta else off
-    return _reduced(losses, reduction)
-
-
-def _smooth_l1_backward(func: Any, args: Any, kwargs: Any) -> Any:
-    grad, tensor, target, reduction, beta = args
-    off = tensor - target
-    slope = (off / beta).clamp(-1.0, 1.0) if beta else off.sign()
-    return slope * _share(grad, _numel(tensor, target), reduction)
-
-
-def _numel(tensor: torch.Tensor, target: torch.Tensor) -> int:
-    return torch.broadcast_shapes(tensor.shape, target.shape).numel()
-
-
-def _mean(func: Any, args: Any, kwargs: Any) -> Any:
-    """A mean over shards that differ in size."""
-    tensor = args[0]
-    if _all_even(tensor):
-        return _dispatch(func, args, kwargs)
-    dtype = kwargs.get("dtype")
-    if func is aten.mean.default:
-        return tensor.sum(dtype=dtype) / tensor.numel()
-    dims = args[1] if len(args) > 1 and args[1] else list(range(tensor.dim()))
-    keepdim = bool(args[2]) if len(args) > 2 else False
-    count = 1
-    for dim in dims:
-        count *= tensor.shape[dim]
-    return tensor.sum(dims, keepdim, dtype=dtype) / count
-
-
-def _even(tensor: RemoteTensor, place: Any, axis: int) -> bool:
-    if place.is_replicate() or place.is_partial():
-        return True
-    return bool(tensor.shape[place.dim] % tensor.engine.planner.mesh.size(axis) == 0)
-
-
-def _refused(way: str) -> Callable[..., Any]:
-    def refuse(func: Any, args: Any, kwargs: Any) -> Any:
-        name = calls.name_of(func).partition("::")[2].partition(".")[0]
-        raise NotImplementedError(
-            f"{name}: the shape of its result depends on the data, which is on the ranks. {way}, or take the whole "
-            f"tensor here: x.full_tensor()"
-        )
-
-    return refuse
-
-
-def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
-    """`dispatch`, for an operation that is in SPECIAL."""
+def dispatch_as_is(func: Any, args: Any, kwargs: Any) -> Any:
+    """`dispatch`, for an operation in SPECIAL that is sent after all."""
     strange = any(
         isinstance(leaf, torch.Tensor) and not isinstance(leaf, RemoteTensor)
         for leaf in pytree.tree_leaves((args, kwargs))
@@ -668,7 +520,11 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         len(args),
         *kwargs,
         *(
-            leaf._spec if isinstance(leaf, RemoteTensor) else float if leaf.__class__ is float else (leaf.__class__, leaf)
+            leaf._spec
+            if isinstance(leaf, RemoteTensor)
+            else float
+            if leaf.__class__ is float
+            else (leaf.__class__, leaf)
             for leaf in leaves
         ),
     )
@@ -681,38 +537,24 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     return perform(engine, template, func, args, kwargs, numbers, tensors, floats)
 
 
-_MASK = "Use torch.where(mask, x, other) or x * mask, which keep the shape"
-_HERE = "Run it where the data is: mesh.execute(fn, x)"
+Special = Callable[[Any, Any, Any], Any]  # (operation, args, kwargs) -> result
 
-SPECIAL: dict[Any, Callable[[Any, Any, Any], Any]] = {
-    aten.detach.default: _same,
-    aten.alias.default: _same,
-    aten.lift_fresh.default: _same,
-    aten._local_scalar_dense.default: _item,
-    aten.item.default: _item,
-    aten.equal.default: _equal,
-    aten.allclose.default: _allclose,
-    aten.binary_cross_entropy.default: _bce,
-    aten.binary_cross_entropy_backward.default: _bce_backward,
-    aten.native_group_norm_backward.default: _group_norm_backward,
-    aten.nll_loss_forward.default: _nll,
-    aten.nll_loss_backward.default: _nll_backward,
-    aten.nll_loss2d_forward.default: _nll,
-    aten.nll_loss2d_backward.default: _nll_backward,
-    aten.copy_.default: _copy,
-    aten.fill_.Tensor: _fill,
-    aten.mse_loss.default: _mse,
-    aten.mse_loss_backward.default: _mse_backward,
-    aten.huber_loss.default: _huber,
-    aten.huber_loss_backward.default: _huber_backward,
-    aten.smooth_l1_loss.default: _smooth_l1,
-    aten.smooth_l1_loss_backward.default: _smooth_l1_backward,
-    aten.mean.default: _mean,
-    aten.mean.dim: _mean,
-    aten.nonzero.default: _refused(_HERE),
-    aten.masked_select.default: _refused(_MASK),
-    aten._unique2.default: _refused(_HERE),
-    aten.unique_dim.default: _refused(_HERE),
-    aten.unique_consecutive.default: _refused(_HERE),
-    aten.bincount.default: _refused(_HERE),
-}
+# Operations that are not sent as they are, by the operator's id.
+SPECIAL: dict[int, Special] = {}
+
+
+def treat(table: dict[Any, Special]) -> None:
+    """Have these operations done by these functions."""
+    SPECIAL.update({id(operator): function for operator, function in table.items()})
+
+
+treat(
+    {
+        aten.detach.default: _same,
+        aten.alias.default: _same,
+        aten.lift_fresh.default: _same,
+        aten._local_scalar_dense.default: _item,
+        aten.item.default: _item,
+        aten.copy_.default: _copy,
+    }
+)

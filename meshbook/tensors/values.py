@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from meshbook.errors import MeshShapeError, TransferError
-from meshbook.tensors import remote
 from meshbook.tensors.plan import spans_of, words_of
 from meshbook.wire import messages
 
+if TYPE_CHECKING:
+    from meshbook.tensors import remote
+
+# Above it, `full_tensor()` asks whether it is meant.
+FULL_TENSOR_BYTES = 1 << 30
 # A repr fetches tensors of up to this many elements; larger ones are described only.
 _SHOWN_ELEMENTS = 1000
 
@@ -40,7 +44,7 @@ def full_tensor(tensor: remote.RemoteTensor, *, force: bool = False) -> torch.Te
     engine, spec = tensor.engine, tensor._spec
     copies = engine.axes.size if spec.placements is None else 1
     size = tensor.numel() * tensor.element_size() * copies
-    if size > remote.FULL_TENSOR_BYTES and not force:
+    if size > FULL_TENSOR_BYTES and not force:
         raise MemoryError(
             f"the whole tensor of shape {tuple(tensor.shape)} has {size / (1 << 30):.1f} GiB; full_tensor(force=True) "
             "brings it all the same, t.local(rank) one rank's part, t[:10].full_tensor() a slice"
@@ -56,8 +60,8 @@ def full_tensor(tensor: remote.RemoteTensor, *, force: bool = False) -> torch.Te
         holders = {engine.axes.ranks[0]: tuple((0, length) for length in spec.shape)}
     pieces = fetch(tensor, "parts", tuple(sorted(holders)))
     if len(holders) == 1:
-        (piece,) = pieces.values()
-        return piece.contiguous()
+        whole: torch.Tensor = next(iter(pieces.values()))
+        return whole.contiguous()
     whole = torch.empty(spec.shape, dtype=spec.dtype)
     for rank, box in holders.items():
         whole[tuple(slice(start, stop) for start, stop in box)] = pieces[rank]
@@ -107,6 +111,6 @@ def key_of(tensor: remote.RemoteTensor, session: Any) -> str:
 
 def refuse_pickling(tensor: remote.RemoteTensor) -> NoReturn:
     raise TransferError(
-        f"a RemoteTensor {tuple(tensor.shape)} lives on the ranks of {tensor.engine.session.name!r} and cannot be pickled "
-        "here; take x.full_tensor() first, or pass it to mesh.execute, where it arrives as the rank's own tensor"
+        f"a RemoteTensor {tuple(tensor.shape)} lives on the ranks of {tensor.engine.session.name!r} and cannot be "
+        "pickled here; take x.full_tensor() first, or pass it to mesh.execute, where it is the rank's own tensor"
     )

@@ -1,9 +1,9 @@
-"""The two views of a tensor on a mesh, and the ways between placements: all of them differentiable, none of them waits."""
+"""The two views of a tensor on a mesh, and the ways between placements: all differentiable, none of them waits."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -11,7 +11,9 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from meshbook.errors import MeshShapeError, PlacementError
 from meshbook.mesh import MeshAxes
 from meshbook.rank.tensors import calls
-from meshbook.tensors import remote
+
+if TYPE_CHECKING:
+    from meshbook.tensors import remote
 
 _REDUCTIONS = ("sum", "avg", "max", "min", "product")
 
@@ -66,7 +68,7 @@ def _from_spec(shape: Sequence[int], axes: MeshAxes, spec: Any) -> tuple[Any, ..
         spec = [spec]
     if len(spec) > len(shape):
         raise PlacementError(
-            f"sharding_spec {list(spec)} names {len(spec)} dims, and the tensor of shape {tuple(shape)} has {len(shape)}; "
+            f"sharding_spec {list(spec)} names {len(spec)} dims, the tensor of shape {tuple(shape)} has {len(shape)}; "
             "give an axis or None per tensor dim"
         )
     found: dict[str, int] = {}
@@ -103,7 +105,7 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any, placements: tuple[Any, ...]) -> Any:
         ctx.before = tensor._spec.placements
-        return remote.call(calls.redistribute, tensor.engine, tensor, placements)
+        return tensor._run(calls.redistribute, tensor, placements)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -116,7 +118,7 @@ def move(tensor: Any, placements: tuple[Any, ...]) -> Any:
     """To other placements, without autograd."""
     if tensor._spec.placements == placements:
         return tensor
-    return remote.call(calls.redistribute, tensor.engine, tensor, placements)
+    return tensor._run(calls.redistribute, tensor, placements)
 
 
 def redistribute(tensor: remote.RemoteTensor, placements: Any, sharding_spec: Any) -> remote.RemoteTensor:
@@ -127,8 +129,8 @@ def redistribute(tensor: remote.RemoteTensor, placements: Any, sharding_spec: An
     for axis, (before, after) in enumerate(zip(now, wanted, strict=True)):
         if after.is_partial() and before != after:
             raise PlacementError(
-                f"{tensor.engine.axes.names[axis]}: {before} cannot become {after}; parts of a sum come from operations, "
-                "or from t.as_global([Partial()]) of per-rank tensors"
+                f"{tensor.engine.axes.names[axis]}: {before} cannot become {after}; parts of a sum come from "
+                "operations, or from t.as_global([Partial()]) of per-rank tensors"
             )
     if wanted == now:
         return tensor
@@ -139,19 +141,19 @@ class _AsGlobal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any, placements: tuple[Any, ...]) -> Any:
         ctx.placements = placements
-        return remote.call(calls.as_global, tensor.engine, tensor, calls.MESH, placements)
+        return tensor._run(calls.as_global, tensor, calls.MESH, placements)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         wanted = tuple(Replicate() if place.is_partial() else place for place in ctx.placements)
-        return remote.call(calls.as_local, grad.engine, move(grad, wanted)), None
+        return grad._run(calls.as_local, move(grad, wanted)), None
 
 
 class _AsLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Any:
         ctx.placements = tensor._spec.placements
-        return remote.call(calls.as_local, tensor.engine, tensor)
+        return tensor._run(calls.as_local, tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -159,7 +161,7 @@ class _AsLocal(torch.autograd.Function):
         wanted = tuple(Partial() if place.is_replicate() else place for place in ctx.placements)
         wanted = tuple(Replicate() if place.is_partial() and not before.is_replicate() else place
                        for place, before in zip(wanted, ctx.placements, strict=True))  # fmt: skip
-        return remote.call(calls.as_global, grad.engine, grad, calls.MESH, wanted)
+        return grad._run(calls.as_global, grad, calls.MESH, wanted)
 
 
 def as_global(tensor: remote.RemoteTensor, placements: Any) -> remote.RemoteTensor:
@@ -180,13 +182,13 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any, axis: int, op: str) -> Any:
         ctx.axis, ctx.op, ctx.size = axis, op, tensor.engine.axes.shape[axis]
-        return remote.call(calls.reduce_local, tensor.engine, tensor, calls.MESH, axis, op)
+        return tensor._run(calls.reduce_local, tensor, calls.MESH, axis, op)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         if ctx.op not in ("sum", "avg"):
             raise NotImplementedError(f"the gradient of reduce(op={ctx.op!r}); reduce a detached tensor")
-        total = remote.call(calls.reduce_local, grad.engine, grad, calls.MESH, ctx.axis, "sum")
+        total = grad._run(calls.reduce_local, grad, calls.MESH, ctx.axis, "sum")
         return (total / ctx.size if ctx.op == "avg" else total), None, None
 
 
@@ -207,7 +209,7 @@ def slice_mesh(tensor: remote.RemoteTensor, which: Mapping[str, int]) -> remote.
         size = axes.size_of(axis)
         if not -size <= place < size:
             raise MeshShapeError(f"{axis}={place} is out of range: axis {axis} has size {size} (0-{size - 1})")
-        found = remote.call(calls.slice_local, tensor.engine, found, calls.MESH, axes.names.index(axis), place % size)
+        found = tensor._run(calls.slice_local, found, calls.MESH, axes.names.index(axis), place % size)
     return found  # type: ignore[return-value]
 
 

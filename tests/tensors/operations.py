@@ -84,7 +84,10 @@ def every(*names: str) -> frozenset[str]:
     return frozenset(names)
 
 
-S0, S1 = every("shard 0", "shard 0 x whole", "shard 0 x shard 1"), every("shard 1", "whole x shard 1", "shard 0 x shard 1")
+S0, S1 = (
+    every("shard 0", "shard 0 x whole", "shard 0 x shard 1"),
+    every("shard 1", "whole x shard 1", "shard 0 x shard 1"),
+)
 CUT = S0 | S1
 
 OPERATIONS: dict[str, Operation] = {
@@ -130,7 +133,9 @@ OPERATIONS: dict[str, Operation] = {
     "to bfloat16": Operation(lambda x: x.bfloat16().float(), ((8, 12),), exact=True),
     "in place": Operation(in_place, ((8, 12),), exact=True),
     "through a view": Operation(through_view, ((8, 12),), exact=True),
-    "zeros like": Operation(lambda x: torch.zeros_like(x) + torch.ones_like(x) * 2, ((8, 12),), grads=False, exact=True),
+    "zeros like": Operation(
+        lambda x: torch.zeros_like(x) + torch.ones_like(x) * 2, ((8, 12),), grads=False, exact=True
+    ),
     "full like": Operation(lambda x: torch.full_like(x, 3.5), ((8, 12),), grads=False, exact=True),
     "with a local tensor": Operation(lambda x: x + torch.arange(12.0), ((8, 12),), exact=True),
     "with a local number": Operation(lambda x: x * torch.tensor(2.0), ((8, 12),), exact=True),
@@ -258,18 +263,14 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "group norm": Operation(lambda x, w, b: F.group_norm(x, 2, w, b), ((4, 4, 8, 8),), ((4,), (4,))),
     # ---- losses
-    "cross entropy": Operation(
-        lambda x: F.cross_entropy(x, torch.arange(8) % 6), ((8, 6),)
-    ),
+    "cross entropy": Operation(lambda x: F.cross_entropy(x, torch.arange(8) % 6), ((8, 6),)),
     "cross entropy, uneven": Operation(lambda x: F.cross_entropy(x, torch.arange(7) % 5), ((7, 5),)),
     "cross entropy sum": Operation(lambda x: F.cross_entropy(x, torch.arange(8) % 6, reduction="sum"), ((8, 6),)),
     "cross entropy none": Operation(lambda x: F.cross_entropy(x, torch.arange(8) % 6, reduction="none"), ((8, 6),)),
     "cross entropy, ignored": Operation(
         lambda x: F.cross_entropy(x, torch.tensor([0, 1, -100, 2, -100, 3, 4, 5])), ((8, 6),)
     ),
-    "label smoothing": Operation(
-        lambda x: F.cross_entropy(x, torch.arange(8) % 6, label_smoothing=0.1), ((8, 6),)
-    ),
+    "label smoothing": Operation(lambda x: F.cross_entropy(x, torch.arange(8) % 6, label_smoothing=0.1), ((8, 6),)),
     "nll": Operation(lambda x: F.nll_loss(F.log_softmax(x, 1), torch.arange(8) % 6), ((8, 6),)),
     "mse": Operation(F.mse_loss, pair(8, 12)),
     "mse uneven": Operation(F.mse_loss, pair(7, 5)),

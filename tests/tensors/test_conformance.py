@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -83,8 +82,8 @@ def compare(found: torch.Tensor, plain: torch.Tensor, *, exact: bool) -> None:
 
 
 @pytest.fixture(scope="module")
-def meshes(mesh2: Mesh, mesh22: Mesh) -> Iterator[dict[int, Mesh]]:
-    yield {1: mesh2, 2: mesh22}
+def meshes(mesh2: Mesh, mesh22: Mesh) -> dict[int, Mesh]:
+    return {1: mesh2, 2: mesh22}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

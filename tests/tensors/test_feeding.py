@@ -94,9 +94,13 @@ def test_what_the_source_raises_comes_up_in_the_loop_after_the_batches_before_it
         raise ValueError("no more disk")
 
     seen = []
-    with pytest.raises(ValueError, match="no more disk"):
+
+    def loop() -> None:
         for batch in mesh2.feed(source()):
             seen.append(batch.sum().item())
+
+    with pytest.raises(ValueError, match="no more disk"):
+        loop()
     assert seen == [2.0]
 
 

@@ -152,7 +152,7 @@ def _view(tensor: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
         if not isinstance(tensor, DTensor) or "view size is not compatible" not in str(error):
             raise
     local = tensor._local_tensor
-    order = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
+    order = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride()[dim])
     back = [order.index(dim) for dim in range(tensor.dim())]
     tensor._local_tensor = local.permute(order).contiguous().permute(back)
     return aten.view.default(tensor, size)  # type: ignore[no-any-return]

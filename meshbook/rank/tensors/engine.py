@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
+import torch.distributed.tensor._random as dtensor_random
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils import _pytree as pytree
 
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from meshbook.rank.groups import Groups
 
 FREE = 0  # the template number that lets go of ids
+
+# Who else keeps things for a client; called with its name when it is gone, from any thread.
+ON_DROP: list[Callable[[str], None]] = []
 
 # Seconds that a rank waits to hear whether the others had the same fault before it takes them for stuck without it.
 _SAME_FAULT_S = 1.0
@@ -196,9 +200,11 @@ class Tensors:
         return whole if names == whole.mesh_dim_names else whole[names]
 
     def drop(self, client: str) -> None:
-        """Forget what a client that is gone held."""
+        """Forget what a client that is gone held. Any thread: a batch that runs keeps its space to its end."""
         for name in [name for name in self._spaces if name.partition("|")[0] == client]:
             del self._spaces[name]
+        for forget in ON_DROP:
+            forget(client)
 
     def resolve(self, key: str) -> Any:
         """The tensor behind a handle that came among arguments: "<engine>#<id>"."""
@@ -206,7 +212,9 @@ class Tensors:
         try:
             return self.space(engine).take(int(id))
         except Poisoned as error:
-            raise RuntimeError(f"this tensor could not be computed: {error.poison.ename}: {error.poison.evalue}") from None
+            raise RuntimeError(
+                f"this tensor could not be computed: {error.poison.ename}: {error.poison.evalue}"
+            ) from None
 
     def run(self, command: RunOps) -> dict[str, Any]:
         """Carry out a batch; what the controller is to know of it: faults, and the value it asked for.
@@ -304,17 +312,21 @@ class Tensors:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__} on rank {self.rank}, not a tensor")
         if isinstance(tensor, DTensor) and tensor.device_mesh != mesh:
-            raise TypeError(f"{name} lies on {tensor.device_mesh}, not on all of this mesh; take x.to_local() in a cell")
+            raise TypeError(
+                f"{name} lies on {tensor.device_mesh}, not on all of this mesh; take x.to_local() in a cell"
+            )
         now = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), isinstance(tensor, DTensor))
         if now != (shape, dtype, is_global):
-            raise TypeError(f"{name} has changed on rank {self.rank} since it was looked up: it was {shape} of {dtype}, "
-                            f"and is {now[0]} of {now[1]}; look it up again, mesh[{name!r}]")  # fmt: skip
+            raise TypeError(
+                f"{name} has changed on rank {self.rank} since it was looked up: it was {shape} of {dtype}, and is "
+                f"{now[0]} of {now[1]}; look it up again, mesh[{name!r}]"
+            )
         return tensor.detach()
 
 
 def execute(
     space: Space,
-    stream: list[int | float],
+    stream: list[Any],  # of int, and of float where a template has floats
     values: MutableMapping[int, Any],
     first: int,
     shared_fault: Callable[[Poison], None],
@@ -331,18 +343,18 @@ def execute(
             which = stream[at]
             if which == FREE:
                 count = stream[at + 1]
-                for id in stream[at + 2 : at + 2 + count]:  # type: ignore[operator]
-                    values.pop(id, None)  # type: ignore[call-overload]
-                at += 2 + count  # type: ignore[assignment]
+                for id in stream[at + 2 : at + 2 + count]:
+                    values.pop(id, None)
+                at += 2 + count
                 number += 1
                 continue
-            template = templates[which]  # type: ignore[index]
+            template = templates[which]
             start = at + 1
             middle = start + template.num_in
             stop = middle + template.num_new
             past = stop + template.num_floats
             at = past
-            ins = [values.get(id) for id in stream[start:middle]]  # type: ignore[call-overload]
+            ins = [values.get(id) for id in stream[start:middle]]
             poison: Poison | None = None
             for tensor in ins:
                 if tensor is None or tensor.__class__ is Poison:
@@ -357,10 +369,10 @@ def execute(
                         result = template.call(*args, **kwargs)
                     if template.num_new:
                         if template.returns == "one":
-                            values[stream[middle]] = result  # type: ignore[index]
+                            values[stream[middle]] = result
                         else:
                             for id, index in zip(stream[middle:stop], template.new, strict=True):
-                                values[id] = result[index]  # type: ignore[index]
+                                values[id] = result[index]
                 except Exception as error:
                     poison = _poison(number, error)
                     space.faults.append(poison)
@@ -372,9 +384,9 @@ def execute(
                 shared_fault(poison)
             if poison is not None:
                 for id in stream[middle:stop]:
-                    values[id] = poison  # type: ignore[index]
+                    values[id] = poison
                 for index in template.mutates:
-                    values[stream[start + index]] = poison  # type: ignore[index]
+                    values[stream[start + index]] = poison
             number += 1
         space.num_ops += number - first
     except KeyboardInterrupt:
@@ -383,21 +395,23 @@ def execute(
             if stream[at] == FREE:
                 past = at + 2 + int(stream[at + 1])
                 for id in stream[at + 2 : past]:
-                    values.pop(id, None)  # type: ignore[call-overload]
+                    values.pop(id, None)
                 at = past
                 continue
             template = templates[int(stream[at])]
             middle = at + 1 + template.num_in
             stop = middle + template.num_new
             for id in stream[middle:stop]:
-                values[id] = poison  # type: ignore[index]
+                values[id] = poison
             at = stop + template.num_floats
         raise
 
 
 def _seeded(template: Template, args: Any, kwargs: Any, seed: int, space: Space) -> Any:
-    tracker = rules.dtensor_random._rng_tracker
-    if isinstance(tracker, rules.ShardedNumbers) and any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves(args)):
+    tracker = dtensor_random._rng_tracker
+    if isinstance(tracker, rules.ShardedNumbers) and any(
+        isinstance(leaf, DTensor) for leaf in pytree.tree_leaves(args)
+    ):
         tracker.seed = seed
         try:
             return template.call(*args, **kwargs)

@@ -229,8 +229,8 @@ def _own_rows(resident: Resident, leaf: DTensor, at: int) -> tuple[torch.Tensor,
     if there.is_shard() and not resident.averages:
         axis = resident.mesh.mesh_dim_names[resident.axis]
         raise ValueError(
-            f"input {at} is cut over {axis}, over which this module's gradients are not averaged; give it whole inputs, or "
-            f"have your strategy call fully_shard(module, mesh=mesh[{axis!r}]) too"
+            f"input {at} is cut over {axis}, over which this module's gradients are not averaged; give whole inputs, "
+            f"or have your strategy call fully_shard(module, mesh=mesh[{axis!r}]) too"
         )
     if there.is_shard() and not there.is_shard(0):
         raise ValueError(

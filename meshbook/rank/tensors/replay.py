@@ -228,6 +228,14 @@ def forget_replay(key: str) -> None:
     PLAYERS.pop(key, None)
 
 
+def _drop(client: str) -> None:
+    for key in [key for key in list(PLAYERS) if key.partition("|")[0] == client]:
+        PLAYERS.pop(key, None)
+
+
+engine.ON_DROP.append(_drop)
+
+
 def players() -> dict[str, dict[str, Any]]:
     return {key: player.told() for key, player in PLAYERS.items()}
 

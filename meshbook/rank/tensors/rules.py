@@ -1,8 +1,8 @@
 """What DTensor lacks on CPU, put in at torch's own doors. Used where operations run, and where they are only planned.
 
 - Attention: torch's CPU kernel has no sharding rule; batch and heads may be cut.
-- Random numbers: on a CPU mesh every shard would draw the same ones. Here each draws from a seed of its own, which is
-  the operation's seed and the shard's place, so shards differ, replicas agree, and the same seeds give the same numbers.
+- Random numbers: on a CPU mesh every shard would draw the same ones. Here each draws from a seed of its own, made of
+  the operation's seed and the shard's place: shards differ, replicas agree, and the same seeds give the same numbers.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from typing import Any
 import torch
 import torch.distributed.tensor._random as dtensor_random
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.experimental import register_sharding
+from torch.distributed.tensor.experimental import register_sharding as _register_sharding
 
 aten = torch.ops.aten
+
+register_sharding: Any = _register_sharding  # torch gives it no types
 
 _installed = False
 
@@ -41,7 +43,7 @@ def install() -> None:
 def _register_attention() -> None:
     ways = (Replicate(), Shard(0), Shard(1))
 
-    @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu.default)
+    @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu.default)  # type: ignore[untyped-decorator]
     def forward(
         query: Any,
         key: Any,
@@ -57,7 +59,7 @@ def _register_attention() -> None:
             return [([whole, whole], [whole, whole, whole, None, None, whole, None][: 6 if scale is None else 7])]
         return [([way, way], [way, way, way, None, None]) for way in ways]
 
-    @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+    @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)  # type: ignore[untyped-decorator]
     def backward(
         grad_out: Any,
         query: Any,
@@ -80,17 +82,17 @@ def _register_others() -> None:
     """Operators that work on each image, or each element, by itself."""
     batch_and_channels = (Replicate(), Shard(0), Shard(1))
 
-    @register_sharding(aten.avg_pool2d.default)
+    @register_sharding(aten.avg_pool2d.default)  # type: ignore[untyped-decorator]
     def pool(tensor: Any, *others: Any, **named: Any) -> Any:
         return [([way], [way, *[None] * len(others)]) for way in _first_dims(tensor, batch_and_channels)]
 
-    @register_sharding(aten.avg_pool2d_backward.default)
+    @register_sharding(aten.avg_pool2d_backward.default)  # type: ignore[untyped-decorator]
     def pool_backward(grad: Any, tensor: Any, *others: Any, **named: Any) -> Any:
         return [([way], [way, way, *[None] * len(others)]) for way in _first_dims(tensor, batch_and_channels)]
 
     for operator in (aten.hardswish_backward.default, aten.hardsigmoid_backward.default):
 
-        @register_sharding(operator)
+        @register_sharding(operator)  # type: ignore[untyped-decorator]
         def pointwise(grad: Any, tensor: Any, *others: Any) -> Any:
             ways = [Replicate(), *map(Shard, range(len(tensor.shape)))]
             return [([way], [way, way, *[None] * len(others)]) for way in ways]
@@ -106,7 +108,9 @@ class ShardedNumbers:
     distribute_region_enabled = True
 
     def __init__(self) -> None:
-        self.seed: int | None = None  # of the operation that runs; None: it is a cell's, and draws from torch's generator
+        self.seed: int | None = (
+            None  # of the operation that runs; None: it is a cell's, and draws from torch's generator
+        )
 
     @contextlib.contextmanager
     def _distribute_region(self, spec: Any, generator: torch.Generator | None = None) -> Iterator[None]:

@@ -345,6 +345,7 @@ class Release(Message):
     ranks: Ranks
     refs: tuple[str, ...] = ()
     segments: tuple[str, ...] = ()
+    client: str | None = None  # that is gone: its remote tensors too
 
 
 class Interrupt(Message):

@@ -1,0 +1,191 @@
+"""What an operation on remote tensors costs the process that issues it, and how fast the ranks get through them.
+
+A GPT's train step (forward, backward, AdamW) issued operation by operation with every line kept, a loop of one tiny
+operation, and where Monarch's tensor engine is installed the same loop there. CPU is of the issuing thread; the ranks
+compute meanwhile on the same cores, so wall times say more about the machine than CPU times do.
+
+    python -m benchmarks.tensors [--quick]
+
+MESHBOOK_PEERS_PYTHON may name another interpreter, which has torchmonarch.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks import gpt, workbench
+from benchmarks.report import Report
+from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.tensors.creation import distribute, engine_of
+
+RANKS = 2
+# Microseconds of CPU per operation that we allow ourselves, user lines kept; what issue 4 promises.
+LIMIT_US = 20.0
+# How many times Monarch's operations per second ours have to be.
+TIMES_MONARCH = 5.0
+
+
+def measure(quick: bool, folder: Path) -> Report:
+    report = Report("tensors", f"operations on remote tensors, {RANKS} ranks, metadata cached")
+    torch.set_num_threads(1)
+    with create_mesh({"dp": RANKS}) as mesh:
+        train_step(report, mesh, rounds=3 if quick else 40)
+        ours = tiny_loop(report, mesh, rounds=3 if quick else 15, operations=2_000 if quick else 10_000)
+        number(report, mesh, rounds=20 if quick else 300)
+        whole_tensor(report, mesh, mib=16 if quick else 256, rounds=2 if quick else 5)
+    theirs = monarch(500 if quick else 3_000)
+    if theirs is None:
+        report.note("absent from the table: Monarch is not installed here (MESHBOOK_PEERS_PYTHON may say where it is)")
+    else:
+        report.add("a tiny operation, end to end: Monarch", theirs["wall_us"], "us", against=END_TO_END)
+        report.add("a tiny operation, CPU of the controller: Monarch", theirs["cpu_us"], "us", against=TINY_CPU)
+        report.promise("Monarch's tensor engine, ops/s in ours", ours / theirs["wall_us"], 1 / TIMES_MONARCH, "x")
+    return report
+
+
+TINY_CPU = "a tiny operation, CPU of the controller"
+END_TO_END = "a tiny operation, end to end"
+
+
+def train_step(report: Report, mesh: Mesh, rounds: int) -> None:
+    model = gpt.GPT(64, 2, 32)
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                module._parameters[name] = distribute(parameter, mesh)  # type: ignore[assignment]
+    x, y, places = gpt.data(8, 32)
+    given = (
+        distribute(x, mesh, sharding_spec=["dp"]),
+        distribute(y, mesh, sharding_spec=["dp"]),
+        distribute(places, mesh),
+    )
+    optimizer = gpt.adamw(model)
+    engine = engine_of(mesh)
+
+    def step() -> torch.Tensor:
+        loss: torch.Tensor = gpt.train_step(model, optimizer, *given)
+        return loss
+
+    for _ in range(4):
+        step().item()
+    cpu, wall, counts = [], [], []
+    for _ in range(rounds):
+        engine.wait()
+        gc.collect()
+        before, started, spent = engine.num_ops, time.perf_counter(), time.thread_time()
+        step()
+        engine.flush()
+        spent = time.thread_time() - spent
+        engine.wait()
+        counts.append(engine.num_ops - before)
+        cpu.append(1e6 * spent / counts[-1])
+        wall.append(1e3 * (time.perf_counter() - started))
+    report.add("operations of a GPT step (d=64, L=2)", counts, "ops")
+    typical = report.add("an operation of the step, CPU of the controller", cpu, "us")
+    report.add("... the best step's", min(cpu), "us")
+    report.add("the step, end to end", wall, "ms")
+    report.promise("an operation of a GPT step, CPU of the controller", typical, LIMIT_US, "us")
+    report.note(f"the same step by torch alone, on tensors of this process: {native_step():.1f} us an operation")
+
+
+def native_step() -> float:
+    """CPU per operation of torch itself for such a step, with next to no arithmetic: autograd, modules, optimizer."""
+
+    class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        seen = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            Count.seen += 1
+            return func(*args, **(kwargs or {}))
+
+    model = gpt.GPT(8, 2, 4)
+    optimizer = gpt.adamw(model)
+    given = gpt.data(1, 4)
+    gpt.train_step(model, optimizer, *given)
+    with Count():  # type: ignore[no-untyped-call]
+        gpt.train_step(model, optimizer, *given)
+    spent = []
+    for _ in range(20):
+        before = time.thread_time()
+        gpt.train_step(model, optimizer, *given)
+        spent.append(time.thread_time() - before)
+    return 1e6 * min(spent) / Count.seen
+
+
+def tiny_loop(report: Report, mesh: Mesh, rounds: int, operations: int) -> float:
+    a = distribute(torch.ones(4, 4), mesh)
+    engine = engine_of(mesh)
+    cpu, wall = [], []
+    for round_ in range(rounds + 1):
+        engine.wait()
+        started, spent = time.perf_counter(), time.thread_time()
+        for _ in range(operations):
+            a + a
+        engine.flush()
+        spent = time.thread_time() - spent
+        engine.wait()
+        if round_:
+            cpu.append(1e6 * spent / operations)
+            wall.append(1e6 * (time.perf_counter() - started) / operations)
+    report.add(TINY_CPU, cpu, "us")
+    return report.add(END_TO_END, wall, "us")
+
+
+def number(report: Report, mesh: Mesh, rounds: int) -> None:
+    a = distribute(torch.ones(4, 4), mesh)
+    report.add(
+        "a.sum().item()", workbench.take_turns({"": workbench.milliseconds(lambda: a.sum().item())}, rounds)[""], "ms"
+    )
+    cell = workbench.milliseconds(lambda: mesh.run("pass"))
+    report.add("... and mesh.run('pass') beside it", workbench.take_turns({"": cell}, rounds)[""], "ms")
+
+
+def whole_tensor(report: Report, mesh: Mesh, mib: int, rounds: int) -> None:
+    here = torch.ones(mib << 18)
+    there = distribute(here, mesh, sharding_spec=["dp"])
+    there.sum().item()
+    taken = workbench.take_turns(
+        {
+            "copy": workbench.milliseconds(here.clone),
+            "full": workbench.milliseconds(there.full_tensor),
+        },
+        rounds,
+        warm_up=1,
+    )
+    copy = f"one copy of {mib} MiB here"
+    report.add(copy, taken["copy"], "ms")
+    report.add(f"full_tensor() of {mib} MiB", taken["full"], "ms", against=copy)
+    report.promise(f"full_tensor() of {mib} MiB, in copies", report.ratio(f"full_tensor() of {mib} MiB"), 3.0, "x")
+
+
+def monarch(operations: int) -> dict[str, float] | None:
+    """The tiny loop in Monarch's tensor engine, in a process of its own; None where it cannot be run."""
+    python = os.environ.get("MESHBOOK_PEERS_PYTHON")
+    if python is None and importlib.util.find_spec("monarch") is not None:
+        python = sys.executable
+    if python is None:
+        return None
+    script = Path(__file__).with_name("monarch_tensors.py")
+    try:
+        done = subprocess.run(
+            [python, str(script), str(RANKS), str(operations)], capture_output=True, text=True, timeout=120, check=False
+        )
+        found: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+        return found
+    except (subprocess.TimeoutExpired, ValueError, IndexError):
+        return None
+
+
+if __name__ == "__main__":
+    workbench.run_alone(measure, __doc__)

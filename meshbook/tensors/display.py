@@ -1,0 +1,221 @@
+"""How a tensor on a mesh is drawn: which rank holds which part, in colours. Pure but for `stats`, which asks the ranks.
+
+A drawing needs shape, placements and the mesh, never the data. Ranks that hold the same part share a colour.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshbook.ids import format_ranks
+from meshbook.mesh import MeshAxes
+from meshbook.rank.tensors.summary import summary
+from meshbook.tensors.plan import spans_of
+
+# Told apart by most colour-blind readers, light enough for dark text on them (after Okabe and Ito), then shades.
+COLOURS = ("#8ecae6", "#ffb703", "#95d5b2", "#f4a6c0", "#c9b6e4", "#f0e68c", "#d9c2a7", "#b8c0cc")
+
+_WIDTH, _HEIGHT = 220, 120  # of the drawing of a tensor, in pixels
+_MAX_DRAWN = 64  # parts; a mesh of more ranks is drawn by its first ones
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of the tensor and the ranks that hold it.
+
+    Attributes:
+        spans: start and stop along each dim.
+        colour: index into COLOURS, round and round.
+    """
+
+    spans: tuple[tuple[int, int], ...]
+    ranks: tuple[int, ...]
+    colour: int
+
+    def __str__(self) -> str:
+        inside = ", ".join(f"{start}:{stop}" for start, stop in self.spans)
+        return f"[{inside}]"
+
+
+def parts_of(shape: Sequence[int], placements: Sequence[Any], axes: MeshAxes) -> list[Part]:
+    """The different boxes of a tensor, in the order of the first rank that holds each."""
+    held: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for place, rank in enumerate(axes.ranks):
+        held.setdefault(spans_of(shape, placements, axes, place), []).append(rank)
+    return [Part(spans, tuple(ranks), index % len(COLOURS)) for index, (spans, ranks) in enumerate(held.items())]
+
+
+def title_of(shape: Sequence[int], dtype: torch.dtype, placements: Sequence[Any] | None, axes: MeshAxes) -> str:
+    """One line: shape, dtype, what lies how over which axis, and how much it is."""
+    size = dtype.itemsize
+    for length in shape:
+        size *= length
+    if placements is None:
+        how = f"one on each of {axes.size} ranks"
+    else:
+        names = axes.names or ("rank",)
+        how = ", ".join(
+            f"{name}={axes.size_of(name)}: {_word(place)}" for name, place in zip(names, placements, strict=True)
+        )
+    return f"{tuple(shape)} {str(dtype).removeprefix('torch.')} · {how} · {_bytes(size)}"
+
+
+def text_of(shape: Sequence[int], dtype: torch.dtype, placements: Sequence[Any] | None, axes: MeshAxes) -> str:
+    """The drawing in words: a line for each part."""
+    lines = [title_of(shape, dtype, placements, axes)]
+    if placements is not None:
+        for part in parts_of(shape, placements, axes)[:_MAX_DRAWN]:
+            lines.append(f"  rank{'s' if len(part.ranks) > 1 else ''} {format_ranks(part.ranks)}: {part}")
+    return "\n".join(lines)
+
+
+def html_of(shape: Sequence[int], dtype: torch.dtype, placements: Sequence[Any] | None, axes: MeshAxes) -> str:
+    """The drawing: the tensor cut into coloured boxes, beside it the mesh in the same colours."""
+    title = html.escape(title_of(shape, dtype, placements, axes))
+    if placements is None:
+        parts = [Part((), (rank,), index % len(COLOURS)) for index, rank in enumerate(axes.ranks)]
+        drawing = ""
+    else:
+        parts = parts_of(shape, placements, axes)
+        drawing = _tensor_svg(shape, placements, parts[:_MAX_DRAWN])
+    return (
+        '<div class="meshbook-tensor" style="font-family:sans-serif;font-size:12px">'
+        f'<div style="margin-bottom:4px">{title}</div>'
+        f'<div style="display:flex;gap:24px;align-items:center">{drawing}{_mesh_svg(axes, parts)}</div></div>'
+    )
+
+
+def _tensor_svg(shape: Sequence[int], placements: Sequence[Any], parts: Sequence[Part]) -> str:
+    down, across = _drawn_dims(shape, placements)
+    rows = shape[down] if down is not None else 1
+    columns = shape[across] if across is not None else 1
+    drawn = []
+    for part in parts:
+        top, bottom = part.spans[down] if down is not None else (0, 1)
+        left, right = part.spans[across] if across is not None else (0, 1)
+        if bottom <= top or right <= left:
+            continue  # a rank without a piece
+        x, width = _WIDTH * left / max(columns, 1), _WIDTH * (right - left) / max(columns, 1)
+        y, height = _HEIGHT * top / max(rows, 1), _HEIGHT * (bottom - top) / max(rows, 1)
+        label = f"{'+' if _is_partial(placements) else ''}{format_ranks(part.ranks)}"
+        drawn.append(
+            f"<g><title>rank {html.escape(format_ranks(part.ranks))}: {html.escape(str(part))}</title>"
+            f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{COLOURS[part.colour]}" '
+            f'stroke="#444"{_dashes(placements)}/>'
+            f'<text x="{x + width / 2:.1f}" y="{y + height / 2 + 4:.1f}" text-anchor="middle" font-size="11" '
+            f'fill="#222">{html.escape(label)}</text></g>'
+        )
+    names = " x ".join(f"dim {dim} ({shape[dim]})" for dim in (down, across) if dim is not None)
+    return (
+        f'<svg role="img" aria-label="which ranks hold which part" width="{_WIDTH + 2}" height="{_HEIGHT + 18}" '
+        f'viewBox="-1 -1 {_WIDTH + 2} {_HEIGHT + 18}">{"".join(drawn)}'
+        f'<text x="{_WIDTH / 2}" y="{_HEIGHT + 13}" text-anchor="middle" font-size="10" fill="currentColor">'
+        f"{names or 'one number'}</text></svg>"
+    )
+
+
+def _mesh_svg(axes: MeshAxes, parts: Sequence[Part]) -> str:
+    """The mesh: its last axis across, all others down, each rank in the colour of what it holds."""
+    colour = {rank: COLOURS[part.colour] for part in parts for rank in part.ranks}
+    shape = axes.shape or (1,)
+    columns = shape[-1]
+    ranks = list(axes.ranks)[: _MAX_DRAWN * 4]
+    cell = 26
+    drawn = []
+    for place, rank in enumerate(ranks):
+        x, y = place % columns * cell, place // columns * cell
+        drawn.append(
+            f'<rect x="{x}" y="{y}" width="{cell - 4}" height="{cell - 4}" rx="4" fill="{colour.get(rank, "#eee")}" '
+            f'stroke="#444"/><text x="{x + cell / 2 - 2}" y="{y + cell / 2 + 2}" text-anchor="middle" font-size="10" '
+            f'fill="#222">{rank}</text>'
+        )
+    width, height = columns * cell, -(-len(ranks) // columns) * cell + 14
+    names = html.escape(" x ".join(f"{name}={size}" for name, size in axes.axes.items()))
+    return (
+        f'<svg role="img" aria-label="the mesh" width="{max(width, 80)}" height="{height}">{"".join(drawn)}'
+        f'<text x="0" y="{height - 3}" font-size="10" fill="currentColor">{names}</text></svg>'
+    )
+
+
+def _drawn_dims(shape: Sequence[int], placements: Sequence[Any]) -> tuple[int | None, int | None]:
+    """The two dims that are drawn, down and across: those that are cut, and what there is besides."""
+    if not shape:
+        return None, None
+    cut = list(dict.fromkeys(place.dim for place in placements if not place.is_replicate() and not place.is_partial()))
+    others = [dim for dim in (*range(len(shape) - 2, len(shape)), *range(len(shape))) if dim >= 0 and dim not in cut]
+    chosen = sorted(dict.fromkeys([*cut, *others]), key=lambda dim: dim not in cut)[:2]
+    first, *rest = sorted(chosen)
+    return first, rest[0] if rest else None
+
+
+def _is_partial(placements: Sequence[Any]) -> bool:
+    return any(place.is_partial() for place in placements)
+
+
+def _dashes(placements: Sequence[Any]) -> str:
+    return ' stroke-dasharray="4 3"' if _is_partial(placements) else ""
+
+
+def _word(place: Any) -> str:
+    if place.is_replicate():
+        return "whole"
+    if place.is_partial():
+        return f"parts of a {place.reduce_op}"
+    return f"dim {place.dim} cut"
+
+
+def _bytes(size: int) -> str:
+    amount = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1024 or unit == "GiB":
+            break
+        amount /= 1024
+    return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Numbers about a tensor's numbers; least, greatest and mean are of those that are not NaN."""
+
+    min: float
+    max: float
+    mean: float
+    num_nan: int
+    num_elements: int
+
+    def __str__(self) -> str:
+        return (
+            f"min {self.min:.6g}, max {self.max:.6g}, mean {self.mean:.6g}, "
+            f"{self.num_nan:,} NaN of {self.num_elements:,} elements"
+        )
+
+
+def stats(tensor: Any) -> Stats:
+    """Computed on the ranks; five numbers come from each. Blocks."""
+    engine, spec = tensor.engine, tensor._spec
+    session = engine.session
+    command = session.call_command(summary, (tensor.detach(),), {}, engine.ranks, label="stats")
+    finished = session.foreground(command)
+    session.conclude(finished, engine.ranks, label="stats")
+    told = session.values_of(finished.parts)
+    if spec.placements is None:
+        ranks = engine.ranks
+    else:
+        ranks = tuple(part.ranks[0] for part in parts_of(spec.shape, spec.placements, engine.axes))
+    count, nans, total = (sum(told[rank][at] for rank in ranks) for at in range(3))
+    known = count - nans
+    return Stats(
+        min=min(told[rank][3] for rank in ranks),
+        max=max(told[rank][4] for rank in ranks),
+        mean=total / known if known else float("nan"),
+        num_nan=nans,
+        num_elements=count,
+    )

@@ -1,0 +1,75 @@
+"""Drawings of where a tensor lies, and numbers about its numbers."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+import meshbook
+from meshbook.controller.mesh import Mesh
+from meshbook.mesh import MeshAxes
+from meshbook.tensors import display
+
+AXES = MeshAxes.of({"dp": 2, "tp": 2})
+
+
+def test_parts_are_the_different_boxes_with_all_that_hold_them() -> None:
+    parts = display.parts_of((6, 4), (Shard(0), Replicate()), AXES)
+    assert [(str(part), part.ranks) for part in parts] == [("[0:3, 0:4]", (0, 1)), ("[3:6, 0:4]", (2, 3))]
+    parts = display.parts_of((6, 4), (Shard(0), Shard(1)), AXES)
+    assert [part.ranks for part in parts] == [(0,), (1,), (2,), (3,)]
+
+
+def test_a_drawing_has_a_box_for_each_part_and_a_cell_for_each_rank() -> None:
+    page = display.html_of((6, 4), torch.float32, (Shard(0), Replicate()), AXES)
+    tensor, mesh = re.findall(r"<svg.*?</svg>", page)
+    assert tensor.count("<rect") == 2
+    assert "dim 0 (6) x dim 1 (4)" in tensor
+    assert mesh.count("<rect") == 4
+    assert "dp=2 x tp=2" in mesh
+    fills = [re.findall(r'fill="(#[0-9a-f]{6})" stroke', svg) for svg in (tensor, mesh)]
+    assert fills == [list(display.COLOURS[:2]), [display.COLOURS[place] for place in (0, 0, 1, 1)]]
+    assert "(6, 4) float32 · dp=2: dim 0 cut, tp=2: whole · 96 B" in page
+
+
+def test_parts_of_a_sum_scalars_empty_pieces_and_per_rank_tensors_can_be_drawn() -> None:
+    partial = display.html_of((6,), torch.int64, (Partial(), Replicate()), AXES)
+    assert "parts of a sum" in partial
+    assert "stroke-dasharray" in partial
+    assert "one number" in display.html_of((), torch.float32, (Replicate(), Replicate()), AXES)
+    assert display.html_of((1, 4), torch.float32, (Shard(0), Shard(0)), AXES).count("<title>") == 1
+    assert "one on each of 4 ranks" in display.html_of((2,), torch.float32, None, AXES)
+    assert display.text_of((4,), torch.float32, (Shard(0), Replicate()), AXES).splitlines()[1:] == [
+        "  ranks 0-1: [0:2]",
+        "  ranks 2-3: [2:4]",
+    ]
+
+
+@pytest.mark.parametrize("placements", [[Shard(0), Replicate()], [Shard(0), Shard(1)], [Replicate(), Replicate()]])
+def test_stats_are_those_of_the_whole_tensor(mesh22: Mesh, placements: list[object]) -> None:
+    x = torch.linspace(-1, 2, 35).reshape(7, 5)
+    x[2, 3] = math.nan
+    found = meshbook.distribute(x, mesh22, placements).stats()
+    kept = x[~x.isnan()]
+    assert (found.min, found.max, found.num_nan, found.num_elements) == (-1.0, 2.0, 1, 35)
+    assert found.mean == pytest.approx(kept.double().mean().item())
+    assert str(found).startswith("min -1, max 2, mean ")
+
+
+def test_stats_of_parts_of_a_sum_and_of_other_kinds(mesh22: Mesh) -> None:
+    total = meshbook.distribute(torch.arange(8.0), mesh22, [Shard(0), Replicate()]).sum()
+    assert total.stats().max == 28.0
+    assert meshbook.distribute(torch.tensor([True, False, True]), mesh22).stats().mean == pytest.approx(2 / 3)
+    assert meshbook.distribute(torch.full((3,), math.nan), mesh22).stats().num_nan == 3
+
+
+def test_a_tensor_shows_itself_in_html_without_asking_the_ranks(mesh22: Mesh) -> None:
+    x = meshbook.distribute(torch.zeros(8, 8), mesh22, [Shard(1), Replicate()])
+    before = x.engine.num_batches
+    page = x._repr_html_()
+    assert "dp=2: dim 1 cut" in page
+    assert x.engine.num_batches == before
