@@ -146,7 +146,7 @@ class Executor:
 
             self._tensors = Tensors(
                 self.told.rank,
-                torch.device(self._device),
+                torch.device(self.device),
                 self._groups,
                 load=self._load,
                 dump=lambda thing: pickling.dump(thing, pool=self.pool),
