@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import sys
+import traceback
 from typing import NoReturn
 
 import zmq
@@ -49,10 +50,14 @@ def be_rank(told: birth.RankBirth, pipes: tuple[int, int], last_words: int) -> N
     ready = messages.RankReady(rank=told.rank, pid=os.getpid(), device=device, token=told.token)
     service.start(ready)
     reporter.send(ready)
+    code = 1
     try:
         executor.serve()
+        code = 0
+    except BaseException:  # ours, for user code is caught where it runs; these are the rank's last words then
+        traceback.print_exc()
     finally:
-        _end(executor, output)
+        _end(executor, output, code)
 
 
 def _settle(told: birth.RankBirth) -> None:
@@ -81,7 +86,7 @@ def _settle(told: birth.RankBirth) -> None:
         sys.modules["torch"].set_num_threads(told.threads)
 
 
-def _end(executor: Executor, output: Output) -> NoReturn:
+def _end(executor: Executor, output: Output, code: int) -> NoReturn:
     """Leave without waiting for threads of the user's that may never end."""
     with contextlib.suppress(BaseException):
         executor.close()
@@ -89,7 +94,7 @@ def _end(executor: Executor, output: Output) -> NoReturn:
         atexit._run_exitfuncs()
     with contextlib.suppress(BaseException):
         output.drain()
-    os._exit(0)
+    os._exit(code)
 
 
 def main() -> NoReturn:
