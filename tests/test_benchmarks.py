@@ -24,9 +24,10 @@ def run_suite(*arguments: str, json_to: Path) -> tuple[subprocess.CompletedProce
 
 
 def test_a_quick_run_measures_prints_and_writes_its_figures(tmp_path: Path) -> None:
-    done, found = run_suite("message_round_trip", "bulk", "stop", "actor_buffers", json_to=tmp_path / "build" / "bench.json")
+    names = ("message_round_trip", "bulk", "stop", "actor_buffers")
+    done, found = run_suite(*names, json_to=tmp_path / "build" / "bench.json")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert set(found["benchmarks"]) == {"message_round_trip", "bulk", "stop", "actor_buffers"}
+    assert set(found["benchmarks"]) == set(names)
     assert found["machine"]["cores"] == os.cpu_count()
     rows = {row["what"]: row for row in found["benchmarks"]["message_round_trip"]["rows"]}
     assert rows["Meshbook"]["median"] > 0
