@@ -14,6 +14,7 @@ report says so; `make bench PEERS=1` installs the others.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -63,7 +64,9 @@ def idle(Base: type, mark: Callable[[Any], Any]) -> type:
     return Idle
 
 
+@functools.cache
 def _values() -> Any:
+    """Made when first asked for: until then the program has no torch, and neither have the processes that it starts."""
     import torch
 
     torch.set_num_threads(1)
@@ -77,7 +80,6 @@ def _values() -> Any:
 def _monarchs_words(module: Any, ranks: int) -> Calls:
     Idle = idle(module.Actor, module.endpoint)
     actors = module.this_host().spawn_procs({"gpus": ranks}).spawn("idle", Idle)
-    values = _values() if ranks == RANKS else None
     heard = 0
 
     def broadcasts() -> None:
@@ -88,7 +90,7 @@ def _monarchs_words(module: Any, ranks: int) -> Calls:
         assert all(noted == heard for noted in actors.noted.call().get().values())
 
     def argument() -> None:
-        assert all(total == NUM_BYTES // 4 for total in actors.total.call(values).get().values())
+        assert all(total == NUM_BYTES // 4 for total in actors.total.call(_values()).get().values())
 
     def spawn(with_torch: bool) -> float:
         started = time.perf_counter()
@@ -144,7 +146,6 @@ def ray(ranks: int, folder: Path) -> Iterator[Calls]:
     system.init(num_cpus=ranks, include_dashboard=False, log_to_driver=False, _temp_dir=str(folder / "ray"))
     try:
         actors = [Idle.remote() for _ in range(ranks)]
-        values = _values() if ranks == RANKS else None
         heard = 0
 
         def broadcasts() -> None:
@@ -156,7 +157,7 @@ def ray(ranks: int, folder: Path) -> Iterator[Calls]:
             assert system.get([actor.noted.remote() for actor in actors]) == [heard] * ranks
 
         def argument() -> None:
-            reference = system.put(values)
+            reference = system.put(_values())
             assert system.get([actor.total.remote(reference) for actor in actors]) == [NUM_BYTES // 4] * ranks
 
         def spawn(with_torch: bool) -> float:
@@ -186,8 +187,8 @@ SYSTEMS = {OURS: meshbook, "Monarch": monarch, "Ray": ray}
 # What is asked of four actors: words, rounds (in a quick run), the limit as a multiple of each rival's time.
 QUESTIONS = {
     "broadcasts": (f"{NUM_BROADCASTS:,} broadcasts to {RANKS}", 3, {"Monarch": 1.0, "Ray": 1.0}),
-    "argument": (f"64 MB to {RANKS}", 10, {"Monarch": 0.5}),
     "spawn": (f"spawn {RANKS}", 4, {"Monarch": 1.0}),
+    "argument": (f"64 MB to {RANKS}", 10, {"Monarch": 0.5}),
     "spawn with torch": (f"spawn {RANKS} with torch", 2, {"Monarch": 1.0}),
 }
 

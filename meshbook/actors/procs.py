@@ -33,10 +33,6 @@ if TYPE_CHECKING:
 _FAREWELL_S = 1.0  # that processes have to tell others of their end
 _ONE = MeshAxes((), (), (0,))
 _ANSWER_S = 30.0  # for a process to say where it is, or that it has registered an actor: it has only to look up
-# Seconds that processes live on after the program that spawned them was killed. An orderly end stops them at once.
-_ORPHAN_TTL_S = 60.0
-# ... and those that an actor has spawned, when the actor's process is gone: nobody can come back for them.
-_ACTORS_ORPHAN_TTL_S = 2.0
 
 
 class HostMesh(MeshTrait):

@@ -24,7 +24,7 @@ class Trainer(Actor):
         self.lr, self.step, self.place = lr, 0, current_rank().rank
         self.losses = [3.0, 2.0]
         self.model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
-        self.go_on = threading.Event()
+        self.waits, self.go_on = threading.Event(), threading.Event()
 
     @endpoint
     def learn(self) -> int:
@@ -33,6 +33,7 @@ class Trainer(Actor):
 
     @endpoint
     def wait(self) -> None:
+        self.waits.set()
         self.go_on.wait(TIMEOUT_S)
 
 
@@ -107,6 +108,7 @@ def test_the_table_shows_what_waits_what_runs_and_what_went_wrong(procs: ProcMes
     behind = [trainers.slice(gpus=1).learn.call_one() for _ in range(3)]
     with pytest.raises(ActorError):
         trainers.slice(gpus=0)._apply(_fail).get(TIMEOUT_S)
+    trainers.slice(gpus=1)._apply_now(_until_it_waits).get(TIMEOUT_S)
     shown = str(overview.all_actors())
     trainers._apply_now(lambda actor: actor.go_on.set()).get(TIMEOUT_S)
     waiting.get(TIMEOUT_S)
@@ -115,6 +117,10 @@ def test_the_table_shows_what_waits_what_runs_and_what_went_wrong(procs: ProcMes
     assert "ValueError: on purpose" in first
     assert "wait for " in second
     assert second.split()[4] == "3"  # in the mailbox
+
+
+def _until_it_waits(trainer: Any) -> None:
+    assert trainer.waits.wait(TIMEOUT_S)
 
 
 def _fail(trainer: Any, *_: Any) -> None:
