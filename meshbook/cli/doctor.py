@@ -43,6 +43,7 @@ _PACKAGES = {
     "anywidget": (">=0.9.13", "the dashboard"),
     "py-spy": (">=0.4", "stacks of ranks that do not answer"),
     "textual": (">=1.0", "meshbook top"),
+    "tornado": (">=6.2", "meshbook top --web"),
     "prometheus-client": (">=0.20", "meshbook top --prometheus"),
     "nbclient": (">=0.10", "meshbook run"),
     "nbformat": (">=5.10", "meshbook run"),
