@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +19,14 @@ from meshbook.actors.runtime.context import Home
 from meshbook.actors.runtime.futures import Future
 from meshbook.actors.runtime.life import life
 from meshbook.actors.runtime.post import here
-from meshbook.errors import MeshTimeout, NotAttached, StartError, UsageError
+from meshbook.errors import MeshTimeout, NotAttached, StartError, TransferError, UsageError
+from meshbook.ids import name_ranks
 from meshbook.mesh import MeshAxes
 from meshbook.wire import keys, messages
 from meshbook.wire.messages import Address
 
 if TYPE_CHECKING:
+    from meshbook.controller.mesh import Mesh
     from meshbook.controller.session import Session
 
 _FAREWELL_S = 1.0  # that processes have to tell others of their end
@@ -113,7 +115,7 @@ class Ranks(Procs):
         self._lock = threading.Lock()
         self._home: Home | None = None
         self.ready = Future("the processes")
-        self.lend = session._reference_to
+        self.lend = Lender(session)
         session.on_lost.append(tell_news)
         _sessions.add(session)
         prepare_client()
@@ -122,6 +124,7 @@ class Ranks(Procs):
         output.of(session)
 
     def home(self) -> Home:
+        """`addresses` in the order of ranks."""
         with self._lock:
             if self._home is None:
                 self._session.check()
@@ -151,6 +154,54 @@ class Ranks(Procs):
             self._session.stop()
 
         return in_background(end, f"the stop of {home.name}")
+
+
+class Lender:
+    """What the ranks of a mesh have themselves, and therefore get as a key: handles and remote tensors."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def to(self, ranks: Sequence[int], lent: list[Any]) -> Callable[[Any], str | None]:
+        """For one message to actors on these ranks: gives the key of a thing, or None if it is to be sent itself.
+
+        Waits until the ranks have computed a remote tensor: their main threads do, and actors take it on their own.
+
+        Args:
+            lent: gets what the ranks look up; it must live until they have.
+        """
+
+        def key_of(thing: Any) -> str | None:
+            key = self._session._reference_to(thing)
+            if key is None:
+                return None
+            engine = getattr(thing, "engine", None) if key.startswith("tensor:") else None
+            if engine is not None and not any(getattr(other, "engine", None) is engine for other in lent):
+                strange = sorted(set(ranks) - set(engine.ranks))
+                if strange:
+                    raise TransferError(
+                        f"a remote tensor lies on {name_ranks(engine.ranks)}, and actors on {name_ranks(strange)} are "
+                        "to get it too; call a slice of the actors, or pass x.full_tensor()"
+                    )
+                engine.wait()
+            lent.append(thing)
+            return key
+
+        return key_of
+
+
+def part_of_mesh(actors: ActorMesh) -> Mesh | None:
+    """The part of a mesh of this program's that actors live on, under their own axes; None where it is another's."""
+    from meshbook.controller.mesh import Mesh
+
+    home, axes = actors._ref.home, actors._axes
+    for session in list(_sessions):
+        if home is not None and session.name == home.mesh and session.ended is None and not session.stopping:
+            known = {address.node: rank for rank, address in enumerate(session.extras["actors"].home().addresses)}
+            ranks = [known.get(actors._ref.addresses[place].node) for place in axes.ranks]
+            if None not in ranks:
+                return Mesh.of(session, MeshAxes(axes.names, axes.shape, tuple(ranks)))  # type: ignore[arg-type]
+    return None
 
 
 class Started(Procs):

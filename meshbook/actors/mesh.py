@@ -48,7 +48,8 @@ class ActorRef:
         self.endpoints, self.methods = endpoints, methods
         self.addresses, self.home = addresses, home
         self.Class = Class  # where it was spawned; not sent along
-        self.lend: Any = None  # keys of handles that these ranks resolve themselves
+        self.lend: Any = None  # `grounds.Lender`: what these ranks have themselves
+        self.ranks: tuple[int, ...] = ()  # of the mesh that `lend` is of
         self._peers: list[Any] = [None] * len(addresses)
 
     def peer(self, place: int) -> Any:
@@ -164,7 +165,9 @@ class ActorMesh(MeshTrait):
         peers = [ref.peer(place) for place in (self._axes.ranks if places is None else places)]
         post = here()
         living = [peer for peer in peers if peer.gone is None]
-        plain, payload = post.parcels.pack_arguments(args, kwargs, living, lend=ref.lend)
+        lent: list[Any] = []
+        lend = ref.lend and ref.lend.to([ref.ranks[place] for place in places or self._axes.ranks], lent)
+        plain, payload = post.parcels.pack_arguments(args, kwargs, living, lend=lend)
         view = self._view()
         number = 0
         if expected is not None:
@@ -172,6 +175,13 @@ class ActorMesh(MeshTrait):
             number = post.expect(expected)
         word = messages.CallActor(ref.id, method, number, plain, payload, port, view)
         _deliver(post, encode(word), peers, expected, number)
+        if lent:
+            self._keep(lent)
+
+    def _keep(self, lent: list[Any]) -> None:
+        """Have things live here until the actors have taken up what was sent before this."""
+        future: Future[list[Any]] = Future("the arguments' arrival")
+        ActorMesh._send(self, "=apply", (_nothing,), {}, Gather(self, "=apply", future, lambda values: lent))
 
     def _post(self, word: Callable[[int], messages.PeerWord], expected: Expected) -> None:
         peers = [self._ref.peer(place) for place in self._axes.ranks]

@@ -160,7 +160,7 @@ class ProcMesh(MeshTrait):
         ref = ActorRef(
             f"{name}-{secrets.token_hex(4)}", name, Class.__name__, endpoints, methods, addresses, lived_in, Class
         )
-        ref.lend = self._procs.lend
+        ref.lend, ref.ranks = self._procs.lend, places
         mesh = ActorMesh(ref, MeshAxes(self._axes.names, self._axes.shape, tuple(range(len(places)))))
         self._spawn(mesh, (Class, args, kwargs, lived_in))
         return mesh
@@ -170,11 +170,12 @@ class ProcMesh(MeshTrait):
         instance = context().actor_instance
         owner = instance.address
         peers = [ref.peer(place) for place in range(len(ref.addresses))]
+        lent: list[Any] = []
         payload = pickling.dump(
             made_of,
             pool=post.parcels.pool,
             readers=[peer.number for peer in peers],
-            persistent=ref.lend,
+            persistent=ref.lend and ref.lend.to(ref.ranks, lent),
             name=("the class", "args", "kwargs", "the mesh"),
         )
         if payload.buffers:
@@ -198,6 +199,8 @@ class ProcMesh(MeshTrait):
                 if gather.lost(peer, str(error)):
                     post.forget(number)
         _wait_here(done, ref)
+        if lent:
+            mesh._keep(lent)
 
     def to_table(self) -> str:
         """The processes as a table, for people."""

@@ -12,13 +12,16 @@ from typing import Any
 
 import msgspec
 
+from meshbook.actors.grounds import part_of_mesh
 from meshbook.actors.mesh import ActorMesh
+from meshbook.actors.runtime import held
 from meshbook.actors.runtime.context import current_rank
 from meshbook.actors.runtime.faults import ActorError
 from meshbook.actors.values import ValueMesh
 from meshbook.controller import extensions
+from meshbook.controller.remote import same_tensor
 from meshbook.controller.results import bundle_of, mime_of
-from meshbook.errors import TransferError, UsageError, ValuesDiffer
+from meshbook.errors import TransferError, ValuesDiffer
 from meshbook.fold import words
 from meshbook.ids import name_ranks
 from meshbook.wire.messages import Outcome, Part, Preview, Value
@@ -62,12 +65,12 @@ class ActorState:
     def __setattr__(self, name: str, value: Any) -> None:
         _act(self, _assign, "attr", name, value)
 
-    def __getitem__(self, key: Any) -> ActorState:
+    def __getitem__(self, key: Any) -> Any:
         found = ActorState(self._meshbook_mesh, (*self._meshbook_steps, ("item", key)))
         looks = list(_looks(found).values())
         if all(preview is None for preview, _ in looks):
             raise LookupError(f"{_spelt(found)} is on no rank: {'; '.join(looks[0][1])}")
-        return found
+        return _as_remote_tensor(found, [preview for preview, _ in looks if preview is not None])
 
     def __setitem__(self, key: Any, value: Any) -> None:
         _act(self, _assign, "item", key, value)
@@ -157,6 +160,7 @@ def pull(what: ActorState) -> ValueMesh[Any]:
         AttributeError, LookupError: an actor has no such thing.
         TransferError: it cannot be pickled.
     """
+    what = getattr(what, "_meshbook_state", what) if not isinstance(what, ActorState) else what
     return _answered(what, what._meshbook_mesh._apply_now(_fetch, what._meshbook_steps))
 
 
@@ -219,15 +223,24 @@ def _answered(state: ActorState, future: Any) -> ValueMesh[Any]:
 
 
 def _as_remote_tensor(state: ActorState, previews: list[Preview]) -> Any:
-    """Where remote tensors are at hand, a tensor on every actor is one."""
+    """A tensor that is alike on every actor, as a RemoteTensor of the same storage, where the actors live on ranks
+    that remote tensors can lie on; else the handle."""
     if any(preview.kind != "tensor" for preview in previews):
         return state
-    try:
-        make = extensions.find("remote_tensor")
-    except UsageError:
+    mesh = state._meshbook_mesh
+    meta = same_tensor([msgspec.to_builtins(preview) for preview in previews], len(mesh))
+    key = held.key_of(mesh._ref.id, state._meshbook_steps)
+    ranks = None if meta is None or key is None else part_of_mesh(mesh)
+    if ranks is None:
         return state
-    made = make(state)
-    return state if made is None else made
+    try:
+        made = extensions.find("tensor_named")(ranks, f"{held.KIND}:{key}", meta)
+    except ImportError:  # this program has no torch
+        return state
+    if made is None:
+        return state
+    made._meshbook_state = state  # what `pull` asks for
+    return made
 
 
 def _spelt(state: ActorState) -> str:

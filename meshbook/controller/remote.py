@@ -202,7 +202,7 @@ def look_up(session: Session, name: str, ranks: Ranks) -> TensorMeta | None:
         raise MeshNameError(
             f"no rank of {session.name!r} has a name {name!r}; names there: {_listed(session.status().names)}"
         )
-    return _same_tensor([answer.get(name) for answer in answers], len(ranks))
+    return same_tensor([answer.get(name) for answer in answers], len(ranks))
 
 
 def tensor_at(value: RemoteValue) -> TensorMeta | None:
@@ -213,10 +213,11 @@ def tensor_at(value: RemoteValue) -> TensorMeta | None:
     previews = [
         part.outcome.value.preview for part in show(value) for _ in part.ranks if part.outcome.value is not None
     ]
-    return _same_tensor([msgspec.to_builtins(preview) for preview in previews], len(value._meshbook_ranks))
+    return same_tensor([msgspec.to_builtins(preview) for preview in previews], len(value._meshbook_ranks))
 
 
-def _same_tensor(previews: Sequence[dict[str, Any] | None], num_ranks: int) -> TensorMeta | None:
+def same_tensor(previews: Sequence[dict[str, Any] | None], num_ranks: int) -> TensorMeta | None:
+    """What previews of one thing, as plain data, say of it where it is a tensor alike on so many ranks; else None."""
     metas = [preview.get("tensor") for preview in previews if preview is not None]
     if len(metas) != num_ranks or any(meta is None for meta in metas):
         return None

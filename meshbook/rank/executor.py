@@ -64,6 +64,7 @@ class Executor:
         self._tensors: Any = None  # rank.tensors.engine.Tensors, once a client has used it
         self._words = words
         self._kept: dict[str, Any] = {}
+        self.resolvers: dict[str, Callable[[str], Any]] = {}  # kind of reference -> who knows what is behind such
         self.device = "cpu"
         self._does: dict[type, Callable[[Any], Outcome]] = {
             messages.RunCell: self._run_cell,
@@ -276,6 +277,8 @@ class Executor:
             return self._kept[key]
         if kind == "tensor":
             return self.tensors.resolve(key)
+        if kind in self.resolvers:
+            return self.resolvers[kind](key)
         if key not in self.shell.user_ns:
             raise NameError(f"name {key!r} is not defined on rank {self.told.rank}")
         return self.shell.user_ns[key]

@@ -8,10 +8,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 import meshbook
+from meshbook.actor import Actor, ValueMesh, current_rank, endpoint, pull
+from meshbook.actors import grounds
 from meshbook.actors import procs as meshes
 from meshbook.actors.procs import ProcMesh, this_host
+from meshbook.actors.state import ActorState
+from meshbook.errors import TransferError
 from tests.actors.cast import Counter
 
 WAIT_S = 20
@@ -19,7 +24,7 @@ WAIT_S = 20
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Any]:
-    with meshbook.create_mesh({"dp": 2}, process_group=False) as mesh:
+    with meshbook.create_mesh({"dp": 2}) as mesh:
         yield mesh
 
 
@@ -53,6 +58,88 @@ def test_a_handle_among_the_arguments_arrives_as_the_ranks_own_object(mesh: Any,
     mesh.run("import torch; mine = torch.ones(3) * rank")
     found = counters.echo.call(mesh["mine"]).get(WAIT_S)
     assert [answer[0][0].tolist() for answer in found.values()] == [[0.0] * 3, [1.0] * 3]
+
+
+class Holder(Actor):
+    """Holds tensors in the places in which models do."""
+
+    def __init__(self, start: torch.Tensor) -> None:
+        self.model = torch.nn.Sequential(torch.nn.Linear(2, 1))
+        self.w = torch.full((3,), float(current_rank().rank)) + start
+        self.ragged = torch.zeros(1 + current_rank().rank)
+
+    @endpoint
+    def add(self, number: torch.Tensor) -> list[float]:
+        self.w += number
+        return self.w.tolist()  # type: ignore[no-any-return]
+
+    @endpoint
+    def note(self, number: torch.Tensor) -> None:
+        self.w += number
+
+
+def test_an_actors_tensor_reads_as_a_remote_tensor_of_the_same_storage(mesh: Any) -> None:
+    with mesh.activate():
+        start = torch.ones(3)
+    holders = mesh.spawn("holders", Holder, start)
+    del start
+    w = holders.state.w
+    assert type(w).__name__ == "RemoteTensor"
+    assert (w.local(0).tolist(), w.local(1).tolist()) == ([1.0] * 3, [2.0] * 3)
+    assert (2 * w).sum().local(1).item() == 12.0
+    with torch.no_grad():
+        w.mul_(10)  # in the actors' own memory
+    assert w.local(0).tolist() == [10.0] * 3  # operations run on the main thread, endpoints elsewhere: wait for them
+    assert list(holders.add.call(torch.ones(3)).get(WAIT_S).values()) == [[11.0] * 3, [21.0] * 3]
+    assert w.local(1).tolist() == [21.0] * 3
+    weight = holders.state.model[0].weight
+    assert (tuple(weight.shape), weight.requires_grad) == ((1, 2), True)
+    assert [found.shape for found in pull(weight).values()] == [(1, 2), (1, 2)]
+    assert isinstance(holders.state.ragged, ActorState)  # differs between ranks, so it is no one tensor
+    holders.state.w = ValueMesh(w._meshbook_state._meshbook_mesh._axes, [torch.zeros(3), torch.ones(3)])
+    assert holders.state.w.local(1).tolist() == [1.0] * 3
+    holders.stop().get(WAIT_S)
+
+
+def test_a_remote_tensor_among_the_arguments_is_the_ranks_own_and_lives_until_it_has_arrived(mesh: Any) -> None:
+    with mesh.activate():
+        one = torch.ones(3)
+    holders = mesh.spawn("holders", Holder, one)
+    blocked = holders._apply(_wait_for_gate)
+    for number in range(5):
+        holders.note.broadcast(one * number)  # nobody holds these here
+    two = holders.add.call(one * 2)
+    one.full_tensor()  # frees of earlier tensors have reached the ranks
+    holders._apply_now(_set_gate).get(WAIT_S)
+    blocked.get(WAIT_S)
+    assert list(two.get(WAIT_S).values()) == [[13.0] * 3, [14.0] * 3]
+    there = mesh.slice(dp=0).spawn("there", Holder, one)
+    light = this_host().spawn_procs().spawn("elsewhere", Counter)
+    with pytest.raises(TransferError, match=r"lies on the mesh .* not on .*; bring it over"):
+        light.echo.call(one)
+    assert there.add.call(one).get(WAIT_S).item() == [2.0] * 3
+    for actors in (there, holders):
+        actors.stop().get(WAIT_S)
+    meshes.shutdown_context().get(WAIT_S)
+
+
+def test_actors_beside_a_tensors_ranks_are_refused_before_anything_is_sent() -> None:
+    class Session:
+        def _reference_to(self, thing: Any) -> str:
+            return "tensor:part#7"
+
+    class Tensor:
+        class engine:
+            ranks = (0, 1)
+
+    lend = grounds.Lender(Session()).to([1, 2, 3], [])  # type: ignore[arg-type]
+    with pytest.raises(TransferError, match=r"lies on ranks 0-1, and actors on ranks 2-3 .*slice of the actors"):
+        lend(Tensor())
+
+
+def _wait_for_gate(actor: Any) -> None:
+    actor.gate = threading.Event()
+    actor.gate.wait(WAIT_S)
 
 
 def test_what_endpoints_print_is_folded_and_logging_option_rules_it(

@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from meshbook.actors.runtime import held
 from meshbook.actors.runtime.life import life
 from meshbook.actors.runtime.post import farewell
 
 
-def open_door(resolve: Callable[[str], Any]) -> list[Any]:
-    """This process's address, as plain data. `resolve` gives the rank's own object for a handle among arguments."""
+def open_door(resolve: Callable[[str], Any], resolvers: dict[str, Callable[[str], Any]]) -> list[Any]:
+    """This process's address, as plain data.
+
+    Args:
+        resolve: gives the rank's own object for a handle among arguments.
+        resolvers: what `resolve` asks, by kind of reference; gets one for what actors hold.
+    """
+    resolvers[held.KIND] = held.find
     found = life()
     found.on_rank = True
     found.post.parcels.resolve = resolve
