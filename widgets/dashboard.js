@@ -3,6 +3,7 @@
 // It decides nothing about ranks. Messages come as `meshbook/dashboard/view.py` makes them; `link` is a widget's model
 // or a websocket.
 
+import { Actors } from "./actors.js";
 import { Charts } from "./charts.js";
 import { button, h, isDark } from "./dom.js";
 import { showFindings } from "./findings.js";
@@ -16,6 +17,7 @@ import { formatRanks, nameRanks, parseRanks } from "./words.js";
 /** @typedef {{send: (message: any) => void, listen: (heard: (message: any) => void) => (() => void), page?: boolean}} Link */
 
 const STALE_MS = 12000; // without news of a mesh that works; a sign of life comes every 5 s
+const ACTORS_MS = 1000; // between two looks at the actors, while they are shown
 const LOG_MS = 2000; // between two readings of the log that is shown, while its rank works
 
 /**
@@ -37,6 +39,7 @@ class Dashboard {
     this.scalars = new Charts((name) => !name.startsWith("."), "Numbers that ranks give to meshbook.log(loss=…, step=…) are drawn here.");
     this.timeline = new Timeline();
     this.logs = new Logs((rank) => this.say({ kind: "logs", rank }));
+    this.actors = new Actors(() => this.say({ kind: "actors" }));
     this.tab = "";
     this.heardAt = null;
 
@@ -58,6 +61,7 @@ class Dashboard {
     this.panels = {
       stacks: h("div", {}, h("p", { class: "mbd-empty" }, "Stacks of all ranks, or of those selected, merged into one tree.")),
       logs: this.logs.element, memory: this.memory.element, collectives: this.timeline.element, scalars: this.scalars.element,
+      actors: this.actors.element,
     };
     this.element = h("div", { class: "mbd", "data-lm-suppress-shortcuts": "true", dataset: { page: link.page ? "1" : "" } },
       h("header", { class: "mbd-top" }, this.title, this.states, h("span", { class: "mbd-space" }), this.live),
@@ -76,6 +80,7 @@ class Dashboard {
       this.tabs.append(h("button", { type: "button", role: "tab", class: "mbd-tab", dataset: { tab: name }, onclick: () => this.open(name) },
         name[0].toUpperCase() + name.slice(1)));
     }
+    this.tabOf("actors").hidden = true;
     place.append(this.element);
     this.element.dataset.theme = isDark(place) ? "dark" : "light";
     this.open("stacks", false);
@@ -133,6 +138,7 @@ class Dashboard {
         this.title.textContent = message.mesh;
         this.tiles.arrange();
         this.selected(this.tiles.selected);
+        this.tabOf("actors").hidden = !message.actors;
         break;
       }
       case "update":
@@ -164,6 +170,9 @@ class Dashboard {
         break;
       case "logs":
         this.logs.show(message);
+        break;
+      case "actors":
+        this.actors.show(message);
         break;
       case "told":
         this.tell(message.text);
@@ -199,6 +208,11 @@ class Dashboard {
     this.live.className = `mbd-live${ended || quiet ? " mbd-stale" : ""}`;
     const text = ended ? `ended: ${ended}` : quiet ? `no news for ${Math.round(stale / 1000)} s` : "live";
     if (this.live.textContent !== text) this.live.textContent = text;
+    const second = Math.floor(performance.now() / ACTORS_MS);
+    if (this.tab === "actors" && second !== this.surveyedAt && !ended && !document.hidden) {
+      this.surveyedAt = second;
+      this.actors.ask();
+    }
     const now = Math.floor(performance.now() / LOG_MS);
     if (this.tab === "logs" && now !== this.readAt && this.picture.get("state", this.logs.rank) === "busy") {
       this.readAt = now;
@@ -282,19 +296,24 @@ class Dashboard {
     if (ask) {
       if (name === "logs") this.logs.open(this.tiles.selected.size ? [...this.tiles.selected][0] : this.logs.rank);
       if (name === "stacks") this.act("stacks");
+      if (name === "actors") this.actors.ask();
       this.say({ kind: "show", tab: name });
     }
     this.drawPanel();
   }
 
   tabKey(event) {
-    const names = Object.keys(this.panels);
+    const names = Object.keys(this.panels).filter((name) => !this.tabOf(name).hidden);
     const way = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (!way) return;
     const next = names[(names.indexOf(this.tab) + way + names.length) % names.length];
     this.open(next);
-    [...this.tabs.children].find((tab) => tab.dataset.tab === next)?.focus();
+    this.tabOf(next)?.focus();
     event.preventDefault();
+  }
+
+  tabOf(name) {
+    return [...this.tabs.children].find((tab) => tab.dataset.tab === name);
   }
 
   drawPanel() {

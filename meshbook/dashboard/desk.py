@@ -40,6 +40,8 @@ _SIGN_OF_LIFE_S = 5.0
 # never end a notebook that was left open.
 _REST_S = 600.0
 _LOG_BYTES = 1 << 18
+# Seconds for which the ranks' answer about their actors serves all who look.
+_ACTORS_S = 0.9
 _REMEMBERED = 256  # requests, so that one that comes twice is done once
 
 
@@ -78,6 +80,9 @@ class Desk:
         self._thread: threading.Thread | None = None
         self._done: OrderedDict[str, None] = OrderedDict()
         self._ran_at = time.monotonic()
+        self._surveying = threading.Lock()
+        self._surveyed_at = float("-inf")
+        self._actors: list[dict[str, Any]] = []  # one row each, as of then
 
     @classmethod
     def of(cls, session: Session) -> Desk:
@@ -151,6 +156,7 @@ class Desk:
             self._ran_at = now
         try:
             with audience.lock:
+                audience.view.has_actors = "actors" in self._session.extras
                 young = now - audience.joined_at < _YOUNG_S
                 pause = 1.0 if young else EVERYTHING_S * (1 if len(audience.mesh.ranks) <= _FEW_RANKS else 6)
                 repeat = audience.repeat and (runs or young) and now - audience.everything_at >= pause
@@ -209,6 +215,18 @@ class Desk:
             log.debug("an audience is gone: %r", error)
             self.leave(audience)
 
+    def _survey(self) -> list[dict[str, Any]]:
+        """What the actors on this mesh do. Asked of the ranks once a second at most, however many look."""
+        if "actors" not in self._session.extras or self._session.axes is None:
+            return []
+        from meshbook.actors.overview import survey
+
+        with self._surveying:
+            if time.monotonic() - self._surveyed_at >= _ACTORS_S:
+                self._actors = survey(Mesh.of(self._session, self._session.axes), timeout=1.0)
+                self._surveyed_at = time.monotonic()
+            return self._actors
+
     def _answers(self, audience: Audience, message: dict[str, Any]) -> list[Message]:
         mesh, kind = audience.mesh, message.get("kind")
         match kind:
@@ -233,6 +251,8 @@ class Desk:
             case "logs":
                 rank = int(message.get("rank", 0))
                 return [view.logs(rank, mesh.logs(rank, _LOG_BYTES), _LOG_BYTES)]
+            case "actors":
+                return [view.actors(self._survey(), mesh.ranks)]
             case "interrupt":
                 ranks = view.chosen(message.get("ranks"), mesh.ranks)
                 if ranks:

@@ -11,6 +11,7 @@ They are plain data with a `kind`:
     collectives  the last ones of some ranks, in seconds ago, and who waits for whom
     stacks       a merged tree, with `text` to copy
     logs         the last output of one rank
+    actors       one row for each actor on the ranks that are shown
     told         one sentence about something that was asked for
     gone         the mesh has ended
 
@@ -51,6 +52,9 @@ _COLLECTIVES_SPAN_S = 30.0
 # Ranks whose collectives are shown, and how many of each: if that panel is open, and if not.
 _COLLECTIVE_RANKS = {True: 32, False: 8}
 _COLLECTIVES_OF_RANK = {True: 32, False: 8}
+# Actors that a table shows, and characters of an error in it.
+_ACTORS_SHOWN = 500
+_ERROR_CHARS = 300
 # With at most so many ranks the exact size of their memory is on their tiles.
 _EXACT_RANKS = 128
 
@@ -73,12 +77,14 @@ class View:
         axes: their axes; None: the mesh's own.
         followed: ranks whose own curves are drawn.
         shows: the panel that is open, as far as is known.
+        has_actors: whether there are, or have been, actors on the mesh; then there is a panel for them.
     """
 
     def __init__(self, ranks: Ranks | None = None, axes: Mapping[str, int] | None = None) -> None:
         self.ranks, self.axes = ranks, axes
         self.followed: Ranks = ()
         self.shows = ""
+        self.has_actors = False
         self._layout: Message = {}
         self._told: dict[int, tuple[RankNow, dict[str, Any]]] = {}
         self._most = 0  # bytes that a full memory bar stands for, without GPUs
@@ -164,6 +170,7 @@ class View:
             "ranks": ",".join(map(str, ranks)) if list(ranks) != sorted(ranks) else format_ranks(ranks),
             "backend": picture.backend or "",
             "ended": picture.ended or "",
+            "actors": self.has_actors,
         }
 
     def _changed(self, picture: Picture) -> dict[str, list[list[Any]]]:
@@ -412,6 +419,34 @@ def logs(rank: int, text: str, limit_bytes: int) -> Message:
     """The last output of a rank, without colours and the other orders that terminals take."""
     cut = len(text.encode(errors="replace")) >= limit_bytes
     return {"kind": "logs", "rank": rank, "cut": cut, "text": _settled(_ORDERS.sub("", text))}
+
+
+def actors(rows: Iterable[Mapping[str, Any]], ranks: Ranks) -> Message:
+    """The actors on these ranks, by name.
+
+    Args:
+        rows: as `actors.overview.survey` gives them.
+    """
+    wanted = set(ranks)
+    shown = [row for row in rows if row["rank"] in wanted]
+    shown.sort(key=lambda row: (row["actor"], row["id"], row["rank"]))
+    return {
+        "kind": "actors",
+        "rows": [
+            {
+                "actor": row["actor"],
+                "class": row["class"],
+                "rank": row["rank"],
+                "state": row["state"],
+                "mailbox": row["mailbox"],
+                "running": (row["running"] or "").lstrip("="),
+                "seconds": round(row["seconds"] or 0.0, 1),
+                "messages": row["messages"],
+                "error": (row["last_error"] or "")[:_ERROR_CHARS],
+            }
+            for row in shown[:_ACTORS_SHOWN]
+        ],
+    }
 
 
 def _settled(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from meshbook.actor import Actor, ActorError, endpoint
 from meshbook.controller.mesh import Mesh, attach, create_mesh
 from meshbook.dashboard.desk import Desk
 from meshbook.dashboard.page import Server, open_page
@@ -228,6 +230,47 @@ def test_what_ranks_print_is_text_and_a_line_of_a_megabyte_is_cut_for_the_eye(bo
     expect(log.locator(".mbd-line")).to_have_count(1)
     assert board.locator("img").count() == 0
     assert board.title() == "Meshbook"
+
+
+class Holds(Actor):
+    @endpoint
+    def hold(self) -> None:
+        self.gate = threading.Event()
+        self.gate.wait(TIMEOUT_S)
+
+    @endpoint
+    def fail(self) -> None:
+        raise ValueError("<b>on purpose</b>")
+
+
+def test_actors_have_a_panel_once_there_are_some_that_says_what_each_does(board: Page, mesh: Mesh) -> None:
+    tab = board.get_by_role("tab", name="Actors")
+    expect(board.get_by_role("tab", name="Logs")).to_be_visible()
+    expect(tab).to_be_hidden()
+    actors = mesh.spawn("holders", Holds)
+    with pytest.raises(ActorError):
+        actors.slice(dp=0, tp=1).fail.call_one().get(TIMEOUT_S)
+    held, waits = (actors.slice(dp=1, tp=1).hold.call_one() for _ in range(2))
+    tab.click()
+    rows = board.get_by_role("row")
+    expect(rows).to_have_count(5)
+    expect(rows.nth(2)).to_contain_text("ValueError: <b>on purpose</b>")
+    expect(rows.nth(4)).to_contain_text("hold for")
+    for future in (held, waits):
+        actors.slice(dp=1, tp=1)._apply_now(_let_go).get(TIMEOUT_S)
+        future.get(TIMEOUT_S)
+    expect(rows.nth(4)).not_to_contain_text("hold for")
+    actors.stop().get(TIMEOUT_S)
+    expect(board.get_by_role("tabpanel", name="actors")).to_contain_text("No actors are here")
+
+
+def _let_go(actor: Any) -> None:
+    for _ in range(500):
+        if (gate := getattr(actor, "gate", None)) is not None and not gate.is_set():
+            gate.set()
+            return
+        threading.Event().wait(0.02)
+    raise AssertionError("nothing is held")
 
 
 def test_the_page_draws_curves_and_finds_the_mesh_again_and_watching_ends_with_the_last_page(

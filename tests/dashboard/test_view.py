@@ -124,6 +124,23 @@ def test_memory_is_of_the_gpu_where_there_is_one_and_of_the_highest_peak_where_t
     assert view.memory(RankNow(rank=0, rss_bytes=5), most=10) == (5, 10)
 
 
+def test_actors_are_one_row_each_of_the_ranks_that_are_shown() -> None:
+    row = {
+        "id": "a-1", "class": "A", "state": "living", "mailbox": 3, "running": "=apply", "seconds": 2.04, "messages": 5,
+        "last_error": "step: ValueError: " + "x" * 1000,
+    }  # fmt: skip
+    rows = [{**row, "actor": "b", "rank": 0}, {**row, "actor": "a", "rank": 1}, {**row, "actor": "a", "rank": 0}]
+    told = view.actors(rows, (0,))["rows"]
+    assert [(one["actor"], one["rank"]) for one in told] == [("a", 0), ("b", 0)]
+    assert (told[0]["running"], told[0]["seconds"], told[0]["mailbox"]) == ("apply", 2.0, 3)
+    assert told[0]["error"].startswith("step: ValueError: xx")
+    assert len(told[0]["error"]) < 400
+    quiet, busy = View(), View()
+    busy.has_actors = True
+    layouts = [by_kind(one.everything(Training({"rank": 2}).picture))["layout"] for one in (quiet, busy)]
+    assert [layout["actors"] for layout in layouts] == [False, True]
+
+
 def test_logs_are_text_without_a_terminals_orders() -> None:
     told = view.logs(3, "\x1b[1;31mred\x1b[0m\r\n 10%\r 90%\r100%\n<b>\x1b]0;title\x07\x00", 1 << 16)
     assert told["text"] == "red\n100%\n<b>"
