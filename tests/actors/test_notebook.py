@@ -15,8 +15,8 @@ def test_the_notebook_learns_and_goes_on_after_a_generator_was_killed(tmp_path: 
     assert done.status == 0, done.out + done.err
     assert "rank 1 of 'generators' is lost" in done.out
     assert "killed by SIGKILL" in done.out
-    assert "two generators left; reward after 40 rounds" in done.out
+    assert "two generators left; reward after 20 rounds" in done.out
     assert "scorer runs the new Scorer (changed: score; new: count)" in done.out
-    found = re.search(r"accuracy on new digits: (0\.\d+) before, (0\.\d+) after 80 rounds", done.out)
+    found = re.search(r"accuracy on new digits: (0\.\d+) before, (0\.\d+) after 40 rounds", done.out)
     assert found is not None, done.out
     assert float(found[2]) > 2 * float(found[1])

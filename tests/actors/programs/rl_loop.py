@@ -89,7 +89,7 @@ class Trainer(Actor):
     def __init__(self, replay: Replay) -> None:
         self.replay = replay
         self.policy = Policy()
-        self.optimizer = torch.optim.Adam(self.policy.parameters(), 3e-3)
+        self.optimizer = torch.optim.Adam(self.policy.parameters(), 2e-2)
         self.flat = torch.nn.utils.parameters_to_vector(self.policy.parameters()).detach().clone()
         self.step = 0
 
@@ -118,7 +118,7 @@ class Trainer(Actor):
         return float((self.policy(prompts).argmax(-1) == prompts.sort(-1).values).float().mean())
 
 
-def main(num_generators: int = 2, num_steps: int = 60) -> None:
+def main(num_generators: int = 2, num_steps: int = 30) -> None:
     actor_module.unhandled_fault_hook = lambda failure: None  # a lost generator is no reason to end
     host = this_host()
     services = host.spawn_procs({"gpus": 1})
@@ -135,12 +135,12 @@ def main(num_generators: int = 2, num_steps: int = 60) -> None:
         if step == num_steps // 3:
             os.kill(victim, signal.SIGKILL)
         try:
-            generators.generate.call(512).get()
+            generators.generate.call(256).get()
         except Exception as error:
             print("lost a generator:", type(error).__name__)
             lost = True
             generators = generators.slice(gpus=slice(1, num_generators))
-            generators.generate.call(512).get()
+            generators.generate.call(256).get()
         trainer.learn.call_one(len(generators) if lost else num_generators).get()
         generators.sync.call(weights).get()
 
