@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from meshbook.actors.answers import Gather, stopped_homes
 from meshbook.actors.mesh import ActorMesh, ActorRef
+from meshbook.actors.needs import needs_torch
 from meshbook.actors.runtime.context import Home
 from meshbook.actors.runtime.futures import Future
 from meshbook.actors.runtime.life import life
 from meshbook.actors.runtime.post import here
+from meshbook.controller.config import count_gpus
 from meshbook.errors import MeshTimeout, NotAttached, StartError, TransferError, UsageError
 from meshbook.ids import name_ranks
 from meshbook.mesh import MeshAxes
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 _FAREWELL_S = 1.0  # that processes have to tell others of their end
 _ONE = MeshAxes((), (), (0,))
+# Seconds in which it mostly becomes clear what is to be spawned on new processes: a program says so in its next line.
+_CHOICE_S = 0.05
 _ANSWER_S = 30.0  # for a process to say where it is, or that it has registered an actor: it has only to look up
 # Seconds that processes live on after the program that spawned them was killed. An orderly end stops them at once.
 _ORPHAN_TTL_S = 60.0
@@ -56,6 +60,9 @@ class Procs:
     def home(self) -> Home:
         """Where they are. Waits until they run."""
         raise NotImplementedError
+
+    def meant_for(self, Class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What is about to be spawned on them, if they can still be made to fit."""
 
     def mesh(self) -> Any:
         return None
@@ -217,6 +224,8 @@ class Started(Procs):
         self._mesh: Any = None
         self._home: Home | None = None
         self._stopped = False
+        self._first: tuple[Any, ...] | None = None  # class, args, kwargs of what was spawned first
+        self._is_meant = threading.Event()
         self.ready = Future("the start of the processes")
         life().kept[self.name] = self
         # Not a daemon: an orderly end of the program waits for what it has begun, and then stops it.
@@ -225,7 +234,7 @@ class Started(Procs):
     def _start(self) -> None:
         try:
             axes = self.axes if self.axes.names else MeshAxes.of({"proc": 1})
-            torch = "torch" in sys.modules
+            torch = self._wants_torch()
             session = self._warm(torch)
             from meshbook.controller.mesh import start_light
 
@@ -255,6 +264,22 @@ class Started(Procs):
     def mesh(self) -> Any:
         self.home()
         return self._mesh
+
+    def meant_for(self, Class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._is_meant.is_set():
+            self._first = Class, args, kwargs
+            self._is_meant.set()
+
+    def _wants_torch(self) -> bool:
+        """Whether to start processes that have torch: if the program has it, unless its import would have to be waited
+        for and the first class of actors does without."""
+        if "torch" not in sys.modules:
+            return False
+        chooses = self._bootstrap is None and self._options["device"] != "cuda" and not count_gpus()
+        if not chooses or spare.has(torch=True) or alike(torch=True) is not None:
+            return True
+        self._is_meant.wait(_CHOICE_S)
+        return self._first is None or needs_torch(*self._first)
 
     def _warm(self, torch: bool) -> Session:
         """A mesh without ranks yet. Importing torch takes seconds, so of several that want it at once one does it."""
@@ -346,6 +371,10 @@ class Spare:
             session = self._kept[1]
             self._kept = None
         return session if session.ended is None and not session.connection.closed else None
+
+    def has(self, *, torch: bool) -> bool:
+        with self._lock:
+            return self._kept is not None and self._kept[0] == torch
 
     def refill(self, *, torch: bool) -> None:
         """Have one made. Called on a thread that has nothing else to do."""

@@ -153,6 +153,7 @@ class ProcMesh(MeshTrait):
             SupervisionError: a process is gone.
         """
         endpoints, methods = describe_class(Class)
+        self._procs.meant_for(Class, args, kwargs)
         home = self._procs.home()
         places = self._axes.ranks
         addresses = tuple(home.addresses[place] for place in places)

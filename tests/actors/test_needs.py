@@ -1,0 +1,58 @@
+"""Which classes of actors get processes with torch, where the import would have to be waited for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from meshbook.actor import Actor, endpoint
+from meshbook.actors.needs import needs_torch
+
+CELL = """
+def helper(): return torch.ones(1)
+def harmless(): return 1
+class Model(torch.nn.Module): pass
+
+class Idle(Actor):
+    @endpoint
+    def nothing(self): return harmless()
+
+class Late(Actor):
+    @endpoint
+    def late(self):
+        import torch as mine
+        return mine
+
+class Names(Actor):
+    @endpoint
+    def step(self): return [torch.ones(n) for n in range(3)]
+
+class Calls(Actor):
+    @endpoint
+    async def step(self): return helper()
+
+class Makes(Actor):
+    def __init__(self): self.model = Model()
+
+class Takes(Actor):
+    @endpoint
+    def score(self, answers: list[torch.Tensor]): return answers[0].sum()
+
+class Child(Names): pass
+"""
+
+
+def test_a_class_that_names_torch_itself_or_through_what_it_calls_needs_it() -> None:
+    names: dict[str, Any] = {"__name__": "__main__", "Actor": Actor, "endpoint": endpoint, "torch": torch}
+    exec(CELL, names)
+    needs = {name for name in names if isinstance(names[name], type) and needs_torch(names[name], (), {})}
+    assert needs >= {"Names", "Calls", "Makes", "Takes", "Child"}
+    assert not needs & {"Idle", "Late"}
+    assert needs_torch(names["Idle"], (torch.ones(1),), {})
+    assert needs_torch(names["Idle"], (), {"options": {"dtype": torch.float32}})
+    assert not needs_torch(names["Idle"], (1, "x"), {"options": {"lr": 0.1}})
+
+
+def test_a_class_of_a_module_counts_as_one_that_does() -> None:
+    assert needs_torch(Actor, (), {})
