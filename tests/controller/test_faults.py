@@ -210,3 +210,31 @@ def test_a_stop_reaches_a_rank_that_takes_its_cell_late(own_mesh: Mesh) -> None:
         os.kill(late, signal.SIGCONT)
     assert {part.outcome.status for part in future.result(10).parts} == {"interrupted"}
     assert dict(own_mesh.run("rank").values) == {0: 0, 1: 1, 2: 2}
+
+
+def test_a_users_signal_handler_that_raises_between_two_cells_does_not_end_a_rank(own_mesh: Mesh) -> None:
+    own_mesh.run(
+        "import signal\n"
+        "def handle(*_):\n"
+        "    raise TimeoutError('the alarm of a cell that is over')\n"
+        "signal.signal(signal.SIGUSR1, handle)\n"
+        "kept = 42"
+    )
+    os.kill(pid_of(own_mesh, 1), signal.SIGUSR1)
+    when(lambda: "the alarm of a cell that is over" in own_mesh.logs(1))
+    assert dict(own_mesh.run("kept").values) == dict.fromkeys(range(3), 42)
+
+
+def test_what_a_signal_handler_raises_in_the_ranks_own_lines_ends_its_call_alone(own_mesh: Mesh) -> None:
+    source = (
+        "import sys\n"
+        "def trace(frame, event, arg):\n"  # a profiler raises where a signal handler would, but at a line of our choice
+        "    if frame.f_code.co_name == '_finish':\n"
+        "        sys.setprofile(None)\n"
+        "        raise TimeoutError('too late')\n"
+        "if rank == 1:\n"
+        "    sys.setprofile(trace)"
+    )
+    with pytest.raises(CellError, match="too late"):
+        own_mesh.run(source, timeout=20.0)
+    assert dict(own_mesh.run("rank", timeout=20.0).values) == {0: 0, 1: 1, 2: 2}
