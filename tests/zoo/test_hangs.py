@@ -61,11 +61,9 @@ def explained(mesh: Mesh, hang: Hang) -> Why:
         if in_a_row == (1 if hang.steps else 2):
             return why
     finding = why.findings[0]
-    pytest.fail(
-        f"wanted {hang.kind}, ranks {hang.ranks}, line {hang.line}, because of it {hang.waiting}; "
-        f"got {finding.kind}, ranks {finding.ranks}, line {finding.line}, because of it {finding.others}:\n{why.text}\n\n{mesh.stacks(threads=True)}",
-        pytrace=False,
-    )
+    wanted = f"{hang.kind}, ranks {hang.ranks}, line {hang.line}, because of it {hang.waiting}"
+    got = f"{finding.kind}, ranks {finding.ranks}, line {finding.line}, because of it {finding.others}"
+    pytest.fail(f"wanted {wanted}; got {got}:\n{why.text}\n\n{mesh.stacks(threads=True)}", pytrace=False)
 
 
 @contextmanager
