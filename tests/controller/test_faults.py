@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -238,3 +239,50 @@ def test_what_a_signal_handler_raises_in_the_ranks_own_lines_ends_its_call_alone
     with pytest.raises(CellError, match="too late"):
         own_mesh.run(source, timeout=20.0)
     assert dict(own_mesh.run("rank", timeout=20.0).values) == {0: 0, 1: 1, 2: 2}
+
+
+# A loader whose workers are stuck, one of them on each rank, and a program in a session of its own.
+LOADING = """
+import os, subprocess, time
+from torch.utils.data import DataLoader, Dataset
+
+class Stuck(Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        print("worker", os.getpid())
+        time.sleep(600)
+
+print("daemon", subprocess.Popen(["sleep", "600"], start_new_session=True, stdout=subprocess.DEVNULL).pid)
+next(iter(DataLoader(Stuck(), num_workers=1)))
+"""
+
+
+def pids_of(mesh: Mesh, rank: int, what: str) -> list[int]:
+    return [int(pid) for pid in re.findall(rf"{what} (\d+)", mesh.logs(rank))]
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("start_method", ["fork", "fresh"])
+def test_what_a_rank_has_started_ends_with_it_but_for_what_has_a_session_of_its_own(start_method: str) -> None:
+    with create_mesh(2, start_method=start_method) as mesh:
+        mesh.run(LOADING, wait=False, echo=False)
+        when(lambda: all(pids_of(mesh, rank, "worker") for rank in (0, 1)))
+        workers = [pids_of(mesh, rank, "worker")[0] for rank in (0, 1)]
+        daemons = [pids_of(mesh, rank, "daemon")[0] for rank in (0, 1)]
+        try:
+            os.kill(pid_of(mesh, 0), signal.SIGKILL)
+            when(lambda: not runs(workers[0]))
+            assert runs(workers[1])
+            mesh.stop()
+            when(lambda: not runs(workers[1]))
+            assert all(map(runs, daemons))
+        finally:
+            for pid in daemons:
+                os.kill(pid, signal.SIGKILL)
