@@ -595,3 +595,9 @@ def test_an_actor_that_is_in_an_endpoint_while_no_cell_runs_is_told_with_its_lin
 def test_ranks_that_ended_something_else_are_not_said_to_have_ended_the_cell():
     others = structs.replace(ended(1), last_cell="tensor operations")
     assert "ended" not in only(computing(0), others).title
+
+
+def test_operations_on_remote_tensors_wait_in_their_collective_and_not_for_a_lock():
+    torchs = Frame(f"{TORCH}/distributed/tensor/_api.py", 600, "full_tensor")
+    batch = look(0, torchs, file=None, collectives=(op(1),), process=Process(state="S", syscall="futex"))
+    assert "lock" not in why(batch, look(1, *at(2)))[0].title
