@@ -19,7 +19,7 @@ from typing import TypeVar
 from msgspec import Struct, structs
 
 from meshbook.diagnose import looks
-from meshbook.diagnose.code import plain
+from meshbook.diagnose.code import is_user, plain, short
 from meshbook.diagnose.groups import (
     Disagreement,
     Latecomer,
@@ -575,7 +575,13 @@ class _Case:
         if not rest or looping:
             return
         doing = self.doings[rest[0]]
-        ended = [rank for rank, each in self.doings.items() if each.what == "ended"]
+        # Those that ended something else, such as operations on remote tensors, were never in this cell.
+        label = self.looks[rest[0]].cell
+        ended = [
+            rank
+            for rank, each in self.doings.items()
+            if each.what == "ended" and self.looks[rank].last_cell in (None, label)
+        ]
         only = f", which {name_ranks(ended)} {verb('has', ended)} ended" if ended else ""
         together = len({(self.doings[rank].what, self.doings[rank].at) for rank in rest}) == 1
         cell = self.looks[rest[0]].cell or "a call"
@@ -612,10 +618,23 @@ class _Case:
             f"{name_ranks(those)} {verb(words, those)}{_at(at)}"
             for (words, at), those in _grouped(ended, lambda rank: (self.doings[rank].words, self.doings[rank].at))
         ]
-        wait = verb("waits", self.world)
-        return self._finding(
-            "idle", self.world, f"Nothing runs: {name_ranks(self.world)} {wait} for a cell", evidence=evidence
-        )
+        waits = f"{name_ranks(self.world)} {verb('waits', self.world)} for a cell"
+        actors = self._actors_at_work()
+        title = f"No cell runs: {waits}; {'; '.join(actors)}" if actors else f"Nothing runs: {waits}"
+        return self._finding("idle", self.world, title, evidence=evidence)
+
+    def _actors_at_work(self) -> list[str]:
+        """Actors, which have threads of their own, that are in an endpoint: where the user's code stands."""
+        found: dict[tuple[str, str, int], list[int]] = {}
+        for rank, look in self.looks.items():
+            for thread in look.stacks:
+                lines = [frame for frame in thread.frames if is_user(frame.file)]
+                if lines and not thread.main and thread.name.startswith("actor "):
+                    found.setdefault((thread.name, lines[-1].file, lines[-1].line), []).append(rank)
+        return [
+            f"{plain(name, 80)} of {name_ranks(tuple(ranks))} is at {plain(short(file))}, line {line}"
+            for (name, file, line), ranks in found.items()
+        ]
 
     # ---- who waits for whom
 

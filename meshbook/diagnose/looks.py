@@ -276,7 +276,9 @@ def _from_stack(snapshot: RankSnapshot, main: ThreadStack, where: At | None) -> 
     syscall = main.syscall or (process.syscall if process is not None else None)
     asleep = state == "S" or (not state and main.active is False)
     if asleep and (found := places.by_syscall(syscall, process.target if process is not None else None)):
-        if found.doing != places.SLEEP and below and library_of(below[0].file) == "torch" and op is not None:
+        # Operations on remote tensors run without a line of the user's, and torch waits for theirs in C++.
+        in_torch = where is None or (below and library_of(below[0].file) == "torch")
+        if found.doing != places.SLEEP and in_torch and op is not None:
             return Doing(rank, places.COLLECTIVE, f"waits in {op.op}", where, op, sure=False, asleep=True)
         if found.doing == "waits-for-lock" and below and library_of(below[0].file) in _THREADED:
             return Doing(rank, places.COMPUTE, f"waits in {library_of(below[0].file)}", where, asleep=True)

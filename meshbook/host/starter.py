@@ -17,6 +17,7 @@ from typing import Protocol
 from meshbook.errors import StartError
 from meshbook.wire import birth
 from meshbook.wire.lastwords import LastWords
+from meshbook.wire.lifeline import end_group
 from meshbook.wire.loop import Loop, Timer
 
 # 1 MiB, the most an unprivileged process may ask for: a burst of C output must not block a rank that holds the GIL.
@@ -233,6 +234,7 @@ class FreshStarter:
             self._poll_timer.cancel()
         for process in [*self._processes.values(), *([self._store] if self._store else [])]:
             process.kill()
+            end_group(process.pid)
             process.wait()
 
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
@@ -249,6 +251,7 @@ class FreshStarter:
         self._loop.watch_fd(fd, ended)
 
     def _report(self, process: subprocess.Popen[bytes]) -> None:
+        end_group(process.pid)
         code = process.wait()
         del self._processes[process.pid]
         self._on_exit(process.pid, -code if code < 0 else code << 8)

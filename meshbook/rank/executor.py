@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
 import msgspec
+import zmq
 
 from meshbook.errors import RankLost, StartError, TransferError
 from meshbook.ids import CallId, name_ranks
-from meshbook.rank import paths, probes
+from meshbook.rank import failures, paths, probes
 from meshbook.rank.capture import Output
 from meshbook.rank.ring import Collective, Ring
 from meshbook.rank.service import Reporter
@@ -81,12 +83,21 @@ class Executor:
     def serve(self) -> None:
         work = self._reporter.work
         while True:
-            command = codec.rank_commands.decode(work.recv_multipart())
-            if isinstance(command, messages.Exit):
-                return
-            act = self._does.get(type(command))
-            if act is not None:  # a late ReplyInput, for example, is nobody's any more
-                self._do(command, act)
+            try:
+                command = codec.rank_commands.decode(work.recv_multipart())
+                if isinstance(command, messages.Exit):
+                    return
+                act = self._does.get(type(command))
+                if act is not None:  # a late ReplyInput, for example, is nobody's any more
+                    self._do(command, act)
+            except zmq.ZMQError:
+                raise
+            except BaseException as error:
+                # A signal handler of the user's raises wherever the main thread is: an alarm of a cell that is over,
+                # or DataLoader's when a worker was killed. That must not end the rank.
+                self._gate.rest()
+                failures.cut_own_frames(error)
+                traceback.print_exception(error)
 
     def _do(self, command: Any, act: Callable[[Any], Outcome]) -> None:
         started = time.perf_counter()
@@ -98,19 +109,28 @@ class Executor:
             outcome = act(command)
         except KeyboardInterrupt:  # between two lines of ours, where no user code is left to end
             outcome = Outcome(status="interrupted")
-        except Exception as error:
+        except BaseException as error:
             outcome = Outcome(status="error", error=self.shell.describe_error(error))
         seconds = time.perf_counter() - started
+        try:
+            self._finish(command.call, label, outcome, seconds)
+        except BaseException as error:  # a signal handler's, as in `serve`; or what cannot be encoded
+            outcome = Outcome(status="error", error=self.shell.describe_error(error))
+            self._finish(command.call, label, outcome, seconds)
+
+    def _finish(self, call: CallId, label: str, outcome: Outcome, seconds: float) -> None:
+        """Report the end of a call. A second report of the same end does no harm."""
         if self._groups is not None and self._groups.broken:
             outcome = msgspec.structs.replace(outcome, groups_broken=True)
         self._output.drain()
         items, seq = self._reporter.take_rest()
-        self.done = Done(command.call, label, outcome, time.monotonic())
-        self.running = self.doing = self._gate.name = None
+        self.done = Done(call, label, outcome, time.monotonic())
+        self.running = self.doing = None
+        self._gate.rest()
         self._reporter.send(
             messages.RankFinished(
                 rank=self.told.rank,
-                call=command.call,
+                call=call,
                 outcome=outcome,
                 seconds=seconds,
                 items=items,

@@ -7,6 +7,7 @@ that cannot be pickled.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import os
 import pickle
@@ -18,6 +19,7 @@ from typing import Final, Protocol
 
 import IPython
 
+from meshbook.diagnose.code import is_user
 from meshbook.wire.messages import Frame, RankError
 
 # A message of a CUDA or compiler error can be megabytes; a notebook shows the beginning and the end of it.
@@ -25,6 +27,10 @@ EVALUE_CHARS: Final = 8_000
 TRACEBACK_CHARS: Final = 100_000
 # Of a deep recursion the outermost and innermost frames tell what happened.
 NUM_FRAMES: Final = 100
+# IPython reads and parses the file of each frame that it draws: 0.02 to 0.2 s for one of a library's, several times as
+# much where ranks share their cores. Somebody who pressed Stop waits for it, and asked only where the work was.
+NUM_DRAWN: Final = 30
+NUM_DRAWN_OF_STOP: Final = 2  # of libraries, innermost
 # Exceptions hold messages; whatever is larger holds data that should be asked for as data.
 PICKLE_BYTES: Final = 16 << 10
 
@@ -51,7 +57,8 @@ def describe(error: BaseException, renderer: Renderer) -> RankError:
     cut_own_frames(error)
     text = _text(error)
     try:
-        rendered = renderer.render(error)
+        with _few_frames(error):
+            rendered = renderer.render(error)
     except KeyboardInterrupt:
         raise
     except BaseException:  # a traceback that IPython cannot draw: Python's own is plainer and sturdier
@@ -68,6 +75,12 @@ def describe(error: BaseException, renderer: Renderer) -> RankError:
 
 def cut_own_frames(error: BaseException) -> None:
     """Take the frames of Meshbook out of the tracebacks of an exception and of all those that it came from."""
+    for one in _family(error):
+        one.__traceback__ = _without_own(one.__traceback__)
+
+
+def _family(error: BaseException) -> Iterator[BaseException]:
+    """An exception and all those that it came from, each once."""
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
     while pending:
@@ -75,10 +88,36 @@ def cut_own_frames(error: BaseException) -> None:
         if current is None or id(current) in seen:
             continue
         seen.add(id(current))
-        current.__traceback__ = _without_own(current.__traceback__)
         pending += [current.__cause__, current.__context__]
         if isinstance(current, BaseExceptionGroup):
             pending += current.exceptions
+        yield current
+
+
+@contextlib.contextmanager
+def _few_frames(error: BaseException) -> Iterator[None]:
+    """While an exception is drawn, it has only the frames that say most. `%tb` draws all of them."""
+    stopped = isinstance(error, KeyboardInterrupt)
+    whole = [(one, one.__traceback__) for one in _family(error)]
+    for one, tb in whole:
+        one.__traceback__ = _rebuilt(_telling(list(_links(tb)), stopped=stopped))
+    try:
+        yield
+    finally:
+        for one, tb in whole:
+            one.__traceback__ = tb
+
+
+def _telling(links: list[TracebackType], *, stopped: bool) -> list[TracebackType]:
+    """Of a Stop the user's frames and the innermost two; of another exception all, if they are not too many."""
+    if stopped:
+        inner = len(links) - NUM_DRAWN_OF_STOP
+        links = [
+            link for place, link in enumerate(links) if place >= inner or is_user(link.tb_frame.f_code.co_filename)
+        ]
+    if len(links) > NUM_DRAWN:
+        links = links[: NUM_DRAWN // 2] + links[-NUM_DRAWN // 2 :]
+    return links
 
 
 def _without_own(tb: TracebackType | None) -> TracebackType | None:
@@ -90,8 +129,12 @@ def _without_own(tb: TracebackType | None) -> TracebackType | None:
         del kept[0]  # the loop in which an `await` of the cell ran
     if not kept and links[-1].tb_frame.f_code.co_filename not in _STANDS_FOR_USER:
         return tb
+    return _rebuilt(kept)
+
+
+def _rebuilt(links: list[TracebackType]) -> TracebackType | None:
     rebuilt: TracebackType | None = None
-    for link in reversed(kept):
+    for link in reversed(links):
         rebuilt = TracebackType(rebuilt, link.tb_frame, link.tb_lasti, link.tb_lineno)
     return rebuilt
 

@@ -277,7 +277,7 @@ class Groups:
         names, sizes = zip(*place.axes, strict=True)
         self.mesh = init_device_mesh(place.device.type, sizes, mesh_dim_names=names)
         self._formed = set(self._members)
-        self._agree(())
+        self._agree((), None)
 
     def _form_again(self, store: Store) -> None:
         """New connections for the groups of the epoch before."""
@@ -292,24 +292,36 @@ class Groups:
         c10d._world.pg_map[world] = name, PrefixStore(f"e{self.epoch}", store)
         c10d._world.pg_coalesce_state.clear()  # left full, it refuses every later coalesced call
         others = sorted(set(self._members) - self._formed)  # one order for all ranks, or two could wait for each other
-        self._agree(others)
+        self._agree(others, c10d._world.group_count)
         for name in others:
             group = self._members[name]
             if self._held[name].issuperset(group.label.ranks):
                 self.connect(group)
         forget_unfinished_steps()
 
-    def _agree(self, names: list[str] | tuple[()]) -> None:
-        """Learn which ranks have which groups besides those that all have."""
+    def _agree(self, names: list[str] | tuple[()], num_named: int | None) -> None:
+        """Learn which ranks have which groups besides those that all have, and level the numbers that torch names
+        groups by: where some ranks alone made a group, all would wait for each other in the next one for ever.
+
+        Args:
+            num_named: how many groups torch has named here; None in a new process, which has those of the user's still
+                to make, under the names that they have elsewhere.
+        """
         assert self._store is not None
         assert self._place is not None
         store = PrefixStore(f"e{self.epoch}/held", self._store)
         with self._reaching():
-            store.set(str(self._place.rank), json.dumps(names))
+            store.set(str(self._place.rank), json.dumps([names, num_named]))
             told = store.multi_get([str(rank) for rank in range(self._place.world_size)])
+        numbers: list[int] = []
         for rank, text in enumerate(told):
-            for name in json.loads(text):
+            held, number = json.loads(text)
+            if number is not None:
+                numbers.append(number)
+            for name in held:
                 self._held.setdefault(name, set()).add(rank)
+        if len(numbers) == len(told):
+            c10d._world.group_count = max(numbers)
 
     def _cut_all(self, reason: str) -> None:
         """End what may still be under way in the background, before its connections are replaced or dropped."""

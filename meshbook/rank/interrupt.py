@@ -90,6 +90,14 @@ class InterruptGate:
                 self._pending = False
                 self.missed += 1
 
+    def rest(self) -> None:
+        """No call is under way any more, however the last one ended."""
+        self._armed = False
+        self.name = None
+        if self._depth:
+            self._depth = 1
+            self.end()
+
     def stop(self, name: str) -> None:
         """End the call of this name, whether it has begun or not, and no other. From any thread.
 

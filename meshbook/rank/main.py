@@ -23,7 +23,7 @@ from meshbook.rank.service import Reporter, Service
 from meshbook.rank.shell import InterruptGate, RankShell
 from meshbook.wire import birth, messages
 from meshbook.wire.lastwords import LastWords
-from meshbook.wire.lifeline import be_readable_by, die_with_parent
+from meshbook.wire.lifeline import be_readable_by, die_with_parent, lead_a_group
 
 
 def be_rank(told: birth.RankBirth, pipes: tuple[int, int], last_words: int) -> NoReturn:
@@ -62,6 +62,7 @@ def be_rank(told: birth.RankBirth, pipes: tuple[int, int], last_words: int) -> N
 
 def _settle(told: birth.RankBirth) -> None:
     """Make this process the one that user code expects."""
+    lead_a_group()
     be_readable_by(told.host_pid)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.update(told.spec.env)

@@ -24,6 +24,19 @@ def die_with_parent() -> None:
         os._exit(1)
 
 
+def lead_a_group() -> None:
+    """Make this process the leader of a group, to which all that it starts belongs, so that `end_group` finds them."""
+    with contextlib.suppress(OSError):  # a session's leader leads its group already
+        os.setpgid(0, 0)
+
+
+def end_group(leader: int) -> None:
+    """Kill what a process that ended has left behind: DataLoader workers that are stuck, commands. What has made a
+    session or group of its own goes on. Call it before the leader is waited for, while its number is nobody else's."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
 def be_readable_by(pid: int) -> None:
     """Let process `pid`, and what it starts, read this one as a debugger does.
 

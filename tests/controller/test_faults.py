@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -210,3 +211,78 @@ def test_a_stop_reaches_a_rank_that_takes_its_cell_late(own_mesh: Mesh) -> None:
         os.kill(late, signal.SIGCONT)
     assert {part.outcome.status for part in future.result(10).parts} == {"interrupted"}
     assert dict(own_mesh.run("rank").values) == {0: 0, 1: 1, 2: 2}
+
+
+def test_a_users_signal_handler_that_raises_between_two_cells_does_not_end_a_rank(own_mesh: Mesh) -> None:
+    own_mesh.run(
+        "import signal\n"
+        "def handle(*_):\n"
+        "    raise TimeoutError('the alarm of a cell that is over')\n"
+        "signal.signal(signal.SIGUSR1, handle)\n"
+        "kept = 42"
+    )
+    os.kill(pid_of(own_mesh, 1), signal.SIGUSR1)
+    when(lambda: "the alarm of a cell that is over" in own_mesh.logs(1))
+    assert dict(own_mesh.run("kept").values) == dict.fromkeys(range(3), 42)
+
+
+def test_what_a_signal_handler_raises_in_the_ranks_own_lines_ends_its_call_alone(own_mesh: Mesh) -> None:
+    source = (
+        "import sys\n"
+        "def trace(frame, event, arg):\n"  # a profiler raises where a signal handler would, but at a line of our choice
+        "    if frame.f_code.co_name == '_finish':\n"
+        "        sys.setprofile(None)\n"
+        "        raise TimeoutError('too late')\n"
+        "if rank == 1:\n"
+        "    sys.setprofile(trace)"
+    )
+    with pytest.raises(CellError, match="too late"):
+        own_mesh.run(source, timeout=20.0)
+    assert dict(own_mesh.run("rank", timeout=20.0).values) == {0: 0, 1: 1, 2: 2}
+
+
+# A loader whose workers are stuck, one of them on each rank, and a program in a session of its own.
+LOADING = """
+import os, subprocess, time
+from torch.utils.data import DataLoader, Dataset
+
+class Stuck(Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        print("worker", os.getpid())
+        time.sleep(600)
+
+print("daemon", subprocess.Popen(["sleep", "600"], start_new_session=True, stdout=subprocess.DEVNULL).pid)
+next(iter(DataLoader(Stuck(), num_workers=1)))
+"""
+
+
+def pids_of(mesh: Mesh, rank: int, what: str) -> list[int]:
+    return [int(pid) for pid in re.findall(rf"{what} (\d+)", mesh.logs(rank))]
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("start_method", ["fork", "fresh"])
+def test_what_a_rank_has_started_ends_with_it_but_for_what_has_a_session_of_its_own(start_method: str) -> None:
+    with create_mesh(2, start_method=start_method) as mesh:
+        mesh.run(LOADING, wait=False, echo=False)
+        when(lambda: all(pids_of(mesh, rank, "worker") for rank in (0, 1)))
+        workers = [pids_of(mesh, rank, "worker")[0] for rank in (0, 1)]
+        daemons = [pids_of(mesh, rank, "daemon")[0] for rank in (0, 1)]
+        try:
+            os.kill(pid_of(mesh, 0), signal.SIGKILL)
+            when(lambda: not runs(workers[0]))
+            assert runs(workers[1])
+            mesh.stop()
+            when(lambda: not runs(workers[1]))
+            assert all(map(runs, daemons))
+        finally:
+            for pid in daemons:
+                os.kill(pid, signal.SIGKILL)

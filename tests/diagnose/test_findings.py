@@ -576,3 +576,28 @@ def test_whatever_was_seen_is_explained(now, before):
     assert len(told_of) == len(set(told_of)), as_text(found)  # nobody is blamed for two things
     assert as_text(found)
     assert stacks_as_text(merge(now, main_only=False), moved=moved(before, now))
+
+
+def test_an_actor_that_is_in_an_endpoint_while_no_cell_runs_is_told_with_its_line():
+    def idle(rank, *frames):
+        actor = thread(
+            "actor worker", Frame("/env/site-packages/meshbook/actors/runtime/cabin.py", 60, "_live"), *frames
+        )
+        return look(rank, call=None, cell=None, running_s=None, stacks=(actor,))
+
+    frames = (Frame("/home/u/jobs/train.py", 31, "work"), Frame(f"{STDLIB}/threading.py", 600, "wait"))
+    finding = only(idle(0, *frames), idle(1, *frames), idle(2))
+    assert finding.title == (
+        "No cell runs: ranks 0-2 wait for a cell; actor worker of ranks 0-1 is at jobs/train.py, line 31"
+    )
+
+
+def test_ranks_that_ended_something_else_are_not_said_to_have_ended_the_cell():
+    others = structs.replace(ended(1), last_cell="tensor operations")
+    assert "ended" not in only(computing(0), others).title
+
+
+def test_operations_on_remote_tensors_wait_in_their_collective_and_not_for_a_lock():
+    torchs = Frame(f"{TORCH}/distributed/tensor/_api.py", 600, "full_tensor")
+    batch = look(0, torchs, file=None, collectives=(op(1),), process=Process(state="S", syscall="futex"))
+    assert "lock" not in why(batch, look(1, *at(2)))[0].title

@@ -554,6 +554,25 @@ def test_groups_of_the_users_own_are_formed_again(trio: World) -> None:
     assert trio.run(use_pairs) == expected
 
 
+def sum_in_a_new_group(here: Here) -> float:
+    import torch
+    import torch.distributed as dist
+
+    x = torch.full((1,), float(here.rank))
+    dist.all_reduce(x, group=dist.new_group([0, 1, 2]))
+    return x.item()
+
+
+def test_after_a_group_that_some_ranks_alone_tried_to_make_the_next_one_is_made_by_all(trio: World) -> None:
+    trio.members[0].begin(make_a_group)
+    trio.members[0].ask(wait_until_reaching)
+    for member in trio.members:
+        member.ask(sever, KeyboardInterrupt("stop"))
+    assert isinstance(trio.members[0].error(SOON_S), KeyboardInterrupt)
+    trio.form()
+    assert trio.run(sum_in_a_new_group) == [3.0] * 3
+
+
 def test_groups_that_a_new_member_has_yet_to_make_wait_for_it(trio: World) -> None:
     trio.run(make_pairs)
     trio.members[2].kill()

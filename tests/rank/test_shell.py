@@ -373,6 +373,26 @@ def test_tb_shows_the_last_failure_again(rank: Rank) -> None:
     assert "meshbook" not in said
 
 
+def test_of_a_stop_deep_in_a_library_few_frames_are_drawn_and_tb_has_them_all(rank: Rank) -> None:
+    source = """
+        import json
+        def stopped(value):
+            raise KeyboardInterrupt
+        def nest(depth):
+            return [nest(depth - 1)] if depth else object()
+        json.dumps(nest(20), default=stopped, indent=1)
+        """
+    run = rank.run(source)
+    assert run.status == "interrupted"
+    assert run.error is not None
+    drawn = "\n".join(run.error.traceback)
+    assert len(run.error.frames) > 20
+    assert drawn.count("encoder.py") == 1  # beside the innermost frame, which is the user's
+    assert "in stopped" in drawn or "stopped" in drawn
+    rank.ok("%tb")
+    assert rank.said().count("encoder.py") > 1
+
+
 def test_debug_and_breakpoints_say_how_to_look_instead_of_waiting_for_a_terminal(rank: Rank) -> None:
     rank.shell.preset(rank=2)
     rank.ok("%debug")

@@ -27,7 +27,7 @@ from typing import Any, NoReturn, cast
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 # Seconds until a wait counts as a hang. Generous: machines that run tests are busy; nothing here takes a tenth of it.
-DEADLINE_S = 60.0
+DEADLINE_S = 30.0
 
 # How long the main thread must stand at one instruction to count as stuck.
 STILL_S = 0.05

@@ -495,7 +495,6 @@ HANGS = [
         dist.barrier()
         """,
     ),
-    # The last one: torch numbers the groups that a rank has made, and rank 0 has now made one more than the others.
     Hang(
         "a rank makes a group alone",
         "group-made-by-some",
