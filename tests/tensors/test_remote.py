@@ -341,7 +341,7 @@ def test_temporaries_leave_nothing_behind(mesh2: Mesh) -> None:
         torch.linalg.cholesky(-torch.outer(a, a)).sum().item()
     assert live(mesh2) == before
     engine = engine_of(mesh2)
-    assert len(engine._pending) == len(engine.freed) == 0
+    assert len(engine._wheres) == len(engine.freed) == 0
     assert len(engine._ahead) == 0
 
 
