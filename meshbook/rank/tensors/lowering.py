@@ -430,6 +430,7 @@ _aten = torch.ops.aten
 _QUICK: dict[Any, Any] = {
     _aten.view.default: torch.Tensor.view,
     _aten.expand.default: torch.Tensor.expand,
+    _aten._unsafe_view.default: torch.Tensor.view,
     _aten.t.default: torch.t,
     _aten.transpose.int: torch.transpose,
     _aten.mm.default: torch.mm,
@@ -442,6 +443,9 @@ _QUICK: dict[Any, Any] = {
     _aten.cat.default: torch.cat,
     _aten.embedding.default: torch.embedding,
     _aten.native_layer_norm.default: torch.native_layer_norm,
+    _aten._softmax.default: torch._softmax,
+    _aten._log_softmax.default: torch._log_softmax,
+    _aten.gelu.default: torch._C._nn.gelu,
 }
 
 
