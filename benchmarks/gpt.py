@@ -128,30 +128,37 @@ def dtensor_step(mesh: Any, width: int, layers: int, batch: int, length: int) ->
     return lambda: train_step(model, optimizer, *there)
 
 
-def fsdp_script(width: int, layers: int, batch: int, length: int, rounds: int, iters: int) -> list[float]:
-    """Milliseconds of a step, by hand with FSDP2, in each of `rounds`."""
-    from torch.distributed.device_mesh import init_device_mesh
+def fsdp_step(mesh: Any, rank: int, width: int, layers: int, batch: int, length: int) -> Callable[[], Any]:
+    """FSDP2 by hand: every block sharded by itself, the rest as one."""
     from torch.distributed.fsdp import fully_shard
 
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (world_size,))
     torch.manual_seed(0)
     model = GPT(width, layers, length)
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     x, y, places = data(batch, length)
-    x, y = x.chunk(world_size)[rank], y.chunk(world_size)[rank]
+    x, y = x.chunk(mesh.size())[rank], y.chunk(mesh.size())[rank]
     optimizer = adamw(model)
+    return lambda: train_step(model, optimizer, x, y, places)
+
+
+def fsdp_script(width: int, layers: int, batch: int, length: int, rounds: int, iters: int) -> list[tuple[float, float]]:
+    """Milliseconds of a step, and of this process's CPU in it, in each of `rounds`."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    step = fsdp_step(mesh, dist.get_rank(), width, layers, batch, length)
     taken = []
     for round_ in range(rounds + 1):
-        started = time.perf_counter()
+        started, spent = time.perf_counter(), time.process_time()
         for _ in range(iters):
-            train_step(model, optimizer, x, y, places)
+            step()
         dist.barrier()
         if round_:
-            taken.append(1e3 * (time.perf_counter() - started) / iters)
+            ended = time.perf_counter() - started, time.process_time() - spent
+            taken.append((1e3 * ended[0] / iters, 1e3 * ended[1] / iters))
     dist.destroy_process_group()
     return taken
 

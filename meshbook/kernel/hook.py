@@ -39,6 +39,7 @@ class CellHook:
         self._depth = 0  # cells that run within one another
         self._request: Any = None  # the front end's message that the depth belongs to
         self._replays = False  # the cell runs earlier cells again
+        self.rewritten = ""  # the last of the user's cells, as the shell is to run it; magics are still in it
 
     def install(self) -> None:
         """Have the shell call it for every cell from now on."""
@@ -48,13 +49,14 @@ class CellHook:
 
     def __call__(self, lines: list[str]) -> list[str]:
         source = "".join(lines)
+        self.rewritten = ""
         if not self._is_users():
             return lines
         self._replays = source.lstrip().startswith("%rerun")
         if self._asks_a_future(source):
             return lines
-        rewritten = transform.rewrite(source, auto=self._is_auto())
-        return rewritten.splitlines(keepends=True)
+        self.rewritten = transform.rewrite(source, auto=self._is_auto())
+        return self.rewritten.splitlines(keepends=True)
 
     def _is_users(self) -> bool:
         kernel = getattr(self._shell, "kernel", None)

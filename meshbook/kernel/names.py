@@ -6,13 +6,14 @@ handles in it, nothing of cells, shells or sockets.
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.remote import RemoteValue
 from meshbook.controller.session import Session
+from meshbook.errors import MeshbookError
 from meshbook.rank import paths
 from meshbook.wire.messages import Part
 
@@ -41,7 +42,11 @@ class HandleNames:
         # Who has which name, of every mesh that was shown; a name may be bound on some ranks only.
         self._holders: WeakKeyDictionary[Session, dict[str, set[int]]] = WeakKeyDictionary()
         self._warned: set[str] = set()
-        self._session: Session | None = None  # of the mesh that is shown
+        self._mesh: Mesh | None = None  # that is shown
+        self._session: Session | None = None  # its
+        # Tensors that stand where handles were: those, and the handles. They stay until a cell binds the name anew,
+        # so that a gradient that is computed here is there for the next cell.
+        self._tensors: dict[str, tuple[Any, RemoteValue]] = {}
 
     def show(self, mesh: Mesh | None) -> None:
         """The names of this mesh, and of no other, are handles here from now on."""
@@ -50,7 +55,8 @@ class HandleNames:
         for name in self._holders.get(self._session, {}) if self._session is not None else ():
             if self._is_ours(name):
                 del self._namespace[name]
-        self._session = mesh.session if mesh is not None else None
+        self._tensors.clear()
+        self._mesh, self._session = mesh, mesh.session if mesh is not None else None
         if ours:
             self._namespace.pop("mesh", None)
             if mesh is not None:
@@ -83,17 +89,34 @@ class HandleNames:
     def handle(self, name: str) -> RemoteValue | None:
         """The handle that this name is here; None: it is not one."""
         held = self._namespace.get(name)
+        if name in self._tensors and self._tensors[name][0] is held:
+            return self._tensors[name][1]
         return held if isinstance(held, RemoteValue) else None
+
+    def become_tensors(self, names: Iterable[str]) -> None:
+        """Handles that a cell of this process uses become tensors, where every rank has one alike: `w` is what
+        `mesh["w"]` is. Asks the ranks about these names and no others; what cannot be told stays a handle."""
+        for name in names:
+            held = self._namespace.get(name)
+            if self._mesh is None or not isinstance(held, RemoteValue) or not self._is_ours(name) or name in PRESET:
+                continue
+            try:
+                found = self._mesh[name]
+            except (MeshbookError, ImportError):  # a rank that is gone or does not answer; no torch in this process
+                continue
+            if not isinstance(found, RemoteValue):
+                self._namespace[name] = found
+                self._tensors[name] = found, held
 
     def is_users(self, name: str) -> bool:
         """Whether the user bound this name here to something of this process."""
-        if name not in self._namespace or isinstance(self._namespace[name], RemoteValue):
+        if name not in self._namespace or self.handle(name) is not None:
             return False
         return not (name in self._hidden and self._hidden[name] is self._namespace[name])
 
     def without_handles(self) -> dict[str, Any]:
         """The namespace as far as looking at it asks nobody else."""
-        return {name: held for name, held in list(self._namespace.items()) if not isinstance(held, RemoteValue)}
+        return {name: held for name, held in list(self._namespace.items()) if self.handle(name) is None}
 
     def _put(self, name: str) -> None:
         """Let the name here be what it is on the ranks, if it is ours to say."""
@@ -101,6 +124,9 @@ class HandleNames:
         assert session is not None
         if name in _RESERVED:
             return
+        tensor, handle = self._tensors.pop(name, (None, None))
+        if handle is not None and self._namespace.get(name) is tensor:
+            self._namespace[name] = handle
         ranks = tuple(sorted(self._holders[session].get(name, ())))
         if not ranks:
             self._warned.discard(name)

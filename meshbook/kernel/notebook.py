@@ -123,7 +123,9 @@ class Notebook:
         self._failure: CellError | RankLost | None = None  # the last one of a cell
         self._display_ids: OrderedDict[tuple[int, str], str] = OrderedDict()
         self._kept = sink.KeptDisplays()
-        CellHook(shell, lambda: self.auto).install()
+        self._hook = CellHook(shell, lambda: self.auto)
+        self._hook.install()
+        shell.events.register("pre_run_cell", self._before_cell)
         shell.set_custom_exc((NameError,), self._explain_missing_name)  # type: ignore[no-untyped-call]
 
     @classmethod
@@ -526,6 +528,11 @@ class Notebook:
             print(text)
         else:
             sink.jupyter_publisher(self._kernel)("display_data", sink.note(text))
+
+    def _before_cell(self, info: Any) -> None:
+        """What a cell reads in this process is there for it: tensors of the ranks as tensors."""
+        source = getattr(info, "transformed_cell", None) or self._hook.rewritten  # older IPythons do not tell
+        self._names.become_tensors(transform.names_read(source))
 
     def _warn_of_both(self, name: str) -> None:
         self._tell(

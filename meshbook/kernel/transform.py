@@ -24,6 +24,7 @@ Line magics that run here may stand at the top of a cell whose rest runs on the 
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -137,6 +138,20 @@ def rewrite(source: str, *, auto: bool = True) -> str:
         case "both":
             return f"{decided.here}{NOTEBOOK}.run_cell({decided.there!r})\n"
     return decided.here
+
+
+def names_read(source: str) -> list[str]:
+    """Names that Python code reads, in functions and classes too, in the code's order; none of code that is broken."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return []
+    read = []
+    for node in ast.walk(tree):
+        target = node.target if isinstance(node, ast.AugAssign) else node
+        if isinstance(target, ast.Name) and (target is not node or isinstance(target.ctx, ast.Load)):
+            read.append(target.id)
+    return list(dict.fromkeys(read))
 
 
 def is_for_ranks(source: str) -> bool:

@@ -10,6 +10,7 @@ Seams: `emit` may be replaced on the instance, by who records; `before_batch` ca
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import linecache
 import os
@@ -18,7 +19,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
@@ -35,8 +36,8 @@ from meshbook.mesh import MeshAxes
 from meshbook.tensors.plan import Planner, Template
 from meshbook.wire import messages
 
-# Operations in a batch: few while the ranks wait for work, more once they have enough of it.
-_SMALL_BATCH, _LARGE_BATCH = 64, 256
+# Operations in a batch, by how many batches the ranks have before them: few while they wait for work, more then.
+_BATCHES = (48, 64, 128, 192, 256)
 # Batches that the ranks have not acknowledged before Python waits for them: some 8,000 operations, a few train steps.
 _MAX_AHEAD = 32
 # Seconds after the last operation before a batch that is not full is sent all the same.
@@ -55,8 +56,9 @@ Where = tuple[tuple[CodeType, int], ...]  # code and instruction of the user's l
 _encoder = msgspec.msgpack.Encoder()
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-# Whether code is the user's, by id: a code object's own hash goes through all of it. The code is kept, so ids stay.
-_is_users: dict[int, tuple[bool, CodeType]] = {}
+# Code by id, where it is the user's, else None: a code object's own hash goes through all of it.
+_users: dict[int, CodeType | None] = {}
+_looked_at: list[CodeType] = []  # kept, so that ids stay
 
 
 class Handle:
@@ -112,7 +114,11 @@ class Engine:
         self.free = self.freed.append
         self.before_batch: list[Callable[[], None]] = []
         self.num_ops = self.num_batches = 0
-        self._pending: deque[tuple[list[int | float], Where]] = deque()
+        self._stream: list[int | float] = []  # operations that have not been sent, one after the other
+        self._wheres: list[Where] = []  # of each of them
+        self._let_go: list[int] = []  # ids that the stream lets go of
+        self._num_words = 0  # of the stream's operations that only let go of ids
+        self._putting = threading.RLock()  # a finalizer may issue operations while one is put
         self._templates: list[bytes] = []
         self._uploads: list[messages.Upload] = []
         self._ahead: dict[str, _Batch] = {}
@@ -121,7 +127,7 @@ class Engine:
         self._faults: dict[int, Fault] = {}
         self._ended: MeshbookError | None = None
         self._number = 1
-        self._due = _SMALL_BATCH
+        self._due = _BATCHES[0]
         self._woken = threading.Event()
         session.before_call.append(_weak(self.flush))
         session.ahead.append(_weak(self._calls_ahead))
@@ -140,20 +146,33 @@ class Engine:
         """
         if self._ended is not None:
             raise self._ended.with_traceback(None)
-        pending = self._pending
         if len(self.freed) >= _FREE_AT_ONCE:
             self._free_ids()
-        pending.append((numbers, where))
-        size = len(pending)
+        with self._putting:
+            self._stream += numbers
+            self._wheres.append(where)
+            size = len(self._wheres)
         if size >= self._due:
             self.flush()
         elif size == 1:
             self._woken.set()
 
+    def put(self, issued: Iterable[tuple[list[int | float], Where]]) -> None:
+        """Operations for the next batch, which is not sent for their sake."""
+        with self._putting:
+            for numbers, where in issued:
+                self._stream += numbers
+                self._wheres.append(where)
+
     def _free_ids(self) -> None:
         ids = _drained(self.freed)
         if ids:
-            self._pending.append(([0, len(ids), *ids], ()))
+            with self._putting:
+                self._stream += (0, len(ids))
+                self._stream += ids
+                self._wheres.append(())
+                self._let_go += ids
+                self._num_words += 1
 
     def add_template(self, body: bytes) -> None:
         """What ranks must know before operations of this template come."""
@@ -168,7 +187,7 @@ class Engine:
         handle = Handle(self.next_id(), self.free)
         payload = self.session.dump((tensor.detach(), placements), self.ranks)
         with self._sending:
-            if self._pending:  # it is bound before its batch; what comes before it stays before it
+            if self._wheres:  # it is bound before its batch; what comes before it stays before it
                 self.flush()
             self._uploads.append(messages.Upload(id=handle.id, payload=payload))
         self._woken.set()
@@ -182,16 +201,16 @@ class Engine:
         Raises:
             RankLost: a rank is gone; so is whatever it held.
         """
-        if not self._pending and not self._uploads and not self.freed:
+        if not self._wheres and not self._uploads and not self.freed:
             return
         self._keep_near()
         self._send(None)
 
-    def _keep_near(self) -> None:
+    def _keep_near(self, limit: int = _MAX_AHEAD) -> None:
         self._check()
-        if len(self._ahead) >= _MAX_AHEAD and threading.current_thread() is not self.session.connection.thread:
+        if len(self._ahead) >= limit and threading.current_thread() is not self.session.connection.thread:
             with self._changed:
-                while len(self._ahead) >= _MAX_AHEAD and self._ended is None:
+                while len(self._ahead) >= limit and self._ended is None:
                     self._changed.wait(1.0)
             self._check()
 
@@ -216,15 +235,14 @@ class Engine:
             for callback in self.before_batch:
                 callback()
             self._free_ids()
-            taken = [self._pending.popleft() for _ in range(len(self._pending))]
+            with self._putting:
+                stream, wheres, let_go, words = self._stream, self._wheres, self._let_go, self._num_words
+                self._stream, self._wheres, self._let_go, self._num_words = [], [], [], 0
             uploads, self._uploads = self._uploads, []
             templates, self._templates = self._templates, []
             try:
-                if not taken and not uploads and fetch is None:
+                if not wheres and not uploads and fetch is None:
                     return None
-                stream: list[int | float] = []
-                for numbers, _ in taken:
-                    stream += numbers
                 command = messages.RunOps(
                     call=self.session.connection.next_call(),
                     ranks=self.ranks,
@@ -235,19 +253,18 @@ class Engine:
                     uploads=tuple(uploads),
                     fetch=fetch,
                 )
-                freed = [int(id) for numbers, _ in taken if numbers[0] == 0 for id in numbers[2:]]
-                self._ahead[command.call] = _Batch(
-                    self._number, [where for _, where in taken], templates, freed, command
-                )
-                self._number += len(taken)
-                self.num_ops += sum(1 for numbers, _ in taken if numbers[0])
+                self._ahead[command.call] = _Batch(self._number, wheres, templates, let_go, command)
+                self._number += len(wheres)
+                self.num_ops += len(wheres) - words
                 self.num_batches += 1
                 future = self.session.connection.request(command)
             except BaseException:
-                self._pending.extendleft(reversed(taken))
+                with self._putting:
+                    self._stream[:0], self._wheres[:0], self._let_go[:0] = stream, wheres, let_go
+                    self._num_words += words
                 self._uploads[:0], self._templates[:0] = uploads, templates
                 raise
-            self._due = _SMALL_BATCH if len(self._ahead) < 4 else _LARGE_BATCH
+            self._due = self._size_of_next()
         call = command.call
         future.add_done_callback(lambda done: self._acknowledged(call, done))
         return command, future
@@ -265,9 +282,13 @@ class Engine:
             self._take_note(batch, finished)
         with self._changed:
             del self._ahead[call]
-            if len(self._ahead) < 4:
-                self._due = _SMALL_BATCH
+            self._due = self._size_of_next()
             self._changed.notify_all()
+        if self._wheres and len(self._ahead) < 2:  # held back while the ranks had enough to do
+            self._woken.set()
+
+    def _size_of_next(self) -> int:
+        return _BATCHES[min(len(self._ahead), len(_BATCHES) - 1)]
 
     def _take_note(self, batch: _Batch, finished: messages.CallFinished) -> None:
         for part in finished.parts:
@@ -378,13 +399,15 @@ def here(depth: int = 2) -> Where:
     """The user's lines that lead to this operation, innermost first: code and instruction, which are cheap to keep."""
     frame: FrameType | None = sys._getframe(depth)
     found: list[tuple[CodeType, int]] = []
-    known = _is_users
+    known = _users
     while frame is not None:
         code = frame.f_code
-        users = known.get(id(code))
-        if users is None:
-            users = known[id(code)] = (not code.co_filename.startswith((_TORCH, _OURS)), code)
-        if users[0]:
+        try:
+            users = known[id(code)]
+        except KeyError:
+            _looked_at.append(code)
+            users = known[id(code)] = None if code.co_filename.startswith((_TORCH, _OURS)) else code
+        if users is not None:
             found.append((code, frame.f_lasti))
             if len(found) == _MAX_USER_FRAMES:
                 break
@@ -409,12 +432,11 @@ def describe(where: Where) -> str:
 
 
 def _drained(ids: deque[int]) -> list[int]:
-    found = []
-    try:
-        while True:
+    found: list[int] = []
+    with contextlib.suppress(IndexError):  # somebody else drains them too
+        for _ in range(len(ids)):
             found.append(ids.popleft())
-    except IndexError:
-        return found
+    return found
 
 
 def _weak(method: Callable[[], Any]) -> Callable[[], Any]:

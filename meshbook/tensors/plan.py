@@ -12,7 +12,7 @@ import itertools
 import pickle
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -111,9 +111,14 @@ class Template:
     instead: Any = None
     seeded: bool = False
     special: bool = False  # anything of the above: off the hot path
+    quick: Spec | None = field(init=False)  # `single`, where that is all there is to do, or where it is a plain view
     communicates: bool = False
     body: bytes = b""
     name: str = ""
+
+    def __post_init__(self) -> None:
+        looked_after = self.first or self.copied or self.mutates or self.instead is not None or self.seeded
+        self.quick = None if looked_after else self.single
 
 
 class Planner:

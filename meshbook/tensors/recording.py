@@ -40,6 +40,9 @@ Issued = tuple[list[int | float], Where]
 _MAX_OPS = 50_000
 # Recordings that one function may have, for as many shapes and branches; the one used longest ago goes first.
 _MAX_VARIANTS = 16
+# Steps that travel in one message, and messages that the ranks may have before them, while they have enough to do: a
+# message costs each rank a quarter of a millisecond, and 8 of 4 steps are far enough ahead.
+_STEPS_IN_ONE, _ENOUGH, _MAX_AHEAD = 4, 2, 8
 # Calls in a row that could not be held to their end, after which the function is not held any more.
 _MAX_BROKEN = 3
 
@@ -197,7 +200,8 @@ class _Hold:
 
     def __enter__(self) -> None:
         engine = self.engine
-        engine.flush()
+        if self._is_due():
+            engine.flush()
         engine._sending.acquire()
         engine.before_batch.append(self._give_up)
         engine.emit = self._keep  # type: ignore[method-assign]
@@ -226,13 +230,18 @@ class _Hold:
         self.broken = broken
         del engine.emit
         engine.before_batch.remove(self._give_up)
-        engine._pending.extend(self.issued)
+        engine.put(self.issued)
         engine._sending.release()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._end()
-        if error is None:
+        if error is None and self._is_due():
+            self.engine._keep_near(_MAX_AHEAD)
             self.engine.flush()
+
+    def _is_due(self) -> bool:
+        """Whether what was issued is to be sent now; an acknowledgement will see to it otherwise."""
+        return len(self.engine._ahead) < _ENOUGH or len(self.engine._wheres) >= _STEPS_IN_ONE
 
     def take_freed(self) -> list[int]:
         """Ids that nobody holds any more."""
@@ -405,7 +414,7 @@ def _forget(engine: Engine, key: str) -> None:
     number = next(engine.planner._numbers)
     sent = Sent(number, "meshbook::forget_replay", (key,), {}, (), "none", (), False, False)
     engine.add_template(pickle.dumps(sent, 5))
-    engine._pending.append(([number], ()))
+    engine.put([([number], ())])
 
 
 def _templates(engine: Engine) -> dict[int, Template]:

@@ -26,7 +26,8 @@ aten = torch.ops.aten
 # A local tensor among the operands is sent along up to this size; larger ones had better be sent once.
 SEND_ALONG_BYTES = 1 << 20
 
-_make = torch.Tensor._make_wrapper_subclass
+_make = torch.Tensor._make_wrapper_subclass  # by place: names cost a third more
+_STRIDED = torch.strided
 # Seeds fit a float, which is how they travel.
 _SEEDS = 1 << 52
 
@@ -236,14 +237,9 @@ def _settle_grad(leaf: Any) -> None:
 def wrap(spec: Spec, handle: Handle, requires_grad: bool = False) -> RemoteTensor:
     """The tensor of a handle."""
     tensor: RemoteTensor = _make(
-        RemoteTensor,
-        spec.shape,
-        strides=spec.stride,
-        storage_offset=spec.offset,
-        dtype=spec.dtype,
-        device=spec.device,
-        requires_grad=requires_grad,
-    )
+        RemoteTensor, spec.shape, spec.stride, spec.offset, None, spec.dtype, _STRIDED, spec.device, False,
+        requires_grad,
+    )  # fmt: skip
     tensor._spec = spec
     tensor._handle = handle
     return tensor
@@ -308,13 +304,11 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         template = engine.cache[found] = engine.planner.plan(func, args, kwargs or {}, tensors)
         if template.body:
             engine.add_template(template.body)
-    spec = template.single
-    if spec is None or template.special:
+    spec = template.quick
+    if spec is None or (template.is_view and tensors[0]._handle.copied):
         return perform(engine, template, func, args, kwargs, numbers, tensors, floats)
     numbers[0] = template.number  # what `perform` does, for the common case: one new tensor, nothing to look out for
-    result = _make(
-        RemoteTensor, spec.shape, strides=spec.stride, storage_offset=spec.offset, dtype=spec.dtype, device=spec.device
-    )
+    result = _make(RemoteTensor, spec.shape, spec.stride, spec.offset, None, spec.dtype, _STRIDED, spec.device)
     result._spec = spec
     result._handle = handle = Handle(engine.next_id(), engine.free)
     numbers.append(handle.id)
@@ -349,10 +343,7 @@ def perform(
     if spec is not None:
         handle = Handle(engine.next_id(), engine.free)
         numbers.append(handle.id)
-        result = _make(
-            RemoteTensor, spec.shape, strides=spec.stride, storage_offset=spec.offset, dtype=spec.dtype,
-            device=spec.device,
-        )  # fmt: skip
+        result = _make(RemoteTensor, spec.shape, spec.stride, spec.offset, None, spec.dtype, _STRIDED, spec.device)
         result._spec = spec
         result._handle = handle
         if template.is_view and (template.copied or tensors[0]._handle.copied):

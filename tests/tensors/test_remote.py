@@ -341,7 +341,7 @@ def test_temporaries_leave_nothing_behind(mesh2: Mesh) -> None:
         torch.linalg.cholesky(-torch.outer(a, a)).sum().item()
     assert live(mesh2) == before
     engine = engine_of(mesh2)
-    assert len(engine._pending) == len(engine.freed) == 0
+    assert len(engine._wheres) == len(engine.freed) == 0
     assert len(engine._ahead) == 0
 
 
@@ -392,3 +392,13 @@ def spaces_of_this_rank() -> int:
 
     gc.collect()
     return sum(type(thing) is Space for thing in gc.get_objects())
+
+
+def test_large_tensors_come_whole_in_any_dtype(mesh2: Mesh) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.bool):
+        mine = (torch.arange(6 << 20).reshape(6, -1) % 251).to(dtype)
+        for spec in (["dp", None], [None, "dp"]):
+            whole = distribute(mine, mesh2, sharding_spec=spec).full_tensor()
+            assert whole.dtype == dtype
+            assert torch.equal(whole, mine)
+            whole.zero_()

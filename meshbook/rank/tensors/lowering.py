@@ -37,6 +37,10 @@ _ALL_REDUCE = "_c10d_functional::all_reduce"
 _WRAP = "_c10d_functional::_wrap_tensor_autograd"
 _WAIT = "_c10d_functional::wait_tensor"
 
+# Views that are their tensor itself if they have its size and strides; and all that are made from sizes alone.
+_SAME = ("aten::view", "aten::_unsafe_view", "aten::expand", "aten::alias", "aten::detach")
+_VIEWS = (*_SAME, "aten::t", "aten::transpose", "aten::permute", "aten::unsqueeze", "aten::select", "aten::slice")
+
 
 class CannotLower(Exception):
     """The step has to be replayed operation by operation; the message says why."""
@@ -72,6 +76,7 @@ class _Line:
     storage: int = 0  # of an all-reduce: where its input is
     nbytes: int = 0
     group: tuple[Any, ...] = ()  # of an all-reduce: what those that are merged have in common
+    same: bool = False  # what it gives has the size and the strides of its first argument
 
 
 @dataclass(frozen=True)
@@ -175,6 +180,7 @@ class Lowering(TorchDispatchMode):  # type: ignore[no-untyped-call]
             line.group = (*args[1:], tensor.dtype, tensor.device)
         out = func(*args, **kwargs)
         line.single = isinstance(out, torch.Tensor)
+        line.same = name in _SAME and out.size() == args[0].size() and out.stride() == args[0].stride()
         for leaf in pytree.tree_leaves(out):
             line.outs.append(self._new(leaf) if isinstance(leaf, torch.Tensor) else None)
         if floats:
@@ -241,7 +247,7 @@ class Lowering(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise CannotLower(self._strangers)
         merged: list[int] = []
         lines = _merged(self._lines, merged, self._input_storages) if merge else self._lines
-        lines = _pruned(lines, returned)
+        lines = _pruned(_without_repeats(lines, returned), returned)
         return _write(lines, returned, self._num_inputs, frozenset(self._free), tuple(merged))
 
 
@@ -348,6 +354,53 @@ def flat_all_reduce(tensors: Sequence[torch.Tensor], op: str, group: Any) -> lis
     ]
 
 
+def _without_repeats(lines: list[_Line], returned: Sequence[str]) -> list[_Line]:
+    """Without views that exist already (a whole tensor, there and back, made before) and without second waits.
+
+    Autograd's backward is full of them, and each costs as much as a small operation. What the step returns is a tensor
+    object of its own.
+    """
+    if any(torch.Tag.inplace_view in getattr(line.function, "tags", ()) for line in lines):
+        return lines
+    instead: dict[str, str] = {}
+    made: dict[tuple[Any, ...], str] = {}
+    undoes: dict[tuple[Any, ...], str] = {}
+    arrived: set[str] = set()
+    kept = set(returned)
+    result: list[_Line] = []
+
+    def settle(leaf: Any) -> Any:
+        return _Name(instead[leaf.name]) if isinstance(leaf, _Name) and leaf.name in instead else leaf
+
+    for line in lines:
+        if not instead.keys().isdisjoint(line.used):
+            line.args, line.kwargs = pytree.tree_map(settle, (line.args, line.kwargs))
+            line.used = [instead.get(name, name) for name in line.used]
+        if line.kind == "flat_all_reduce":
+            arrived.update(name for name in line.outs if name is not None)
+        elif line.kind == _WAIT and not any(line.outs):
+            if line.used[0] in arrived:
+                continue
+            arrived.add(line.used[0])
+        elif line.kind in _VIEWS and line.single and len(line.used) == 1 and not line.kwargs:
+            (source,), out = line.used, line.outs[0]
+            key = (line.kind, repr(line.args))
+            known = source if line.same else made.get(key) or undoes.get(key)
+            if out is not None and known is not None and out not in kept:
+                instead[out] = known
+                continue
+            if out is not None:
+                made[key] = out
+                if line.kind in ("aten::t", "aten::transpose"):
+                    undoes[line.kind, repr(pytree.tree_map(_replaced(source, out), line.args))] = source
+        result.append(line)
+    return result
+
+
+def _replaced(source: str, target: str) -> Callable[[Any], Any]:
+    return lambda leaf: _Name(target) if isinstance(leaf, _Name) and leaf.name == source else leaf
+
+
 def _pruned(lines: list[_Line], returned: Sequence[str]) -> list[_Line]:
     """Without lines whose results nobody uses, if they do nothing else."""
     wanted = set(returned)
@@ -355,10 +408,45 @@ def _pruned(lines: list[_Line], returned: Sequence[str]) -> list[_Line]:
     for line in reversed(lines):
         acts = line.written or not any(line.outs)  # a check makes nothing, and raises
         acts = acts or line.kind.startswith(("_c10d", "c10d")) or line.kind in ("island", "flat_all_reduce")
+        acts = acts and line.kind != _WRAP  # which only makes an object
         if acts or any(name in wanted for name in line.outs):
             wanted.update(line.used)
             kept.append(line)
     return kept[::-1]
+
+
+def _quick(function: Any) -> Any:
+    """The same operator through torch's generated bindings, which parse arguments in half the time of an overload's
+    call, lists of tensors most of all."""
+    if not isinstance(function, torch._ops.OpOverload) or function.namespace != "aten":
+        return function
+    name = function._opname
+    if name.startswith("_foreach_") and function._overloadname in ("default", "Scalar", "List", "ScalarList"):
+        return getattr(torch, name, function)
+    return _QUICK.get(function, function)
+
+
+_aten = torch.ops.aten
+_QUICK: dict[Any, Any] = {
+    _aten.view.default: torch.Tensor.view,
+    _aten.expand.default: torch.Tensor.expand,
+    _aten._unsafe_view.default: torch.Tensor.view,
+    _aten.t.default: torch.t,
+    _aten.transpose.int: torch.transpose,
+    _aten.mm.default: torch.mm,
+    _aten.bmm.default: torch.bmm,
+    _aten.addmm.default: torch.addmm,
+    _aten.add.Tensor: torch.add,
+    _aten.sub.Tensor: torch.sub,
+    _aten.mul.Tensor: torch.mul,
+    _aten.clone.default: torch.clone,
+    _aten.cat.default: torch.cat,
+    _aten.embedding.default: torch.embedding,
+    _aten.native_layer_norm.default: torch.native_layer_norm,
+    _aten._softmax.default: torch._softmax,
+    _aten._log_softmax.default: torch._log_softmax,
+    _aten.gelu.default: torch._C._nn.gelu,
+}
 
 
 @dataclass
@@ -373,7 +461,7 @@ class _Source:
         name = self.functions.get(function)
         if name is None:
             name = self.functions[function] = f"f{len(self.functions)}"
-            self.names[name] = function
+            self.names[name] = _quick(function)
         return name
 
     def literal(self, thing: Any) -> str:

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from meshbook.rank.tensors import building
 from meshbook.rank.tensors.calls import FUNCTIONS, TENSOR
+from meshbook.rank.tensors.lowering import settled
 
 
 class Resident:
@@ -47,6 +48,7 @@ class Resident:
             self.names.append((name, places[id(tensor)], is_parameter))
         kinds = {place: is_parameter for _, place, is_parameter in self.names}
         self.trained = [place for place, tensor in enumerate(self.tensors) if kinds[place] and tensor.requires_grad]
+        self.own_places = [building.as_dtensor(tensor, mesh).placements for tensor in self.tensors]
         self.numbers_after = building.last_numbers()
 
     def describe(self) -> dict[str, Any]:
@@ -243,7 +245,22 @@ def _own_rows(resident: Resident, leaf: DTensor, at: int) -> tuple[torch.Tensor,
             f"{resident.mesh.mesh_dim_names[resident.axis]}={resident.num_places}; drop the last ones or pad it"
         )
     places = resident.place(Shard(0) if there.is_shard() else Replicate())
-    return leaf.redistribute(placements=places).to_local(), places
+    return _local(leaf, places), places
+
+
+def _local(tensor: DTensor, places: Sequence[Placement]) -> torch.Tensor:
+    """This rank's piece of a tensor that lies so; as a rule it does."""
+    if tensor.placements != tuple(places):
+        tensor = tensor.redistribute(placements=places)
+    return settled(tensor)
+
+
+def _as_own(grad: torch.Tensor, resident: Resident, place: int) -> DTensor:
+    """A gradient, lying as its parameter does; as a rule it does, and each step of DTensor's would cost tens of us."""
+    places = resident.own_places[place]
+    if type(grad) is DTensor and grad.placements == places and grad.device_mesh == resident.mesh:
+        return grad
+    return building.as_dtensor(grad, resident.mesh).redistribute(placements=places)
 
 
 def _seen_as(output: torch.Tensor, cut: bool) -> Placement:
@@ -298,7 +315,7 @@ def _backward(key: str, grads: Sequence[Any], outs: Sequence[int], ticket: Any) 
         else:
             mean = places[resident.axis].is_partial()
             wanted = resident.place(Replicate()) if mean else places
-            grad = grad.redistribute(placements=wanted).to_local()
+            grad = _local(grad, wanted)
             if graph.scale != 1.0 and not mean:  # a mean's gradient has been divided by their number already
                 grad = grad * graph.scale
         outputs.append(output)
@@ -319,10 +336,7 @@ def _backward(key: str, grads: Sequence[Any], outs: Sequence[int], ticket: Any) 
     for place in resident.trained:
         parameter = resident.tensors[place]
         grad, parameter.grad = parameter.grad, None
-        if grad is not None:
-            own = building.as_dtensor(parameter, resident.mesh)
-            grad = building.as_dtensor(grad, resident.mesh).redistribute(placements=own.placements)
-        found[place] = grad
+        found[place] = None if grad is None else _as_own(grad, resident, place)
     return inputs, found
 
 
