@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 
 from meshbook.controller.onlooker import Mirror
 from meshbook.supervisor import state as s
@@ -204,10 +205,13 @@ def test_who_says_0_is_told_nothing_more_and_a_question_changes_nothing() -> Non
 # ---- cells that stand still
 
 
-def test_a_cell_that_stands_still_is_explained_once_under_it() -> None:
+@pytest.mark.parametrize("ranks", [EVERYONE, (0, 1, 2)])
+def test_a_cell_that_stands_still_is_explained_once_under_it_also_if_who_is_to_blame_is_not_in_it(
+    ranks: tuple[int, ...],
+) -> None:
     world = Scenery()
     begun = world.watch()
-    ticks = world.run()
+    ticks = world.run(ranks=ranks)
     asked: list[messages.TakeSnapshots] = []
     while not asked:
         assert world.now < 12.0
@@ -229,7 +233,7 @@ def test_a_cell_that_stands_still_is_explained_once_under_it() -> None:
         world.beat()
         ticks = world.ring(ticks, "tick")
         assert not messages_of(ticks, messages.TakeSnapshots)
-    world.finish("c1")
+    world.finish("c1", ranks=ranks)
     assert watched(world.watch())[0]["findings"] == []
 
 
