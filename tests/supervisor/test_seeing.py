@@ -268,3 +268,12 @@ def test_a_stop_also_ends_a_cell_that_waits_behind_a_stop() -> None:
     (ended,) = messages_of(world.say(messages.Interrupt(ranks=EVERYONE, target="c2")), messages.CallFinished)
     assert (ended.call, ended.parts[0].outcome.status) == ("c2", "interrupted")
     assert not messages_of(world.finish("c1", status="interrupted"), messages.RunCell)
+
+
+def test_a_stop_of_other_ranks_leaves_a_cell_that_waits_behind_a_stop_alone() -> None:
+    world = Scenery()
+    world.run("c1")
+    world.say(messages.Interrupt(ranks=EVERYONE, target="c1"))
+    world.run("c2", ranks=(2, 3))
+    assert not messages_of(world.say(messages.Interrupt(ranks=(0, 1))), messages.CallFinished)
+    assert messages_of(world.finish("c1", status="interrupted"), messages.RunCell)[0].call == "c2"
