@@ -27,7 +27,7 @@ from tornado.websocket import WebSocketClosedError, WebSocketHandler
 from meshbook.controller.mesh import Mesh, attach
 from meshbook.dashboard import assets
 from meshbook.dashboard.desk import Audience, Desk
-from meshbook.errors import MeshbookError, UsageError
+from meshbook.errors import MeshbookError, NotAttached, UsageError
 
 log = logging.getLogger("meshbook.dashboard")
 
@@ -175,9 +175,13 @@ class _Line(WebSocketHandler):
     def _join(self, audience: Audience) -> None:
         try:
             self._server._desk.join(audience)
-        except MeshbookError as error:
+        except NotAttached as error:
             with contextlib.suppress(ConnectionError, RuntimeError):  # the page is gone, or the server
                 self._tell({"kind": "gone", "reason": str(error)})
+        except MeshbookError as error:
+            log.warning("a page could not be shown the mesh, and will ask again: %s", error)
+            with contextlib.suppress(RuntimeError):
+                self._loop.add_callback(self.close)
 
     def on_message(self, message: str | bytes) -> None:
         try:
