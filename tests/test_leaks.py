@@ -57,7 +57,7 @@ def daemon(run: Run, **environment: str) -> Iterator[tuple[int, IO[str]]]:
         assert parent.stdin is not None
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
-        parent.wait()  # the daemon is on its own now
+        parent.wait(30)  # the daemon is on its own now
         yield pid, parent.stdout
         parent.stdin.close()
         assert parent.stdout.read() == ""
@@ -101,6 +101,7 @@ def test_a_child_that_was_forked_before_it_could_inherit_the_marker_is_ours() ->
     done = subprocess.run(
         [sys.executable, "-c", FORKS],
         env={name: value for name, value in os.environ.items() if name != MARKER}, capture_output=True, text=True,
+        timeout=60,
     )
     assert done.stdout == "True\n", done.stderr
 
@@ -135,6 +136,7 @@ def test_a_test_run_that_leaves_something_behind_fails_and_says_what() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(example)],
         cwd=example.parent.parent, env={**os.environ, "MESHBOOK_LEAK_GRACE_S": "0"}, capture_output=True, text=True,
+        timeout=60,
     )
     assert done.returncode == 1, done.stdout
     assert "1 passed, 1 error" in done.stdout

@@ -91,13 +91,13 @@ MAKE = "import meshbook\nmesh = meshbook.create_mesh(2)\nmesh"
 
 def test_the_quickstart_passes_marimos_own_check() -> None:
     command = [sys.executable, "-m", "marimo", "check", "--strict", str(QUICKSTART)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.timeout(400)
 def test_the_quickstart_runs_as_a_script() -> None:
-    done = subprocess.run([sys.executable, str(QUICKSTART)], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, str(QUICKSTART)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "step 200" in done.stdout
     assert "stopped, and on we go" in done.stdout
@@ -228,7 +228,7 @@ def test_a_cell_without_the_marker_is_left_to_marimo(tmp_path: Path) -> None:
         "print([name for name in sys.modules if name.endswith('executor.executor')])\n"
     )
     notebook(tmp_path, "x = 1 + 1")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.startswith("2\n")
     assert list_meshes()[:] == ()
 
@@ -292,7 +292,7 @@ class Page:
 
     def __init__(self, server: Server, path: Path) -> None:
         self._server, self._session = server, f"s_{secrets.token_hex(3)}"
-        with urllib.request.urlopen(server.url) as page:
+        with urllib.request.urlopen(server.url, timeout=30) as page:
             token = re.search(r'"serverToken"\s*:\s*"([^"]+)"', page.read().decode())
         self._token = token[1] if token else ""
         self.cells: dict[str, dict[str, Any]] = {}
@@ -344,7 +344,7 @@ class Page:
                 "Marimo-Server-Token": self._token,
             },
         )
-        with urllib.request.urlopen(request):
+        with urllib.request.urlopen(request, timeout=30):
             pass
 
     def run_all(self) -> None:
@@ -372,7 +372,7 @@ class Page:
 
     def close(self) -> None:
         self._ends.close()
-        self._listener.join()
+        self._listener.join(30)
 
 
 @contextmanager
@@ -496,7 +496,7 @@ def test_readers_of_a_running_notebook_share_its_mesh(tmp_path: Path) -> None:
 
 def test_a_script_that_ends_takes_its_mesh_with_it(tmp_path: Path) -> None:
     path = notebook(tmp_path, MAKE, "print('pid', mesh.run('import os; os.getpid()').values[0])")
-    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=True, timeout=60)
     found = re.search(r"pid (\d+)", done.stdout)
     assert found is not None
     assert is_gone(int(found[1]))

@@ -36,6 +36,7 @@ class SideDoor {
   }
 
   close() {
+    this.address = null; // what is still to be said opens it no more
     this.socket?.close();
   }
 }

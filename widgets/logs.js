@@ -4,6 +4,7 @@ import { button, copyText, h } from "./dom.js";
 
 const LONGEST = 2000; // characters of a line that are shown
 const MOST = 1500; // lines that are shown, the last ones
+const LOST_MS = 10000; // an answer that has not come by then is not waited for any more
 
 export class Logs {
   /** @param {(rank: number) => void} ask for a rank's last output */
@@ -32,12 +33,13 @@ export class Logs {
     this.rank = rank;
     this.choice.value = String(rank);
     this.waits = true;
+    this.askedAt = performance.now();
     this.ask(rank);
   }
 
   /** Read again, unless an answer is still on its way. */
   refresh() {
-    if (!this.waits) this.open(this.rank);
+    if (!this.waits || performance.now() - this.askedAt > LOST_MS) this.open(this.rank);
   }
 
   show(message) {

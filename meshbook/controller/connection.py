@@ -261,7 +261,7 @@ class Connection:
         self._fail_all(f"the mesh {self.found.name!r} is gone: {reason}")
         with contextlib.suppress(errors.StartError):
             keys.remove_dead(self.found)
-        for stopped in self.listeners.stopped:
+        for stopped in tuple(self.listeners.stopped):  # one that hears it may leave at once
             stopped(reason)
 
     def close(self) -> None:

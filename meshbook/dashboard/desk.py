@@ -93,7 +93,8 @@ class Desk:
     @property
     def picture(self) -> Picture:
         """The latest; an empty one while nobody watches."""
-        return self._onlooker.picture if self._onlooker is not None else Picture()
+        onlooker = self._onlooker
+        return onlooker.picture if onlooker is not None else Picture()
 
     @property
     def watches(self) -> bool:

@@ -8,6 +8,7 @@ here would carry the browser's trust), and so are sockets opened by pages of oth
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 import logging
@@ -26,7 +27,7 @@ from tornado.websocket import WebSocketClosedError, WebSocketHandler
 from meshbook.controller.mesh import Mesh, attach
 from meshbook.dashboard import assets
 from meshbook.dashboard.desk import Audience, Desk
-from meshbook.errors import UsageError
+from meshbook.errors import MeshbookError, NotAttached, UsageError
 
 log = logging.getLogger("meshbook.dashboard")
 
@@ -106,9 +107,10 @@ class Server:
             self._thread.join(_START_TIMEOUT_S)
 
     def wait(self) -> None:
-        """Until it is closed, or Ctrl-C."""
-        while self._thread.is_alive():
+        """Until it is closed, the mesh has ended, or Ctrl-C."""
+        while self._thread.is_alive() and self._mesh.session.ended is None:
             self._thread.join(1.0)
+        self._thread.join(1.0)  # pages are told of the end meanwhile
 
     def admits(self, request: Any, token: str) -> bool:
         host = request.headers.get("Host", "").removesuffix(f":{self.port}")
@@ -168,7 +170,18 @@ class _Line(WebSocketHandler):
         if self._server._only is None:
             self._audience = Audience(self._server._mesh, self._tell)
             # Joining waits for the mesh's first picture, which no socket's loop may do.
-            self._loop.run_in_executor(None, self._server._desk.join, self._audience)
+            self._loop.run_in_executor(None, self._join, self._audience)
+
+    def _join(self, audience: Audience) -> None:
+        try:
+            self._server._desk.join(audience)
+        except NotAttached as error:
+            with contextlib.suppress(ConnectionError, RuntimeError):  # the page is gone, or the server
+                self._tell({"kind": "gone", "reason": str(error)})
+        except MeshbookError as error:
+            log.warning("a page could not be shown the mesh, and will ask again: %s", error)
+            with contextlib.suppress(RuntimeError):
+                self._loop.add_callback(self.close)
 
     def on_message(self, message: str | bytes) -> None:
         try:
@@ -194,6 +207,7 @@ class _Line(WebSocketHandler):
             raise ConnectionError("the page was closed")
         text = json.dumps(message, separators=(",", ":"))
         if self._unsent > _UNSENT_BYTES:
+            self._loop.add_callback(self.close)
             raise ConnectionError("the page does not read")
         self._unsent += len(text)
         self._loop.add_callback(self._write, text)

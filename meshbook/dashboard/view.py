@@ -22,6 +22,7 @@ its messages waited behind a cell needs not ask.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -260,7 +261,7 @@ class View:
                 continue
             whole = full or name not in self._steps
             told = self._steps.get(name, -1)
-            band: list[list[float]] = []
+            band: list[list[float | str]] = []
             if not drawn or len(drawn) < len(have):
                 steps: dict[int, list[float]] = {}
                 reached = []
@@ -271,16 +272,20 @@ class View:
                     for step, value, _ in points:
                         steps.setdefault(step, []).append(value)
                 complete = min(reached, default=-1)
-                rows = [[step, min(some), median(some), max(some)] for step, some in steps.items() if step <= complete]
-                band = thin(sorted(rows), POINTS_KEPT)
+                rows = [
+                    [step, *map(_spoken, (min(some), median(some), max(some)))]
+                    for step, some in sorted(steps.items())
+                    if step <= complete
+                ]
+                band = thin(rows, POINTS_KEPT)
             self._steps[name] = int(band[-1][0]) if band else told
             lines = {}
             for rank in drawn:
                 since = self._lines.get((name, rank), float("-inf")) if not whole else float("-inf")
-                rows = [[step, value] for step, value, _ in picture.scalars.after(name, rank, since)]
-                if rows:
-                    self._lines[name, rank] = rows[-1][0]
-                    lines[str(rank)] = thin(rows, POINTS_KEPT)
+                points = picture.scalars.after(name, rank, since)
+                if points:
+                    self._lines[name, rank] = points[-1][0]
+                    lines[str(rank)] = thin([[step, _spoken(value)] for step, value, _ in points], POINTS_KEPT)
             if band or lines:
                 yield {
                     "name": name,
@@ -304,10 +309,10 @@ _SOURCE_CHARS = 200
 # Findings that blame nobody.
 _FINE = ("slow", "idle")
 
-# Colours and other escape sequences, and what else is no text.
+# Colours and other escape sequences, and what else is no text. One that is never ended is over with its line.
 _ORDERS = re.compile(
-    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])"
-    r"|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f]"
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)?|[ -/]*[0-~])?"
+    r"|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f]"
 )
 
 # What a front end takes a column to be before anything was said of it; not worth saying.
@@ -538,6 +543,11 @@ def _running(picture: Picture) -> tuple[str, ...]:
 
 def _sample(ranks: Sequence[int], most: int) -> list[int]:
     return thin(ranks, most)
+
+
+def _spoken(value: float) -> float | str:
+    """A number as JSON can say it, which knows neither NaN nor infinity: "nan", "inf"."""
+    return value if math.isfinite(value) else str(value)
 
 
 def _past(picture: Picture, column: str, ranks: Sequence[int]) -> list[list[float]]:

@@ -300,9 +300,11 @@ def _waiting(snapshot: RankSnapshot, main: ThreadStack, place: places.Place, whe
         for other in _other_waiters(snapshot, main):
             there = at(user_frame(other.frames), snapshot)
             same = main.waits_on is not None and main.waits_on == other.waits_on  # both behind a third one
-            if what == "waits-for-lock" and not same:
+            # Where one lock's name is known, the other's would be too: a thread without waits in C for something else.
+            locked = main.waits_on is None or other.waits_on is not None
+            if what == "waits-for-lock" and locked and not same:
                 what, words = "thread-deadlock", "has two threads that wait for each other's locks"
-            evidence.append(f"its thread {plain(other.name, 80)} waits for a lock too ({there})")
+            evidence.append(f"its thread {plain(other.name, 80)} waits{' for a lock' if locked else ''} too ({there})")
     if what in ("waits-for-worker", "waits-for-subprocess", "waits-for-pipe", "waits-for-queue"):
         children = snapshot.process.children if snapshot.process is not None else ()
         words = {"Z": f"{words}, which has died", "T": f"{words}, which is stopped"}.get(

@@ -184,9 +184,13 @@ class Looker:
         self._posts.post((call, rank, _Facts(outside.process(pid), outside.threads(pid))))
 
     def _see_stacks(self, call: str, rank: int, pid: int) -> None:
-        with self._turns:
-            self._see_process(call, rank, pid)  # again: now it is known to be stuck
+        self._see_process(call, rank, pid)  # again: now it is known to be stuck
+        if not self._turns.acquire(timeout=_LOOK_S):  # the look is over by now
+            return
+        try:
             self._posts.post((call, rank, outside.python_stacks(pid, _PY_SPY_S)))
+        finally:
+            self._turns.release()
 
     def _posted(self, post: tuple[str, int, Any]) -> None:
         call, rank, what = post

@@ -147,7 +147,7 @@ def _waits_in(pid: int, state: str) -> tuple[str | None, str | None]:
     arguments = [int(word, 16) for word in words[1:7]]
     argument = arguments[place]
     target: str | None = None
-    with contextlib.suppress(OSError, ValueError, struct.error, IndexError):
+    with contextlib.suppress(OSError, ValueError, OverflowError, struct.error, IndexError):
         match kind:
             case "fd":
                 target = _descriptor(pid, argument)

@@ -255,7 +255,7 @@ class Seeing:
             one
             for one in found
             if one.kind not in _NOT_NEWS
-            and (not one.ranks or set(one.ranks) & set(glance.ranks))
+            and (not one.ranks or set(glance.ranks) & {*one.ranks, *one.others})
             and not (one.kind == "waits-for-subprocess" and set(one.ranks) <= busy)
         ]
         sure = any(one.sure for one in news)
@@ -283,7 +283,9 @@ class Seeing:
             return ()
 
     def _show_findings(self) -> None:
-        self._scene.findings = tuple(one for found in self._found.values() for one in found)
+        every = [one for found in self._found.values() for one in found]
+        # Cells that wait for one rank find the same.
+        self._scene.findings = tuple({(one.kind, one.ranks, one.file, one.line): one for one in every}.values())
 
     # ---- those that watch
 

@@ -629,9 +629,11 @@ class State:
         steps: list[Step] = [ToHosts(self._hosts(ranks), msgspec.structs.replace(command, ranks=ranks))]
         meant = [call for call in self._calls.values() if call.main_thread and command.target in (None, call.id)]
         for call in meant:
+            if not set(call.ranks) & set(ranks):
+                continue
             if call.held is not None:
                 steps += self._settle(call, (Part(call.ranks, Outcome(status="interrupted")),), (), now)
-            elif call.client and set(call.ranks) & set(ranks):
+            elif call.client:
                 call.interrupted = True
                 steps.append(Alarm(f"release {call.id}", _HOLD_S))
         return steps

@@ -95,7 +95,7 @@ def _served(
             server.wait(END_S)
         except subprocess.TimeoutExpired:
             server.kill()
-            server.wait()
+            server.wait(END_S)
             raise AssertionError(f"{command[0]} did not end when told to:\n{log.read_text()}") from None
 
 

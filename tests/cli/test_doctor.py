@@ -21,8 +21,9 @@ _LOOK = "import sys\nfrom meshbook.cli.main import main\n{}\nsys.exit(main(['doc
 def findings(prelude: str = "", **env: str) -> tuple[int, dict[str, dict[str, str]]]:
     """The doctor's exit status and its findings by what they are about, after a prelude in the same process."""
     done = subprocess.run(
-        [sys.executable, "-c", _LOOK.format(prelude)], env={**os.environ, **env}, capture_output=True, text=True
-    )
+        [sys.executable, "-c", _LOOK.format(prelude)],
+        env={**os.environ, **env}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
     assert done.stderr == ""
     return done.returncode, {finding["about"]: finding for finding in json.loads(done.stdout)}
 
@@ -118,7 +119,7 @@ def test_what_dead_meshes_left_is_removed_and_said(tmp_path_factory: pytest.Temp
         "os.kill(m.session.info.supervisor_pid, 9)"
     )
     env = {"MESHBOOK_RUNTIME_DIR": str(folder)}
-    subprocess.run([sys.executable, "-c", program], env={**os.environ, **env}, check=True)
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, **env}, check=True, timeout=60)
     status, found = findings(**env)
     assert status == 0
     assert found["dead meshes"]["says"] == f"removed what dead had left in {folder}"

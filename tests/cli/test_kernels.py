@@ -33,7 +33,7 @@ def test_what_was_installed_starts_from_any_folder(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= spec.get("env", {})
     command = [*spec["argv"][:3], "--help"]
-    done = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -57,12 +58,30 @@ def test_top_serves_prometheus_until_it_is_told_to_end(mesh: Mesh) -> None:
     command = [sys.executable, "-m", "meshbook", "top", "--prometheus", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as top:
         assert top.stdout is not None
-        name, address = top.stdout.readline().split()
-        page = urllib.request.urlopen(address, timeout=20).read().decode()
-        top.send_signal(signal.SIGINT)
-        assert top.wait(20) == 130
+        try:
+            assert select.select([top.stdout], [], [], 30)[0]
+            name, address = top.stdout.readline().split()
+            page = urllib.request.urlopen(address, timeout=20).read().decode()
+            top.send_signal(signal.SIGINT)
+            assert top.wait(20) == 130
+        finally:
+            top.kill()
     assert name == "hanging:"
     assert 'meshbook_ranks{mesh="hanging",state="busy"} 2.0' in page
+
+
+def test_the_page_of_a_mesh_ends_with_the_mesh() -> None:
+    with create_mesh(1, name="short", process_group=False) as short:
+        command = [sys.executable, "-m", "meshbook", "top", "short", "--web"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as top:
+            assert top.stdout is not None
+            try:
+                assert select.select([top.stdout], [], [], 30)[0]
+                assert top.stdout.readline().startswith("short: http://127.0.0.1:")
+                short.stop()
+                assert top.wait(20) == 0
+            finally:
+                top.kill()
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_stop_all_ends_every_mesh_of_this_folder(tmp_path_factory: pytest.TempPa
         "for name in 'ab': meshbook.create_mesh(1, name=name, process_group=False).detach(60)"
     )
     env = {"MESHBOOK_RUNTIME_DIR": folder}
-    subprocess.run([sys.executable, "-c", program], env={**os.environ, **env}, check=True)
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, **env}, check=True, timeout=60)
     assert sorted(line.split()[0] for line in meshbook("list", env=env).out.splitlines()[1:]) == ["a", "b"]
     done = meshbook("stop", "--all", env=env)
     assert (done.status, done.out) == (0, "a has ended\nb has ended\n")
@@ -168,7 +168,7 @@ def test_what_a_dead_mesh_left_is_told_of_and_removed(nowhere: dict[str, str], r
         "import meshbook, os; m = meshbook.create_mesh(1, name='dead'); m.detach(60); "
         "os.kill(m.session.info.supervisor_pid, 9)"
     )
-    subprocess.run([sys.executable, "-c", program], env={**os.environ, **nowhere}, check=True)
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, **nowhere}, check=True, timeout=60)
     done = meshbook("list", env=nowhere)
     assert done.out == "no mesh is running\n"
     assert os.listdir(nowhere["MESHBOOK_RUNTIME_DIR"]) == []
@@ -219,6 +219,7 @@ def test_a_reader_that_leaves_early_is_no_error(mesh: Mesh) -> None:
         capture_output=True,
         text=True,
         check=True,
+        timeout=60,
     )
     assert done.stdout == "[0\n"
     assert done.stderr == ""

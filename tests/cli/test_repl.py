@@ -89,7 +89,7 @@ def terminal(*words: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
         yield process, ours
     finally:
         process.kill()
-        process.wait()
+        process.wait(30)
         os.close(ours)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -165,9 +166,12 @@ def test_a_front_end_that_is_killed_amid_the_news_is_forgotten_and_others_hear_o
     with Onlooker(mesh.session, per_s=10) as onlooker:
         with subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
             assert other.stdout is not None
-            assert other.stdout.readline() == b"3\n"  # it sees the mesh, from another process, as an observer
-            assert any("vanishing" in client for client in mesh.status().clients)
-            other.kill()
+            try:
+                assert select.select([other.stdout], [], [], 30)[0]
+                assert other.stdout.readline() == b"3\n"  # it sees the mesh, from another process, as an observer
+                assert any("vanishing" in client for client in mesh.status().clients)
+            finally:
+                other.kill()
         onlooker.wait_until(lambda picture: not any("vanishing" in client for client in picture.clients), 20)
         at = onlooker.picture.at
         onlooker.wait_until(lambda picture: picture.at > at, 20)

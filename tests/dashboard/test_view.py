@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -146,6 +147,19 @@ def test_logs_are_text_without_a_terminals_orders() -> None:
     assert told["text"] == "red\n100%\n<b>"
     assert not told["cut"]
     assert view.logs(3, "x" * 100, 100)["cut"]
+    # A reset, a change of the character set, an eight-bit order, and a title that is never ended.
+    assert view.logs(3, "a\x1bcb\x1b(0c\x9bd\n\x1b]title\nseen", 1 << 16)["text"] == "abcd\n\nseen"
+
+
+def test_a_loss_that_is_no_number_any_more_is_told_as_json_can_say_it() -> None:
+    training = Training({"rank": 4})
+    picture = training.step()
+    for rank in range(4):
+        picture.scalars.put("loss", rank, 10_000, math.nan if rank else math.inf, picture.at)
+    for told in (View(), View(ranks=(0,)), View(ranks=tuple(range(4)))):
+        json.dumps(told.everything(picture), allow_nan=False)
+    (loss,) = (one for one in by_kind(View().everything(picture))["charts"]["charts"] if one["name"] == "loss")
+    assert [loss["lines"][rank][-1] for rank in ("0", "1")] == [[10_000, "inf"], [10_000, "nan"]]
 
 
 def test_stacks_are_a_tree_that_says_cells_and_marks_what_is_the_users() -> None:

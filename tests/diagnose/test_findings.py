@@ -376,6 +376,16 @@ def test_two_threads_that_have_each_others_lock():
     assert any("worker" in line and "line 20" in line for line in finding.evidence)
 
 
+def test_a_thread_that_waits_in_c_for_no_lock_makes_no_deadlock_of_a_lock_that_is_named():
+    feeder = thread("feeder", *at(20, function="feed"), state="S", syscall="futex")
+    stuck = structs.replace(main(*at(9), state="S", syscall="futex"), waits_on="lock `turn`")
+    finding = only(waiting(0), waiting(1), waiting(2), look(3, stacks=(stuck, feeder)))
+    assert told(finding) == ("waits-for-lock", (3,), (0, 1, 2), 9)
+    assert "waits for lock `turn`" in finding.title
+    (line,) = (line for line in finding.evidence if "feeder" in line)
+    assert "for a lock" not in line
+
+
 def test_a_dead_worker_is_told():
     below = Frame(f"{TORCH}/utils/data/dataloader.py", 1410, "_get_data")
     process = Process(state="S", children=((55, "Z", "pt_data_worker"),))

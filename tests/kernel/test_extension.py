@@ -109,5 +109,6 @@ def test_ipython_in_a_terminal_runs_cells_on_ranks_and_leaves_nothing(run: objec
     assert re.search(r"Out\[\d+\]: \n\[0\] 0\n\[1\] 10\n", text)
     assert "rank 0: ZeroDivisionError: division by zero" in text
     assert re.search(r"in-a-terminal +2 ranks", text)
-    listed = subprocess.run([sys.executable, "-m", "meshbook", "list"], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-m", "meshbook", "list"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert "in-a-terminal" not in listed.stdout

@@ -57,7 +57,7 @@ def test_python_c_and_children_come_in_the_order_they_wrote(output: Output) -> N
     os.write(1, b"descriptor\n")
     print("python 2")
     ctypes.CDLL(None).printf(b"printf\n")
-    subprocess.run(["echo", "child"], check=True)
+    subprocess.run(["echo", "child"], check=True, timeout=60)
     os.system("echo shell")
     print("python 3")
     output.drain()
@@ -132,7 +132,7 @@ def test_the_streams_behave_like_text_files(output: Output) -> None:
         stream.writelines(["still ", "open\n"])
         with pytest.raises(TypeError, match="must be str, not bytes"):
             stream.write(b"bytes")  # type: ignore[arg-type]
-    subprocess.run(["echo", "child"], stdout=sys.stdout, check=True)
+    subprocess.run(["echo", "child"], stdout=sys.stdout, check=True, timeout=60)
     output.drain()
     items = output.take()
     assert text_of(items) == "still open\nchild\n"
@@ -214,7 +214,7 @@ def test_a_muted_thread_says_nothing_and_the_others_go_on(output: Output) -> Non
         output.put(ClearOutput())
         other = threading.Thread(target=print, args=("another thread",))
         other.start()
-        other.join()
+        other.join(30)
     print("aloud")
     assert text_of(output.take()) == "another thread\naloud\n"
 
@@ -264,7 +264,7 @@ def test_a_writer_waits_for_room_and_nothing_is_lost_while_somebody_takes() -> N
         assert all(isinstance(item, Text) for item in items)
         assert len(text_of(items)) <= 10_200
         received += text_of(items)
-    writer.join()
+    writer.join(30)
     assert received == line * 1000
 
 
@@ -321,7 +321,9 @@ def test_a_flood_through_the_descriptors_stays_bounded_while_nobody_takes() -> N
     output.install()
     try:
         child = subprocess.Popen(["head", "-c", "5000000", "/dev/zero"])
+        deadline = time.monotonic() + DEADLINE_S
         while child.poll() is None:
+            assert time.monotonic() < deadline
             select.select(list(output.service_fds()), [], [], 0.1)
             output.pump()
         output.pump()
@@ -355,7 +357,7 @@ def test_a_sigint_ends_a_print_that_waits_for_room(output: Output) -> None:
             print_without_end()
     finally:
         signal.signal(signal.SIGINT, previous)
-        helper.join()
+        helper.join(30)
     assert time.monotonic() - started < DEADLINE_S
     assert full.take()  # the lock is free
     full.write("stdout", "and on")

@@ -385,7 +385,7 @@ def test_a_dict_that_another_thread_changes_is_no_error() -> None:
             assert preview(table, safe=True).type == "dict"
     finally:
         over.set()
-        thread.join()
+        thread.join(30)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -465,4 +465,5 @@ def test_torch_is_not_imported_for_a_preview() -> None:
     import subprocess
 
     source = "import sys; from meshbook.rank.preview import preview; preview([object()]); print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", source], check=True, capture_output=True).stdout == b"False\n"
+    done = subprocess.run([sys.executable, "-c", source], check=True, capture_output=True, timeout=60)
+    assert done.stdout == b"False\n"

@@ -333,7 +333,7 @@ def test_questions_are_answered_while_a_cell_runs_and_binds_names(shell: RankShe
             "    get_ipython().user_ns['counter'] = n\n(get_ipython() is not None)",
         )
     )
-    thread.join()
+    thread.join(30)
     assert (run.status, run.result) == ("ok", True)
     assert len(answers) == 60
     assert all("fc" in answer if isinstance(answer, list) else answer is True or answer == "0.1" for answer in answers)

@@ -166,7 +166,7 @@ def test_a_thread_without_user_code_points_at_what_the_main_thread_runs(tmp_path
     )  # fmt: skip
     thread = threading.Thread(target=engine.run)
     thread.start()
-    thread.join()
+    thread.join(30)
     (collective,) = engine.made
     assert collective.line.file == __file__
     assert collective.line.function == "test_a_thread_without_user_code_points_at_what_the_main_thread_runs"
@@ -242,7 +242,7 @@ def test_a_reader_in_another_thread_never_sees_a_torn_ring() -> None:
         done.set()
         sys.setswitchinterval(before)
         for reader in readers:
-            reader.join()
+            reader.join(30)
     assert wrong == []
 
 
@@ -261,7 +261,7 @@ def test_two_threads_never_get_the_same_number() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()
+            thread.join(30)
     finally:
         sys.setswitchinterval(before)
     assert [collective.seq for collective in ring.snapshot()] == list(range(1, 4001))

@@ -96,7 +96,7 @@ class Rank:
             run = act()
         finally:
             over.set()
-            helper.join()
+            helper.join(30)
         assert time.monotonic() - started < DEADLINE_S
         return run
 
@@ -357,7 +357,7 @@ def test_os_exit_ends_the_process() -> None:
         shell = RankShell.make(output=Output(descriptors=False))
         shell.run(RunCell("c", (), "import os; os._exit(7)"))
         """
-    assert subprocess.run([sys.executable, "-c", textwrap.dedent(source)]).returncode == 7
+    assert subprocess.run([sys.executable, "-c", textwrap.dedent(source)], timeout=60).returncode == 7
 
 
 def test_an_unknown_magic_is_told_in_one_line(rank: Rank) -> None:

@@ -27,7 +27,7 @@ def port() -> Iterator[int]:
         yield int(told.readline())
         assert told.read() == ""  # the port and nothing else, and the pipe is closed
     store.kill()
-    store.wait()
+    store.wait(30)
 
 
 def test_it_keeps_what_ranks_put_into_it(port: int) -> None:

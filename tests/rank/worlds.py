@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
@@ -174,6 +175,7 @@ class World:
         self._store_pid = forker.fork({"kind": "store"}, [write])
         os.close(write)
         with os.fdopen(read) as port:
+            assert select.select([port], [], [], DEADLINE_S)[0], "the store does not say its port"
             self.port = int(port.readline())
         self.members = [Member(forker, rank, size, plain=plain, device=device) for rank in range(size)]
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 
 from meshbook.controller.onlooker import Mirror
 from meshbook.supervisor import state as s
@@ -204,10 +205,13 @@ def test_who_says_0_is_told_nothing_more_and_a_question_changes_nothing() -> Non
 # ---- cells that stand still
 
 
-def test_a_cell_that_stands_still_is_explained_once_under_it() -> None:
+@pytest.mark.parametrize("ranks", [EVERYONE, (0, 1, 2)])
+def test_a_cell_that_stands_still_is_explained_once_under_it_also_if_who_is_to_blame_is_not_in_it(
+    ranks: tuple[int, ...],
+) -> None:
     world = Scenery()
     begun = world.watch()
-    ticks = world.run()
+    ticks = world.run(ranks=ranks)
     asked: list[messages.TakeSnapshots] = []
     while not asked:
         assert world.now < 12.0
@@ -229,7 +233,7 @@ def test_a_cell_that_stands_still_is_explained_once_under_it() -> None:
         world.beat()
         ticks = world.ring(ticks, "tick")
         assert not messages_of(ticks, messages.TakeSnapshots)
-    world.finish("c1")
+    world.finish("c1", ranks=ranks)
     assert watched(world.watch())[0]["findings"] == []
 
 
@@ -264,3 +268,12 @@ def test_a_stop_also_ends_a_cell_that_waits_behind_a_stop() -> None:
     (ended,) = messages_of(world.say(messages.Interrupt(ranks=EVERYONE, target="c2")), messages.CallFinished)
     assert (ended.call, ended.parts[0].outcome.status) == ("c2", "interrupted")
     assert not messages_of(world.finish("c1", status="interrupted"), messages.RunCell)
+
+
+def test_a_stop_of_other_ranks_leaves_a_cell_that_waits_behind_a_stop_alone() -> None:
+    world = Scenery()
+    world.run("c1")
+    world.say(messages.Interrupt(ranks=EVERYONE, target="c1"))
+    world.run("c2", ranks=(2, 3))
+    assert not messages_of(world.say(messages.Interrupt(ranks=(0, 1))), messages.CallFinished)
+    assert messages_of(world.finish("c1", status="interrupted"), messages.RunCell)[0].call == "c2"

@@ -48,7 +48,7 @@ class OtherProcess:
             self._process.wait(ANSWER_TIMEOUT_S)
         finally:
             self._process.kill()
-            self._process.wait()
+            self._process.wait(ANSWER_TIMEOUT_S)
 
     def ask(self, source: str, **names: object) -> Any:
         """Bind the names there, run the source there, and return the value of its last expression.
@@ -67,7 +67,7 @@ class OtherProcess:
     def kill(self) -> None:
         """kill -9, and wait until it is gone."""
         os.kill(self.pid, signal.SIGKILL)
-        self._process.wait()
+        self._process.wait(ANSWER_TIMEOUT_S)
 
 
 def serve(fd: int) -> None:

@@ -448,7 +448,7 @@ def test_threads_can_write_read_and_release_at_once(pool: SegmentPool) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(30)
     assert (wrong, pool.used_bytes) == ([], 0)
 
 

@@ -39,7 +39,7 @@ def connection(name: str, pid: int) -> keys.Connection:
 
 def dead_pid() -> int:
     process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
+    process.wait(30)
     return process.pid
 
 

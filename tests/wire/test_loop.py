@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -60,7 +61,8 @@ def test_messages_are_handed_over_in_the_order_they_came(context: zmq.Context[zm
         loop.watch_socket(pull, lambda frames: heard.append(frames[0]))
         for number in range(200):
             push.send(b"%d" % number)
-        while len(heard) < 200:
+        deadline = time.monotonic() + 30
+        while len(heard) < 200 and time.monotonic() < deadline:
             loop.turn(5.0)
         loop.unwatch(pull)
     assert heard == [b"%d" % number for number in range(200)]
