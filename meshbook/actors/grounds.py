@@ -232,6 +232,7 @@ class Started(Procs):
         threading.Thread(target=self._start, name=f"start {self.name}").start()
 
     def _start(self) -> None:
+        session = None
         try:
             axes = self.axes if self.axes.names else MeshAxes.of({"proc": 1})
             torch = self._wants_torch()
@@ -248,6 +249,9 @@ class Started(Procs):
                 self._mesh.execute(self._bootstrap)
         except BaseException as error:
             life().kept.pop(self.name, None)
+            if session is not None:
+                with contextlib.suppress(Exception):
+                    session.stop()
             self.ready.fail(error if isinstance(error, Exception) else StartError(str(error)))
         else:
             self.ready.settle(lambda: True)
@@ -405,7 +409,7 @@ def forget(home: Home, reason: str) -> None:
     """These processes end on purpose: nobody is to be told of it as of a failure, here or anywhere."""
     stopped_homes.add(home.name)
     nodes = {address.node for address in home.addresses}
-    for owned in life().owned.values():
+    for owned in list(life().owned.values()):
         if nodes & owned.places.keys():
             owned.stopped = True
     ref = ActorRef("", home.name, "", {}, frozenset(), home.addresses, home)

@@ -172,6 +172,9 @@ class ActorMesh(MeshTrait):
         number = 0
         if expected is not None:
             expected.index = {peer.number: index for index, peer in enumerate(peers)}
+            if places is not None:  # a message knows its place in the whole mesh, and says so through a port
+                order = self._axes.ranks
+                expected.index = {peer.number: order.index(at) for peer, at in zip(peers, places, strict=True)}
             number = post.expect(expected)
         word = messages.CallActor(ref.id, method, number, plain, payload, port, view)
         _deliver(post, encode(word), peers, expected, number)

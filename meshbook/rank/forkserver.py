@@ -88,6 +88,7 @@ def _fork_for(host: socket.socket, listener: socket.socket, _rank_main: object) 
             command = birth.fork_commands.decode(data)
             pid = os.fork()
             if pid == 0:
+                listener.close()  # or it would go on listening, and nobody answer, for as long as a rank lives
                 _in_child(_rank_main, host, command, descriptors)
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -97,7 +98,11 @@ def _fork_for(host: socket.socket, listener: socket.socket, _rank_main: object) 
 def _branch(host: socket.socket, listener: socket.socket, rank_main: object) -> None:
     """A fork server for another mesh. It is nobody's child, and ends when that mesh's host lets go of it."""
     connection, _ = listener.accept()
-    first = os.fork()
+    try:
+        first = os.fork()
+    except OSError:  # no room for one more: that mesh hears of it by the end of the connection, and this one goes on
+        connection.close()
+        return
     if first:
         connection.close()
         os.waitpid(first, 0)
