@@ -151,7 +151,7 @@ class Ranks(Procs):
         return Mesh.of(self._session, self.axes)
 
     def ends(self) -> bool:
-        return self._session.stopping or self._session.ended is not None
+        return _was_ended(self._session)
 
     def stop(self, reason: str) -> Future[None]:
         home = self.home()
@@ -309,7 +309,7 @@ class Started(Procs):
     def ends(self) -> bool:
         if self._stopped or self._mesh is None:
             return True
-        return self._mesh.session.stopping or self._mesh.session.ended is not None
+        return _was_ended(self._mesh.session)
 
     def stop(self, reason: str) -> Future[None]:
         self._stopped = True
@@ -325,6 +325,11 @@ class Started(Procs):
                 spare.empty()
 
         return in_background(end, f"the stop of {self.name}")
+
+
+def _was_ended(session: Session) -> bool:
+    """Whether somebody has stopped or left this mesh. One whose supervisor was killed has not been."""
+    return session.stopping or (session.ended is not None and not session.connection.lost)
 
 
 _importing = threading.Lock()

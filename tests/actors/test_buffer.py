@@ -19,6 +19,7 @@ from meshbook.errors import TransferError
 from tests.wire.other_process import OtherProcess
 
 TIMEOUT_S = 20.0
+pytestmark = pytest.mark.timeout(60)  # for the waits that have no argument for it
 
 OWNER = """
 import torch

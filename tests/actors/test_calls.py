@@ -22,6 +22,7 @@ from meshbook.errors import MeshTimeout, TransferError
 from tests.actors.cast import Counter, Founder, Gate, Tidy
 
 WAIT_S = 20
+pytestmark = pytest.mark.timeout(60)  # for the waits that have no argument for it
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +125,7 @@ def test_futures_are_awaited_and_come_as_completed(counters: Any) -> None:
     assert [len(found) for found in asyncio.run(both())] == [3, 3, 3]
     slow, fast = counters.slice(gpus=0).sleep.call(0.3), counters.slice(gpus=1).add.call(0)
     assert list(as_completed([slow, fast], timeout=WAIT_S)) == [fast, slow]
-    assert slow.exception() is None
+    assert slow.exception(WAIT_S) is None
     assert isinstance(counters.fail.call().exception(WAIT_S), ActorError)
 
 

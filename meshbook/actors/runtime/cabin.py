@@ -47,6 +47,7 @@ class Cabin:
         self.actor: Any = None
         self.class_name = "?"
         self.state = "starting"  # "living", "failed", "stopped"
+        self.born = threading.Event()  # its __init__ has run, or failed
         self.failure: messages.Failure | None = None  # of __init__
         self.running: dict[int, tuple[str, float]] = {}  # message number -> endpoint, since
         self.last_error: str | None = None
@@ -130,6 +131,7 @@ class Cabin:
         else:
             self.state = "living"
         self._born_of = (None, None)
+        self.born.set()
         self.life.post.let_go()
         if on_loop:
             self._live_on_loop()

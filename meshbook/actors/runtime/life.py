@@ -76,6 +76,10 @@ class Life:
         for_user_code()
         try:
             (function, *args), kwargs = self.post.parcels.unpack(peer, word.plain, word.payload)
+            cabin.born.wait()
+            if cabin.failure is not None:
+                self.post.reply(peer, addressed(cabin.failure, word.call, cabin.place))
+                return
             value = function(cabin.actor, *args, **kwargs)
             plain, payload = self.post.parcels.pack(value, (peer,))
             answer: messages.PeerWord = messages.Answer(word.call, plain, payload)
