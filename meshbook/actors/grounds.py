@@ -17,7 +17,7 @@ from meshbook.actors.answers import Gather, stopped_homes
 from meshbook.actors.mesh import ActorMesh, ActorRef
 from meshbook.actors.needs import needs_torch
 from meshbook.actors.runtime.context import Home
-from meshbook.actors.runtime.futures import Future
+from meshbook.actors.runtime.futures import MUST_NOT_WAIT, Future
 from meshbook.actors.runtime.life import life
 from meshbook.actors.runtime.post import here
 from meshbook.controller.config import count_gpus
@@ -259,6 +259,11 @@ class Started(Procs):
                 spare.refill(torch=torch)
 
     def home(self) -> Home:
+        if not self.ready.done() and threading.get_ident() in MUST_NOT_WAIT:
+            # An async endpoint that spawns on what it has just started. It is up in a moment, and needs no event loop.
+            up = threading.Event()
+            self.ready.add_done_callback(lambda _: up.set())
+            up.wait()
         self.ready.get()
         if self._stopped:
             raise NotAttached(f"the processes {self.name!r} were stopped; spawn new ones with spawn_procs()")

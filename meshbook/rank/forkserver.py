@@ -76,7 +76,7 @@ def _fork_for(host: socket.socket, listener: socket.socket, _rank_main: object) 
     while True:
         readable, _, _ = select.select([host.fileno(), children, listener.fileno()], [], [])
         if listener.fileno() in readable:
-            _branch(host, listener, _rank_main)
+            _branch(host, listener, children, _rank_main)
         if children in readable:
             with contextlib.suppress(BlockingIOError):
                 os.read(children, 4096)
@@ -95,7 +95,7 @@ def _fork_for(host: socket.socket, listener: socket.socket, _rank_main: object) 
             host.send(birth.encoder.encode(birth.Forked(pid)))
 
 
-def _branch(host: socket.socket, listener: socket.socket, rank_main: object) -> None:
+def _branch(host: socket.socket, listener: socket.socket, children: int, rank_main: object) -> None:
     """A fork server for another mesh. It is nobody's child, and ends when that mesh's host lets go of it."""
     connection, _ = listener.accept()
     try:
@@ -109,7 +109,9 @@ def _branch(host: socket.socket, listener: socket.socket, rank_main: object) -> 
         return
     try:
         if os.fork() == 0:
-            signal.set_wakeup_fd(-1)
+            # All that is this server's own: branches are branched off again, and would hand down more each time.
+            os.close(signal.set_wakeup_fd(-1))
+            os.close(children)
             host.close()
             listener.close()
             told = birth.branches.decode(connection.recv(birth.MAX_BIRTH_BYTES))

@@ -47,6 +47,15 @@ class Late(Actor):
         self.ready = True
 
 
+class AsyncFounder(Actor):
+    @endpoint
+    async def found(self) -> int:
+        procs = this_host().spawn_procs({"n": 1}, name="founded")
+        answer: int = await procs.spawn("settlers", Counter).add.call_one(2)
+        await procs.stop()
+        return answer
+
+
 class Sender(Actor):
     @endpoint
     def send(self, port: Any, nbytes: int) -> None:
@@ -64,6 +73,12 @@ def test_an_async_actor_that_is_stopped_answers_everybody_who_waits(monkeypatch:
     for waiting in (running, behind):
         with pytest.raises(ActorStopped, match="has ended"):
             waiting.get(WAIT_S)
+
+
+def test_an_async_endpoint_may_spawn_on_processes_that_it_has_just_started() -> None:
+    founder = this_proc().spawn("async founder", AsyncFounder)
+    assert founder.found.call_one().get(WAIT_S) == 2
+    founder.stop().get(WAIT_S)
 
 
 def test_a_callback_that_raises_holds_up_nobody_else(caplog: pytest.LogCaptureFixture) -> None:

@@ -88,7 +88,7 @@ class _Slot:
     def hold(self, future: _Coming, change: int) -> None:
         with self._lock:
             future.num_holds += change
-            (self._held.add if future.num_holds and not future.done() else self._held.discard)(future)
+            (self._held.add if future.num_holds > 0 and not future.done() else self._held.discard)(future)
 
     def arrived(self, peer: Any, word: Any) -> bool:
         parcel = Parcel(self.post.parcels, peer, word)

@@ -232,6 +232,8 @@ class Post:
                         self._hear(peer, body)
                     except (ProtocolError, msgspec.MsgspecError):
                         raise
+                    except PeerGone:
+                        pass  # it has not waited for what it asked
                     except Exception:  # those behind it are other people's
                         log.exception("a message between actors could not be handled; listening goes on")
             except (ProtocolError, msgspec.MsgspecError) as error:
