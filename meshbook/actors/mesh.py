@@ -86,14 +86,6 @@ class ActorMesh(MeshTrait):
     def _with_axes(self, axes: MeshAxes) -> ActorMesh:
         return ActorMesh(self._ref, axes)
 
-    @property
-    def _mesh_name(self) -> str:
-        return self._ref.name
-
-    @property
-    def _class_name(self) -> str:
-        return self._ref.class_name
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)

@@ -56,6 +56,11 @@ class AsyncFounder(Actor):
         return answer
 
 
+class Untidy(Actor):
+    def __cleanup__(self, exc: Exception | None) -> None:
+        raise SystemExit("cannot clean up")
+
+
 class Sender(Actor):
     @endpoint
     def send(self, port: Any, nbytes: int) -> None:
@@ -73,6 +78,12 @@ def test_an_async_actor_that_is_stopped_answers_everybody_who_waits(monkeypatch:
     for waiting in (running, behind):
         with pytest.raises(ActorStopped, match="has ended"):
             waiting.get(WAIT_S)
+
+
+def test_a_clean_up_that_fails_is_said_and_the_actor_ends(caplog: pytest.LogCaptureFixture) -> None:
+    this_proc().spawn("untidy", Untidy).stop().get(WAIT_S)
+    assert "__cleanup__ of untidy" in caplog.text
+    assert "cannot clean up" in caplog.text
 
 
 def test_an_async_endpoint_may_spawn_on_processes_that_it_has_just_started() -> None:

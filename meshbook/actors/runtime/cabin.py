@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import logging
 import threading
 import time
 import traceback
@@ -32,6 +33,8 @@ from meshbook.wire import messages
 
 if TYPE_CHECKING:
     from meshbook.actors.runtime.life import Life
+
+log = logging.getLogger("meshbook.actors")
 
 _CANCEL_S = 1.0  # that they then have to say so to their callers
 _GRACE_S = 5.0  # that running async endpoints have to end when their actor is stopped; then they are cancelled
@@ -333,9 +336,11 @@ class Cabin:
 
     def _end(self, peer: Any, word: messages.StopActor) -> bool:
         cleanup = getattr(self.actor, "__cleanup__", None)
-        with contextlib.suppress(BaseException):
+        try:
             if cleanup is not None:
                 cleanup(self._cause)
+        except BaseException:
+            log.exception("__cleanup__ of %s %s failed", self.name, self.point)
         self._gone(peer, word)
         return True
 
@@ -349,11 +354,13 @@ class Cabin:
             if left:
                 await asyncio.wait(left, timeout=_CANCEL_S)
         cleanup = getattr(self.actor, "__cleanup__", None)
-        with contextlib.suppress(BaseException):
+        try:
             if cleanup is not None:
                 done = cleanup(self._cause)
                 if inspect.isawaitable(done):
                     await done
+        except BaseException:
+            log.exception("__cleanup__ of %s %s failed", self.name, self.point)
         self._gone(peer, word)
         assert self._loop is not None
         self._loop.stop()

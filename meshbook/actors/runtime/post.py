@@ -24,7 +24,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -431,11 +431,3 @@ def here() -> Post:
 def is_open() -> bool:
     """Whether this process has one already."""
     return _post is not None and _post.address.pid == os.getpid()
-
-
-def send_all(post: Post, word: messages.PeerWord, addresses: Sequence[Address]) -> None:
-    """The same word to several processes, those that are gone left out."""
-    body = encode(word)
-    for address in addresses:
-        with contextlib.suppress(PeerGone):
-            post.peer(address).send(body)
