@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshbook.actors.runtime import faults
 from meshbook.actors.runtime.futures import Future
+from meshbook.actors.runtime.parcels import Parcel
 from meshbook.actors.runtime.post import here
 from meshbook.wire import messages
 
@@ -165,7 +166,7 @@ class Stream(Expected):
                 self.say()
             future.settle(lambda: _raise(self.failed_error({index: word})))
         else:
-            future.settle(lambda: here().parcels.unpack(peer, word.plain, word.payload))
+            future.settle(Parcel(here().parcels, peer, word).open)
         return not self.index
 
     def gone(self, index: int, peer: Any, reason: str) -> bool:

@@ -47,7 +47,7 @@ def find_actors(name: str) -> ActorMesh:
     Raises:
         MeshNameError: there is none; the message lists those that are.
     """
-    refs = [owned.ref for owned in life().owned.values() if owned.ref is not None and not owned.stopped]
+    refs = [owned.ref for owned in list(life().owned.values()) if owned.ref is not None and not owned.stopped]
     for ref in reversed(refs):
         if ref.name == name:
             return ActorMesh(ref, MeshAxes(ref.home.names, ref.home.sizes, tuple(range(len(ref.addresses)))))

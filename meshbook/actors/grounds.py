@@ -17,7 +17,7 @@ from meshbook.actors.answers import Gather, stopped_homes
 from meshbook.actors.mesh import ActorMesh, ActorRef
 from meshbook.actors.needs import needs_torch
 from meshbook.actors.runtime.context import Home
-from meshbook.actors.runtime.futures import Future
+from meshbook.actors.runtime.futures import MUST_NOT_WAIT, Future
 from meshbook.actors.runtime.life import life
 from meshbook.actors.runtime.post import here
 from meshbook.controller.config import count_gpus
@@ -151,7 +151,7 @@ class Ranks(Procs):
         return Mesh.of(self._session, self.axes)
 
     def ends(self) -> bool:
-        return self._session.stopping or self._session.ended is not None
+        return _was_ended(self._session)
 
     def stop(self, reason: str) -> Future[None]:
         home = self.home()
@@ -232,6 +232,7 @@ class Started(Procs):
         threading.Thread(target=self._start, name=f"start {self.name}").start()
 
     def _start(self) -> None:
+        session = None
         try:
             axes = self.axes if self.axes.names else MeshAxes.of({"proc": 1})
             torch = self._wants_torch()
@@ -248,6 +249,9 @@ class Started(Procs):
                 self._mesh.execute(self._bootstrap)
         except BaseException as error:
             life().kept.pop(self.name, None)
+            if session is not None:
+                with contextlib.suppress(Exception):
+                    session.stop()
             self.ready.fail(error if isinstance(error, Exception) else StartError(str(error)))
         else:
             self.ready.settle(lambda: True)
@@ -255,6 +259,11 @@ class Started(Procs):
                 spare.refill(torch=torch)
 
     def home(self) -> Home:
+        if not self.ready.done() and threading.get_ident() in MUST_NOT_WAIT:
+            # An async endpoint that spawns on what it has just started. It is up in a moment, and needs no event loop.
+            up = threading.Event()
+            self.ready.add_done_callback(lambda _: up.set())
+            up.wait()
         self.ready.get()
         if self._stopped:
             raise NotAttached(f"the processes {self.name!r} were stopped; spawn new ones with spawn_procs()")
@@ -305,7 +314,7 @@ class Started(Procs):
     def ends(self) -> bool:
         if self._stopped or self._mesh is None:
             return True
-        return self._mesh.session.stopping or self._mesh.session.ended is not None
+        return _was_ended(self._mesh.session)
 
     def stop(self, reason: str) -> Future[None]:
         self._stopped = True
@@ -321,6 +330,11 @@ class Started(Procs):
                 spare.empty()
 
         return in_background(end, f"the stop of {self.name}")
+
+
+def _was_ended(session: Session) -> bool:
+    """Whether somebody has stopped or left this mesh. One whose supervisor was killed has not been."""
+    return session.stopping or (session.ended is not None and not session.connection.lost)
 
 
 _importing = threading.Lock()
@@ -405,7 +419,7 @@ def forget(home: Home, reason: str) -> None:
     """These processes end on purpose: nobody is to be told of it as of a failure, here or anywhere."""
     stopped_homes.add(home.name)
     nodes = {address.node for address in home.addresses}
-    for owned in life().owned.values():
+    for owned in list(life().owned.values()):
         if nodes & owned.places.keys():
             owned.stopped = True
     ref = ActorRef("", home.name, "", {}, frozenset(), home.addresses, home)

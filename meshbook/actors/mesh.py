@@ -86,14 +86,6 @@ class ActorMesh(MeshTrait):
     def _with_axes(self, axes: MeshAxes) -> ActorMesh:
         return ActorMesh(self._ref, axes)
 
-    @property
-    def _mesh_name(self) -> str:
-        return self._ref.name
-
-    @property
-    def _class_name(self) -> str:
-        return self._ref.class_name
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
@@ -172,6 +164,9 @@ class ActorMesh(MeshTrait):
         number = 0
         if expected is not None:
             expected.index = {peer.number: index for index, peer in enumerate(peers)}
+            if places is not None:  # a message knows its place in the whole mesh, and says so through a port
+                order = self._axes.ranks
+                expected.index = {peer.number: order.index(at) for peer, at in zip(peers, places, strict=True)}
             number = post.expect(expected)
         word = messages.CallActor(ref.id, method, number, plain, payload, port, view)
         _deliver(post, encode(word), peers, expected, number)

@@ -30,7 +30,6 @@ from meshbook.wire import messages, pickling
 if TYPE_CHECKING:
     from meshbook.controller.mesh import Mesh
 
-_FAREWELL_S = 1.0  # that processes have to tell others of their end
 _ONE = MeshAxes((), (), (0,))
 _ANSWER_S = 30.0  # for a process to say where it is, or that it has registered an actor: it has only to look up
 
@@ -197,9 +196,14 @@ class ProcMesh(MeshTrait):
             try:
                 peer.send(encode(word))
             except PeerGone as error:
+                post.parcels.pool.forget_reader(peer.number)
                 if gather.lost(peer, str(error)):
                     post.forget(number)
-        _wait_here(done, ref)
+        try:
+            _wait_here(done, ref)
+        except Exception:
+            mesh.stop("it could not be spawned everywhere")  # its name is free again where it was
+            raise
         if lent:
             mesh._keep(lent)
 

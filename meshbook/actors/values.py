@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -84,12 +85,14 @@ class Accumulator(Generic[R, A]):
                 value = self._combine(value, future.get())
             return value
 
-        left = len(futures)
+        left, lock = len(futures), threading.Lock()
 
         def one_less(_: Future[Any]) -> None:
             nonlocal left
-            left -= 1  # always on the thread that hears
-            if not left:
+            with lock:  # this may be the thread that hears, or, for what is here already, the caller's
+                left -= 1
+                is_last = not left
+            if is_last:
                 whole.settle(fold)
 
         for future in futures:

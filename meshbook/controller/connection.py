@@ -75,6 +75,7 @@ class Connection:
         self._wake, self._woken = os.pipe()
         self._life = _process_fd(found)
         self._stop_reason: str | None = None
+        self.lost = False  # its supervisor has ended without a word
         hello = messages.Hello(
             token=found.token,
             client=client,
@@ -257,6 +258,7 @@ class Connection:
 
     def _supervisor_gone(self) -> None:
         """Its process has ended; every call that is still open ends."""
+        self.lost = self._stop_reason is None
         reason = self._stop_reason or f"its supervisor (pid {self.found.pid}) has ended"
         self._fail_all(f"the mesh {self.found.name!r} is gone: {reason}")
         with contextlib.suppress(errors.StartError):

@@ -76,7 +76,7 @@ def _fork_for(host: socket.socket, listener: socket.socket, _rank_main: object) 
     while True:
         readable, _, _ = select.select([host.fileno(), children, listener.fileno()], [], [])
         if listener.fileno() in readable:
-            _branch(host, listener, _rank_main)
+            _branch(host, listener, children, _rank_main)
         if children in readable:
             with contextlib.suppress(BlockingIOError):
                 os.read(children, 4096)
@@ -88,23 +88,30 @@ def _fork_for(host: socket.socket, listener: socket.socket, _rank_main: object) 
             command = birth.fork_commands.decode(data)
             pid = os.fork()
             if pid == 0:
+                listener.close()  # or it would go on listening, and nobody answer, for as long as a rank lives
                 _in_child(_rank_main, host, command, descriptors)
             for descriptor in descriptors:
                 os.close(descriptor)
             host.send(birth.encoder.encode(birth.Forked(pid)))
 
 
-def _branch(host: socket.socket, listener: socket.socket, rank_main: object) -> None:
+def _branch(host: socket.socket, listener: socket.socket, children: int, rank_main: object) -> None:
     """A fork server for another mesh. It is nobody's child, and ends when that mesh's host lets go of it."""
     connection, _ = listener.accept()
-    first = os.fork()
+    try:
+        first = os.fork()
+    except OSError:  # no room for one more: that mesh hears of it by the end of the connection, and this one goes on
+        connection.close()
+        return
     if first:
         connection.close()
         os.waitpid(first, 0)
         return
     try:
         if os.fork() == 0:
-            signal.set_wakeup_fd(-1)
+            # All that is this server's own: branches are branched off again, and would hand down more each time.
+            os.close(signal.set_wakeup_fd(-1))
+            os.close(children)
             host.close()
             listener.close()
             told = birth.branches.decode(connection.recv(birth.MAX_BIRTH_BYTES))

@@ -21,6 +21,7 @@ import os
 import secrets
 import select
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,9 @@ MAX_REGIONS = 65_536  # of one process; the board is a sparse file, so unused wo
 MAX_MAPPED_FILES = 4096  # of one owner that a reader keeps mapped: mapping 1 GB anew costs 30 ms in page faults
 
 _BOARD_BYTES = 8 * (2 + MAX_REGIONS)
+# Free slots that are not used again yet: two readers may drop one region at the same moment, and the later one must not
+# clear the word of the owner's next. 4 KiB of the board.
+_RESTING_SLOTS = 512
 
 
 class Region(NamedTuple):
@@ -61,7 +65,7 @@ class Regions:
         self._lock = threading.Lock()
         self._board: _Board | None = None
         self._offered: dict[int, _Offer] = {}  # by slot
-        self._free_slots: list[int] = []
+        self._free_slots: deque[int] = deque()  # the one free for longest first
         self._num_offers = 0
 
     def _drop_inherited(self) -> None:
@@ -100,7 +104,9 @@ class Regions:
             except OSError as error:
                 raise TransferError(f"the memory cannot be shared: {error.strerror}") from error
             self._num_offers += 1
-            slot = self._free_slots.pop() if self._free_slots else _Board.FIRST_SLOT + len(self._offered)
+            num_slots = len(self._offered) + len(self._free_slots)
+            is_rested = len(self._free_slots) > _RESTING_SLOTS or num_slots == MAX_REGIONS
+            slot = self._free_slots.popleft() if is_rested else _Board.FIRST_SLOT + num_slots
             self._offered[slot] = _Offer(own_fd, keep)
             board[slot] = self._num_offers
             file_name = os.readlink(f"/proc/self/fd/{own_fd}")

@@ -111,7 +111,7 @@ class Gate(Actor):
     @endpoint
     async def wait(self, name: str) -> str:
         self.order.append(f"{name} waits")
-        await self.open.wait()
+        await asyncio.wait_for(self.open.wait(), 30)
         self.order.append(f"{name} goes")
         return name
 
@@ -127,7 +127,7 @@ class Gate(Actor):
     @endpoint
     async def ask_wrongly(self, other: Any) -> str:
         try:
-            other.sleep.call(0.05).get()
+            other.sleep.call(0.05).get(20)
         except RuntimeError as error:
             return str(error)
         return "it waited"

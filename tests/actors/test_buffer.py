@@ -16,9 +16,11 @@ import torch
 from meshbook import rdma
 from meshbook.actors.buffer import Buffer, RDMABuffer
 from meshbook.errors import TransferError
+from meshbook.wire.regions import Regions, memory_file
 from tests.wire.other_process import OtherProcess
 
 TIMEOUT_S = 20.0
+pytestmark = pytest.mark.timeout(60)  # for the waits that have no argument for it
 
 OWNER = """
 import torch
@@ -299,3 +301,18 @@ def test_a_process_that_offers_a_thousand_buffers_makes_and_reads_them_in_no_tim
     assert [int(read(buffer)) for buffer in many] == list(range(300))
     owner.ask("[buffer.drop() for buffer in many]; many.clear(); None")
     assert time.monotonic() - started < TIMEOUT_S
+
+
+def test_a_place_on_the_board_rests_before_another_region_gets_it() -> None:
+    regions, fd = Regions(), memory_file(1)
+    try:
+        slots = []
+        for _ in range(1200):
+            region = regions.offer(fd, 0, 1, keep=None)
+            regions.drop(region)
+            slots.append(region.slot)
+        assert len(set(slots[:500])) == 500
+        assert len(set(slots)) < 600
+    finally:
+        os.close(fd)
+        regions._drop_inherited()

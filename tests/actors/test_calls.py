@@ -22,6 +22,7 @@ from meshbook.errors import MeshTimeout, TransferError
 from tests.actors.cast import Counter, Founder, Gate, Tidy
 
 WAIT_S = 20
+pytestmark = pytest.mark.timeout(60)  # for the waits that have no argument for it
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +46,14 @@ def test_messages_of_one_sender_arrive_in_the_order_sent(counters: Any) -> None:
     assert all(notes == list(range(500)) for notes in counters.notes.call().get(WAIT_S).values())
 
 
-def test_a_message_knows_its_place_in_the_mesh_that_was_called(counters: Any) -> None:
+def test_a_message_knows_its_place_in_the_mesh_that_was_called(counters: Any, procs: ProcMesh) -> None:
     part = counters.slice(gpus=slice(1, 3)).rename(gpus="tp")
     assert [found[:3] for found in part.where.call().get(WAIT_S).values()] == [
         (0, {"tp": 2}, {"gpus": 1}),
         (1, {"tp": 2}, {"gpus": 2}),
     ]
     assert part.sizes == {"tp": 2}
+    assert [line.split()[0] for line in procs.to_table().splitlines()] == ["place", "gpus=0", "gpus=1", "gpus=2"]
     assert part.flatten("x").extent == {"x": 2}
     assert counters.split(gpus=("a", "b"), b=3).sizes == {"a": 1, "b": 3}
 
@@ -124,7 +126,7 @@ def test_futures_are_awaited_and_come_as_completed(counters: Any) -> None:
     assert [len(found) for found in asyncio.run(both())] == [3, 3, 3]
     slow, fast = counters.slice(gpus=0).sleep.call(0.3), counters.slice(gpus=1).add.call(0)
     assert list(as_completed([slow, fast], timeout=WAIT_S)) == [fast, slow]
-    assert slow.exception() is None
+    assert slow.exception(WAIT_S) is None
     assert isinstance(counters.fail.call().exception(WAIT_S), ActorError)
 
 

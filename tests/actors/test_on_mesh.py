@@ -20,6 +20,7 @@ from meshbook.errors import TransferError
 from tests.actors.cast import Counter
 
 WAIT_S = 20
+pytestmark = pytest.mark.timeout(60)  # for the waits that have no argument for it
 
 
 @pytest.fixture(scope="module")

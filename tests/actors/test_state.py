@@ -17,6 +17,7 @@ from meshbook.actors import cells, overview, redefine
 from meshbook.errors import MeshNameError, TransferError, ValuesDiffer
 
 TIMEOUT_S = 30.0
+pytestmark = pytest.mark.timeout(60)  # for the waits that have no argument for it
 
 
 class Trainer(Actor):

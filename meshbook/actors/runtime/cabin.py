@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import logging
 import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import copy_context
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from meshbook.actors import base
@@ -28,12 +29,14 @@ from meshbook.actors.runtime.peer import PeerGone
 from meshbook.actors.runtime.ports import Port
 from meshbook.actors.runtime.post import encode, for_user_code
 from meshbook.actors.shape import Extent, Point
-from meshbook.errors import TransferError
 from meshbook.wire import messages
 
 if TYPE_CHECKING:
     from meshbook.actors.runtime.life import Life
 
+log = logging.getLogger("meshbook.actors")
+
+_CANCEL_S = 1.0  # that they then have to say so to their callers
 _GRACE_S = 5.0  # that running async endpoints have to end when their actor is stopped; then they are cancelled
 
 
@@ -47,6 +50,7 @@ class Cabin:
         self.actor: Any = None
         self.class_name = "?"
         self.state = "starting"  # "living", "failed", "stopped"
+        self.born = threading.Event()  # its __init__ has run, or failed
         self.failure: messages.Failure | None = None  # of __init__
         self.running: dict[int, tuple[str, float]] = {}  # message number -> endpoint, since
         self.last_error: str | None = None
@@ -60,6 +64,8 @@ class Cabin:
         self._tasks: set[asyncio.Task[None]] = set()
         self._context = copy_context()  # of each task: this actor's
         self._cause: Exception | None = None  # what ended it, for __cleanup__
+        self._ending = False  # it has come to its StopActor: what waits behind that is refused
+        self._reason = ""
 
     def start(self) -> None:
         self._thread.start()
@@ -71,7 +77,9 @@ class Cabin:
     def put(self, item: Any) -> None:
         """Into the mailbox; from any thread."""
         self._inbox.put(item)
-        if self._loop is not None and not self._woken:
+        if self.state == "stopped":
+            self._refuse_rest()
+        elif self._loop is not None and not self._woken:
             self._woken = True
             with contextlib.suppress(RuntimeError):  # closed: `_refuse_rest` answers
                 self._loop.call_soon_threadsafe(self._drain)
@@ -126,6 +134,7 @@ class Cabin:
         else:
             self.state = "living"
         self._born_of = (None, None)
+        self.born.set()
         self.life.post.let_go()
         if on_loop:
             self._live_on_loop()
@@ -191,13 +200,14 @@ class Cabin:
         while True:
             while self._urgent:
                 self._start(self._judge_async(self._urgent.popleft()))
-            if self._inbox.empty():
+            if self._ending or self._inbox.empty():
                 return
             item = self._inbox.get()
             if item is None:
                 continue
             peer, word = item
             if type(word) is messages.StopActor:
+                self._ending = True
                 self._start(self._end_async(peer, word))
             else:
                 self._start(self._perform_async(peer, word))
@@ -230,6 +240,7 @@ class Cabin:
         self.num_messages += 1
         self.running[id(word)] = (word.method, time.monotonic())
         if self.failure is not None:
+            self.life.post.parcels.discard(peer, word)
             raise _NotThere
         method = word.method
         args, kwargs = self.life.post.parcels.unpack(peer, word.plain, word.payload)
@@ -271,10 +282,10 @@ class Cabin:
                 peer.send(encode(messages.Answer(word.call, NONE)))
             else:
                 plain, payload = post.parcels.pack(value, (peer,), name="the result")
-                peer.send(encode(messages.Answer(word.call, plain, payload)))
+                post.reply(peer, messages.Answer(word.call, plain, payload))
         except PeerGone:
             pass
-        except TransferError as error:
+        except Exception as error:  # a result that cannot be sent is the caller's to hear of, and not this thread's end
             self._failed(peer, word, error)
 
     def _rank_in(self, word: messages.CallActor) -> int:
@@ -305,7 +316,7 @@ class Cabin:
         judge = getattr(self.actor, "__supervise__", None)
         try:
             handled = bool(judge(failure)) if judge is not None else False
-        except Exception as error:
+        except BaseException as error:
             failure, handled = _chained(failure, self.name, error), False
         if not handled:
             self.life.escalate(self, failure)
@@ -316,7 +327,7 @@ class Cabin:
             handled = judge(failure) if judge is not None else False
             if inspect.isawaitable(handled):
                 handled = await handled
-        except Exception as error:
+        except BaseException as error:
             failure, handled = _chained(failure, self.name, error), False
         if not handled:
             self.life.escalate(self, failure)
@@ -325,9 +336,11 @@ class Cabin:
 
     def _end(self, peer: Any, word: messages.StopActor) -> bool:
         cleanup = getattr(self.actor, "__cleanup__", None)
-        with contextlib.suppress(Exception):
+        try:
             if cleanup is not None:
                 cleanup(self._cause)
+        except BaseException:
+            log.exception("__cleanup__ of %s %s failed", self.name, self.point)
         self._gone(peer, word)
         return True
 
@@ -338,27 +351,37 @@ class Cabin:
             _, left = await asyncio.wait(others, timeout=_GRACE_S)
             for task in left:
                 task.cancel()
+            if left:
+                await asyncio.wait(left, timeout=_CANCEL_S)
         cleanup = getattr(self.actor, "__cleanup__", None)
-        with contextlib.suppress(Exception):
+        try:
             if cleanup is not None:
                 done = cleanup(self._cause)
                 if inspect.isawaitable(done):
                     await done
+        except BaseException:
+            log.exception("__cleanup__ of %s %s failed", self.name, self.point)
         self._gone(peer, word)
         assert self._loop is not None
         self._loop.stop()
 
     def _gone(self, peer: Any, word: messages.StopActor) -> None:
+        self._reason = word.reason
         self.state = "stopped"
         self.actor = None
         self.life.forget(self, word.reason)
         with contextlib.suppress(PeerGone):
             if peer is not None and word.call:
                 peer.send(encode(messages.Answer(word.call, NONE)))
-        while not self._inbox.empty():
-            item = self._inbox.get()
-            if item is not None and item[0] is not None:
-                self.life.refuse(item[0], item[1], self._stopped(0, word.reason))
+        self._refuse_rest()
+
+    def _refuse_rest(self) -> None:
+        """What came too late; on the thread that brings it, if that has looked the actor up just before its end."""
+        with contextlib.suppress(Empty):
+            while True:
+                item = self._inbox.get_nowait()
+                if item is not None and item[0] is not None:
+                    self.life.refuse(item[0], item[1], self._stopped(0, self._reason))
 
 
 class _NotThere(Exception):
@@ -371,6 +394,6 @@ def addressed(failure: messages.Failure, call: int, rank: int) -> messages.Failu
     )
 
 
-def _chained(failure: faults.MeshFailure, name: str, error: Exception) -> faults.MeshFailure:
+def _chained(failure: faults.MeshFailure, name: str, error: BaseException) -> faults.MeshFailure:
     text = f"{name}.__supervise__ raised {type(error).__name__}: {error}, when it was told: {failure}"
     return faults.MeshFailure(failure.mesh_name, failure.ranks, text, "".join(traceback.format_exception(error)))

@@ -7,7 +7,6 @@ any actor (a cell, a script) has the context of its process: no actor, and one p
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -129,6 +128,3 @@ def current_actor_name() -> str:
 def _procs() -> Any:
     # A floor above: who asks an actor for its processes has ProcMesh in hand anyway.
     return importlib.import_module("meshbook.actors.procs")
-
-
-Root = Callable[[Any, str], None]

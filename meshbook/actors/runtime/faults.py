@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from meshbook.errors import MeshbookError
@@ -184,6 +184,3 @@ def error_of(failures: dict[int, messages.Failure], what: str, mesh_name: str) -
 
 def _formatted(exception: BaseException) -> str:
     return "".join(traceback.format_exception(exception)) if exception.__traceback__ is not None else ""
-
-
-Hook = Callable[[MeshFailure], Any]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from _thread import allocate_lock, get_ident
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -15,6 +16,8 @@ from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from meshbook.errors import MeshTimeout
+
+log = logging.getLogger("meshbook.actors")
 
 R = TypeVar("R")
 
@@ -86,7 +89,10 @@ class Future(Generic[R]):
             with contextlib.suppress(RuntimeError):  # `stop_waiting` did it at the same moment
                 waiter.release()
         for callback in callbacks:
-            callback(self)
+            try:
+                callback(self)
+            except Exception:  # others wait for this answer too, and for those behind it
+                log.exception("a callback of %s failed", self.label)
 
     def fail(self, error: BaseException) -> None:
         def take() -> R:

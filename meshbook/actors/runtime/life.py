@@ -47,7 +47,7 @@ class Life:
     # ---- words
 
     def _spawn(self, peer: Any, word: messages.SpawnActor) -> None:
-        if any(cabin.name == word.name and cabin.state != "failed" for cabin in self.actors.values()):
+        if any(cabin.name == word.name and cabin.state != "failed" for cabin in list(self.actors.values())):
             text = (
                 f"an actor named {word.name!r} lives in this process already; choose another name, or stop that one "
                 "first"
@@ -76,13 +76,16 @@ class Life:
         for_user_code()
         try:
             (function, *args), kwargs = self.post.parcels.unpack(peer, word.plain, word.payload)
+            cabin.born.wait()
+            if cabin.failure is not None:
+                self.post.reply(peer, addressed(cabin.failure, word.call, cabin.place))
+                return
             value = function(cabin.actor, *args, **kwargs)
             plain, payload = self.post.parcels.pack(value, (peer,))
             answer: messages.PeerWord = messages.Answer(word.call, plain, payload)
-        except Exception as error:
+        except BaseException as error:
             answer = faults.describe(error, call=word.call, skip=1)
-        with contextlib.suppress(PeerGone):
-            peer.send(encode(answer))
+        self.post.reply(peer, answer)
 
     def _stop(self, peer: Any, word: messages.StopActor) -> None:
         cabin = self.actors.get(word.actor)

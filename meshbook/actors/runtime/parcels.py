@@ -5,6 +5,7 @@ Keeps account of shared segments in both directions: who still reads ours, and w
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -52,6 +53,26 @@ class _Loose:
 
 def _loose(value: Any) -> Any:
     return _Loose(value) if type(value) is bytes and len(value) > _PLAIN_BYTES else value
+
+
+class Parcel:
+    """A value that has come, until somebody asks for it. If nobody ever does, its memory goes back."""
+
+    __slots__ = ("_is_open", "_parcels", "_peer", "word")
+
+    def __init__(self, parcels: Parcels, peer: Any, word: Any) -> None:
+        self._parcels, self._peer, self.word = parcels, peer, word
+        self._is_open = False
+
+    def open(self) -> Any:
+        """As `Parcels.unpack`. Once."""
+        self._is_open = True
+        return self._parcels.unpack(self._peer, self.word.plain, self.word.payload)
+
+    def __del__(self) -> None:
+        if not self._is_open:
+            with contextlib.suppress(Exception):
+                self._parcels.discard(self._peer, self.word)
 
 
 class Parcels:

@@ -14,13 +14,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from meshbook.errors import ProtocolError
+from meshbook.errors import ProtocolError, TransferError
 from meshbook.wire import codec
 from meshbook.wire.messages import Address
 
 _LENGTH_BYTES = 4
 _READ_BYTES = 256 << 10
 _BUFFER_BYTES = 1 << 20  # of the socket: thousands of small calls on their way before a sender has to queue them itself
+_GREETING_BYTES = 4096  # the most that we read of who has not shown the key yet
 _MAX_BACKLOG_BYTES = 64 << 20  # what a sender may be ahead of a process that does not read; then it waits
 _numbers = itertools.count(1)
 
@@ -121,15 +122,24 @@ class Peer:
         return self._bodies(chunk)
 
     def _needed(self) -> int:
-        return _LENGTH_BYTES + int.from_bytes(self._rest[:_LENGTH_BYTES], "little") if len(self._rest) >= 4 else 4
+        if len(self._rest) < _LENGTH_BYTES:
+            return _LENGTH_BYTES
+        size = int.from_bytes(self._rest[:_LENGTH_BYTES], "little")
+        self._check(size)
+        return _LENGTH_BYTES + size
+
+    def _check(self, size: int) -> None:
+        allowed = codec.MAX_MESSAGE_BYTES if self.address is not None else _GREETING_BYTES
+        if size > allowed:
+            raise ProtocolError(f"a frame of {size} bytes came; {allowed} are allowed")
 
     def _bodies(self, chunk: bytes) -> Iterator[memoryview]:
         view, at, end = memoryview(chunk), 0, len(chunk)
         try:
             while end - at >= _LENGTH_BYTES:
                 size = int.from_bytes(view[at : at + _LENGTH_BYTES], "little")
-                if size > codec.MAX_MESSAGE_BYTES:
-                    raise ProtocolError(f"a frame of {size} bytes came; {codec.MAX_MESSAGE_BYTES} are allowed")
+                if size > _GREETING_BYTES:
+                    self._check(size)
                 if end - at - _LENGTH_BYTES < size:
                     break
                 start, at = at + _LENGTH_BYTES, at + _LENGTH_BYTES + size
@@ -150,6 +160,11 @@ class Peer:
 
 
 def frame(body: bytes) -> bytes:
+    if len(body) > codec.MAX_MESSAGE_BYTES:
+        raise TransferError(
+            f"a message of {len(body):,} bytes, and {codec.MAX_MESSAGE_BYTES:,} are the most outside shared memory; "
+            "send less at a time"
+        )
     return len(body).to_bytes(_LENGTH_BYTES, "little") + body
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections import deque
+from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeVar
 
 from meshbook.actors.runtime import faults
 from meshbook.actors.runtime.futures import Future
+from meshbook.actors.runtime.parcels import Parcel
 from meshbook.actors.runtime.peer import PeerGone
-from meshbook.actors.runtime.post import encode, here
+from meshbook.actors.runtime.post import here
 from meshbook.wire import messages
 
 R = TypeVar("R")
@@ -49,7 +52,7 @@ class Port(Generic[R]):
             else:
                 plain, payload = post.parcels.pack(obj, (peer,), name="the message")
                 word = messages.ToPort(self._address.port, self._address.rank, plain, payload)
-            peer.send(encode(word))
+            post.reply(peer, word)
 
     @property
     def rank(self) -> int | None:
@@ -68,36 +71,70 @@ class _Slot:
         self.once = once
         self.ranked = False
         self._lock = threading.Lock()
-        self._came: deque[Any] = deque()
-        self._waiting: deque[Future[Any]] = deque()
+        self._came: deque[Parcel] = deque()
+        self._waiting: deque[weakref.ref[_Coming]] = deque()
+        self._held: set[_Coming] = set()  # of those, the ones that a callback waits for
 
-    def next(self) -> Future[Any]:
-        future: Future[Any] = Future("recv()")
+    def next(self, receiver: PortReceiver[Any]) -> Future[Any]:
+        future = _Coming(self, receiver)
         with self._lock:
             if not self._came:
-                self._waiting.append(future)
+                self._waiting.append(weakref.ref(future))
                 return future
-            peer, word = self._came.popleft()
-        future.settle(lambda: self._open(peer, word))
+            parcel = self._came.popleft()
+        future.settle(lambda: self._open(parcel))
         return future
 
-    def arrived(self, peer: Any, word: Any) -> bool:
+    def hold(self, future: _Coming, change: int) -> None:
         with self._lock:
-            if not self._waiting:
-                self._came.append((peer, word))
+            future.num_holds += change
+            (self._held.add if future.num_holds > 0 and not future.done() else self._held.discard)(future)
+
+    def arrived(self, peer: Any, word: Any) -> bool:
+        parcel = Parcel(self.post.parcels, peer, word)
+        future = None
+        with self._lock:
+            while future is None and self._waiting:
+                future = self._waiting.popleft()()
+            if future is None:
+                self._came.append(parcel)
                 return self.once
-            future = self._waiting.popleft()
-        future.settle(lambda: self._open(peer, word))
+            self._held.discard(future)
+        future.settle(lambda: self._open(parcel))
         return self.once
 
     def lost(self, peer: Any, reason: str) -> bool:
         return False
 
-    def _open(self, peer: Any, word: Any) -> Any:
+    def _open(self, parcel: Parcel) -> Any:
+        word = parcel.word
         if isinstance(word, messages.Failure):
             raise faults.rebuild(word)
-        value = self.post.parcels.unpack(peer, word.plain, word.payload)
+        value = parcel.open()
         return (word.rank or 0, value) if self.ranked else value
+
+
+class _Coming(Future[Any]):
+    """The next message. Who gives up (a timeout, a cancelled `await`) must not take a message along: its slot knows it
+    weakly, and firmly only while a callback or an `await` waits."""
+
+    __slots__ = ("_receiver", "_slot", "num_holds")
+
+    def __init__(self, slot: _Slot, receiver: PortReceiver[Any]) -> None:
+        super().__init__("recv()")
+        self._slot, self._receiver = slot, receiver  # who waits keeps the receiver
+        self.num_holds = 0
+
+    def add_done_callback(self, callback: Callable[[Future[Any]], Any]) -> None:
+        self._slot.hold(self, 1)
+        super().add_done_callback(callback)
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        try:
+            return (yield from super().__await__())
+        finally:
+            if not self.done():
+                self._slot.hold(self, -1)
 
 
 class PortReceiver(Generic[R]):
@@ -113,10 +150,7 @@ class PortReceiver(Generic[R]):
 
     def recv(self) -> Future[R]:
         """The next message, as a Future; several may be asked for ahead of time."""
-        future = self._slot.next()
-        if not future.done():
-            future.add_done_callback(lambda _: self)  # who waits keeps the receiver
-        return future
+        return self._slot.next(self)
 
     def ranked(self) -> RankedPortReceiver[R]:
         """The same receiver, giving (rank of the sender, value)."""

@@ -20,10 +20,11 @@ import secrets
 import selectors
 import signal
 import socket as sockets
+import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -149,14 +150,16 @@ class Post:
             socket = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
             try:
                 socket.connect(_place(address.node))
+                if not _is_of_this_user(socket):
+                    raise ConnectionRefusedError("somebody else has taken its place")
                 peer = Peer(socket, address, self._wants_to_write, lambda: self._thread.ident or 0)
-            except OSError as error:
+                peer.send(encode(messages.Greet(codec.PROTOCOL.decode(), address.key, self.address)))
+            except (OSError, PeerGone) as error:
                 socket.close()
                 raise PeerGone(f"its process (pid {address.pid}) has ended") from error
-            self._peers[address.node] = peer
             self._connections.add(peer)
-            peer.send(encode(messages.Greet(codec.PROTOCOL.decode(), address.key, self.address)))
             self._selector.register(socket, selectors.EVENT_READ, peer)
+            self._peers[address.node] = peer  # last: other threads may send from now on, after the greeting
             return peer
 
     def expect(self, expected: Expected) -> int:
@@ -167,6 +170,13 @@ class Post:
 
     def forget(self, number: int) -> None:
         self._expected.pop(number, None)
+
+    def reply(self, peer: Any, word: messages.PeerWord) -> None:
+        """Send what was packed for `peer` alone; if that is gone, the memory goes back."""
+        try:
+            peer.send(encode(word))
+        except PeerGone:
+            self.parcels.pool.forget_reader(peer.number)
 
     def call_later(self, delay_s: float, act: Callable[[], None]) -> None:
         """Call `act` on the reading thread, where it must not wait."""
@@ -218,7 +228,14 @@ class Post:
                     self._ended(peer)
                     return
                 for body in bodies:
-                    self._hear(peer, body)
+                    try:
+                        self._hear(peer, body)
+                    except (ProtocolError, msgspec.MsgspecError):
+                        raise
+                    except PeerGone:
+                        pass  # it has not waited for what it asked
+                    except Exception:  # those behind it are other people's
+                        log.exception("a message between actors could not be handled; listening goes on")
             except (ProtocolError, msgspec.MsgspecError) as error:
                 log.warning("process %s was cut off: %s", peer.address and peer.address.pid, error)
                 self._ended(peer)
@@ -227,6 +244,9 @@ class Post:
         try:
             socket, _ = self._listener.accept()
         except OSError:
+            return
+        if not _is_of_this_user(socket):
+            socket.close()
             return
         peer = Peer(socket, None, self._wants_to_write, lambda: self._thread.ident or 0)
         self._connections.add(peer)
@@ -318,6 +338,7 @@ class Post:
     def drop_inherited(self) -> None:
         """After a fork, in the child: it is nobody that others know."""
         self._closed = True
+        self._peers[self.address.node].gone = "this is another process"
         for peer in self._connections:
             peer.gone = "this is another process"
             peer.socket.close()
@@ -350,6 +371,16 @@ def _place(node: str) -> str | bytes:
     if sys.platform.startswith("linux"):
         return b"\0meshbook/" + node.encode()
     return str(keys.runtime_folder() / f"actors-{node}.sock")
+
+
+def _is_of_this_user(socket: sockets.socket) -> bool:
+    """Whether who is at the other end runs as the same user. Everybody on a machine can see such a name, knock, and
+    take it when its process has ended: nobody else is to be shown a key, or to hold a connection."""
+    if not sys.platform.startswith("linux"):
+        return True  # the runtime folder lets nobody else in
+    found = socket.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, struct.calcsize("iII"))
+    _, user, _ = struct.unpack("iII", found)
+    return bool(user == os.geteuid())
 
 
 def _listen(node: str) -> sockets.socket:
@@ -400,11 +431,3 @@ def here() -> Post:
 def is_open() -> bool:
     """Whether this process has one already."""
     return _post is not None and _post.address.pid == os.getpid()
-
-
-def send_all(post: Post, word: messages.PeerWord, addresses: Sequence[Address]) -> None:
-    """The same word to several processes, those that are gone left out."""
-    body = encode(word)
-    for address in addresses:
-        with contextlib.suppress(PeerGone):
-            post.peer(address).send(body)

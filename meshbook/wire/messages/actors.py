@@ -116,7 +116,6 @@ class ToPort(PeerWord):
     rank: int | None = None
     plain: bytes | None = None
     payload: Payload | None = None
-    is_exception: bool = False
 
 
 class LetGo(PeerWord):

@@ -1,0 +1,268 @@
+"""What must not be left over: callers without an answer, messages without a receiver, memory without a reader, and
+connections to strangers. Most of it within this process, which is a process with actors like any other."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import operator
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+from typing import Any
+
+import pytest
+
+from meshbook.actors.base import Actor, endpoint
+from meshbook.actors.procs import ProcMesh, this_host, this_proc
+from meshbook.actors.runtime import cabin
+from meshbook.actors.runtime import life as lives
+from meshbook.actors.runtime import post as posts
+from meshbook.actors.runtime.faults import ActorStopped, MeshFailure, SupervisionError
+from meshbook.actors.runtime.peer import Peer, PeerGone
+from meshbook.actors.runtime.ports import Channel
+from meshbook.actors.runtime.post import Post, here
+from meshbook.actors.state import pull
+from meshbook.errors import MeshTimeout
+from meshbook.wire import messages
+from tests.actors.cast import Counter, Gate
+
+WAIT_S = 20
+pytestmark = pytest.mark.timeout(60)  # for the waits that have no argument for it
+LARGE_BYTES = 1 << 20
+
+started = threading.Event()
+
+
+class Late(Actor):
+    """Its `__init__` goes on until the test lets it."""
+
+    def __init__(self) -> None:
+        started.wait(WAIT_S)
+        self.ready = True
+
+
+class AsyncFounder(Actor):
+    @endpoint
+    async def found(self) -> int:
+        procs = this_host().spawn_procs({"n": 1}, name="founded")
+        answer: int = await procs.spawn("settlers", Counter).add.call_one(2)
+        await procs.stop()
+        return answer
+
+
+class Untidy(Actor):
+    def __cleanup__(self, exc: Exception | None) -> None:
+        raise SystemExit("cannot clean up")
+
+
+class Sender(Actor):
+    @endpoint
+    def send(self, port: Any, nbytes: int) -> None:
+        port.send(bytes(nbytes))
+
+
+def test_an_async_actor_that_is_stopped_answers_everybody_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cabin, "_GRACE_S", 0.1)
+    gate = this_proc().spawn("stopped gate", Gate)
+    running = gate.wait.call_one("a")
+    stops = [gate.stop("enough"), gate.stop("again")]
+    behind = gate.wait.call_one("b")
+    for stop in stops:
+        stop.get(WAIT_S)
+    for waiting in (running, behind):
+        with pytest.raises(ActorStopped, match="has ended"):
+            waiting.get(WAIT_S)
+
+
+def test_a_clean_up_that_fails_is_said_and_the_actor_ends(caplog: pytest.LogCaptureFixture) -> None:
+    this_proc().spawn("untidy", Untidy).stop().get(WAIT_S)
+    assert "__cleanup__ of untidy" in caplog.text
+    assert "cannot clean up" in caplog.text
+
+
+def test_an_async_endpoint_may_spawn_on_processes_that_it_has_just_started() -> None:
+    founder = this_proc().spawn("async founder", AsyncFounder)
+    assert founder.found.call_one().get(WAIT_S) == 2
+    founder.stop().get(WAIT_S)
+
+
+def test_a_callback_that_raises_holds_up_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
+    home = this_proc().spawn("called back", Gate)
+    future = home.wait.call_one("a")
+    future.add_done_callback(lambda _: operator.truediv(1, 0))
+    heard = threading.Event()
+    future.add_done_callback(lambda _: heard.set())
+    home.let_go.call_one().get(WAIT_S)
+    assert heard.wait(WAIT_S)
+    assert "a callback of called back.wait failed" in caplog.text
+    home.stop().get(WAIT_S)
+
+
+def test_a_recv_that_was_given_up_takes_no_message_along() -> None:
+    port, receiver = Channel.open()
+    with pytest.raises(MeshTimeout) as caught:
+        receiver.recv().get(timeout=0.01)
+    del caught
+    port.send("for who asks now")
+    assert receiver.recv().get(WAIT_S) == "for who asks now"
+
+    async def polled() -> Any:
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(receiver.recv(), 0.01)
+        kept = receiver.recv()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(kept, 0.01)
+        gc.collect()
+        port.send("for who has kept it")
+        return await asyncio.wait_for(kept, WAIT_S)
+
+    assert asyncio.run(polled()) == "for who has kept it"
+    heard: list[Any] = []
+    receiver.recv().add_done_callback(lambda future: heard.append(future.get()))
+    gc.collect()
+    port.send("for a callback")
+    assert heard == ["for a callback"]
+
+
+def _used_bytes() -> int:
+    gc.collect()
+    here().let_go()
+    return here().parcels.pool.used_bytes
+
+
+def test_memory_goes_back_where_nobody_opens_what_has_come() -> None:
+    sender = this_proc().spawn("sender", Sender)
+    port, receiver = Channel.open()
+    sender.send.call_one(port, LARGE_BYTES).get(WAIT_S)
+    assert _used_bytes() > LARGE_BYTES
+    del receiver
+    assert _used_bytes() == 0
+    sender.stop().get(WAIT_S)
+    broken = this_proc().spawn("broken", Counter, fail=True)
+    with pytest.raises(SupervisionError, match="no such start"):
+        broken.note.call_one(bytes(LARGE_BYTES)).get(WAIT_S)
+    assert _used_bytes() == 0
+    broken.stop().get(WAIT_S)
+
+
+def test_memory_goes_back_where_the_caller_has_gone_before_its_answer_was_packed() -> None:
+    near, far = socket.socketpair()
+    peer = Peer(near, None, lambda _: None, lambda: 0)
+    far.close()
+    peer.close("it has ended")
+    plain, payload = here().parcels.pack(bytes(LARGE_BYTES), (peer,))
+    assert here().parcels.pool.used_bytes > LARGE_BYTES
+    here().reply(peer, messages.Answer(1, plain, payload))
+    assert here().parcels.pool.used_bytes == 0
+
+
+def test_one_actor_picked_at_random_answers_through_its_port(procs: ProcMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    counters = procs.spawn("picked", Counter)
+    for place in range(3):
+        monkeypatch.setattr(random, "choice", operator.itemgetter(place))
+        assert counters.later.choose().get(WAIT_S) == place
+
+
+def test_a_spawn_that_fails_in_one_process_leaves_nothing_in_the_others(procs: ProcMesh) -> None:
+    procs.slice(gpus=1).spawn("taken", Counter)
+    with pytest.raises(ValueError, match="an actor named 'taken' lives"):
+        procs.spawn("taken", Counter)
+    assert procs.slice(gpus=0).spawn("taken", Counter).add.call_one().get(WAIT_S) == 1
+
+
+def test_state_is_read_when_the_actor_is_there() -> None:
+    started.clear()
+    late = this_proc().spawn("late", Late)
+    looked = late._apply_now(operator.attrgetter("ready"))
+    assert not looked.done()
+    started.set()
+    assert looked.get(WAIT_S).item() is True
+    late.stop().get(WAIT_S)
+    broken = this_proc().spawn("broken again", Counter, fail=True)
+    with pytest.raises(SupervisionError, match="no such start"):
+        pull(broken.state)
+    broken.stop().get(WAIT_S)
+
+
+def test_a_mesh_whose_supervisor_was_killed_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[MeshFailure] = []
+    told = threading.Event()
+    monkeypatch.setattr(lives.life(), "root", lambda failure, name: (heard.append(failure), told.set()))
+    procs: Any = this_host().spawn_procs({"gpus": 1}, name="headless")
+    counters = procs.spawn("headless counters", Counter)
+    assert counters.add.call_one().get(WAIT_S) == 1
+    os.kill(procs._procs.mesh().session.connection.found.pid, signal.SIGKILL)
+    assert told.wait(WAIT_S)
+    assert heard[0].mesh_name == "headless counters"
+    procs.stop().get(30)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Strangers
+
+
+def test_nobody_else_sends_on_a_connection_before_it_has_greeted(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Post()
+    known = []
+    real = posts.encode
+
+    def encode(word: Any) -> bytes:
+        known.append(other.address.node in here()._peers)
+        return real(word)
+
+    try:
+        monkeypatch.setattr(posts, "encode", encode)
+        here().peer(other.address)
+        assert known == [False]
+    finally:
+        other.close()
+
+
+def test_who_has_not_greeted_is_heard_for_a_few_bytes_only() -> None:
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.settimeout(WAIT_S)
+        stranger.connect(posts._place(here().address.node))
+        stranger.send((5000).to_bytes(4, "little")[:2])  # in two parts, so that it has to be kept
+        stranger.send((5000).to_bytes(4, "little")[2:])
+        assert stranger.recv(1) == b""
+
+
+STRANGER = """
+    import os, socket, sys
+    os.setgid(65534)
+    os.setuid(65534)
+    taken = socket.socket(socket.AF_UNIX)
+    taken.bind(b"\\0meshbook/" + sys.argv[1].encode())
+    taken.listen()
+    taken.settimeout(20)
+    print("listens", flush=True)
+    said = taken.accept()[0].recv(100)
+    knocks = socket.socket(socket.AF_UNIX)
+    knocks.settimeout(20)
+    knocks.connect(b"\\0meshbook/" + sys.argv[2].encode())
+    print(len(said), len(knocks.recv(1)), flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="becomes another user")
+def test_another_user_is_neither_greeted_nor_heard() -> None:
+    ended = Post()
+    address = ended.address
+    ended.close()
+    command = [sys.executable, "-c", textwrap.dedent(STRANGER), address.node, here().address.node]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stranger:
+        try:
+            assert stranger.stdout is not None
+            assert stranger.stdout.readline() == "listens\n"
+            with pytest.raises(PeerGone):
+                here().peer(address)
+            assert stranger.communicate(timeout=WAIT_S)[0] == "0 0\n"
+        finally:
+            stranger.kill()
