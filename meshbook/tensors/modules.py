@@ -316,7 +316,7 @@ class _There:
         if template is None:
             number = next(engine.planner._numbers)
             sent = Sent(number, f"meshbook::{function}", args, {}, (-1,) * len(outputs), "many", (), not is_view, False)
-            template = engine.cache[key] = Template(
+            planned = Template(
                 number,
                 None,
                 tuple(outputs),
@@ -325,7 +325,7 @@ class _There:
                 body=pickle.dumps(sent, 5),
                 name=sent.function,
             )
-            engine.add_template(template.body)
+            template = engine.learn(key, lambda: planned)
         numbers: list[Any] = [0, *(tensor._handle.id for tensor in tensors)]
         made: list[Any] = remote.perform(engine, template, None, (), {}, numbers, tensors, floats)
         return made
