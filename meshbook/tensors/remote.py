@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from meshbook.controller.mesh import Mesh
 from meshbook.rank.tensors import calls
@@ -383,6 +384,12 @@ def call(function: Callable[..., Any], engine: Engine, *args: Any) -> Any:
         template = engine.learn(key, engine.planner.plan, function, args, {}, tensors)
     numbers = [0, *(tensor._handle.id for tensor in tensors)]
     return perform(engine, template, function, args, {}, numbers, tensors, [])
+
+
+@_disable_current_modes()
+def new_seed() -> float:
+    """From this process's generator: what random numbers on the ranks are drawn from."""
+    return float(torch.randint(_SEEDS, (), device="cpu"))
 
 
 def _moved_first(template: Template, func: Any, args: Any, kwargs: Any, tensors: Sequence[RemoteTensor]) -> Any:

@@ -131,16 +131,21 @@ class ShardedNumbers:
         torch.manual_seed(seed)
 
 
+def generators() -> list[torch.Generator]:
+    """The process's own: of the CPU and, where it has one, of its GPU."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return [torch.default_generator]
+    return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
+
+
 @contextlib.contextmanager
 def numbers_from(seed: int, source: torch.Generator | None = None) -> Iterator[None]:
     """Random operations inside draw from `seed`; the generators then go on as if they had not been.
 
     Args:
-        source: None: the process's own, of the CPU and of its GPU.
+        source: None: the process's own.
     """
-    sources = [source if source is not None else torch.default_generator]
-    if source is None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        sources.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    sources = generators() if source is None else [source]
     states = [each.get_state() for each in sources]
     for each in sources:
         each.manual_seed(seed)
