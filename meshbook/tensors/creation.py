@@ -120,22 +120,28 @@ def _makes_a_tensor(func: Any) -> bool:
     return func.namespace == "aten" and len(returned) == 1 and str(returned[0].type) == "Tensor"
 
 
+# Factories whose result has a length that follows from floats.
+_BY_VALUE = (torch.ops.aten.arange, torch.ops.aten.range)
+
+
 def make(engine: Engine, func: Any, args: Any, kwargs: dict[str, Any]) -> remote.RemoteTensor:
     """A factory function, run by every rank for itself. Random ones differ between ranks."""
     kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory", "layout")}
     leaves = pytree.tree_leaves((args, kwargs))
     floats = [leaf for leaf in leaves if leaf.__class__ is float]
+    by_value = func.overloadpacket in _BY_VALUE
     key = (
         func,
+        torch.get_default_dtype(),
         len(args),
         *kwargs,
         *(len(arg) if isinstance(arg, (list, tuple)) else None for arg in args),
-        *(float if leaf.__class__ is float else (leaf.__class__, leaf) for leaf in leaves),
+        *(float if leaf.__class__ is float and not by_value else (leaf.__class__, leaf) for leaf in leaves),
     )
     template = engine.cache.get(key)
     if template is None:
-        template = engine.cache[key] = engine.planner.plan(func, args, kwargs | {"device": torch.device("cpu")}, [])
-        engine.add_template(template.body)
+        given = kwargs | {"device": torch.device("cpu")}
+        template = engine.learn(key, engine.planner.plan, func, args, given, [])
     made: remote.RemoteTensor = remote.perform(engine, template, func, args, kwargs, [0], [], floats)
     return made
 
@@ -162,10 +168,8 @@ def adopt(mesh: Mesh, key: str, meta: TensorMeta) -> remote.RemoteTensor | None:
     wanted = ("adopt", key, spec)
     template = engine.cache.get(wanted)
     if template is None:
-        template = engine.cache[wanted] = engine.planner.plan_own(
-            "adopt", (key, tuple(meta.shape), meta.dtype, placements is not None, calls.MESH), spec
-        )
-        engine.add_template(template.body)
+        told = (key, tuple(meta.shape), meta.dtype, placements is not None, calls.MESH)
+        template = engine.learn(wanted, engine.planner.plan_own, "adopt", told, spec)
     handle = Handle(engine.next_id(), engine.free)
     engine.emit([template.number, handle.id], here())
     tensor = remote.wrap(spec, handle)

@@ -47,6 +47,9 @@ _FREE_AT_ONCE = 16
 # Faults whose lines are remembered.
 _MAX_FAULTS = 1000
 _MAX_USER_FRAMES = 3
+# Templates that are kept for sure; as many older ones go when there are more, here and on the ranks. A whole training
+# step of a large model has some thousands, a loop over `x[i]` one for each i.
+_MAX_TEMPLATES = 8192
 
 # All that are alive, for who records without being told a mesh.
 ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -107,7 +110,10 @@ class Engine:
         ENGINES.add(self)
         self.ranks: Ranks = tuple(sorted(axes.ranks))
         self.planner = Planner(axes, self)
-        self.cache: dict[Any, Template] = {}
+        self.cache: dict[Any, Template] = {}  # by kinds of operands; `learn` adds to it
+        self._older: dict[Any, Template] = {}  # those that were not used since `cache` was last begun anew
+        self.templates: dict[int, Template] = {}  # all of both, by number
+        self._forgotten: list[int] = []  # numbers that ranks may forget once the next batch has run
         self.name = f"{session.connection.client}|{','.join(axes.names)}|{secrets.token_hex(3)}"
         self.next_id = itertools.count(1).__next__
         self.freed: deque[int] = deque()  # by finalizers, at any moment
@@ -176,7 +182,32 @@ class Engine:
 
     def add_template(self, body: bytes) -> None:
         """What ranks must know before operations of this template come."""
-        self._templates.append(body)
+        with self._putting:
+            self._templates.append(body)
+
+    def learn(self, key: Any, plan: Callable[..., Template], *args: Any) -> Template:
+        """The template of a kind of operation that is not in `cache`: an older one, or what `plan(*args)` makes."""
+        with self._putting:
+            template = self._older.pop(key, None)
+        if template is None:
+            template = plan(*args)
+            if template.body:  # before anybody can find it and send an operation of it
+                self.add_template(template.body)
+        with self._putting:
+            if len(self.cache) >= _MAX_TEMPLATES and "emit" not in vars(self):  # who records knows them by number
+                self.forget(old.number for old in self._older.values())
+                self._older, self.cache = self.cache, {}
+            self.cache[key] = template
+            if template.number:
+                self.templates[template.number] = template
+        return template
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Templates of which no operation will be issued any more."""
+        with self._putting:
+            for number in numbers:
+                self.templates.pop(number, None)
+                self._forgotten.append(number)
 
     def upload(self, tensor: torch.Tensor, placements: Any) -> Handle:
         """A handle to a tensor that the ranks get with the next batch; each keeps its part. Copies, does not wait.
@@ -238,8 +269,10 @@ class Engine:
             with self._putting:
                 stream, wheres, let_go, words = self._stream, self._wheres, self._let_go, self._num_words
                 self._stream, self._wheres, self._let_go, self._num_words = [], [], [], 0
+                templates, self._templates = self._templates, []
+                forgotten, self._forgotten = self._forgotten, []
             uploads, self._uploads = self._uploads, []
-            templates, self._templates = self._templates, []
+            command = None
             try:
                 if not wheres and not uploads and fetch is None:
                     return None
@@ -252,17 +285,25 @@ class Engine:
                     templates=tuple(templates),
                     uploads=tuple(uploads),
                     fetch=fetch,
+                    forget=tuple(forgotten),
                 )
                 self._ahead[command.call] = _Batch(self._number, wheres, templates, let_go, command)
                 self._number += len(wheres)
                 self.num_ops += len(wheres) - words
                 self.num_batches += 1
                 future = self.session.connection.request(command)
-            except BaseException:
+            except BaseException as error:
+                if command is not None:
+                    self._ahead.pop(command.call, None)
                 with self._putting:
-                    self._stream[:0], self._wheres[:0], self._let_go[:0] = stream, wheres, let_go
-                    self._num_words += words
-                self._uploads[:0], self._templates[:0] = uploads, templates
+                    self._templates[:0] = templates
+                    # Stop in the middle of sending: maybe it has gone out, and nothing may be done twice.
+                    if command is None or isinstance(error, Exception):
+                        self._stream[:0], self._wheres[:0], self._let_go[:0] = stream, wheres, let_go
+                        self._num_words += words
+                        self._uploads[:0] = uploads
+                    else:
+                        self.freed.extend(let_go)
                 raise
             self._due = self._size_of_next()
         call = command.call
@@ -298,7 +339,7 @@ class Engine:
         if isinstance(error, RankLost):
             self._ended = render(error)
         elif error is not None:  # stopped, perhaps before it began: what it was to tell the ranks is told again
-            with self._sending:
+            with self._putting:  # not `_sending`, which who records holds for as long as a step takes
                 self._templates[:0] = batch.templates
             self.freed.extend(batch.freed)
 

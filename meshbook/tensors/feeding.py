@@ -359,9 +359,7 @@ def _globally(mesh: Mesh, axis: str, sent: _Sent) -> Any:
             False,
             False,
         )
-        template = engine.cache[key] = Template(
-            number, None, tuple(specs), "list", body=pickle.dumps(told, 5), name="meshbook::fed"
-        )
-        engine.add_template(template.body)
+        planned = Template(number, None, tuple(specs), "list", body=pickle.dumps(told, 5), name="meshbook::fed")
+        template = engine.learn(key, lambda: planned)
     made = iter(perform(engine, template, None, (), {}, [0], [], [float(sent.number)]))
     return batches.map_leaves(sent.skeleton, lambda leaf: next(made) if isinstance(leaf, _Rows) else leaf)

@@ -190,6 +190,7 @@ class _Plan:
     def __init__(self, told: Mapping[str, Any], engine: Engine) -> None:
         self.specs = [_spec(engine, *tensor) for tensor in told["tensors"]]
         self.outline, self.differentiable = told["result"], told["differentiable"]
+        self.draws: bool = told["draws"]  # random numbers
         self.used: list[int] | None = None  # places of parameters that get a gradient; None: not seen yet
 
     def result(self, tensors: Iterable[Any]) -> Any:
@@ -290,7 +291,8 @@ class _There:
         self.local: bool = told["local"]
         self._plans: dict[Any, _Plan] = {}
         self._ticket = engine.planner.spec((0,), (1,), 0, torch.float32, None)
-        made = self._issue(("tensors",), "module_tensors", (key,), [], [], self.specs, is_view=True)
+        outputs = [*self.specs, self._ticket]
+        *made, self._keeper = self._issue(("tensors",), "module_tensors", (key,), [], [], outputs, is_view=True)
         parameters = {place for _, place, is_parameter in told["names"] if is_parameter}
         trained = set(self.trained)
         self.tensors: list[Any] = [
@@ -316,7 +318,7 @@ class _There:
         if template is None:
             number = next(engine.planner._numbers)
             sent = Sent(number, f"meshbook::{function}", args, {}, (-1,) * len(outputs), "many", (), not is_view, False)
-            template = engine.cache[key] = Template(
+            planned = Template(
                 number,
                 None,
                 tuple(outputs),
@@ -325,7 +327,7 @@ class _There:
                 body=pickle.dumps(sent, 5),
                 name=sent.function,
             )
-            engine.add_template(template.body)
+            template = engine.learn(key, lambda: planned)
         numbers: list[Any] = [0, *(tensor._handle.id for tensor in tensors)]
         made: list[Any] = remote.perform(engine, template, None, (), {}, numbers, tensors, floats)
         return made
@@ -389,9 +391,10 @@ class _Forward:
         training, args, kwargs = self.given
         plan = self.plan
         promised = tuple(tuple(spec.shape) for spec in plan.specs)
-        args = (self.there.key, training, wanting, promised, args, kwargs)
+        seeds = [remote.new_seed()] if plan.draws else []
+        args = (self.there.key, training, wanting, promised, FLOAT if seeds else None, args, kwargs)
         outputs = plan.specs if wanting is None else [*plan.specs, self.there._ticket]
-        made = self.there._issue((*self.kind, wanting), "module_forward", args, tensors, self.floats, outputs)
+        made = self.there._issue((*self.kind, wanting), "module_forward", args, tensors, seeds + self.floats, outputs)
         return (made, None) if wanting is None else (made[:-1], made[-1])
 
 

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import pickle
 import re
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from meshbook.errors import PlacementError
 from meshbook.mesh import MeshAxes
@@ -66,7 +67,7 @@ class Spec:
         engine: whose tensor it is.
     """
 
-    __slots__ = ("device", "dtype", "engine", "number", "offset", "placements", "shape", "stride")
+    __slots__ = ("__weakref__", "device", "dtype", "engine", "offset", "placements", "shape", "stride")
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -74,7 +75,6 @@ class Spec:
     dtype: torch.dtype
     placements: tuple[Any, ...] | None
     engine: Any
-    number: int
     device: torch.device
 
     def __repr__(self) -> str:
@@ -129,7 +129,7 @@ class Planner:
         self.axes, self.engine = axes, engine
         self.device = torch.device("cpu")  # what wrappers report; any other would make torch look for its backend
         self.mesh = _empty_mesh(axes)
-        self._specs: dict[Any, Spec] = {}
+        self._specs: weakref.WeakValueDictionary[Any, Spec] = weakref.WeakValueDictionary()
         self._numbers = itertools.count(1)  # 0 frees ids
 
     def spec(
@@ -141,7 +141,7 @@ class Planner:
         if found is None:
             found = Spec()
             found.shape, found.stride, found.offset, found.dtype, found.placements = key
-            found.engine, found.device, found.number = self.engine, self.device, len(self._specs)
+            found.engine, found.device = self.engine, self.device
             self._specs[key] = found
         return found
 
@@ -191,6 +191,11 @@ class Planner:
                 f"{name_of(function)} has a per-rank tensor and a global one ({operands}); make them alike with "
                 "t.as_global(placements) or t.as_local()"
             )
+        if torch.Tag.inplace_view in getattr(function, "tags", ()) and function is not aten.detach_.default:
+            raise NotImplementedError(
+                f"{function._opname} changes the shape of a tensor in place, and its shape is here while its numbers "
+                "are there; use the one that makes a view (without the trailing underscore): x = x.t()"
+            )
         first = _to_be_moved(function, args, inputs, self.mesh)
         if first:
             return Template(0, None, (), "none", first=first, special=True)
@@ -213,10 +218,11 @@ class Planner:
                 )
             return leaf
 
-        empty_args, empty_kwargs = pytree.tree_map(empty_of, (args, kwargs))
         watch = _Watch(function)
         try:
-            with torch.no_grad(), rules.quiet(), _as_rank_0(), watch:
+            # Whatever watches the user's operations, `mesh.activate()` for one, has nothing to do with these.
+            with _disable_current_modes(), torch.no_grad(), rules.quiet(), _as_rank_0(), watch:
+                empty_args, empty_kwargs = pytree.tree_map(empty_of, (args, kwargs))
                 results = function(*empty_args, **empty_kwargs)
         except Exception as error:
             if "in-place operations that require placement changes" in str(error):
@@ -290,6 +296,7 @@ class Planner:
             mutates=mutates,
             communicates=communicates,
             seeded=seeded,
+            default=_default_of(inputs, outputs, kwargs),
         )
         return Template(
             number=number,
@@ -391,6 +398,21 @@ def _to_be_moved(
                 )
             return ((0, places),)
     return ()
+
+
+def _default_of(inputs: Sequence[Any], outputs: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
+    """The default dtype, where ranks must be told: theirs is the usual one."""
+    default = torch.get_default_dtype()
+    if default is torch.float32 or kwargs.get("dtype") is not None:
+        return None
+    if any(_is_inexact(tensor._spec) for tensor in inputs):
+        return None
+    made = any(isinstance(output, Spec) and _is_inexact(output) for output in outputs)
+    return str(default).removeprefix("torch.") if made else None
+
+
+def _is_inexact(spec: Spec) -> bool:
+    return spec.dtype.is_floating_point or spec.dtype.is_complex
 
 
 def _not_in_place(function: Any) -> Template:

@@ -16,7 +16,6 @@ import os
 import pickle
 import threading
 import warnings
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -148,7 +147,8 @@ class Recorded(Generic[P, T]):
         stats.num_ops = len(hold.issued)
         if not hold.issued:
             return
-        kinds = tuple([int(numbers[0]) for numbers, _ in hold.issued])
+        # Another engine's templates have the same numbers and are others: a mesh that was started anew.
+        kinds = (hold.engine.name, *[int(numbers[0]) for numbers, _ in hold.issued])
         shape = self._seen.get(kinds)
         ids, floats = _split(hold.engine, hold.issued, shape)
         if shape is not None and not shape.fits(ids):
@@ -279,7 +279,7 @@ class _Shape:
     num_tapes: int = 0
 
     def __post_init__(self) -> None:
-        known = _templates(self.engine)
+        known = self.engine.templates
         for numbers, _ in self.issued:
             template = known[int(numbers[0])]
             self.num_ins.append(_num_tensors(template.body))
@@ -339,7 +339,7 @@ class _Shape:
         self.drop()
         self.num_tapes += 1
         self.results = sorted(alive | set(self.results))
-        engine, known = self.engine, _templates(self.engine)
+        engine, known = self.engine, self.engine.templates
         place = {name: at for at, name in enumerate([*self._given, *self._made])}
         steps, at, slot = [], 0, 0
         for kind, count, num_in, num_floats in zip(
@@ -398,6 +398,7 @@ class _Shape:
         """The ranks may forget it."""
         if self.tape is not None:
             _forget(self.engine, self.key)
+            self.engine.forget([self.tape.number])
             self.tape = None
 
 
@@ -415,19 +416,7 @@ def _forget(engine: Engine, key: str) -> None:
     sent = Sent(number, "meshbook::forget_replay", (key,), {}, (), "none", (), False, False)
     engine.add_template(pickle.dumps(sent, 5))
     engine.put([([number], ())])
-
-
-def _templates(engine: Engine) -> dict[int, Template]:
-    """All that the engine has planned, by number."""
-    known: dict[int, Template] | None = _by_number.get(engine)
-    if known is None or len(known) != len(engine.cache):
-        known = _by_number[engine] = {
-            template.number: template for template in engine.cache.values() if template.number
-        }
-    return known
-
-
-_by_number: weakref.WeakKeyDictionary[Engine, dict[int, Template]] = weakref.WeakKeyDictionary()
+    engine.forget([number])
 
 
 def _num_new(template: Template) -> int:
@@ -445,7 +434,7 @@ def _split(engine: Engine, issued: list[Issued], shape: _Shape | None) -> tuple[
     row: list[int | float] = []
     floats: list[float] = []
     if shape is None:
-        known = _templates(engine)
+        known = engine.templates
         for numbers, _ in issued:
             template = known[int(numbers[0])]
             end = 1 + _num_tensors(template.body) + _num_new(template)

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from meshbook.controller.mesh import Mesh
 from meshbook.rank.tensors import calls
@@ -28,6 +29,7 @@ SEND_ALONG_BYTES = 1 << 20
 
 _make = torch.Tensor._make_wrapper_subclass  # by place: names cost a third more
 _STRIDED = torch.strided
+_default_dtype = torch.get_default_dtype  # what an operation on integers, or a factory, gives
 # Seeds fit a float, which is how they travel.
 _SEEDS = 1 << 52
 
@@ -255,7 +257,7 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     special = SPECIAL.get(which)
     if special is not None:
         return special(func, args, kwargs or {})
-    key: list[Any] = [which]
+    key: list[Any] = [which, _default_dtype()]
     numbers: list[Any] = [0]
     tensors: list[RemoteTensor] = []
     floats: list[float] = []
@@ -301,9 +303,7 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     found = tuple(key)
     template = engine.cache.get(found)
     if template is None:
-        template = engine.cache[found] = engine.planner.plan(func, args, kwargs or {}, tensors)
-        if template.body:
-            engine.add_template(template.body)
+        template = engine.learn(found, engine.planner.plan, func, args, kwargs or {}, tensors)
     spec = template.quick
     if spec is None or (template.is_view and tensors[0]._handle.copied):
         return perform(engine, template, func, args, kwargs, numbers, tensors, floats)
@@ -381,10 +381,15 @@ def call(function: Callable[..., Any], engine: Engine, *args: Any) -> Any:
     key = (function, *(arg._spec if isinstance(arg, RemoteTensor) else arg for arg in args))
     template = engine.cache.get(key)
     if template is None:
-        template = engine.cache[key] = engine.planner.plan(function, args, {}, tensors)
-        engine.add_template(template.body)
+        template = engine.learn(key, engine.planner.plan, function, args, {}, tensors)
     numbers = [0, *(tensor._handle.id for tensor in tensors)]
     return perform(engine, template, function, args, {}, numbers, tensors, [])
+
+
+@_disable_current_modes()
+def new_seed() -> float:
+    """From this process's generator: what random numbers on the ranks are drawn from."""
+    return float(torch.randint(_SEEDS, (), device="cpu"))
 
 
 def _moved_first(template: Template, func: Any, args: Any, kwargs: Any, tensors: Sequence[RemoteTensor]) -> Any:
@@ -494,8 +499,16 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
     return target
 
 
-def dispatch_as_is(func: Any, args: Any, kwargs: Any) -> Any:
-    """`dispatch`, for an operation in SPECIAL that is sent after all."""
+def _by_value(func: Any, args: Any, kwargs: Any) -> Any:
+    return dispatch_as_is(func, args, kwargs, by_value=True)
+
+
+def dispatch_as_is(func: Any, args: Any, kwargs: Any, *, by_value: bool = False) -> Any:
+    """`dispatch`, for an operation in SPECIAL that is sent after all.
+
+    Args:
+        by_value: its floats say how the result is placed or computed later, and so belong to the key.
+    """
     strange = any(
         isinstance(leaf, torch.Tensor) and not isinstance(leaf, RemoteTensor)
         for leaf in pytree.tree_leaves((args, kwargs))
@@ -508,22 +521,21 @@ def dispatch_as_is(func: Any, args: Any, kwargs: Any) -> Any:
     engine = tensors[0].engine
     key = (
         func,
+        _default_dtype(),
         len(args),
         *kwargs,
         *(
             leaf._spec
             if isinstance(leaf, RemoteTensor)
             else float
-            if leaf.__class__ is float
+            if leaf.__class__ is float and not by_value
             else (leaf.__class__, leaf)
             for leaf in leaves
         ),
     )
     template = engine.cache.get(key)
     if template is None:
-        template = engine.cache[key] = engine.planner.plan(func, args, kwargs, tensors)
-        if template.body:
-            engine.add_template(template.body)
+        template = engine.learn(key, engine.planner.plan, func, args, kwargs, tensors)
     numbers = [0, *(tensor._handle.id for tensor in tensors)]
     return perform(engine, template, func, args, kwargs, numbers, tensors, floats)
 
@@ -547,5 +559,8 @@ treat(
         aten._local_scalar_dense.default: _item,
         aten.item.default: _item,
         aten.copy_.default: _copy,
+        # Placed as parts of a norm of this order, which are summed as such later.
+        aten.linalg_vector_norm.default: _by_value,
+        aten._foreach_norm.Scalar: _by_value,
     }
 )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from meshbook.errors import MeshShapeError, TransferError
 from meshbook.tensors.plan import spans_of, words_of
@@ -43,6 +44,7 @@ def item(tensor: remote.RemoteTensor) -> Any:
     return fetch(tensor, "item", (rank,))[rank]
 
 
+@_disable_current_modes()
 def full_tensor(tensor: remote.RemoteTensor, *, force: bool = False) -> torch.Tensor:
     """See `RemoteTensor.full_tensor`."""
     engine, spec = tensor.engine, tensor._spec
@@ -80,6 +82,7 @@ def _room(shape: Any, dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(numpy.empty(size, numpy.uint8)).view(dtype).view(shape)
 
 
+@_disable_current_modes()  # what comes is put together here, inside of `mesh.activate()` too
 def local(tensor: remote.RemoteTensor, rank: int) -> torch.Tensor:
     """See `RemoteTensor.local`."""
     engine = tensor.engine

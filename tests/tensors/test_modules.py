@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import meshbook
 from meshbook.controller.mesh import Mesh
-from meshbook.errors import CellError, PlacementError, UsageError
+from meshbook.errors import CellError, MeshNameError, PlacementError, UsageError
 from meshbook.fold import words
 from meshbook.rank.tensors import building
 from tests.tensors import gpt
@@ -156,6 +157,33 @@ def test_nests_of_inputs_and_outputs_and_the_mode_are_followed(mesh2: Mesh) -> N
     close(out.full_tensor(), (batch["x"] @ weights["layer.weight"].T + weights["layer.bias"]).squeeze(-1))
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "replicate"])
+def test_dropout_draws_from_the_seed_that_is_set_here_and_otherwise_in_other_rows(mesh2: Mesh, strategy: str) -> None:
+    model = meshbook.distribute(lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), mesh2, strategy=strategy)
+    rows = torch.ones(8, 8)
+    cut, whole = meshbook.distribute(rows, mesh2, [Shard(0)]), meshbook.distribute(rows, mesh2)
+
+    def drawn(x: Any) -> list[torch.Tensor]:
+        torch.manual_seed(7)
+        made = model(x)
+        return [made.local(rank) for rank in (0, 1)]
+
+    first, second = drawn(cut)
+    assert not torch.equal(first == 0, second == 0)
+    assert torch.equal(first, drawn(cut)[0])
+    first, second = drawn(whole)
+    assert torch.equal(first, second)
+    step = meshbook.record(lambda: model(cut))
+    torch.manual_seed(7)
+    wanted = [model(cut).full_tensor() for _ in range(4)]
+    assert not torch.equal(wanted[0], wanted[1])
+    torch.manual_seed(7)
+    assert all(torch.equal(step().full_tensor(), one) for one in wanted)
+    state = torch.get_rng_state()
+    model.eval()(cut)
+    assert torch.equal(torch.get_rng_state(), state)  # draws nothing, and takes nothing from here
+
+
 def test_precision_is_of_the_computation_not_of_the_parameters(mesh2: Mesh) -> None:
     for strategy in ("fsdp", "ddp"):
         model = meshbook.distribute(lambda: nn.Linear(4, 4), mesh2, strategy=strategy, precision="bf16")
@@ -241,6 +269,31 @@ def test_a_module_whose_code_runs_here_keeps_ties_and_placements(mesh22: Mesh) -
         meshbook.module_to_mesh(gpt.GPT(), mesh22, [Shard(5), Replicate()])
 
 
+def test_what_was_issued_before_a_module_is_let_go_of_is_computed(mesh2: Mesh, tmp_path: Any) -> None:
+    go = tmp_path / "go"
+    wait = f"""
+        import os, time
+        stop = time.monotonic() + 20.0
+        while not os.path.exists({str(go)!r}) and time.monotonic() < stop:
+            time.sleep(0.005)
+        assert os.path.exists({str(go)!r})
+    """
+    rows = meshbook.distribute(torch.ones(4, 8), mesh2, [Shard(0)])
+    model = meshbook.distribute(lambda: nn.Linear(8, 8), mesh2, strategy="ddp")
+    with torch.no_grad():
+        wanted = model(rows).full_tensor()
+        busy = mesh2.run(wait, wait=False)
+        made = model(rows)
+    del model
+    gc.collect()
+    mesh2.session.let_go()
+    with pytest.raises(MeshNameError):  # what answers has heard of it by now
+        mesh2["nobodys_name"]
+    go.touch()
+    busy.result(30)
+    assert torch.equal(made.full_tensor(), wanted)
+
+
 def test_modules_are_let_go_of(mesh2: Mesh) -> None:
     def count() -> int:
         import gc
@@ -254,8 +307,6 @@ def test_modules_are_let_go_of(mesh2: Mesh) -> None:
     model = meshbook.distribute(lambda: nn.Linear(2, 2), mesh2)
     assert mesh2.execute(count)[0] == before + 1
     del model
-    import gc
-
     gc.collect()
     for _ in range(100):
         if mesh2.execute(count)[0] <= before:

@@ -130,6 +130,49 @@ def test_in_place_changes_and_tensors_kept_from_the_step_before_are_followed(mes
     torch.testing.assert_close(kept[0].full_tensor(), before)
 
 
+def test_views_of_another_dtype_norms_of_other_orders_and_other_ranks_tensors_are_those_of_this_call(
+    mesh2: Mesh,
+) -> None:
+    forget(mesh2)
+
+    @meshbook.record
+    def bits(x: Any) -> Any:
+        return x.view(torch.int32) + 1
+
+    @meshbook.record
+    def norm(x: Any, order: float) -> Any:
+        return torch.linalg.vector_norm(x, order) * 2.0
+
+    @meshbook.record
+    def of_rank_1(x: Any) -> Any:
+        return x.slice_mesh(dp=1) * 2.0
+
+    alone = torch.arange(1.0, 9.0)
+    x = meshbook.distribute(alone, mesh2, [Shard(0)])
+    with mesh2.activate():
+        own = torch.rand(1 << 16)  # large enough that a broadcast is seen while it is under way
+    other = own.local(1)
+    for _ in range(4):
+        assert torch.equal(bits(x).full_tensor(), alone.view(torch.int32) + 1)
+        assert torch.equal(of_rank_1(own).local(0), other * 2.0)
+    for order in (2.0, 2.0, 2.0, 3.0, 1.0, float("inf")):
+        torch.testing.assert_close(norm(x, order).full_tensor(), torch.linalg.vector_norm(alone, order) * 2.0)
+    assert all(player["lowered"] for player in players(mesh2))
+    assert norm.stats().replayed == 1
+
+
+def test_a_step_goes_on_with_another_mesh(mesh2: Mesh) -> None:
+    @meshbook.record
+    def step(x: Any) -> Any:
+        return (x * 3.0 + 1.0).sum()
+
+    for number in range(2):  # both name their operations by the same numbers
+        with create_mesh({"dp": 2}) as mesh:
+            x = meshbook.distribute(torch.full((4,), float(number)), mesh, [Shard(0)])
+            for _ in range(3):
+                assert step(x).item() == 4 * (3.0 * number + 1.0)
+
+
 def test_the_same_tensor_given_twice_is_no_case_of_two_tensors(mesh2: Mesh) -> None:
     @meshbook.record
     def step(a: Any, b: Any) -> Any:
@@ -230,6 +273,18 @@ def test_forgetting_leaves_nothing_on_the_ranks(mesh2: Mesh) -> None:
     step.forget()
     assert players(mesh2) == []
     assert step(x).item() == 8.0
+    engine = engine_of(mesh2)
+
+    def told() -> int:
+        engine.wait()  # what it lets go of goes with the next
+        return int(engine.wait()[0]["templates"])
+
+    before = told()
+    for _ in range(3):
+        step(x)
+    assert told() == before + 1
+    step.forget()
+    assert told() == before
 
 
 def test_a_rank_that_dies_in_a_recorded_step_is_told_at_the_next_wait() -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -184,6 +185,29 @@ def test_placements_may_change_under_autograd(mesh22: Mesh) -> None:
 # ---- the two views
 
 
+def test_what_a_factory_or_a_division_gives_follows_from_its_numbers_and_the_default_dtype(mesh2: Mesh) -> None:
+    with mesh2.activate():
+        for stop in (5.0, 7.0):  # printing and reading work in there, too
+            assert torch.equal(torch.arange(0.0, stop).local(1), torch.arange(stop, device="cpu").full_tensor()[0])
+    whole = torch.arange(4)
+    x = distribute(whole, mesh2, [Shard(0)])
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            with mesh2.activate():
+                assert torch.rand(2).local(0).dtype is dtype
+            assert torch.equal((x / 3).full_tensor(), whole / 3)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def test_a_shape_that_would_change_in_place_is_refused(mesh2: Mesh) -> None:
+    x = distribute(torch.ones(4, 2), mesh2)
+    for change in (lambda: x.t_(), lambda: x.as_local().unsqueeze_(0), lambda: x.as_local().resize_(2, 2)):
+        with pytest.raises(NotImplementedError, match="changes the shape of a tensor in place"):
+            change()
+
+
 def test_the_per_rank_view(mesh22: Mesh) -> None:
     with mesh22.activate():
         t = torch.rand(2, 3)
@@ -343,6 +367,45 @@ def test_temporaries_leave_nothing_behind(mesh2: Mesh) -> None:
     engine = engine_of(mesh2)
     assert len(engine._wheres) == len(engine.freed) == 0
     assert len(engine._ahead) == 0
+
+
+def test_kinds_of_operations_that_are_not_used_any_more_are_forgotten_on_both_sides(
+    mesh2: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "_MAX_TEMPLATES", 40)
+    engine = engine_of(mesh2)
+    x = distribute(torch.arange(4), mesh2, [Shard(0)])
+    used: list[RemoteTensor] = []
+    for number in range(200):
+        used.append(x * number)
+        x.sum()  # in every round, so that it stays
+    assert torch.equal(torch.stack(used).full_tensor(), torch.outer(torch.arange(200), torch.arange(4)))
+    engine.wait()
+    assert len(engine.cache) + len(engine._older) == len(engine.templates) <= 80
+    assert {answer["templates"] for answer in engine.wait().values()} <= set(range(len(engine.templates), 100))
+    assert (x * 3).tolist() == [0, 3, 6, 9]  # was forgotten
+    assert torch.equal((x * 199).full_tensor(), torch.arange(4) * 199)
+
+
+def test_a_batch_that_stop_meets_on_its_way_out_is_not_sent_twice(
+    mesh2: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, connection = engine_of(mesh2), mesh2.session.connection
+    x = distribute(torch.zeros(4), mesh2)
+    engine.wait()
+    send = connection.send
+
+    def stopped(command: Any) -> None:
+        send(command)
+        raise KeyboardInterrupt
+
+    x.add_(1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(connection, "send", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            engine.flush()
+    assert x.tolist() == [1.0] * 4
+    assert not engine._ahead
 
 
 def test_python_does_not_run_away_from_the_ranks(mesh2: Mesh) -> None:

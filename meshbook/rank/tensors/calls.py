@@ -52,6 +52,7 @@ class Sent:
         mutates: indices of inputs that it changes.
         communicates: ranks wait for each other in it.
         seeded: its last float is a seed for the random numbers it draws.
+        default: torch's default dtype, where its result is of that and it is not the usual one.
     """
 
     number: int
@@ -63,6 +64,7 @@ class Sent:
     mutates: tuple[int, ...]
     communicates: bool
     seeded: bool
+    default: str | None = None
 
 
 def find(name: str) -> Callable[..., Any]:

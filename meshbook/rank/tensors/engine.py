@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -70,13 +71,14 @@ class Template:
     """How one kind of operation is carried out."""
 
     __slots__ = (
-        "build", "call", "communicates", "kwargs", "mutates", "name", "new", "num_floats", "num_in", "num_new",
-        "outputs", "plain", "returns", "seeded",
+        "build", "call", "communicates", "default", "kwargs", "mutates", "name", "new", "num_floats", "num_in",
+        "num_new", "outputs", "plain", "returns", "seeded",
     )  # fmt: skip
 
     def __init__(self, sent: Sent, mesh: DeviceMesh | None, device: torch.device) -> None:
         self.name = sent.function
-        self.call = find(sent.function)
+        self.default = None if sent.default is None else getattr(torch, sent.default)
+        self.call = find(sent.function) if self.default is None else _with_default(find(sent.function), self.default)
         self.outputs, self.returns, self.mutates = sent.outputs, sent.returns, sent.mutates
         self.communicates, self.seeded = sent.communicates, sent.seeded
         self.new = [index for index, output in enumerate(sent.outputs) if output == -1]
@@ -91,6 +93,20 @@ class Template:
         self.num_in, self.num_floats, self.plain, self.build = _builder(args, self.kwargs)
         if self.seeded:
             self.num_floats += 1
+
+
+def _with_default(function: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    """The function where new floating-point tensors are of that dtype, as they are on the controller."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(before)
+
+    return call
 
 
 def _builder(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, int, bool, Callable[[list[Any], Any], Any]]:
@@ -229,11 +245,14 @@ class Tensors:
         for upload in command.uploads:
             self._receive(space, upload.id, *self._load(upload.payload))
         with torch.no_grad():
-            execute(space, _numbers.decode(command.ops), space.values, command.first, self._shared_fault)
+            shared = partial(self._shared_fault, space)
+            execute(space, _numbers.decode(command.ops), space.values, command.first, shared)
             answer: dict[str, Any] = {}
             fetch = command.fetch
             if fetch is not None:
                 answer = self._fetch(space, fetch)
+        for number in command.forget:
+            space.templates.pop(number, None)
         if space.faults:
             answer["faults"] = [fault.told() for fault in space.faults]
             space.faults = []
@@ -260,12 +279,12 @@ class Tensors:
         if sticky is not None:
             return {"poison": sticky.told()}
         if fetch.how == "nothing":
-            return {"live": len(space.values)}
+            return {"live": len(space.values), "templates": len(space.templates)}
         try:
             value = space.take(fetch.id)
         except Poisoned as error:
             if fetch.how != "local" and not error.poison.interrupted:
-                self._shared_fault(error.poison)
+                self._shared_fault(space, error.poison)
             return {"poison": error.poison.told()}
         mine = self.rank in fetch.ranks
         if fetch.how == "item":
@@ -281,15 +300,15 @@ class Tensors:
             value = _plain(value.to_local())
         return {"value": self._dump(value.detach().cpu())} if mine else {}
 
-    def _shared_fault(self, poison: Poison) -> None:
+    def _shared_fault(self, space: Space, poison: Poison) -> None:
         """Called where this rank cannot take part in a collective because of a fault. If the others have had the same
         fault nobody waits; if they have not, they wait for this rank, and are freed by breaking the groups."""
         groups = self._groups
         store = None if groups is None else groups._store
         if groups is None or store is None or groups.broken:
             return
-        everybody = groups.mesh.size() if groups.mesh is not None else 1
-        key = f"meshbook/fault/{groups.epoch}/{poison.number}/{poison.ename}"
+        everybody = space.mesh.size() if space.mesh is not None else 1
+        key = f"meshbook/fault/{groups.epoch}/{space.name}/{poison.number}/{poison.ename}"
         mark = f"{key}/{self.rank}"
         if mark not in self._told_faults:
             self._told_faults.add(mark)

@@ -37,7 +37,7 @@ _ALL_REDUCE = "_c10d_functional::all_reduce"
 _WRAP = "_c10d_functional::_wrap_tensor_autograd"
 _WAIT = "_c10d_functional::wait_tensor"
 
-# Views that are their tensor itself if they have its size and strides; and all that are made from sizes alone.
+# Views that are their tensor itself if they have its size, strides and dtype; and all that are made from sizes alone.
 _SAME = ("aten::view", "aten::_unsafe_view", "aten::expand", "aten::alias", "aten::detach")
 _VIEWS = (*_SAME, "aten::t", "aten::transpose", "aten::permute", "aten::unsqueeze", "aten::select", "aten::slice")
 
@@ -76,7 +76,7 @@ class _Line:
     storage: int = 0  # of an all-reduce: where its input is
     nbytes: int = 0
     group: tuple[Any, ...] = ()  # of an all-reduce: what those that are merged have in common
-    same: bool = False  # what it gives has the size and the strides of its first argument
+    same: bool = False  # what it gives has the size, the strides and the dtype of its first argument
 
 
 @dataclass(frozen=True)
@@ -164,6 +164,8 @@ class Lowering(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._strangers = f"{name} draws random numbers"
+        if func.namespace == "c10d":  # whoever called it waits for it, which is no operation
+            self._strangers = f"{name} is not waited for by an operation"
         line = _Line(func, (), {}, [], [], False, self._step, kind=name, written=written)
         floats = [leaf for leaf in given if type(leaf) is float]
 
@@ -180,9 +182,11 @@ class Lowering(TorchDispatchMode):  # type: ignore[no-untyped-call]
             line.group = (*args[1:], tensor.dtype, tensor.device)
         out = func(*args, **kwargs)
         line.single = isinstance(out, torch.Tensor)
-        line.same = name in _SAME and out.size() == args[0].size() and out.stride() == args[0].stride()
+        line.same = name in _SAME and _alike(out, args[0])
         for leaf in pytree.tree_leaves(out):
             line.outs.append(self._new(leaf) if isinstance(leaf, torch.Tensor) else None)
+            if isinstance(leaf, (bool, int, float, complex)):  # the next step's is another
+                self._strangers = f"{name} gives a number to Python"
         if floats:
             self._pending.append((len(self._lines), floats))
         self._lines.append(line)
@@ -256,6 +260,10 @@ def settled(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         tensor = tensor._local_tensor
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.size() == other.size() and one.stride() == other.stride() and one.dtype == other.dtype
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.utils import _pytree as pytree
 
-from meshbook.rank.tensors import building
+from meshbook.rank.tensors import building, rules
 from meshbook.rank.tensors.calls import FUNCTIONS, TENSOR
 from meshbook.rank.tensors.lowering import settled
 
@@ -97,10 +97,13 @@ def _find(key: str) -> Resident:
 # Operations
 
 
-def module_tensors(key: str) -> list[DTensor]:
-    """The module's parameters and buffers: the same storage."""
+def module_tensors(key: str) -> list[torch.Tensor]:
+    """The module's parameters and buffers: the same storage. Last, what keeps the module until all operations that
+    were issued before it is let go of have run; the handle that the controller has goes ahead of them."""
     resident = _find(key)
-    return [building.as_dtensor(tensor, resident.mesh) for tensor in resident.tensors]
+    keeper = torch.empty(0, device=resident.mesh.device_type)
+    keeper._meshbook_resident = resident  # type: ignore[attr-defined]
+    return [*(building.as_dtensor(tensor, resident.mesh) for tensor in resident.tensors), keeper]
 
 
 @dataclasses.dataclass
@@ -115,18 +118,25 @@ class _Graph:
 
 
 def module_forward(
-    key: str, training: bool, wanting: Sequence[int] | None, promised: Any, args: Any, kwargs: Any
+    key: str,
+    training: bool,
+    wanting: Sequence[int] | None,
+    promised: Any,
+    seed: float | None,
+    args: Any,
+    kwargs: Any,
 ) -> list[Any]:
     """One forward.
 
     Args:
         wanting: which tensors among the arguments want a gradient; None for the whole: run without a graph.
         promised: shapes of the outputs, which the controller has counted on.
+        seed: of the random numbers that it draws; None: it draws none.
 
     Returns:
         The tensors among the outputs, and the ticket last, if there is a graph.
     """
-    tensors, _ = _forward(key, training, wanting, args, kwargs)
+    tensors, _ = _forward(key, training, wanting, seed, args, kwargs)
     got = tuple(tuple(tensor.shape) for tensor in tensors[: len(promised)])
     if got != promised:
         raise RuntimeError(
@@ -143,15 +153,16 @@ def module_outline(key: str, training: bool, args: Any, kwargs: Any) -> dict[str
     """
     resident = _find(key)
     kept = [(buffer, buffer.clone()) for buffer in resident.module.buffers()]
-    numbers = torch.get_rng_state()
     try:
-        with torch.no_grad():
-            tensors, outline = _forward(key, training, None, args, kwargs)
+        with torch.no_grad(), rules.numbers_from(0):
+            before = [source.get_state() for source in rules.generators()]
+            tensors, outline = _forward(key, training, None, None, args, kwargs)
+            after = [source.get_state() for source in rules.generators()]
     finally:
-        torch.set_rng_state(numbers)
         with torch.no_grad():
-            for buffer, before in kept:
-                buffer.copy_(before)
+            for buffer, values in kept:
+                buffer.copy_(values)
+    outline["draws"] = not all(map(torch.equal, before, after))
     return outline | {"tensors": [_outline(tensor) for tensor in tensors]}
 
 
@@ -162,7 +173,7 @@ def _outline(tensor: Any) -> tuple[Any, ...]:
 
 
 def _forward(
-    key: str, training: bool, wanting: Sequence[int] | None, args: Any, kwargs: Any
+    key: str, training: bool, wanting: Sequence[int] | None, seed: float | None, args: Any, kwargs: Any
 ) -> tuple[list[Any], dict[str, Any]]:
     resident = _find(key)
     module = resident.module
@@ -192,7 +203,11 @@ def _forward(
     args, kwargs = pytree.tree_map(take, (args, kwargs))
     device = resident.mesh.device_type
     casting = torch.autocast(device, dtype=resident.autocast) if resident.autocast else contextlib.nullcontext()
-    with torch.set_grad_enabled(wanting is not None), casting:
+    drawing: Any = contextlib.nullcontext()
+    if seed is not None:  # other rows draw others, whoever computes the same draws the same
+        place = resident.mesh.get_local_rank(resident.axis) if cut else 0
+        drawing = rules.numbers_from(rules.mix(int(seed), place))
+    with torch.set_grad_enabled(wanting is not None), casting, drawing:
         result = module(*args, **kwargs)
     flat = pytree.tree_leaves(result)
     outputs: list[Any] = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]

@@ -22,6 +22,9 @@ from meshbook.rank.tensors.calls import FUNCTIONS, Sent
 from meshbook.rank.tensors.engine import Template
 from meshbook.rank.tensors.lowering import CannotLower, Lowered, Lowering, settled
 
+# Functions of ours that are islands: a module, and what waits for its collective by other means than an operation.
+_AS_THEY_ARE = ("meshbook::module", "meshbook::slice_local")
+
 # Lowering anew because other numbers turned out to vary; a step that still differs is replayed one by one.
 _MAX_TRIES = 4
 
@@ -79,7 +82,7 @@ class Player:
             self.templates[number] = Template(sent, self.mesh, self.device)
         for index, step in enumerate(self.tape.steps):
             template = self.templates[step.template]
-            if template.seeded or template.name.startswith("meshbook::module"):
+            if template.seeded or template.default is not None or template.name.startswith(_AS_THEY_ARE):
                 self.islands.add(index)
 
     def play(self, inputs: Sequence[torch.Tensor], floats: Sequence[float]) -> list[torch.Tensor]:

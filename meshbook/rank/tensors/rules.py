@@ -120,27 +120,40 @@ class ShardedNumbers:
         for axis, placement in enumerate(spec.placements):
             if placement.is_shard():
                 shard = shard * mesh.size(axis) + place[axis]
-        source = generator if generator is not None else torch.default_generator
         seed = self.seed
         if seed is None:  # replicas that were seeded alike draw the same; the stream moves on by one
-            seed = int(torch.randint(0, 1 << 52, (), generator=source))
-        with numbers_from(mix(seed, shard), source):
+            source = generator if generator is not None else torch.default_generator
+            seed = int(torch.randint(0, 1 << 52, (), generator=source, device=source.device))
+        with numbers_from(mix(seed, shard), generator):
             yield
 
     def _manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
 
+def generators() -> list[torch.Generator]:
+    """The process's own: of the CPU and, where it has one, of its GPU."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return [torch.default_generator]
+    return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
+
+
 @contextlib.contextmanager
 def numbers_from(seed: int, source: torch.Generator | None = None) -> Iterator[None]:
-    """Random operations inside draw from `seed`; the generator then goes on as if they had not been."""
-    source = source if source is not None else torch.default_generator
-    state = source.get_state()
-    source.manual_seed(seed)
+    """Random operations inside draw from `seed`; the generators then go on as if they had not been.
+
+    Args:
+        source: None: the process's own.
+    """
+    sources = generators() if source is None else [source]
+    states = [each.get_state() for each in sources]
+    for each in sources:
+        each.manual_seed(seed)
     try:
         yield
     finally:
-        source.set_state(state)
+        for each, state in zip(sources, states, strict=True):
+            each.set_state(state)
 
 
 def mix(seed: int, place: int) -> int:

@@ -43,4 +43,5 @@ class RunOps(Message):
     templates: tuple[bytes, ...] = ()  # new ones, each pickled
     uploads: tuple[Upload, ...] = ()
     fetch: Fetch | None = None
+    forget: tuple[int, ...] = ()  # numbers of templates that nothing after this batch uses
     label: str = "tensor operations"
