@@ -491,7 +491,7 @@ def _meta(obj: Any) -> TensorMeta:
 def _stride(obj: Any) -> tuple[int, ...] | None:
     try:
         return tuple(int(step) for step in obj.stride())
-    except Exception:  # sparse and nested tensors have none
+    except Exception:  # nested tensors have none
         return None
 
 

@@ -141,6 +141,8 @@ class Service:
             if flush_at is not None and now >= flush_at:
                 flush_at = self._flush(socket, now)
             if now >= next_beat:
+                if self._probes is not None:  # kept from going on between two lines, and not in the poll
+                    self._probes.woke(now - next_beat)
                 socket.send_multipart(codec.encode(self._beat()))
                 next_beat = now + BEAT_S
                 if flush_at is None and self._output.pending():

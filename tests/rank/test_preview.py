@@ -264,6 +264,7 @@ def test_a_tensor_shows_its_shape_type_device_and_first_elements(tensor: torch.T
         dtype=str(tensor.dtype)[6:],
         device=str(tensor.device),
         requires_grad=tensor.requires_grad,
+        stride=tensor.stride(),
     )
     assert shown.truncated == ("…" in text or not text.partition("  ")[2])
     assert preview(tensor, safe=True).text == text
@@ -306,7 +307,12 @@ def test_a_dtensor_shows_the_whole_its_placements_and_the_local_part(tmp_path: A
             assert shown.text == "DTensor float32 (8, 3) cpu (Shard(dim=0),) local (2, 3)  [[1, 1, 1], [1, 1, 1]]"
             assert shown.type == "torch.distributed.tensor.DTensor"
             assert shown.tensor == TensorMeta(
-                shape=(8, 3), dtype="float32", device="cpu", placements="(Shard(dim=0),)", local_shape=(2, 3)
+                shape=(8, 3),
+                dtype="float32",
+                device="cpu",
+                placements="(Shard(dim=0),)",
+                local_shape=(2, 3),
+                stride=(3, 1),
             )
     finally:
         dist.destroy_process_group()
