@@ -218,7 +218,8 @@ class Engine:
         handle = Handle(self.next_id(), self.free)
         payload = self.session.dump((tensor.detach(), placements), self.ranks)
         with self._sending:
-            if self._wheres:  # it is bound before its batch; what comes before it stays before it
+            # It is bound before its batch; what comes before it stays before it. A step that is held back stays so.
+            if self._wheres and "emit" not in vars(self):
                 self.flush()
             self._uploads.append(messages.Upload(id=handle.id, payload=payload))
         self._woken.set()

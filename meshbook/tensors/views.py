@@ -201,16 +201,28 @@ def reduce(tensor: remote.RemoteTensor, axis: str, op: str) -> remote.RemoteTens
     return _Reduce.apply(tensor, at, op)  # type: ignore[no-any-return, no-untyped-call]
 
 
+class _Slice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, axis: int, place: int) -> Any:
+        ctx.axis, ctx.place = axis, place
+        return tensor._run(calls.slice_local, tensor, calls.MESH, axis, place)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        total = grad._run(calls.reduce_local, grad, calls.MESH, ctx.axis, "sum")
+        return grad._run(calls.keep_at, total, calls.MESH, ctx.axis, ctx.place), None, None
+
+
 def slice_mesh(tensor: remote.RemoteTensor, which: Mapping[str, int]) -> remote.RemoteTensor:
     _need_local(tensor, "slice_mesh")
     axes = tensor.engine.axes
-    found = tensor.detach()
+    found: Any = tensor
     for axis, place in which.items():
         size = axes.size_of(axis)
         if not -size <= place < size:
             raise MeshShapeError(f"{axis}={place} is out of range: axis {axis} has size {size} (0-{size - 1})")
-        found = tensor._run(calls.slice_local, found, calls.MESH, axes.names.index(axis), place % size)
-    return found  # type: ignore[return-value]
+        found = _Slice.apply(found, axes.names.index(axis), place % size)  # type: ignore[no-untyped-call]
+    return found  # type: ignore[no-any-return]
 
 
 def _need_global(tensor: remote.RemoteTensor, what: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
 import meshbook
 from meshbook.controller.mesh import Mesh, create_mesh
@@ -159,6 +159,58 @@ def test_views_of_another_dtype_norms_of_other_orders_and_other_ranks_tensors_ar
         torch.testing.assert_close(norm(x, order).full_tensor(), torch.linalg.vector_norm(alone, order) * 2.0)
     assert all(player["lowered"] for player in players(mesh2))
     assert norm.stats().replayed == 1
+
+
+def test_a_local_operand_does_not_end_the_holding_back_of_a_step(
+    mesh2: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As when ranks have enough to do.
+    monkeypatch.setattr("meshbook.tensors.recording._Hold._is_due", lambda self: False)
+
+    @meshbook.record
+    def step(x: Any, there: torch.Tensor) -> Any:
+        return (x * 2.0 + there).sum()
+
+    x = meshbook.distribute(torch.ones(4), mesh2, [Shard(0)])
+    made = [step(x, torch.full((4,), float(number))) for number in range(5)]
+    assert step.stats().broken == 0
+    assert step.stats().replayed == 3
+    assert [each.item() for each in made] == [8.0, 12.0, 16.0, 20.0, 24.0]
+
+
+def test_where_one_rank_cannot_write_a_step_down_no_rank_merges_its_collectives(mesh2: Mesh) -> None:
+    forget(mesh2)
+
+    def spoil(rank: int, back: bool) -> None:
+        from meshbook.rank.tensors.lowering import CannotLower, Lowering
+
+        def refuse(self: Any, results: Any) -> Any:
+            raise CannotLower("this rank has a reason of its own")
+
+        if rank == 1:
+            if back:
+                Lowering.compile = Lowering.kept
+            else:
+                Lowering.kept, Lowering.compile = Lowering.compile, refuse
+
+    @meshbook.record
+    def step(x: Any) -> Any:
+        sums = [(x * factor).sum() for factor in (2.0, 3.0)]  # parts on each rank
+        return [each.redistribute([Replicate()]) for each in sums]
+
+    x = meshbook.distribute(torch.ones(4), mesh2, [Shard(0)])
+    mesh2.execute(spoil, mesh2["rank"], False)
+    try:
+        for _ in range(4):
+            assert [each.item() for each in step(x)] == [8.0, 12.0]
+    finally:
+        mesh2.execute(spoil, mesh2["rank"], True)
+    (player,) = players(mesh2)
+    assert player["why_not"] == "ranks would come to their collectives in different orders"
+    step.forget()
+    for _ in range(4):
+        assert [each.item() for each in step(x)] == [8.0, 12.0]
+    assert players(mesh2)[0]["merged"] == [2]
 
 
 def test_a_step_goes_on_with_another_mesh(mesh2: Mesh) -> None:

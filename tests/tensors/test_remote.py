@@ -219,6 +219,10 @@ def test_the_per_rank_view(mesh22: Mesh) -> None:
     torch.testing.assert_close(t.reduce("dp", "sum").local(3), own[1] + own[3])
     torch.testing.assert_close(t.reduce("tp", "max").local(0), torch.maximum(own[0], own[1]))
     assert torch.equal(t.slice_mesh(dp=1, tp=0).local(1), own[2])
+    leaf = t.detach().requires_grad_()
+    (leaf.slice_mesh(dp=1, tp=0) * 3.0).sum().backward()
+    assert leaf.grad is not None
+    assert [leaf.grad.local(rank).sum().item() for rank in range(4)] == [0.0, 0.0, 4 * 3.0 * 6, 0.0]
     whole = t.as_global([Shard(0), Shard(1)])
     assert whole.shape == (4, 6)
     assert torch.equal(whole.full_tensor()[2:, :3], own[2])

@@ -130,8 +130,14 @@ def slice_local(local: torch.Tensor, mesh: Any, axis: int, place: int) -> torch.
     return out
 
 
+def keep_at(local: torch.Tensor, mesh: Any, axis: int, place: int) -> torch.Tensor:
+    """The tensor on the ranks at `place` of the axis, zeros on the others."""
+    mine = local.is_meta or mesh.get_local_rank(axis) == place
+    return local.clone() if mine else torch.zeros_like(local)
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    function.__name__: function for function in (redistribute, as_global, as_local, reduce_local, slice_local)
+    function.__name__: function for function in (redistribute, as_global, as_local, reduce_local, slice_local, keep_at)
 }
 
 # Functions that are imported when an operation first names them.

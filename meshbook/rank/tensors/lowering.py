@@ -88,6 +88,7 @@ class Lowered:
         free: floats that may be different in each call; every other must be as it was.
         steps: recorded operation of each line of the source, for errors.
         merged: how many all-reduces each merged one stands for.
+        order: its collectives, one after the other; ranks must have the same ones, or they wait for each other.
     """
 
     run: Callable[[Sequence[torch.Tensor], Sequence[float]], tuple[torch.Tensor, ...]]
@@ -96,6 +97,7 @@ class Lowered:
     steps: dict[int, int]
     num_ops: int
     merged: tuple[int, ...] = ()
+    order: tuple[tuple[str, int, int], ...] = ()
 
     def step_of(self, error: BaseException) -> int | None:
         """The recorded operation in which an exception arose, if it was in this function."""
@@ -523,4 +525,9 @@ def _write(
     text = "\n".join(source.lines)
     space = dict(source.names)
     exec(compile(text, FILE, "exec"), space)
-    return Lowered(space["step"], free, text, steps, len(lines), merged)
+    order = tuple((line.kind, line.step, len(line.used)) for line in lines if _speaks(line))
+    return Lowered(space["step"], free, text, steps, len(lines), merged, order)
+
+
+def _speaks(line: _Line) -> bool:
+    return line.kind == "flat_all_reduce" or (line.kind.startswith("_c10d") and line.kind not in (_WAIT, _WRAP))

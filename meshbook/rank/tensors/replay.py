@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 import pickle
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -159,15 +161,29 @@ class Player:
                     raise self._told(error, index) from error
             results = [values[place] for place in self.tape.results]
             pieces = [settled(result) for result in results]
+        lowered = None
         try:
             lowered = lowering.compile(pieces)
         except CannotLower as error:
             self.why_not = str(error)
+        if not self._all_say(-1 if lowered is None else zlib.crc32(repr(lowered.order).encode())):
+            lowered, self.why_not = None, self.why_not or "ranks would come to their collectives in different orders"
+        if lowered is None:
             return results
         self.lowered, self.floats = lowered, list(floats)
         self.fixed = tuple(slot for slot in range(len(floats)) if slot not in lowered.free)
         self.specs = [result._spec if isinstance(result, DTensor) else None for result in results]
         return results
+
+    def _all_say(self, mark: int) -> bool:
+        """Whether all ranks have the same mark, which is one of success. They wait for each other."""
+        if self.mesh is None:
+            return mark >= 0
+        ends = torch.tensor([mark, -mark], device=self.device)
+        for axis in range(self.mesh.ndim):
+            dist.all_reduce(ends, dist.ReduceOp.MAX, group=self.mesh.get_group(axis))
+        greatest, least = ends.tolist()
+        return mark >= 0 and greatest == -least
 
     def _island(self, lowering: Lowering, step: Step, values: dict[int, Any], floats: Sequence[float]) -> None:
         ins = [values[place] for place in step.ins]
