@@ -194,7 +194,8 @@ class Planner:
         if torch.Tag.inplace_view in getattr(function, "tags", ()) and function is not aten.detach_.default:
             raise NotImplementedError(
                 f"{function._opname} changes the shape of a tensor in place, and its shape is here while its numbers "
-                "are there; use the one that makes a view (without the trailing underscore): x = x.t()"
+                "are there; use the one that makes a view (without the trailing underscore), x = x.t(), or, where "
+                "torch's own code does it, mesh.execute(fn, x) or x.full_tensor()"
             )
         first = _to_be_moved(function, args, inputs, self.mesh)
         if first:
