@@ -11,18 +11,15 @@ export class Picture {
     this.axes = [];
     /** @type {number[]} in the order of the axes */
     this.ranks = [];
-    this.backend = "";
     this.ended = "";
     /** @type {Record<string, Map<number, any>>} */
     this.columns = {};
     /** @type {any[]} */
     this.findings = [];
-    this.findingsAt = null;
     /** @type {Map<number, number>} rank -> the finding that blames it */
     this.blamed = new Map();
     /** @type {Map<string, any>} */
     this.charts = new Map();
-    this.heardAt = 0;
   }
 
   /** @returns {any} undefined: nothing was said of it */
@@ -50,13 +47,11 @@ export class Picture {
     this.mesh = message.mesh;
     this.axes = message.axes;
     this.ranks = parseRanks(message.ranks);
-    this.backend = message.backend ?? "";
     this.ended = message.ended ?? "";
   }
 
   setFindings(message) {
     this.findings = message.findings;
-    this.findingsAt = message.at;
     this.blamed = new Map();
     message.findings.forEach((finding, index) => {
       for (const rank of parseRanks(finding.ranks)) if (!this.blamed.has(rank)) this.blamed.set(rank, index);

@@ -31,7 +31,7 @@ QUICK = frozenset(
     }
 )
 # A cell that is one such line and nothing else asks about the mesh as it is now: why the running cell hangs, say.
-_LOOKS = re.compile(r"\s*%mesh\s+(why|stacks|health|memory|status|logs|interrupt|kill|dashboard)\b[^\n]*\s*\Z")
+_LOOKS = re.compile(r"\s*%mesh\s+(why|stacks|health|memory|status|logs|actors|interrupt|kill|dashboard)\b[^\n]*\s*\Z")
 # Seconds that the running cell, and no other before this one, must have been there. The cells of Run All come at once,
 # and are meant to be run one after the other.
 _LOOKS_AFTER_S = 2.0

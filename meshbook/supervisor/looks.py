@@ -37,9 +37,6 @@ class Looks:
     def begin(self, call: CallId, ranks: Ranks, hosts: Iterable[int]) -> None:
         self._open[call] = Look(call, ranks, set(hosts))
 
-    def __contains__(self, call: str) -> bool:
-        return call in self._open
-
     def forget(self, call: str) -> None:
         """Nobody waits for it any more."""
         self._open.pop(call, None)
