@@ -177,6 +177,16 @@ def test_a_spawn_that_fails_in_one_process_leaves_nothing_in_the_others(procs: P
     assert procs.slice(gpus=0).spawn("taken", Counter).add.call_one().get(WAIT_S) == 1
 
 
+def test_a_name_is_free_again_as_soon_as_its_actor_is_told_to_stop(procs: ProcMesh) -> None:
+    busy = procs.spawn("handed on", Counter)
+    busy.sleep.broadcast(0.5)
+    stopped = busy.stop()
+    heir = procs.spawn("handed on", Counter)
+    assert heir.add.call().get(WAIT_S).item(gpus=0) == 1
+    stopped.get(WAIT_S)
+    heir.stop().get(WAIT_S)
+
+
 def test_state_is_read_when_the_actor_is_there() -> None:
     started.clear()
     late = this_proc().spawn("late", Late)

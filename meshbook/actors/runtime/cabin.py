@@ -50,6 +50,7 @@ class Cabin:
         self.actor: Any = None
         self.class_name = "?"
         self.state = "starting"  # "living", "failed", "stopped"
+        self.is_told_to_stop = False  # also while it still works off what it was sent before; its name is free
         self.born = threading.Event()  # its __init__ has run, or failed
         self.failure: messages.Failure | None = None  # of __init__
         self.running: dict[int, tuple[str, float]] = {}  # message number -> endpoint, since
@@ -90,7 +91,17 @@ class Cabin:
         self.put(None)
 
     def stop(self, reason: str) -> None:
-        self.put((None, messages.StopActor(0, self.id, reason)))
+        self.take_stop(None, messages.StopActor(0, self.id, reason))
+
+    def take_stop(self, peer: Any, word: messages.StopActor) -> None:
+        """Into the mailbox too: what was sent before it is worked off. From any thread."""
+        self.is_told_to_stop = True
+        self.put((peer, word))
+
+    @property
+    def holds_name(self) -> bool:
+        """Whether no other actor of this process may have its name."""
+        return self.state != "failed" and not self.is_told_to_stop
 
     def abort(self, reason: str) -> None:
         self._cause = RuntimeError(reason)

@@ -47,7 +47,7 @@ class Life:
     # ---- words
 
     def _spawn(self, peer: Any, word: messages.SpawnActor) -> None:
-        if any(cabin.name == word.name and cabin.state != "failed" for cabin in list(self.actors.values())):
+        if any(cabin.name == word.name and cabin.holds_name for cabin in list(self.actors.values())):
             text = (
                 f"an actor named {word.name!r} lives in this process already; choose another name, or stop that one "
                 "first"
@@ -92,7 +92,7 @@ class Life:
         if cabin is None:
             peer.send(encode(messages.Answer(word.call, NONE)))
         else:
-            cabin.put((peer, word))
+            cabin.take_stop(peer, word)
 
     def refuse(self, peer: Any, word: Any, failure: messages.Failure | None) -> None:
         """A message for an actor that is not there (any more)."""
