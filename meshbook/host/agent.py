@@ -394,6 +394,8 @@ class HostAgent:
     def _check_empty(self) -> None:
         if self._when_empty is not None and all(link.dead is not None for link in self._links.values()):
             then, self._when_empty = self._when_empty, None
+            for stray in list(self._strays.values()):
+                self._flush_stray(stray, last=True)
             if self._starter is not None:
                 self._starter.close()
                 self._starter = None
@@ -473,11 +475,12 @@ class HostAgent:
         if tally.flush is None:
             tally.flush = self._loop.call_later(_FLUSH_S, lambda: self._flush(tally))
 
-    def _flush_stray(self, stray: Stray) -> None:
-        """Show what no open call has said; what equal lines other ranks may say is waited for as in a cell."""
+    def _flush_stray(self, stray: Stray, *, last: bool = False) -> None:
+        """Show what no open call has said; what equal lines other ranks may say is waited for as in a cell, unless these
+        were the last."""
         now = self._loop.clock.monotonic()
         items = list(stray.folder.flush(now, max_chars=_FLUSH_CHARS))
-        deadline = stray.folder.next_deadline()
+        deadline = stray.folder.next_deadline() if not last else None
         if deadline is None:
             items += stray.folder.flush(now, final=True)
             if self._strays.get(stray.call) is stray:

@@ -18,7 +18,7 @@ from meshbook.actors.runtime.post import Post, encode, for_user_code, here
 from meshbook.wire import messages
 from meshbook.wire.lifeline import ACTORS_GRACE_S
 
-_CLEANUP_S = 2.0  # of ACTORS_GRACE_S, kept for `__cleanup__`
+_WORK_S = 2.0  # of ACTORS_GRACE_S, for what was sent before; the rest is kept for `__cleanup__`
 _REMEMBERED = 1000  # actors that have ended, whose late callers are told how
 
 
@@ -120,11 +120,11 @@ class Life:
         cabins = list(self.actors.values())
         for cabin in cabins:
             cabin.stop(reason)
-        due = time.monotonic() + ACTORS_GRACE_S
-        _wait_for(cabins, due - _CLEANUP_S)
+        told_at = time.monotonic()
+        _wait_for(cabins, told_at + _WORK_S)
         for cabin in cabins:
             cabin.interrupt(None)
-        _wait_for(cabins, due)
+        _wait_for(cabins, told_at + ACTORS_GRACE_S)
         return bool(cabins)
 
     def refuse(self, peer: Any, word: Any, failure: messages.Failure | None) -> None:
