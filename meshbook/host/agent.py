@@ -476,8 +476,8 @@ class HostAgent:
             tally.flush = self._loop.call_later(_FLUSH_S, lambda: self._flush(tally))
 
     def _flush_stray(self, stray: Stray, *, last: bool = False) -> None:
-        """Show what no open call has said; what equal lines other ranks may say is waited for as in a cell, unless these
-        were the last."""
+        """Show what no open call has said; what equal lines other ranks may say is waited for as in a cell, unless
+        these were the last."""
         now = self._loop.clock.monotonic()
         items = list(stray.folder.flush(now, max_chars=_FLUSH_CHARS))
         deadline = stray.folder.next_deadline() if not last else None

@@ -111,7 +111,7 @@ def test_stopped_processes_end_their_actors_first(tmp_path: Path) -> None:
         for rank in (0, 1)
     }
     for call in (open_call, stuck):
-        with pytest.raises(ActorError, match="stopped|KeyboardInterrupt"):
+        with pytest.raises(ActorError, match=r"stopped|KeyboardInterrupt"):
             call.get(WAIT_S)
 
 

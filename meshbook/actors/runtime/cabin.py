@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshbook.actors import base
 from meshbook.actors.runtime import faults
-from meshbook.actors.runtime.context import Context, Instance, current
+from meshbook.actors.runtime.context import Context, Home, Instance, current
 from meshbook.actors.runtime.futures import MUST_NOT_WAIT
 from meshbook.actors.runtime.interrupts import Interruptible
 from meshbook.actors.runtime.parcels import NONE
@@ -63,6 +63,8 @@ class Cabin:
         self.place = word.place
         self.point = Point(word.place, Extent(word.names, word.sizes))
         self.actor: Any = None
+        self.home: Home | None = None  # once it is there
+        self.born_at = time.time()
         self.class_name = "?"
         self.state = "starting"  # "living", "failed", "stopped"
         self.is_told_to_stop = False  # also while it still works off what it was sent before; its name is free
@@ -166,6 +168,7 @@ class Cabin:
             "class": self.class_name,
             "place": self.place,
             "point": dict(self.point),
+            "born_at": self.born_at,
             "state": self.state,
             "mailbox": self._inbox.qsize(),
             "running": running.method if running else None,
@@ -183,7 +186,7 @@ class Cabin:
             Class, args, kwargs, home = self.life.post.parcels.unpack(peer, None, word.payload)
             instance = Instance(self.name, self.id, self.point, home, self.owner, self)
             current.set(Context(instance, self.point))
-            self._home = home
+            self.home = home
             self.class_name = Class.__name__
             on_loop = base.runs_on_loop(Class)
             self.actor = Class(*args, **kwargs)
