@@ -251,10 +251,14 @@ class Mesh:
         """
         return extensions.find("spawn")(self, name, Class, *args, **kwargs)
 
-    def actors(self) -> Table:
+    def actors(self) -> Any:
         """The actors on these ranks, as a table: what waits in their mailboxes, what they run and for how long, their
-        last error. Asks them beside whatever they do; ranks that do not answer within two seconds are left out."""
-        return extensions.find("actors")(self)  # type: ignore[no-any-return]
+        last error. Asks them beside whatever they do; ranks that do not answer within two seconds are left out.
+
+        `mesh.actors()["trainers"]` gives those of a name, an ActorMesh, whoever has spawned them. Actors whose owner is
+        gone, as after a restart of the kernel, are from then on this program's: it hears of their failures.
+        """
+        return extensions.find("actors")(self)
 
     # ---- names and values
 

@@ -58,7 +58,7 @@ def be_rank(told: birth.RankBirth, pipes: tuple[int, int], last_words: int) -> N
     except BaseException:  # ours, for user code is caught where it runs; these are the rank's last words then
         traceback.print_exc()
     finally:
-        _end(executor, output, code)
+        _end(executor, service, output, code)
 
 
 def _settle(told: birth.RankBirth) -> None:
@@ -91,8 +91,10 @@ def _settle(told: birth.RankBirth) -> None:
         sys.modules["torch"].set_num_threads(told.threads)
 
 
-def _end(executor: Executor, output: Output, code: int) -> NoReturn:
+def _end(executor: Executor, service: Service, output: Output, code: int) -> NoReturn:
     """Leave without waiting for threads of the user's that may never end."""
+    with contextlib.suppress(BaseException):
+        service.end_actors()
     with contextlib.suppress(BaseException):
         executor.close()
     with contextlib.suppress(BaseException):
