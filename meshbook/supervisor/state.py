@@ -423,7 +423,8 @@ class State:
 
     def _send(self, call: Call, send: ToHosts, now: float) -> list[Step]:
         call.held = None
-        users = call.entry is not None or isinstance(send.message, messages.CallFunction)
+        waits = isinstance(send.message, messages.RunOps) and send.message.fetch is not None
+        users = waits or call.entry is not None or isinstance(send.message, messages.CallFunction)
         return [send, *(self._seeing.call_began(call.id, call.client, call.ranks, now) if users else [])]
 
     def _is_stopping_calls(self) -> bool:
