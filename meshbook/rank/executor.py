@@ -175,6 +175,11 @@ class Executor:
             )
         return self._tensors
 
+    @property
+    def under_way(self) -> Any:
+        """The operation on remote tensors that runs now (`rank.tensors.engine.UnderWay`); None: none does."""
+        return None if self._tensors is None else self._tensors.under_way()
+
     def _call_function(self, command: messages.CallFunction) -> Outcome:
         function, args, kwargs = self._load(command.function)
         self._lend_names(function)

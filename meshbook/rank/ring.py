@@ -20,6 +20,8 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple, Protocol
 
+from meshbook.wire.messages import RECORDED_STEP
+
 
 class UserLine(NamedTuple):
     """One place in somebody's source."""
@@ -196,7 +198,7 @@ class Ring:
         self._next_seq: Callable[[], int] = itertools.count(1).__next__
         self._clock = clock
         self._detailed = detailed
-        self._skip: tuple[str, ...] = ("<frozen ",)
+        self._skip: tuple[str, ...] = ("<frozen ", RECORDED_STEP)
         self._skipped: dict[str, bool] = {}  # by file name: a dict look-up costs a tenth of a prefix test
         # contextlib's frames lie between the user's `with` and the library that ends a coalesced collective in it.
         for path in (Path(__file__).resolve().parent.parent, contextlib.__file__, *skip):

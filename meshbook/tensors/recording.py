@@ -12,7 +12,6 @@ A function that asks for a value while it runs (`.item()`, `if loss > 3`) is not
 from __future__ import annotations
 
 import functools
-import os
 import pickle
 import threading
 import warnings
@@ -355,7 +354,7 @@ class _Shape:
             steps=tuple(steps),
             bodies={kind: known[kind].body for kind in set(self._kinds)},
             results=tuple(place[name] for name in self.results),
-            lines=tuple(map(_line, self._where)),
+            lines=tuple(engines.innermost(where) for where in self._where),
         )
         number = next(engine.planner._numbers)
         import torch
@@ -452,15 +451,6 @@ def _split(engine: Engine, issued: list[Issued], shape: _Shape | None) -> tuple[
 
 def _is_open(engine: Engine) -> bool:
     return engine._ended is None and engine.session.ended is None and not engine.session.connection.closed
-
-
-def _line(where: Where) -> str:
-    """The innermost line of the user, short."""
-    if not where:
-        return ""
-    code, instruction = where[0]
-    line = next((number for start, stop, number in code.co_lines() if start <= instruction < stop and number), 0)
-    return f"{os.path.basename(code.co_filename)}:{line}"
 
 
 def _among(things: Any, found: list[Engine]) -> Engine | None:

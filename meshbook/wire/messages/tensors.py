@@ -7,7 +7,7 @@ from typing import Literal
 from msgspec import Struct
 
 from meshbook.ids import CallId, Ranks
-from meshbook.wire.messages.core import Message, Payload
+from meshbook.wire.messages.core import Frame, Message, Payload
 
 
 class Upload(Struct, frozen=True, gc=False):
@@ -27,6 +27,15 @@ class Fetch(Struct, frozen=True, gc=False):
     ranks: Ranks = ()  # that answer with a value; the others only take part
 
 
+class Issued(Struct, frozen=True, gc=False):
+    """Which lines of the controller issued a batch's operations. `RunOps.issued` is one, encoded by itself: ranks pass
+    it by, and only who looks at a rank while it runs the batch reads it."""
+
+    lines: tuple[Frame, ...]  # the user's innermost ones
+    places: tuple[int, ...]  # of each operation's line among them
+    cells: dict[str, str] = {}  # how people know the cells among the lines' files: "cell 7"
+
+
 class RunOps(Message):
     """Run operations on tensors, in order, on the main threads of `ranks`.
 
@@ -44,4 +53,5 @@ class RunOps(Message):
     uploads: tuple[Upload, ...] = ()
     fetch: Fetch | None = None
     forget: tuple[int, ...] = ()  # numbers of templates that nothing after this batch uses
+    issued: bytes = b""  # an `Issued`; what is fetched counts as one more operation
     label: str = "tensor operations"
