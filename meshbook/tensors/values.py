@@ -93,6 +93,7 @@ def read(
     dtype, ranks = tensor.dtype, tuple(boxes)
     size = math.prod(shape) * dtype.itemsize
     room = tensor.engine.session.room(size) if size >= ROOM_BYTES else None
+    whole: torch.Tensor | None
     if room is None:
         sent = fetch(tensor, how, ranks)
         whole = torch.empty(shape, dtype=dtype) if len(sent) > 1 else None
@@ -102,11 +103,11 @@ def read(
             memory = torch.frombuffer(room.keep(), dtype=torch.uint8)
             whole = memory.view(dtype).view(shape)
     if len(sent) == len(ranks) == 1:
-        (part,) = sent.values()
+        part: torch.Tensor = sent[ranks[0]]
         return part.reshape(shape) if part.numel() == math.prod(shape) else part
     assert whole is not None
-    for rank, part in sent.items():  # of those that could not write it there
-        whole[tuple(slice(*span) for span in boxes[rank])] = part
+    for rank, piece in sent.items():  # of those that could not write it there
+        whole[tuple(slice(*span) for span in boxes[rank])] = piece
     return whole
 
 

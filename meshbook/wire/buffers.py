@@ -222,9 +222,9 @@ class SegmentPool:
 
     def trim(self, idle_s: float) -> None:
         """Give back the memory of segments that have been free for longer than `idle_s` seconds."""
-        before = self._clock.monotonic() - idle_s
         with self._lock:
             self._take_back_rooms()
+            before = self._clock.monotonic() - idle_s
             idle = [name for name, segment in self._free.items() if segment.free_since <= before]
             doomed = [self._free.pop(name) for name in idle] + self._over_the_limit()
         _close_all(doomed)
