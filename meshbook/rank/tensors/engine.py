@@ -25,7 +25,7 @@ import torch.distributed.tensor._random as dtensor_random
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils import _pytree as pytree
 
-from meshbook.rank.tensors import rules
+from meshbook.rank.tensors import reading, rules
 from meshbook.rank.tensors.calls import FLOAT, FUNCTIONS, MESH, TENSOR, Sent, find
 from meshbook.wire.messages import Frame, Issued, RunOps
 
@@ -340,7 +340,9 @@ class Tensors:
             value = _plain(value.to_local())
         elif isinstance(value, DTensor):
             value = _plain(value.to_local())
-        return {"value": self._dump(value.detach().cpu())} if mine else {}
+        if not mine or (fetch.room is not None and reading.write(fetch.room, self.rank, value.detach())):
+            return {}
+        return {"value": self._dump(value.detach().cpu())}
 
     def _shared_fault(self, space: Space, poison: Poison) -> None:
         """Called where this rank cannot take part in a collective because of a fault. If the others have had the same

@@ -7,7 +7,7 @@ from typing import Literal
 from msgspec import Struct
 
 from meshbook.ids import CallId, Ranks
-from meshbook.wire.messages.core import Frame, Message, Payload
+from meshbook.wire.messages.core import Frame, Message, Payload, SharedBuffer
 
 
 class Upload(Struct, frozen=True, gc=False):
@@ -15,6 +15,17 @@ class Upload(Struct, frozen=True, gc=False):
 
     id: int
     payload: Payload  # of (tensor, placements or None: as it is, on every rank)
+
+
+class Room(Struct, frozen=True, gc=False):
+    """Memory of the controller's, as a contiguous tensor; ranks write their boxes of it instead of sending them.
+
+    A rank that cannot, on another machine for one, sends its value all the same.
+    """
+
+    place: SharedBuffer
+    shape: tuple[int, ...]
+    boxes: dict[int, tuple[tuple[int, int], ...]]  # by rank: first index and the one after the last, of each dim
 
 
 class Fetch(Struct, frozen=True, gc=False):
@@ -25,6 +36,7 @@ class Fetch(Struct, frozen=True, gc=False):
     how: Literal["item", "parts", "local", "nothing"]
     id: int = 0
     ranks: Ranks = ()  # that answer with a value; the others only take part
+    room: Room | None = None
 
 
 class Issued(Struct, frozen=True, gc=False):
