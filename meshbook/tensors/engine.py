@@ -42,7 +42,7 @@ _BATCHES = (48, 64, 128, 192, 256)
 _MAX_AHEAD = 32
 # Seconds after the last operation before a batch that is not full is sent all the same; and before one that is held
 # back is: a pause of Python's own, or of a busy machine, does not part a step.
-_IDLE_S, _HELD_IDLE_S = 0.005, 0.05
+_IDLE_S, _HELD_IDLE_S = 0.005, 0.1
 # Ids that nobody holds any more are told to the ranks so many at a time: each word costs, each tensor is memory there.
 _FREE_AT_ONCE = 16
 # Faults whose lines are remembered.
@@ -87,9 +87,11 @@ class Watcher:
     Attributes:
         held: operations wait for the end of a step; nobody is told of freed ids meanwhile.
         to_its_end: ... however long it takes.
+        rest: after so many entries of the stream it asks to be asked; 0: whenever a batch is due.
     """
 
     held = to_its_end = False
+    rest = 0
 
     def holds(self) -> bool:
         """Whether a batch that is due is to wait."""
@@ -362,7 +364,8 @@ class Engine:
             self._woken.set()
 
     def _size_of_next(self) -> int:
-        return _BATCHES[min(len(self._ahead), len(_BATCHES) - 1)]
+        size = _BATCHES[min(len(self._ahead), len(_BATCHES) - 1)]
+        return min(size, self.watcher.rest or size)
 
     def _take_note(self, batch: _Batch, finished: messages.CallFinished) -> None:
         for part in finished.parts:

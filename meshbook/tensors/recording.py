@@ -18,7 +18,7 @@ import itertools
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
@@ -51,6 +51,10 @@ _MAX_TAPES = 3
 _SEEN_ENOUGH, _MIN_OPS, _MAX_LOGGED = 2, 16, 20_000
 # Sequences that are counted.
 _MAX_COUNTED = 64
+# Operations without a boundary among which a loop is looked for, then twice as many, and so on; operations of a loop's
+# step at least: shorter ones are taken several times. Loops within the steps of an optimizer, over layers say, are left
+# alone.
+_LOOK_FOR_LOOP, _MIN_LOOP = 256, 64
 # Operations that are held back before they are compared with the step they should be.
 _LOOK_EVERY = 48
 # What these find in the data is an error. Of a recorded step it is the error of all its results, and so they are only
@@ -99,11 +103,16 @@ class _Record:
                 engine.watcher.start(enabled)
 
 
+def _is_wanted(environment: Mapping[str, str]) -> bool:
+    return environment.get("MESHBOOK_AUTO_RECORD", "1").strip().lower() not in ("0", "off", "false", "no")
+
+
+@dataclass
 class _Auto:
-    enabled = os.environ.get("MESHBOOK_AUTO_RECORD", "1").strip().lower() not in ("0", "off", "false", "no")
+    enabled: bool
 
 
-_auto = _Auto()
+_auto = _Auto(_is_wanted(os.environ))
 record = _Record()
 
 
@@ -224,15 +233,13 @@ class Recorder(Watcher):
         self._counted: dict[tuple[int, ...], int] = {}
         self._expected: _Shape | None = None
         self._matched = 0
+        self._step_length = 0  # operations from a boundary to the end of an optimizer's step
         self.start(_auto.enabled)
 
     def start(self, auto: bool) -> None:
-        """Look for steps that repeat, or leave that."""
+        """Look for steps that repeat, or leave that; what is known stays known."""
         with self.engine._putting:
             self._auto = auto
-            if not auto:
-                self._book.forget()
-                self._counted.clear()
             if not self.to_its_end:
                 self._open()
 
@@ -308,11 +315,25 @@ class Recorder(Watcher):
     def holds(self) -> bool:
         engine = self.engine
         with engine._putting:
+            if self.rest:
+                left = self.rest - len(self._book.kinds_of(engine._stream))
+                if left > 0:  # what lets go of ids was counted too
+                    engine._due = len(engine._wheres) + left
+                    return True
+                self._open()
+                return False
             if not self.held:
                 return False
             count = self.num_ops
             if count <= _MAX_OPS and (self.to_its_end or self._is_on_track(count)):
-                engine._due = len(engine._wheres) + _LOOK_EVERY
+                ahead = _LOOK_EVERY
+                expected = self._expected
+                if expected is not None and expected.is_loop:
+                    if count == expected.num_ops and self._settle():
+                        self._open()
+                        return not self._is_due()
+                    ahead = min(ahead, expected.num_ops - count) or ahead
+                engine._due = len(engine._wheres) + ahead
                 return True
             if self.to_its_end:
                 self.broken = f"more than {_MAX_OPS:,} operations"
@@ -333,8 +354,15 @@ class Recorder(Watcher):
             elif self.num_ops:
                 self._keep_log()
         self._words = self._ops = 0
+        if self._auto and not self.to_its_end and self._logged >= self._look_at:
+            self._look_for_loop()
         if self.held:
             self.engine._due = _LOOK_EVERY
+
+    def stepped(self) -> None:
+        """An optimizer has made a step."""
+        self._step_length = self._logged + self.num_ops
+        self.boundary()
 
     def boundary(self) -> None:
         if self.to_its_end or not self._auto:
@@ -355,7 +383,8 @@ class Recorder(Watcher):
         engine = self.engine
         self._words, self._ops = len(engine._stream), len(engine._wheres)
         self._log, self._logged = [], 0
-        self._expected, self._matched = None, 0
+        self._look_at = max(_LOOK_FOR_LOOP, 2 * self._step_length)
+        self._expected, self._matched, self.rest = None, 0, 0
         self.held = self._auto and bool(self._book.shapes)
         engine._due = len(engine._wheres) + _LOOK_EVERY if self.held else engine._size_of_next()
 
@@ -414,13 +443,39 @@ class Recorder(Watcher):
             self._counted.pop(next(iter(self._counted)))
         if not _SEEN_ENOUGH <= count < _SEEN_ENOUGH + _MAX_TAPES or not self._book.is_safe(kinds):
             return
-        flat: list[int | float] = []
-        lines: list[Where] = []
-        for part in parts:
-            words, wheres = self._book.without_frees(*part)
-            flat += words
-            lines += wheres
-        self._book.add(flat, lines)
+        self._book.add(*self._book.part(parts, 0, len(kinds)))
+
+    def _look_for_loop(self) -> None:
+        """Find what repeats at the end of the log, without boundaries to go by: from the operation that comes least
+        often to where it comes again."""
+        self._look_at = 2 * self._logged
+        book = self._book
+        try:
+            row = [kind for stream, _ in self._log for kind in book.kinds_of(stream)]
+        except KeyError:
+            return
+        kinds = numpy.array(row)
+        _, firsts, inverse, counts = numpy.unique(kinds, return_index=True, return_inverse=True, return_counts=True)
+        often = counts >= 3
+        if not often.any():
+            return
+        # One time more, where the last round is not over yet.
+        rare = often & (counts <= counts[often].min() + 1)
+        which = min(numpy.flatnonzero(rare), key=lambda index: firsts[index])
+        places = numpy.flatnonzero(inverse == which)
+        end, length = int(places[-1]), int(places[-1] - places[-2])
+        span = length * -(-_MIN_LOOP // length)
+        first = end - span
+        if first - length < 0 or not (kinds[first:end] == kinds[first - length : end - length]).all():
+            return
+        known = book.shapes.get(tuple(row[first:end]))
+        if known is None:
+            words, wheres = book.part(self._log, first, end)
+            if book.is_safe(row[first:end]):
+                book.add(words, wheres, is_loop=True)
+        self.rest = (end - len(row)) % length
+        if self.rest == 0:
+            self._open()
 
     def _send_if_due(self) -> None:
         if self.engine._wheres and self._is_due():
@@ -464,13 +519,14 @@ class _Book:
                 return shape
         return None
 
-    def add(self, stream: list[int | float], wheres: list[Where]) -> None:
+    def add(self, stream: list[int | float], wheres: list[Where], *, is_loop: bool = False) -> None:
         """A step, to be recorded when it comes again. Nothing else is among its operations."""
         try:
             kinds = tuple(self.kinds_of(stream))
             shape = _Shape(self.engine, stream, wheres, [self.counts(kind) for kind in kinds])
         except KeyError:
             return
+        shape.is_loop = is_loop
         old = self.shapes.pop(kinds, None)
         if old is not None:
             old.drop()
@@ -528,22 +584,25 @@ class _Book:
             at += 1 + num_in + num_new + num_floats
         return found
 
-    def without_frees(
-        self, stream: list[int | float], wheres: list[Where]
+    def part(
+        self, log: Sequence[tuple[list[int | float], list[Where]]], first: int, last: int
     ) -> tuple[list[int | float], list[Where]]:
-        """The same operations, without those that only let go of ids."""
+        """Operations `first` to `last` of a log and their lines, without what only lets go of ids."""
         words: list[int | float] = []
         lines: list[Where] = []
-        at = 0
-        for where in wheres:
-            kind: Any = stream[at]
-            if not kind:
-                at += 2 + int(stream[at + 1])
-                continue
-            end = at + 1 + sum(self.counts(kind))
-            words += stream[at:end]
-            lines.append(where)
-            at = end
+        count = 0
+        for stream, wheres in log:
+            at = 0
+            for where in wheres:
+                kind: Any = stream[at]
+                if not kind:
+                    at += 2 + int(stream[at + 1])
+                    continue
+                end = at + 1 + sum(self.counts(kind))
+                if first <= count < last:
+                    words += stream[at:end]
+                    lines.append(where)
+                at, count = end, count + 1
         return words, lines
 
 
@@ -551,6 +610,7 @@ class _Shape:
     """A step: its operations, with names for the tensors instead of ids.
 
     Attributes:
+        is_loop: no boundary follows it.
         num_tapes: times that it was told to the ranks.
         results: tensors that outlive it, by name.
         id_at, float_at: places of ids and floats among its numbers.
@@ -566,6 +626,8 @@ class _Shape:
         self.tape: Template | None = None
         self.results: list[int] = []
         self.num_tapes = 0
+        self.is_loop = False
+        self.num_ops = len(counts)
         self._engine, self._wheres, self._counts = engine, wheres, counts
         self._key = ""
         id_at: list[int] = []
@@ -602,7 +664,7 @@ class _Shape:
 
     def is_same(self, numbers: Any, wheres: list[Where]) -> bool:
         """Whether these are its operations, from its lines, and tensors follow the same pattern, none of them twice."""
-        if len(numbers) != self._size or len(wheres) != len(self._kinds):
+        if len(numbers) != self._size or len(wheres) != self.num_ops:
             return False
         if not (numbers[self._kind_at] == self._kind_row).all() or not _same_lines(wheres, self._wheres):
             return False
@@ -614,7 +676,7 @@ class _Shape:
         self, stream: list[int | float], wheres: list[Where], words: int, ops: int, first: int, last: int
     ) -> bool:
         """Whether operations `first` to `last` are its own, in a stream in which it begins at these places."""
-        if last > len(self._kinds) or words + self._at[last - 1] >= len(stream):
+        if last > self.num_ops or words + self._at[last - 1] >= len(stream):
             return False
         kinds = [stream[words + at] for at in self._at[first:last]]
         return kinds == self._kinds[first:last] and _same_lines(
@@ -741,8 +803,8 @@ def _among(things: Any, found: list[Engine]) -> Engine | None:
 def _stepped(*_: Any) -> None:
     """An optimizer has made a step."""
     for engine in list(engines.ENGINES):
-        if engine._wheres or engine.watcher.held:
-            engine.watcher.boundary()
+        if isinstance(engine.watcher, Recorder) and (engine._wheres or engine.watcher.held):
+            engine.watcher.stepped()
 
 
 register_optimizer_step_post_hook(_stepped)
