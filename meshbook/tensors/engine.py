@@ -4,8 +4,8 @@ One `Engine` per client and part of a mesh. `emit` takes an operation as numbers
 do. A batch is a command like a cell: the ranks run it on their main threads, in order with the cells that this process
 sends, and Stop ends it. Knows nothing of torch's dispatch (`remote`) or of shapes (`plan`).
 
-Seams: `emit` may be replaced on the instance, by who records; `before_batch` callbacks run before a batch is made up;
-`add_template`, `upload` and `next_id` serve whoever makes operations of his own.
+Seams: a `Watcher` sees what is about to be sent, and may hold it back; `add_template`, `upload` and `next_id` serve
+whoever makes operations of his own.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ from meshbook.wire import messages
 _BATCHES = (48, 64, 128, 192, 256)
 # Batches that the ranks have not acknowledged before Python waits for them: some 8,000 operations, a few train steps.
 _MAX_AHEAD = 32
-# Seconds after the last operation before a batch that is not full is sent all the same.
-_IDLE_S = 0.005
+# Seconds after the last operation before a batch that is not full is sent all the same; and before one that is held
+# back is: a pause of Python's own, or of a busy machine, does not part a step.
+_IDLE_S, _HELD_IDLE_S = 0.005, 0.1
 # Ids that nobody holds any more are told to the ranks so many at a time: each word costs, each tensor is memory there.
 _FREE_AT_ONCE = 16
 # Faults whose lines are remembered.
@@ -81,6 +82,33 @@ class Handle:
 
     def __del__(self) -> None:
         self.free(self.id)
+
+
+class Watcher:
+    """Who looks at operations before they are sent, to record them. This one lets all pass.
+
+    Attributes:
+        held: operations wait for the end of a step; nobody is told of freed ids meanwhile.
+        to_its_end: ... however long it takes.
+        rest: after so many entries of the stream it asks to be asked; 0: whenever a batch is due.
+    """
+
+    held = to_its_end = False
+    rest = 0
+
+    def holds(self) -> bool:
+        """Whether a batch that is due is to wait."""
+        return False
+
+    def before_send(self, waits: bool) -> None:
+        """All that was issued is about to be sent. Called with `_putting` held.
+
+        Args:
+            waits: somebody needs a value, or the ranks for something else.
+        """
+
+    def boundary(self) -> None:
+        """A step may have ended here."""
 
 
 @dataclass
@@ -121,7 +149,7 @@ class Engine:
         self.next_id = itertools.count(1).__next__
         self.freed: deque[int] = deque()  # by finalizers, at any moment
         self.free = self.freed.append
-        self.before_batch: list[Callable[[], None]] = []
+        self.watcher = Watcher()
         self.num_ops = self.num_batches = 0
         self._stream: list[int | float] = []  # operations that have not been sent, one after the other
         self._wheres: list[Where] = []  # of each of them
@@ -138,7 +166,7 @@ class Engine:
         self._number = 1
         self._due = _BATCHES[0]
         self._woken = threading.Event()
-        session.before_call.append(_weak(self.flush))
+        session.before_call.append(_weak(self._before_call))
         session.ahead.append(_weak(self._calls_ahead))
         thread = threading.Thread(
             target=_send_when_idle, args=(weakref.ref(self), self._woken), name="meshbook-tensors", daemon=True
@@ -155,14 +183,15 @@ class Engine:
         """
         if self._ended is not None:
             raise self._ended.with_traceback(None)
-        if len(self.freed) >= _FREE_AT_ONCE:
+        if len(self.freed) >= _FREE_AT_ONCE and not self.watcher.held:
             self._free_ids()
         with self._putting:
             self._stream += numbers
             self._wheres.append(where)
             size = len(self._wheres)
         if size >= self._due:
-            self.flush()
+            if not self.watcher.holds():
+                self.flush()
         elif size == 1:
             self._woken.set()
 
@@ -197,7 +226,7 @@ class Engine:
             if template.body:  # before anybody can find it and send an operation of it
                 self.add_template(template.body)
         with self._putting:
-            if len(self.cache) >= _MAX_TEMPLATES and "emit" not in vars(self):  # who records knows them by number
+            if len(self.cache) >= _MAX_TEMPLATES:
                 self.forget(old.number for old in self._older.values())
                 self._older, self.cache = self.cache, {}
             self.cache[key] = template
@@ -222,7 +251,7 @@ class Engine:
         payload = self.session.dump((tensor.detach(), placements), self.ranks)
         with self._sending:
             # It is bound before its batch; what comes before it stays before it. A step that is held back stays so.
-            if self._wheres and "emit" not in vars(self):
+            if self._wheres and not self.watcher.held:
                 self.flush()
             self._uploads.append(messages.Upload(id=handle.id, payload=payload))
         self._woken.set()
@@ -240,6 +269,10 @@ class Engine:
             return
         self._keep_near()
         self._send(None)
+
+    def _before_call(self) -> None:
+        self.watcher.boundary()
+        self.flush()
 
     def _keep_near(self, limit: int = _MAX_AHEAD) -> None:
         self._check()
@@ -267,10 +300,9 @@ class Engine:
     def _send(self, fetch: messages.Fetch | None, **handlers: Any) -> tuple[messages.RunOps, Future[Any]] | None:
         """Make up a batch and send it, in one piece whatever happens."""
         with self._sending:
-            for callback in self.before_batch:
-                callback()
-            self._free_ids()
             with self._putting:
+                self.watcher.before_send(fetch is not None)
+                self._free_ids()
                 stream, wheres, let_go, words = self._stream, self._wheres, self._let_go, self._num_words
                 self._stream, self._wheres, self._let_go, self._num_words = [], [], [], 0
                 templates, self._templates = self._templates, []
@@ -310,7 +342,8 @@ class Engine:
                     else:
                         self.freed.extend(let_go)
                 raise
-            self._due = self._size_of_next()
+            if not self.watcher.held:
+                self._due = self._size_of_next()
         call = command.call
         future.add_done_callback(lambda done: self._acknowledged(call, done))
         return command, future
@@ -328,13 +361,15 @@ class Engine:
             self._take_note(batch, finished)
         with self._changed:
             del self._ahead[call]
-            self._due = self._size_of_next()
+            if not self.watcher.held:
+                self._due = self._size_of_next()
             self._changed.notify_all()
         if self._wheres and len(self._ahead) < 2:  # held back while the ranks had enough to do
             self._woken.set()
 
     def _size_of_next(self) -> int:
-        return _BATCHES[min(len(self._ahead), len(_BATCHES) - 1)]
+        size = _BATCHES[min(len(self._ahead), len(_BATCHES) - 1)]
+        return min(size, self.watcher.rest or size)
 
     def _take_note(self, batch: _Batch, finished: messages.CallFinished) -> None:
         for part in finished.parts:
@@ -344,7 +379,7 @@ class Engine:
         if isinstance(error, RankLost):
             self._ended = render(error)
         elif error is not None:  # stopped, perhaps before it began: what it was to tell the ranks is told again
-            with self._putting:  # not `_sending`, which who records holds for as long as a step takes
+            with self._putting:
                 self._templates[:0] = batch.templates
             self.freed.extend(batch.freed)
 
@@ -383,8 +418,6 @@ class Engine:
             RankLost, CellInterrupted: as a cell.
         """
         self._keep_near()
-        for callback in self.before_batch:
-            callback()
         inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         with self._sending:
             sent = self._send(fetch, on_output=inbox.put)
@@ -560,6 +593,14 @@ def _send_when_idle(held: weakref.ref[Engine], woken: threading.Event) -> None:
         woken.clear()
         threading.Event().wait(_IDLE_S)
         engine = held()
+        count = -1
+        while engine is not None and engine.watcher.held:  # until nothing more comes
+            if len(engine._wheres) == count and not engine.watcher.to_its_end:
+                break
+            count = len(engine._wheres)
+            del engine
+            threading.Event().wait(_HELD_IDLE_S)
+            engine = held()
         if engine is None:
             return
         try:

@@ -354,7 +354,8 @@ class _There:
         leaves, shape = pytree.tree_flatten(marks)
         trained = self.trained() if torch.is_grad_enabled() else ()
         # Of "cpu" it is asked, for that is what these tensors say that they are on.
-        casting = str(torch.get_autocast_dtype("cpu")).removeprefix("torch.") if torch.is_autocast_enabled("cpu") else None
+        is_casting = torch.is_autocast_enabled("cpu")
+        casting = str(torch.get_autocast_dtype("cpu")).removeprefix("torch.") if is_casting else None
         kind = (training, casting, trained, str(shape), *map(_hashable, leaves))
         found = (*kind, *(tensor._spec for tensor in tensors))
         plan = self._plans.get(found)

@@ -26,8 +26,9 @@ from meshbook.rank.tensors.engine import Template
 from meshbook.rank.tensors.lowering import FILE, CannotLower, Lowered, Lowering, settled
 from meshbook.wire.messages import Frame
 
-# Functions of ours that are islands: a module, and what waits for its collective by other means than an operation.
-_AS_THEY_ARE = ("meshbook::module", "meshbook::slice_local")
+# Functions of ours that are islands: a module, what waits for its collective by other means than an operation, and what
+# comes from elsewhere.
+_AS_THEY_ARE = ("meshbook::module", "meshbook::slice_local", "meshbook::fed")
 
 # Lowering anew because other numbers turned out to vary; a step that still differs is replayed one by one.
 _MAX_TRIES = 4
@@ -283,7 +284,8 @@ FUNCTIONS["forget_replay"] = forget_replay
 
 
 def _same(a: float, b: float) -> bool:
-    return a == b or (math.isnan(a) and math.isnan(b))
+    """Whether a number taken for constant still is: zero has a sign, of which a division makes an infinity."""
+    return (a == b and math.copysign(1.0, a) == math.copysign(1.0, b)) or (math.isnan(a) and math.isnan(b))
 
 
 def _seeded(template: Template, args: Any, kwargs: Any, seed: int) -> Any:
