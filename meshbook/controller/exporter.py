@@ -91,7 +91,7 @@ class Exporter:
         self.close()
 
 
-def _for_this_machine(serve: Callable[..., Any]) -> Callable[..., Any]:
+def _for_this_machine(serve: Any) -> Callable[..., Any]:
     """Answers only who calls this machine by a name of its own. A page of the web whose name was made to point here is
     sent by a browser that runs here, but says its own name."""
 

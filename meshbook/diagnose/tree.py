@@ -13,7 +13,7 @@ from msgspec import Struct
 from meshbook.diagnose import looks
 from meshbook.diagnose.code import cell_of, is_cell, is_user, library_of, plain, short
 from meshbook.ids import Ranks, format_ranks, name_ranks
-from meshbook.wire.messages import ACTOR_THREAD, Frame, RankSnapshot, ThreadStack
+from meshbook.wire.messages import ACTOR_THREAD, REMOTE_OPERATION, Frame, RankSnapshot, ThreadStack
 
 # Characters of a source line that are shown.
 MAX_SOURCE_CHARS = 80
@@ -190,6 +190,11 @@ def _no_source(_file: str, _line: int) -> str | None:
 _WRAPPERS = frozenset(("wrapper", "_wrapped_call_impl", "_call_impl", "decorate_context", "inner", "_fn", "__call__"))
 
 
+def says_little(node: Node) -> bool:
+    """Whether a library's frame tells a reader nothing: it only wraps another, or is Meshbook's own."""
+    return node.function in _WRAPPERS or library_of(node.file) == "meshbook"
+
+
 class _Folded(Struct, frozen=True):
     """What happens in libraries below a line, until the user's code comes again."""
 
@@ -268,8 +273,7 @@ class _Drawing:
         while level:
             depth += 1
             most = max(level, key=lambda node: len(node.ranks))
-            library = library_of(most.file) or "python"
-            if most.function not in _WRAPPERS and (library != "meshbook" or not told):
+            if not says_little(most):
                 told.append(plain(most.function, 60))
             below: list[Node] = []
             for node in level:
@@ -289,6 +293,8 @@ class _Drawing:
         if cell is None and is_cell(node.file):
             cell = "an earlier cell"
         place = f"{plain(cell, 80) if cell else short(plain(node.file))}, line {node.line}"
+        if node.file == REMOTE_OPERATION:
+            return self._paint(f"  {plain(node.function, 60)}", _DIM)
         if node.function and node.function != "<module>":
             place += f" in {plain(node.function, 60)}"
         if not node.user:
