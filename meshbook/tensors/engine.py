@@ -257,6 +257,28 @@ class Engine:
         self._woken.set()
         return handle
 
+    def feed(self, tensors: Sequence[torch.Tensor], placements: Sequence[Any]) -> tuple[list[Handle], Future[Any]]:
+        """Handles to tensors that are sent at once, and the end of that; each rank keeps its own rows, without a copy.
+
+        Not in order with what is issued, and nothing is waited for: any thread may do it. What a rank cannot take is
+        told, like an operation's failure, where it is used.
+
+        Args:
+            placements: torch's, for each tensor: at most one axis cuts it, along dim 0.
+        """
+        self._check()
+        handles = [Handle(self.next_id(), self.free) for _ in tensors]
+        payload = self.session.dump((tuple(tensors), tuple(placements)), self.ranks)
+        command = messages.RunOps(
+            call=self.session.connection.next_call(),
+            ranks=self.ranks,
+            engine=self.name,
+            first=self._number,
+            ops=_encoder.encode([]),
+            batch=messages.Batch(ids=tuple(handle.id for handle in handles), payload=payload),
+        )
+        return handles, self.session.connection.request(command)
+
     # ---- batches
 
     def flush(self) -> None:
