@@ -32,7 +32,7 @@ import torch
 from meshbook.controller.console import Console
 from meshbook.controller.results import error_of
 from meshbook.controller.session import Session, render
-from meshbook.errors import Failure, MeshbookError, NotAttached, OperationFailed, RankLost
+from meshbook.errors import CellInterrupted, Failure, MeshbookError, NotAttached, OperationFailed, RankLost
 from meshbook.ids import Ranks, name_ranks
 from meshbook.mesh import MeshAxes
 from meshbook.tensors.plan import Planner, Template
@@ -457,6 +457,8 @@ class Engine:
         # What is said unasked of ranks that do not get on comes by this way.
         finished = self.session.attend(command, future, inbox=inbox, sink=Console(self.ranks, echo=True))
         error = error_of(finished, "an operation on tensors")
+        if error is None and self.session.was_stopped(command.call):  # answered before the Stop was there: a loop ends
+            error = CellInterrupted((), self.ranks, summary="an operation on tensors was stopped as it ended")
         if error is not None:
             if isinstance(error, RankLost):
                 self._ended = error
