@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 import random
 import signal
@@ -79,6 +80,9 @@ def _settle(told: birth.RankBirth) -> None:
     if told.spec.cwd:
         with contextlib.suppress(OSError):
             os.chdir(told.spec.cwd)
+    # A DataLoader worker must not collect what its rank had dropped: the end of a process group waits for threads that
+    # a forked child does not have.
+    os.register_at_fork(after_in_child=gc.freeze)
     # Forked ranks would all draw the fork server's numbers; torch's own default seed is the same in every process.
     random.seed()
     if "numpy" in sys.modules:

@@ -76,7 +76,7 @@ class Cabin:
         self.num_messages = 0
         self._born_of: tuple[Any, Any] = (peer, word)
         self._urgent: deque[faults.MeshFailure] = deque()
-        self._thread = threading.Thread(target=self._live, name=f"actor {word.name}", daemon=True)
+        self._thread = threading.Thread(target=self._live, name=f"{messages.ACTOR_THREAD}{word.name}", daemon=True)
         self._inbox: SimpleQueue[Any] = SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._woken = False
