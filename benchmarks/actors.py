@@ -61,6 +61,10 @@ def idle(Base: type, mark: Callable[[Any], Any]) -> type:
             torch.set_num_threads(1)
             return float(values.sum())
 
+        @mark
+        def length(self, data: bytes) -> int:
+            return len(data)
+
     return Idle
 
 
@@ -71,6 +75,11 @@ def _values() -> Any:
 
     torch.set_num_threads(1)
     return torch.ones(NUM_BYTES // 4)
+
+
+@functools.cache
+def _bytes() -> bytes:
+    return bytes(range(250)) * (NUM_BYTES // 250)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -92,6 +101,9 @@ def _monarchs_words(module: Any, ranks: int) -> Calls:
     def argument() -> None:
         assert all(total == NUM_BYTES // 4 for total in actors.total.call(_values()).get().values())
 
+    def plain_bytes() -> None:
+        assert set(actors.length.call(_bytes()).get().values()) == {NUM_BYTES}
+
     def spawn(with_torch: bool) -> float:
         started = time.perf_counter()
         procs = module.this_host().spawn_procs({"gpus": RANKS})
@@ -105,6 +117,7 @@ def _monarchs_words(module: Any, ranks: int) -> Calls:
         calls |= {
             "broadcasts": broadcasts,
             "argument": argument,
+            "bytes": plain_bytes,
             "spawn": lambda: spawn(False),
             "spawn with torch": lambda: spawn(True),
         }
@@ -160,6 +173,10 @@ def ray(ranks: int, folder: Path) -> Iterator[Calls]:
             reference = system.put(_values())
             assert system.get([actor.total.remote(reference) for actor in actors]) == [NUM_BYTES // 4] * ranks
 
+        def plain_bytes() -> None:
+            reference = system.put(_bytes())
+            assert system.get([actor.length.remote(reference) for actor in actors]) == [NUM_BYTES] * ranks
+
         def spawn(with_torch: bool) -> float:
             started = time.perf_counter()
             new = [Idle.remote(with_torch) for _ in range(RANKS)]
@@ -174,6 +191,7 @@ def ray(ranks: int, folder: Path) -> Iterator[Calls]:
             calls |= {
                 "broadcasts": broadcasts,
                 "argument": argument,
+                "bytes": plain_bytes,
                 "spawn": lambda: spawn(False),
                 "spawn with torch": lambda: spawn(True),
             }
@@ -189,6 +207,7 @@ QUESTIONS = {
     "broadcasts": (f"{NUM_BROADCASTS:,} broadcasts to {RANKS}", 3, {"Monarch": 1.0, "Ray": 1.0}),
     "spawn": (f"spawn {RANKS}", 4, {"Monarch": 1.0}),
     "argument": (f"64 MB to {RANKS}", 10, {"Monarch": 0.5}),
+    "bytes": (f"64 MB of bytes to {RANKS}", 10, {"Monarch": 0.5}),
     "spawn with torch": (f"spawn {RANKS} with torch", 2, {"Monarch": 1.0}),
 }
 
