@@ -180,28 +180,29 @@ def adopt(mesh: Mesh, key: str, meta: TensorMeta) -> remote.RemoteTensor | None:
 
 
 def with_tensors(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """A function of torch's, with remote tensors in place of the handles among its arguments.
+    """A function of torch's, with remote tensors in place of the handles among its arguments."""
+    return func(*pytree.tree_map(tensor_of, args), **pytree.tree_map(tensor_of, kwargs))
+
+
+def tensor_of(leaf: Any) -> Any:
+    """What a handle of a tensor stands for, as a remote tensor; anything else as it is.
 
     Raises:
         TypeError: a handle that stands for something else.
     """
-
-    def tensor_of(leaf: Any) -> Any:
-        if not isinstance(leaf, RemoteValue):
-            return leaf
-        session, ranks = leaf._meshbook_session, leaf._meshbook_ranks
-        meta = tensor_at(leaf)
-        key = leaf._meshbook_key(session)
-        assert session.axes is not None
-        whole = Mesh.of(session, session.axes)
-        found = adopt(whole, key, meta) if meta is not None and len(ranks) == session.axes.size else None
-        if found is None:
-            raise TypeError(
-                f"{leaf._meshbook_path} is not one tensor on every rank of {session.name!r} (alike in shape, dtype and "
-                "placements); work with it in a cell, or pull it first"
-            )
-        if leaf._meshbook_values is not None:  # what keeps the object on the ranks until the operation has seen it
-            found._keeps = leaf
-        return found
-
-    return func(*pytree.tree_map(tensor_of, args), **pytree.tree_map(tensor_of, kwargs))
+    if not isinstance(leaf, RemoteValue):
+        return leaf
+    session, ranks = leaf._meshbook_session, leaf._meshbook_ranks
+    meta = tensor_at(leaf)
+    key = leaf._meshbook_key(session)
+    assert session.axes is not None
+    whole = Mesh.of(session, session.axes)
+    found = adopt(whole, key, meta) if meta is not None and len(ranks) == session.axes.size else None
+    if found is None:
+        raise TypeError(
+            f"{leaf._meshbook_path} is not one tensor on every rank of {session.name!r} (alike in shape, dtype and "
+            "placements); work with it in a cell, or pull it first"
+        )
+    if leaf._meshbook_values is not None:  # what keeps the object on the ranks until the operation has seen it
+        found._keeps = leaf
+    return found

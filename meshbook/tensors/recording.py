@@ -720,7 +720,7 @@ class _Shape:
             steps=tuple(steps),
             bodies={kind: known[kind].body for kind in set(self._kinds)},
             results=tuple(place[name] for name in self._live),
-            lines=tuple(map(_line, self._wheres)),
+            lines=tuple(map(engines.innermost, self._wheres)),
         )
         sent = Sent(
             number=next(engine.planner._numbers),
@@ -781,15 +781,6 @@ def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]
 def _same_lines(some: list[Where], others: list[Where]) -> bool:
     """Whether operations were issued by the same lines; who called those may be another."""
     return some == others or [where[:1] for where in some] == [where[:1] for where in others]
-
-
-def _line(where: Where) -> str:
-    """The innermost line of the user, short."""
-    if not where:
-        return ""
-    code, instruction = where[0]
-    line = next((number for start, stop, number in code.co_lines() if start <= instruction < stop and number), 0)
-    return f"{os.path.basename(code.co_filename)}:{line}"
 
 
 def _is_open(engine: Engine) -> bool:
