@@ -242,16 +242,19 @@ PLAYERS: dict[str, Player] = {}
 _playing: Player | None = None
 
 
-def replay(
-    mesh: Any, device: torch.device, tape: bytes, key: str, inputs: Sequence[Any], floats: Sequence[float]
-) -> Any:
-    """A recorded step, as an operation."""
+def replay(mesh: Any, device: torch.device, tape: bytes, key: str, *numbers: Any) -> Any:
+    """A recorded step, as an operation.
+
+    Args:
+        numbers: the step's inputs, then its floats.
+    """
     global _playing
     player = PLAYERS.get(key)
     if player is None:
         player = PLAYERS[key] = Player(pickle.loads(tape), mesh, device)
     _playing = player
-    return player.play(inputs, floats)
+    count = player.tape.num_inputs
+    return player.play(numbers[:count], numbers[count:])
 
 
 def _under_way(generated_line: int) -> tuple[str, Frame | None]:
