@@ -230,7 +230,8 @@ class Recorder(Watcher):
         self._log: list[_Part] = []
         self._logged = 0
         self._auto = False
-        self._book = _Book(engine)
+        # Nobody asked for it, so not a bit may change: a sum of two parts has one order, merged or not.
+        self._book = _Book(engine, merge=all(size <= 2 for size in engine.axes.shape))
         self._counted: dict[int, int] = {}  # by hash
         self._expected: _Shape | None = None
         self._matched = 0
@@ -491,8 +492,12 @@ class Recorder(Watcher):
 class _Book:
     """Steps of an engine that were seen."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, merge: bool = True) -> None:
+        """
+        Args:
+            merge: whether ranks may make one all-reduce of several.
+        """
+        self.engine, self._merge = engine, merge
         self.shapes: dict[tuple[int, ...], _Shape] = {}  # by their operations' kinds; the one used last comes last
         self._counts: dict[int, tuple[int, int, int]] = {}
         self._sizes: dict[Any, int] = {}  # numbers of an operation
@@ -516,7 +521,7 @@ class _Book:
         """A step, to be recorded when it comes again. Nothing else is among its operations."""
         try:
             kinds = tuple(self.kinds_of(stream))
-            shape = _Shape(self.engine, stream, wheres, [self.counts(kind) for kind in kinds])
+            shape = _Shape(self.engine, stream, wheres, [self.counts(kind) for kind in kinds], self._merge)
         except KeyError:
             return
         shape.is_loop = is_loop
@@ -623,11 +628,13 @@ class _Shape:
         stream: list[int | float],
         wheres: list[Where],
         counts: Sequence[tuple[int, int, int]],  # see `_Book.counts`
+        merge: bool,
     ) -> None:
         self.tape: Template | None = None
         self.num_tapes = 0
         self.is_loop = False
         self.num_ops = len(counts)
+        self._merge = merge
         self._engine, self._wheres, self._counts = engine, wheres, counts
         self._key = ""
         float_at: list[int] = []
@@ -721,6 +728,7 @@ class _Shape:
             bodies={kind: known[kind].body for kind in set(self._kinds)},
             results=tuple(place[name] for name in self._live),
             lines=tuple(map(engines.innermost, self._wheres)),
+            merge=self._merge,
         )
         sent = Sent(
             number=next(engine.planner._numbers),
@@ -730,8 +738,8 @@ class _Shape:
                 torch.device("cpu"),
                 pickle.dumps(tape, 5),
                 self._key,
-                [TENSOR] * len(self._given),
-                [FLOAT] * slot,
+                *[TENSOR] * len(self._given),
+                *[FLOAT] * slot,
             ),
             kwargs={},
             outputs=(-1,) * len(self._live),

@@ -70,6 +70,28 @@ def test_a_training_loop_with_schedule_clipping_and_fed_batches_is_one_message_a
     assert sum(sent[3:]) <= 3 * len(sent[3:])
 
 
+def test_sums_of_more_than_two_parts_are_those_of_op_by_op_to_the_last_bit() -> None:
+    with create_mesh({"dp": 3}) as mesh:
+        x = meshbook.distribute(torch.randn(6, 96), mesh, [Shard(0)])
+
+        def run() -> Any:
+            layers = [torch.nn.Linear(96, 96) for _ in range(3)]
+            model = meshbook.module_to_mesh(torch.nn.Sequential(*layers), mesh)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            losses = []
+            for _ in range(7):
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            return losses
+
+        plain, again, stats = both(mesh, run)
+        assert plain == again
+        assert stats.replayed >= 3
+
+
 def test_another_shape_and_a_branch_on_data_are_steps_of_their_own(mesh2: Mesh) -> None:
     def run() -> Any:
         got = []

@@ -184,7 +184,7 @@ def test_where_one_rank_cannot_write_a_step_down_no_rank_merges_its_collectives(
     def spoil(rank: int, back: bool) -> None:
         from meshbook.rank.tensors.lowering import CannotLower, Lowering
 
-        def refuse(self: Any, results: Any) -> Any:
+        def refuse(self: Any, results: Any, **options: Any) -> Any:
             raise CannotLower("this rank has a reason of its own")
 
         if rank == 1:

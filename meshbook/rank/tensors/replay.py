@@ -54,6 +54,7 @@ class Tape:
         bodies: the templates it uses, by number, pickled.
         results: places of what outlives the step.
         lines: where each operation was issued; None where that is not known.
+        merge: several all-reduces may become one, which sums in another order.
     """
 
     key: str
@@ -62,6 +63,7 @@ class Tape:
     bodies: dict[int, bytes]
     results: tuple[int, ...]
     lines: tuple[Frame | None, ...] = ()
+    merge: bool = True
 
 
 @dataclass
@@ -166,7 +168,7 @@ class Player:
             pieces = [settled(result) for result in results]
         lowered = None
         try:
-            lowered = lowering.compile(pieces)
+            lowered = lowering.compile(pieces, merge=self.tape.merge)
         except CannotLower as error:
             self.why_not = str(error)
         if not self._all_say(-1 if lowered is None else zlib.crc32(repr(lowered.order).encode())):
@@ -240,16 +242,19 @@ PLAYERS: dict[str, Player] = {}
 _playing: Player | None = None
 
 
-def replay(
-    mesh: Any, device: torch.device, tape: bytes, key: str, inputs: Sequence[Any], floats: Sequence[float]
-) -> Any:
-    """A recorded step, as an operation."""
+def replay(mesh: Any, device: torch.device, tape: bytes, key: str, *numbers: Any) -> Any:
+    """A recorded step, as an operation.
+
+    Args:
+        numbers: the step's inputs, then its floats.
+    """
     global _playing
     player = PLAYERS.get(key)
     if player is None:
         player = PLAYERS[key] = Player(pickle.loads(tape), mesh, device)
     _playing = player
-    return player.play(inputs, floats)
+    count = player.tape.num_inputs
+    return player.play(numbers[:count], numbers[count:])
 
 
 def _under_way(generated_line: int) -> tuple[str, Frame | None]:
