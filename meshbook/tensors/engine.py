@@ -70,11 +70,19 @@ class Handle:
     An object of its own: torch may bring a tensor's Python object back to life after `__del__`.
     """
 
-    __slots__ = ("copied", "free", "id")
+    __slots__ = ("changes", "free", "id")
+
+    is_part = False  # a view that DTensor had to copy (`parts`)
 
     def __init__(self, id: int, free: Callable[[int], None]) -> None:
         self.id, self.free = id, free
-        self.copied = False  # a view that shares nothing: DTensor had to copy
+        self.changes: list[int] | None = None
+
+    def family(self) -> list[int]:
+        """How often it was changed, or any of its views: one count for all of them."""
+        if self.changes is None:
+            self.changes = [0]
+        return self.changes
 
     def __del__(self) -> None:
         self.free(self.id)
