@@ -78,10 +78,18 @@ class Handle:
     of it, and no `__init__` is called: one is made for every operation.
     """
 
-    __slots__ = ("id",)
+    __slots__ = ("changes", "id")
 
+    is_part = False  # a view that DTensor had to copy (`parts`)
+    changes: list[int] | None
     id: int
     free: Callable[[int], None]  # the engine's
+
+    def family(self) -> list[int]:
+        """How often it was changed, or any of its views: one count for all of them."""
+        if self.changes is None:
+            self.changes = [0]
+        return self.changes
 
     def __del__(self) -> None:
         self.free(self.id)
@@ -218,7 +226,7 @@ class Engine:
     def new_handle(self) -> Handle:
         """Of a tensor that there will be: with an id that no other has."""
         handle = self.handle()
-        handle.id = self.next_id()
+        handle.id, handle.changes = self.next_id(), None
         return handle
 
     def add_template(self, body: bytes) -> None:

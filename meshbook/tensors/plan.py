@@ -32,7 +32,18 @@ from meshbook.mesh import MeshAxes
 from meshbook.placement import Shard as Cut
 from meshbook.placement import local_spans
 from meshbook.rank.tensors import rules
-from meshbook.rank.tensors.calls import FLOAT, MESH, TENSOR, Sent, as_global, as_local, name_of
+from meshbook.rank.tensors.calls import (
+    FLOAT,
+    MESH,
+    TENSOR,
+    Sent,
+    Whole,
+    as_global,
+    as_local,
+    name_of,
+    summed_embedding,
+    summed_gather,
+)
 
 aten = torch.ops.aten
 
@@ -41,10 +52,13 @@ _group_numbers = itertools.count()
 # Operations that DTensor computes shard by shard although an element needs what lies in other shards.
 _SCANS = {
     aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default, aten.cummax.default, aten.cummin.default,
-    aten.cumsum_.default, aten.cumprod_.default, aten.flip.default, aten.roll.default, aten.median.dim,
+    aten.flip.default, aten.roll.default, aten.median.dim,
     aten.kthvalue.default, aten.mode.default, aten.renorm.default,
 }  # fmt: skip
 
+
+# What DTensor leaves as a sum in parts with a mask that serves once; ours has it summed at once.
+_MASKED = {aten.embedding.default: summed_embedding, aten.gather.default: summed_gather}
 
 # torch's words for what Meshbook says in the mesh's.
 _UNEVEN = re.compile(
@@ -53,6 +67,9 @@ _UNEVEN = re.compile(
 _ALONG = re.compile(
     r"along the sharded dimension|without redistribution, which is disallowed|redistribute the tensor before"
 )
+
+# What only some machines have, and what gives other tensors there than it says here.
+_KERNELS_OF_THEIR_OWN = {aten.mkldnn_rnn_layer.default}
 
 # Convolutions, and which of their tensors is the image; the weight is the next.
 _CONVOLUTIONS = {aten.convolution.default: 0, aten.convolution_backward.default: 1}
@@ -64,21 +81,17 @@ class Spec:
     Attributes:
         shape, stride, offset: of the whole tensor; of each rank's own where `placements` is None.
         placements: torch's, one per axis of the mesh; None: the per-rank view.
-        copied: a view that shares nothing: DTensor had to copy.
         engine: whose tensor it is.
         making: what torch is given to make such a tensor; None until there is one.
     """
 
-    __slots__ = (
-        "__weakref__", "copied", "device", "dtype", "engine", "making", "offset", "placements", "shape", "stride",
-    )  # fmt: skip
+    __slots__ = ("__weakref__", "device", "dtype", "engine", "making", "offset", "placements", "shape", "stride")
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
     placements: tuple[Any, ...] | None
-    copied: bool
     engine: Any
     device: torch.device
     making: tuple[Any, ...] | None
@@ -97,6 +110,8 @@ class Template:
         outputs: per result a Spec (new), the index of an input (changed in place), or None.
         returns: "none", "one", "list", "tuple".
         first: placements that inputs must be brought to before, by index; empty where they are as they should be.
+        is_view: results share the storage of the first input.
+        copied: ... or should, and do not: what DTensor gives is a copy.
         mutates: indices of inputs that are changed.
         instead: the operation that makes a new tensor, to be copied into the first input, where DTensor would change
             only a part of it.
@@ -109,6 +124,8 @@ class Template:
     outputs: tuple[Spec | int | None, ...]
     returns: str
     first: tuple[tuple[int, tuple[Any, ...]], ...] = ()
+    is_view: bool = False
+    copied: bool = False
     mutates: tuple[int, ...] = ()
     instead: Any = None
     seeded: bool = False
@@ -134,27 +151,17 @@ class Planner:
         self._numbers = itertools.count(1)  # 0 frees ids
 
     def spec(
-        self,
-        shape: Sequence[int],
-        stride: Sequence[int],
-        offset: int,
-        dtype: torch.dtype,
-        placements: Any,
-        copied: bool = False,
+        self, shape: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype, placements: Any
     ) -> Spec:
         """The one spec of these."""
-        key = (tuple(shape), tuple(stride), offset, dtype, placements, copied)
+        key = (tuple(shape), tuple(stride), offset, dtype, placements)
         found = self._specs.get(key)
         if found is None:
             found = Spec()
-            found.shape, found.stride, found.offset, found.dtype, found.placements, found.copied = key
+            found.shape, found.stride, found.offset, found.dtype, found.placements = key
             found.engine, found.device, found.making = self.engine, self.device, None
             self._specs[key] = found
         return found
-
-    def copied(self, spec: Spec) -> Spec:
-        """The same, of a view that is a copy."""
-        return self.spec(spec.shape, spec.stride, spec.offset, spec.dtype, spec.placements, True)
 
     def spec_of(self, tensor: torch.Tensor, placements: Any) -> Spec:
         """The spec of a contiguous tensor like this local one."""
@@ -208,14 +215,6 @@ class Planner:
                 "are there; use the one that makes a view (without the trailing underscore), x = x.t(), or, where "
                 "torch's own code does it, mesh.execute(fn, x) or x.full_tensor()"
             )
-        for at in _mutated(function, args, kwargs, inputs):
-            if inputs[at]._spec.copied:
-                raise NotImplementedError(
-                    f"{function._opname} would change a view that the mesh could only make as a copy: the view cuts "
-                    f"across a dim that lies in pieces on the ranks ({inputs[at]._spec}). Use an operation that makes "
-                    "a new tensor (torch.where, index_copy, torch.cat), or first redistribute the tensor so that this "
-                    "dim is whole: x = x.redistribute(...)"
-                )
         first = _to_be_moved(function, args, inputs, self.mesh)
         if first:
             return Template(0, None, (), "none", first=first, special=True)
@@ -238,6 +237,7 @@ class Planner:
                 )
             return leaf
 
+        rules.tell_numbers_apart(function)
         watch = _Watch(function)
         try:
             # Whatever watches the user's operations, `mesh.activate()` for one, has nothing to do with these.
@@ -247,10 +247,56 @@ class Planner:
         except Exception as error:
             if "in-place operations that require placement changes" in str(error):
                 return _not_in_place(function)
+            if _lacks_a_rule(function, error) and (other := _that_makes_a_new_one(function)) is not None:
+                return Template(0, None, (), "none", instead=other, special=True)
+            along = _ALONG.search(str(error)) is not None and _UNEVEN.search(str(error)) is None
+            if along and (moves := self._made_whole(inputs[:1])):
+                return Template(0, None, (), "none", first=moves, special=True)
+            if _lacks_a_rule(function, error) and (found := self._on_the_whole(function, args, kwargs, inputs)):
+                return found
             raise self._told(function, error, inputs) from None
+        if function in _MASKED:
+            masks = [place.mask_buffer for place in results.placements if hasattr(place, "mask_buffer")]
+            for mask in masks:  # DTensor keeps it for all operations of this kind
+                mask.release_mask()
+            if masks:
+                return self.plan(_MASKED[function], args, kwargs, inputs)
         if watch.missed([empties[id(inputs[at])] for at in _mutated(function, args, kwargs, inputs)]):
             return _not_in_place(function)
         return self._template(function, args, kwargs, inputs, empties, results, watch.communicates)
+
+    def _on_the_whole(self, function: Any, args: Any, kwargs: Any, inputs: Sequence[Any]) -> Template | None:
+        """An operation that DTensor has no rule for, done by every rank on all of every operand, if that can be."""
+        everywhere = (Replicate(),) * self.mesh.ndim
+        if not isinstance(function, torch._ops.OpOverload) or function._schema.is_mutable or not inputs:
+            return None
+        if function in _KERNELS_OF_THEIR_OWN:
+            return None
+        if any(tensor._spec.placements is None for tensor in inputs):
+            return None
+        empties = {
+            id(tensor): self.empty(
+                self.spec(tensor._spec.shape, tensor._spec.stride, 0, tensor._spec.dtype, everywhere)
+            )
+            for tensor in inputs
+        }
+        whole = Whole(function)
+        try:
+            with _disable_current_modes(), torch.no_grad(), rules.quiet():
+                given = pytree.tree_map(lambda leaf: empties.get(id(leaf), leaf), (args, kwargs))
+                results = whole(*given[0], **given[1])
+        except Exception:
+            return None
+        if not all(isinstance(leaf, (DTensor, type(None))) for leaf in pytree.tree_leaves(results)):
+            return None
+        if moves := self._made_whole(inputs):
+            return Template(0, None, (), "none", first=moves, special=True)
+        return self._template(whole, args, kwargs, inputs, empties, results, communicates=False)
+
+    def _made_whole(self, inputs: Sequence[Any]) -> tuple[tuple[int, tuple[Any, ...]], ...]:
+        """What brings to every rank all of those of these tensors that are not there yet."""
+        everywhere = (Replicate(),) * self.mesh.ndim
+        return tuple((at, everywhere) for at, tensor in enumerate(inputs) if tensor._spec.placements != everywhere)
 
     def plan_own(self, name: str, args: tuple[Any, ...], output: Spec) -> Template:
         """A template of a function of ours that makes one tensor out of none, whose spec the caller knows."""
@@ -284,7 +330,8 @@ class Planner:
                         for before, after in zip(inputs[0]._spec.placements, placements, strict=True)
                     )
                     return Template(0, None, (), "none", first=((0, whole),), special=True)
-                outputs.append(self.spec(result.shape, result.stride(), 0, result.dtype, placements))
+                stride = _strides_as_laid_out(result)
+                outputs.append(self.spec(result.shape, stride, 0, result.dtype, placements))
             elif isinstance(result, torch.Tensor):
                 outputs.append(self.spec(result.shape, result.stride(), 0, result.dtype, None))
             elif result is None:
@@ -292,8 +339,7 @@ class Planner:
             else:
                 raise NotImplementedError(f"{name_of(function)} gives a {type(result).__name__}, not tensors")
         mutates = _mutated(function, args, kwargs, inputs)
-        if _is_copied(function, inputs, empties, flat):
-            outputs = [self.copied(output) if isinstance(output, Spec) else output for output in outputs]
+        is_view, copied = _sharing(function, inputs, empties, flat)
         seeded = torch.Tag.nondeterministic_seeded in getattr(function, "tags", ()) and bool(inputs or flat)
         returns = (
             ("list" if isinstance(results, list) else "tuple") if several else "none" if results is None else "one"
@@ -324,9 +370,11 @@ class Planner:
             single=single,
             outputs=tuple(outputs),
             returns=returns,
+            is_view=is_view,
+            copied=copied,
             mutates=mutates,
             seeded=seeded,
-            special=bool(mutates) or seeded,
+            special=copied or bool(mutates) or seeded,
             communicates=communicates,
             body=pickle.dumps(sent, 5),
             name=name_of(function),
@@ -337,16 +385,8 @@ class Planner:
         text = str(error).strip().split("\n\nSharding propagation failed")[0].strip()
         name = name_of(function)
         operands = ", ".join(repr(tensor._spec) for tensor in inputs[:4])
-        lacks = (
-            isinstance(error, NotImplementedError)
-            or "does not have a sharding strategy" in text
-            or text == f"{name.replace('::', '.')}"
-            or "Meta tensors" in text
-            or text.startswith("aten.nonzero")  # of a mask among the indices
-            or type(error).__name__ in ("DynamicOutputShapeException", "DataDependentOutputException")
-        )
         where = f"on a mesh of {self.axes}"
-        if lacks:
+        if _lacks_a_rule(function, error):
             plain = name.partition("::")[2].partition(".")[0]
             return NotImplementedError(
                 f"{plain} of {operands} {where}: DTensor has no rule for it (or the shape of its result depends on "
@@ -362,11 +402,6 @@ class Planner:
                 f"{plain} of {operands}: dim {dim} of {length} rows cannot be sharded evenly over "
                 f"{self.axes.names[axis]}={size}: {length} = {size} * {length // size} + {length % size}. "
                 f"Redistribute the tensor first so that {self.axes.names[axis]} cuts another dim, or none"
-            )
-        if _ALONG.search(text) is not None:
-            return PlacementError(
-                f"{plain} of {operands} {where} goes along a dim that is cut; redistribute the tensor first so that "
-                "the dim is whole: x.redistribute(...)"
             )
         text = f"{text} ({plain} of {operands} {where})"
         try:
@@ -410,11 +445,6 @@ def _to_be_moved(
             for place in spec.placements
         )
         if places != spec.placements:
-            if name_of(function).endswith("_.default"):
-                raise NotImplementedError(
-                    f"{name_of(function)} along a dim that is cut over the mesh ({spec}); use the one that makes a new "
-                    "tensor (without the trailing underscore)"
-                )
             return ((0, places),)
     return ()
 
@@ -434,12 +464,33 @@ def _is_inexact(spec: Spec) -> bool:
     return spec.dtype.is_floating_point or spec.dtype.is_complex
 
 
+def _lacks_a_rule(function: Any, error: Exception) -> bool:
+    """Whether this is DTensor's way of saying so."""
+    text = str(error).strip()
+    return (
+        isinstance(error, NotImplementedError)
+        or "does not have a sharding strategy" in text
+        or "not supported with DTensor" in text
+        or text.split("\n\n")[0] == name_of(function).replace("::", ".")
+        or "Meta tensors" in text
+        or text.startswith("aten.nonzero")  # of a mask among the indices
+        or type(error).__name__ in ("DynamicOutputShapeException", "DataDependentOutputException")
+    )
+
+
+def _that_makes_a_new_one(function: Any) -> Any:
+    """The operation that gives a new tensor with what this one would have left in the tensor it changes, or None."""
+    name = getattr(function, "_opname", "")
+    if not name.endswith("_") or name.startswith("_foreach"):
+        return None
+    other = getattr(getattr(torch.ops, function.namespace), name.removesuffix("_"), None)
+    return getattr(other, function._overloadname, None)
+
+
 def _not_in_place(function: Any) -> Template:
     """The plan of an operation in place by way of the one that makes a new tensor."""
-    name = function._opname.removesuffix("_")
-    other = getattr(getattr(torch.ops, function.namespace), name, None)
-    other = getattr(other, function._overloadname, None)
-    if other is None or function._opname.startswith("_foreach") or not function._opname.endswith("_"):
+    other = _that_makes_a_new_one(function)
+    if other is None:
         raise NotImplementedError(
             f"{function._opname} with operands that are placed otherwise than the tensor it changes: bring them to its "
             "placements first, y.redistribute(x.placements)"
@@ -470,18 +521,18 @@ def _mutated(function: Any, args: Any, kwargs: Any, inputs: Sequence[Any]) -> tu
     return tuple(dict.fromkeys(changed))
 
 
-def _is_copied(function: Any, inputs: Sequence[Any], empties: dict[int, Any], results: list[Any]) -> bool:
-    """Whether the results should share the first input's storage, and fail to; or are views of one that failed to."""
-    if not inputs:
-        return False
-    if function not in (as_global, as_local):
-        schema = getattr(function, "_schema", None)
-        if schema is None or schema.is_mutable or not any(output.alias_info is not None for output in schema.returns):
-            return False
-        source = _storage(empties[id(inputs[0])])
-        if any(_storage(result) != source for result in results if isinstance(result, torch.Tensor)):
-            return True
-    return bool(inputs[0]._spec.copied)
+def _sharing(function: Any, inputs: Sequence[Any], empties: dict[int, Any], results: list[Any]) -> tuple[bool, bool]:
+    """Whether the results should share the first input's storage, and whether they fail to."""
+    if function in (as_global, as_local):
+        return True, False
+    schema = getattr(function, "_schema", None)
+    if schema is None or schema.is_mutable or not inputs:
+        return False, False
+    if not any(output.alias_info is not None for output in schema.returns):
+        return False, False
+    source = empties.get(id(inputs[0]))
+    shares = all(_storage(result) == _storage(source) for result in results if isinstance(result, torch.Tensor))
+    return True, not shares
 
 
 def _storage(tensor: Any) -> int:
@@ -579,6 +630,21 @@ def spans_of(
         point.append(place % size)
         place //= size
     return local_spans(shape, cuts, axes.shape or (1,), tuple(reversed(point)))
+
+
+def _strides_as_laid_out(tensor: DTensor) -> tuple[int, ...]:
+    """Strides of the whole, in the order in which the pieces have theirs. DTensor now and then says others; torch here
+    would then take a view for possible that the ranks cannot make."""
+    said, local = tensor.stride(), tensor._local_tensor
+    dims = [dim for dim in range(local.dim()) if local.shape[dim] > 1]
+    order = sorted(dims, key=local.stride, reverse=True)
+    if all(said[one] >= said[other] for one, other in itertools.pairwise(order)):
+        return tuple(said)
+    strides, step = [0] * local.dim(), 1
+    for dim in reversed([dim for dim in range(local.dim()) if dim not in dims] + order):
+        strides[dim] = step if dim not in dims or local.stride(dim) else 0
+        step *= max(tensor.shape[dim], 1) if strides[dim] else 1
+    return tuple(strides)
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from meshbook.controller.mesh import Mesh
 from meshbook.rank.tensors import calls
-from meshbook.tensors import values, views
+from meshbook.tensors import parts, values, views
 from meshbook.tensors.engine import Engine, Handle, here
 from meshbook.tensors.plan import Spec, Template, contiguous
 
@@ -308,13 +308,14 @@ def arrive(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     if template is None:
         template = engine.learn(found, engine.planner.plan, func, args, kwargs or {}, tensors)
     spec = template.quick
-    if spec is None:
+    if spec is None or (template.is_view and tensors[0]._handle.is_part):
         return perform(engine, template, func, args, kwargs, numbers, tensors, floats)
     # What `perform` does, for the common case: one new tensor, nothing to look out for.
     result = _make(*(spec.making or _how_to_make(spec)))
     result._spec = spec
     result._handle = handle = engine.handle()
     handle.id = made = engine.next_id()
+    handle.changes = tensors[0]._handle.family() if template.is_view else None
     numbers[0] = template.number
     numbers.append(made)
     if floats:
@@ -347,6 +348,8 @@ def perform(
             return _moved_first(template, func, args, kwargs, tensors)
         if template.instead is not None:
             return _not_in_place(template, args, kwargs)
+        if len(template.mutates) > 1:
+            parts.check_apart([tensors[at] for at in template.mutates], template.name)
         if template.seeded:
             floats.append(float(torch.randint(_SEEDS, (), device="cpu")))
     numbers[0] = template.number
@@ -363,6 +366,10 @@ def perform(
     if floats:
         numbers += floats
     engine.emit(numbers, here())
+    if template.is_view:
+        _follow(template, results, func, args, kwargs, tensors)
+    for at in template.mutates:
+        _changed(tensors[at])
     if template.returns == "one":
         return results[0]
     if template.returns == "none":
@@ -388,26 +395,64 @@ def new_seed() -> float:
     return float(torch.randint(_SEEDS, (), device="cpu"))
 
 
+def _follow(
+    template: Template, results: list[Any], func: Any, args: Any, kwargs: Any, tensors: Sequence[RemoteTensor]
+) -> None:
+    """Have views know of what they are one."""
+    of = tensors[0]
+    if template.copied or of._handle.is_part:
+        issue = dispatch if isinstance(func, torch._ops.OpOverload) else _call_again
+        parts.follow(results, of, func, args, kwargs, shares=not template.copied, issue=issue)
+    else:
+        for result in results:
+            result._handle.changes = of._handle.family()
+
+
+def _changed(tensor: RemoteTensor) -> None:
+    """An operation that changes it in place has been issued."""
+    handle = tensor._handle
+    if handle.changes is not None:
+        handle.changes[0] += 1
+        if handle.is_part:
+            parts.write_back(tensor, _move)
+
+
+def _move(tensor: RemoteTensor, placements: tuple[Any, ...]) -> Any:
+    """Bring to placements, also to parts of a sum."""
+    now = tensor._spec.placements or ()
+    whole = tuple(
+        torch.distributed.tensor.Replicate() if after.is_partial() and before != after else after
+        for before, after in zip(now, placements, strict=True)
+    )
+    if whole != placements:
+        if whole != now:
+            tensor = call(calls.redistribute, tensor.engine, tensor, whole)
+        return call(calls.in_parts, tensor.engine, tensor, calls.MESH, placements)
+    return call(calls.redistribute, tensor.engine, tensor, placements)
+
+
+def _call_again(func: Any, args: Any, kwargs: Any) -> Any:
+    return call(func, next(arg for arg in args if isinstance(arg, RemoteTensor)).engine, *args)
+
+
 def _moved_first(template: Template, func: Any, args: Any, kwargs: Any, tensors: Sequence[RemoteTensor]) -> Any:
-    moved = {
-        id(tensors[at]): call(calls.redistribute, tensors[at].engine, tensors[at], places)
-        for at, places in template.first
-    }
-    args, kwargs = pytree.tree_map(lambda leaf: moved.get(id(leaf), leaf), (args, kwargs or {}))
-    result = dispatch(func, args, kwargs)
+    moved = {id(tensors[at]): _move(tensors[at], places) for at, places in template.first}
+    moved_args, moved_kwargs = pytree.tree_map(lambda leaf: moved.get(id(leaf), leaf), (args, kwargs or {}))
+    result = dispatch(func, moved_args, moved_kwargs)
     schema = getattr(func, "_schema", None)
     if schema is not None and any(output.alias_info is not None for output in schema.returns):
-        for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, RemoteTensor):
-                leaf._spec = leaf.engine.planner.copied(leaf._spec)
+        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, RemoteTensor)]
+        parts.follow(made, tensors[0], func, args, kwargs, shares=False, issue=dispatch)
     return result
 
 
 def _not_in_place(template: Template, args: Any, kwargs: Any) -> Any:
     target = args[0]
     made = dispatch(template.instead, args, kwargs)
+    if made._spec.dtype != target._spec.dtype:
+        raise RuntimeError(f"result type {made._spec.dtype} cannot be kept in a tensor of {target._spec.dtype}")
     if made._spec.placements != target._spec.placements:
-        made = call(calls.redistribute, target.engine, made, target._spec.placements)
+        made = _move(made, target._spec.placements)
     return dispatch(aten.copy_.default, (target, made), None)
 
 
