@@ -12,9 +12,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from msgspec import structs
 
-from meshbook.wire.messages import Frame, ThreadStack
+from meshbook.wire.messages import ACTOR_THREAD, Frame, ThreadStack
 
 _OWN_FOLDER = str(Path(__file__).resolve().parent.parent) + "/"
 _ASYNCIO_FOLDER = str(Path(asyncio.__file__).resolve().parent) + "/"
@@ -31,14 +31,19 @@ def users_part(stack: ThreadStack, file: str | None) -> ThreadStack:
         file: that the running cell was compiled under; None: something else runs, or it is not known.
     """
     if not stack.main:
-        return stack
+        return structs.replace(stack, frames=stack.frames[_below_own(stack.frames) :]) if is_actors(stack) else stack
     frames = stack.frames
     first = next((place for place, frame in enumerate(frames) if frame.file == file), None) if file else None
     if first is None:
         first = _below_own(frames)
     if first <= stack.cut_at and stack.num_cut:
-        return msgspec.structs.replace(stack, frames=frames[first:], cut_at=stack.cut_at - first)
-    return msgspec.structs.replace(stack, frames=frames[first:], num_cut=0, cut_at=0)
+        return structs.replace(stack, frames=frames[first:], cut_at=stack.cut_at - first)
+    return structs.replace(stack, frames=frames[first:], num_cut=0, cut_at=0)
+
+
+def is_actors(stack: ThreadStack) -> bool:
+    """Whether it is of a thread that runs an actor, and nothing was left out of it."""
+    return stack.name.startswith(ACTOR_THREAD) and not stack.num_cut
 
 
 def _below_own(frames: tuple[Frame, ...]) -> int:

@@ -24,7 +24,7 @@ from meshbook.rank import paths
 from meshbook.rank.tensors import building, modules
 from meshbook.rank.tensors.calls import FLOAT, TENSOR, Sent
 from meshbook.tensors import remote
-from meshbook.tensors.creation import distribute, engine_of
+from meshbook.tensors.creation import distribute, engine_of, tensor_of
 from meshbook.tensors.engine import Engine
 from meshbook.tensors.plan import Spec, Template
 from meshbook.tensors.views import move
@@ -341,6 +341,7 @@ class _There:
 
         def mark(leaf: Any) -> Any:
             """What stands for it in the template; floats are carried, as with any operation."""
+            leaf = tensor_of(leaf)
             if isinstance(leaf, torch.Tensor):
                 tensors.append(self._here(leaf))
                 return TENSOR
@@ -377,7 +378,10 @@ class _There:
             if tensor._spec.engine is not self.engine:
                 raise UsageError("this input lies on another mesh than the module")
             if tensor._spec.placements is None:
-                raise PlacementError("this input is a tensor per rank; say how they are one: x.as_global([Shard(0)])")
+                raise PlacementError(
+                    "this input is a tensor per rank; say how they are one: x.as_global([Shard(0)]). mesh.feed gives "
+                    'batches that are one already, and so does mesh.scatter(batch, axis=…, view="global")'
+                )
             return tensor
         from torch.distributed.tensor import Replicate
 

@@ -67,6 +67,16 @@ def test_fsdp_shards_what_the_controller_sees_as_whole(mesh2: Mesh) -> None:
     assert "2 blocks" in model.plan
 
 
+def test_a_scattered_batch_is_an_input_where_it_is_one_tensor(mesh2: Mesh) -> None:
+    alone = nn.Linear(3, 2)
+    model = meshbook.distribute(alone, mesh2, strategy="ddp")
+    batch = torch.rand(4, 3)
+    close(model(mesh2.scatter(batch, axis="dp", view="global")).full_tensor(), alone(batch))
+    pieces = mesh2.scatter(batch, axis="dp")
+    with pytest.raises(PlacementError, match=r"a tensor per rank; say how they are one: x.as_global.*mesh.feed"):
+        model(pieces)
+
+
 def test_a_step_of_a_module_there_is_few_operations_and_can_be_recorded(mesh2: Mesh) -> None:
     torch.manual_seed(5)
     alone = gpt.GPT()

@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -312,25 +313,27 @@ def test_a_fault_of_one_rank_frees_the_others_from_their_collective(mesh2: Mesh)
     assert distribute(torch.ones(4), mesh2, [Shard(0)]).sum().item() == 4
 
 
-def test_stop_ends_operations_and_the_mesh_goes_on(mesh2: Mesh, press: Callable[[], None]) -> None:
+@pytest.mark.parametrize("read", [lambda x: x.sum().item(), RemoteTensor.full_tensor], ids=["a number", "4 MiB"])
+def test_stop_ends_operations_and_the_mesh_goes_on(
+    mesh2: Mesh, press: Callable[[], None], read: Callable[[Any], Any]
+) -> None:
     mesh2.run("import time\nclass Slow: pass")
-    x = distribute(torch.ones(4), mesh2)
-    mesh2.run("time.sleep(0)")
+    x = distribute(torch.ones(1 << 20), mesh2, [Shard(0)])
+    read(x + 1)
     future = mesh2.run("time.sleep(20)", wait=False)
-    total = (x + 1).sum()
+    later = x + 1
     press()
     with pytest.raises(CellInterrupted):  # in the wait: whatever has to be planned for it has been
-        total.item()
+        read(later)
     future.interrupt()
     future.exception(10)
-    assert (x + 1).sum().item() == 8
+    assert not mesh2.session._pool._rooms
+    assert (x + 1).sum().item() == 2 << 20
 
 
 @pytest.fixture
 def press() -> Callable[[], None]:
     """Ctrl-C in a moment, while the main thread waits."""
-    import threading
-
     def later() -> None:
         timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
         timer.daemon = True
@@ -349,11 +352,23 @@ def test_a_killed_rank_is_told_at_the_next_wait() -> None:
     with create_mesh({"dp": 2}) as mesh:
         x = distribute(torch.ones(64, 64), mesh, [Shard(0)])
         x.sum().item()
-        mesh.kill(1)
+        large = distribute(torch.ones(4 << 20), mesh, [Shard(0)])
+        kept = large.full_tensor()
+        (pid,) = mesh.slice(dp=1).execute(os.getpid).values()
+        os.kill(pid, signal.SIGSTOP)
+        killer = threading.Timer(0.3, os.kill, (pid, signal.SIGKILL))
+        killer.start()
+        with pytest.raises(RankLost, match="rank 1"):  # in the middle of a read
+            large.full_tensor()
+        killer.join(10)
         with pytest.raises(RankLost, match="rank 1"):
             train_for_ever(x)
         with pytest.raises(RankLost):
             x.full_tensor()
+        assert torch.equal(kept, torch.ones(4 << 20))
+        del kept
+        mesh.session._pool.trim(0)
+        assert not mesh.session._pool._rooms
         with pytest.raises(RankLost):
             x + x
 

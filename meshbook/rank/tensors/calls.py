@@ -274,7 +274,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 # Functions that are imported when an operation first names them.
 ELSEWHERE = {
-    "fed": "feeding",
     "replay": "replay",
     "forget_replay": "replay",
     "module_tensors": "modules",
