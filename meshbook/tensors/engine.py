@@ -80,16 +80,18 @@ class Handle:
 
     __slots__ = ("changes", "id")
 
-    is_part = False  # a view that DTensor had to copy (`parts`)
-    changes: list[int] | None
     id: int
     free: Callable[[int], None]  # the engine's
+    changes: list[int]  # of a view, and of what it is one of; not set otherwise
+    is_part = False  # a view that DTensor had to copy (`parts`)
 
     def family(self) -> list[int]:
         """How often it was changed, or any of its views: one count for all of them."""
-        if self.changes is None:
+        try:
+            return self.changes
+        except AttributeError:
             self.changes = [0]
-        return self.changes
+            return self.changes
 
     def __del__(self) -> None:
         self.free(self.id)
@@ -226,7 +228,7 @@ class Engine:
     def new_handle(self) -> Handle:
         """Of a tensor that there will be: with an id that no other has."""
         handle = self.handle()
-        handle.id, handle.changes = self.next_id(), None
+        handle.id = self.next_id()
         return handle
 
     def add_template(self, body: bytes) -> None:

@@ -9,6 +9,7 @@ Knows handles and plans; operations are issued by functions that it is given.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import pickle
 from collections.abc import Callable, Sequence
@@ -44,65 +45,35 @@ class Where:
     box: tuple[tuple[int | None, int, int, int], ...] | None
 
 
-class Part(Handle):
-    """The handle of such a view, or of a view of one.
+class Part:
+    """In place of a handle: that of such a view, or of a view of one.
 
     Attributes:
         of: the tensor that it is a view of.
         where: its elements in that tensor; None: it shares the other's storage.
+        changes: of what it is a view of, and of all its other views.
     """
-
-    __slots__ = ("_again", "_seen", "free", "of", "where")
 
     is_part = True
 
-    def __init__(self, made: Handle, of: Any, where: Where | None, again: Callable[[], Handle]) -> None:
-        self.free = made.free
-        self._take(made)
+    def __init__(self, made: Any, of: Any, where: Where | None, again: Callable[[], Any]) -> None:
+        self._copy: Handle = made._copy if made.is_part else made
         self.of, self.where, self._again = of, where, again
         self.changes: list[int] = of._handle.family()
-        self._seen = self.changes[0]
+        self.seen = self.changes[0]
 
     @property
     def id(self) -> int:
-        if self._seen != self.changes[0]:
-            self._seen = self.changes[0]
+        """Of the copy as it should be now: read again, if there have been changes since."""
+        now = self.changes[0]
+        if self.seen != now:
             fresh = self._again()
-            self.free(_id.__get__(self))
-            self._take(fresh)
-        found: int = _id.__get__(self)
-        return found
+            self.seen = now
+            self._copy = fresh._copy if fresh.is_part else fresh
+        return self._copy.id
 
-    @id.setter
-    def id(self, id: int) -> None:
-        _id.__set__(self, id)
-
-    def _take(self, other: Handle) -> None:
-        """Its id, which it does not free any more."""
-        _id.__set__(self, _id.__get__(other))
-        if isinstance(other, Part):
-            other.free = _nothing
-        else:
-            other.__class__ = _Spent
-
-    def __del__(self) -> None:
-        self.free(_id.__get__(self))
-
-
-class _Spent(Handle):
-    """A handle whose id another has taken over."""
-
-    __slots__ = ()
-
-    def __del__(self) -> None:
-        pass
-
-
-_id: Any = vars(Handle)["id"]
-
-
-def _nothing(id: int) -> None:
-    pass
+    def family(self) -> list[int]:
+        return self.changes
 
 
 def follow(made: Sequence[Any], of: Any, function: Any, args: Any, kwargs: Any, *, shares: bool, issue: Any) -> None:
@@ -113,18 +84,16 @@ def follow(made: Sequence[Any], of: Any, function: Any, args: Any, kwargs: Any, 
         issue: runs the operation again, (function, args, kwargs) -> its results.
     """
 
-    def again(at: int) -> Handle:
+    def again(at: int) -> Any:
         found = issue(function, args, kwargs)
-        tensor = found[at] if isinstance(found, (list, tuple)) else found
-        handle: Handle = tensor._handle
-        return handle
+        return (found[at] if isinstance(found, (list, tuple)) else found)._handle
 
     places = [None] * len(made) if shares else _places(function, of._spec, args, kwargs)
     for at, tensor in enumerate(made):
         where = places[at] if at < len(places) else None
         if not shares and where is None:  # of elements that are not in it
             continue
-        tensor._handle = Part(tensor._handle, of, where, lambda at=at: again(at))  # type: ignore[misc]
+        tensor._handle = Part(tensor._handle, of, where, functools.partial(again, at))
 
 
 def _places(function: Any, spec: Spec, args: Any, kwargs: Any) -> list[Where | None]:
@@ -174,10 +143,10 @@ def check_apart(tensors: Sequence[Any], name: str) -> None:
         NotImplementedError: they may have.
     """
     for one, other in itertools.combinations([tensor._handle for tensor in tensors], 2):
-        if one.changes is None or one.changes is not other.changes or not (one.is_part or other.is_part):
+        if not (one.is_part or other.is_part) or one.family() is not other.family():
             continue
         siblings = one.is_part and other.is_part and one.of._handle is other.of._handle
-        if not (siblings and _apart(one.where, other.where)):
+        if not (siblings and (one.where is other.where is None or _apart(one.where, other.where))):
             raise NotImplementedError(
                 f"{name.partition('::')[2]} would change parts of one tensor that may have elements in common, and cut "
                 "across a dim that lies in pieces; change one after the other (foreach=False)"
@@ -202,7 +171,7 @@ def write_back(tensor: Any, move: Callable[[Any, Any], Any]) -> None:
     part = tensor._handle
     family = []
     while part.is_part:
-        part._seen = part.changes[0]  # it has what is new, and is not to be read again
+        part.seen = part.changes[0]  # it has what is new, and is not to be read again
         family.append((tensor, part))
         tensor = part.of
         part = tensor._handle

@@ -68,8 +68,8 @@ _ALONG = re.compile(
     r"along the sharded dimension|without redistribution, which is disallowed|redistribute the tensor before"
 )
 
-# What only some machines have, and what gives other tensors there than it says here.
-_KERNELS_OF_THEIR_OWN = {aten.mkldnn_rnn_layer.default}
+# What gives other tensors on some machines than it says here, and what counts on where elements lie in memory.
+_NOT_ON_THE_WHOLE = {aten.mkldnn_rnn_layer.default, aten.as_strided.default}
 
 # Convolutions, and which of their tensors is the image; the weight is the next.
 _CONVOLUTIONS = {aten.convolution.default: 0, aten.convolution_backward.default: 1}
@@ -81,17 +81,21 @@ class Spec:
     Attributes:
         shape, stride, offset: of the whole tensor; of each rank's own where `placements` is None.
         placements: torch's, one per axis of the mesh; None: the per-rank view.
+        copied: a view that shares nothing: DTensor had to copy.
         engine: whose tensor it is.
         making: what torch is given to make such a tensor; None until there is one.
     """
 
-    __slots__ = ("__weakref__", "device", "dtype", "engine", "making", "offset", "placements", "shape", "stride")
+    __slots__ = (
+        "__weakref__", "copied", "device", "dtype", "engine", "making", "offset", "placements", "shape", "stride",
+    )  # fmt: skip
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
     placements: tuple[Any, ...] | None
+    copied: bool
     engine: Any
     device: torch.device
     making: tuple[Any, ...] | None
@@ -110,9 +114,9 @@ class Template:
         outputs: per result a Spec (new), the index of an input (changed in place), or None.
         returns: "none", "one", "list", "tuple".
         first: placements that inputs must be brought to before, by index; empty where they are as they should be.
-        is_view: results share the storage of the first input.
-        copied: ... or should, and do not: what DTensor gives is a copy.
         mutates: indices of inputs that are changed.
+        is_view: results are views of the first input.
+        shares: ... and share its storage.
         instead: the operation that makes a new tensor, to be copied into the first input, where DTensor would change
             only a part of it.
         seeded: draws random numbers; its last float is the seed.
@@ -124,11 +128,11 @@ class Template:
     outputs: tuple[Spec | int | None, ...]
     returns: str
     first: tuple[tuple[int, tuple[Any, ...]], ...] = ()
-    is_view: bool = False
-    copied: bool = False
     mutates: tuple[int, ...] = ()
     instead: Any = None
     seeded: bool = False
+    is_view: bool = False
+    shares: bool = False
     special: bool = False  # anything of the above: off the hot path
     quick: Spec | None = field(init=False)  # `single`, where that is all there is to do
     communicates: bool = False
@@ -151,17 +155,27 @@ class Planner:
         self._numbers = itertools.count(1)  # 0 frees ids
 
     def spec(
-        self, shape: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype, placements: Any
+        self,
+        shape: Sequence[int],
+        stride: Sequence[int],
+        offset: int,
+        dtype: torch.dtype,
+        placements: Any,
+        copied: bool = False,
     ) -> Spec:
         """The one spec of these."""
-        key = (tuple(shape), tuple(stride), offset, dtype, placements)
+        key = (tuple(shape), tuple(stride), offset, dtype, placements, copied)
         found = self._specs.get(key)
         if found is None:
             found = Spec()
-            found.shape, found.stride, found.offset, found.dtype, found.placements = key
+            found.shape, found.stride, found.offset, found.dtype, found.placements, found.copied = key
             found.engine, found.device, found.making = self.engine, self.device, None
             self._specs[key] = found
         return found
+
+    def copied(self, spec: Spec) -> Spec:
+        """The same, of a view that is a copy."""
+        return self.spec(spec.shape, spec.stride, spec.offset, spec.dtype, spec.placements, True)
 
     def spec_of(self, tensor: torch.Tensor, placements: Any) -> Spec:
         """The spec of a contiguous tensor like this local one."""
@@ -270,7 +284,7 @@ class Planner:
         everywhere = (Replicate(),) * self.mesh.ndim
         if not isinstance(function, torch._ops.OpOverload) or function._schema.is_mutable or not inputs:
             return None
-        if function in _KERNELS_OF_THEIR_OWN:
+        if function in _NOT_ON_THE_WHOLE:
             return None
         if any(tensor._spec.placements is None for tensor in inputs):
             return None
@@ -339,7 +353,10 @@ class Planner:
             else:
                 raise NotImplementedError(f"{name_of(function)} gives a {type(result).__name__}, not tensors")
         mutates = _mutated(function, args, kwargs, inputs)
-        is_view, copied = _sharing(function, inputs, empties, flat)
+        is_view, shares = _sharing(function, inputs, empties, flat)
+        copied = is_view and (not shares or inputs[0]._spec.copied)
+        if copied:
+            outputs = [self.copied(output) if isinstance(output, Spec) else output for output in outputs]
         seeded = torch.Tag.nondeterministic_seeded in getattr(function, "tags", ()) and bool(inputs or flat)
         returns = (
             ("list" if isinstance(results, list) else "tuple") if several else "none" if results is None else "one"
@@ -370,11 +387,11 @@ class Planner:
             single=single,
             outputs=tuple(outputs),
             returns=returns,
-            is_view=is_view,
-            copied=copied,
             mutates=mutates,
             seeded=seeded,
             special=copied or bool(mutates) or seeded,
+            is_view=is_view,
+            shares=shares,
             communicates=communicates,
             body=pickle.dumps(sent, 5),
             name=name_of(function),
@@ -522,17 +539,16 @@ def _mutated(function: Any, args: Any, kwargs: Any, inputs: Sequence[Any]) -> tu
 
 
 def _sharing(function: Any, inputs: Sequence[Any], empties: dict[int, Any], results: list[Any]) -> tuple[bool, bool]:
-    """Whether the results should share the first input's storage, and whether they fail to."""
+    """Whether the results are views of the first input, and whether they share its storage, as views should."""
     if function in (as_global, as_local):
-        return True, False
+        return True, True
     schema = getattr(function, "_schema", None)
     if schema is None or schema.is_mutable or not inputs:
         return False, False
     if not any(output.alias_info is not None for output in schema.returns):
         return False, False
-    source = empties.get(id(inputs[0]))
-    shares = all(_storage(result) == _storage(source) for result in results if isinstance(result, torch.Tensor))
-    return True, not shares
+    source = _storage(empties[id(inputs[0])])
+    return True, all(_storage(result) == source for result in results if isinstance(result, torch.Tensor))
 
 
 def _storage(tensor: Any) -> int:

@@ -308,14 +308,15 @@ def arrive(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     if template is None:
         template = engine.learn(found, engine.planner.plan, func, args, kwargs or {}, tensors)
     spec = template.quick
-    if spec is None or (template.is_view and tensors[0]._handle.is_part):
+    if spec is None:
         return perform(engine, template, func, args, kwargs, numbers, tensors, floats)
     # What `perform` does, for the common case: one new tensor, nothing to look out for.
     result = _make(*(spec.making or _how_to_make(spec)))
     result._spec = spec
     result._handle = handle = engine.handle()
     handle.id = made = engine.next_id()
-    handle.changes = tensors[0]._handle.family() if template.is_view else None
+    if template.is_view:
+        handle.changes = tensors[0]._handle.family()
     numbers[0] = template.number
     numbers.append(made)
     if floats:
@@ -400,9 +401,9 @@ def _follow(
 ) -> None:
     """Have views know of what they are one."""
     of = tensors[0]
-    if template.copied or of._handle.is_part:
+    if of._handle.is_part or not template.shares:
         issue = dispatch if isinstance(func, torch._ops.OpOverload) else _call_again
-        parts.follow(results, of, func, args, kwargs, shares=not template.copied, issue=issue)
+        parts.follow(results, of, func, args, kwargs, shares=template.shares, issue=issue)
     else:
         for result in results:
             result._handle.changes = of._handle.family()
@@ -411,7 +412,7 @@ def _follow(
 def _changed(tensor: RemoteTensor) -> None:
     """An operation that changes it in place has been issued."""
     handle = tensor._handle
-    if handle.changes is not None:
+    if hasattr(handle, "changes"):
         handle.changes[0] += 1
         if handle.is_part:
             parts.write_back(tensor, _move)
@@ -442,6 +443,8 @@ def _moved_first(template: Template, func: Any, args: Any, kwargs: Any, tensors:
     schema = getattr(func, "_schema", None)
     if schema is not None and any(output.alias_info is not None for output in schema.returns):
         made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, RemoteTensor)]
+        for leaf in made:
+            leaf._spec = leaf.engine.planner.copied(leaf._spec)
         parts.follow(made, tensors[0], func, args, kwargs, shares=False, issue=dispatch)
     return result
 
