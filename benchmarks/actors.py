@@ -61,6 +61,10 @@ def idle(Base: type, mark: Callable[[Any], Any]) -> type:
             torch.set_num_threads(1)
             return float(values.sum())
 
+        @mark
+        def length(self, data: bytes) -> int:
+            return len(data)
+
     return Idle
 
 
@@ -71,6 +75,11 @@ def _values() -> Any:
 
     torch.set_num_threads(1)
     return torch.ones(NUM_BYTES // 4)
+
+
+@functools.cache
+def _bytes() -> bytes:
+    return bytes(range(250)) * (NUM_BYTES // 250)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -137,6 +146,9 @@ def _calls(verbs: Monarchs | Rays, ranks: int) -> Calls:
     def argument() -> None:
         assert list(verbs.call(actors, "total", verbs.share(_values()))) == [NUM_BYTES // 4] * ranks
 
+    def plain_bytes() -> None:
+        assert set(verbs.call(actors, "length", verbs.share(_bytes()))) == {NUM_BYTES}
+
     def spawn(with_torch: bool) -> float:
         started = time.perf_counter()
         new = verbs.spawn(RANKS, with_torch)
@@ -150,6 +162,7 @@ def _calls(verbs: Monarchs | Rays, ranks: int) -> Calls:
         calls |= {
             "broadcasts": broadcasts,
             "argument": argument,
+            "bytes": plain_bytes,
             "spawn": lambda: spawn(False),
             "spawn with torch": lambda: spawn(True),
         }
@@ -189,6 +202,7 @@ QUESTIONS = {
     "broadcasts": (f"{NUM_BROADCASTS:,} broadcasts to {RANKS}", 3, {"Monarch": 1.0, "Ray": 1.0}),
     "spawn": (f"spawn {RANKS}", 4, {"Monarch": 1.0}),
     "argument": (f"64 MB to {RANKS}", 10, {"Monarch": 0.5}),
+    "bytes": (f"64 MB of bytes to {RANKS}", 10, {"Monarch": 0.5}),
     "spawn with torch": (f"spawn {RANKS} with torch", 2, {"Monarch": 1.0}),
 }
 

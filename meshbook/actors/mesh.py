@@ -205,7 +205,7 @@ class ActorMesh(MeshTrait):
         return hash((self._ref.id, self._axes))
 
     def __repr__(self) -> str:
-        return f"<ActorMesh {self._ref.name!r} of {self._ref.class_name} {self._axes or '(one)'}>"
+        return f"<ActorMesh {self._ref.name!r} of {self._ref.class_name}: {str(self._axes) or 'one'}>"
 
 
 def _deliver(post: Post, frame: bytes, peers: Sequence[Any], expected: Expected | None, number: int) -> None:

@@ -33,6 +33,7 @@ from meshbook.controller.looking import Stacks
 from meshbook.controller.onlooker import Picture
 from meshbook.diagnose.code import cell_of, is_cell, short
 from meshbook.diagnose.findings import Finding, as_text
+from meshbook.diagnose.kinds import FINE
 from meshbook.diagnose.tree import Node, SourceOf, says_little
 from meshbook.ids import Ranks, format_ranks, name_ranks, parse_ranks
 from meshbook.supervisor.watching import CollectiveNow, RankNow
@@ -312,9 +313,6 @@ _SOURCE_CHARS = 200
 # What a full memory bar stands for at least, where there is no GPU whose size it has.
 _LEAST_FULL_BYTES = 1 << 30
 
-# Findings that blame nobody.
-_FINE = ("slow", "idle")
-
 # Colours and other escape sequences, and what else is no text. One that is never ended is over with its line.
 _ORDERS = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)?|[ -/]*[0-~])?"
@@ -367,9 +365,9 @@ def finding(found: Finding) -> Message:
     """One finding in a reader's words."""
     return {
         "kind": found.kind,
-        "severity": "note" if found.kind in _FINE else "bad" if found.sure else "warning",
-        "text": found.title if found.sure else f"Perhaps: {found.title[:1].lower()}{found.title[1:]}",
-        "ranks": "" if found.kind in _FINE else format_ranks(found.ranks) if found.ranks else "",
+        "severity": "note" if found.kind in FINE else "bad" if found.sure else "warning",
+        "text": found.sentence,
+        "ranks": "" if found.kind in FINE else format_ranks(found.ranks) if found.ranks else "",
         "involved": format_ranks({*found.ranks, *found.others}) if found.ranks or found.others else "",
         "evidence": list(found.evidence),
         "next": found.next_step,

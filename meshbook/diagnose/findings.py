@@ -32,10 +32,10 @@ from meshbook.diagnose.groups import (
     shapes,
     waits,
 )
-from meshbook.diagnose.kinds import KINDS
-from meshbook.diagnose.looks import POINT_TO_POINT, At, Doing, seconds, verb
+from meshbook.diagnose.kinds import FINE, KINDS
+from meshbook.diagnose.looks import At, Doing, seconds, verb
 from meshbook.ids import Ranks, format_ranks, name_ranks
-from meshbook.wire.messages import CollectiveSeen, RankSnapshot
+from meshbook.wire.messages import POINT_TO_POINT, CollectiveSeen, RankSnapshot
 
 K = TypeVar("K")
 
@@ -55,8 +55,6 @@ _DEFINITE = frozenset(("killed", "out-of-memory", "shape-mismatch", "stopped", "
 _HARMLESS = frozenset(("ended", "idle", "sleep", "compute"))
 
 
-_FINE = frozenset(("slow", "idle"))
-
 # Grey 243 can be read on black and on white; "dim" is unknown to JupyterLab.
 _BAD, _GOOD, _DIM, _OFF = "\x1b[1;31m", "\x1b[1;32m", "\x1b[38;5;243m", "\x1b[0m"
 
@@ -75,6 +73,11 @@ class Finding(Struct, frozen=True, omit_defaults=True):
     file: str | None = None
     sure: bool = True  # False: perhaps
     waits: tuple[tuple[Ranks, Ranks, str], ...] = ()  # who waits, for whom, in what: "all_reduce #41"
+
+    @property
+    def sentence(self) -> str:
+        """The title as it is told, without a full stop: what is not sure begins with "Perhaps"."""
+        return self.title if self.sure else f"Perhaps: {self.title[:1].lower()}{self.title[1:]}"
 
 
 def explain(
@@ -101,8 +104,7 @@ def as_text(findings: Sequence[Finding], color: bool = False) -> str:
     for number, finding in enumerate(findings, 1):
         lead = f"{number}. " if len(findings) > 1 else ""
         indent = " " * len(lead)
-        title = finding.title if finding.sure else f"Perhaps: {finding.title[:1].lower()}{finding.title[1:]}"
-        lines = [f"{lead}{_painted(title, _GOOD if finding.kind in _FINE else _BAD, color)}."]
+        lines = [f"{lead}{_painted(finding.sentence, _GOOD if finding.kind in FINE else _BAD, color)}."]
         lines += [f"{indent}  {_painted(line, _DIM, color)}" for line in finding.evidence]
         if finding.next_step:
             lines.append(f"{indent}Next: {finding.next_step}")

@@ -214,3 +214,6 @@ KINDS: Final[dict[str, Kind]] = {
     ),
     "idle": Kind(10, "Nothing runs.", "Run a cell."),
 }
+
+# Those that say that nothing is wrong.
+FINE: Final = frozenset(("slow", "idle"))

@@ -14,7 +14,7 @@ from meshbook.diagnose import places
 from meshbook.diagnose.code import cell_of, is_cell, is_user, library_of, plain, short
 from meshbook.errors import describe_exit
 from meshbook.ids import CallId
-from meshbook.wire.messages import ACTOR_THREAD, CollectiveSeen, Frame, RankSnapshot, ThreadStack
+from meshbook.wire.messages import ACTOR_THREAD, POINT_TO_POINT, CollectiveSeen, Frame, RankSnapshot, ThreadStack
 
 # Seconds without a beat after which a rank of which nothing can be seen counts as silent. It beats once a second.
 SILENT_S = 5.0
@@ -22,8 +22,6 @@ SILENT_S = 5.0
 BUSY_PERCENT = 50.0
 # Seconds for which a thread must have waited for the interpreter lock before somebody is said to keep it.
 GIL_LAG_S = 1.0
-
-POINT_TO_POINT = ("send", "recv")
 
 # Libraries that wait for threads of their own in C: below one of their frames that is work, and no lock of the user's.
 _THREADED = frozenset(("torch", "numpy", "scipy", "triton"))

@@ -14,14 +14,10 @@ from typing import Any
 
 from msgspec import structs
 
-from meshbook.wire.messages import ACTOR_THREAD, Frame, ThreadStack
+from meshbook.wire.messages import ACTOR_THREAD, MAX_END_FRAMES, MAX_THREADS, Frame, ThreadStack
 
 _OWN_FOLDER = str(Path(__file__).resolve().parent.parent) + "/"
 _ASYNCIO_FOLDER = str(Path(asyncio.__file__).resolve().parent) + "/"
-
-# Frames that are kept at either end of a stack that was read from outside; as in rank.snapshot.
-_END_FRAMES = 100
-_THREADS = 64
 
 
 def users_part(stack: ThreadStack, file: str | None) -> ThreadStack:
@@ -72,7 +68,7 @@ def read_py_spy(output: bytes) -> tuple[ThreadStack, ...]:
         raise ValueError(f"py-spy's output cannot be read ({type(error).__name__}: {error})") from error
     kept = [stack for stack in stacks if not stack.name.startswith("meshbook-")]
     kept.sort(key=lambda stack: not stack.main)
-    return tuple(kept[:_THREADS])
+    return tuple(kept[:MAX_THREADS])
 
 
 def _thread(told: dict[str, Any]) -> ThreadStack:
@@ -84,9 +80,9 @@ def _thread(told: dict[str, Any]) -> ThreadStack:
         )
         for frame in reversed(told["frames"])
     ]
-    num_cut = max(0, len(frames) - 2 * _END_FRAMES)
+    num_cut = max(0, len(frames) - 2 * MAX_END_FRAMES)
     if num_cut:
-        frames = frames[:_END_FRAMES] + frames[-_END_FRAMES:]
+        frames = frames[:MAX_END_FRAMES] + frames[-MAX_END_FRAMES:]
     native_id = told.get("os_thread_id")
     return ThreadStack(
         name=_text(told.get("thread_name") or f"thread {native_id}"),
@@ -96,7 +92,7 @@ def _thread(told: dict[str, Any]) -> ThreadStack:
         has_gil=bool(told.get("owns_gil")),
         active=bool(told.get("active")),
         num_cut=num_cut,
-        cut_at=_END_FRAMES if num_cut else 0,
+        cut_at=MAX_END_FRAMES if num_cut else 0,
     )
 
 

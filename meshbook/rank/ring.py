@@ -21,7 +21,7 @@ from types import CodeType
 from typing import Any, NamedTuple, Protocol
 
 from meshbook.ids import name_ranks
-from meshbook.wire.messages import RECORDED_STEP
+from meshbook.wire.messages import POINT_TO_POINT, RECORDED_STEP
 
 
 class UserLine(NamedTuple):
@@ -38,10 +38,6 @@ class TensorLike(Protocol):
 
     @property
     def dtype(self) -> object: ...
-
-
-# What two members do with each other, while the rest of the group knows nothing of it.
-POINT_TO_POINT = frozenset(("send", "recv"))
 
 
 class Label:

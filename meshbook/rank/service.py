@@ -185,8 +185,10 @@ class Service:
                 threading.Thread(target=self._leave, name="meshbook-end", daemon=True).start()
 
     def _leave(self) -> None:
-        self.end_actors()
-        os._exit(0)
+        try:
+            self.end_actors()
+        finally:
+            os._exit(0)
 
     def end_actors(self) -> None:
         """The rank will end, and its actors before it; what they print on the way is sent. Blocks, for ACTORS_GRACE_S

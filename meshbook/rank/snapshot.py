@@ -21,6 +21,8 @@ from meshbook.rank import locks
 from meshbook.rank.probes import plain, seen
 from meshbook.rank.ring import Ring
 from meshbook.wire.messages import (
+    MAX_END_FRAMES,
+    MAX_THREADS,
     REMOTE_OPERATION,
     CollectiveSeen,
     Frame,
@@ -33,12 +35,6 @@ from meshbook.wire.messages import (
 if TYPE_CHECKING:
     from meshbook.rank.executor import Executor
     from meshbook.rank.tensors.engine import UnderWay
-
-# Frames that are kept at either end of a stack: what called, and where it is. Recursion has thousands between them.
-_END_FRAMES = 100
-
-# Threads whose stacks are told; a pool of hundreds stands at one line.
-_THREADS = 64
 
 # Carries out operations on remote tensors; it cannot be imported here, for it has torch.
 _ENGINE = "meshbook/rank/tensors/engine.py"
@@ -147,7 +143,7 @@ def thread_stacks(main_thread: int, awaiting: Any = None) -> list[ThreadStack]:
                 cut_at=cut_at,
             )
         )
-        if len(found) == _THREADS:
+        if len(found) == MAX_THREADS:
             break
     return found
 
@@ -183,11 +179,11 @@ def issued_by(operation: UnderWay, stack: ThreadStack) -> ThreadStack:
 def _walk(frame: FrameType | None) -> tuple[tuple[Frame, ...], int, int]:
     """A stack outermost first; how many frames of its middle are left out; and where."""
     inner: list[tuple[CodeType, int | None]] = []
-    outer: deque[tuple[CodeType, int | None]] = deque(maxlen=_END_FRAMES)
+    outer: deque[tuple[CodeType, int | None]] = deque(maxlen=MAX_END_FRAMES)
     num_walked = 0
     while frame is not None:
         place = frame.f_code, frame.f_lineno  # the line is None while an interpreter's own instruction runs
-        if num_walked < _END_FRAMES:
+        if num_walked < MAX_END_FRAMES:
             inner.append(place)
         else:
             outer.append(place)
@@ -212,7 +208,7 @@ def _in_event_loop(frames: tuple[Frame, ...]) -> bool:
 def _awaited(coroutine: Any) -> tuple[Frame, ...]:
     """Where a coroutine waits: itself, what it awaits, and so on."""
     frames: list[Frame] = []
-    while coroutine is not None and len(frames) < 2 * _END_FRAMES:
+    while coroutine is not None and len(frames) < 2 * MAX_END_FRAMES:
         for kind in ("cr", "gi", "ag"):
             frame = getattr(coroutine, f"{kind}_frame", None)
             if isinstance(frame, FrameType):

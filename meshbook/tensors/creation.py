@@ -16,7 +16,7 @@ from meshbook.errors import MeshShapeError, PlacementError
 from meshbook.placement import parse_placements
 from meshbook.rank.tensors import calls
 from meshbook.tensors import mends, recording, remote
-from meshbook.tensors.engine import Engine, Handle, here
+from meshbook.tensors.engine import Engine, here
 from meshbook.tensors.plan import contiguous
 from meshbook.tensors.views import placements_of
 from meshbook.wire.messages import TensorMeta
@@ -171,7 +171,7 @@ def adopt(mesh: Mesh, key: str, meta: TensorMeta) -> remote.RemoteTensor | None:
     if template is None:
         told = (key, tuple(meta.shape), meta.dtype, placements is not None, calls.MESH)
         template = engine.learn(wanted, engine.planner.plan_own, "adopt", told, spec)
-    handle = Handle(engine.next_id(), engine.free)
+    handle = engine.new_handle()
     engine.emit([template.number, handle.id], here())
     tensor = remote.wrap(spec, handle)
     if meta.requires_grad and (dtype.is_floating_point or dtype.is_complex):

@@ -32,7 +32,7 @@ import torch
 from meshbook.controller.console import Console
 from meshbook.controller.results import error_of
 from meshbook.controller.session import Session, render
-from meshbook.errors import Failure, MeshbookError, NotAttached, OperationFailed, RankLost
+from meshbook.errors import CellInterrupted, Failure, MeshbookError, NotAttached, OperationFailed, RankLost
 from meshbook.ids import Ranks, name_ranks
 from meshbook.mesh import MeshAxes
 from meshbook.tensors.plan import Planner, Template
@@ -50,6 +50,8 @@ _FREE_AT_ONCE = 16
 # Faults whose lines are remembered.
 _MAX_FAULTS = 1000
 _MAX_USER_FRAMES = 3
+# Files that are known to be the user's, or not; and lines that operations came from.
+_MAX_FILES, _MAX_LINES = 4096, 4096
 # Templates that are kept for sure; as many older ones go when there are more, here and on the ranks. A whole training
 # step of a large model has some thousands, a loop over `x[i]` one for each i.
 _MAX_TEMPLATES = 8192
@@ -62,23 +64,32 @@ Where = tuple[tuple[CodeType, int], ...]  # code and instruction of the user's l
 _encoder = msgspec.msgpack.Encoder()
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-# Code by id, where it is the user's, else None: a code object's own hash goes through all of it.
-_users: dict[int, CodeType | None] = {}
-_looked_at: list[CodeType] = []  # kept, so that ids stay
-_lines: dict[int, messages.Frame] = {}  # by an instruction's address
+_getframe = sys._getframe
+# Whether a file is the user's, by its name; every cell has one.
+_files: dict[str, bool] = {}
+# By an instruction's address, which stays its own as long as its code is kept.
+_lines: dict[int, tuple[CodeType, messages.Frame]] = {}
 
 
 class Handle:
     """A tensor's life on the ranks: when it dies here, its id is freed there.
 
-    An object of its own: torch may bring a tensor's Python object back to life after `__del__`.
+    An object of its own: torch may bring a tensor's Python object back to life after `__del__`. Each engine has a class
+    of it, and no `__init__` is called: one is made for every operation.
     """
 
-    __slots__ = ("copied", "free", "id")
+    __slots__ = ("changes", "id")
 
-    def __init__(self, id: int, free: Callable[[int], None]) -> None:
-        self.id, self.free = id, free
-        self.copied = False  # a view that shares nothing: DTensor had to copy
+    is_part = False  # a view that DTensor had to copy (`parts`)
+    changes: list[int] | None
+    id: int
+    free: Callable[[int], None]  # the engine's
+
+    def family(self) -> list[int]:
+        """How often it was changed, or any of its views: one count for all of them."""
+        if self.changes is None:
+            self.changes = [0]
+        return self.changes
 
     def __del__(self) -> None:
         self.free(self.id)
@@ -148,7 +159,7 @@ class Engine:
         self.name = f"{session.connection.client}|{','.join(axes.names)}|{secrets.token_hex(3)}"
         self.next_id = itertools.count(1).__next__
         self.freed: deque[int] = deque()  # by finalizers, at any moment
-        self.free = self.freed.append
+        self.handle: type[Handle] = type("Handle", (Handle,), {"__slots__": (), "free": self.freed.append})
         self.watcher = Watcher()
         self.num_ops = self.num_batches = 0
         self._stream: list[int | float] = []  # operations that have not been sent, one after the other
@@ -212,6 +223,12 @@ class Engine:
                 self._let_go += ids
                 self._num_words += 1
 
+    def new_handle(self) -> Handle:
+        """Of a tensor that there will be: with an id that no other has."""
+        handle = self.handle()
+        handle.id, handle.changes = self.next_id(), None
+        return handle
+
     def add_template(self, body: bytes) -> None:
         """What ranks must know before operations of this template come."""
         with self._putting:
@@ -247,7 +264,7 @@ class Engine:
         Args:
             placements: torch's, one per axis; None: all of it on every rank, for the per-rank view.
         """
-        handle = Handle(self.next_id(), self.free)
+        handle = self.new_handle()
         payload = self.session.dump((tensor.detach(), placements), self.ranks)
         with self._sending:
             # It is bound before its batch; what comes before it stays before it. A step that is held back stays so.
@@ -267,7 +284,7 @@ class Engine:
             placements: torch's, for each tensor: at most one axis cuts it, along dim 0.
         """
         self._check()
-        handles = [Handle(self.next_id(), self.free) for _ in tensors]
+        handles = [self.new_handle() for _ in tensors]
         payload = self.session.dump((tuple(tensors), tuple(placements)), self.ranks)
         command = messages.RunOps(
             call=self.session.connection.next_call(),
@@ -448,6 +465,8 @@ class Engine:
         # What is said unasked of ranks that do not get on comes by this way.
         finished = self.session.attend(command, future, inbox=inbox, sink=Console(self.ranks, echo=True))
         error = error_of(finished, "an operation on tensors")
+        if error is None and self.session.was_stopped(command.call):  # answered before the Stop was there: a loop ends
+            error = CellInterrupted((), self.ranks, summary="an operation on tensors was stopped as it ended")
         if error is not None:
             if isinstance(error, RankLost):
                 self._ended = error
@@ -500,22 +519,29 @@ class Engine:
 
 def here(depth: int = 2) -> Where:
     """The user's lines that lead to this operation, innermost first: code and instruction, which are cheap to keep."""
-    frame: FrameType | None = sys._getframe(depth)
+    frame: FrameType | None = _getframe(depth)
     found: list[tuple[CodeType, int]] = []
-    known = _users
+    known = _files
     while frame is not None:
         code = frame.f_code
         try:
-            users = known[id(code)]
+            users = known[code.co_filename]
         except KeyError:
-            _looked_at.append(code)
-            users = known[id(code)] = None if code.co_filename.startswith((_TORCH, _OURS)) else code
-        if users is not None:
+            users = _look_at(code.co_filename)
+        if users:
             found.append((code, frame.f_lasti))
             if len(found) == _MAX_USER_FRAMES:
                 break
         frame = frame.f_back
     return tuple(found)
+
+
+def _look_at(file: str) -> bool:
+    """Whether code of this file is the user's."""
+    if len(_files) >= _MAX_FILES:  # cells that were run long ago
+        _files.clear()
+    users = _files[file] = not file.startswith((_TORCH, _OURS))
+    return users
 
 
 def describe(where: Where) -> str:
@@ -559,10 +585,11 @@ def _line(code: CodeType, instruction: int) -> messages.Frame:
     address = id(code) + instruction
     known = _lines.get(address)
     if known is None:
-        known = _lines[address] = messages.Frame(
-            file=code.co_filename, line=_number(code, instruction), function=code.co_name
-        )
-    return known
+        if len(_lines) >= _MAX_LINES:  # of cells that were run long ago
+            _lines.clear()
+        frame = messages.Frame(file=code.co_filename, line=_number(code, instruction), function=code.co_name)
+        known = _lines[address] = code, frame
+    return known[1]
 
 
 def _cell_of(file: str) -> str | None:
@@ -586,9 +613,10 @@ def _number(code: CodeType, instruction: int) -> int:
 
 def _drained(ids: deque[int]) -> list[int]:
     found: list[int] = []
+    take, keep = ids.popleft, found.append
     with contextlib.suppress(IndexError):  # somebody else drains them too
         for _ in range(len(ids)):
-            found.append(ids.popleft())
+            keep(take())
     return found
 
 

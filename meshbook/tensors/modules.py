@@ -354,8 +354,7 @@ class _There:
         leaves, shape = pytree.tree_flatten(marks)
         trained = self.trained() if torch.is_grad_enabled() else ()
         # Of "cpu" it is asked, for that is what these tensors say that they are on.
-        is_casting = torch.is_autocast_enabled("cpu")
-        casting = str(torch.get_autocast_dtype("cpu")).removeprefix("torch.") if is_casting else None
+        casting = _name(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else None
         kind = (training, casting, trained, str(shape), *map(_hashable, leaves))
         found = (*kind, *(tensor._spec for tensor in tensors))
         plan = self._plans.get(found)
@@ -459,6 +458,10 @@ def _settled(spec: Spec, engine: Engine) -> Spec:
         stride.append(step)
         step *= max(length, 1)
     return engine.planner.spec(spec.shape, tuple(reversed(stride)), 0, spec.dtype, spec.placements)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _hashable(leaf: Any) -> Any:

@@ -41,6 +41,10 @@ class Calls(Actor):
 class Makes(Actor):
     def __init__(self): self.model = Model()
 
+class Imports(Actor):
+    def __init__(self):
+        import torch.nn as nn
+
 class Takes(Actor):
     @endpoint
     def score(self, answers: list[torch.Tensor]): return answers[0].sum()
@@ -53,7 +57,7 @@ def test_a_class_that_names_torch_itself_or_through_what_it_calls_needs_it() -> 
     names: dict[str, Any] = {"__name__": "__main__", "Actor": Actor, "endpoint": endpoint, "torch": torch}
     exec(CELL, names)
     needs = {name for name in names if isinstance(names[name], type) and needs_torch(names[name], (), {})}
-    assert needs >= {"Names", "Calls", "Makes", "Takes", "Child"}
+    assert needs >= {"Names", "Calls", "Makes", "Imports", "Takes", "Child"}
     assert not needs & {"Idle", "Late"}
     assert needs_torch(names["Idle"], (torch.ones(1),), {})
     assert needs_torch(names["Idle"], (), {"options": {"dtype": torch.float32}})

@@ -120,6 +120,11 @@ class Cabin:
         self.put((peer, word))
 
     @property
+    def _at(self) -> str:
+        """Where in its mesh, for sentences."""
+        return f" {self.point}" if self.point.extent else ""
+
+    @property
     def holds_name(self) -> bool:
         """Whether no other actor of this process may have its name."""
         return self.state != "failed" and not self.is_told_to_stop
@@ -156,7 +161,7 @@ class Cabin:
 
     def abort(self, reason: str) -> None:
         self._cause = RuntimeError(reason)
-        self.life.fault(self, f"{self.name} {self.point} ended itself: {reason}", "")
+        self.life.fault(self, f"{self.name}{self._at} ended itself: {reason}", "")
         self.stop(reason)
 
     def row(self) -> dict[str, Any]:
@@ -405,7 +410,7 @@ class Cabin:
             failure = faults.describe(error, call=word.call, skip=1)
             if isinstance(error, asyncio.CancelledError) and self._ending:
                 failure = self._stopped(word.call, "it was stopped")
-            self.last_error = f"{word.method}: {failure.ename}: {failure.text}"
+            self.last_error = f"{word.method}: {failure.ename}{failure.text and ': '}{failure.text}"
         with contextlib.suppress(PeerGone):
             if word.port is not None:
                 Port(messages.PortAddress(word.port.address, word.port.port, self._rank_in(word))).exception(error)
@@ -413,7 +418,7 @@ class Cabin:
                 peer.send(encode(addressed(failure, word.call, self._rank_in(word))))
             elif self.failure is None and not isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
                 # Nobody waits for an answer, and it must not go unheard, unless somebody wanted it.
-                text = f"{self.name}.{word.method} {self.point} failed: {failure.ename}: {failure.text}"
+                text = f"{self.name}.{word.method}{self._at} failed: {failure.ename}: {failure.text}"
                 self.life.fault(self, text, failure.traceback)
 
     def _stopped(self, call: int, reason: str) -> messages.Failure:
@@ -449,7 +454,7 @@ class Cabin:
             if cleanup is not None:
                 cleanup(self._cause)
         except BaseException:
-            log.exception("__cleanup__ of %s %s failed", self.name, self.point)
+            log.exception("__cleanup__ of %s%s failed", self.name, self._at)
         self._gone(peer, word)
 
     async def _end_async(self, peer: Any, word: messages.StopActor) -> None:
@@ -468,7 +473,7 @@ class Cabin:
                 if inspect.isawaitable(done):
                     await done
         except BaseException:
-            log.exception("__cleanup__ of %s %s failed", self.name, self.point)
+            log.exception("__cleanup__ of %s%s failed", self.name, self._at)
         self._gone(peer, word)
         assert self._loop is not None
         self._loop.stop()

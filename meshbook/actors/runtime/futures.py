@@ -180,7 +180,7 @@ class Future(Generic[R]):
                         self._error = error
                     self._take = _taken
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)  # of where it was made, or of who asked before
         return self._value  # type: ignore[no-any-return]
 
     def interrupt(self) -> None:

@@ -156,7 +156,7 @@ class Life:
 
     def escalate(self, cabin: Cabin, failure: faults.MeshFailure) -> None:
         """The owner has not handled it; the owner's owner may."""
-        self._tell(cabin.owner, failure.mesh_name, failure.ranks, str(failure), failure._traceback)
+        self._tell(cabin.owner, failure.mesh_name, failure.ranks, str(failure), failure.traceback)
 
     def _tell(self, owner: messages.ActorAddress, name: str, places: tuple[int, ...], text: str, trace: str) -> None:
         with contextlib.suppress(PeerGone):
