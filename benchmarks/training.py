@@ -39,7 +39,7 @@ _TORCHRUN_S = 300.0
 def measure(quick: bool, folder: Path) -> Report:
     report = Report("training", "a GPT's step through remote tensors, as multiples of the same step in a cell")
     torch.set_num_threads(1)
-    meshbook.record.auto(False)
+    meshbook.record.auto(False)  # but where it is what is measured
     for ranks in (2,) if quick else (2, 4):
         for size in list(SIZES)[: 1 if quick else None]:
             with create_mesh({"dp": ranks}, orphan_ttl_s=workbench.ORPHAN_TTL_S) as mesh:

@@ -14,6 +14,7 @@ loop is looked for in the operations themselves.
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import itertools
 import operator
@@ -28,6 +29,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
 
+from meshbook.errors import MeshbookError
 from meshbook.rank.tensors.calls import FLOAT, MESH, TENSOR, Sent
 from meshbook.rank.tensors.replay import Step, Tape
 from meshbook.tensors import engine as engines
@@ -82,8 +84,8 @@ class _Record:
         branch, a tensor that is new) it runs operation by operation and is recorded anew.
 
         Does not wait: results are RemoteTensors on their way. Numbers equal those without recording up to the order in
-        which merged all-reduces sum, a rounding of the last bits; with one rank, or two, or without collectives, bit
-        for bit.
+        which merged all-reduces sum, a rounding of the last bits; with up to two ranks, without collectives, or under
+        torch.use_deterministic_algorithms, bit for bit.
 
         Args:
             enabled: False leaves the function alone.
@@ -97,7 +99,7 @@ class _Record:
 
     def auto(self, enabled: bool = True) -> None:
         """Whether steps that repeat are recorded without a decorator too, on all meshes of this process. They are,
-        unless MESHBOOK_AUTO_RECORD=0 is set when it starts."""
+        unless MESHBOOK_AUTO_RECORD=0 is set when it starts. Does not wait; what is known stays known."""
         _auto.enabled = enabled
         for engine in list(engines.ENGINES):
             if isinstance(engine.watcher, Recorder):
@@ -230,8 +232,7 @@ class Recorder(Watcher):
         self._log: list[_Part] = []
         self._logged = 0
         self._auto = False
-        # Nobody asked for it, so not a bit may change: a sum of two parts has one order, merged or not.
-        self._book = _Book(engine, merge=all(size <= 2 for size in engine.axes.shape))
+        self._book = _Book(engine)
         self._counted: dict[int, int] = {}  # by hash
         self._expected: _Shape | None = None
         self._matched = 0
@@ -269,7 +270,8 @@ class Recorder(Watcher):
             with self.engine._putting:
                 self.to_its_end = False
                 self._open()
-        self._send_if_due()
+        if settle is not None:
+            self._send_if_due()
 
     @property
     def num_ops(self) -> int:
@@ -318,7 +320,8 @@ class Recorder(Watcher):
         engine = self.engine
         with engine._putting:
             if self.rest:
-                left = self.rest - len(self._book.kinds_of(engine._stream))
+                part = self._part()
+                left = self.rest - len(part.kinds) if part is not None else 0
                 if left > 0:  # what lets go of ids was counted too
                     engine._due = len(engine._wheres) + left
                     return True
@@ -492,12 +495,8 @@ class Recorder(Watcher):
 class _Book:
     """Steps of an engine that were seen."""
 
-    def __init__(self, engine: Engine, merge: bool = True) -> None:
-        """
-        Args:
-            merge: whether ranks may make one all-reduce of several.
-        """
-        self.engine, self._merge = engine, merge
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
         self.shapes: dict[tuple[int, ...], _Shape] = {}  # by their operations' kinds; the one used last comes last
         self._counts: dict[int, tuple[int, int, int]] = {}
         self._sizes: dict[Any, int] = {}  # numbers of an operation
@@ -519,12 +518,15 @@ class _Book:
 
     def add(self, stream: list[int | float], wheres: list[Where], *, is_loop: bool = False) -> None:
         """A step, to be recorded when it comes again. Nothing else is among its operations."""
+        # Merged sums have another order, unless they are of two parts. When a loop is found is a matter of time, which
+        # must not tell in the numbers.
+        exact = is_loop or torch.are_deterministic_algorithms_enabled()
+        merge = not exact or all(size <= 2 for size in self.engine.axes.shape)
         try:
             kinds = tuple(self.kinds_of(stream))
-            shape = _Shape(self.engine, stream, wheres, [self.counts(kind) for kind in kinds], self._merge)
+            shape = _Shape(self.engine, stream, wheres, [self.counts(kind) for kind in kinds], is_loop, merge)
         except KeyError:
             return
-        shape.is_loop = is_loop
         old = self.shapes.pop(kinds, None)
         if old is not None:
             old.drop()
@@ -628,13 +630,13 @@ class _Shape:
         stream: list[int | float],
         wheres: list[Where],
         counts: Sequence[tuple[int, int, int]],  # see `_Book.counts`
+        is_loop: bool,
         merge: bool,
     ) -> None:
         self.tape: Template | None = None
         self.num_tapes = 0
-        self.is_loop = False
+        self.is_loop, self._merge = is_loop, merge
         self.num_ops = len(counts)
-        self._merge = merge
         self._engine, self._wheres, self._counts = engine, wheres, counts
         self._key = ""
         float_at: list[int] = []
@@ -805,8 +807,9 @@ def _among(things: Any, found: list[Engine]) -> Engine | None:
 def _stepped(*_: Any) -> None:
     """An optimizer has made a step."""
     for engine in list(engines.ENGINES):
-        if isinstance(engine.watcher, Recorder) and (engine._wheres or engine.watcher.held):
-            engine.watcher.stepped()
+        if isinstance(engine.watcher, Recorder):
+            with contextlib.suppress(MeshbookError):  # it may be another's; whoever uses its tensors is told
+                engine.watcher.stepped()
 
 
 register_optimizer_step_post_hook(_stepped)

@@ -70,7 +70,14 @@ def test_a_training_loop_with_schedule_clipping_and_fed_batches_is_one_message_a
     assert sum(sent[3:]) <= 3 * len(sent[3:])
 
 
-def test_sums_of_more_than_two_parts_are_those_of_op_by_op_to_the_last_bit() -> None:
+@pytest.fixture
+def to_the_bit() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_sums_of_more_than_two_parts_are_those_of_op_by_op_where_torch_is_to_be_deterministic(to_the_bit: None) -> None:
     with create_mesh({"dp": 3}) as mesh:
         x = meshbook.distribute(torch.randn(6, 96), mesh, [Shard(0)])
 
