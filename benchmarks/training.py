@@ -39,6 +39,7 @@ _TORCHRUN_S = 300.0
 def measure(quick: bool, folder: Path) -> Report:
     report = Report("training", "a GPT's step through remote tensors, as multiples of the same step in a cell")
     torch.set_num_threads(1)
+    meshbook.record.auto(False)
     for ranks in (2,) if quick else (2, 4):
         for size in list(SIZES)[: 1 if quick else None]:
             with create_mesh({"dp": ranks}, orphan_ttl_s=workbench.ORPHAN_TTL_S) as mesh:
@@ -63,9 +64,9 @@ class Turns:
         self.rank_cpu: dict[str, list[float]] = {}
         self.own_cpu: dict[str, list[float]] = {}
 
-    def run(self, contestants: dict[str, Callable[[], Any]], rounds: int) -> None:
+    def run(self, contestants: dict[str, Callable[[], Any]], rounds: int, warm_up: int = 1) -> None:
         measured = {name: self._measured(name, act) for name, act in contestants.items()}
-        self.taken = workbench.take_turns(measured, rounds, warm_up=1)
+        self.taken = workbench.take_turns(measured, rounds, warm_up=warm_up)
         for kept in (self.rank_cpu, self.own_cpu):
             for name, samples in kept.items():
                 kept[name] = samples[-rounds:]
@@ -123,18 +124,22 @@ def steps(report: Report, mesh: Mesh, size: str, rounds: int) -> None:
         {
             plain: cell(mesh, "plain", iters),
             "recorded": loop(engine, recorded, iters),
+            "recorded by itself": by_itself(loop(engine, step, iters)),
             dtensors: cell(mesh, "dtensors", iters),
             "op by op": loop(engine, step, iters),
         },
         rounds,
+        warm_up=2,
     )
     turns.add(report, where, plain)
     turns.add(report, where, "recorded", plain)
+    turns.add(report, where, "recorded by itself", plain)
     turns.add(report, where, dtensors)
     turns.add(report, where, "op by op", dtensors)
     turns.promise(report, where, "recorded", "a recorded step, as the cell", RECORDED_LIMIT)
+    turns.promise(report, where, "recorded by itself", "a step recorded by itself, as the cell", RECORDED_LIMIT)
     turns.promise(report, where, "op by op", "op by op, as the DTensor cell", ONE_BY_ONE_LIMIT)
-    for name in ("recorded", "op by op"):
+    for name in ("recorded", "recorded by itself", "op by op"):
         report.add(f"{where}: {name}, CPU of this process", turns.own_cpu[name], "ms")
     report.note(f"{where}: {recorded.stats()}")
 
@@ -194,6 +199,19 @@ def loop(engine: Any, function: Callable[[], Any], iters: int) -> Callable[[], A
         engine.wait()
 
     return run
+
+
+def by_itself(run: Callable[[], Any]) -> Callable[[], Any]:
+    """The same with steps recorded without being asked to."""
+
+    def act() -> None:
+        meshbook.record.auto(True)
+        try:
+            run()
+        finally:
+            meshbook.record.auto(False)
+
+    return act
 
 
 def whole(report: Report, mesh: Mesh, num_bytes: int, rounds: int) -> None:

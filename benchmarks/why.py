@@ -57,6 +57,9 @@ def measure(quick: bool, folder: Path) -> Report:
     worst_unasked = max(one.unasked if one.unasked is not None else float("inf") for one in silent)
     report.promise(f"the slowest answer to a question, of {len(found)} hangs", worst_asked, ASKED_LIMIT_S, "s")
     report.promise(f"the slowest answer unasked, of {len(silent)} hangs", worst_unasked, UNASKED_LIMIT_S, "s")
+    slowest = max(silent, key=lambda one: one.unasked or 0.0)
+    stood = f", in a cell that had come to it after {slowest.named_after:.1f} s" if slowest.named_after else ""
+    report.note(f"slowest unasked: {slowest.hang.name}, {slowest.unasked or 0.0:.1f} s{stood}")
     for one in found:
         if one.asked is None:
             report.note(f"asked, it was not told who is to blame: {one.hang.name}")

@@ -124,11 +124,11 @@ export class Charts {
     const words = drawn.slice(0, 8).map(([rank, points], index) => {
       const [, y] = near(points);
       const shade = rank === "middle" ? colour("busy") : palette[index % palette.length];
-      return h("span", { class: "mbd-key" }, h("i", { style: `background:${shade}` }), `${rank === "middle" ? "middle" : rank} ${format(y)}`);
+      return h("span", { class: "mbd-key" }, h("i", { style: `background:${shade}` }), `${rank === "middle" ? "middle" : `rank ${rank}`}: ${format(y)}`);
     });
     if (band.length && !lines.length) {
       const [, lowest, , highest] = near(band);
-      words.push(h("span", { class: "mbd-key" }, `range ${format(lowest)} to ${format(highest)}`));
+      words.push(h("span", { class: "mbd-key" }, `range: ${format(lowest)} to ${format(highest)}`));
     }
     if (at !== null) words.push(h("span", { class: "mbd-key" }, label(chart.x === "step" ? Math.round(at) : at)));
     caption.append(...words);

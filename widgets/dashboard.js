@@ -59,7 +59,7 @@ class Dashboard {
     this.told = h("p", { class: "mbd-told", role: "status", hidden: true });
     this.tabs = h("div", { class: "mbd-tabs", role: "tablist", onkeydown: (event) => this.tabKey(event) });
     this.panels = {
-      stacks: h("div", {}, h("p", { class: "mbd-empty" }, "Stacks of all ranks, or of those selected, merged into one tree.")),
+      stacks: h("div", {}, h("p", { class: "mbd-empty" }, "Press Stacks, here or at a finding, to see where all ranks are, or those that are selected: one tree, which forks where they differ.")),
       logs: this.logs.element, memory: this.memory.element, collectives: this.timeline.element, scalars: this.scalars.element,
       actors: this.actors.element,
     };

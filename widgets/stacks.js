@@ -33,7 +33,8 @@ function grow(list, nodes, above, depth) {
     const fold = () => {
       if (library.length === 1) item.append(frame(library[0], null));
       else if (library.length) {
-        const names = [library[0], library[library.length - 1]].map((one) => one.function);
+        const telling = library.some((one) => !one.quiet) ? library.filter((one) => !one.quiet) : library;
+        const names = [...new Set([telling[0], telling[telling.length - 1]].map((one) => one.function))];
         item.append(h("details", { class: "mbd-folded" },
           h("summary", {}, `${library.length} library frames: `, h("code", {}, names.join(" … "))),
           ...library.map((one) => frame(one, null))));
@@ -64,7 +65,7 @@ function grow(list, nodes, above, depth) {
 function frame(node, ranks, leaf = false) {
   return h("div", { class: `mbd-frame${node.user ? " mbd-user" : ""}${leaf ? " mbd-leaf" : ""}` },
     ranks !== null && h("span", { class: "mbd-ranks" }, nameRanks(ranks)),
-    h("code", { class: "mbd-function" }, node.function),
+    node.function !== "<module>" && h("code", { class: "mbd-function" }, node.function),
     h("span", { class: "mbd-where" }, node.where),
     node.source && h("code", { class: "mbd-source" }, node.source),
   );

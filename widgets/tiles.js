@@ -246,13 +246,13 @@ export class Tiles {
     const where = cell ? (line ? `${cell}, line ${line}` : cell) : picture.get("exit", rank) ?? "";
     this.text(where, x + 8, y + 35, w - 16);
     c.fillStyle = look === "waiting" ? colour : colours.muted;
-    this.text(picture.get("doing", rank) || picture.get("device", rank) || "", x + 8, y + 50, w - 16);
+    this.text(picture.get("doing", rank) || "", x + 8, y + 50, w - 16);
     c.fillStyle = colours.muted;
     c.font = `11px ${font}`;
     const bytes = picture.get("bytes", rank);
     if (bytes !== undefined) c.fillText(formatBytes(bytes), x + 8, y + t - 15);
     const device = picture.get("device", rank);
-    if (device && picture.get("doing", rank)) {
+    if (device) {
       c.textAlign = "right";
       c.fillText(device, x + w - 8, y + t - 15);
       c.textAlign = "left";

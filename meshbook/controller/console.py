@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import getpass
 import sys
+import textwrap
 
 from meshbook.controller import marimo
 from meshbook.controller.results import mime_of
 from meshbook.fold import words
 from meshbook.ids import Ranks
 from meshbook.wire import messages
+
+_MARIMO_CHARS = 80
 
 
 class Console:
@@ -33,7 +36,8 @@ class Console:
                     shown = messages.Line(ranks=item.ranks, stream="stdout", text=str(text))
                     self._line(shown)
             elif isinstance(item.item, messages.Notice):
-                self._write("stderr", f"[meshbook] {item.item.text}\n")
+                text = item.item.text
+                self._write("stderr", f"[meshbook] {_wrapped(text) if marimo.running_cell() is not None else text}\n")
                 self._text.append(f"[meshbook] {item.item.text}\n")
         if self._echo:
             sys.stdout.flush()
@@ -56,6 +60,15 @@ class Console:
     def _write(self, stream: str, text: str) -> None:
         if self._echo:
             (sys.stderr if stream == "stderr" else sys.stdout).write(text)
+
+
+def _wrapped(text: str) -> str:
+    """Lines as long as a marimo cell shows them; it wraps none."""
+    lines = []
+    for line in text.splitlines():
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        lines += textwrap.wrap(line, _MARIMO_CHARS, subsequent_indent=indent, break_on_hyphens=False) or [""]
+    return "\n".join(lines)
 
 
 def ask_on_terminal(question: messages.InputRequested) -> str | None:

@@ -6,8 +6,9 @@ this machine can reach it, for the numbers need no token; a scraper elsewhere co
 
 from __future__ import annotations
 
+import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
 
@@ -65,6 +66,9 @@ class Exporter:
             self._onlooker.close()
             reason = getattr(error, "strerror", None) or str(error)
             raise StartError(f"port {port} of {_ADDRESS} cannot be served: {reason}; choose another") from error
+        serve = self._server.get_app()
+        assert serve is not None
+        self._server.set_app(_for_this_machine(serve))
         self.address = f"http://{_ADDRESS}:{self._server.server_port}/metrics"
 
     def wait(self) -> None:
@@ -85,6 +89,19 @@ class Exporter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def _for_this_machine(serve: Any) -> Callable[..., Any]:
+    """Answers only who calls this machine by a name of its own. A page of the web whose name was made to point here is
+    sent by a browser that runs here, but says its own name."""
+
+    def answer(request: dict[str, Any], begin: Callable[..., Any]) -> Any:
+        if re.sub(r":\d+\Z", "", request.get("HTTP_HOST", "")) in (_ADDRESS, "localhost"):
+            return serve(request, begin)
+        begin("403 Forbidden", [("Content-Type", "text/plain")])
+        return [f"ask for {_ADDRESS} or localhost\n".encode()]
+
+    return answer
 
 
 class _Collector:

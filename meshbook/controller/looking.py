@@ -19,13 +19,12 @@ from typing import Any
 from meshbook.controller import columns, onlooker
 from meshbook.controller.onlooker import Picture
 from meshbook.controller.session import Session
-from meshbook.controller.tables import STATES, Table, format_age, format_bytes
+from meshbook.controller.tables import STATES, Table, doing, format_age, format_bytes
 from meshbook.diagnose import findings as diagnose
 from meshbook.diagnose import tree as stack_tree
 from meshbook.diagnose.findings import Finding
 from meshbook.errors import MeshTimeout, UsageError
 from meshbook.ids import Ranks, format_ranks
-from meshbook.supervisor.watching import RankNow
 from meshbook.wire import messages
 from meshbook.wire.messages import RankSnapshot, ThreadStack
 
@@ -71,10 +70,9 @@ class Why:
     def _repr_html_(self) -> str:
         parts = []
         for one in self.findings:
-            title = one.title if one.sure else f"Perhaps: {one.title[:1].lower()}{one.title[1:]}"
             evidence = "".join(f"<li>{html.escape(line)}</li>" for line in one.evidence)
             parts.append(
-                f"<p style='margin:.6em 0 .2em'><b>{html.escape(title)}.</b></p>"
+                f"<p style='margin:.6em 0 .2em'><b>{html.escape(one.sentence)}.</b></p>"
                 + (f"<ul style='margin:0;opacity:.8'>{evidence}</ul>" if evidence else "")
                 + (f"<p style='margin:.2em 0'>Next: {html.escape(one.next_step)}</p>" if one.next_step else "")
             )
@@ -263,7 +261,7 @@ def health_table(picture: Picture, ranks: Ranks) -> Table:
     rows = tuple(
         (
             str(rank.rank),
-            _doing(rank),
+            ", ".join([*doing(rank), *(["asks for input()"] if rank.asking else [])]),
             f"{rank.waits_in} since {format_age(picture.at - rank.waits_since)}"
             if rank.waits_in and rank.waits_since is not None
             else "",
@@ -337,17 +335,6 @@ def metric_columns(session: Session, ranks: Ranks, *, kind: str | None) -> Any:
     mine = set(ranks)
     rows = [row for row in picture(session, history_s=_EVER_S).scalars.rows() if row[1] in mine]
     return columns.frame({name: [row[at] for row in rows] for at, name in enumerate(names)}, kind)
-
-
-def _doing(rank: RankNow) -> str:
-    told = [STATES.get(rank.state, rank.state)]
-    if rank.state == "dead" and rank.exit:
-        told.append(rank.exit)
-    elif rank.cell and rank.state in ("busy", "silent"):
-        told.append(rank.cell + (f" line {rank.line}" if rank.line else ""))
-    if rank.asking:
-        told.append("asks for input()")
-    return ", ".join(told)
 
 
 def _number(value: float | None, unit: str) -> str:

@@ -97,6 +97,8 @@ class Mirror:
         new = self.picture = replace(old, **told)
         if "series" in data:
             new.series.load(data["series"])
+        if "curves" in data:
+            new.scalars.load(data["curves"])
         if not data.get("whole") and at - self._seen_at >= 1.0:  # ranks measure once per second
             self._seen_at = at
             new.series.saw(at, new.ranks)

@@ -258,6 +258,10 @@ class Session:
         self.interrupt(running[1], target=running[0], hard=hard)
         return True
 
+    def was_stopped(self, call: str) -> bool:
+        """Whether Stop was pressed while this was the foreground call."""
+        return self._pressed == call
+
     def interrupt(self, ranks: Ranks, *, target: str | None = None, hard: bool = False) -> None:
         self.connection.send(messages.Interrupt(ranks=ranks, target=target, hard=hard))  # type: ignore[arg-type]
 

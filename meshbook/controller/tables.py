@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from meshbook.ids import format_ranks, name_ranks
 from meshbook.mesh import MeshAxes
+from meshbook.supervisor.watching import RankNow
 from meshbook.wire.messages import HistoryEntry, MeshInfo, MeshSpec, RankInfo
 
 # Ranks that get a row each; of more, those that look the same share one. 16 fit a screen with room for the cell.
@@ -89,7 +90,7 @@ def status_table(info: MeshInfo, *, now: float | None = None) -> Table:
     else:
         alike: dict[tuple[str, ...], list[RankInfo]] = {}
         for rank in ranks:
-            look = (_doing(rank).partition(", last")[0], rank.host, rank.device.partition(":")[0])
+            look = (*doing(rank), rank.host, rank.device.partition(":")[0])
             alike.setdefault(look, []).append(rank)
         rows = (_rank_row(format_ranks(rank.rank for rank in group), group[0], group) for group in alike.values())
     notes = []
@@ -119,7 +120,7 @@ def _rank_row(shown: str, rank: RankInfo, group: Sequence[RankInfo]) -> tuple[st
     peak = [other.peak_rss_bytes for other in alive if other.peak_rss_bytes]
     return (
         shown,
-        _doing(rank),
+        ", ".join([*doing(rank), *_last_heard(rank)]),
         rank.device if len(group) == 1 else rank.device.partition(":")[0],
         _span_bytes(rss),
         _span_bytes(peak),
@@ -128,16 +129,19 @@ def _rank_row(shown: str, rank: RankInfo, group: Sequence[RankInfo]) -> tuple[st
     )
 
 
-def _doing(rank: RankInfo) -> str:
+def doing(rank: RankInfo | RankNow) -> list[str]:
     """Its state, and where it is in which cell, or how it ended."""
-    told = [STATES[rank.state]]
+    told = [STATES.get(rank.state, rank.state)]
     if rank.state == "dead" and rank.exit:
         told.append(rank.exit)
     elif rank.state in ("busy", "silent") and rank.cell:
         told.append(rank.cell + (f" line {rank.line}" if rank.line else ""))
-    if rank.state == "silent" and rank.beat_age_s is not None:
-        told.append(f"last heard of {rank.beat_age_s:.0f} s ago")
-    return ", ".join(told)
+    return told
+
+
+def _last_heard(rank: RankInfo) -> list[str]:
+    silent = rank.state == "silent" and rank.beat_age_s is not None
+    return [f"last heard of {rank.beat_age_s:.0f} s ago"] if silent else []
 
 
 def _groups(info: MeshInfo) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
 import time
 from collections import OrderedDict
@@ -26,6 +27,8 @@ from meshbook.ids import name_ranks
 
 log = logging.getLogger("meshbook.dashboard")
 
+# Different defects of ours that one audience is told of.
+_TROUBLES = 8
 # Pictures per second. More are not read by anybody, and a notebook's server passes each on to each page.
 PER_S = 2.0
 # Seconds after which everything is told again: a page whose requests wait behind a cell shows the mesh all the same.
@@ -64,6 +67,7 @@ class Audience:
         self.wants_everything = True
         self.told_at = self.everything_at = float("-inf")
         self.joined_at = time.monotonic()
+        self.troubles: set[str] = set()  # defects of ours that they were told of
         self.lock = threading.Lock()  # of what is here; held while they are told, so that messages keep their order
 
 
@@ -152,32 +156,53 @@ class Desk:
 
     def _tell_one(self, audience: Audience, picture: Picture) -> None:
         now = time.monotonic()
-        runs = bool(picture.calls)
-        if runs:
+        if picture.calls:
             self._ran_at = now
-        try:
-            with audience.lock:
-                audience.view.has_actors = "actors" in self._session.extras
-                young = now - audience.joined_at < _YOUNG_S
-                pause = 1.0 if young else EVERYTHING_S * (1 if len(audience.mesh.ranks) <= _FEW_RANKS else 6)
-                repeat = audience.repeat and (runs or young) and now - audience.everything_at >= pause
-                if audience.wants_everything or repeat:
-                    audience.wants_everything, audience.everything_at = False, now
-                    messages = audience.view.everything(picture)
-                elif now - self._ran_at > _REST_S and picture.ended is None:
-                    return
-                else:
-                    messages = audience.view.news(picture)
-                if not messages and runs and now - audience.told_at >= _SIGN_OF_LIFE_S:
-                    messages = [{"kind": "alive"}]
+        with audience.lock:
+            try:
+                messages = self._news_for(audience, picture, now)
+            except Exception as error:  # a defect of ours: the rest of the picture goes on
+                messages = self._trouble(audience, error)
+            try:
                 for message in messages:
                     audience.send(message)
+            except Exception as error:
+                # They went away while they were told: a page that was closed, a kernel's front end that is no more.
+                log.debug("an audience is gone: %r", error)
+                gone = True
+            else:
+                gone = False
                 if messages:
                     audience.told_at = now
-        except Exception as error:
-            # They went away while they were told: a page that was closed, a kernel's front end that is no more.
-            log.debug("an audience is gone: %r", error)
+        if gone:
             self.leave(audience)
+
+    def _news_for(self, audience: Audience, picture: Picture, now: float) -> list[Message]:
+        runs = bool(picture.calls)
+        audience.view.has_actors = self._has_actors()
+        young = now - audience.joined_at < _YOUNG_S
+        pause = 1.0 if young else EVERYTHING_S * (1 if len(audience.mesh.ranks) <= _FEW_RANKS else 6)
+        repeat = audience.repeat and (runs or young) and now - audience.everything_at >= pause
+        if audience.wants_everything or repeat:
+            audience.everything_at = now
+            messages = audience.view.everything(picture)
+            audience.wants_everything = False
+        elif now - self._ran_at > _REST_S and picture.ended is None:
+            return []
+        else:
+            messages = audience.view.news(picture)
+        if not messages and runs and now - audience.told_at >= _SIGN_OF_LIFE_S:
+            return [{"kind": "alive"}]
+        return messages
+
+    def _trouble(self, audience: Audience, error: Exception) -> list[Message]:
+        """What could not be shown, logged and said once."""
+        what = f"{type(error).__name__}: {error}"
+        if what in audience.troubles or len(audience.troubles) >= _TROUBLES:
+            return []
+        audience.troubles.add(what)
+        log.error("the picture of %s could not be made", self._session.name, exc_info=error)
+        return [{"kind": "told", "text": f"part of this picture could not be made ({what}); the mesh is not affected"}]
 
     # ---- answering
 
@@ -216,15 +241,25 @@ class Desk:
             log.debug("an audience is gone: %r", error)
             self.leave(audience)
 
+    def _has_actors(self) -> bool:
+        if "meshbook.actors.procs" not in sys.modules:
+            return False  # this program has none, and does not pay for their import
+        from meshbook.actors.overview import are_elsewhere
+
+        return "actors" in self._session.extras or are_elsewhere()
+
     def _survey(self) -> list[dict[str, Any]]:
-        """What the actors on this mesh do. Asked of the ranks once a second at most, however many look."""
-        if "actors" not in self._session.extras or self._session.axes is None:
+        """What the actors on this mesh do, and those on processes that this program has started for them. Asked once a
+        second at most, however many look."""
+        if not self._has_actors():
             return []
-        from meshbook.actors.overview import survey
+        from meshbook.actors.overview import actors_elsewhere, survey
 
         with self._surveying:
             if time.monotonic() - self._surveyed_at >= _ACTORS_S:
-                self._actors = survey(Mesh.of(self._session, self._session.axes), timeout=1.0)
+                axes = self._session.axes if "actors" in self._session.extras else None
+                mine = survey(Mesh.of(self._session, axes), timeout=1.0) if axes is not None else []
+                self._actors = [*mine, *actors_elsewhere(timeout=1.0)]
                 self._surveyed_at = time.monotonic()
             return self._actors
 

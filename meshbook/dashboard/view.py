@@ -33,9 +33,11 @@ from meshbook.controller.looking import Stacks
 from meshbook.controller.onlooker import Picture
 from meshbook.diagnose.code import cell_of, is_cell, short
 from meshbook.diagnose.findings import Finding, as_text
-from meshbook.diagnose.tree import Node, SourceOf
+from meshbook.diagnose.kinds import FINE
+from meshbook.diagnose.tree import Node, SourceOf, says_little
 from meshbook.ids import Ranks, format_ranks, name_ranks, parse_ranks
 from meshbook.supervisor.watching import CollectiveNow, RankNow
+from meshbook.wire.messages import ACTOR_THREAD, REMOTE_OPERATION
 
 Message = dict[str, Any]
 
@@ -182,6 +184,8 @@ class View:
         most = 0 if any(rank.gpu_total_bytes for rank in ranks) else max(
             (rank.peak_rss_bytes or rank.rss_bytes or 0 for rank in ranks), default=0
         )
+        if most:  # a round number above it, which stays for a while: no bar is full because it is the longest
+            most = max(_LEAST_FULL_BYTES, 1 << most.bit_length())
         stale = most != self._most
         self._most = most
         changed: dict[str, dict[Any, list[int]]] = {}
@@ -306,8 +310,8 @@ class View:
 _DEEPEST = 150
 _SOURCE_CHARS = 200
 
-# Findings that blame nobody.
-_FINE = ("slow", "idle")
+# What a full memory bar stands for at least, where there is no GPU whose size it has.
+_LEAST_FULL_BYTES = 1 << 30
 
 # Colours and other escape sequences, and what else is no text. One that is never ended is over with its line.
 _ORDERS = re.compile(
@@ -361,9 +365,9 @@ def finding(found: Finding) -> Message:
     """One finding in a reader's words."""
     return {
         "kind": found.kind,
-        "severity": "note" if found.kind in _FINE else "bad" if found.sure else "warning",
-        "text": found.title if found.sure else f"Perhaps: {found.title[:1].lower()}{found.title[1:]}",
-        "ranks": "" if found.kind in _FINE else format_ranks(found.ranks) if found.ranks else "",
+        "severity": "note" if found.kind in FINE else "bad" if found.sure else "warning",
+        "text": found.sentence,
+        "ranks": "" if found.kind in FINE else format_ranks(found.ranks) if found.ranks else "",
         "involved": format_ranks({*found.ranks, *found.others}) if found.ranks or found.others else "",
         "evidence": list(found.evidence),
         "next": found.next_step,
@@ -380,7 +384,7 @@ def stacks(found: Stacks, ranks: Ranks) -> Message:
         if thread.name:
             below = [
                 {
-                    "function": f"thread {thread.name}",
+                    "function": thread.name if thread.name.startswith(ACTOR_THREAD) else f"thread {thread.name}",
                     "where": "",
                     "ranks": format_ranks(thread.ranks),
                     "user": True,
@@ -406,11 +410,13 @@ def _node(node: Node, cells: Mapping[str, str], source_of: SourceOf, depth: int)
     source = source_of(node.file, node.line) if node.user else None
     told: Message = {
         "function": node.function,
-        "where": f"{cell or short(node.file)}, line {node.line}",
+        "where": "" if node.file == REMOTE_OPERATION else f"{cell or short(node.file)}, line {node.line}",
         "ranks": format_ranks(node.ranks),
         "user": node.user,
         "children": [],
     }
+    if not node.user and says_little(node):
+        told["quiet"] = True  # not worth a word where library frames are folded
     if source and source.strip():
         told["source"] = source.strip()[:_SOURCE_CHARS]
     if depth < _DEEPEST:
@@ -427,13 +433,13 @@ def logs(rank: int, text: str, limit_bytes: int) -> Message:
 
 
 def actors(rows: Iterable[Mapping[str, Any]], ranks: Ranks) -> Message:
-    """The actors on these ranks, by name.
+    """The actors on these ranks, and on processes of their own, by name.
 
     Args:
-        rows: as `actors.overview.survey` gives them.
+        rows: as `actors.overview.survey` gives them; those with a "home" are on no rank of this mesh.
     """
     wanted = set(ranks)
-    shown = [row for row in rows if row["rank"] in wanted]
+    shown = [row for row in rows if "home" in row or row["rank"] in wanted]
     shown.sort(key=lambda row: (row["actor"], row["id"], row["rank"]))
     return {
         "kind": "actors",
@@ -441,7 +447,7 @@ def actors(rows: Iterable[Mapping[str, Any]], ranks: Ranks) -> Message:
             {
                 "actor": row["actor"],
                 "class": row["class"],
-                "rank": row["rank"],
+                "rank": f"{row['home']}: {row['rank']}" if "home" in row else row["rank"],
                 "state": row["state"],
                 "mailbox": row["mailbox"],
                 "running": (row["running"] or "").lstrip("="),

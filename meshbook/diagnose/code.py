@@ -10,6 +10,8 @@ from functools import lru_cache
 from pathlib import PurePath
 from typing import Final
 
+from meshbook.wire.messages import RECORDED_STEP, REMOTE_OPERATION
+
 # Cells are files that exist in memory only: IPython's, ipykernel's (in a temporary folder of its own) and marimo's.
 _CELL: Final = re.compile(r"^<ipython-input-|[/\\]ipykernel_\d+[/\\]|[/\\]marimo_\d+[/\\]|__marimo__cell_")
 _CELL_NUMBER: Final = re.compile(r"^<ipython-input-(\d+)-")
@@ -26,6 +28,8 @@ def library_of(file: str) -> str | None:
     """The package that a file belongs to: "torch", "threading"; "meshbook" for our own; None for the user's code."""
     if _CELL.search(file):
         return None
+    if file in (REMOTE_OPERATION, RECORDED_STEP):
+        return "torch"
     # "<string>" is what namedtuple, dataclass and their kind generate; nobody's `exec` is lost by looking further out.
     if file == "<string>" or file.startswith(("<frozen ", "<attrs ", "<__array_function__", "<eval_with_key>")):
         return "python"

@@ -19,7 +19,7 @@ from typing import TypeVar
 from msgspec import Struct, structs
 
 from meshbook.diagnose import looks
-from meshbook.diagnose.code import is_user, plain, short
+from meshbook.diagnose.code import plain
 from meshbook.diagnose.groups import (
     Disagreement,
     Latecomer,
@@ -32,10 +32,10 @@ from meshbook.diagnose.groups import (
     shapes,
     waits,
 )
-from meshbook.diagnose.kinds import KINDS
-from meshbook.diagnose.looks import POINT_TO_POINT, At, Doing, seconds, verb
+from meshbook.diagnose.kinds import FINE, KINDS
+from meshbook.diagnose.looks import At, Doing, seconds, verb
 from meshbook.ids import Ranks, format_ranks, name_ranks
-from meshbook.wire.messages import CollectiveSeen, RankSnapshot
+from meshbook.wire.messages import POINT_TO_POINT, CollectiveSeen, RankSnapshot
 
 K = TypeVar("K")
 
@@ -55,8 +55,6 @@ _DEFINITE = frozenset(("killed", "out-of-memory", "shape-mismatch", "stopped", "
 _HARMLESS = frozenset(("ended", "idle", "sleep", "compute"))
 
 
-_FINE = frozenset(("slow", "idle"))
-
 # Grey 243 can be read on black and on white; "dim" is unknown to JupyterLab.
 _BAD, _GOOD, _DIM, _OFF = "\x1b[1;31m", "\x1b[1;32m", "\x1b[38;5;243m", "\x1b[0m"
 
@@ -75,6 +73,11 @@ class Finding(Struct, frozen=True, omit_defaults=True):
     file: str | None = None
     sure: bool = True  # False: perhaps
     waits: tuple[tuple[Ranks, Ranks, str], ...] = ()  # who waits, for whom, in what: "all_reduce #41"
+
+    @property
+    def sentence(self) -> str:
+        """The title as it is told, without a full stop: what is not sure begins with "Perhaps"."""
+        return self.title if self.sure else f"Perhaps: {self.title[:1].lower()}{self.title[1:]}"
 
 
 def explain(
@@ -101,8 +104,7 @@ def as_text(findings: Sequence[Finding], color: bool = False) -> str:
     for number, finding in enumerate(findings, 1):
         lead = f"{number}. " if len(findings) > 1 else ""
         indent = " " * len(lead)
-        title = finding.title if finding.sure else f"Perhaps: {finding.title[:1].lower()}{finding.title[1:]}"
-        lines = [f"{lead}{_painted(title, _GOOD if finding.kind in _FINE else _BAD, color)}."]
+        lines = [f"{lead}{_painted(finding.sentence, _GOOD if finding.kind in FINE else _BAD, color)}."]
         lines += [f"{indent}  {_painted(line, _DIM, color)}" for line in finding.evidence]
         if finding.next_step:
             lines.append(f"{indent}Next: {finding.next_step}")
@@ -120,9 +122,9 @@ class _Case:
         silent_hosts: Sequence[str],
         earlier: Sequence[RankSnapshot],
     ) -> None:
-        by_rank = {snapshot.rank: snapshot for snapshot in snapshots}
+        by_rank = {snapshot.rank: looks.acting(snapshot) for snapshot in snapshots}
         self.looks = {rank: by_rank[rank] for rank in sorted(by_rank)}
-        self.before = {snapshot.rank: snapshot for snapshot in earlier}
+        self.before = {snapshot.rank: looks.acting(snapshot) for snapshot in earlier}
         self.world: Ranks = tuple(self.looks)
         self.axes = dict(axes or {})
         self.silent_hosts = tuple(silent_hosts)
@@ -618,23 +620,8 @@ class _Case:
             f"{name_ranks(those)} {verb(words, those)}{_at(at)}"
             for (words, at), those in _grouped(ended, lambda rank: (self.doings[rank].words, self.doings[rank].at))
         ]
-        waits = f"{name_ranks(self.world)} {verb('waits', self.world)} for a cell"
-        actors = self._actors_at_work()
-        title = f"No cell runs: {waits}; {'; '.join(actors)}" if actors else f"Nothing runs: {waits}"
+        title = f"Nothing runs: {name_ranks(self.world)} {verb('waits', self.world)} for a cell"
         return self._finding("idle", self.world, title, evidence=evidence)
-
-    def _actors_at_work(self) -> list[str]:
-        """Actors, which have threads of their own, that are in an endpoint: where the user's code stands."""
-        found: dict[tuple[str, str, int], list[int]] = {}
-        for rank, look in self.looks.items():
-            for thread in look.stacks:
-                lines = [frame for frame in thread.frames if is_user(frame.file)]
-                if lines and not thread.main and thread.name.startswith("actor "):
-                    found.setdefault((thread.name, lines[-1].file, lines[-1].line), []).append(rank)
-        return [
-            f"{plain(name, 80)} of {name_ranks(tuple(ranks))} is at {plain(short(file))}, line {line}"
-            for (name, file, line), ranks in found.items()
-        ]
 
     # ---- who waits for whom
 
@@ -692,11 +679,18 @@ class _Case:
             name=name_ranks(ranks) if ranks else "the ranks",
             pids=" ".join(str(pid) for pid in pids if pid is not None) or "PID",
         )
+        stop = KINDS[kind].stop
         first = self.looks.get(ranks[0]) if ranks else None
         cell = at.cell if at is not None else None
         if cell is None and first is not None:
             cell = first.cell or first.last_cell
         lines = [line for line in evidence if line]
+        endpoints = {rank: looks.endpoint_of(self.looks[rank]) for rank in (*ranks, *rest) if rank in self.looks}
+        acting = tuple(sorted(rank for rank, endpoint in endpoints.items() if endpoint is not None))
+        for endpoint, those in _grouped(acting, endpoints.__getitem__):
+            lines.append(f"{name_ranks(those)}: {' in its endpoint '.join(endpoint or ())}")
+        if acting:
+            stop = f"Stop ends waiting for an actor, not its endpoint; %mesh kill {format_ranks(acting)} does."
         if by_axis := self._by_axis(ranks):
             lines.append(f"{name_ranks(ranks)}: all with {by_axis}")
         return Finding(
@@ -705,7 +699,7 @@ class _Case:
             others=rest,
             title=title,
             evidence=tuple(dict.fromkeys(lines)),
-            next_step=step,
+            next_step=f"{step} {stop}".strip(),
             cell=cell,
             line=at.line if at is not None else None,
             file=at.file if at is not None and at.file else None,

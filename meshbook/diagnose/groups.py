@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from meshbook.diagnose.looks import POINT_TO_POINT, Doing
+from meshbook.diagnose.looks import Doing
 from meshbook.ids import Ranks, name_ranks
-from meshbook.wire.messages import CollectiveSeen, RankSnapshot
+from meshbook.wire.messages import POINT_TO_POINT, CollectiveSeen, RankSnapshot
 
 # A group's label, and of its members the first, the last and their number: labels are not unique where groups of one
 # kind are made side by side, and a thousand members are slow to compare for every collective of a thousand rings.

@@ -14,6 +14,7 @@ class Kind(NamedTuple):
     weight: int  # the heavier is told first
     meaning: str
     next_step: str  # {ranks}, {first}: the guilty ranks as a magic takes them; {name}: as people do; {pids}
+    stop: str = ""  # what comes after that where it is a cell, which can be stopped
 
 
 KINDS: Final[dict[str, Kind]] = {
@@ -190,12 +191,14 @@ KINDS: Final[dict[str, Kind]] = {
     "python-loop": Kind(
         66,
         "A rank runs the same loop all the time and calls no collective.",
-        "Look at the condition that should end the loop on {name}; interrupt the cell to get it back.",
+        "Look at the condition that should end the loop on {name}.",
+        "Interrupt the cell to get it back.",
     ),
     "missing-from-collective": Kind(
         65,
         "A rank has not come to a collective in which others wait.",
-        "Look at that line: what it does there keeps all the others waiting. Interrupt the cell to go on.",
+        "Look at that line: what it does there keeps all the others waiting.",
+        "Interrupt the cell to go on.",
     ),
     "straggler": Kind(
         50,
@@ -206,7 +209,11 @@ KINDS: Final[dict[str, Kind]] = {
     "slow": Kind(
         20,
         "Nothing is wrong, it just takes its time.",
-        "Wait, or interrupt the cell.",
+        "Wait.",
+        "Interrupting the cell ends it.",
     ),
     "idle": Kind(10, "Nothing runs.", "Run a cell."),
 }
+
+# Those that say that nothing is wrong.
+FINE: Final = frozenset(("slow", "idle"))

@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from msgspec import structs
+
 from meshbook.diagnose import places
 from meshbook.diagnose.code import cell_of, is_cell, is_user, library_of, plain, short
 from meshbook.errors import describe_exit
-from meshbook.wire.messages import CollectiveSeen, Frame, RankSnapshot, ThreadStack
+from meshbook.ids import CallId
+from meshbook.wire.messages import ACTOR_THREAD, POINT_TO_POINT, CollectiveSeen, Frame, RankSnapshot, ThreadStack
 
 # Seconds without a beat after which a rank of which nothing can be seen counts as silent. It beats once a second.
 SILENT_S = 5.0
@@ -19,8 +22,6 @@ SILENT_S = 5.0
 BUSY_PERCENT = 50.0
 # Seconds for which a thread must have waited for the interpreter lock before somebody is said to keep it.
 GIL_LAG_S = 1.0
-
-POINT_TO_POINT = ("send", "recv")
 
 # Libraries that wait for threads of their own in C: below one of their frames that is work, and no lock of the user's.
 _THREADED = frozenset(("torch", "numpy", "scipy", "triton"))
@@ -93,6 +94,42 @@ def what_it_does(snapshot: RankSnapshot) -> Doing:
     if main is None:
         return _without_stacks(snapshot)
     return _from_stack(snapshot, main, at)
+
+
+def acting(snapshot: RankSnapshot) -> RankSnapshot:
+    """Where nothing runs on the main thread and an actor is in an endpoint: that, as what the rank does."""
+    if snapshot.call is not None or snapshot.exited is not None:
+        return snapshot
+    at_work = [
+        stack
+        for stack in snapshot.stacks
+        if not stack.main and stack.name.startswith(ACTOR_THREAD) and user_frame(stack.frames) is not None
+    ]
+    if not at_work:
+        return snapshot
+    process = snapshot.process
+    in_group = (stack for stack in at_work if (known := places.outermost(stack.frames)) and known[0] is places.GROUP)
+    chosen = next(in_group, at_work[0])
+    rest = tuple(stack for stack in snapshot.stacks if stack is not chosen and not stack.main)
+    return structs.replace(
+        snapshot,
+        call=CallId(chosen.name),
+        cell=None,
+        file=None,
+        cell_line=None,
+        running_s=None,
+        process=None if process is None else structs.replace(process, syscall=None, target=None),  # the main thread's
+        stacks=(structs.replace(chosen, main=True), *rest),
+    )
+
+
+def endpoint_of(snapshot: RankSnapshot) -> tuple[str, str] | None:
+    """The actor and the endpoint that a rank is in, of what `acting` gave: ("actor trainer", "step")."""
+    if snapshot.call is None or not snapshot.call.startswith(ACTOR_THREAD):
+        return None
+    main = main_stack(snapshot)
+    first = next((frame for frame in main.frames if is_user(frame.file)), None) if main is not None else None
+    return None if first is None else (plain(snapshot.call, 80), plain(first.function, 60))
 
 
 def main_stack(snapshot: RankSnapshot) -> ThreadStack | None:
@@ -187,7 +224,7 @@ def _without_a_call(snapshot: RankSnapshot) -> Doing:
         return _silent(snapshot)
     if snapshot.last_cell is None and snapshot.finished is None:
         return Doing(rank, "idle", "runs nothing", asleep=True)
-    label = plain(snapshot.last_cell or "its last cell", 80)
+    label = plain(snapshot.last_cell or "the last call", 80)
     where = place_in_user_code(snapshot) if snapshot.error else None
     match snapshot.finished:
         case "error":

@@ -27,7 +27,7 @@ FORMING: Final = "forming"  # making a process group, which all its members must
 SLEEP: Final = "sleep"
 COMPUTE: Final = "compute"
 
-_GROUP = Place(COLLECTIVE, "waits in a collective")
+GROUP = Place(COLLECTIVE, "waits in a collective")
 _FORM = Place(FORMING, "forms a process group")
 _STORE = Place("waits-for-store", "waits for a key of a TCPStore")
 _WORKER = Place("waits-for-worker", "waits for a DataLoader worker")
@@ -69,10 +69,10 @@ PLACES: Final[tuple[tuple[str, tuple[str, ...] | None, Place], ...]] = (
     ),
     ("torch/distributed/device_mesh.py", ("init_device_mesh", "_init_process_groups"), _FORM),
     ("meshbook/rank/groups.py", ("connect", "form", "_connect"), _FORM),
-    ("torch/distributed/distributed_c10d.py", None, _GROUP),
-    ("torch/distributed/_functional_collectives.py", None, _GROUP),
-    ("torch/distributed/nn/functional.py", None, _GROUP),
-    ("meshbook/rank/watched.py", None, _GROUP),
+    ("torch/distributed/distributed_c10d.py", None, GROUP),
+    ("torch/distributed/_functional_collectives.py", None, GROUP),
+    ("torch/distributed/nn/functional.py", None, GROUP),
+    ("meshbook/rank/watched.py", None, GROUP),
     ("torch/distributed/elastic/utils/store.py", None, _STORE),
     (
         "torch/cuda/__init__.py",

@@ -13,7 +13,7 @@ from msgspec import Struct
 from meshbook.diagnose import looks
 from meshbook.diagnose.code import cell_of, is_cell, is_user, library_of, plain, short
 from meshbook.ids import Ranks, format_ranks, name_ranks
-from meshbook.wire.messages import Frame, RankSnapshot
+from meshbook.wire.messages import ACTOR_THREAD, REMOTE_OPERATION, Frame, RankSnapshot, ThreadStack
 
 # Characters of a source line that are shown.
 MAX_SOURCE_CHARS = 80
@@ -66,10 +66,10 @@ def merge(snapshots: Sequence[RankSnapshot], *, main_only: bool = True) -> Stack
     for snapshot in snapshots:
         if snapshot.file and snapshot.cell:
             cells[snapshot.file] = snapshot.cell
-        if looks.main_stack(snapshot) is None:
+        if looks.main_stack(snapshot) is None and not any(_acts(snapshot, stack) for stack in snapshot.stacks):
             without.setdefault(_why_none(snapshot), []).append(snapshot.rank)
         for stack in snapshot.stacks:
-            if not stack.frames or (main_only and not stack.main):
+            if not stack.frames or (main_only and not stack.main and not _acts(snapshot, stack)):
                 continue
             name = "" if stack.main else stack.name
             alike.setdefault(name, {}).setdefault(stack.frames, []).append(snapshot.rank)
@@ -89,6 +89,12 @@ def merge(snapshots: Sequence[RankSnapshot], *, main_only: bool = True) -> Stack
         cells=cells,
         without={why: tuple(sorted(ranks)) for why, ranks in without.items()},
     )
+
+
+def _acts(snapshot: RankSnapshot, stack: ThreadStack) -> bool:
+    """Whether it is of an actor's thread in an endpoint, on a rank that runs nothing else."""
+    idle = snapshot.call is None
+    return idle and stack.name.startswith(ACTOR_THREAD) and looks.user_frame(stack.frames) is not None
 
 
 def moved(before: Sequence[RankSnapshot], after: Sequence[RankSnapshot]) -> dict[int, bool]:
@@ -184,6 +190,11 @@ def _no_source(_file: str, _line: int) -> str | None:
 _WRAPPERS = frozenset(("wrapper", "_wrapped_call_impl", "_call_impl", "decorate_context", "inner", "_fn", "__call__"))
 
 
+def says_little(node: Node) -> bool:
+    """Whether a library's frame tells a reader nothing: it only wraps another, or is Meshbook's own."""
+    return node.function in _WRAPPERS or library_of(node.file) == "meshbook"
+
+
 class _Folded(Struct, frozen=True):
     """What happens in libraries below a line, until the user's code comes again."""
 
@@ -201,7 +212,8 @@ class _Drawing:
     def lines(self) -> Iterator[str]:
         for thread in self.tree.threads:
             if thread.name:
-                yield self._paint(f"thread {plain(thread.name, 80)} of {name_ranks(thread.ranks)}", _BOLD)
+                word = "" if thread.name.startswith(ACTOR_THREAD) else "thread "
+                yield self._paint(f"{word}{plain(thread.name, 80)} of {name_ranks(thread.ranks)}", _BOLD)
             if thread.num_cut:
                 yield self._paint(f"({thread.num_cut} frames of a very deep stack are left out)", _DIM)
             yield from self._below(self._folded(thread.children), "", top=True)
@@ -261,8 +273,7 @@ class _Drawing:
         while level:
             depth += 1
             most = max(level, key=lambda node: len(node.ranks))
-            library = library_of(most.file) or "python"
-            if most.function not in _WRAPPERS and (library != "meshbook" or not told):
+            if not says_little(most):
                 told.append(plain(most.function, 60))
             below: list[Node] = []
             for node in level:
@@ -282,6 +293,8 @@ class _Drawing:
         if cell is None and is_cell(node.file):
             cell = "an earlier cell"
         place = f"{plain(cell, 80) if cell else short(plain(node.file))}, line {node.line}"
+        if node.file == REMOTE_OPERATION:
+            return self._paint(f"  {plain(node.function, 60)}", _DIM)
         if node.function and node.function != "<module>":
             place += f" in {plain(node.function, 60)}"
         if not node.user:

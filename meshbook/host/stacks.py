@@ -12,16 +12,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from msgspec import structs
 
-from meshbook.wire.messages import Frame, ThreadStack
+from meshbook.wire.messages import ACTOR_THREAD, MAX_END_FRAMES, MAX_THREADS, Frame, ThreadStack
 
 _OWN_FOLDER = str(Path(__file__).resolve().parent.parent) + "/"
 _ASYNCIO_FOLDER = str(Path(asyncio.__file__).resolve().parent) + "/"
-
-# Frames that are kept at either end of a stack that was read from outside; as in rank.snapshot.
-_END_FRAMES = 100
-_THREADS = 64
 
 
 def users_part(stack: ThreadStack, file: str | None) -> ThreadStack:
@@ -31,14 +27,19 @@ def users_part(stack: ThreadStack, file: str | None) -> ThreadStack:
         file: that the running cell was compiled under; None: something else runs, or it is not known.
     """
     if not stack.main:
-        return stack
+        return structs.replace(stack, frames=stack.frames[_below_own(stack.frames) :]) if is_actors(stack) else stack
     frames = stack.frames
     first = next((place for place, frame in enumerate(frames) if frame.file == file), None) if file else None
     if first is None:
         first = _below_own(frames)
     if first <= stack.cut_at and stack.num_cut:
-        return msgspec.structs.replace(stack, frames=frames[first:], cut_at=stack.cut_at - first)
-    return msgspec.structs.replace(stack, frames=frames[first:], num_cut=0, cut_at=0)
+        return structs.replace(stack, frames=frames[first:], cut_at=stack.cut_at - first)
+    return structs.replace(stack, frames=frames[first:], num_cut=0, cut_at=0)
+
+
+def is_actors(stack: ThreadStack) -> bool:
+    """Whether it is of a thread that runs an actor, and nothing was left out of it."""
+    return stack.name.startswith(ACTOR_THREAD) and not stack.num_cut
 
 
 def _below_own(frames: tuple[Frame, ...]) -> int:
@@ -67,7 +68,7 @@ def read_py_spy(output: bytes) -> tuple[ThreadStack, ...]:
         raise ValueError(f"py-spy's output cannot be read ({type(error).__name__}: {error})") from error
     kept = [stack for stack in stacks if not stack.name.startswith("meshbook-")]
     kept.sort(key=lambda stack: not stack.main)
-    return tuple(kept[:_THREADS])
+    return tuple(kept[:MAX_THREADS])
 
 
 def _thread(told: dict[str, Any]) -> ThreadStack:
@@ -79,9 +80,9 @@ def _thread(told: dict[str, Any]) -> ThreadStack:
         )
         for frame in reversed(told["frames"])
     ]
-    num_cut = max(0, len(frames) - 2 * _END_FRAMES)
+    num_cut = max(0, len(frames) - 2 * MAX_END_FRAMES)
     if num_cut:
-        frames = frames[:_END_FRAMES] + frames[-_END_FRAMES:]
+        frames = frames[:MAX_END_FRAMES] + frames[-MAX_END_FRAMES:]
     native_id = told.get("os_thread_id")
     return ThreadStack(
         name=_text(told.get("thread_name") or f"thread {native_id}"),
@@ -91,7 +92,7 @@ def _thread(told: dict[str, Any]) -> ThreadStack:
         has_gil=bool(told.get("owns_gil")),
         active=bool(told.get("active")),
         num_cut=num_cut,
-        cut_at=_END_FRAMES if num_cut else 0,
+        cut_at=MAX_END_FRAMES if num_cut else 0,
     )
 
 

@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 from meshbook.errors import RankLost, StartError, TransferError
-from meshbook.ids import CallId, name_ranks
+from meshbook.ids import CallId
 from meshbook.rank import failures, paths, probes
 from meshbook.rank.capture import Output
 from meshbook.rank.ring import Collective, Ring
@@ -174,6 +174,11 @@ class Executor:
                 resolve=self.resolve,
             )
         return self._tensors
+
+    @property
+    def under_way(self) -> Any:
+        """The operation on remote tensors that runs now (`rank.tensors.engine.UnderWay`); None: none does."""
+        return None if self._tensors is None else self._tensors.under_way()
 
     def _call_function(self, command: messages.CallFunction) -> Outcome:
         function, args, kwargs = self._load(command.function)
@@ -393,7 +398,7 @@ class _Noting:
         if line is not None:
             place = "the cell" if line.file == self._shell.running_file else line.file
             where = f", at line {line.line} of {place}"
-        self._words.note(f"{collective.op} #{collective.group_seq} of {name_ranks(collective.group_ranks)}{where}")
+        self._words.note(f"{collective.op} #{collective.group_seq} of {collective.label.members}{where}")
 
     def finished(self, collective: Collective, arguments: tuple[Any, ...]) -> None:
         pass

@@ -20,6 +20,9 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple, Protocol
 
+from meshbook.ids import name_ranks
+from meshbook.wire.messages import POINT_TO_POINT, RECORDED_STEP
+
 
 class UserLine(NamedTuple):
     """One place in somebody's source."""
@@ -37,22 +40,20 @@ class TensorLike(Protocol):
     def dtype(self) -> object: ...
 
 
-# What two members do with each other, while the rest of the group knows nothing of it.
-POINT_TO_POINT = frozenset(("send", "recv"))
-
-
 class Label:
     """A process group as the ring sees it: its name, the global ranks in it, and counters of its collectives.
 
     Attributes:
+        members: its ranks in words.
         epoch: which connections of the group these are; the counters start again with each.
     """
 
-    __slots__ = ("epoch", "name", "next_seq", "next_transfer", "ranks")
+    __slots__ = ("epoch", "members", "name", "next_seq", "next_transfer", "ranks")
 
     def __init__(self, name: str, ranks: Iterable[int]) -> None:
         self.name = name
         self.ranks = tuple(ranks)
+        self.members = name_ranks(self.ranks)
         self.restart(0)
 
     def restart(self, epoch: int) -> None:
@@ -143,12 +144,7 @@ class Collective:
     @property
     def line(self) -> UserLine | None:
         """The innermost frame of the user's code at the call; None if no such frame was on any stack."""
-        if self._code is None:
-            return None
-        for start, end, line in self._code.co_lines():
-            if start <= self._instruction < end and line is not None:
-                return UserLine(self._code.co_filename, line, self._code.co_name)
-        return UserLine(self._code.co_filename, self._code.co_firstlineno, self._code.co_name)
+        return None if self._code is None else _line_of(self._code, self._instruction)
 
     def seconds(self, now: float | None = None) -> float:
         """How long it took, or has been running at monotonic time `now` (default: this moment)."""
@@ -196,7 +192,7 @@ class Ring:
         self._next_seq: Callable[[], int] = itertools.count(1).__next__
         self._clock = clock
         self._detailed = detailed
-        self._skip: tuple[str, ...] = ("<frozen ",)
+        self._skip: tuple[str, ...] = ("<frozen ", RECORDED_STEP)
         self._skipped: dict[str, bool] = {}  # by file name: a dict look-up costs a tenth of a prefix test
         # contextlib's frames lie between the user's `with` and the library that ends a coalesced collective in it.
         for path in (Path(__file__).resolve().parent.parent, contextlib.__file__, *skip):
@@ -318,6 +314,24 @@ class Ring:
         while frame is not None and frame.f_code.co_filename.startswith(self._skip):
             frame = frame.f_back
         return frame
+
+
+# Lines by the addresses of their instructions, which are in their code objects. A step calls its collectives at the
+# same few lines each time, and finding a line among a cell's takes tens of microseconds.
+_lines: dict[int, tuple[CodeType, UserLine]] = {}
+_LINES = 4096
+
+
+def _line_of(code: CodeType, instruction: int) -> UserLine:
+    known = _lines.get(id(code) + instruction)
+    if known is not None and known[0] is code:
+        return known[1]
+    numbers = (line for start, end, line in code.co_lines() if start <= instruction < end and line is not None)
+    found = UserLine(code.co_filename, next(numbers, code.co_firstlineno), code.co_name)
+    if len(_lines) >= _LINES:
+        _lines.clear()
+    _lines[id(code) + instruction] = code, found
+    return found
 
 
 def one_line(error: BaseException) -> str:

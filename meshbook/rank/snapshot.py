@@ -20,16 +20,24 @@ from meshbook.ids import CallId
 from meshbook.rank import locks
 from meshbook.rank.probes import plain, seen
 from meshbook.rank.ring import Ring
-from meshbook.wire.messages import CollectiveSeen, Frame, Health, Outcome, RankSnapshot, ThreadStack
+from meshbook.wire.messages import (
+    MAX_END_FRAMES,
+    MAX_THREADS,
+    REMOTE_OPERATION,
+    CollectiveSeen,
+    Frame,
+    Health,
+    Outcome,
+    RankSnapshot,
+    ThreadStack,
+)
 
 if TYPE_CHECKING:
     from meshbook.rank.executor import Executor
+    from meshbook.rank.tensors.engine import UnderWay
 
-# Frames that are kept at either end of a stack: what called, and where it is. Recursion has thousands between them.
-_END_FRAMES = 100
-
-# Threads whose stacks are told; a pool of hundreds stands at one line.
-_THREADS = 64
+# Carries out operations on remote tensors; it cannot be imported here, for it has torch.
+_ENGINE = "meshbook/rank/tensors/engine.py"
 
 # Open collectives that are told beside the last ones.
 _OPEN = 64
@@ -63,7 +71,14 @@ def take(
     """
     now = time.monotonic()
     doing, done, file = executor.doing, executor.done, executor.shell.running_file
+    cell = None if doing is None else doing.label or None
+    operation = executor.under_way
     threads = tuple(thread_stacks(main_thread, executor.shell.awaiting)) if stacks else ()
+    if operation is not None and operation.line is not None:
+        threads = tuple(issued_by(operation, stack) if stack.main else stack for stack in threads)
+        main = next((stack for stack in threads if stack.main), None)
+        file = operation.line.file if main is None or not main.frames else main.frames[0].file
+        cell = operation.cells.get(file)
     collectives = ring_seen(executor.ring, num_collectives, now)
     last = executor.ring.last
     error, error_file, error_line = _error(done) if doing is None else (None, None, None)
@@ -71,7 +86,7 @@ def take(
         rank=executor.told.rank,
         source="inside",
         call=None if doing is None else doing.call,
-        cell=None if doing is None else doing.label or None,
+        cell=cell,
         file=error_file if file is None else plain(file),
         cell_line=error_line if file is None else _line(threads, file),
         running_s=None if doing is None else now - doing.began_at,
@@ -128,19 +143,47 @@ def thread_stacks(main_thread: int, awaiting: Any = None) -> list[ThreadStack]:
                 cut_at=cut_at,
             )
         )
-        if len(found) == _THREADS:
+        if len(found) == MAX_THREADS:
             break
     return found
+
+
+def issued_by(operation: UnderWay, stack: ThreadStack) -> ThreadStack:
+    """The stack of an operation on remote tensors, as if the line of the controller that issued it had called it here:
+    what ranks have of their own around it says nothing to anybody."""
+    own = max((place for place, frame in enumerate(stack.frames) if frame.file.endswith(_ENGINE)), default=-1)
+    line, name = operation.line, operation.operation
+    for place in range(own + 1, len(stack.frames)):
+        frame = stack.frames[place]
+        if (under_way := operation.generated.get(frame.file)) is not None:
+            own, (name, inner) = place, under_way(frame.line)
+            line = inner or line
+            break
+    if own < 0 or line is None:
+        return stack
+    lead = (line, Frame(file=REMOTE_OPERATION, line=0, function=name))
+    cut_at = stack.cut_at - own - 1 + len(lead)
+    is_cut = stack.num_cut > 0 and cut_at >= len(lead)
+    return ThreadStack(
+        name=stack.name,
+        frames=(*lead, *stack.frames[own + 1 :]),
+        main=stack.main,
+        native_id=stack.native_id,
+        waits_on=stack.waits_on,
+        held_by=stack.held_by,
+        num_cut=stack.num_cut if is_cut else 0,
+        cut_at=cut_at if is_cut else 0,
+    )
 
 
 def _walk(frame: FrameType | None) -> tuple[tuple[Frame, ...], int, int]:
     """A stack outermost first; how many frames of its middle are left out; and where."""
     inner: list[tuple[CodeType, int | None]] = []
-    outer: deque[tuple[CodeType, int | None]] = deque(maxlen=_END_FRAMES)
+    outer: deque[tuple[CodeType, int | None]] = deque(maxlen=MAX_END_FRAMES)
     num_walked = 0
     while frame is not None:
         place = frame.f_code, frame.f_lineno  # the line is None while an interpreter's own instruction runs
-        if num_walked < _END_FRAMES:
+        if num_walked < MAX_END_FRAMES:
             inner.append(place)
         else:
             outer.append(place)
@@ -165,7 +208,7 @@ def _in_event_loop(frames: tuple[Frame, ...]) -> bool:
 def _awaited(coroutine: Any) -> tuple[Frame, ...]:
     """Where a coroutine waits: itself, what it awaits, and so on."""
     frames: list[Frame] = []
-    while coroutine is not None and len(frames) < 2 * _END_FRAMES:
+    while coroutine is not None and len(frames) < 2 * MAX_END_FRAMES:
         for kind in ("cr", "gi", "ag"):
             frame = getattr(coroutine, f"{kind}_frame", None)
             if isinstance(frame, FrameType):

@@ -17,6 +17,7 @@ import msgspec
 
 from meshbook.diagnose import findings as diagnose
 from meshbook.diagnose.findings import Finding
+from meshbook.diagnose.kinds import FINE
 from meshbook.ids import CallId, Ranks
 from meshbook.supervisor.looks import PATIENCE_S, Looks
 from meshbook.supervisor.stalls import BETWEEN_LOOKS_S, STALL_S, Pulse, Stalls
@@ -31,8 +32,6 @@ _PER_S = (0.1, 10.0)
 # Seconds after which those that watch are told that there is no news, so that they see that somebody still speaks.
 _SIGN_OF_LIFE_S = 2.0
 _TICK_S = 1.0
-# Kinds that need no telling: whoever waits for a slow cell knows that it is slow.
-_NOT_NEWS = frozenset({"slow", "idle"})
 # Findings told unasked: the first says what is wrong, and whoever wants all of them asks.
 _TOLD_AT_ONCE = 3
 
@@ -254,7 +253,7 @@ class Seeing:
         news = [
             one
             for one in found
-            if one.kind not in _NOT_NEWS
+            if one.kind not in FINE  # whoever waits for a slow cell knows that it is slow
             and (not one.ranks or set(glance.ranks) & {*one.ranks, *one.others})
             and not (one.kind == "waits-for-subprocess" and set(one.ranks) <= busy)
         ]

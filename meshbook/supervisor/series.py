@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -70,6 +71,19 @@ class Ring:
         first = self._newest - len(values) + 1
         return [((first + at) * self.step_s, value) for at, value in enumerate(values) if not math.isnan(value)]
 
+    def dump(self, since: float) -> list[Any] | None:
+        """The steps since then, for `load`: the newest one's number, what it saw, and all values as bytes of floats."""
+        if self._newest is None:
+            return None
+        wanted = min(self._size, self._newest - math.ceil(since / self.step_s) + 1) if since > -math.inf else self._size
+        return [self._newest, self._seen, self._values[-wanted:].tobytes()] if wanted > 0 else None
+
+    def load(self, told: Sequence[Any]) -> None:
+        """Be what another one of the same steps was."""
+        self._newest, self._seen, values = told
+        self._values = array("f")
+        self._values.frombytes(values)
+
 
 class Series:
     """METRICS of every rank over time."""
@@ -120,22 +134,26 @@ class Series:
     def ranks(self) -> tuple[int, ...]:
         return tuple(sorted({rank for _, rank in list(self._rings)}))
 
-    def dump(self, since: float) -> dict[str, dict[int, list[list[float]]]]:
-        """Everything since then, as plain data: metric -> rank -> [times, values]."""
-        found: dict[str, dict[int, list[list[float]]]] = {}
-        for metric, rank in list(self._rings):
-            points = self.points(metric, rank, since)
-            if points:
-                times, values = zip(*points, strict=True)
-                found.setdefault(metric, {})[rank] = [list(times), list(values)]
+    def dump(self, since: float) -> dict[str, dict[int, list[Any]]]:
+        """Everything since then, as plain data: metric -> rank -> what each of its rings gives. Of a thousand ranks
+        that is some megabytes, and takes as long as it takes to copy them."""
+        found: dict[str, dict[int, list[Any]]] = {}
+        if since == math.inf:
+            return found
+        for (metric, rank), rings in list(self._rings.items()):
+            told = [ring.dump(since) for ring in rings]
+            if any(told):
+                found.setdefault(metric, {})[rank] = told
         return found
 
-    def load(self, data: Mapping[str, Mapping[Any, Sequence[Sequence[float]]]]) -> None:
-        """What another one's `dump` gave."""
+    def load(self, data: Mapping[str, Mapping[Any, Sequence[Any]]]) -> None:
+        """What another one's `dump` gave, in place of what was known."""
         for metric, by_rank in data.items():
-            for rank, (times, values) in by_rank.items():
-                for at, value in zip(times, values, strict=True):
-                    self.put(metric, int(rank), at, value)
+            for rank, told in by_rank.items():
+                rings = self._rings[metric, int(rank)] = tuple(Ring(step_s, size) for step_s, size in self._levels)
+                for ring, one in zip(rings, told, strict=True):
+                    if one is not None:
+                        ring.load(one)
 
 
 class Curve:
@@ -160,7 +178,7 @@ class Curve:
             self._times.append(at)
         self._skip = (self._skip + 1) % self._every
         if len(self._xs) > limit:
-            for points in (self._xs, self._values, self._times):
+            for points in self._points():
                 del points[1:-1:2]
             self._every *= 2
             self._skip = 1 % self._every
@@ -169,6 +187,23 @@ class Curve:
         """(step, value, wall clock), in the order they were logged."""
         rows = zip(self._xs, self._values, self._times, strict=False)  # another thread may be at `put`
         return [(int(step), value, at) for step, value, at in rows if at >= since]
+
+    def dump(self, since: float) -> list[Any] | None:
+        """Its points since then, for `load`: how they are thinned out, and all of them as bytes of floats."""
+        first = bisect_left(self._times, since)
+        if first == len(self._times):
+            return None
+        return [self._every, self._skip, *(points[first:].tobytes() for points in self._points())]
+
+    def load(self, told: Sequence[Any]) -> None:
+        """Be what another one was."""
+        self._every, self._skip, *columns = told
+        for points, column in zip(self._points(), columns, strict=True):
+            del points[:]
+            points.frombytes(column)
+
+    def _points(self) -> tuple[array[float], ...]:
+        return self._xs, self._values, self._times
 
     def after(self, step: float) -> list[tuple[int, float, float]]:
         """The points at its end whose steps are beyond this one; costs as much as there are such."""
@@ -227,6 +262,23 @@ class Curves:
         """As `points`, of what was logged for steps beyond this one; cheap where that is little."""
         curve = self._curves.get(name, {}).get(rank)
         return curve.after(step) if curve is not None else []
+
+    def dump(self, since: float) -> dict[str, dict[int, list[Any]]]:
+        """Everything since then, as plain data: name -> rank -> what its curve gives."""
+        found: dict[str, dict[int, list[Any]]] = {}
+        for name, by_rank in self._curves.items() if since < math.inf else ():
+            for rank, curve in by_rank.items():
+                if (told := curve.dump(since)) is not None:
+                    found.setdefault(name, {})[rank] = told
+        return found
+
+    def load(self, data: Mapping[str, Mapping[Any, Sequence[Any]]]) -> None:
+        """What another one's `dump` gave, in place of what was known."""
+        for name, by_rank in data.items():
+            for rank, told in by_rank.items():
+                curve = self._curves.setdefault(name, {})[int(rank)] = Curve()
+                curve.load(told)
+        self._num_curves = sum(map(len, self._curves.values()))
 
     def rows(self, since: float = -math.inf) -> Iterator[tuple[str, int, int, float, float]]:
         """(name, rank, step, value, wall clock) of everything."""

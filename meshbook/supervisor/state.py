@@ -79,7 +79,7 @@ class Call:
     entry: HistoryEntry | None = None
     flush_at: float | None = None  # when an alarm will look for output that waits
     asking: set[int] = field(default_factory=set)  # ranks that wait for input()
-    interrupted: bool = False  # it was told to stop
+    back_by: float = 0.0  # told to stop, it has until then to come back
     held: ToHosts | None = None  # not sent yet
 
 
@@ -416,25 +416,26 @@ class State:
         send = ToHosts(self._hosts(command.ranks), command, body)
         if not call.main_thread:
             return [send]
-        if self._is_stopping_calls():
+        if self._is_stopping_calls(now):
             call.held = send
             return []
         return self._send(call, send, now)
 
     def _send(self, call: Call, send: ToHosts, now: float) -> list[Step]:
         call.held = None
-        users = call.entry is not None or isinstance(send.message, messages.CallFunction)
+        waits = isinstance(send.message, messages.RunOps) and send.message.fetch is not None
+        users = waits or call.entry is not None or isinstance(send.message, messages.CallFunction)
         return [send, *(self._seeing.call_began(call.id, call.client, call.ranks, now) if users else [])]
 
-    def _is_stopping_calls(self) -> bool:
+    def _is_stopping_calls(self, now: float) -> bool:
         """Whether ranks are on their way back from a Stop. What is sent meanwhile would begin on some of them while
         others are still in the call before it, and find the process groups broken."""
-        return any(call.interrupted for call in self._calls.values())
+        return any(now < call.back_by for call in self._calls.values())
 
     def _release(self, now: float) -> list[Step]:
-        """Send what was held, now that the ranks are back, or that they have had their time."""
-        for call in self._calls.values():
-            call.interrupted = False
+        """Send what was held, if the ranks are back from every Stop, or have had their time for it."""
+        if self._is_stopping_calls(now):
+            return []
         held = [(call, call.held) for call in self._calls.values() if call.held is not None]
         return [step for call, send in held if send is not None for step in self._send(call, send, now)]
 
@@ -555,7 +556,7 @@ class State:
         if any(part.outcome.groups_broken for part in parts) and self._groups == "ready":
             self._groups = "broken"
         steps += self._mend_groups(now)
-        return steps if self._is_stopping_calls() else steps + self._release(now)
+        return steps + self._release(now)
 
     def _mend_groups(self, now: float) -> list[Step]:
         """Re-form the process groups once nobody uses them. With a rank gone that has to wait for a new one."""
@@ -634,7 +635,7 @@ class State:
             if call.held is not None:
                 steps += self._settle(call, (Part(call.ranks, Outcome(status="interrupted")),), (), now)
             elif call.client:
-                call.interrupted = True
+                call.back_by = now + _HOLD_S
                 steps.append(Alarm(f"release {call.id}", _HOLD_S))
         return steps
 

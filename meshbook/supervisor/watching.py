@@ -13,6 +13,7 @@ The data of a `Watched`, every key of which may be missing:
     calls        all that run now, as CallNow
     collectives  those that began or ended, as CollectiveNow
     scalars      [name, rank, step, value, wall clock] each
+    curves       with `whole`, in place of `scalars`: the past, as `Curves.dump` gives it
     lines        those that ranks printed, as LineSaid
     findings     all that hold now, as diagnose's Finding
     series       with `whole`: the past, as `Series.dump` gives it
@@ -295,7 +296,7 @@ class Scene:
             "ranks": columns({}, self.ranks),
             "calls": msgspec.to_builtins(self.calls),
             "collectives": msgspec.to_builtins(self._newest_collectives()),
-            "scalars": [list(row) for row in self.scalars.rows(since)],
+            "curves": self.scalars.dump(since),
             "lines": msgspec.to_builtins(tuple(self.lines)),
             "findings": msgspec.to_builtins(self.findings),
             "series": self.series.dump(since),

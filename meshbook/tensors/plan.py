@@ -64,18 +64,24 @@ class Spec:
     Attributes:
         shape, stride, offset: of the whole tensor; of each rank's own where `placements` is None.
         placements: torch's, one per axis of the mesh; None: the per-rank view.
+        copied: a view that shares nothing: DTensor had to copy.
         engine: whose tensor it is.
+        making: what torch is given to make such a tensor; None until there is one.
     """
 
-    __slots__ = ("__weakref__", "device", "dtype", "engine", "offset", "placements", "shape", "stride")
+    __slots__ = (
+        "__weakref__", "copied", "device", "dtype", "engine", "making", "offset", "placements", "shape", "stride",
+    )  # fmt: skip
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
     placements: tuple[Any, ...] | None
+    copied: bool
     engine: Any
     device: torch.device
+    making: tuple[Any, ...] | None
 
     def __repr__(self) -> str:
         return f"{tuple(self.shape)} {words_of(self.placements)}"
@@ -91,8 +97,6 @@ class Template:
         outputs: per result a Spec (new), the index of an input (changed in place), or None.
         returns: "none", "one", "list", "tuple".
         first: placements that inputs must be brought to before, by index; empty where they are as they should be.
-        is_view: results share the storage of the first input.
-        copied: ... or should, and do not: what DTensor gives is a copy.
         mutates: indices of inputs that are changed.
         instead: the operation that makes a new tensor, to be copied into the first input, where DTensor would change
             only a part of it.
@@ -105,20 +109,17 @@ class Template:
     outputs: tuple[Spec | int | None, ...]
     returns: str
     first: tuple[tuple[int, tuple[Any, ...]], ...] = ()
-    is_view: bool = False
-    copied: bool = False
     mutates: tuple[int, ...] = ()
     instead: Any = None
     seeded: bool = False
     special: bool = False  # anything of the above: off the hot path
-    quick: Spec | None = field(init=False)  # `single`, where that is all there is to do, or where it is a plain view
+    quick: Spec | None = field(init=False)  # `single`, where that is all there is to do
     communicates: bool = False
     body: bytes = b""
     name: str = ""
 
     def __post_init__(self) -> None:
-        looked_after = self.first or self.copied or self.mutates or self.instead is not None or self.seeded
-        self.quick = None if looked_after else self.single
+        self.quick = None if self.special else self.single
 
 
 class Planner:
@@ -133,17 +134,27 @@ class Planner:
         self._numbers = itertools.count(1)  # 0 frees ids
 
     def spec(
-        self, shape: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype, placements: Any
+        self,
+        shape: Sequence[int],
+        stride: Sequence[int],
+        offset: int,
+        dtype: torch.dtype,
+        placements: Any,
+        copied: bool = False,
     ) -> Spec:
         """The one spec of these."""
-        key = (tuple(shape), tuple(stride), offset, dtype, placements)
+        key = (tuple(shape), tuple(stride), offset, dtype, placements, copied)
         found = self._specs.get(key)
         if found is None:
             found = Spec()
-            found.shape, found.stride, found.offset, found.dtype, found.placements = key
-            found.engine, found.device = self.engine, self.device
+            found.shape, found.stride, found.offset, found.dtype, found.placements, found.copied = key
+            found.engine, found.device, found.making = self.engine, self.device, None
             self._specs[key] = found
         return found
+
+    def copied(self, spec: Spec) -> Spec:
+        """The same, of a view that is a copy."""
+        return self.spec(spec.shape, spec.stride, spec.offset, spec.dtype, spec.placements, True)
 
     def spec_of(self, tensor: torch.Tensor, placements: Any) -> Spec:
         """The spec of a contiguous tensor like this local one."""
@@ -197,6 +208,14 @@ class Planner:
                 "are there; use the one that makes a view (without the trailing underscore), x = x.t(), or, where "
                 "torch's own code does it, mesh.execute(fn, x) or x.full_tensor()"
             )
+        for at in _mutated(function, args, kwargs, inputs):
+            if inputs[at]._spec.copied:
+                raise NotImplementedError(
+                    f"{function._opname} would change a view that the mesh could only make as a copy: the view cuts "
+                    f"across a dim that lies in pieces on the ranks ({inputs[at]._spec}). Use an operation that makes "
+                    "a new tensor (torch.where, index_copy, torch.cat), or first redistribute the tensor so that this "
+                    "dim is whole: x = x.redistribute(...)"
+                )
         first = _to_be_moved(function, args, inputs, self.mesh)
         if first:
             return Template(0, None, (), "none", first=first, special=True)
@@ -273,7 +292,8 @@ class Planner:
             else:
                 raise NotImplementedError(f"{name_of(function)} gives a {type(result).__name__}, not tensors")
         mutates = _mutated(function, args, kwargs, inputs)
-        is_view, copied = _sharing(function, inputs, empties, flat)
+        if _is_copied(function, inputs, empties, flat):
+            outputs = [self.copied(output) if isinstance(output, Spec) else output for output in outputs]
         seeded = torch.Tag.nondeterministic_seeded in getattr(function, "tags", ()) and bool(inputs or flat)
         returns = (
             ("list" if isinstance(results, list) else "tuple") if several else "none" if results is None else "one"
@@ -304,11 +324,9 @@ class Planner:
             single=single,
             outputs=tuple(outputs),
             returns=returns,
-            is_view=is_view,
-            copied=copied,
             mutates=mutates,
             seeded=seeded,
-            special=is_view or bool(mutates) or seeded,
+            special=bool(mutates) or seeded,
             communicates=communicates,
             body=pickle.dumps(sent, 5),
             name=name_of(function),
@@ -452,18 +470,18 @@ def _mutated(function: Any, args: Any, kwargs: Any, inputs: Sequence[Any]) -> tu
     return tuple(dict.fromkeys(changed))
 
 
-def _sharing(function: Any, inputs: Sequence[Any], empties: dict[int, Any], results: list[Any]) -> tuple[bool, bool]:
-    """Whether the results should share the first input's storage, and whether they fail to."""
-    if function in (as_global, as_local):
-        return True, False
-    schema = getattr(function, "_schema", None)
-    if schema is None or schema.is_mutable or not inputs:
-        return False, False
-    if not any(output.alias_info is not None for output in schema.returns):
-        return False, False
-    source = empties.get(id(inputs[0]))
-    shares = all(_storage(result) == _storage(source) for result in results if isinstance(result, torch.Tensor))
-    return True, not shares
+def _is_copied(function: Any, inputs: Sequence[Any], empties: dict[int, Any], results: list[Any]) -> bool:
+    """Whether the results should share the first input's storage, and fail to; or are views of one that failed to."""
+    if not inputs:
+        return False
+    if function not in (as_global, as_local):
+        schema = getattr(function, "_schema", None)
+        if schema is None or schema.is_mutable or not any(output.alias_info is not None for output in schema.returns):
+            return False
+        source = _storage(empties[id(inputs[0])])
+        if any(_storage(result) != source for result in results if isinstance(result, torch.Tensor)):
+            return True
+    return bool(inputs[0]._spec.copied)
 
 
 def _storage(tensor: Any) -> int:

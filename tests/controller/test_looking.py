@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -233,6 +234,9 @@ def test_prometheus_is_served_the_same_numbers_on_this_machine_alone(mesh: Mesh)
     with Exporter(mesh.session) as exporter:
         assert exporter.address.startswith("http://127.0.0.1:")
         page = urllib.request.urlopen(exporter.address, timeout=20).read().decode()
+        rebound = urllib.request.Request(exporter.address, headers={"Host": "evil.example:80"})
+        with pytest.raises(urllib.error.HTTPError, match="403"):  # a name that was made to point here
+            urllib.request.urlopen(rebound, timeout=20)
         with pytest.raises(StartError, match="cannot be served"):
             Exporter(mesh.session, int(exporter.address.split(":")[2].partition("/")[0]))
     assert f'meshbook_up{{mesh="{mesh.name}"}} 1.0' in page

@@ -63,6 +63,30 @@ def test_a_page_that_is_gone_is_forgotten_and_watching_ends_with_the_last_one(me
     assert not desk.watches
 
 
+def test_a_picture_that_cannot_be_made_is_logged_and_said_once_and_the_next_one_is_shown(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    desk, page = Desk.of(mesh.session), Page(mesh)
+    whole, calls = page.audience.view.everything, []
+
+    def everything(picture: Any) -> Any:
+        calls.append(picture)
+        if len(calls) < 3:
+            raise KeyError("a rank that nobody knows")
+        return whole(picture)
+
+    monkeypatch.setattr(page.audience.view, "everything", everything)
+    desk.join(page.audience)
+    for _ in range(4):  # news, so that it is told again at once
+        mesh.run("x = 1", echo=False)
+    page.wait_for(lambda message: message["kind"] == "layout")
+    desk.leave(page.audience)
+    assert [message["text"] for message in page.told if message["kind"] == "told"] == [
+        "part of this picture could not be made (KeyError: 'a rank that nobody knows'); the mesh is not affected"
+    ]
+    assert [record.levelname for record in caplog.records if record.exc_info] == ["ERROR"]
+
+
 def test_requests_are_answered_while_a_cell_runs_each_to_who_asked_and_once(mesh: Mesh, tmp_path: Any) -> None:
     gate = tmp_path / "gate"
     desk, page = Desk.of(mesh.session), Page(mesh)

@@ -595,11 +595,22 @@ def test_an_actor_that_is_in_an_endpoint_while_no_cell_runs_is_told_with_its_lin
         )
         return look(rank, call=None, cell=None, running_s=None, stacks=(actor,))
 
-    frames = (Frame("/home/u/jobs/train.py", 31, "work"), Frame(f"{STDLIB}/threading.py", 600, "wait"))
-    finding = only(idle(0, *frames), idle(1, *frames), idle(2))
-    assert finding.title == (
-        "No cell runs: ranks 0-2 wait for a cell; actor worker of ranks 0-1 is at jobs/train.py, line 31"
-    )
+    step, at_line = "/home/u/jobs/train.py", "jobs/train.py, line"
+    waits = (Frame(step, 31, "work"), Frame(f"{STDLIB}/threading.py", 600, "wait"))
+    finding = only(idle(0, *waits), idle(1, *waits), idle(2))
+    assert finding.title == f"Ranks 0-1 wait for an event or condition at {at_line} 31 in work"
+    assert "ranks 0-1: actor worker in its endpoint work" in finding.evidence
+    assert "%mesh kill 0-1" in finding.next_step
+    assert "nterrupt" not in finding.next_step
+
+    reduces = (Frame(step, 12, "reduce"), Frame(f"{TORCH}/distributed/distributed_c10d.py", 9, "all_reduce"))
+    waiting = [structs.replace(idle(rank, *reduces), collectives=(op(5, ranks=range(3)),)) for rank in (0, 2)]
+    asleep = structs.replace(idle(1, Frame(step, 10, "reduce")), collectives=(op(4, ranks=range(3), ended_s=12.0),))
+    finding = only(waiting[0], asleep, waiting[1], earlier=[waiting[0], asleep, waiting[1]])
+    assert (finding.kind, finding.ranks, finding.others) == ("missing-from-collective", (1,), (0, 2))
+    assert f"at {at_line} 10 in reduce and has not come to all_reduce #5" in finding.title
+    assert "nterrupt" not in finding.next_step
+    assert f"[0,2] > {at_line} 12 in reduce" in stacks_as_text(merge([waiting[0], asleep, waiting[1]]))
 
 
 def test_ranks_that_ended_something_else_are_not_said_to_have_ended_the_cell():

@@ -260,6 +260,20 @@ def test_a_cell_behind_a_stop_waits_no_longer_than_a_stubborn_rank_is_given() ->
     assert [message.call for message in messages_of(released, messages.RunCell)] == ["c2"]
 
 
+def test_a_cell_behind_two_stops_waits_until_the_second_has_had_its_time_too() -> None:
+    world = Scenery()
+    world.run("c1", ranks=(0,))
+    world.run("c2", ranks=(1,))
+    first = world.say(messages.Interrupt(ranks=(0,), target="c1"))
+    world.now += 1.5
+    second = world.say(messages.Interrupt(ranks=(1,), target="c2"))
+    world.run("c3", ranks=(0,))
+    world.now -= 1.5  # `ring` waits for an alarm from where it was set
+    assert not messages_of(world.ring(first, "release"), messages.RunCell)
+    world.now -= 0.5
+    assert [message.call for message in messages_of(world.ring(second, "release"), messages.RunCell)] == ["c3"]
+
+
 def test_a_stop_also_ends_a_cell_that_waits_behind_a_stop() -> None:
     world = Scenery()
     world.run("c1")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
+import msgspec
 import pytest
 
 from meshbook.supervisor.series import LEVELS, Curve, Curves, Ring, Series
@@ -53,9 +55,33 @@ def test_another_series_takes_over_the_past() -> None:
     series, mirror = Series(), Series()
     for at in range(500):
         series.put("cpu_percent", 3, float(at), float(at % 7))
-    mirror.load(series.dump(since=400.0))
+    mirror.load(travelled(series.dump(since=400.0)))
     assert mirror.points("cpu_percent", 3) == series.points("cpu_percent", 3, since=400.0)
     assert mirror.ranks == (3,)
+    assert series.dump(since=math.inf) == series.dump(since=500.0) == {}
+    mirror.load(travelled(series.dump(since=-math.inf)))
+    for at in range(500, 700):
+        for each in (series, mirror):
+            each.put("cpu_percent", 3, float(at), float(at % 7))
+    assert mirror.points("cpu_percent", 3) == series.points("cpu_percent", 3)
+
+
+def test_other_curves_take_over_the_past_and_go_on_alike() -> None:
+    curves, mirror = Curves(), Curves()
+    for step in range(5_000):
+        curves.put("loss", 1, step, step / 2, float(step))
+    mirror.load(travelled(curves.dump(since=3_000.0)))
+    assert mirror.points("loss", 1) == curves.points("loss", 1, since=3_000.0)
+    mirror.load(travelled(curves.dump(since=-math.inf)))
+    for step in range(5_000, 9_000):
+        for each in (curves, mirror):
+            each.put("loss", 1, step, step / 2, float(step))
+    assert list(mirror.rows()) == list(curves.rows())
+    assert curves.dump(since=math.inf) == {}
+
+
+def travelled(data: Any) -> Any:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(data))
 
 
 def test_a_curve_that_is_too_long_keeps_its_ends_and_its_shape() -> None:

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from meshbook.rank.tensors import feeding, reading, rules
 from meshbook.rank.tensors.calls import FLOAT, FUNCTIONS, MESH, TENSOR, Sent, find
-from meshbook.wire.messages import Rows, RunOps
+from meshbook.wire.messages import Frame, Issued, Rows, RunOps
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -39,9 +39,13 @@ FREE = 0  # the template number that lets go of ids
 # Who else keeps things for a client; called with its name when it is gone, from any thread.
 ON_DROP: list[Callable[[str], None]] = []
 
+# Of generated code, by its file name: which operation a line of it carries out now, and the line that issued that one.
+GENERATED: dict[str, Callable[[int], tuple[str, Frame | None]]] = {}
+
 # Seconds that a rank waits to hear whether the others had the same fault before it takes them for stuck without it.
 _SAME_FAULT_S = 1.0
 
+_issued = msgspec.msgpack.Decoder(Issued)
 _numbers: msgspec.msgpack.Decoder[list[int | float]] = msgspec.msgpack.Decoder(list[int | float])
 
 
@@ -65,6 +69,15 @@ class Poisoned(Exception):
     def __init__(self, poison: Poison) -> None:
         super().__init__(poison.evalue)
         self.poison = poison
+
+
+class UnderWay(NamedTuple):
+    """What of a batch is carried out now."""
+
+    operation: str  # "aten.mm"
+    line: Frame | None  # of the controller, which issued it
+    cells: dict[str, str]  # "cell 7", by file names of lines
+    generated: dict[str, Callable[[int], tuple[str, Frame | None]]]  # `GENERATED`
 
 
 class Template:
@@ -146,6 +159,7 @@ class Space:
 
     Attributes:
         values: tensor (DTensor, or plain where the view is per rank) or Poison, by id.
+        number, doing: the operation that is carried out, and how; None: what was asked for is being fetched.
         sticky: the first failure of an operation that had no output to poison; told at the next wait.
         faults: failures since the last report.
     """
@@ -158,6 +172,8 @@ class Space:
     sticky: Poison | None = None
     faults: list[Poison] = field(default_factory=list)
     num_ops: int = 0
+    number: int = 0
+    doing: Template | None = None
     extras: dict[str, Any] = field(default_factory=dict)
 
     def take(self, id: int) -> Any:
@@ -196,6 +212,7 @@ class Tensors:
         self.rank, self.device = rank, device
         self._groups, self._load, self._dump, self._resolve = groups, load, dump, resolve
         self._spaces: dict[str, Space] = {}
+        self._running: tuple[RunOps, Space] | None = None
         self._told_faults: set[str] = set()
         self._gone: set[str] = set()  # clients; what they had sent before may still come
         FUNCTIONS["adopt"] = self._adopt
@@ -240,14 +257,35 @@ class Tensors:
         Raises:
             KeyboardInterrupt: Stop. What had not run yet is poison.
         """
+        space = self.space(command.engine)
+        space.number, space.doing, self._running = command.first, None, (command, space)
         try:
-            return self._run(self.space(command.engine), command)
+            return self._run(command, space)
         finally:
+            self._running = None
             client = command.engine.partition("|")[0]
             if client in self._gone:
                 self.drop(client)
 
-    def _run(self, space: Space, command: RunOps) -> dict[str, Any]:
+    def under_way(self) -> UnderWay | None:
+        """The operation that runs now, and who issued it; None between batches. Any thread; reads, and waits for
+        nothing."""
+        running = self._running
+        if running is None:
+            return None
+        command, space = running
+        template, number = space.doing, space.number
+        if template is None:
+            operation = f"fetch {command.fetch.how}" if command.fetch is not None else "a batch's beginning"
+        else:
+            operation = plain_name(template.name)
+        if not command.issued:
+            return UnderWay(operation, None, {}, GENERATED)
+        issued = _issued.decode(command.issued)
+        place = issued.places[min(number - command.first, len(issued.places) - 1)]
+        return UnderWay(operation, issued.lines[place], issued.cells, GENERATED)
+
+    def _run(self, command: RunOps, space: Space) -> dict[str, Any]:
         for body in command.templates:
             sent: Sent = pickle.loads(body)
             space.templates[sent.number] = Template(sent, space.mesh, space.device)
@@ -390,6 +428,7 @@ def execute(
                 number += 1
                 continue
             template = templates[which]
+            space.number, space.doing = number, template
             start = at + 1
             middle = start + template.num_in
             stop = middle + template.num_new
@@ -430,6 +469,7 @@ def execute(
                     values[stream[start + index]] = poison
             number += 1
         space.num_ops += number - first
+        space.number, space.doing = number, None
     except KeyboardInterrupt:
         poison = Poison(number, "KeyboardInterrupt", "stopped by the user", "", interrupted=True)
         while at < end:
@@ -446,6 +486,11 @@ def execute(
                 values[id] = poison
             at = stop + template.num_floats
         raise
+
+
+def plain_name(function: str) -> str:
+    """A template's function as people write it: "aten.mm"."""
+    return function.replace("::", ".").removesuffix(".default")
 
 
 def _seeded(template: Template, args: Any, kwargs: Any, seed: int, space: Space) -> Any:

@@ -28,7 +28,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-FILE = "<recorded step>"  # what a traceback calls the generated source
+from meshbook.wire.messages import RECORDED_STEP
+
+FILE = RECORDED_STEP  # what a traceback calls the generated source
 
 # Merged all-reduces of at most so many bytes: the flat copy is memory that the step needs besides its own.
 BUCKET_BYTES = 256 << 20

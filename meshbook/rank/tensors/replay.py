@@ -8,6 +8,7 @@ operations are run again, one by one: slower, never different.
 from __future__ import annotations
 
 import math
+import os
 import pickle
 import zlib
 from collections.abc import Callable, Sequence
@@ -22,10 +23,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from meshbook.rank.tensors import engine
 from meshbook.rank.tensors.calls import FUNCTIONS, Sent
 from meshbook.rank.tensors.engine import Template
-from meshbook.rank.tensors.lowering import CannotLower, Lowered, Lowering, settled
+from meshbook.rank.tensors.lowering import FILE, CannotLower, Lowered, Lowering, settled
+from meshbook.wire.messages import Frame
 
-# Functions of ours that are islands: a module, and what waits for its collective by other means than an operation.
-_AS_THEY_ARE = ("meshbook::module", "meshbook::slice_local")
+# Functions of ours that are islands: a module, what waits for its collective by other means than an operation, and what
+# comes from elsewhere.
+_AS_THEY_ARE = ("meshbook::module", "meshbook::slice_local", "meshbook::fed")
 
 # Lowering anew because other numbers turned out to vary; a step that still differs is replayed one by one.
 _MAX_TRIES = 4
@@ -50,7 +53,8 @@ class Tape:
         key: its own, among all of its client's.
         bodies: the templates it uses, by number, pickled.
         results: places of what outlives the step.
-        lines: where each operation was issued, in the user's words; empty if not known.
+        lines: where each operation was issued; None where that is not known.
+        merge: several all-reduces may become one, which sums in another order.
     """
 
     key: str
@@ -58,7 +62,8 @@ class Tape:
     steps: tuple[Step, ...]
     bodies: dict[int, bytes]
     results: tuple[int, ...]
-    lines: tuple[str, ...] = ()
+    lines: tuple[Frame | None, ...] = ()
+    merge: bool = True
 
 
 @dataclass
@@ -163,7 +168,7 @@ class Player:
             pieces = [settled(result) for result in results]
         lowered = None
         try:
-            lowered = lowering.compile(pieces)
+            lowered = lowering.compile(pieces, merge=self.tape.merge)
         except CannotLower as error:
             self.why_not = str(error)
         if not self._all_say(-1 if lowered is None else zlib.crc32(repr(lowered.order).encode())):
@@ -212,7 +217,8 @@ class Player:
         if index is None:
             return error
         step = self.tape.steps[index]
-        line = f", issued at {self.tape.lines[index]}" if index < len(self.tape.lines) else ""
+        at = self.tape.lines[index] if index < len(self.tape.lines) else None
+        line = f", issued at {os.path.basename(at.file)}:{at.line}" if at is not None else ""
         error.add_note(f"in operation {index} of the recorded step, {self.templates[step.template].name}{line}")
         return error
 
@@ -232,15 +238,33 @@ class Player:
 
 PLAYERS: dict[str, Player] = {}
 
+# The one that plays now: a rank has one thread that runs operations.
+_playing: Player | None = None
 
-def replay(
-    mesh: Any, device: torch.device, tape: bytes, key: str, inputs: Sequence[Any], floats: Sequence[float]
-) -> Any:
-    """A recorded step, as an operation."""
+
+def replay(mesh: Any, device: torch.device, tape: bytes, key: str, *numbers: Any) -> Any:
+    """A recorded step, as an operation.
+
+    Args:
+        numbers: the step's inputs, then its floats.
+    """
+    global _playing
     player = PLAYERS.get(key)
     if player is None:
         player = PLAYERS[key] = Player(pickle.loads(tape), mesh, device)
-    return player.play(inputs, floats)
+    _playing = player
+    count = player.tape.num_inputs
+    return player.play(numbers[:count], numbers[count:])
+
+
+def _under_way(generated_line: int) -> tuple[str, Frame | None]:
+    """See `engine.GENERATED`."""
+    player = _playing
+    index = player.lowered.steps.get(generated_line) if player is not None and player.lowered is not None else None
+    if player is None or index is None or index >= len(player.tape.lines):
+        return "a recorded step", None
+    name = engine.plain_name(player.templates[player.tape.steps[index].template].name)
+    return f"{name} of a recorded step", player.tape.lines[index]
 
 
 def forget_replay(key: str) -> None:
@@ -259,12 +283,14 @@ def players() -> dict[str, dict[str, Any]]:
     return {key: player.told() for key, player in PLAYERS.items()}
 
 
+engine.GENERATED[FILE] = _under_way
 FUNCTIONS["replay"] = replay
 FUNCTIONS["forget_replay"] = forget_replay
 
 
 def _same(a: float, b: float) -> bool:
-    return a == b or (math.isnan(a) and math.isnan(b))
+    """Whether a number taken for constant still is: zero has a sign, of which a division makes an infinity."""
+    return (a == b and math.copysign(1.0, a) == math.copysign(1.0, b)) or (math.isnan(a) and math.isnan(b))
 
 
 def _seeded(template: Template, args: Any, kwargs: Any, seed: int) -> Any:

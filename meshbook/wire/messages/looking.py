@@ -14,6 +14,23 @@ from msgspec import Struct
 from meshbook.ids import CallId, Ranks
 from meshbook.wire.messages.core import Frame, Message, RankExited, RankInfo
 
+# What two members of a group do with each other, while the rest of it knows nothing of that.
+POINT_TO_POINT = frozenset(("send", "recv"))
+
+# Of a stack, frames that are kept at either end: what called, and where it is; recursion has thousands between them. Of
+# a rank, threads whose stacks are told: a pool of hundreds stands at one line.
+MAX_END_FRAMES, MAX_THREADS = 100, 64
+
+# The file of the frame that stands for an operation on remote tensors; its function is the operation's name. The frame
+# before it is the controller's line that issued the operation.
+REMOTE_OPERATION = "<remote operation>"
+
+# How the names of threads begin that actors have for themselves.
+ACTOR_THREAD = "actor "
+
+# The file of the functions that are generated from recorded steps: nobody's code.
+RECORDED_STEP = "<recorded step>"
+
 
 class Gpu(Struct, frozen=True, gc=False, omit_defaults=True):
     """One rank's GPU. Bytes; None where the driver does not say."""

@@ -7,7 +7,7 @@ from typing import Literal
 from msgspec import Struct
 
 from meshbook.ids import CallId, Ranks
-from meshbook.wire.messages.core import Message, Payload, SharedBuffer
+from meshbook.wire.messages.core import Frame, Message, Payload, SharedBuffer
 
 
 class Upload(Struct, frozen=True, gc=False):
@@ -46,6 +46,15 @@ class Fetch(Struct, frozen=True, gc=False):
     room: Room | None = None
 
 
+class Issued(Struct, frozen=True, gc=False):
+    """Which lines of the controller issued a batch's operations. `RunOps.issued` is one, encoded by itself: ranks pass
+    it by, and only who looks at a rank while it runs the batch reads it."""
+
+    lines: tuple[Frame, ...]  # the user's innermost ones
+    places: tuple[int, ...]  # of each operation's line among them
+    cells: dict[str, str] = {}  # how people know the cells among the lines' files: "cell 7"
+
+
 class RunOps(Message):
     """Run operations on tensors, in order, on the main threads of `ranks`.
 
@@ -64,4 +73,5 @@ class RunOps(Message):
     fed: tuple[Rows, ...] = ()
     fetch: Fetch | None = None
     forget: tuple[int, ...] = ()  # numbers of templates that nothing after this batch uses
+    issued: bytes = b""  # an `Issued`; what is fetched counts as one more operation
     label: str = "tensor operations"

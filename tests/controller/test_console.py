@@ -1,0 +1,28 @@
+"""Output as text: what is written where."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from meshbook.controller import marimo
+from meshbook.controller.console import Console
+from meshbook.wire import messages
+
+
+def test_a_long_notice_is_wrapped_below_a_marimo_cell_which_would_cut_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sentence = "  rank 0 waits in all_reduce #1 at the cell, line 5, for " + "a rank that sleeps " * 4
+    items = (messages.RankDisplay(ranks=(0,), item=messages.Notice(f"it stands still\n{sentence.rstrip()}")),)
+    console = Console((0,), echo=True)
+    console(items)
+    assert len(capsys.readouterr().err.splitlines()) == 2
+    monkeypatch.setattr(marimo, "running_cell", SimpleNamespace)
+    console(items)
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert first == "[meshbook] it stands still"
+    assert [len(line) <= 80 for line in rest] == [True, True]
+    assert rest[1].startswith("    ")
+    assert " ".join(" ".join(rest).split()) == sentence.strip()
