@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from types import CodeType, FrameType
 from typing import Any
 
@@ -171,6 +172,7 @@ class Engine:
         self._putting = threading.RLock()  # a finalizer may issue operations while one is put
         self._templates: list[bytes] = []
         self._uploads: list[messages.Upload] = []
+        self._fed: list[tuple[messages.Rows, Future[Any]]] = []
         self._ahead: dict[str, _Batch] = {}
         self._changed = threading.Condition()
         self._sending = threading.RLock()
@@ -277,10 +279,10 @@ class Engine:
         return handle
 
     def feed(self, tensors: Sequence[torch.Tensor], placements: Sequence[Any]) -> tuple[list[Handle], Future[Any]]:
-        """Handles to tensors that are sent at once, and the end of that; each rank keeps its own rows, without a copy.
+        """Handles to tensors that ranks get with the next batch, and the end of that; each keeps its own rows, without
+        a copy. Does not wait. Any thread.
 
-        Not in order with what is issued, and nothing is waited for: any thread may do it. What a rank cannot take is
-        told, like an operation's failure, where it is used.
+        What a rank cannot take is told, like an operation's failure, where it is used.
 
         Args:
             placements: torch's, for each tensor: at most one axis cuts it, along dim 0.
@@ -288,15 +290,11 @@ class Engine:
         self._check()
         handles = [self.new_handle() for _ in tensors]
         payload = self.session.dump((tuple(tensors), tuple(placements)), self.ranks)
-        command = messages.RunOps(
-            call=self.session.connection.next_call(),
-            ranks=self.ranks,
-            engine=self.name,
-            first=self._number,
-            ops=_encoder.encode([]),
-            batch=messages.Batch(ids=tuple(handle.id for handle in handles), payload=payload),
-        )
-        return handles, self.session.connection.request(command)
+        rows, done = messages.Rows(ids=tuple(handle.id for handle in handles), payload=payload), Future[Any]()
+        with self._putting:
+            self._fed.append((rows, done))
+        self._woken.set()
+        return handles, done
 
     # ---- batches
 
@@ -306,7 +304,7 @@ class Engine:
         Raises:
             RankLost: a rank is gone; so is whatever it held.
         """
-        if not self._wheres and not self._uploads and not self.freed:
+        if not self._wheres and not self._uploads and not self._fed and not self.freed:
             return
         self._keep_near()
         self._send(None)
@@ -348,10 +346,11 @@ class Engine:
                 self._stream, self._wheres, self._let_go, self._num_words = [], [], [], 0
                 templates, self._templates = self._templates, []
                 forgotten, self._forgotten = self._forgotten, []
+                fed, self._fed = self._fed, []
             uploads, self._uploads = self._uploads, []
             command = None
             try:
-                if not wheres and not uploads and fetch is None:
+                if not wheres and not uploads and not fed and fetch is None:
                     return None
                 command = messages.RunOps(
                     call=self.session.connection.next_call(),
@@ -361,6 +360,7 @@ class Engine:
                     ops=_encoder.encode(stream),
                     templates=tuple(templates),
                     uploads=tuple(uploads),
+                    fed=tuple(rows for rows, _ in fed),
                     fetch=fetch,
                     forget=tuple(forgotten),
                     issued=_issued(wheres if fetch is None else [*wheres, here()]),
@@ -380,6 +380,7 @@ class Engine:
                         self._stream[:0], self._wheres[:0], self._let_go[:0] = stream, wheres, let_go
                         self._num_words += words
                         self._uploads[:0] = uploads
+                        self._fed[:0] = fed
                     else:
                         self.freed.extend(let_go)
                 raise
@@ -387,6 +388,8 @@ class Engine:
                 self._due = self._size_of_next()
         call = command.call
         future.add_done_callback(lambda done: self._acknowledged(call, done))
+        for _, arrived in fed:
+            future.add_done_callback(partial(_pass_on, arrived))
         return command, future
 
     def _acknowledged(self, call: str, done: Future[Any]) -> None:
@@ -620,6 +623,14 @@ def _drained(ids: deque[int]) -> list[int]:
         for _ in range(len(ids)):
             keep(take())
     return found
+
+
+def _pass_on(other: Future[Any], done: Future[Any]) -> None:
+    error = done.exception()
+    if error is None:
+        other.set_result(done.result())
+    else:
+        other.set_exception(error)
 
 
 def _weak(method: Callable[[], Any]) -> Callable[[], Any]:

@@ -198,6 +198,11 @@ class _Sender:
         )  # fmt: skip
         return _Sent(command.call, ranks, session.connection.request(command))
 
+    @property
+    def ended(self) -> bool:
+        session = self._mesh.session
+        return session.ended is not None or session.connection.closed or bool(session.lost)
+
     def let_go(self, sent: _Sent) -> None:
         """Nobody will ask for this batch."""
         session = self._mesh.session
@@ -289,6 +294,8 @@ class _Pump:
             try:
                 sent.future.result(_LOOK_S)
             except FutureTimeout:
+                if self._sender.ended:  # nobody sends it any more
+                    return True
                 continue
             except MeshbookError:
                 pass  # the loop meets it at this batch

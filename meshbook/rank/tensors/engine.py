@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from meshbook.rank.tensors import feeding, reading, rules
 from meshbook.rank.tensors.calls import FLOAT, FUNCTIONS, MESH, TENSOR, Sent, find
-from meshbook.wire.messages import Batch, Frame, Issued, RunOps
+from meshbook.wire.messages import Frame, Issued, Rows, RunOps
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -291,8 +291,8 @@ class Tensors:
             space.templates[sent.number] = Template(sent, space.mesh, space.device)
         for upload in command.uploads:
             self._receive(space, upload.id, *self._load(upload.payload))
-        if command.batch is not None:
-            self._receive_batch(space, command.batch)
+        for rows in command.fed:
+            self._receive_rows(space, rows)
         with torch.no_grad():
             shared = partial(self._shared_fault, space)
             execute(space, _numbers.decode(command.ops), space.values, command.first, shared)
@@ -323,14 +323,14 @@ class Tensors:
                 own, space.mesh, placements, run_check=False, shape=tensor.shape, stride=_contiguous(tensor.shape)
             )
 
-    def _receive_batch(self, space: Space, batch: Batch) -> None:
+    def _receive_rows(self, space: Space, rows: Rows) -> None:
         try:
-            tensors, placements = self._load(batch.payload)
-            for id, tensor, places in zip(batch.ids, tensors, placements, strict=True):
+            tensors, placements = self._load(rows.payload)
+            for id, tensor, places in zip(rows.ids, tensors, placements, strict=True):
                 space.values[id] = feeding.part_of(tensor, space.mesh, places, self.device)
         except Exception as error:
-            poison = _poison(-batch.ids[0], error)  # of no operation
-            space.values.update((id, poison) for id in batch.ids)
+            poison = _poison(-rows.ids[0], error)  # of no operation
+            space.values.update((id, poison) for id in rows.ids)
 
     def _fetch(self, space: Space, fetch: Any) -> dict[str, Any]:
         sticky, space.sticky = space.sticky, None

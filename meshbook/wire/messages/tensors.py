@@ -17,7 +17,7 @@ class Upload(Struct, frozen=True, gc=False):
     payload: Payload  # of (tensor, placements or None: as it is, on every rank)
 
 
-class Batch(Struct, frozen=True, gc=False):
+class Rows(Struct, frozen=True, gc=False):
     """Tensors with rows on their way: bound to `ids`, on each rank its own rows, which stay in the payload's memory."""
 
     ids: tuple[int, ...]
@@ -70,7 +70,7 @@ class RunOps(Message):
     ops: bytes
     templates: tuple[bytes, ...] = ()  # new ones, each pickled
     uploads: tuple[Upload, ...] = ()
-    batch: Batch | None = None
+    fed: tuple[Rows, ...] = ()
     fetch: Fetch | None = None
     forget: tuple[int, ...] = ()  # numbers of templates that nothing after this batch uses
     issued: bytes = b""  # an `Issued`; what is fetched counts as one more operation
