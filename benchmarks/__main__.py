@@ -22,7 +22,7 @@ from benchmarks.report import Report, verdict
 # Those that promises are about, cheapest first.
 SUITE = (
     "merge_stacks", "message_round_trip", "startup", "stacks", "cell_round_trip", "stop", "bulk", "flood", "why",
-    "dashboard", "probes", "actor_buffers", "actors", "tensors", "training", "scale",
+    "dashboard", "probes", "actor_buffers", "actors", "tensors", "training", "feed", "scale",
 )  # fmt: skip
 
 # Measurements of one part each. They print tables of their own; after them, what they are asked in a quick run.

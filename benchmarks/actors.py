@@ -61,6 +61,10 @@ def idle(Base: type, mark: Callable[[Any], Any]) -> type:
             torch.set_num_threads(1)
             return float(values.sum())
 
+        @mark
+        def length(self, data: bytes) -> int:
+            return len(data)
+
     return Idle
 
 
@@ -73,38 +77,92 @@ def _values() -> Any:
     return torch.ones(NUM_BYTES // 4)
 
 
+@functools.cache
+def _bytes() -> bytes:
+    return bytes(range(250)) * (NUM_BYTES // 250)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
-# Meshbook and Monarch: the same program, with another import
+# The same few verbs for each system
 
 
-def _monarchs_words(module: Any, ranks: int) -> Calls:
-    Idle = idle(module.Actor, module.endpoint)
-    actors = module.this_host().spawn_procs({"gpus": ranks}).spawn("idle", Idle)
+class Monarchs:
+    """Meshbook and Monarch: the same program, with another import. Actors: their processes, and the mesh of them."""
+
+    def __init__(self, module: Any) -> None:
+        self._host, self._Idle = module.this_host(), idle(module.Actor, module.endpoint)
+
+    def spawn(self, number: int, *args: Any) -> Any:
+        procs = self._host.spawn_procs({"gpus": number})
+        return procs, procs.spawn("idle", self._Idle, *args)
+
+    def call(self, actors: Any, method: str, *args: Any) -> Any:
+        return getattr(actors[1], method).call(*args).get().values()
+
+    def send(self, actors: Any, method: str, *args: Any) -> None:
+        getattr(actors[1], method).broadcast(*args)
+
+    def share(self, values: Any) -> Any:
+        return values
+
+    def end(self, actors: Any) -> None:
+        actors[0].stop().get()
+
+
+class Rays:
+    """An actor is a process of its own there; a large argument is put into its object store once."""
+
+    def __init__(self, system: Any) -> None:
+        self._system = system
+        self._Idle = system.remote(num_cpus=0)(idle(object, lambda method: method))
+        self.share = system.put
+
+    def spawn(self, number: int, *args: Any) -> Any:
+        return [self._Idle.remote(*args) for _ in range(number)]
+
+    def call(self, actors: Any, method: str, *args: Any) -> Any:
+        return self._system.get([getattr(actor, method).remote(*args) for actor in actors])
+
+    def send(self, actors: Any, method: str, *args: Any) -> None:
+        for actor in actors:
+            getattr(actor, method).remote(*args)
+
+    def end(self, actors: Any) -> None:
+        for actor in actors:
+            self._system.kill(actor)
+
+
+def _calls(verbs: Monarchs | Rays, ranks: int) -> Calls:
+    actors = verbs.spawn(ranks)
     heard = 0
 
     def broadcasts() -> None:
         nonlocal heard
         for _ in range(NUM_BROADCASTS):
-            actors.note.broadcast(1)
+            verbs.send(actors, "note", 1)
         heard += NUM_BROADCASTS
-        assert all(noted == heard for noted in actors.noted.call().get().values())
+        assert list(verbs.call(actors, "noted")) == [heard] * ranks
 
     def argument() -> None:
-        assert all(total == NUM_BYTES // 4 for total in actors.total.call(_values()).get().values())
+        assert list(verbs.call(actors, "total", verbs.share(_values()))) == [NUM_BYTES // 4] * ranks
+
+    def plain_bytes() -> None:
+        assert set(verbs.call(actors, "length", verbs.share(_bytes()))) == {NUM_BYTES}
 
     def spawn(with_torch: bool) -> float:
         started = time.perf_counter()
-        procs = module.this_host().spawn_procs({"gpus": RANKS})
-        procs.spawn("new", Idle, with_torch).nothing.call().get()
+        new = verbs.spawn(RANKS, with_torch)
+        verbs.call(new, "nothing")
         taken = 1e3 * (time.perf_counter() - started)
-        procs.stop().get()
+        verbs.end(new)
         return taken
 
-    calls: Calls = {"call": lambda: actors.nothing.call().get()}
+    calls: Calls = {"call": lambda: verbs.call(actors, "nothing")}
     if ranks == RANKS:
         calls |= {
             "broadcasts": broadcasts,
             "argument": argument,
+            "bytes": plain_bytes,
             "spawn": lambda: spawn(False),
             "spawn with torch": lambda: spawn(True),
         }
@@ -116,7 +174,7 @@ def meshbook(ranks: int, folder: Path) -> Iterator[Calls]:
     from meshbook import actor
 
     try:
-        yield _monarchs_words(actor, ranks)
+        yield _calls(Monarchs(actor), ranks)
     finally:
         actor.shutdown_context().get()
 
@@ -126,60 +184,15 @@ def monarch(ranks: int, folder: Path) -> Iterator[Calls]:
     from monarch import actor
 
     try:
-        yield _monarchs_words(actor, ranks)
+        yield _calls(Monarchs(actor), ranks)
     finally:
         actor.shutdown_context().get()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def ray(ranks: int, folder: Path) -> Iterator[Calls]:
-    """An actor is a process of its own there; a large argument is put into its object store once."""
-    import os
-
-    os.environ["RAY_AUTH_MODE"] = "disabled"  # else it leaves a token in the home folder
-    import ray as system
-
-    Idle = system.remote(num_cpus=0)(idle(object, lambda method: method))
-    system.init(num_cpus=ranks, include_dashboard=False, log_to_driver=False, _temp_dir=str(folder / "ray"))
-    try:
-        actors = [Idle.remote() for _ in range(ranks)]
-        heard = 0
-
-        def broadcasts() -> None:
-            nonlocal heard
-            for _ in range(NUM_BROADCASTS):
-                for actor in actors:
-                    actor.note.remote(1)
-            heard += NUM_BROADCASTS
-            assert system.get([actor.noted.remote() for actor in actors]) == [heard] * ranks
-
-        def argument() -> None:
-            reference = system.put(_values())
-            assert system.get([actor.total.remote(reference) for actor in actors]) == [NUM_BYTES // 4] * ranks
-
-        def spawn(with_torch: bool) -> float:
-            started = time.perf_counter()
-            new = [Idle.remote(with_torch) for _ in range(RANKS)]
-            system.get([actor.nothing.remote() for actor in new])
-            taken = 1e3 * (time.perf_counter() - started)
-            for actor in new:
-                system.kill(actor)
-            return taken
-
-        calls: Calls = {"call": lambda: system.get([actor.nothing.remote() for actor in actors])}
-        if ranks == RANKS:
-            calls |= {
-                "broadcasts": broadcasts,
-                "argument": argument,
-                "spawn": lambda: spawn(False),
-                "spawn with torch": lambda: spawn(True),
-            }
-        yield calls
-    finally:
-        system.shutdown()
+    with contestants.ray_system(folder) as system:
+        yield _calls(Rays(system), ranks)
 
 
 SYSTEMS = {OURS: meshbook, "Monarch": monarch, "Ray": ray}
@@ -189,6 +202,7 @@ QUESTIONS = {
     "broadcasts": (f"{NUM_BROADCASTS:,} broadcasts to {RANKS}", 3, {"Monarch": 1.0, "Ray": 1.0}),
     "spawn": (f"spawn {RANKS}", 4, {"Monarch": 1.0}),
     "argument": (f"64 MB to {RANKS}", 10, {"Monarch": 0.5}),
+    "bytes": (f"64 MB of bytes to {RANKS}", 10, {"Monarch": 0.5}),
     "spawn with torch": (f"spawn {RANKS} with torch", 2, {"Monarch": 1.0}),
 }
 

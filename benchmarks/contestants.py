@@ -23,8 +23,9 @@ from meshbook.wire.lifeline import die_with_parent
 _SPAWN = multiprocessing.get_context("spawn")  # nothing is shared but what is sent
 
 # Seconds that a system may take to come up, and to answer. Ray needs up to a minute on two busy cores.
-_START_S = 120.0
+_START_S = 180.0
 _ROUND_S = 60.0
+_RAY_STORE_BYTES = 300_000_000
 _STOP_S = 30.0
 
 # The questions that `calls` answers: ways to have every process do nothing.
@@ -103,11 +104,33 @@ def monarch(ranks: int, folder: Path) -> Iterator[Calls]:
 
 
 @contextlib.contextmanager
-def ray(ranks: int, folder: Path) -> Iterator[Calls]:
-    """A method of so many actors."""
-    os.environ["RAY_AUTH_MODE"] = "disabled"  # else it leaves a token in the home folder
+def ray_system(folder: Path) -> Iterator[Any]:
+    """Ray with as little as actors need: it starts a worker for each CPU that it is told of, and they ask for none."""
+    os.environ |= {
+        "RAY_AUTH_MODE": "disabled",  # else it leaves a token in the home folder
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_enable_metrics_collection": "0",
+        "RAY_raylet_start_wait_time_s": f"{_START_S:.0f}",  # it gives up after 60 s, and two busy cores need as long
+    }
     import ray as system
 
+    system.init(
+        num_cpus=1,
+        object_store_memory=_RAY_STORE_BYTES,
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+        _temp_dir=str(folder / "ray"),
+    )
+    try:
+        yield system
+    finally:
+        system.shutdown()
+
+
+@contextlib.contextmanager
+def ray(ranks: int, folder: Path) -> Iterator[Calls]:
+    """A method of so many actors."""
     class Idle:
         def __init__(self) -> None:
             self.names: dict[str, Any] = {}
@@ -117,15 +140,12 @@ def ray(ranks: int, folder: Path) -> Iterator[Calls]:
         def cell(self, source: str) -> None:
             exec(source, self.names)
 
-    system.init(num_cpus=ranks, include_dashboard=False, log_to_driver=False, _temp_dir=str(folder / "ray"))
-    try:
+    with ray_system(folder) as system:
         actors = [system.remote(num_cpus=0)(Idle).remote() for _ in range(ranks)]
         yield {
             "call": lambda: system.get([actor.nothing.remote() for actor in actors]),
             "cell": lambda: system.get([actor.cell.remote("pass") for actor in actors]),
         }
-    finally:
-        system.shutdown()
 
 
 @contextlib.contextmanager

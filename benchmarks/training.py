@@ -1,4 +1,4 @@
-"""A training step of a small GPT through remote tensors, against the same step as one SPMD cell; modules; data; values.
+"""A training step of a small GPT through remote tensors, against the same step as one SPMD cell; modules; values.
 
 Every contestant runs the same step on the same ranks, in turns; a row's figure is a step's, of a few that nothing waits
 for in between: its time, and the CPU that a rank spent on it, all of its threads together. The promises speak of the
@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,13 @@ from meshbook.tensors.creation import engine_of
 SIZES = {"d=64 L=2": (64, 2, 8, 32), "d=256 L=4": (256, 4, 16, 64)}  # width, layers, batch, length
 RECORDED_LIMIT, ONE_BY_ONE_LIMIT, FSDP_LIMIT = 1.10, 1.3, 1.10
 FULL_BYTES, QUICK_BYTES, FULL_LIMIT = 256 << 20, 16 << 20, 3.0
-# Ranks as busy as with data of their own to 95 %: the loop takes at most so much longer.
-FEED_LIMIT = 1 / 0.95
 _TORCHRUN_S = 300.0
 
 
 def measure(quick: bool, folder: Path) -> Report:
     report = Report("training", "a GPT's step through remote tensors, as multiples of the same step in a cell")
     torch.set_num_threads(1)
+    meshbook.record.auto(False)
     for ranks in (2,) if quick else (2, 4):
         for size in list(SIZES)[: 1 if quick else None]:
             with create_mesh({"dp": ranks}, orphan_ttl_s=workbench.ORPHAN_TTL_S) as mesh:
@@ -48,7 +47,6 @@ def measure(quick: bool, folder: Path) -> Report:
                 fsdp(report, mesh, size, rounds=2 if quick else 7)
     with create_mesh({"dp": 2}, orphan_ttl_s=workbench.ORPHAN_TTL_S) as mesh:
         whole(report, mesh, QUICK_BYTES if quick else FULL_BYTES, rounds=3 if quick else 8)
-        feeding(report, mesh, rounds=2 if quick else 6)
     return report
 
 
@@ -66,9 +64,9 @@ class Turns:
         self.rank_cpu: dict[str, list[float]] = {}
         self.own_cpu: dict[str, list[float]] = {}
 
-    def run(self, contestants: dict[str, Callable[[], Any]], rounds: int) -> None:
+    def run(self, contestants: dict[str, Callable[[], Any]], rounds: int, warm_up: int = 1) -> None:
         measured = {name: self._measured(name, act) for name, act in contestants.items()}
-        self.taken = workbench.take_turns(measured, rounds, warm_up=1)
+        self.taken = workbench.take_turns(measured, rounds, warm_up=warm_up)
         for kept in (self.rank_cpu, self.own_cpu):
             for name, samples in kept.items():
                 kept[name] = samples[-rounds:]
@@ -126,18 +124,22 @@ def steps(report: Report, mesh: Mesh, size: str, rounds: int) -> None:
         {
             plain: cell(mesh, "plain", iters),
             "recorded": loop(engine, recorded, iters),
+            "recorded by itself": by_itself(loop(engine, step, iters)),
             dtensors: cell(mesh, "dtensors", iters),
             "op by op": loop(engine, step, iters),
         },
         rounds,
+        warm_up=2,
     )
     turns.add(report, where, plain)
     turns.add(report, where, "recorded", plain)
+    turns.add(report, where, "recorded by itself", plain)
     turns.add(report, where, dtensors)
     turns.add(report, where, "op by op", dtensors)
     turns.promise(report, where, "recorded", "a recorded step, as the cell", RECORDED_LIMIT)
+    turns.promise(report, where, "recorded by itself", "a step recorded by itself, as the cell", RECORDED_LIMIT)
     turns.promise(report, where, "op by op", "op by op, as the DTensor cell", ONE_BY_ONE_LIMIT)
-    for name in ("recorded", "op by op"):
+    for name in ("recorded", "recorded by itself", "op by op"):
         report.add(f"{where}: {name}, CPU of this process", turns.own_cpu[name], "ms")
     report.note(f"{where}: {recorded.stats()}")
 
@@ -199,6 +201,19 @@ def loop(engine: Any, function: Callable[[], Any], iters: int) -> Callable[[], A
     return run
 
 
+def by_itself(run: Callable[[], Any]) -> Callable[[], Any]:
+    """The same with steps recorded without being asked to."""
+
+    def act() -> None:
+        meshbook.record.auto(True)
+        try:
+            run()
+        finally:
+            meshbook.record.auto(False)
+
+    return act
+
+
 def whole(report: Report, mesh: Mesh, num_bytes: int, rounds: int) -> None:
     """full_tensor() of a tensor that two ranks hold, in memory copies."""
     there = meshbook.distribute(torch.ones(num_bytes // 4), mesh, sharding_spec=["dp"])
@@ -218,49 +233,6 @@ def whole(report: Report, mesh: Mesh, num_bytes: int, rounds: int) -> None:
     report.add(name, taken["full"], "ms", against=f"a copy of {mib} MiB")
     if num_bytes >= FULL_BYTES:  # of less, messages are a part
         report.promise(f"{name}, in copies", report.ratio(name), FULL_LIMIT, "x")
-
-
-def feeding(report: Report, mesh: Mesh, rounds: int) -> None:
-    """A loop of steps on data that is fed, against the same steps on data that is there. Nothing waits in between."""
-    count, engine = 12, engine_of(mesh)
-    batch = torch.randn(1024, 2048)  # 8 MiB
-    weights = meshbook.distribute(torch.randn(2048, 1024), mesh)
-    here = meshbook.distribute(batch, mesh, sharding_spec=["dp"])
-
-    def compute(rows: Any) -> None:
-        for _ in range(3):
-            (rows @ weights).sum()
-
-    def source() -> Iterator[torch.Tensor]:
-        for number in range(count):
-            yield batch + number  # somebody makes it
-
-    def local() -> None:
-        for _ in range(count):
-            compute(here)
-        engine.wait()
-
-    def fed() -> None:
-        for rows in mesh.feed(source()):
-            compute(rows)
-        engine.wait()
-
-    turns = Turns(mesh, count)
-    there, name = "a step on data that ranks have", "a step on data that is fed, 8 MiB a batch"
-    turns.run({there: local, name: fed}, rounds)
-    report.add(there, turns.taken[there], "ms")
-    report.add(name, turns.taken[name], "ms", against=there)
-    for which in (there, name):
-        report.add(f"{which}, CPU of a rank", turns.rank_cpu[which], "ms")
-        report.add(f"{which}, CPU of this process", turns.own_cpu[which], "ms")
-    if turns.enough_cores:
-        report.promise("feeding, as with data that is there", report.ratio(name), FEED_LIMIT, "x")
-    else:
-        stolen = statistics.median(turns.own_cpu[name]) / (os.cpu_count() or 1)
-        ratio = (report.row(name).median - stolen) / report.row(there).median
-        report.promise(
-            "feeding, as with data that is there, less this process's share of cores", ratio, FEED_LIMIT, "x"
-        )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from meshbook.actors.base import Actor, EndpointProperty, endpoint
 from meshbook.actors.buffer import Buffer, RDMABuffer
 from meshbook.actors.client import unhandled_fault_hook
 from meshbook.actors.mesh import ActorEndpoint as Endpoint
-from meshbook.actors.mesh import ActorMesh, as_endpoint, send
+from meshbook.actors.mesh import ActorMesh, as_endpoint, interrupt, send
 from meshbook.actors.procs import (
     HostMesh,
     ProcMesh,
@@ -76,6 +76,7 @@ __all__ = [
     "current_size",
     "endpoint",
     "get_or_spawn_controller",
+    "interrupt",
     "pull",
     "redefine",
     "returns_future",

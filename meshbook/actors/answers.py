@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 from meshbook.actors.runtime import faults
 from meshbook.actors.runtime.futures import Future
 from meshbook.actors.runtime.parcels import Parcel
-from meshbook.actors.runtime.post import here
+from meshbook.actors.runtime.peer import PeerGone
+from meshbook.actors.runtime.post import encode, here
+from meshbook.ids import name_ranks
 from meshbook.wire import messages
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ class Expected:
     def __init__(self, mesh: ActorMesh, method: str) -> None:
         self.mesh, self.method = mesh, method
         self.index: dict[int, int] = {}  # of those that have not answered, by the peer's number
+        self.number = 0  # under which they answer
 
     def arrived(self, peer: Any, word: Any) -> bool:
         index = self.index.pop(peer.number, None)
@@ -75,6 +78,16 @@ class Expected:
             error = faults.ActorStopped(text, ranks=(index,), mesh_name=ref.name)
         error.endpoint = f"{ref.name}.{self.method}"
         return error
+
+    def interrupt(self) -> str:
+        """End the call where it is not answered yet. Says where that is, "trainers.step on ranks 0-3"."""
+        ref, axes = self.mesh._ref, self.mesh._axes
+        left = sorted(self.index.values())
+        word = encode(messages.InterruptActor(ref.id, self.number))
+        for index in left:
+            with contextlib.suppress(PeerGone):
+                ref.peer(axes.ranks[index]).send(word)
+        return f"{ref.name}.{self.method} on {name_ranks(left)}"
 
     def failed_error(self, failures: dict[int, messages.Failure]) -> faults.ActorError:
         ref = self.mesh._ref

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import difflib
 import inspect
 import itertools
 import linecache
@@ -15,11 +14,8 @@ from typing import Any
 import msgspec
 
 from meshbook.actors.mesh import ActorMesh
-from meshbook.actors.runtime.life import life
 from meshbook.controller.results import bundle_of, mime_of
-from meshbook.errors import MeshNameError
 from meshbook.fold import words
-from meshbook.mesh import MeshAxes
 from meshbook.wire.messages import Outcome, Part, Preview, Value
 
 _numbers = itertools.count(1)
@@ -39,22 +35,6 @@ class ActorCellValues:
 
     def _mime_(self) -> tuple[str, Any]:
         return mime_of(self._repr_mimebundle_())
-
-
-def find_actors(name: str) -> ActorMesh:
-    """The newest mesh of actors of that name which this program has spawned and not stopped.
-
-    Raises:
-        MeshNameError: there is none; the message lists those that are.
-    """
-    refs = [owned.ref for owned in list(life().owned.values()) if owned.ref is not None and not owned.stopped]
-    for ref in reversed(refs):
-        if ref.name == name:
-            return ActorMesh(ref, MeshAxes(ref.home.names, ref.home.sizes, tuple(range(len(ref.addresses)))))
-    names = sorted({ref.name for ref in refs})
-    close = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"there {'is' if len(names) == 1 else 'are'} {', '.join(names)}"
-    raise MeshNameError(f"no actors are named {name!r}; {hint if names else 'none were spawned from here'}")
 
 
 def run_in_actors(actors: ActorMesh, source: str) -> ActorCellValues | None:

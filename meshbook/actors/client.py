@@ -17,12 +17,16 @@ from typing import Any
 from meshbook.actors import answers
 from meshbook.actors.runtime import faults, futures
 from meshbook.actors.runtime.life import Life
-from meshbook.actors.runtime.post import for_user_code
+from meshbook.actors.runtime.post import for_user_code, here
+from meshbook.ids import name_ranks
 
 # Seconds that a failure has to reach somebody as the end of a call, before it stops the cell.
 _GRACE_S = 0.3
 # ... and that the news of how a process ended may take.
 _NEWS_S = 0.25
+
+# Failures that have not stopped the cell yet, by what ranks have in common whose actors failed alike.
+_heard: dict[tuple[str, str], list[faults.MeshFailure]] = {}
 
 
 def prepare(alive: Life) -> None:
@@ -46,12 +50,16 @@ def _unhandled(failure: faults.MeshFailure, name: str) -> None:
         threading.Thread(target=_ask, args=(hook, failure), name="unhandled_fault_hook", daemon=True).start()
         return
     came = time.monotonic()
+    alike = failure.mesh_name, failure.traceback
+    heard = _heard.setdefault(alike, [])
+    heard.append(failure)
+    if len(heard) > 1:
+        return  # of another rank; the first speaks for all
 
     def stop() -> None:
+        ranks = [rank for other in _heard.pop(alike) for rank in other.ranks]
         if answers.told.get(failure.mesh_name, 0.0) < came - 2 * _GRACE_S - _NEWS_S:
-            _stop_cell(failure)
-
-    from meshbook.actors.runtime.post import here
+            _stop_cell(failure, f"; alike on {name_ranks(ranks)}" if len(ranks) > len(failure.ranks) else "")
 
     here().call_later(_GRACE_S, stop)
 
@@ -65,14 +73,15 @@ def _ask(hook: Any, failure: faults.MeshFailure) -> None:
         _stop_cell(failure)
 
 
-def _stop_cell(failure: faults.MeshFailure) -> None:
+def _stop_cell(failure: faults.MeshFailure, more: str = "") -> None:
     if not threading.main_thread().is_alive():
         return  # the program is ending, and its processes with it
     main = threading.main_thread().ident or 0
-    error = faults.SupervisionError(f"{failure.report()}; no __supervise__ has handled it", mesh_name=failure.mesh_name)
+    text = f"{failure}{more}; no __supervise__ has handled it"
+    error = faults.SupervisionError(text, mesh_name=failure.mesh_name, traceback=failure.traceback)
     if futures.stop_waiting(main, error):
         return
-    print(f"{failure.report()}\nNo __supervise__ has handled it.", file=sys.stderr)
+    print(error, file=sys.stderr)
     if _runs_code(sys._current_frames().get(main)):
         with contextlib.suppress(OSError):
             signal.pthread_kill(main, signal.SIGINT)

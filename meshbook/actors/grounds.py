@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 _FAREWELL_S = 1.0  # that processes have to tell others of their end
 _ONE = MeshAxes((), (), (0,))
-# Seconds in which it mostly becomes clear what is to be spawned on new processes: a program says so in its next line.
+# Seconds in which it mostly becomes clear what is to be spawned on new processes, for a program says so in its next
+# line. Then the import of torch begins, for it takes longest; what is spawned decides all the same.
 _CHOICE_S = 0.05
 _ANSWER_S = 30.0  # for a process to say where it is, or that it has registered an actor: it has only to look up
 # Seconds that processes live on after the program that spawned them was killed. An orderly end stops them at once.
@@ -224,19 +225,42 @@ class Started(Procs):
         self._mesh: Any = None
         self._home: Home | None = None
         self._stopped = False
+        self._lock = threading.Lock()
         self._first: tuple[Any, ...] | None = None  # class, args, kwargs of what was spawned first
-        self._is_meant = threading.Event()
+        self._is_meant = threading.Event()  # that is known
+        self._warms_torch = False  # without knowing what for
+        self._is_taken = False  # by who brings the processes up
         self.ready = Future("the start of the processes")
         life().kept[self.name] = self
         # Not a daemon: an orderly end of the program waits for what it has begun, and then stops it.
         threading.Thread(target=self._start, name=f"start {self.name}").start()
 
     def _start(self) -> None:
+        """On a thread of its own, from the beginning: it chooses, and warms what is chosen."""
+        if not self._chooses():
+            self._come_up("torch" in sys.modules)
+            return
+        self._is_meant.wait(_CHOICE_S)
+        with self._lock:
+            first = self._first
+            self._warms_torch = first is None
+        # With nothing spawned yet, torch; unless what is spawned while that is imported does without: see `meant_for`.
+        self._come_up(first is None or needs_torch(*first))
+
+    def _chooses(self) -> bool:
+        """Whether processes that have torch would have to be waited for, and ones without may do."""
+        chooses = "torch" in sys.modules and self._bootstrap is None and self._options["device"] != "cuda"
+        return chooses and not count_gpus() and not spare.has(torch=True) and alike(torch=True) is None
+
+    def _come_up(self, torch: bool) -> None:
         session = None
         try:
             axes = self.axes if self.axes.names else MeshAxes.of({"proc": 1})
-            torch = self._wants_torch()
+            wanted = spare.wanted
             session = self._warm(torch)
+            if not self._claim():
+                spare.offer(session, torch=torch, wanted=wanted)
+                return
             from meshbook.controller.mesh import start_light
 
             self._mesh = start_light(session, axes, torch=torch, **self._options)
@@ -248,15 +272,23 @@ class Started(Procs):
             if self._bootstrap is not None:
                 self._mesh.execute(self._bootstrap)
         except BaseException as error:
-            life().kept.pop(self.name, None)
             if session is not None:
                 with contextlib.suppress(Exception):
                     session.stop()
+            if session is None and not self._claim():
+                return  # others are up
+            life().kept.pop(self.name, None)
             self.ready.fail(error if isinstance(error, Exception) else StartError(str(error)))
         else:
             self.ready.settle(lambda: True)
             if not life().on_rank:
                 spare.refill(torch=torch)
+
+    def _claim(self) -> bool:
+        """Whether the caller brings the processes up, of two who may."""
+        with self._lock:
+            first, self._is_taken = not self._is_taken, True
+        return first
 
     def home(self) -> Home:
         if not self.ready.done() and threading.get_ident() in MUST_NOT_WAIT:
@@ -275,20 +307,15 @@ class Started(Procs):
         return self._mesh
 
     def meant_for(self, Class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._is_meant.is_set():
+        with self._lock:
+            if self._first is not None:
+                return
             self._first = Class, args, kwargs
-            self._is_meant.set()
-
-    def _wants_torch(self) -> bool:
-        """Whether to start processes that have torch: if the program has it, unless its import would have to be waited
-        for and the first class of actors does without."""
-        if "torch" not in sys.modules:
-            return False
-        chooses = self._bootstrap is None and self._options["device"] != "cuda" and not count_gpus()
-        if not chooses or spare.has(torch=True) or alike(torch=True) is not None:
-            return True
-        self._is_meant.wait(_CHOICE_S)
-        return self._first is None or needs_torch(*self._first)
+            warms_torch = self._warms_torch
+        self._is_meant.set()
+        if warms_torch and not self.ready.done() and not needs_torch(Class, args, kwargs):
+            # Nothing was spawned for a moment, so torch is being imported; these need not wait for that.
+            threading.Thread(target=self._come_up, args=(False,), name=f"start {self.name}").start()
 
     def _warm(self, torch: bool) -> Session:
         """A mesh without ranks yet. Importing torch takes seconds, so of several that want it at once one does it."""
@@ -299,7 +326,8 @@ class Started(Procs):
             if kept is not None:
                 return kept
             like = alike(torch=torch)
-            session = warm_light(self.name, torch=torch, orphan_ttl_s=_orphan_ttl_s(), like=like)
+            name = f"{self.name}-light" if self._warms_torch and not torch else self.name  # the other is on its way
+            session = warm_light(name, torch=torch, orphan_ttl_s=_orphan_ttl_s(), like=like)
             session.extras["torch"] = torch
             if torch and like is None:
                 _wait_for_fork_server(session)
@@ -376,7 +404,7 @@ class Spare:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: tuple[bool, Session] | None = None
-        self._wanted = 0  # counts up when it is emptied, so that one that comes up afterwards is known as late
+        self.wanted = 0  # counts up when it is emptied, so that one that comes up afterwards is known as late
 
     def take(self, *, torch: bool) -> Session | None:
         with self._lock:
@@ -394,19 +422,23 @@ class Spare:
         """Have one made. Called on a thread that has nothing else to do."""
         from meshbook.controller.mesh import warm_light
 
-        wanted, like = self._wanted, alike(torch=torch)
+        wanted, like = self.wanted, alike(torch=torch)
         if self._kept is not None or like is None:
             return
         session = warm_light(f"spare-{secrets.token_hex(3)}", torch=torch, orphan_ttl_s=_orphan_ttl_s(), like=like)
+        self.offer(session, torch=torch, wanted=wanted)
+
+    def offer(self, session: Session, *, torch: bool, wanted: int) -> None:
+        """Keep one that is there, or stop it. `wanted`: the number as it was before it was begun."""
         with self._lock:
-            if wanted == self._wanted and self._kept is None:
+            if wanted == self.wanted and self._kept is None:
                 self._kept = torch, session
                 return
         session.stop()
 
     def empty(self) -> None:
         with self._lock:
-            self._wanted += 1
+            self.wanted += 1
             kept, self._kept = self._kept, None
         if kept is not None:
             kept[1].stop()

@@ -137,6 +137,8 @@ class ActorMesh(MeshTrait):
         future: Future[ValueMesh[Any]] = Future(f"{self._ref.name}.{getattr(function, '__name__', 'function')}")
         axes = self._axes
         gather = Gather(self, future.label.partition(".")[2], future, lambda values: ValueMesh(axes, values))
+        if method == "=apply":
+            future._interrupt = gather.interrupt
         self._send(method, (function, *args), kwargs, gather)
         return future
 
@@ -167,7 +169,7 @@ class ActorMesh(MeshTrait):
             if places is not None:  # a message knows its place in the whole mesh, and says so through a port
                 order = self._axes.ranks
                 expected.index = {peer.number: order.index(at) for peer, at in zip(peers, places, strict=True)}
-            number = post.expect(expected)
+            number = expected.number = post.expect(expected)
         word = messages.CallActor(ref.id, method, number, plain, payload, port, view)
         _deliver(post, encode(word), peers, expected, number)
         if lent:
@@ -203,7 +205,7 @@ class ActorMesh(MeshTrait):
         return hash((self._ref.id, self._axes))
 
     def __repr__(self) -> str:
-        return f"<ActorMesh {self._ref.name!r} of {self._ref.class_name} {self._axes or '(one)'}>"
+        return f"<ActorMesh {self._ref.name!r} of {self._ref.class_name}: {str(self._axes) or 'one'}>"
 
 
 def _deliver(post: Post, frame: bytes, peers: Sequence[Any], expected: Expected | None, number: int) -> None:
@@ -267,10 +269,17 @@ class ActorEndpoint:
 
     def call(self, *args: Any, **kwargs: Any) -> Future[ValueMesh[Any]]:
         """Call every actor of the mesh; a Future of a ValueMesh. Does not wait."""
+        mesh = self._mesh
+        return self._gather(args, kwargs, lambda values: ValueMesh(mesh._axes, values))
+
+    def _gather(
+        self, args: Any, kwargs: Any, finish: Callable[[list[Any]], Any], places: Sequence[int] | None = None
+    ) -> Future[Any]:
         self._check(args, kwargs)
         future = self._future()
-        mesh = self._mesh
-        mesh._send(self._name, args, kwargs, Gather(mesh, self._name, future, lambda v: ValueMesh(mesh._axes, v)))
+        gather = Gather(self._mesh, self._name, future, finish)
+        future._interrupt = gather.interrupt
+        self._mesh._send(self._name, args, kwargs, gather, places=places)
         return future
 
     def call_one(self, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -285,25 +294,19 @@ class ActorEndpoint:
                 f"call_one is for a mesh of one actor, and {mesh._ref.name!r} has {mesh._axes.size} here "
                 f"({mesh._axes}); slice it first, or use call() or choose()"
             )
-        self._check(args, kwargs)
-        future = self._future()
-        mesh._send(self._name, args, kwargs, Gather(mesh, self._name, future, _only))
-        return future
+        return self._gather(args, kwargs, _only)
 
     def choose(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call one actor of the mesh, picked at random; a Future of its value."""
-        self._check(args, kwargs)
-        future = self._future()
-        mesh = self._mesh
-        place = random.choice(mesh._axes.ranks)
-        mesh._send(self._name, args, kwargs, Gather(mesh, self._name, future, _only), places=(place,))
-        return future
+        return self._gather(args, kwargs, _only, places=(random.choice(self._mesh._axes.ranks),))
 
     def stream(self, *args: Any, **kwargs: Any) -> Iterator[Future[Any]]:
         """Call every actor; Futures of their values, in the order in which the values come."""
         self._check(args, kwargs)
         mesh = self._mesh
         expected = Stream(mesh, self._name, mesh._axes.size)
+        for future in expected.futures:
+            future._interrupt = expected.interrupt
         mesh._send(self._name, args, kwargs, expected)
         return iter(expected.futures)
 
@@ -394,6 +397,15 @@ def _call_method(actor: Any, name: str, *args: Any, **kwargs: Any) -> Any:
 
 def _only(values: list[Any]) -> Any:
     return values[0]
+
+
+def interrupt(actors: ActorMesh) -> None:
+    """End all that these actors have been sent until now: what runs gets a KeyboardInterrupt (an async endpoint is
+    cancelled), what waits is dropped. Who waits for an answer gets an ActorError; the actors live. Does not wait, and a
+    `time.sleep` or a long call into C ends first."""
+    ref = actors._ref
+    word = encode(messages.InterruptActor(ref.id, 0))
+    _deliver(here(), word, [ref.peer(place) for place in actors._axes.ranks], None, 0)
 
 
 def send(

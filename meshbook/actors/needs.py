@@ -17,7 +17,7 @@ def needs_torch(Class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
     """Whether the class names torch, or something of torch's, or is given something of it.
 
     A class that lives in a module counts as one that does: who knows what the module imports. An `import torch` inside
-    an endpoint does not count: it runs when it is called.
+    `__init__` counts, for that runs at once; inside an endpoint it does not, for that runs when it is called.
     """
     if Class.__module__ != "__main__" and "<locals>" not in Class.__qualname__:
         return True
@@ -25,6 +25,8 @@ def needs_torch(Class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
         return True
     bases = [base for base in Class.__mro__ if base is not object]
     if any(TORCH in str(kind) for base in bases for kind in _annotations(base)):
+        return True
+    if any(_imports_torch(_function(vars(base).get("__init__"))) for base in bases):
         return True
     return any(_is_torchs(thing) for base in bases for thing in _named_by(base))
 
@@ -60,6 +62,11 @@ def _function(value: Any) -> FunctionType | None:
     value = getattr(value, "method", value)  # an endpoint's own
     value = getattr(value, "__func__", value)
     return value if isinstance(value, FunctionType) else None
+
+
+def _imports_torch(function: FunctionType | None) -> bool:
+    steps = dis.get_instructions(function.__code__) if function is not None else ()
+    return any(step.opname == "IMPORT_NAME" and step.argval.partition(".")[0] == TORCH for step in steps)
 
 
 def _names(code: CodeType) -> set[str]:

@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from meshbook.actors.finding import find_on
 from meshbook.actors.grounds import Started
+from meshbook.actors.mesh import ActorMesh
 from meshbook.actors.procs import ProcMesh, this_proc
 from meshbook.actors.procs import survey as survey
 from meshbook.actors.runtime.life import life
@@ -20,23 +23,44 @@ COLUMNS = ("actor", "class", "ranks", "state", "mailbox", "runs", "messages", "l
 _ERROR_CHARS = 80
 
 
-def actors_on(mesh: Any) -> Table:
+@dataclass(frozen=True, repr=False)
+class ActorTable(Table):
+    """`mesh.actors()`: a table to look at, and by name the actors themselves: `mesh.actors()["trainers"]`."""
+
+    mesh: Any = None
+
+    def __getitem__(self, name: str) -> ActorMesh:
+        return find_on(self.mesh, name)
+
+
+def actors_on(mesh: Any) -> ActorTable:
     """`Mesh.actors()`: the actors on the ranks of a mesh."""
-    return table(f"Mesh {mesh.name}", survey(mesh))
+    plain = table(f"Mesh {mesh.name}", survey(mesh))
+    return ActorTable(plain.heading, plain.columns, plain.rows, plain.notes, mesh)
 
 
 def all_actors(mesh: Any = None) -> Table:
     """Those on a mesh, if one is given, on the processes that this program has started by `spawn_procs`, and in this
     process itself. Blocks for two seconds at most where a process does not answer."""
-    rows = survey(mesh) if mesh is not None else []
+    return table("All actors", [*(survey(mesh) if mesh is not None else ()), *actors_elsewhere()])
+
+
+def actors_elsewhere(*, timeout: float = 2.0) -> list[dict[str, Any]]:
+    """Rows of those on the processes that this program has started by `spawn_procs`, and in this process itself."""
+    places = _elsewhere()
+    return [{**row, "home": place.name} for place in places for row in survey(place, timeout=timeout)]
+
+
+def are_elsewhere() -> bool:
+    """Whether there are processes of such actors."""
+    return bool(_elsewhere())
+
+
+def _elsewhere() -> list[ProcMesh]:
     if not is_open():
-        return table("All actors", rows)
-    for procs in list(life().kept.values()):
-        if isinstance(procs, Started) and procs.is_up:
-            rows += survey(ProcMesh(procs, procs.axes))
-    if life().actors:
-        rows += survey(this_proc())
-    return table("All actors", rows)
+        return []
+    kept = [procs for procs in list(life().kept.values()) if isinstance(procs, Started) and procs.is_up]
+    return [*(ProcMesh(procs, procs.axes) for procs in kept), *([this_proc()] if life().actors else [])]
 
 
 def table(title: str, rows: Sequence[dict[str, Any]]) -> Table:

@@ -265,7 +265,7 @@ class ProcMesh(MeshTrait):
         return _rebuild, (self._procs.home(), self._axes)
 
     def __repr__(self) -> str:
-        return f"<ProcMesh {self._axes or '(one)'}>"
+        return f"<ProcMesh: {str(self._axes) or 'one'}>"
 
 
 def _rebuild(home: Home, axes: MeshAxes) -> ProcMesh:

@@ -44,6 +44,11 @@ class _Shell(ZMQTerminalInteractiveShell):  # type: ignore[misc]  # jupyter_cons
         super().__init__(**options)
         self._screen = Screen(sys.stdout)
 
+    def init_kernel_info(self) -> None:
+        """Wait for the kernel, and until its output comes here: a cell whose end passed unheard would never end."""
+        self.client.wait_for_ready(self.kernel_timeout)
+        super().init_kernel_info()
+
     def include_output(self, msg: dict[str, Any]) -> bool:
         """Asked of every message; those that are shown here are not shown again."""
         kind, content = msg["msg_type"], msg["content"]

@@ -7,7 +7,7 @@ is. Tables are recognised by their type's module: none of these packages is impo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from meshbook.errors import PlacementError, TransferError, UsageError
@@ -24,9 +24,7 @@ def batches_of(source: Any, batch_size: int | None) -> Iterator[Any]:
     """
     if batch_size is not None and batch_size < 1:
         raise UsageError(f"batch_size={batch_size}; a batch has at least one row")
-    reader = getattr(source, "to_arrow_reader", None) or (
-        getattr(source, "fetch_record_batch", None) if _package(source) in ("duckdb", "_duckdb") else None
-    )
+    reader = _arrow_reader(source)
     if reader is not None:  # DuckDB: a query's result, which never is in memory as a whole
         if batch_size is None:
             raise UsageError("a DuckDB result has no batches of its own; say how many rows: feed(result, batch_size=…)")
@@ -59,6 +57,44 @@ def normal(batch: Any) -> Any:
     if isinstance(batch, tuple | list):
         return type(batch)(map(normal, batch))
     return batch
+
+
+def one_batch(batch: Any) -> Any:
+    """`normal(batch)`, also of a DuckDB result: all its rows. A list is a sequence of whatever it holds."""
+    reader = _arrow_reader(batch)
+    if reader is not None:
+        batch = reader().read_all()
+    return batch if isinstance(batch, list) else normal(batch)
+
+
+def lengths(batch: Any, dim: int) -> list[int]:
+    """Of everything in a batch that is to be cut along `dim`: of each array in a dict or tuple, or of a sequence.
+
+    Raises:
+        UsageError: it has no such dim.
+    """
+    arrays = _cut_apart(batch)
+    if arrays is None:
+        if not isinstance(batch, Sequence):
+            raise UsageError(f"a {type(batch).__name__} without rows cannot be cut; mesh.push sends all of it to all")
+        if dim != 0:
+            raise UsageError(f"a {type(batch).__name__} has one dim and cannot be cut along dim {dim}")
+        return [len(batch)]
+    for array in arrays:
+        if not -array.ndim <= dim < array.ndim:
+            raise UsageError(f"an array of shape {tuple(array.shape)} has no dim {dim} to cut along")
+    return [int(array.shape[dim]) for array in arrays]
+
+
+def piece(batch: Any, dim: int, spans: list[tuple[int, int]]) -> Any:
+    """The batch with each of its arrays, in order, cut to a span along `dim`."""
+    if _cut_apart(batch) is None:
+        return batch[slice(*spans[0])]
+    left = iter(spans)
+    return map_leaves(
+        batch,
+        lambda leaf: leaf[(slice(None),) * (dim % leaf.ndim) + (slice(*next(left)),)] if is_rows(leaf) else leaf,
+    )
 
 
 def map_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
@@ -100,6 +136,19 @@ def refuse_uneven(batch: Any, number: int, axis: str, num_places: int, *, last: 
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def _cut_apart(batch: Any) -> list[Any] | None:
+    """The arrays of a batch that are cut each for itself; None of a sequence, which is cut by its items."""
+    return None if isinstance(batch, list) else leaves(batch) or None
+
+
+def _arrow_reader(source: Any) -> Callable[..., Any] | None:
+    """What reads a DuckDB result batch by batch, or None of anything else."""
+    found = getattr(source, "to_arrow_reader", None)
+    if found is None and _package(source) in ("duckdb", "_duckdb"):
+        found = getattr(source, "fetch_record_batch", None)
+    return found
 
 
 def _package(thing: Any) -> str:

@@ -66,7 +66,9 @@ class Exporter:
             self._onlooker.close()
             reason = getattr(error, "strerror", None) or str(error)
             raise StartError(f"port {port} of {_ADDRESS} cannot be served: {reason}; choose another") from error
-        self._server.set_app(_for_this_machine(self._server.get_app()))
+        serve = self._server.get_app()
+        assert serve is not None
+        self._server.set_app(_for_this_machine(serve))
         self.address = f"http://{_ADDRESS}:{self._server.server_port}/metrics"
 
     def wait(self) -> None:

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
-from meshbook.controller import extensions, looking, marimo, remote
+from meshbook.controller import batches, extensions, looking, marimo, remote
 from meshbook.controller.config import count_gpus, read_defaults
 from meshbook.controller.connection import Connection
 from meshbook.controller.console import Console, ask_on_terminal
@@ -251,10 +251,14 @@ class Mesh:
         """
         return extensions.find("spawn")(self, name, Class, *args, **kwargs)
 
-    def actors(self) -> Table:
+    def actors(self) -> Any:
         """The actors on these ranks, as a table: what waits in their mailboxes, what they run and for how long, their
-        last error. Asks them beside whatever they do; ranks that do not answer within two seconds are left out."""
-        return extensions.find("actors")(self)  # type: ignore[no-any-return]
+        last error. Asks them beside whatever they do; ranks that do not answer within two seconds are left out.
+
+        `mesh.actors()["trainers"]` gives those of a name, an ActorMesh, whoever has spawned them. Actors whose owner is
+        gone, as after a restart of the kernel, are from then on this program's: it hears of their failures.
+        """
+        return extensions.find("actors")(self)
 
     # ---- names and values
 
@@ -284,19 +288,39 @@ class Mesh:
             return self._session.values_of(finished.parts)
         return remote.pull(what, chosen)
 
-    def scatter(self, batch: Any, *, axis: str | None = None, dim: int = 0) -> RemoteValue:
-        """Cut a tensor, array or sequence along `dim`, one piece per place of `axis`. Blocks.
+    @overload
+    def scatter(
+        self, batch: Any, *, axis: str | None = None, dim: int = 0, view: Literal["local"] = "local"
+    ) -> RemoteValue: ...
+
+    @overload
+    def scatter(self, batch: Any, *, axis: str | None = None, dim: int = 0, view: Literal["global"]) -> Any: ...
+
+    def scatter(self, batch: Any, *, axis: str | None = None, dim: int = 0, view: str = "local") -> Any:
+        """Cut a batch along `dim`, one piece per place of `axis`. Blocks.
 
         The pieces are as `torch.chunk` would cut them, the last ones shorter where it does not divide. Ranks at the
         same place of the axis get the same piece. With one axis it need not be named.
 
+        Args:
+            batch: a tensor or an array; a table (Arrow, Polars, pandas, a DuckDB result), which becomes a dict of
+                columns; a dict or a tuple of these, each cut; or another sequence, cut by its items.
+            view: "local" gives a handle to each rank's own piece; "global" a RemoteTensor of the whole batch, cut
+                along dim 0, as `feed` does.
+
         Returns:
-            A handle to the pieces.
+            A handle to the pieces, or with view="global" the batch with RemoteTensors in it.
         """
         axis = self._one_axis(axis)
-        spans = shard_spans(_length(batch, dim), self._axes.size_of(axis))
+        batch = batches.one_batch(batch)
+        if view != "local":
+            if dim != 0:
+                raise UsageError(f"view={view!r} cuts along dim 0; meshbook.distribute takes any placements")
+            return next(self.feed([batch], axis=axis, prefetch=0, uneven=True, view=view))
+        spans = [shard_spans(length, self._axes.size_of(axis)) for length in batches.lengths(batch, dim)]
         pieces = {
-            rank: _cut(batch, dim, *spans[self._axes.point(rank)[axis]]) for rank in self._session.living(self.ranks)
+            rank: batches.piece(batch, dim, [span[self._axes.point(rank)[axis]] for span in spans])
+            for rank in self._session.living(self.ranks)
         }
         key = RemoteValue(self._session, paths.Path(paths.Name("rank")), tuple(pieces))
         command = self._session.call_command(
@@ -792,21 +816,6 @@ def free_name(stem: str | None = None) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def _length(batch: Any, dim: int) -> int:
-    if hasattr(batch, "shape"):
-        return int(batch.shape[dim])
-    if dim != 0:
-        raise UsageError(f"a {type(batch).__name__} has one dim and cannot be cut along dim {dim}")
-    return len(batch)
-
-
-def _cut(batch: Any, dim: int, start: int, stop: int) -> Any:
-    index = (
-        (slice(None),) * (dim % batch.ndim) + (slice(start, stop),) if hasattr(batch, "shape") else slice(start, stop)
-    )
-    return batch[index]
 
 
 def _join(pieces: list[Any], dim: int) -> Any:

@@ -24,7 +24,7 @@ from meshbook.ids import Ranks, name_ranks
 from meshbook.mesh import MeshAxes
 from meshbook.rank import paths
 from meshbook.wire import messages, pickling
-from meshbook.wire.buffers import SegmentPool, SegmentReader
+from meshbook.wire.buffers import Room, SegmentPool, SegmentReader
 
 Sink = Callable[[tuple[messages.FoldedItem, ...]], None]
 Ask = Callable[[messages.InputRequested], str | None]
@@ -258,6 +258,10 @@ class Session:
         self.interrupt(running[1], target=running[0], hard=hard)
         return True
 
+    def was_stopped(self, call: str) -> bool:
+        """Whether Stop was pressed while this was the foreground call."""
+        return self._pressed == call
+
     def interrupt(self, ranks: Ranks, *, target: str | None = None, hard: bool = False) -> None:
         self.connection.send(messages.Interrupt(ranks=ranks, target=target, hard=hard))  # type: ignore[arg-type]
 
@@ -337,6 +341,10 @@ class Session:
 
     def dump(self, thing: Any, ranks: Ranks) -> messages.Payload:
         return pickling.dump(thing, pool=self._pool, readers=ranks, persistent=self._reference_to)
+
+    def room(self, nbytes: int) -> Room | None:
+        """Memory for ranks to write into, and for a value here to lie in."""
+        return self._pool.room(nbytes)
 
     def load(self, payload: messages.Payload) -> Any:
         return pickling.load(payload, reader=self._reader)

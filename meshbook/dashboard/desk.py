@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
 import time
 from collections import OrderedDict
@@ -178,7 +179,7 @@ class Desk:
 
     def _news_for(self, audience: Audience, picture: Picture, now: float) -> list[Message]:
         runs = bool(picture.calls)
-        audience.view.has_actors = "actors" in self._session.extras
+        audience.view.has_actors = self._has_actors()
         young = now - audience.joined_at < _YOUNG_S
         pause = 1.0 if young else EVERYTHING_S * (1 if len(audience.mesh.ranks) <= _FEW_RANKS else 6)
         repeat = audience.repeat and (runs or young) and now - audience.everything_at >= pause
@@ -240,15 +241,25 @@ class Desk:
             log.debug("an audience is gone: %r", error)
             self.leave(audience)
 
+    def _has_actors(self) -> bool:
+        if "meshbook.actors.procs" not in sys.modules:
+            return False  # this program has none, and does not pay for their import
+        from meshbook.actors.overview import are_elsewhere
+
+        return "actors" in self._session.extras or are_elsewhere()
+
     def _survey(self) -> list[dict[str, Any]]:
-        """What the actors on this mesh do. Asked of the ranks once a second at most, however many look."""
-        if "actors" not in self._session.extras or self._session.axes is None:
+        """What the actors on this mesh do, and those on processes that this program has started for them. Asked once a
+        second at most, however many look."""
+        if not self._has_actors():
             return []
-        from meshbook.actors.overview import survey
+        from meshbook.actors.overview import actors_elsewhere, survey
 
         with self._surveying:
             if time.monotonic() - self._surveyed_at >= _ACTORS_S:
-                self._actors = survey(Mesh.of(self._session, self._session.axes), timeout=1.0)
+                axes = self._session.axes if "actors" in self._session.extras else None
+                mine = survey(Mesh.of(self._session, axes), timeout=1.0) if axes is not None else []
+                self._actors = [*mine, *actors_elsewhere(timeout=1.0)]
                 self._surveyed_at = time.monotonic()
             return self._actors
 

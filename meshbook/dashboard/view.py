@@ -433,13 +433,13 @@ def logs(rank: int, text: str, limit_bytes: int) -> Message:
 
 
 def actors(rows: Iterable[Mapping[str, Any]], ranks: Ranks) -> Message:
-    """The actors on these ranks, by name.
+    """The actors on these ranks, and on processes of their own, by name.
 
     Args:
-        rows: as `actors.overview.survey` gives them.
+        rows: as `actors.overview.survey` gives them; those with a "home" are on no rank of this mesh.
     """
     wanted = set(ranks)
-    shown = [row for row in rows if row["rank"] in wanted]
+    shown = [row for row in rows if "home" in row or row["rank"] in wanted]
     shown.sort(key=lambda row: (row["actor"], row["id"], row["rank"]))
     return {
         "kind": "actors",
@@ -447,7 +447,7 @@ def actors(rows: Iterable[Mapping[str, Any]], ranks: Ranks) -> Message:
             {
                 "actor": row["actor"],
                 "class": row["class"],
-                "rank": row["rank"],
+                "rank": f"{row['home']}: {row['rank']}" if "home" in row else row["rank"],
                 "state": row["state"],
                 "mailbox": row["mailbox"],
                 "running": (row["running"] or "").lstrip("="),

@@ -29,6 +29,7 @@ from meshbook.host.looking import Looker, Subject
 from meshbook.host.starter import Child, ForkStarter, FreshStarter, Starter
 from meshbook.ids import Ranks, format_ranks, name_ranks
 from meshbook.wire import birth, codec, keys, messages
+from meshbook.wire.lifeline import ACTORS_GRACE_S
 from meshbook.wire.loop import Loop, Timer
 from meshbook.wire.messages import Outcome, RankDisplay
 
@@ -75,6 +76,7 @@ class Link:
     service_ready: bool = False
     dead: str | None = None  # how it ended
     killed: bool = False  # by us
+    has_actors: bool = False
     queue: deque[Queued] = field(default_factory=deque)
     backlog: list[bytes] = field(default_factory=list)  # for the service thread, until it listens
     running: Queued | None = None
@@ -296,6 +298,7 @@ class HostAgent:
             link = self._links[rank]
             if link.dead is None:
                 self._to_service(link, body)
+                link.has_actors |= isinstance(command, messages.OpenActors)
             else:
                 self._settle(tally, rank, self._lost(link))
         self._close_if_done(tally)
@@ -369,7 +372,8 @@ class HostAgent:
         self._report(messages.CallOutput(call=call, items=(item,)))  # type: ignore[arg-type]
 
     def stop(self, grace_s: float, then: Callable[[], None]) -> None:
-        """End every rank, in order where it listens, by force after `grace_s` seconds; `then` when none is left."""
+        """End every rank, in order where it listens, by force after `grace_s` seconds; `then` when none is left. One
+        whose actors are at their end, and that beats meanwhile, has ACTORS_GRACE_S more."""
         self._when_empty = then
         body = codec.encode_body(messages.Exit())
         for link in self._living(tuple(self._links)):
@@ -378,16 +382,20 @@ class HostAgent:
                 self._to_work(link, body)
             else:
                 self._to_service(link, body)
-        self._loop.call_later(grace_s, self._kill_all)
+        self._loop.call_later(grace_s, lambda: self._kill_all(but_actors=True))
+        self._loop.call_later(grace_s + ACTORS_GRACE_S, self._kill_all)
         self._check_empty()
 
-    def _kill_all(self) -> None:
+    def _kill_all(self, *, but_actors: bool = False) -> None:
         for link in self._living(tuple(self._links)):
-            self._signal(link, signal.SIGKILL)
+            if not (but_actors and link.has_actors and not self._is_silent(link)):
+                self._signal(link, signal.SIGKILL)
 
     def _check_empty(self) -> None:
         if self._when_empty is not None and all(link.dead is not None for link in self._links.values()):
             then, self._when_empty = self._when_empty, None
+            for stray in list(self._strays.values()):
+                self._flush_stray(stray, last=True)
             if self._starter is not None:
                 self._starter.close()
                 self._starter = None
@@ -467,11 +475,12 @@ class HostAgent:
         if tally.flush is None:
             tally.flush = self._loop.call_later(_FLUSH_S, lambda: self._flush(tally))
 
-    def _flush_stray(self, stray: Stray) -> None:
-        """Show what no open call has said; what equal lines other ranks may say is waited for as in a cell."""
+    def _flush_stray(self, stray: Stray, *, last: bool = False) -> None:
+        """Show what no open call has said; what equal lines other ranks may say is waited for as in a cell, unless
+        these were the last."""
         now = self._loop.clock.monotonic()
         items = list(stray.folder.flush(now, max_chars=_FLUSH_CHARS))
-        deadline = stray.folder.next_deadline()
+        deadline = stray.folder.next_deadline() if not last else None
         if deadline is None:
             items += stray.folder.flush(now, final=True)
             if self._strays.get(stray.call) is stray:
@@ -556,10 +565,11 @@ class HostAgent:
 
     def _relieve(self, link: Link) -> None:
         """Read the output of a rank that is silent: C code that keeps the GIL would block on a full pipe for ever."""
-        if link.child is None or link.dead is not None or link.beat_at is None:
-            return
-        if self._loop.clock.monotonic() - link.beat_at > 2 * _BEAT_S:
+        if link.child is not None and link.dead is None and self._is_silent(link):
             self._read_pipes(link)
+
+    def _is_silent(self, link: Link) -> bool:
+        return link.beat_at is not None and self._loop.clock.monotonic() - link.beat_at > 2 * _BEAT_S
 
     def _info(self, link: Link) -> messages.RankInfo:
         now = self._loop.clock.monotonic()

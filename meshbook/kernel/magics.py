@@ -252,9 +252,10 @@ class MeshMagics(Magics):
         if options.actor is not None:
             if options.ranks or options.where or options.mesh or options.setup or options.bg:
                 parser.error("--actor NAME stands alone: the cell runs in every actor of that name")
-            from meshbook.actors.cells import find_actors, run_in_actors  # a kernel without actors starts without them
+            from meshbook.actors.cells import run_in_actors  # a kernel without actors starts without them
+            from meshbook.actors.finding import find_actors
 
-            return run_in_actors(find_actors(options.actor), cell)
+            return run_in_actors(find_actors(options.actor, self._living_mesh()), cell)
         return self.notebook.run_cell(
             cell,
             mesh=self._named(options.mesh) if options.mesh else None,
@@ -369,8 +370,11 @@ class MeshMagics(Magics):
     def _actors(self, options: argparse.Namespace) -> Table:
         from meshbook.actors.overview import all_actors
 
+        return all_actors(self._living_mesh())
+
+    def _living_mesh(self) -> Mesh | None:
         mesh = self.notebook.mesh
-        return all_actors(mesh if mesh is not None and mesh.session.ended is None else None)
+        return mesh if mesh is not None and mesh.session.ended is None else None
 
     def _history(self, options: argparse.Namespace) -> Table:
         return history_table(self._mesh().history())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 import random
 import signal
@@ -57,7 +58,7 @@ def be_rank(told: birth.RankBirth, pipes: tuple[int, int], last_words: int) -> N
     except BaseException:  # ours, for user code is caught where it runs; these are the rank's last words then
         traceback.print_exc()
     finally:
-        _end(executor, output, code)
+        _end(executor, service, output, code)
 
 
 def _settle(told: birth.RankBirth) -> None:
@@ -79,6 +80,9 @@ def _settle(told: birth.RankBirth) -> None:
     if told.spec.cwd:
         with contextlib.suppress(OSError):
             os.chdir(told.spec.cwd)
+    # A DataLoader worker must not collect what its rank had dropped: the end of a process group waits for threads that
+    # a forked child does not have.
+    os.register_at_fork(after_in_child=gc.freeze)
     # Forked ranks would all draw the fork server's numbers; torch's own default seed is the same in every process.
     random.seed()
     if "numpy" in sys.modules:
@@ -87,8 +91,10 @@ def _settle(told: birth.RankBirth) -> None:
         sys.modules["torch"].set_num_threads(told.threads)
 
 
-def _end(executor: Executor, output: Output, code: int) -> NoReturn:
+def _end(executor: Executor, service: Service, output: Output, code: int) -> NoReturn:
     """Leave without waiting for threads of the user's that may never end."""
+    with contextlib.suppress(BaseException):
+        service.end_actors()
     with contextlib.suppress(BaseException):
         executor.close()
     with contextlib.suppress(BaseException):

@@ -46,6 +46,7 @@ _IDLE_SEGMENT_S = 30.0
 ACTORS = "meshbook.actors.runtime.door:open_door"
 # How often, and after how many seconds, it is looked whether the main thread has moved.
 _MOVES_LOOKS, _MOVES_LOOK_S = 5, 0.002
+_LAST_LOOKS = 10  # at output that has not been sent yet, before the rank ends
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -181,9 +182,24 @@ class Service:
             case messages.TakeSnapshots():
                 self._snap(socket, command)
             case messages.Exit():
-                if (actors := sys.modules.get(ACTORS.partition(":")[0])) is not None:
-                    actors.say_farewell()
-                os._exit(0)
+                threading.Thread(target=self._leave, name="meshbook-end", daemon=True).start()
+
+    def _leave(self) -> None:
+        try:
+            self.end_actors()
+        finally:
+            os._exit(0)
+
+    def end_actors(self) -> None:
+        """The rank will end, and its actors before it; what they print on the way is sent. Blocks, for ACTORS_GRACE_S
+        at most. For any thread but the service's own."""
+        actors = sys.modules.get(ACTORS.partition(":")[0])
+        if actors is None or not actors.end_actors():
+            return
+        for _ in range(_LAST_LOOKS):
+            time.sleep(_GATHER_S)  # what was sent has to leave the process, too
+            if not self._output.pending():
+                return
 
     def _snap(self, socket: zmq.Socket[bytes], command: messages.TakeSnapshots) -> None:
         """Look at this rank. What goes wrong is told as what is missing; the thread lives on."""

@@ -17,7 +17,6 @@ import ast
 import asyncio
 import builtins
 import contextlib
-import fcntl
 import fnmatch
 import getpass
 import importlib.util
@@ -25,13 +24,10 @@ import inspect
 import os
 import pdb
 import re
-import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
-import termios
 import threading
 import time
 import traceback
@@ -67,7 +63,7 @@ from traitlets.config import Config
 
 from meshbook.errors import MeshbookError
 from meshbook.ids import CallId
-from meshbook.rank import failures, questions
+from meshbook.rank import commands, failures, questions
 from meshbook.rank.capture import Output
 from meshbook.rank.interrupt import InterruptGate
 from meshbook.rank.names import Names
@@ -78,8 +74,6 @@ __all__ = ["CellRun", "InterruptGate", "RankShell", "preload"]
 
 # How many of `_1`, `_i1`, `_2`, ... there are at a time.
 NUMBERED_NAMES: Final = 200
-# Seconds that a shell command has to end itself after the interrupt that Stop sends it.
-COMMAND_GRACE_S: Final = 0.3
 
 _INLINE_BACKEND: Final = "module://matplotlib_inline.backend_inline"
 # Views of widgets: the objects behind them are on the rank, where no front end reaches them.
@@ -639,7 +633,7 @@ class RankShell(InteractiveShell):
         """`!cmd`: its output comes as it is written, its exit code is `_exit_code`. A SIGINT ends it and the cell."""
         if cmd.rstrip().endswith("&"):
             raise OSError("a command in the background would outlive its output; use subprocess.Popen for that")
-        code = _run_on_pty(self.var_expand(cmd, depth=1), self.gate)
+        code = commands.run_shown(self.var_expand(cmd, depth=1), self.gate)
         self.user_ns["_exit_code"] = code
         if getattr(self, "system_raise_on_error", False) and code != 0:
             raise subprocess.CalledProcessError(code, cmd)
@@ -650,17 +644,7 @@ class RankShell(InteractiveShell):
         """`x = !cmd`: what it printed, as lines."""
         if cmd.rstrip().endswith("&"):
             raise OSError("a command in the background has no output to wait for")
-        expanded = self.var_expand(cmd, depth=depth + 1)
-        done = subprocess.run(
-            expanded,
-            shell=True,
-            executable=_user_shell(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
+        done = commands.run_captured(self.var_expand(cmd, depth=depth + 1))
         self.user_ns["_exit_code"] = done.returncode
         if getattr(self, "system_raise_on_error", False) and done.returncode != 0:
             raise subprocess.CalledProcessError(done.returncode, cmd)
@@ -865,87 +849,6 @@ def _has_group(error: BaseException | None) -> bool:
         seen.add(id(error))
         error = error.__cause__ or error.__context__
     return False
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Shell commands
-
-
-def _user_shell() -> str | None:
-    return os.environ.get("SHELL") or None
-
-
-def _run_on_pty(command: str, gate: InterruptGate) -> int:
-    """Run a shell command, its output to sys.stdout as it comes.
-
-    On a pseudo-terminal, because most programs hold their output back when they see a pipe; it reads nothing. Spawned,
-    not forked: this process has threads.
-
-    Returns:
-        The exit code; of a command that a signal ended, the signal's number, negative.
-    """
-    process: subprocess.Popen[bytes] | None = None
-    master, slave = os.openpty()
-    try:
-        attributes = termios.tcgetattr(slave)
-        attributes[1] &= ~termios.OPOST  # line ends as they are written
-        termios.tcsetattr(slave, termios.TCSANOW, attributes)
-        with contextlib.suppress(OSError):
-            fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-        with gate.held():  # a child whose pid nobody noted could not be ended
-            process = subprocess.Popen(
-                command,
-                shell=True,
-                executable=_user_shell(),
-                stdin=subprocess.DEVNULL,
-                stdout=slave,
-                stderr=slave,
-                start_new_session=True,
-            )
-            os.close(slave)
-            slave = -1
-        for data in _chunks(master, process):
-            sys.stdout.buffer.write(data)
-    except KeyboardInterrupt:
-        if process is not None:
-            _end_command(process, master)
-        raise
-    finally:
-        os.close(master)
-        if slave >= 0:
-            os.close(slave)
-    code = process.wait()
-    return -(code - 128) if code > 128 else code
-
-
-def _chunks(master: int, process: subprocess.Popen[bytes]) -> Iterator[bytes]:
-    """What the command writes, until it has ended and everything was read, whatever its children keep open."""
-    while True:
-        readable, _, _ = select.select([master], [], [], 0.05)
-        if readable:
-            try:
-                data = os.read(master, 1 << 16)
-            except OSError:  # EIO: nobody has the other end any more
-                return
-            if not data:
-                return
-            yield data
-        elif process.poll() is not None:
-            return
-
-
-def _end_command(process: subprocess.Popen[bytes], master: int) -> None:
-    """SIGINT to the command and its children, as Ctrl-C would; SIGKILL if that does not help soon."""
-    deadline = time.monotonic() + COMMAND_GRACE_S
-    for number in (signal.SIGINT, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        while process.poll() is None and time.monotonic() < deadline:
-            readable, _, _ = select.select([master], [], [], 0.02)
-            if readable:
-                with contextlib.suppress(OSError):
-                    sys.stdout.buffer.write(os.read(master, 1 << 16))
-    process.wait()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -288,7 +288,7 @@ class Driver:
         elif self._back is not None and self._engine is not None:
             for identity in self._hosts_known:
                 self._back.send_multipart([identity, *codec.encode(messages.Exit(grace_s=_STOP_GRACE_S))])
-            self._await_hosts(reason, tries=50)
+            self._await_hosts(reason, tries=70)
         else:
             self._ended(reason)
 

@@ -15,8 +15,8 @@ from meshbook.controller.remote import RemoteValue, tensor_at
 from meshbook.errors import MeshShapeError, PlacementError
 from meshbook.placement import parse_placements
 from meshbook.rank.tensors import calls
-from meshbook.tensors import mends, remote
-from meshbook.tensors.engine import Engine, Handle, here
+from meshbook.tensors import mends, recording, remote
+from meshbook.tensors.engine import Engine, here
 from meshbook.tensors.plan import contiguous
 from meshbook.tensors.views import placements_of
 from meshbook.wire.messages import TensorMeta
@@ -39,6 +39,7 @@ def engine_of(mesh: Mesh) -> Engine:
         if engine is None:
             _check_part(mesh)
             engine = engines[axes] = Engine(session, axes)
+            engine.watcher = recording.Recorder(engine)
     return engine
 
 
@@ -170,7 +171,7 @@ def adopt(mesh: Mesh, key: str, meta: TensorMeta) -> remote.RemoteTensor | None:
     if template is None:
         told = (key, tuple(meta.shape), meta.dtype, placements is not None, calls.MESH)
         template = engine.learn(wanted, engine.planner.plan_own, "adopt", told, spec)
-    handle = Handle(engine.next_id(), engine.free)
+    handle = engine.new_handle()
     engine.emit([template.number, handle.id], here())
     tensor = remote.wrap(spec, handle)
     if meta.requires_grad and (dtype.is_floating_point or dtype.is_complex):
@@ -179,28 +180,29 @@ def adopt(mesh: Mesh, key: str, meta: TensorMeta) -> remote.RemoteTensor | None:
 
 
 def with_tensors(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """A function of torch's, with remote tensors in place of the handles among its arguments.
+    """A function of torch's, with remote tensors in place of the handles among its arguments."""
+    return func(*pytree.tree_map(tensor_of, args), **pytree.tree_map(tensor_of, kwargs))
+
+
+def tensor_of(leaf: Any) -> Any:
+    """What a handle of a tensor stands for, as a remote tensor; anything else as it is.
 
     Raises:
         TypeError: a handle that stands for something else.
     """
-
-    def tensor_of(leaf: Any) -> Any:
-        if not isinstance(leaf, RemoteValue):
-            return leaf
-        session, ranks = leaf._meshbook_session, leaf._meshbook_ranks
-        meta = tensor_at(leaf)
-        key = leaf._meshbook_key(session)
-        assert session.axes is not None
-        whole = Mesh.of(session, session.axes)
-        found = adopt(whole, key, meta) if meta is not None and len(ranks) == session.axes.size else None
-        if found is None:
-            raise TypeError(
-                f"{leaf._meshbook_path} is not one tensor on every rank of {session.name!r} (alike in shape, dtype and "
-                "placements); work with it in a cell, or pull it first"
-            )
-        if leaf._meshbook_values is not None:  # what keeps the object on the ranks until the operation has seen it
-            found._keeps = leaf
-        return found
-
-    return func(*pytree.tree_map(tensor_of, args), **pytree.tree_map(tensor_of, kwargs))
+    if not isinstance(leaf, RemoteValue):
+        return leaf
+    session, ranks = leaf._meshbook_session, leaf._meshbook_ranks
+    meta = tensor_at(leaf)
+    key = leaf._meshbook_key(session)
+    assert session.axes is not None
+    whole = Mesh.of(session, session.axes)
+    found = adopt(whole, key, meta) if meta is not None and len(ranks) == session.axes.size else None
+    if found is None:
+        raise TypeError(
+            f"{leaf._meshbook_path} is not one tensor on every rank of {session.name!r} (alike in shape, dtype and "
+            "placements); work with it in a cell, or pull it first"
+        )
+    if leaf._meshbook_values is not None:  # what keeps the object on the ranks until the operation has seen it
+        found._keeps = leaf
+    return found

@@ -4,8 +4,8 @@ One `Engine` per client and part of a mesh. `emit` takes an operation as numbers
 do. A batch is a command like a cell: the ranks run it on their main threads, in order with the cells that this process
 sends, and Stop ends it. Knows nothing of torch's dispatch (`remote`) or of shapes (`plan`).
 
-Seams: `emit` may be replaced on the instance, by who records; `before_batch` callbacks run before a batch is made up;
-`add_template`, `upload` and `next_id` serve whoever makes operations of his own.
+Seams: a `Watcher` sees what is about to be sent, and may hold it back; `add_template`, `upload` and `next_id` serve
+whoever makes operations of his own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch
 from meshbook.controller.console import Console
 from meshbook.controller.results import error_of
 from meshbook.controller.session import Session, render
-from meshbook.errors import Failure, MeshbookError, NotAttached, OperationFailed, RankLost
+from meshbook.errors import CellInterrupted, Failure, MeshbookError, NotAttached, OperationFailed, RankLost
 from meshbook.ids import Ranks, name_ranks
 from meshbook.mesh import MeshAxes
 from meshbook.tensors.plan import Planner, Template
@@ -42,13 +42,16 @@ from meshbook.wire import messages
 _BATCHES = (48, 64, 128, 192, 256)
 # Batches that the ranks have not acknowledged before Python waits for them: some 8,000 operations, a few train steps.
 _MAX_AHEAD = 32
-# Seconds after the last operation before a batch that is not full is sent all the same.
-_IDLE_S = 0.005
+# Seconds after the last operation before a batch that is not full is sent all the same; and before one that is held
+# back is: a pause of Python's own, or of a busy machine, does not part a step.
+_IDLE_S, _HELD_IDLE_S = 0.005, 0.1
 # Ids that nobody holds any more are told to the ranks so many at a time: each word costs, each tensor is memory there.
 _FREE_AT_ONCE = 16
 # Faults whose lines are remembered.
 _MAX_FAULTS = 1000
 _MAX_USER_FRAMES = 3
+# Files that are known to be the user's, or not; and lines that operations came from.
+_MAX_FILES, _MAX_LINES = 4096, 4096
 # Templates that are kept for sure; as many older ones go when there are more, here and on the ranks. A whole training
 # step of a large model has some thousands, a loop over `x[i]` one for each i.
 _MAX_TEMPLATES = 8192
@@ -61,26 +64,62 @@ Where = tuple[tuple[CodeType, int], ...]  # code and instruction of the user's l
 _encoder = msgspec.msgpack.Encoder()
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-# Code by id, where it is the user's, else None: a code object's own hash goes through all of it.
-_users: dict[int, CodeType | None] = {}
-_looked_at: list[CodeType] = []  # kept, so that ids stay
-_lines: dict[int, messages.Frame] = {}  # by an instruction's address
+_getframe = sys._getframe
+# Whether a file is the user's, by its name; every cell has one.
+_files: dict[str, bool] = {}
+# By an instruction's address, which stays its own as long as its code is kept.
+_lines: dict[int, tuple[CodeType, messages.Frame]] = {}
 
 
 class Handle:
     """A tensor's life on the ranks: when it dies here, its id is freed there.
 
-    An object of its own: torch may bring a tensor's Python object back to life after `__del__`.
+    An object of its own: torch may bring a tensor's Python object back to life after `__del__`. Each engine has a class
+    of it, and no `__init__` is called: one is made for every operation.
     """
 
-    __slots__ = ("copied", "free", "id")
+    __slots__ = ("changes", "id")
 
-    def __init__(self, id: int, free: Callable[[int], None]) -> None:
-        self.id, self.free = id, free
-        self.copied = False  # a view that shares nothing: DTensor had to copy
+    is_part = False  # a view that DTensor had to copy (`parts`)
+    changes: list[int] | None
+    id: int
+    free: Callable[[int], None]  # the engine's
+
+    def family(self) -> list[int]:
+        """How often it was changed, or any of its views: one count for all of them."""
+        if self.changes is None:
+            self.changes = [0]
+        return self.changes
 
     def __del__(self) -> None:
         self.free(self.id)
+
+
+class Watcher:
+    """Who looks at operations before they are sent, to record them. This one lets all pass.
+
+    Attributes:
+        held: operations wait for the end of a step; nobody is told of freed ids meanwhile.
+        to_its_end: ... however long it takes.
+        rest: after so many entries of the stream it asks to be asked; 0: whenever a batch is due.
+    """
+
+    held = to_its_end = False
+    rest = 0
+
+    def holds(self) -> bool:
+        """Whether a batch that is due is to wait."""
+        return False
+
+    def before_send(self, waits: bool) -> None:
+        """All that was issued is about to be sent. Called with `_putting` held.
+
+        Args:
+            waits: somebody needs a value, or the ranks for something else.
+        """
+
+    def boundary(self) -> None:
+        """A step may have ended here."""
 
 
 @dataclass
@@ -120,8 +159,8 @@ class Engine:
         self.name = f"{session.connection.client}|{','.join(axes.names)}|{secrets.token_hex(3)}"
         self.next_id = itertools.count(1).__next__
         self.freed: deque[int] = deque()  # by finalizers, at any moment
-        self.free = self.freed.append
-        self.before_batch: list[Callable[[], None]] = []
+        self.handle: type[Handle] = type("Handle", (Handle,), {"__slots__": (), "free": self.freed.append})
+        self.watcher = Watcher()
         self.num_ops = self.num_batches = 0
         self._stream: list[int | float] = []  # operations that have not been sent, one after the other
         self._wheres: list[Where] = []  # of each of them
@@ -138,7 +177,7 @@ class Engine:
         self._number = 1
         self._due = _BATCHES[0]
         self._woken = threading.Event()
-        session.before_call.append(_weak(self.flush))
+        session.before_call.append(_weak(self._before_call))
         session.ahead.append(_weak(self._calls_ahead))
         thread = threading.Thread(
             target=_send_when_idle, args=(weakref.ref(self), self._woken), name="meshbook-tensors", daemon=True
@@ -155,14 +194,15 @@ class Engine:
         """
         if self._ended is not None:
             raise self._ended.with_traceback(None)
-        if len(self.freed) >= _FREE_AT_ONCE:
+        if len(self.freed) >= _FREE_AT_ONCE and not self.watcher.held:
             self._free_ids()
         with self._putting:
             self._stream += numbers
             self._wheres.append(where)
             size = len(self._wheres)
         if size >= self._due:
-            self.flush()
+            if not self.watcher.holds():
+                self.flush()
         elif size == 1:
             self._woken.set()
 
@@ -183,6 +223,12 @@ class Engine:
                 self._let_go += ids
                 self._num_words += 1
 
+    def new_handle(self) -> Handle:
+        """Of a tensor that there will be: with an id that no other has."""
+        handle = self.handle()
+        handle.id, handle.changes = self.next_id(), None
+        return handle
+
     def add_template(self, body: bytes) -> None:
         """What ranks must know before operations of this template come."""
         with self._putting:
@@ -197,7 +243,7 @@ class Engine:
             if template.body:  # before anybody can find it and send an operation of it
                 self.add_template(template.body)
         with self._putting:
-            if len(self.cache) >= _MAX_TEMPLATES and "emit" not in vars(self):  # who records knows them by number
+            if len(self.cache) >= _MAX_TEMPLATES:
                 self.forget(old.number for old in self._older.values())
                 self._older, self.cache = self.cache, {}
             self.cache[key] = template
@@ -218,15 +264,37 @@ class Engine:
         Args:
             placements: torch's, one per axis; None: all of it on every rank, for the per-rank view.
         """
-        handle = Handle(self.next_id(), self.free)
+        handle = self.new_handle()
         payload = self.session.dump((tensor.detach(), placements), self.ranks)
         with self._sending:
             # It is bound before its batch; what comes before it stays before it. A step that is held back stays so.
-            if self._wheres and "emit" not in vars(self):
+            if self._wheres and not self.watcher.held:
                 self.flush()
             self._uploads.append(messages.Upload(id=handle.id, payload=payload))
         self._woken.set()
         return handle
+
+    def feed(self, tensors: Sequence[torch.Tensor], placements: Sequence[Any]) -> tuple[list[Handle], Future[Any]]:
+        """Handles to tensors that are sent at once, and the end of that; each rank keeps its own rows, without a copy.
+
+        Not in order with what is issued, and nothing is waited for: any thread may do it. What a rank cannot take is
+        told, like an operation's failure, where it is used.
+
+        Args:
+            placements: torch's, for each tensor: at most one axis cuts it, along dim 0.
+        """
+        self._check()
+        handles = [self.new_handle() for _ in tensors]
+        payload = self.session.dump((tuple(tensors), tuple(placements)), self.ranks)
+        command = messages.RunOps(
+            call=self.session.connection.next_call(),
+            ranks=self.ranks,
+            engine=self.name,
+            first=self._number,
+            ops=_encoder.encode([]),
+            batch=messages.Batch(ids=tuple(handle.id for handle in handles), payload=payload),
+        )
+        return handles, self.session.connection.request(command)
 
     # ---- batches
 
@@ -240,6 +308,10 @@ class Engine:
             return
         self._keep_near()
         self._send(None)
+
+    def _before_call(self) -> None:
+        self.watcher.boundary()
+        self.flush()
 
     def _keep_near(self, limit: int = _MAX_AHEAD) -> None:
         self._check()
@@ -267,10 +339,9 @@ class Engine:
     def _send(self, fetch: messages.Fetch | None, **handlers: Any) -> tuple[messages.RunOps, Future[Any]] | None:
         """Make up a batch and send it, in one piece whatever happens."""
         with self._sending:
-            for callback in self.before_batch:
-                callback()
-            self._free_ids()
             with self._putting:
+                self.watcher.before_send(fetch is not None)
+                self._free_ids()
                 stream, wheres, let_go, words = self._stream, self._wheres, self._let_go, self._num_words
                 self._stream, self._wheres, self._let_go, self._num_words = [], [], [], 0
                 templates, self._templates = self._templates, []
@@ -310,7 +381,8 @@ class Engine:
                     else:
                         self.freed.extend(let_go)
                 raise
-            self._due = self._size_of_next()
+            if not self.watcher.held:
+                self._due = self._size_of_next()
         call = command.call
         future.add_done_callback(lambda done: self._acknowledged(call, done))
         return command, future
@@ -328,13 +400,15 @@ class Engine:
             self._take_note(batch, finished)
         with self._changed:
             del self._ahead[call]
-            self._due = self._size_of_next()
+            if not self.watcher.held:
+                self._due = self._size_of_next()
             self._changed.notify_all()
         if self._wheres and len(self._ahead) < 2:  # held back while the ranks had enough to do
             self._woken.set()
 
     def _size_of_next(self) -> int:
-        return _BATCHES[min(len(self._ahead), len(_BATCHES) - 1)]
+        size = _BATCHES[min(len(self._ahead), len(_BATCHES) - 1)]
+        return min(size, self.watcher.rest or size)
 
     def _take_note(self, batch: _Batch, finished: messages.CallFinished) -> None:
         for part in finished.parts:
@@ -344,7 +418,7 @@ class Engine:
         if isinstance(error, RankLost):
             self._ended = render(error)
         elif error is not None:  # stopped, perhaps before it began: what it was to tell the ranks is told again
-            with self._putting:  # not `_sending`, which who records holds for as long as a step takes
+            with self._putting:
                 self._templates[:0] = batch.templates
             self.freed.extend(batch.freed)
 
@@ -383,8 +457,6 @@ class Engine:
             RankLost, CellInterrupted: as a cell.
         """
         self._keep_near()
-        for callback in self.before_batch:
-            callback()
         inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         with self._sending:
             sent = self._send(fetch, on_output=inbox.put)
@@ -393,6 +465,8 @@ class Engine:
         # What is said unasked of ranks that do not get on comes by this way.
         finished = self.session.attend(command, future, inbox=inbox, sink=Console(self.ranks, echo=True))
         error = error_of(finished, "an operation on tensors")
+        if error is None and self.session.was_stopped(command.call):  # answered before the Stop was there: a loop ends
+            error = CellInterrupted((), self.ranks, summary="an operation on tensors was stopped as it ended")
         if error is not None:
             if isinstance(error, RankLost):
                 self._ended = error
@@ -445,22 +519,29 @@ class Engine:
 
 def here(depth: int = 2) -> Where:
     """The user's lines that lead to this operation, innermost first: code and instruction, which are cheap to keep."""
-    frame: FrameType | None = sys._getframe(depth)
+    frame: FrameType | None = _getframe(depth)
     found: list[tuple[CodeType, int]] = []
-    known = _users
+    known = _files
     while frame is not None:
         code = frame.f_code
         try:
-            users = known[id(code)]
+            users = known[code.co_filename]
         except KeyError:
-            _looked_at.append(code)
-            users = known[id(code)] = None if code.co_filename.startswith((_TORCH, _OURS)) else code
-        if users is not None:
+            users = _look_at(code.co_filename)
+        if users:
             found.append((code, frame.f_lasti))
             if len(found) == _MAX_USER_FRAMES:
                 break
         frame = frame.f_back
     return tuple(found)
+
+
+def _look_at(file: str) -> bool:
+    """Whether code of this file is the user's."""
+    if len(_files) >= _MAX_FILES:  # cells that were run long ago
+        _files.clear()
+    users = _files[file] = not file.startswith((_TORCH, _OURS))
+    return users
 
 
 def describe(where: Where) -> str:
@@ -504,10 +585,11 @@ def _line(code: CodeType, instruction: int) -> messages.Frame:
     address = id(code) + instruction
     known = _lines.get(address)
     if known is None:
-        known = _lines[address] = messages.Frame(
-            file=code.co_filename, line=_number(code, instruction), function=code.co_name
-        )
-    return known
+        if len(_lines) >= _MAX_LINES:  # of cells that were run long ago
+            _lines.clear()
+        frame = messages.Frame(file=code.co_filename, line=_number(code, instruction), function=code.co_name)
+        known = _lines[address] = code, frame
+    return known[1]
 
 
 def _cell_of(file: str) -> str | None:
@@ -531,9 +613,10 @@ def _number(code: CodeType, instruction: int) -> int:
 
 def _drained(ids: deque[int]) -> list[int]:
     found: list[int] = []
+    take, keep = ids.popleft, found.append
     with contextlib.suppress(IndexError):  # somebody else drains them too
         for _ in range(len(ids)):
-            found.append(ids.popleft())
+            keep(take())
     return found
 
 
@@ -560,6 +643,14 @@ def _send_when_idle(held: weakref.ref[Engine], woken: threading.Event) -> None:
         woken.clear()
         threading.Event().wait(_IDLE_S)
         engine = held()
+        count = -1
+        while engine is not None and engine.watcher.held:  # until nothing more comes
+            if len(engine._wheres) == count and not engine.watcher.to_its_end:
+                break
+            count = len(engine._wheres)
+            del engine
+            threading.Event().wait(_HELD_IDLE_S)
+            engine = held()
         if engine is None:
             return
         try:

@@ -1,23 +1,20 @@
 """`mesh.feed`: batches on their way to the ranks while these still compute.
 
 A thread pulls batches, copies each once into shared memory and tells the ranks; a rank maps it between two commands and
-takes its own rows, without a copy. The loop gets a batch once all ranks have it. At most `prefetch` batches are
-ready or on their way besides the one in the loop: whoever is slowest, loop, ranks or source, is waited for.
+takes its own rows, without a copy. The loop does not wait until they have it: what it does with a batch comes to the
+ranks after the batch. At most `prefetch` batches are ready besides the one in the loop, and as many on their way to
+ranks that are busy: whoever is slowest, loop, ranks or source, is waited for.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import pickle
-import secrets
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -31,16 +28,13 @@ from meshbook.errors import MeshbookError, UsageError
 from meshbook.ids import Ranks
 from meshbook.rank import paths
 from meshbook.rank.tensors import feeding
-from meshbook.rank.tensors.calls import FLOAT, MESH, Sent
 from meshbook.tensors.creation import engine_of
-from meshbook.tensors.plan import Template, contiguous
-from meshbook.tensors.remote import perform
+from meshbook.tensors.engine import Engine, Handle
+from meshbook.tensors.plan import contiguous
+from meshbook.tensors.remote import wrap
 
 # Seconds between two looks at whether the loop has been left, where a thread waits for something else.
 _LOOK_S = 0.2
-
-# Of batches, across all clients of a mesh as good as unique; they travel as floats.
-_numbers = itertools.count(secrets.randbits(50))
 
 
 @dataclass
@@ -50,8 +44,8 @@ class _Sent:
     call: str
     ranks: Ranks
     future: Future[Any] | None
-    skeleton: Any  # the nest, with a _Rows for each tensor
-    number: int = 0
+    skeleton: Any = None  # the nest, with a _Rows for each tensor
+    handles: list[Handle] = field(default_factory=list)  # of the tensors; when they die, ranks let go of them
     error: BaseException | None = None
 
 
@@ -120,6 +114,8 @@ class Feed(Iterator[Any]):
             self.close()
             raise sent.error or StopIteration
         session = self._mesh.session
+        if self._view == "global" and not sent.future.done():
+            return _globally(self._mesh, self._axis, sent)  # ranks have it before whatever the loop does with it
         try:
             finished = sent.future.result()
             session.conclude(finished, sent.ranks, label="feed")
@@ -168,58 +164,56 @@ class _Sender:
     """Sends a batch to the ranks, whole; each takes its own rows."""
 
     def __init__(self, mesh: Mesh, axis: str, *, globally: bool) -> None:
-        self._mesh, self._axis, self._globally = mesh, axis, globally
+        self._mesh, self._axis = mesh, axis
+        self._engine = engine_of(mesh) if globally else None
 
     def send(self, batch: Any) -> _Sent:
-        mesh, session = self._mesh, self._mesh.session
-        session.check()
+        self._mesh.session.check()
         batch = batches.map_leaves(batch, _as_tensor)
+        return self._send_rows(batch) if self._engine is None else self._send_whole(batch, self._engine)
+
+    def _send_whole(self, batch: Any, engine: Engine) -> _Sent:
+        tensors: list[torch.Tensor] = []
+
+        def note(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            tensors.append(leaf)
+            return _Rows(tuple(leaf.shape), leaf.dtype)
+
+        skeleton = batches.map_leaves(batch, note)
+        placements = [_placements(engine, self._axis, tensor.shape) for tensor in tensors]
+        handles, future = engine.feed(tensors, placements)
+        return _Sent("", engine.ranks, future, skeleton, handles)
+
+    def _send_rows(self, batch: Any) -> _Sent:
+        mesh, session = self._mesh, self._mesh.session
         ranks = mesh.choose(None)
         places = {rank: mesh.grid.point(rank)[self._axis] for rank in ranks}
         here = RemoteValue(session, paths.Path(paths.Name("rank")), ranks)
         device = RemoteValue(session, paths.Path(paths.Name("device")), ranks)
-        number = next(_numbers)
-        function: Callable[..., Any] = _put if self._globally else _take
         command = session.call_command(
-            function,
-            (number, batch, places, mesh.size(self._axis), here, device),
-            {},
-            ranks,
-            keep_always=not self._globally,
-            label="feed",
-            inline_limit=0,
-        )
-        future = session.connection.request(command)
-
-        def skeleton(leaf: Any) -> Any:
-            return _Rows(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
-
-        return _Sent(command.call, ranks, future, batches.map_leaves(batch, skeleton), number)
+            _take, (batch, places, mesh.size(self._axis), here, device), {}, ranks,
+            keep_always=True, label="feed", inline_limit=0,
+        )  # fmt: skip
+        return _Sent(command.call, ranks, session.connection.request(command))
 
     def let_go(self, sent: _Sent) -> None:
         """Nobody will ask for this batch."""
         session = self._mesh.session
-        if sent.future is None or session.connection.closed or session.ended is not None:
-            return
-        if self._globally:  # ranks carry out commands in order, so it is there by then
-            command = session.call_command(feeding.drop, ((sent.number,),), {}, sent.ranks, label="feed")
-            with contextlib.suppress(MeshbookError):
-                session.connection.request(command)
-        else:
+        if self._engine is None and sent.future is not None and not session.connection.closed and session.ended is None:
             sent.future.add_done_callback(lambda done: None if done.exception() else _drop(session, done.result()))
 
 
-def _take(number: int, batch: Any, places: dict[int, int], num_places: int, rank: int, device: Any) -> Any:
+def _take(batch: Any, places: dict[int, int], num_places: int, rank: int, device: Any) -> Any:
     return feeding.own_rows(batch, places[rank], num_places, device)
 
 
-def _put(number: int, batch: Any, places: dict[int, int], num_places: int, rank: int, device: Any) -> None:
-    feeding.put(number, batch, places[rank], num_places, device)
-
-
 def _as_tensor(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.detach().contiguous()
     if type(leaf).__module__.partition(".")[0] == "numpy" and hasattr(leaf, "dtype") and hasattr(leaf, "__array__"):
-        return torch.as_tensor(leaf if leaf.flags.writeable else leaf.copy())
+        return torch.as_tensor(leaf if leaf.flags.writeable else leaf.copy()).contiguous()
     return leaf
 
 
@@ -307,7 +301,7 @@ class _Pump:
         except StopIteration:
             return None
         except BaseException as error:  # the source's own, or no memory to share: raised where the loop asks
-            return _Sent("", (), None, None, error=error)
+            return _Sent("", (), None, error=error)
 
 
 def _drop(session: Any, finished: Any) -> None:
@@ -328,38 +322,17 @@ def _one_axis(mesh: Mesh) -> str:
 
 def _globally(mesh: Mesh, axis: str, sent: _Sent) -> Any:
     """The batch with a RemoteTensor for each of its tensors. Does not wait."""
-    engine = engine_of(mesh)
-    at = engine.axes.names.index(axis)
-    specs = []
+    engine, handles = engine_of(mesh), iter(sent.handles)
 
-    def note(leaf: Any) -> Any:
-        if isinstance(leaf, _Rows):
-            places: list[Any] = [Replicate()] * len(engine.axes.shape)
-            if leaf.shape:
-                places[at] = Shard(0)
-            specs.append(engine.planner.spec(leaf.shape, contiguous(leaf.shape), 0, leaf.dtype, tuple(places)))
-        return leaf
+    def made(leaf: Any) -> Any:
+        if not isinstance(leaf, _Rows):
+            return leaf
+        places = _placements(engine, axis, leaf.shape)
+        return wrap(engine.planner.spec(leaf.shape, contiguous(leaf.shape), 0, leaf.dtype, places), next(handles))
 
-    batches.map_leaves(sent.skeleton, note)
-    key = ("fed", *specs)
-    template = engine.cache.get(key)
-    if template is None:
-        number = next(engine.planner._numbers)
-        placements, shapes, strides = (
-            tuple(getattr(spec, name) for spec in specs) for name in ("placements", "shape", "stride")
-        )
-        told = Sent(
-            number,
-            "meshbook::fed",
-            (FLOAT, MESH, placements, shapes, strides),
-            {},
-            (-1,) * len(specs),
-            "many",
-            (),
-            False,
-            False,
-        )
-        planned = Template(number, None, tuple(specs), "list", body=pickle.dumps(told, 5), name="meshbook::fed")
-        template = engine.learn(key, lambda: planned)
-    made = iter(perform(engine, template, None, (), {}, [0], [], [float(sent.number)]))
-    return batches.map_leaves(sent.skeleton, lambda leaf: next(made) if isinstance(leaf, _Rows) else leaf)
+    return batches.map_leaves(sent.skeleton, made)
+
+
+def _placements(engine: Engine, axis: str, shape: Sequence[int]) -> tuple[Replicate | Shard, ...]:
+    """Cut over the axis along dim 0; what has no rows is everybody's."""
+    return tuple(Shard(0) if name == axis and len(shape) else Replicate() for name in engine.axes.names)

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Replicate
 
 from meshbook.rank.tensors import calls
-from meshbook.tensors.remote import RemoteTensor, Special, call, dispatch_as_is, treat
+from meshbook.tensors.remote import RemoteTensor, Special, dispatch_as_is, treat
 
 aten = torch.ops.aten
 
@@ -31,6 +30,38 @@ def _fill(func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(value, RemoteTensor):
         return target.fill_(value.item())
     return target.copy_(value.expand(target.shape))
+
+
+def _put(func: Any, args: Any, kwargs: Any) -> Any:
+    """`x[mask] = value`. DTensor takes a mask for indices, and every rank all of it."""
+    filled: Any = (*args, *(None, False)[len(args) - 3 :])
+    tensor, indices, value, accumulate = filled[:4]
+    accumulate = kwargs.get("accumulate", accumulate)
+    given = [index for index in indices if index is not None]
+    if not any(index.dtype == torch.bool for index in given):
+        return dispatch_as_is(func, args, kwargs)
+    mask = given[0]
+    before = next(at for at, index in enumerate(indices) if index is not None)
+    rest = tensor.dim() - before - mask.dim()
+    if len(given) > 1 or value.dim() > rest:
+        if len(given) > 1 or value.numel() != 1:
+            return _refused(_MASK)(func, args, kwargs)
+        value = value.reshape(())
+    mask = mask.reshape((1,) * before + tuple(mask.shape) + (1,) * rest)
+    filled = torch.where(mask, tensor + value if accumulate else value.to(tensor.dtype), tensor)
+    return tensor.copy_(filled) if func in _IN_PLACE else filled
+
+
+def _gather(func: Any, args: Any, kwargs: Any) -> Any:
+    """DTensor takes rows of the index for rows of the tensor, also where it has fewer of them."""
+    tensor, dim, index = args[:3]
+    for at, length in enumerate(index.shape):
+        if at != dim % tensor.dim() and length != tensor.shape[at]:
+            tensor = tensor.narrow(at, 0, length)
+    return dispatch_as_is(func, (tensor, dim, index, *args[3:]), kwargs)
+
+
+_IN_PLACE = (aten.index_put_.default, aten._index_put_impl_.default)
 
 
 def _mse(func: Any, args: Any, kwargs: Any) -> Any:
@@ -84,6 +115,58 @@ def _group_norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
     return to_input, to_weight, to_bias
 
 
+def _same_size(func: Any, args: Any, kwargs: Any) -> bool:
+    return bool(args[0].shape == args[1].shape)
+
+
+def _decomposed(func: Any, args: Any, kwargs: Any) -> Any:
+    return func.decompose(*args, **kwargs)
+
+
+def _foreach_copy(func: Any, args: Any, kwargs: Any) -> None:
+    for target, source in zip(args[0], args[1], strict=True):
+        target.copy_(source)
+
+
+def _unscale(func: Any, args: Any, kwargs: Any) -> None:
+    """What a GradScaler does before a step. It asks here at once whether it may take it, so this waits."""
+    grads, found, scale = args
+    if torch.stack([(grad - grad).sum().isnan() for grad in grads]).any().item():  # inf - inf is NaN too
+        found.fill_(1.0)
+    for grad in grads:
+        grad.mul_(scale)
+
+
+def _not_fused(func: Any, args: Any, kwargs: Any) -> Any:
+    raise NotImplementedError(
+        f"{func._opname}: this optimizer has no fused step on a mesh (Adam and AdamW have); leave fused=True out, or "
+        "say foreach=True"
+    )
+
+
+def _reshaped(func: Any, args: Any, kwargs: Any) -> Any:
+    """A shape that changes in place: that of the view, which the tensor then is."""
+    tensor = args[0]
+    view = getattr(torch, func._opname.removesuffix("_"))(*args, **kwargs)
+    torch.Tensor.data.__set__(tensor, view)  # type: ignore[attr-defined]
+    tensor._spec, tensor._handle = view._spec, view._handle
+    return tensor
+
+
+def _batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
+    """Where DTensor cuts channels it notes their statistics in copies of the buffers."""
+    tensor, weight, bias, mean, var, training, momentum, eps = args
+    places = tensor._spec.placements or ()
+    cut = len(places) > 1 or any(getattr(place, "dim", None) == 1 for place in places)
+    if not (cut and training) or mean is None:
+        return dispatch_as_is(func, args, kwargs)
+    made = dispatch_as_is(func, (tensor, weight, bias, None, None, training, momentum, eps), kwargs)
+    number = tensor.numel() // tensor.shape[1]
+    mean.lerp_(made[1].to(mean.dtype), momentum)
+    var.lerp_(((made[2] ** -2 - eps) * (number / max(number - 1, 1))).to(var.dtype), momentum)
+    return made
+
+
 def _allclose(func: Any, args: Any, kwargs: Any) -> bool:
     filled: Any = (*args, *(1e-5, 1e-8, False)[len(args) - 2 :])
     one, other, rtol, atol, equal_nan = filled
@@ -92,23 +175,43 @@ def _allclose(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _nll(func: Any, args: Any, kwargs: Any) -> Any:
-    """The mean over shards of different size: over the whole."""
-    if args[3] != 1 or _all_even(args[0]):
+    """The mean of means is not that of all, where shards differ in size, or in how many of their targets count."""
+    tensor, target, weight, reduction, ignored = args
+    if reduction != 1 or _everywhere(tensor, target):
         return dispatch_as_is(func, args, kwargs)
-    return dispatch_as_is(func, tuple(_whole(arg) for arg in args), kwargs)
+    if weight is None:
+        total = (target != ignored).to(tensor.dtype).sum()
+    else:  # of the targets' weights
+        total, _ = dispatch_as_is(func, (torch.full_like(tensor, -1.0), target, weight, 2, ignored), kwargs)
+    loss, _ = dispatch_as_is(func, (tensor, target, weight, 2, ignored), kwargs)
+    return loss / total, total
 
 
 def _nll_backward(func: Any, args: Any, kwargs: Any) -> Any:
-    if args[4] != 1 or _all_even(args[1]):
+    grad, tensor, target, weight, reduction, ignored, total = args
+    if reduction != 1 or _everywhere(tensor, target):
         return dispatch_as_is(func, args, kwargs)
-    return dispatch_as_is(func, tuple(_whole(arg) for arg in args), kwargs)
+    return dispatch_as_is(func, (grad / total, tensor, target, weight, 2, ignored, total), kwargs)
 
 
-def _whole(arg: Any) -> Any:
-    if not isinstance(arg, RemoteTensor) or arg._spec.placements is None:
-        return arg
-    whole = (Replicate(),) * len(arg._spec.placements)
-    return arg if arg._spec.placements == whole else call(calls.redistribute, arg.engine, arg, whole)
+def _everywhere(*tensors: Any) -> bool:
+    """Whether every rank has all of these, or each its own."""
+    return all(
+        tensor._spec.placements is None or all(place.is_replicate() for place in tensor._spec.placements)
+        for tensor in tensors
+        if isinstance(tensor, RemoteTensor)
+    )
+
+
+def _shift(func: Any, args: Any, kwargs: Any) -> Any:
+    """DTensor forgets the number."""
+    return _SHIFTS[func](*args)
+
+
+_SHIFTS = {
+    aten.__lshift__.Scalar: torch.bitwise_left_shift,
+    aten.__rshift__.Scalar: torch.bitwise_right_shift,
+}
 
 
 def _all_even(tensor: RemoteTensor) -> bool:
@@ -195,18 +298,34 @@ MENDS: dict[Any, Special] = {
     aten.allclose.default: _allclose,
     aten.binary_cross_entropy.default: _bce,
     aten.binary_cross_entropy_backward.default: _bce_backward,
+    aten.native_batch_norm.default: _batch_norm,
     aten.native_group_norm_backward.default: _group_norm_backward,
     aten.nll_loss_forward.default: _nll,
     aten.nll_loss_backward.default: _nll_backward,
     aten.nll_loss2d_forward.default: _nll,
     aten.nll_loss2d_backward.default: _nll_backward,
     aten.fill_.Tensor: _fill,
+    aten.gather.default: _gather,
+    aten.index_put.default: _put,
+    aten.index_put_.default: _put,
+    aten._index_put_impl_.default: _put,
     aten.mse_loss.default: _mse,
     aten.mse_loss_backward.default: _mse_backward,
     aten.huber_loss.default: _huber,
     aten.huber_loss_backward.default: _huber_backward,
     aten.smooth_l1_loss.default: _smooth_l1,
     aten.smooth_l1_loss_backward.default: _smooth_l1_backward,
+    aten.__lshift__.Scalar: _shift,
+    aten.__rshift__.Scalar: _shift,
+    aten.is_same_size.default: _same_size,
+    aten._has_same_storage_numel.default: _same_size,
+    aten._has_compatible_shallow_copy_type.default: lambda func, args, kwargs: True,
+    aten._foreach_copy_.default: _foreach_copy,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+    aten._fused_sgd_.default: _not_fused,
+    aten._fused_sgd_.tensor_lr: _not_fused,
+    aten._fused_adagrad_.default: _not_fused,
+    aten._fused_adagrad_.tensor_lr: _not_fused,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
     aten.nonzero.default: _refused(_HERE),
@@ -216,4 +335,9 @@ MENDS: dict[Any, Special] = {
     aten.unique_consecutive.default: _refused(_HERE),
     aten.bincount.default: _refused(_HERE),
 }
+for _packets, _mend in (
+    ((aten.to,), _decomposed),
+    ((aten.squeeze_, aten.unsqueeze_, aten.t_, aten.transpose_), _reshaped),
+):
+    MENDS |= {getattr(packet, name): _mend for packet in _packets for name in packet.overloads()}  # type: ignore[no-untyped-call]
 treat(MENDS)

@@ -24,7 +24,7 @@ from meshbook.rank import paths
 from meshbook.rank.tensors import building, modules
 from meshbook.rank.tensors.calls import FLOAT, TENSOR, Sent
 from meshbook.tensors import remote
-from meshbook.tensors.creation import distribute, engine_of
+from meshbook.tensors.creation import distribute, engine_of, tensor_of
 from meshbook.tensors.engine import Engine
 from meshbook.tensors.plan import Spec, Template
 from meshbook.tensors.views import move
@@ -287,18 +287,21 @@ class _There:
     def __init__(self, engine: Engine, key: str, resident: Any, told: Mapping[str, Any]) -> None:
         self.engine, self.key, self.resident, self.text = engine, key, resident, told["text"]
         self.specs = [_spec(engine, *tensor) for tensor in told["tensors"]]
-        self.trained: list[int] = told["trained"]
+        self.parameters = list(dict.fromkeys(place for _, place, is_parameter in told["names"] if is_parameter))
         self.local: bool = told["local"]
         self._plans: dict[Any, _Plan] = {}
         self._ticket = engine.planner.spec((0,), (1,), 0, torch.float32, None)
         outputs = [*self.specs, self._ticket]
         *made, self._keeper = self._issue(("tensors",), "module_tensors", (key,), [], [], outputs, is_view=True)
-        parameters = {place for _, place, is_parameter in told["names"] if is_parameter}
-        trained = set(self.trained)
+        trained = set(told["trained"])
         self.tensors: list[Any] = [
-            nn.Parameter(tensor, requires_grad=place in trained) if place in parameters else tensor
+            nn.Parameter(tensor, requires_grad=place in trained) if place in self.parameters else tensor
             for place, tensor in enumerate(made)
         ]
+
+    def trained(self) -> tuple[int, ...]:
+        """Places of the parameters that want a gradient now: who froze one may thaw it again."""
+        return tuple(place for place in self.parameters if self.tensors[place].requires_grad)
 
     def _issue(
         self,
@@ -338,6 +341,7 @@ class _There:
 
         def mark(leaf: Any) -> Any:
             """What stands for it in the template; floats are carried, as with any operation."""
+            leaf = tensor_of(leaf)
             if isinstance(leaf, torch.Tensor):
                 tensors.append(self._here(leaf))
                 return TENSOR
@@ -348,7 +352,10 @@ class _There:
 
         marks = pytree.tree_map(mark, (args, kwargs))
         leaves, shape = pytree.tree_flatten(marks)
-        kind = (training, str(shape), *map(_hashable, leaves))
+        trained = self.trained() if torch.is_grad_enabled() else ()
+        # Of "cpu" it is asked, for that is what these tensors say that they are on.
+        casting = _name(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else None
+        kind = (training, casting, trained, str(shape), *map(_hashable, leaves))
         found = (*kind, *(tensor._spec for tensor in tensors))
         plan = self._plans.get(found)
         if plan is None:
@@ -356,15 +363,13 @@ class _There:
             given = pytree.tree_map(
                 lambda leaf: next(left).detach() if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
             )
-            told = _asked(self.engine, modules.module_outline, self.key, training, *given)
+            told = _asked(self.engine, modules.module_outline, self.key, training, casting, *given)
             plan = self._plans[found] = _Plan(told, self.engine)
-        grad = torch.is_grad_enabled() and (
-            any(self.tensors[place].requires_grad for place in self.trained) or any(t.requires_grad for t in tensors)
-        )
-        call = _Forward(self, plan, kind, (training, *marks), floats)
+        grad = torch.is_grad_enabled() and (bool(trained) or any(t.requires_grad for t in tensors))
+        call = _Forward(self, plan, kind, (training, casting, *marks), trained, floats)
         if not grad:
             return plan.result(call.issue(tensors, None)[0])
-        parameters = [self.tensors[place] for place in self.trained]
+        parameters = [self.tensors[place] for place in trained]
         return plan.result(_Through.apply(call, len(tensors), *tensors, *parameters))  # type: ignore[no-untyped-call]
 
     def _here(self, tensor: Any) -> Any:
@@ -373,7 +378,10 @@ class _There:
             if tensor._spec.engine is not self.engine:
                 raise UsageError("this input lies on another mesh than the module")
             if tensor._spec.placements is None:
-                raise PlacementError("this input is a tensor per rank; say how they are one: x.as_global([Shard(0)])")
+                raise PlacementError(
+                    "this input is a tensor per rank; say how they are one: x.as_global([Shard(0)]). mesh.feed gives "
+                    'batches that are one already, and so does mesh.scatter(batch, axis=…, view="global")'
+                )
             return tensor
         from torch.distributed.tensor import Replicate
 
@@ -383,16 +391,20 @@ class _There:
 class _Forward:
     """One forward and its backward."""
 
-    def __init__(self, there: _There, plan: _Plan, kind: Any, given: Any, floats: list[float]) -> None:
+    def __init__(
+        self, there: _There, plan: _Plan, kind: Any, given: Any, trained: tuple[int, ...], floats: list[float]
+    ) -> None:
         self.there, self.plan, self.kind, self.given, self.floats = there, plan, kind, given, floats
+        self.trained = trained  # places of parameters
 
     def issue(self, tensors: list[Any], wanting: tuple[int, ...] | None) -> tuple[list[Any], Any]:
         """The outputs and, with a graph, the ticket."""
-        training, args, kwargs = self.given
+        training, casting, args, kwargs = self.given
         plan = self.plan
         promised = tuple(tuple(spec.shape) for spec in plan.specs)
         seeds = [remote.new_seed()] if plan.draws else []
-        args = (self.there.key, training, wanting, promised, FLOAT if seeds else None, args, kwargs)
+        trained = None if wanting is None else self.trained
+        args = (self.there.key, training, casting, wanting, trained, promised, FLOAT if seeds else None, args, kwargs)
         outputs = plan.specs if wanting is None else [*plan.specs, self.there._ticket]
         made = self.there._issue((*self.kind, wanting), "module_forward", args, tensors, seeds + self.floats, outputs)
         return (made, None) if wanting is None else (made[:-1], made[-1])
@@ -436,7 +448,7 @@ class _Through(torch.autograd.Function):
         for at, grad in zip(ctx.wanting, made, strict=False):
             found[at] = grad
         by_place = dict(zip(plan.used, made[len(ctx.wanting) :], strict=True))
-        return (None, None, *found, *(by_place.get(place) for place in there.trained))
+        return (None, None, *found, *(by_place.get(place) for place in call.trained))
 
 
 def _settled(spec: Spec, engine: Engine) -> Spec:
@@ -446,6 +458,10 @@ def _settled(spec: Spec, engine: Engine) -> Spec:
         stride.append(step)
         step *= max(length, 1)
     return engine.planner.spec(spec.shape, tuple(reversed(stride)), 0, spec.dtype, spec.placements)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _hashable(leaf: Any) -> Any:

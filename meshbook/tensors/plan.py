@@ -32,7 +32,18 @@ from meshbook.mesh import MeshAxes
 from meshbook.placement import Shard as Cut
 from meshbook.placement import local_spans
 from meshbook.rank.tensors import rules
-from meshbook.rank.tensors.calls import FLOAT, MESH, TENSOR, Sent, as_global, as_local, name_of
+from meshbook.rank.tensors.calls import (
+    FLOAT,
+    MESH,
+    TENSOR,
+    Sent,
+    Whole,
+    as_global,
+    as_local,
+    name_of,
+    summed_embedding,
+    summed_gather,
+)
 
 aten = torch.ops.aten
 
@@ -41,10 +52,13 @@ _group_numbers = itertools.count()
 # Operations that DTensor computes shard by shard although an element needs what lies in other shards.
 _SCANS = {
     aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default, aten.cummax.default, aten.cummin.default,
-    aten.cumsum_.default, aten.cumprod_.default, aten.flip.default, aten.roll.default, aten.median.dim,
+    aten.flip.default, aten.roll.default, aten.median.dim,
     aten.kthvalue.default, aten.mode.default, aten.renorm.default,
 }  # fmt: skip
 
+
+# What DTensor leaves as a sum in parts with a mask that serves once; ours has it summed at once.
+_MASKED = {aten.embedding.default: summed_embedding, aten.gather.default: summed_gather}
 
 # torch's words for what Meshbook says in the mesh's.
 _UNEVEN = re.compile(
@@ -53,6 +67,9 @@ _UNEVEN = re.compile(
 _ALONG = re.compile(
     r"along the sharded dimension|without redistribution, which is disallowed|redistribute the tensor before"
 )
+
+# What only some machines have, and what gives other tensors there than it says here.
+_KERNELS_OF_THEIR_OWN = {aten.mkldnn_rnn_layer.default}
 
 # Convolutions, and which of their tensors is the image; the weight is the next.
 _CONVOLUTIONS = {aten.convolution.default: 0, aten.convolution_backward.default: 1}
@@ -65,9 +82,10 @@ class Spec:
         shape, stride, offset: of the whole tensor; of each rank's own where `placements` is None.
         placements: torch's, one per axis of the mesh; None: the per-rank view.
         engine: whose tensor it is.
+        making: what torch is given to make such a tensor; None until there is one.
     """
 
-    __slots__ = ("__weakref__", "device", "dtype", "engine", "offset", "placements", "shape", "stride")
+    __slots__ = ("__weakref__", "device", "dtype", "engine", "making", "offset", "placements", "shape", "stride")
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -76,6 +94,7 @@ class Spec:
     placements: tuple[Any, ...] | None
     engine: Any
     device: torch.device
+    making: tuple[Any, ...] | None
 
     def __repr__(self) -> str:
         return f"{tuple(self.shape)} {words_of(self.placements)}"
@@ -111,14 +130,13 @@ class Template:
     instead: Any = None
     seeded: bool = False
     special: bool = False  # anything of the above: off the hot path
-    quick: Spec | None = field(init=False)  # `single`, where that is all there is to do, or where it is a plain view
+    quick: Spec | None = field(init=False)  # `single`, where that is all there is to do
     communicates: bool = False
     body: bytes = b""
     name: str = ""
 
     def __post_init__(self) -> None:
-        looked_after = self.first or self.copied or self.mutates or self.instead is not None or self.seeded
-        self.quick = None if looked_after else self.single
+        self.quick = None if self.special else self.single
 
 
 class Planner:
@@ -141,7 +159,7 @@ class Planner:
         if found is None:
             found = Spec()
             found.shape, found.stride, found.offset, found.dtype, found.placements = key
-            found.engine, found.device = self.engine, self.device
+            found.engine, found.device, found.making = self.engine, self.device, None
             self._specs[key] = found
         return found
 
@@ -219,6 +237,7 @@ class Planner:
                 )
             return leaf
 
+        rules.tell_numbers_apart(function)
         watch = _Watch(function)
         try:
             # Whatever watches the user's operations, `mesh.activate()` for one, has nothing to do with these.
@@ -228,10 +247,56 @@ class Planner:
         except Exception as error:
             if "in-place operations that require placement changes" in str(error):
                 return _not_in_place(function)
+            if _lacks_a_rule(function, error) and (other := _that_makes_a_new_one(function)) is not None:
+                return Template(0, None, (), "none", instead=other, special=True)
+            along = _ALONG.search(str(error)) is not None and _UNEVEN.search(str(error)) is None
+            if along and (moves := self._made_whole(inputs[:1])):
+                return Template(0, None, (), "none", first=moves, special=True)
+            if _lacks_a_rule(function, error) and (found := self._on_the_whole(function, args, kwargs, inputs)):
+                return found
             raise self._told(function, error, inputs) from None
+        if function in _MASKED:
+            masks = [place.mask_buffer for place in results.placements if hasattr(place, "mask_buffer")]
+            for mask in masks:  # DTensor keeps it for all operations of this kind
+                mask.release_mask()
+            if masks:
+                return self.plan(_MASKED[function], args, kwargs, inputs)
         if watch.missed([empties[id(inputs[at])] for at in _mutated(function, args, kwargs, inputs)]):
             return _not_in_place(function)
         return self._template(function, args, kwargs, inputs, empties, results, watch.communicates)
+
+    def _on_the_whole(self, function: Any, args: Any, kwargs: Any, inputs: Sequence[Any]) -> Template | None:
+        """An operation that DTensor has no rule for, done by every rank on all of every operand, if that can be."""
+        everywhere = (Replicate(),) * self.mesh.ndim
+        if not isinstance(function, torch._ops.OpOverload) or function._schema.is_mutable or not inputs:
+            return None
+        if function in _KERNELS_OF_THEIR_OWN:
+            return None
+        if any(tensor._spec.placements is None for tensor in inputs):
+            return None
+        empties = {
+            id(tensor): self.empty(
+                self.spec(tensor._spec.shape, tensor._spec.stride, 0, tensor._spec.dtype, everywhere)
+            )
+            for tensor in inputs
+        }
+        whole = Whole(function)
+        try:
+            with _disable_current_modes(), torch.no_grad(), rules.quiet():
+                given = pytree.tree_map(lambda leaf: empties.get(id(leaf), leaf), (args, kwargs))
+                results = whole(*given[0], **given[1])
+        except Exception:
+            return None
+        if not all(isinstance(leaf, (DTensor, type(None))) for leaf in pytree.tree_leaves(results)):
+            return None
+        if moves := self._made_whole(inputs):
+            return Template(0, None, (), "none", first=moves, special=True)
+        return self._template(whole, args, kwargs, inputs, empties, results, communicates=False)
+
+    def _made_whole(self, inputs: Sequence[Any]) -> tuple[tuple[int, tuple[Any, ...]], ...]:
+        """What brings to every rank all of those of these tensors that are not there yet."""
+        everywhere = (Replicate(),) * self.mesh.ndim
+        return tuple((at, everywhere) for at, tensor in enumerate(inputs) if tensor._spec.placements != everywhere)
 
     def plan_own(self, name: str, args: tuple[Any, ...], output: Spec) -> Template:
         """A template of a function of ours that makes one tensor out of none, whose spec the caller knows."""
@@ -265,7 +330,8 @@ class Planner:
                         for before, after in zip(inputs[0]._spec.placements, placements, strict=True)
                     )
                     return Template(0, None, (), "none", first=((0, whole),), special=True)
-                outputs.append(self.spec(result.shape, result.stride(), 0, result.dtype, placements))
+                stride = _strides_as_laid_out(result)
+                outputs.append(self.spec(result.shape, stride, 0, result.dtype, placements))
             elif isinstance(result, torch.Tensor):
                 outputs.append(self.spec(result.shape, result.stride(), 0, result.dtype, None))
             elif result is None:
@@ -308,7 +374,7 @@ class Planner:
             copied=copied,
             mutates=mutates,
             seeded=seeded,
-            special=is_view or bool(mutates) or seeded,
+            special=copied or bool(mutates) or seeded,
             communicates=communicates,
             body=pickle.dumps(sent, 5),
             name=name_of(function),
@@ -319,16 +385,8 @@ class Planner:
         text = str(error).strip().split("\n\nSharding propagation failed")[0].strip()
         name = name_of(function)
         operands = ", ".join(repr(tensor._spec) for tensor in inputs[:4])
-        lacks = (
-            isinstance(error, NotImplementedError)
-            or "does not have a sharding strategy" in text
-            or text == f"{name.replace('::', '.')}"
-            or "Meta tensors" in text
-            or text.startswith("aten.nonzero")  # of a mask among the indices
-            or type(error).__name__ in ("DynamicOutputShapeException", "DataDependentOutputException")
-        )
         where = f"on a mesh of {self.axes}"
-        if lacks:
+        if _lacks_a_rule(function, error):
             plain = name.partition("::")[2].partition(".")[0]
             return NotImplementedError(
                 f"{plain} of {operands} {where}: DTensor has no rule for it (or the shape of its result depends on "
@@ -344,11 +402,6 @@ class Planner:
                 f"{plain} of {operands}: dim {dim} of {length} rows cannot be sharded evenly over "
                 f"{self.axes.names[axis]}={size}: {length} = {size} * {length // size} + {length % size}. "
                 f"Redistribute the tensor first so that {self.axes.names[axis]} cuts another dim, or none"
-            )
-        if _ALONG.search(text) is not None:
-            return PlacementError(
-                f"{plain} of {operands} {where} goes along a dim that is cut; redistribute the tensor first so that "
-                "the dim is whole: x.redistribute(...)"
             )
         text = f"{text} ({plain} of {operands} {where})"
         try:
@@ -392,11 +445,6 @@ def _to_be_moved(
             for place in spec.placements
         )
         if places != spec.placements:
-            if name_of(function).endswith("_.default"):
-                raise NotImplementedError(
-                    f"{name_of(function)} along a dim that is cut over the mesh ({spec}); use the one that makes a new "
-                    "tensor (without the trailing underscore)"
-                )
             return ((0, places),)
     return ()
 
@@ -416,12 +464,33 @@ def _is_inexact(spec: Spec) -> bool:
     return spec.dtype.is_floating_point or spec.dtype.is_complex
 
 
+def _lacks_a_rule(function: Any, error: Exception) -> bool:
+    """Whether this is DTensor's way of saying so."""
+    text = str(error).strip()
+    return (
+        isinstance(error, NotImplementedError)
+        or "does not have a sharding strategy" in text
+        or "not supported with DTensor" in text
+        or text.split("\n\n")[0] == name_of(function).replace("::", ".")
+        or "Meta tensors" in text
+        or text.startswith("aten.nonzero")  # of a mask among the indices
+        or type(error).__name__ in ("DynamicOutputShapeException", "DataDependentOutputException")
+    )
+
+
+def _that_makes_a_new_one(function: Any) -> Any:
+    """The operation that gives a new tensor with what this one would have left in the tensor it changes, or None."""
+    name = getattr(function, "_opname", "")
+    if not name.endswith("_") or name.startswith("_foreach"):
+        return None
+    other = getattr(getattr(torch.ops, function.namespace), name.removesuffix("_"), None)
+    return getattr(other, function._overloadname, None)
+
+
 def _not_in_place(function: Any) -> Template:
     """The plan of an operation in place by way of the one that makes a new tensor."""
-    name = function._opname.removesuffix("_")
-    other = getattr(getattr(torch.ops, function.namespace), name, None)
-    other = getattr(other, function._overloadname, None)
-    if other is None or function._opname.startswith("_foreach") or not function._opname.endswith("_"):
+    other = _that_makes_a_new_one(function)
+    if other is None:
         raise NotImplementedError(
             f"{function._opname} with operands that are placed otherwise than the tensor it changes: bring them to its "
             "placements first, y.redistribute(x.placements)"
@@ -561,6 +630,21 @@ def spans_of(
         point.append(place % size)
         place //= size
     return local_spans(shape, cuts, axes.shape or (1,), tuple(reversed(point)))
+
+
+def _strides_as_laid_out(tensor: DTensor) -> tuple[int, ...]:
+    """Strides of the whole, in the order in which the pieces have theirs. DTensor now and then says others; torch here
+    would then take a view for possible that the ranks cannot make."""
+    said, local = tensor.stride(), tensor._local_tensor
+    dims = [dim for dim in range(local.dim()) if local.shape[dim] > 1]
+    order = sorted(dims, key=local.stride, reverse=True)
+    if all(said[one] >= said[other] for one, other in itertools.pairwise(order)):
+        return tuple(said)
+    strides, step = [0] * local.dim(), 1
+    for dim in reversed([dim for dim in range(local.dim()) if dim not in dims] + order):
+        strides[dim] = step if dim not in dims or local.stride(dim) else 0
+        step *= max(tensor.shape[dim], 1) if strides[dim] else 1
+    return tuple(strides)
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:

@@ -1,82 +1,125 @@
-"""`@meshbook.record`: a step that is repeated becomes one message, and on the ranks one straight-line function.
+"""Repeated steps become one message, and on the ranks one straight-line function: `@meshbook.record`, and by itself.
 
-The function's Python runs in every call, as always: so its optimizers count, its schedules advance, its `if`s decide.
-What it issues is held back and compared, at its end, with what it issued before. The same operations on the same
-pattern of tensors: one message says "again", with the tensors and numbers of this time. Anything else: they are sent as
-they are, one by one. So a recording never gives what the function would not have given; it saves the ranks' work
-(DTensor's 5 to 20 us per operation, and a collective per gradient), not Python's, which runs ahead of them.
+The step's Python runs every time, as always: so its optimizers count, its schedules advance, its `if`s decide. What it
+issues waits in the engine's stream, and is compared with what was issued before. The same operations on the same
+pattern of tensors, from the same lines: in their place one operation says "again", with the tensors and numbers of this
+time. Anything else: they are sent as they are. So a recording never gives what the step would not have given; it saves
+the ranks' work (DTensor's 5 to 20 us per operation, and a collective per gradient), not Python's, which runs ahead.
 
-A function that asks for a value while it runs (`.item()`, `if loss > 3`) is not held back from there on.
+A decorated step is a call of its function. Without a decorator, what lies between two *boundaries* is taken for a step:
+the end of an optimizer's step, a value that is waited for, a cell or a call to the ranks. Where those are far apart, a
+loop is looked for in the operations themselves.
 """
 
 from __future__ import annotations
 
+import collections
 import functools
+import itertools
+import operator
+import os
 import pickle
-import threading
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from types import TracebackType
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
-import numpy
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
 
 from meshbook.rank.tensors.calls import FLOAT, MESH, TENSOR, Sent
 from meshbook.rank.tensors.replay import Step, Tape
 from meshbook.tensors import engine as engines
-from meshbook.tensors.engine import Engine, Where
+from meshbook.tensors.engine import Engine, Watcher, Where
 from meshbook.tensors.plan import Spec, Template
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-Issued = tuple[list[int | float], Where]
-
-# Operations that are held back at most; a longer function is sent as it goes.
+# Operations that are held back at most; a longer step is sent as it goes.
 _MAX_OPS = 50_000
-# Recordings that one function may have, for as many shapes and branches; the one used longest ago goes first.
+# Recordings that one function, or one mesh, may have, for as many shapes and branches; the one used longest ago goes.
 _MAX_VARIANTS = 16
 # Steps that travel in one message, and messages that the ranks may have before them, while they have enough to do: a
 # message costs each rank a quarter of a millisecond, and 8 of 4 steps are far enough ahead.
 _STEPS_IN_ONE, _ENOUGH, _MAX_AHEAD = 4, 2, 8
 # Calls in a row that could not be held to their end, after which the function is not held any more.
 _MAX_BROKEN = 3
+# Times that one sequence of operations is recorded anew, because other tensors outlive it or their pattern is another.
+_MAX_TAPES = 3
+# Nobody asked for these to be recorded: seen so often before they are held back, and of so many operations.
+_SEEN_ENOUGH, _MIN_OPS, _MAX_LOGGED = 2, 16, 20_000
+# Sequences that are counted.
+_MAX_COUNTED = 64
+# Operations without a boundary among which a loop is looked for, then twice as many, and so on; operations of a loop's
+# step at least: shorter ones are taken several times. Loops within the steps of an optimizer, over layers say, are left
+# alone.
+_LOOK_FOR_LOOP, _MIN_LOOP = 256, 64
+# Operations that are held back before they are compared with the step they should be.
+_LOOK_EVERY = 48
+# What these find in the data is an error. Of a recorded step it is the error of all its results, and so they are only
+# recorded where it was asked for.
+_CHECKS = ("aten::_linalg_check_errors", "aten::_assert_async", "aten::_assert_scalar")
 
 
-@overload
-def record(function: Callable[P, T], /) -> Recorded[P, T]: ...
+class _Record:
+    """`meshbook.record`: what can be said of recording."""
+
+    @overload
+    def __call__(self, function: Callable[P, T], /) -> Recorded[P, T]: ...
+
+    @overload
+    def __call__(
+        self, function: None = None, /, *, enabled: bool = True
+    ) -> Callable[[Callable[P, T]], Recorded[P, T]]: ...
+
+    def __call__(self, function: Any = None, /, *, enabled: bool = True) -> Any:
+        """Decorator: a step on remote tensors that is sent as one message from its second call on.
+
+        The function runs as always, values that it computes in Python included; the ranks' side of it is compared with
+        what was recorded, operation by operation, before anything is sent. Where it differs (another shape, another
+        branch, a tensor that is new) it runs operation by operation and is recorded anew.
+
+        Does not wait: results are RemoteTensors on their way. Numbers equal those without recording up to the order in
+        which merged all-reduces sum, a rounding of the last bits; with one rank, or two, or without collectives, bit
+        for bit.
+
+        Args:
+            enabled: False leaves the function alone.
+
+        Returns:
+            The function, with `.stats()` (how its calls were carried out) and `.forget()`.
+        """
+        if function is None:
+            return lambda found: Recorded(found, enabled)
+        return Recorded(function, enabled)
+
+    def auto(self, enabled: bool = True) -> None:
+        """Whether steps that repeat are recorded without a decorator too, on all meshes of this process. They are,
+        unless MESHBOOK_AUTO_RECORD=0 is set when it starts."""
+        _auto.enabled = enabled
+        for engine in list(engines.ENGINES):
+            if isinstance(engine.watcher, Recorder):
+                engine.watcher.start(enabled)
 
 
-@overload
-def record(function: None = None, /, *, enabled: bool = True) -> Callable[[Callable[P, T]], Recorded[P, T]]: ...
+def _is_wanted(environment: Mapping[str, str]) -> bool:
+    return environment.get("MESHBOOK_AUTO_RECORD", "1").strip().lower() not in ("0", "off", "false", "no")
 
 
-def record(function: Any = None, /, *, enabled: bool = True) -> Any:
-    """Decorator: a step on remote tensors that is sent as one message from its second call on.
+@dataclass
+class _Auto:
+    enabled: bool
 
-    The function runs as always, values that it computes in Python included; the ranks' side of it is compared with what
-    was recorded, operation by operation, before anything is sent. Where it differs (another shape, another branch, a
-    tensor that is new) it runs operation by operation and is recorded anew.
 
-    Does not wait: results are RemoteTensors on their way. Numbers equal those without recording up to the order in
-    which merged all-reduces sum, a rounding of the last bits; with one rank, or without collectives, bit for bit.
-
-    Args:
-        enabled: False leaves the function alone.
-
-    Returns:
-        The function, with `.stats()` (how its calls were carried out) and `.forget()`.
-    """
-    if function is None:
-        return lambda found: Recorded(found, enabled)
-    return Recorded(function, enabled)
+_auto = _Auto(_is_wanted(os.environ))
+record = _Record()
 
 
 @dataclass
 class Stats:
-    """How the calls of a recorded function were carried out."""
+    """How the calls of a recorded function, or the steps of a mesh, were carried out."""
 
     one_by_one: int = 0
     recorded: int = 0  # calls that made a recording
@@ -90,19 +133,25 @@ class Recorded(Generic[P, T]):
 
     def __init__(self, function: Callable[P, T], enabled: bool) -> None:
         self._function, self._enabled = function, enabled
-        self._seen: dict[Any, _Shape] = {}  # by the operations' kinds and pattern
+        self._books: dict[str, _Book] = {}  # by engine: a mesh that was started anew has other templates
         self._stats = Stats()
         self._broken_in_a_row = 0
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        engine = self._engine_of(args, kwargs)
-        if engine is None or not self._enabled or _holding.active or self._broken_in_a_row >= _MAX_BROKEN:
+        engine = self._engine_of(args, kwargs) if self._enabled else None
+        if engine is None or self._broken_in_a_row >= _MAX_BROKEN:
             return self._function(*args, **kwargs)
-        hold = _Hold(engine)
-        with hold:
+        recorder = engine.watcher
+        if not isinstance(recorder, Recorder) or recorder.to_its_end:
+            return self._function(*args, **kwargs)
+        recorder.begin()
+        done = False
+        try:
             result = self._function(*args, **kwargs)
-            self._settle(hold)
+            done = True
+        finally:
+            recorder.end(self._settle if done else None)
         return result
 
     def stats(self) -> Stats:
@@ -110,9 +159,9 @@ class Recorded(Generic[P, T]):
 
     def forget(self) -> None:
         """Drop what was recorded; the next calls record anew."""
-        for shape in self._seen.values():
-            shape.drop()
-        self._seen.clear()
+        for book in self._books.values():
+            book.forget()
+        self._books.clear()
         self._broken_in_a_row = 0
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -129,112 +178,305 @@ class Recorded(Generic[P, T]):
         found = [engine for engine in list(engines.ENGINES) if _is_open(engine)]
         return found[0] if len(found) == 1 else _among((args, kwargs), found)
 
-    def _settle(self, hold: _Hold) -> None:
+    def _settle(self, recorder: Recorder) -> None:
         """The function has ended: one message, or all that it issued."""
         stats = self._stats
-        if hold.broken:
+        if recorder.broken:
             stats.broken += 1
             self._broken_in_a_row += 1
             if self._broken_in_a_row == _MAX_BROKEN:
                 warnings.warn(
-                    f"{self.__name__}() asks for a value before it ends ({hold.broken}), so it runs operation by "  # type: ignore[attr-defined]
-                    "operation; return the tensor and read it outside, and it can be recorded",
-                    stacklevel=3,
+                    f"{self.__name__}() asks for a value before it ends ({recorder.broken}), so it is not held to its "  # type: ignore[attr-defined]
+                    "end any more; return the tensor and read it outside, and it can be recorded as one",
+                    stacklevel=4,
                 )
             return
         self._broken_in_a_row = 0
-        stats.num_ops = len(hold.issued)
-        if not hold.issued:
+        stats.num_ops = recorder.num_ops
+        if not recorder.num_ops:
             return
-        # Another engine's templates have the same numbers and are others: a mesh that was started anew.
-        kinds = (hold.engine.name, *[int(numbers[0]) for numbers, _ in hold.issued])
-        shape = self._seen.get(kinds)
-        ids, floats = _split(hold.engine, hold.issued, shape)
-        if shape is not None and not shape.fits(ids):
-            shape = None
-        if shape is None:  # seen for the first time
-            self._remember(kinds, _Shape(hold.engine, hold.issued, ids))
-            stats.one_by_one += 1
-            return
-        self._seen[kinds] = self._seen.pop(kinds)  # used last
-        freed = hold.take_freed()
-        alive = shape.alive(ids, freed)
-        if shape.tape is None or not alive <= set(shape.results):
-            if shape.num_tapes >= _MAX_BROKEN:
-                stats.one_by_one += 1
-                hold.give_back(freed)
-                return
-            shape.make_tape(hold, alive)
+        book = self._books.get(recorder.engine.name)
+        if book is None:
+            self._books = {name: kept for name, kept in self._books.items() if kept.is_open()}
+            book = self._books[recorder.engine.name] = _Book(recorder.engine)
+        found = recorder.replace(book)
+        if found is None:
+            book.add(*recorder.issued())
+        if found == "recorded":
             stats.recorded += 1
-        else:
+        elif found == "replayed":
             stats.replayed += 1
-        hold.replace(shape.again(ids, floats), freed, shape.gone(ids, freed))
-
-    def _remember(self, kinds: Any, shape: _Shape) -> None:
-        old = self._seen.pop(kinds, None)
-        if old is not None:
-            old.drop()
-        self._seen[kinds] = shape
-        while len(self._seen) > _MAX_VARIANTS:
-            self._seen.pop(next(iter(self._seen))).drop()
+        else:
+            stats.one_by_one += 1
 
 
-class _Holding(threading.local):
-    active = False
+# ---------------------------------------------------------------------------------------------------------------------
+# What waits in the stream
 
 
-_holding = _Holding()
+class Recorder(Watcher):
+    """Looks at what is issued between two boundaries, on its way out of an engine's stream.
 
-
-class _Hold:
-    """While it lasts, what this thread issues is kept here. Whatever would send it is told first, and all goes on
-    operation by operation."""
+    The *region* is what was issued since the last boundary: what of it has been sent is logged, what waits is the end
+    of the stream, from `_words` on. It waits (`held`) as long as it may be a known step, and is replaced as a whole or
+    not at all. Whoever sends, for whatever reason, sends all there is: order is kept, and nothing is lost.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.issued: list[Issued] = []
-        self.broken = ""  # why it was given up
-        self._owner = threading.get_ident()
-        self._on = False
+        self.broken = ""  # why a function's call was not held to its end
+        self.stats = Stats()
+        self._words = self._ops = 0  # of the stream, before the region
+        self._log: list[_Part] = []
+        self._logged = 0
+        self._auto = False
+        # Nobody asked for it, so not a bit may change: a sum of two parts has one order, merged or not.
+        self._book = _Book(engine, merge=all(size <= 2 for size in engine.axes.shape))
+        self._counted: dict[int, int] = {}  # by hash
+        self._expected: _Shape | None = None
+        self._matched = 0
+        self._step_length = 0  # operations from a boundary to the end of an optimizer's step
+        self.start(_auto.enabled)
 
-    def __enter__(self) -> None:
+    def start(self, auto: bool) -> None:
+        """Look for steps that repeat, or leave that; what is known stays known."""
+        with self.engine._putting:
+            self._auto = auto
+            if not self.to_its_end:
+                self._open()
+
+    # ---- a function's call
+
+    def begin(self) -> None:
+        self.boundary()
+        if self.engine._wheres and self._is_due():
+            self.engine.flush()
+        with self.engine._putting:
+            self._open()
+            self.broken = ""
+            self.held = self.to_its_end = True
+
+    def end(self, settle: Callable[[Recorder], None] | None) -> None:
+        """
+        Args:
+            settle: says what becomes of what was issued; None: it is sent as it is.
+        """
+        try:
+            with self.engine._putting:
+                if settle is not None:
+                    settle(self)
+        finally:
+            with self.engine._putting:
+                self.to_its_end = False
+                self._open()
+        self._send_if_due()
+
+    @property
+    def num_ops(self) -> int:
+        """Operations of the region that wait."""
+        return len(self.engine._wheres) - self._ops
+
+    def issued(self) -> tuple[list[int | float], list[Where]]:
+        """The region, where none of it was sent."""
+        return self.engine._stream[self._words :], self.engine._wheres[self._ops :]
+
+    def replace(self, book: _Book) -> str | None:
+        """One operation in place of the region, if it is a step of the book.
+
+        Returns:
+            "replayed"; "recorded", where ranks are told the step for the first time; "kept", where it is known and
+            cannot be recorded; None: it is no step of the book.
+        """
+        stream, wheres = self.issued()
+        shape = book.find(stream, wheres)
+        if shape is None:
+            return None
         engine = self.engine
-        if self._is_due():
-            engine.flush()
-        engine._sending.acquire()
-        engine.before_batch.append(self._give_up)
-        engine.emit = self._keep  # type: ignore[method-assign]
-        engine.freed.append(0)  # nobody's id: something to send, so that whoever sends comes by here
-        self._on = _holding.active = True
+        freed = engines._drained(engine.freed)
+        found = "kept"
+        try:
+            own = shape.ids_of(stream)
+            made = set(shape.made(own))
+            alive = made.difference(freed)
+            if shape.tape is not None and alive.issubset(shape.results(own)):
+                found = "replayed"
+            elif shape.num_tapes < _MAX_TAPES and shape.make_tape({own.index(id) for id in alive}):
+                found = "recorded"
+            if found != "kept":
+                again, results = shape.again(own, stream), shape.results(own)
+                engine._stream[self._words : self._words + len(stream)] = again
+                engine._wheres[self._ops : self._ops + len(wheres)] = wheres[-1:]
+                made.difference_update(results)  # ids which the ranks will never hear of
+                freed = [id for id in freed if id not in made]
+        finally:
+            engine.freed.extend(freed)
+        return found
 
-    def _keep(self, numbers: list[int | float], where: Where) -> None:
-        if threading.get_ident() != self._owner:
-            with self.engine._sending:  # waits until the step has been sent
-                Engine.emit(self.engine, numbers, where)
-            return
-        self.issued.append((numbers, where))
-        if len(self.issued) >= _MAX_OPS:
-            self._end(f"more than {_MAX_OPS:,} operations")
+    # ---- by itself
 
-    def _give_up(self) -> None:
-        if self._on and threading.get_ident() == self._owner:
-            where = engines.describe(engines.here()).strip().replace("\n", " ")
-            self._end(where or "a value")
-
-    def _end(self, broken: str = "") -> None:
-        if not self._on:
-            return
-        self._on = _holding.active = False
+    def holds(self) -> bool:
         engine = self.engine
-        self.broken = broken
-        del engine.emit
-        engine.before_batch.remove(self._give_up)
-        engine.put(self.issued)
-        engine._sending.release()
+        with engine._putting:
+            if self.rest:
+                left = self.rest - len(self._book.kinds_of(engine._stream))
+                if left > 0:  # what lets go of ids was counted too
+                    engine._due = len(engine._wheres) + left
+                    return True
+                self._open()
+                return False
+            if not self.held:
+                return False
+            count = self.num_ops
+            if count <= _MAX_OPS and (self.to_its_end or self._is_on_track(count)):
+                ahead = _LOOK_EVERY
+                expected = self._expected
+                if expected is not None and expected.is_loop:
+                    if count == expected.num_ops and self._settle():
+                        self._open()
+                        return not self._is_due()
+                    ahead = min(ahead, expected.num_ops - count) or ahead
+                engine._due = len(engine._wheres) + ahead
+                return True
+            if self.to_its_end:
+                self.broken = f"more than {_MAX_OPS:,} operations"
+            self._let_go()
+            return False
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._end()
-        if error is None and self._is_due():
+    def before_send(self, waits: bool) -> None:
+        if self.to_its_end:
+            if self.held and self.num_ops:
+                where = engines.describe(engines.here()).strip().replace("\n", " ")
+                self.broken = where or "a value"
+                self._let_go()
+        elif self._auto:
+            if waits:
+                self._close()
+            elif self.held and self._settle():
+                self._open()
+            elif self.num_ops:
+                self._keep_log()
+        if self._auto and not self.to_its_end and self._logged >= self._look_at:
+            self._look_for_loop()
+        self._words = self._ops = 0
+        if self.held:
+            self.engine._due = _LOOK_EVERY
+
+    def stepped(self) -> None:
+        """An optimizer has made a step."""
+        self._step_length = self._logged + self.num_ops
+        self.boundary()
+
+    def boundary(self) -> None:
+        if self.to_its_end or not self._auto:
+            return
+        with self.engine._putting:
+            self._close()
+        if self.held:
+            self._send_if_due()
+
+    def _close(self) -> None:
+        """The region ends here."""
+        if (self.num_ops or self._log) and not (self.held and self._settle()):
+            self._learn()
+        self._open()
+
+    def _open(self) -> None:
+        """A region begins here."""
+        engine = self.engine
+        self._words, self._ops = len(engine._stream), len(engine._wheres)
+        self._log, self._logged = [], 0
+        self._look_at = max(_LOOK_FOR_LOOP, 2 * self._step_length)
+        self._expected, self._matched, self.rest = None, 0, 0
+        self.held = self._auto and bool(self._book.shapes)
+        engine._due = len(engine._wheres) + _LOOK_EVERY if self.held else engine._size_of_next()
+
+    def _let_go(self) -> None:
+        """What is issued from here to the next boundary is sent as always."""
+        self.held = False
+        self.engine._due = self.engine._size_of_next()
+
+    def _settle(self) -> bool:
+        """Replace the region, if it is a step that is known."""
+        if not self.num_ops or self._log:
+            return False
+        self.stats.num_ops = self.num_ops
+        found = self.replace(self._book)
+        if found in ("recorded", "replayed"):
+            setattr(self.stats, found, getattr(self.stats, found) + 1)
+            self._words, self._ops = len(self.engine._stream), len(self.engine._wheres)
+        return found is not None
+
+    def _is_on_track(self, count: int) -> bool:
+        """Whether so many operations are the first ones of a known step."""
+        stream, expected = self.engine._stream, self._expected
+        if expected is None or not expected.has(stream, self._words, self._matched, count):
+            expected = self._expected = self._book.beginning(stream, self._words, count)
+        self._matched = count
+        return expected is not None
+
+    def _keep_log(self) -> None:
+        """A part of the region is sent as it is."""
+        if self._logged > _MAX_LOGGED:
+            return
+        if self.held:
+            self._let_go()
+        if (part := self._part()) is None:
+            self._log, self._logged = [], _MAX_LOGGED + 1  # no step
+        else:
+            self._log.append(part)
+            self._logged += len(part.kinds)
+
+    def _learn(self) -> None:
+        """The region was sent as it is, or will be: if it comes again and again it is a step."""
+        self.stats.one_by_one += 1
+        if not _MIN_OPS <= self._logged + self.num_ops <= _MAX_LOGGED or (part := self._part()) is None:
+            return
+        parts = [*self._log, part]
+        kinds = tuple(itertools.chain.from_iterable(part.kinds for part in parts))
+        if len(kinds) < _MIN_OPS:
+            return
+        key = hash(kinds)
+        count = self._counted.pop(key, 0) + 1
+        self._counted[key] = count
+        while len(self._counted) > _MAX_COUNTED:
+            self._counted.pop(next(iter(self._counted)))
+        if not _SEEN_ENOUGH <= count < _SEEN_ENOUGH + _MAX_TAPES or not self._book.is_safe(kinds):
+            return
+        self._book.add(*self._book.part(parts, 0, len(kinds)))
+
+    def _part(self) -> _Part | None:
+        """What waits of the region; None: an operation of ours is among it, which is no part of a step."""
+        stream, wheres = self.issued() if self._words else (self.engine._stream, self.engine._wheres)
+        try:
+            return _Part(stream, wheres, self._book.kinds_of(stream))
+        except KeyError:
+            return None
+
+    def _look_for_loop(self) -> None:
+        """Find what repeats at the end of the log, without boundaries to go by: from the operation that comes least
+        often to where it comes again."""
+        self._look_at = 2 * self._logged
+        book = self._book
+        row = [kind for part in self._log for kind in part.kinds]
+        often = {kind: count for kind, count in collections.Counter(row).items() if count >= 3}
+        if not often:
+            return
+        least = min(often.values()) + 1  # the last round may not be over yet
+        start = next(kind for kind in row if 0 < often.get(kind, 0) <= least)
+        places = [at for at, kind in enumerate(row) if kind == start]
+        end, length = places[-1], places[-1] - places[-2]
+        first = end - length * -(-_MIN_LOOP // length)
+        if first < length or row[first:end] != row[first - length : end - length]:
+            return
+        kinds = row[first:end]
+        if tuple(kinds) not in book.shapes and book.is_safe(kinds):
+            book.add(*book.part(self._log, first, end), is_loop=True)
+        self.rest = (end - len(row)) % length
+        if self.rest == 0:
+            self._open()
+
+    def _send_if_due(self) -> None:
+        if self.engine._wheres and self._is_due():
             self.engine._keep_near(_MAX_AHEAD)
             self.engine.flush()
 
@@ -242,211 +484,311 @@ class _Hold:
         """Whether what was issued is to be sent now; an acknowledgement will see to it otherwise."""
         return len(self.engine._ahead) < _ENOUGH or len(self.engine._wheres) >= _STEPS_IN_ONE
 
-    def take_freed(self) -> list[int]:
-        """Ids that nobody holds any more."""
-        return engines._drained(self.engine.freed)
 
-    def give_back(self, freed: list[int]) -> None:
-        self.engine.freed.extend(freed)
-
-    def replace(self, numbers: list[int | float], freed: list[int], unknown: set[int]) -> None:
-        """One operation in place of all of them; ids that the ranks will never hear of need not be freed there."""
-        where = self.issued[-1][1]
-        self.issued = [(numbers, where)]
-        self.engine.freed.extend(id for id in freed if id not in unknown)
+# ---------------------------------------------------------------------------------------------------------------------
+# What is known
 
 
-@dataclass
+class _Book:
+    """Steps of an engine that were seen."""
+
+    def __init__(self, engine: Engine, merge: bool = True) -> None:
+        """
+        Args:
+            merge: whether ranks may make one all-reduce of several.
+        """
+        self.engine, self._merge = engine, merge
+        self.shapes: dict[tuple[int, ...], _Shape] = {}  # by their operations' kinds; the one used last comes last
+        self._counts: dict[int, tuple[int, int, int]] = {}
+        self._sizes: dict[Any, int] = {}  # numbers of an operation
+
+    def is_open(self) -> bool:
+        return _is_open(self.engine)
+
+    def find(self, stream: list[int | float], wheres: list[Where]) -> _Shape | None:
+        """The step that these are, all of it and nothing more."""
+        for kinds, shape in reversed(self.shapes.items()):
+            if shape.is_same(stream, wheres):
+                self.shapes[kinds] = self.shapes.pop(kinds)
+                return shape
+        return None
+
+    def beginning(self, stream: list[int | float], words: int, count: int) -> _Shape | None:
+        """A step that begins with so many operations, the first of them at a place of the stream."""
+        return next((shape for shape in reversed(self.shapes.values()) if shape.has(stream, words, 0, count)), None)
+
+    def add(self, stream: list[int | float], wheres: list[Where], *, is_loop: bool = False) -> None:
+        """A step, to be recorded when it comes again. Nothing else is among its operations."""
+        try:
+            kinds = tuple(self.kinds_of(stream))
+            shape = _Shape(self.engine, stream, wheres, [self.counts(kind) for kind in kinds], self._merge)
+        except KeyError:
+            return
+        shape.is_loop = is_loop
+        old = self.shapes.pop(kinds, None)
+        if old is not None:
+            old.drop()
+        self.shapes[kinds] = shape
+        while len(self.shapes) > _MAX_VARIANTS:
+            self.shapes.pop(next(iter(self.shapes))).drop()
+
+    def forget(self) -> None:
+        for shape in self.shapes.values():
+            shape.drop()
+        self.shapes.clear()
+
+    def is_safe(self, kinds: Sequence[int]) -> bool:
+        """Whether no operation finds an error in the data."""
+        known = self.engine.templates
+        return not any(known[kind].name.startswith(_CHECKS) for kind in set(kinds))
+
+    def counts(self, kind: int) -> tuple[int, int, int]:
+        """How many tensors an operation takes and makes, and its floats.
+
+        Raises:
+            KeyError: nobody knows it any more, or it is one that comes once.
+        """
+        found = self._counts.get(kind)
+        if found is None:
+            if len(self._counts) > 1 << 15:
+                self._counts.clear()
+                self._sizes.clear()
+            template = self.engine.templates[kind]
+            sent: Sent = pickle.loads(template.body)
+            leaves = pytree.tree_leaves((sent.args, sent.kwargs))
+            num_in = sum(leaf is TENSOR for leaf in leaves)
+            num_floats = sum(leaf is FLOAT for leaf in leaves) + sent.seeded
+            num_new = sum(isinstance(output, Spec) for output in template.outputs)
+            found = self._counts[kind] = num_in, num_new, num_floats
+            self._sizes[kind] = 1 + sum(found)
+        return found
+
+    def kinds_of(self, stream: list[int | float]) -> list[int]:
+        """The operations of a stream, without those that only let go of ids.
+
+        Raises:
+            KeyError: see `counts`.
+        """
+        found: list[int] = []
+        at, end, sizes = 0, len(stream), self._sizes
+        while at < end:
+            kind: Any = stream[at]
+            try:
+                at += sizes[kind]
+            except KeyError:
+                if kind:
+                    self.counts(kind)
+                else:
+                    at += 2 + int(stream[at + 1])
+            else:
+                found.append(kind)
+        return found
+
+    def part(self, log: Sequence[_Part], first: int, last: int) -> tuple[list[int | float], list[Where]]:
+        """Operations `first` to `last` of a log and their lines, without what only lets go of ids."""
+        words: list[int | float] = []
+        lines: list[Where] = []
+        count = 0
+        for part in log:
+            at, stream = 0, part.stream
+            for where in part.wheres:
+                if not stream[at]:
+                    at += 2 + int(stream[at + 1])
+                    continue
+                end = at + self._sizes[stream[at]]
+                if first <= count < last:
+                    words += stream[at:end]
+                    lines.append(where)
+                at, count = end, count + 1
+        return words, lines
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Operations that were sent as they are."""
+
+    stream: list[int | float]
+    wheres: list[Where]
+    kinds: list[int]  # without those that only let go of ids
+
+
 class _Shape:
-    """What a function issued, with names for the tensors instead of ids.
+    """A step: its operations, with names for the tensors instead of ids.
 
     Attributes:
-        num_ids: ids of each operation, inputs and outputs.
-        first: where in the row of all ids each tensor comes first.
-        inverse: which tensor is at each place of that row.
-        is_made: of each tensor, whether an operation of the step makes it.
+        is_loop: no boundary follows it.
+        num_tapes: times that it was told to the ranks.
+        ids_of: of its numbers, the id of each tensor.
+        made, results: of those ids, which the step makes, and which of them outlive it.
     """
 
-    engine: Engine
-    issued: list[Issued]
-    ids: Any
-    num_ids: list[int] = field(default_factory=list)
-    num_ins: list[int] = field(default_factory=list)
-    tape: Template | None = None
-    key: str = ""
-    results: list[int] = field(default_factory=list)  # tensors that outlive the step
-    num_tapes: int = 0
-
-    def __post_init__(self) -> None:
-        known = self.engine.templates
-        for numbers, _ in self.issued:
-            template = known[int(numbers[0])]
-            self.num_ins.append(_num_tensors(template.body))
-            self.num_ids.append(self.num_ins[-1] + _num_new(template))
-        names: dict[int, int] = {}
-        self.first, inverse, self.is_made = [], [], []
+    def __init__(
+        self,
+        engine: Engine,
+        stream: list[int | float],
+        wheres: list[Where],
+        counts: Sequence[tuple[int, int, int]],  # see `_Book.counts`
+        merge: bool,
+    ) -> None:
+        self.tape: Template | None = None
+        self.num_tapes = 0
+        self.is_loop = False
+        self.num_ops = len(counts)
+        self._merge = merge
+        self._engine, self._wheres, self._counts = engine, wheres, counts
+        self._key = ""
+        float_at: list[int] = []
+        names: dict[Any, int] = {}
+        self._at: list[int] = []  # of each operation, in the stream
+        self._row: list[int] = []  # of each place for an id, which tensor is there
+        first: list[int] = []  # of each tensor, where it comes first
+        self._given: list[int] = []  # tensors that come from before
+        self._made: list[int] = []
         at = 0
-        row = self.ids.tolist()
-        for count, num_in in zip(self.num_ids, self.num_ins, strict=True):
-            for place in range(count):
-                id = row[at]
-                if id not in names:
-                    names[id] = len(names)
-                    self.first.append(at)
-                    self.is_made.append(place >= num_in)
-                inverse.append(names[id])
-                at += 1
-        self._first, self._inverse = (
-            numpy.asarray(self.first, dtype=numpy.int64),
-            numpy.asarray(inverse, dtype=numpy.int64),
-        )
-        self._made = [name for name, made in enumerate(self.is_made) if made]
-        self._given = [name for name, made in enumerate(self.is_made) if not made]
-        self._where = [where for _, where in self.issued]
-        self._kinds = [int(numbers[0]) for numbers, _ in self.issued]
-        self._row = inverse
-        self._floats_of = [
-            len(numbers) - 1 - count for (numbers, _), count in zip(self.issued, self.num_ids, strict=True)
-        ]
-        self.issued = []
+        for num_in, num_new, num_floats in counts:
+            self._at.append(at)
+            for place in range(at + 1, at + 1 + num_in + num_new):
+                name = names.setdefault(stream[place], len(names))
+                if name == len(first):
+                    first.append(place)
+                    (self._given if place <= at + num_in else self._made).append(name)
+                self._row.append(name)
+            at += 1 + num_in + num_new
+            float_at.extend(range(at, at + num_floats))
+            at += num_floats
+        if at != len(stream) or len(wheres) != self.num_ops:
+            raise KeyError("the stream is not made of these operations")
+        self._size = at
+        self._kinds: list[Any] = [stream[at] for at in self._at]
+        self.ids_of, self._floats_of = _picker(first), _picker(float_at)
+        self.made, self._given_of = _picker(self._made), _picker(self._given)
+        self._live: list[int] = []  # names of results
+        self.results = _picker(self._live)
+        # How to make up all of its numbers from ids, kinds and floats.
+        row, slots = iter(self._row), itertools.count(len(first) + self.num_ops)
+        places: list[int] = []
+        for number, (num_in, num_new, num_floats) in enumerate(counts):
+            places.append(len(first) + number)
+            places.extend(itertools.islice(row, num_in + num_new))
+            places.extend(itertools.islice(slots, num_floats))
+        self._all_of = _picker(places)
 
-    def fits(self, ids: Any) -> bool:
-        """Whether tensors follow the same pattern, none of them twice."""
-        if len(ids) != len(self._inverse):
+    # ---- whether it is this one
+
+    def is_same(self, stream: list[int | float], wheres: list[Where]) -> bool:
+        """Whether these are its operations, from its lines, and tensors follow the same pattern, none of them twice."""
+        if len(stream) != self._size or len(wheres) != self.num_ops:
             return False
-        own = ids[self._first]
-        return bool((own[self._inverse] == ids).all()) and len(numpy.unique(own)) == len(own)
+        own = self.ids_of(stream)
+        if self._all_of((*own, *self._kinds, *self._floats_of(stream))) != tuple(stream):
+            return False
+        return len(set(own)) == len(own) and _same_lines(wheres, self._wheres)
 
-    def alive(self, ids: Any, freed: list[int]) -> set[int]:
-        """Tensors made by the step that somebody still holds."""
-        own, gone = ids[self._first].tolist(), set(freed)
-        return {name for name in self._made if own[name] not in gone}
+    def has(self, stream: list[int | float], words: int, first: int, last: int) -> bool:
+        """Whether operations `first` to `last` are of its kinds, in a stream in which it begins at `words`."""
+        if last > self.num_ops or words + self._at[last - 1] >= len(stream):
+            return False
+        return [stream[words + at] for at in self._at[first:last]] == self._kinds[first:last]
 
-    def gone(self, ids: Any, freed: list[int]) -> set[int]:
-        """Ids of tensors that were made in the step and have never been sent."""
-        own, results = ids[self._first].tolist(), set(self.results)
-        return {own[name] for name in self._made if name not in results}
+    def again(self, own: tuple[Any, ...], stream: list[int | float]) -> list[int | float]:
+        """The operation that stands for the step.
 
-    def again(self, ids: Any, floats: list[float]) -> list[int | float]:
-        """The operation that stands for the step."""
+        Args:
+            own: what `ids_of` gives.
+        """
         assert self.tape is not None
-        own = ids[self._first].tolist()
-        return [self.tape.number, *(own[name] for name in self._given), *(own[name] for name in self.results), *floats]
+        return [self.tape.number, *self._given_of(own), *self.results(own), *self._floats_of(stream)]
 
-    def make_tape(self, hold: _Hold, alive: set[int]) -> None:
-        """Tell the ranks the step, as one template."""
+    # ---- what the ranks are told
+
+    def make_tape(self, alive: set[int]) -> bool:
+        """Tell the ranks the step, as one template; False: one of its operations is not known any more.
+
+        Args:
+            alive: names of tensors that outlive it.
+        """
+        engine, known = self._engine, self._engine.templates
+        if not all(kind in known for kind in self._kinds):
+            return False
         self.drop()
         self.num_tapes += 1
-        self.results = sorted(alive | set(self.results))
-        engine, known = self.engine, self.engine.templates
+        self._live = sorted(alive | set(self._live))
+        self.results = _picker(self._live)
         place = {name: at for at, name in enumerate([*self._given, *self._made])}
         steps, at, slot = [], 0, 0
-        for kind, count, num_in, num_floats in zip(
-            self._kinds, self.num_ids, self.num_ins, self._floats_of, strict=True
-        ):
-            names = [place[name] for name in self._row[at : at + count]]
+        for kind, (num_in, num_new, num_floats) in zip(self._kinds, self._counts, strict=True):
+            names = [place[name] for name in self._row[at : at + num_in + num_new]]
             steps.append(Step(kind, tuple(names[:num_in]), tuple(names[num_in:]), slot, num_floats))
-            at, slot = at + count, slot + num_floats
-        self.key = f"{engine.name}/{next(_keys)}"
+            at, slot = at + num_in + num_new, slot + num_floats
+        self._key = f"{engine.name}/{next(_keys)}"
         tape = Tape(
-            key=self.key,
+            key=self._key,
             num_inputs=len(self._given),
             steps=tuple(steps),
             bodies={kind: known[kind].body for kind in set(self._kinds)},
-            results=tuple(place[name] for name in self.results),
-            lines=tuple(engines.innermost(where) for where in self._where),
+            results=tuple(place[name] for name in self._live),
+            lines=tuple(map(engines.innermost, self._wheres)),
+            merge=self._merge,
         )
-        number = next(engine.planner._numbers)
-        import torch
-
         sent = Sent(
-            number=number,
+            number=next(engine.planner._numbers),
             function="meshbook::replay",
             args=(
                 MESH,
                 torch.device("cpu"),
                 pickle.dumps(tape, 5),
-                self.key,
-                [TENSOR] * len(self._given),
-                [FLOAT] * slot,
+                self._key,
+                *[TENSOR] * len(self._given),
+                *[FLOAT] * slot,
             ),
             kwargs={},
-            outputs=(-1,) * len(self.results),
+            outputs=(-1,) * len(self._live),
             returns="many",
-            mutates=tuple(sorted(self._changed(known))),
+            mutates=tuple(sorted(self._changed())),
             communicates=True,
             seeded=False,
         )
         body = pickle.dumps(sent, 5)
-        self.tape = Template(number, None, (), "list", body=body, name="meshbook::replay", communicates=True)
+        self.tape = Template(sent.number, None, (), "list", body=body, name=sent.function, communicates=True)
         engine.add_template(body)
+        return True
 
-    def _changed(self, known: dict[int, Template]) -> set[int]:
+    def _changed(self) -> set[int]:
         """Which of the step's inputs it changes."""
+        known = self._engine.templates
         place = {name: at for at, name in enumerate(self._given)}
         changed, at = set(), 0
-        for kind, count in zip(self._kinds, self.num_ids, strict=True):
-            for index in known[kind].mutates:
-                name = self._row[at + index]
-                if name in place:
-                    changed.add(place[name])
-            at += count
+        for kind, (num_in, num_new, _) in zip(self._kinds, self._counts, strict=True):
+            changed |= {place[name] for index in known[kind].mutates if (name := self._row[at + index]) in place}
+            at += num_in + num_new
         return changed
 
     def drop(self) -> None:
         """The ranks may forget it."""
-        if self.tape is not None:
-            _forget(self.engine, self.key)
-            self.engine.forget([self.tape.number])
-            self.tape = None
+        if self.tape is None:
+            return
+        engine = self._engine
+        number = next(engine.planner._numbers)
+        sent = Sent(number, "meshbook::forget_replay", (self._key,), {}, (), "none", (), False, False)
+        engine.add_template(pickle.dumps(sent, 5))
+        engine.put([([number], ())])
+        engine.forget([number, self.tape.number])
+        self.tape = None
 
 
-def _count() -> Any:
-    import itertools
-
-    return itertools.count(1)
+_keys = itertools.count(1)
 
 
-_keys = _count()
+def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """What takes these places out of a row, as fast as Python can."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda row: tuple(row[place] for place in places)
 
 
-def _forget(engine: Engine, key: str) -> None:
-    number = next(engine.planner._numbers)
-    sent = Sent(number, "meshbook::forget_replay", (key,), {}, (), "none", (), False, False)
-    engine.add_template(pickle.dumps(sent, 5))
-    engine.put([([number], ())])
-    engine.forget([number])
-
-
-def _num_new(template: Template) -> int:
-    return sum(isinstance(output, Spec) for output in template.outputs)
-
-
-@functools.lru_cache(maxsize=4096)
-def _num_tensors(body: bytes) -> int:
-    sent: Sent = pickle.loads(body)
-    return sum(leaf is TENSOR for leaf in pytree.tree_leaves((sent.args, sent.kwargs)))
-
-
-def _split(engine: Engine, issued: list[Issued], shape: _Shape | None) -> tuple[Any, list[float]]:
-    """All ids, in a row, and all floats."""
-    row: list[int | float] = []
-    floats: list[float] = []
-    if shape is None:
-        known = engine.templates
-        for numbers, _ in issued:
-            template = known[int(numbers[0])]
-            end = 1 + _num_tensors(template.body) + _num_new(template)
-            row += numbers[1:end]
-            floats += numbers[end:]
-    else:
-        for (numbers, _), count in zip(issued, shape.num_ids, strict=True):
-            if len(numbers) == count + 1:
-                row += numbers[1:]
-            else:
-                row += numbers[1 : count + 1]
-                floats += numbers[count + 1 :]
-    return numpy.array(row, dtype=numpy.int64), floats
+def _same_lines(some: list[Where], others: list[Where]) -> bool:
+    """Whether operations were issued by the same lines; who called those may be another."""
+    return some == others or [where[:1] for where in some] == [where[:1] for where in others]
 
 
 def _is_open(engine: Engine) -> bool:
@@ -458,3 +800,13 @@ def _among(things: Any, found: list[Engine]) -> Engine | None:
     own = {id(leaf._spec.engine) for leaf in pytree.tree_leaves(things) if hasattr(leaf, "_spec")}
     matching = [engine for engine in found if id(engine) in own]
     return matching[0] if len(matching) == 1 else None
+
+
+def _stepped(*_: Any) -> None:
+    """An optimizer has made a step."""
+    for engine in list(engines.ENGINES):
+        if isinstance(engine.watcher, Recorder) and (engine._wheres or engine.watcher.held):
+            engine.watcher.stepped()
+
+
+register_optimizer_step_post_hook(_stepped)

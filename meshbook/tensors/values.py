@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-import numpy
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -16,10 +15,12 @@ from meshbook.wire import messages
 if TYPE_CHECKING:
     from meshbook.tensors import remote
 
+Box = tuple[tuple[int, int], ...]  # first index and the one after the last, of each dim
+
 # Above it, `full_tensor()` asks whether it is meant.
 FULL_TENSOR_BYTES = 1 << 30
-# From here on memory for a whole tensor is taken in huge pages.
-_HUGE_BYTES = 4 << 20
+# From here on ranks write into this process's memory; less is copied twice in less time than that takes to set up.
+ROOM_BYTES = 1 << 20
 # A repr fetches tensors of up to this many elements; larger ones are described only.
 _SHOWN_ELEMENTS = 1000
 
@@ -55,31 +56,16 @@ def full_tensor(tensor: remote.RemoteTensor, *, force: bool = False) -> torch.Te
             f"the whole tensor of shape {tuple(tensor.shape)} has {size / (1 << 30):.1f} GiB; full_tensor(force=True) "
             "brings it all the same, t.local(rank) one rank's part, t[:10].full_tensor() a slice"
         )
+    shape = tuple(spec.shape)
     if spec.placements is None:
-        found = fetch(tensor, "local", engine.ranks)
-        return torch.stack([found[rank] for rank in engine.axes.ranks])
-    boxes: dict[tuple[tuple[int, int], ...], int] = {}
+        row = tuple((0, length) for length in shape)
+        boxes = {rank: ((place, place + 1), *row) for place, rank in enumerate(engine.axes.ranks)}
+        return read(tensor, "local", (len(boxes), *shape), boxes)
+    holders: dict[Box, int] = {}
     for place, rank in enumerate(engine.axes.ranks):
-        boxes.setdefault(spans_of(spec.shape, spec.placements, engine.axes, place), rank)
-    holders = {rank: box for box, rank in boxes.items() if all(stop > start for start, stop in box)}
-    if not holders:
-        holders = {engine.axes.ranks[0]: tuple((0, length) for length in spec.shape)}
-    pieces = fetch(tensor, "parts", tuple(sorted(holders)))
-    if len(holders) == 1:
-        whole: torch.Tensor = next(iter(pieces.values()))
-        return whole.contiguous()
-    whole = _room(spec.shape, spec.dtype)
-    for rank, box in holders.items():
-        whole[tuple(slice(start, stop) for start, stop in box)] = pieces[rank]
-    return whole
-
-
-def _room(shape: Any, dtype: torch.dtype) -> torch.Tensor:
-    """An empty tensor. A large one lies in NumPy's memory, in huge pages: filling it takes half the time."""
-    size = math.prod(shape) * dtype.itemsize
-    if size < _HUGE_BYTES:
-        return torch.empty(shape, dtype=dtype)
-    return torch.from_numpy(numpy.empty(size, numpy.uint8)).view(dtype).view(shape)
+        holders.setdefault(spans_of(shape, spec.placements, engine.axes, place), rank)
+    boxes = {rank: box for box, rank in holders.items() if all(stop > start for start, stop in box)}
+    return read(tensor, "parts", shape, boxes or {engine.axes.ranks[0]: tuple((0, length) for length in shape)})
 
 
 @_disable_current_modes()  # what comes is put together here, inside of `mesh.activate()` too
@@ -88,15 +74,50 @@ def local(tensor: remote.RemoteTensor, rank: int) -> torch.Tensor:
     engine = tensor.engine
     if rank not in engine.ranks:
         raise MeshShapeError(f"rank {rank} holds nothing of this tensor, which lies on {engine.axes}")
-    found: torch.Tensor = fetch(tensor, "local", (rank,))[rank]
-    return found
+    spec = tensor._spec
+    spans = [(0, length) for length in spec.shape]
+    if spec.placements is not None:
+        spans = list(spans_of(spec.shape, spec.placements, engine.axes, engine.axes.ranks.index(rank)))
+    shape = tuple(stop - start for start, stop in spans)
+    return read(tensor, "local", shape, {rank: tuple((0, length) for length in shape)})
 
 
-def fetch(tensor: remote.RemoteTensor, how: Any, ranks: tuple[int, ...]) -> dict[int, Any]:
-    """What these ranks answer. Blocks."""
-    question = messages.Fetch(how=how, id=tensor._handle.id, ranks=ranks)
+def read(
+    tensor: remote.RemoteTensor, how: Literal["parts", "local"], shape: tuple[int, ...], boxes: dict[int, Box]
+) -> torch.Tensor:
+    """A tensor of this shape, of what these ranks have for their boxes of it. Blocks.
+
+    A large one lies in memory that the ranks write to themselves, and that is used again when it is let go of: it costs
+    one copy, and no fresh pages unless others like it are still held.
+    """
+    dtype, ranks = tensor.dtype, tuple(boxes)
+    size = math.prod(shape) * dtype.itemsize
+    room = tensor.engine.session.room(size) if size >= ROOM_BYTES else None
+    whole: torch.Tensor | None
+    if room is None:
+        sent = fetch(tensor, how, ranks)
+        whole = torch.empty(shape, dtype=dtype) if len(sent) > 1 else None
+    else:
+        with room:
+            sent = fetch(tensor, how, ranks, messages.Room(room.place, shape, boxes))
+            memory = torch.frombuffer(room.keep(), dtype=torch.uint8)
+            whole = memory.view(dtype).view(shape)
+    if len(sent) == len(ranks) == 1:
+        part: torch.Tensor = sent[ranks[0]]
+        return part.reshape(shape) if part.numel() == math.prod(shape) else part
+    assert whole is not None
+    for rank, piece in sent.items():  # of those that could not write it there
+        whole[tuple(slice(*span) for span in boxes[rank])] = piece
+    return whole
+
+
+def fetch(
+    tensor: remote.RemoteTensor, how: Any, ranks: tuple[int, ...], room: messages.Room | None = None
+) -> dict[int, Any]:
+    """What these ranks answer, without those that have written it into the room. Blocks."""
+    question = messages.Fetch(how=how, id=tensor._handle.id, ranks=tuple(sorted(ranks)), room=room)
     answers = tensor.engine.fetch(question)
-    return {rank: answers[rank]["value"] for rank in ranks}
+    return {rank: answers[rank]["value"] for rank in ranks if room is None or "value" in answers[rank]}
 
 
 def describe(tensor: remote.RemoteTensor) -> str:

@@ -8,6 +8,10 @@ import os
 import signal
 import sys
 
+# Seconds that the actors of a rank have to end when the rank is told to: what they have been sent before, and their
+# `__cleanup__`. Then it is killed. Jupyter gives a kernel as long.
+ACTORS_GRACE_S = 5.0
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_PTRACER = 0x59616D61  # "Yama"
 

@@ -14,7 +14,8 @@ What changes on the way:
 - whatever `persistent` has a key for arrives as what `resolve` makes of the key.
 
 The pickled stream is two pickles, one after the other: the table of tensors (None if there are none), which is known
-only at the end of pickling but needed at the start of unpickling, and the object.
+only at the end of pickling but needed at the start of unpickling, and the object. Large bytes, bytearrays and strings
+in it are cut out of it, wherever in the object they are, and read where they lie: one copy here and one there.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ import pickle
 import sys
 import time
 import types
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import cloudpickle
 
 from meshbook.errors import TransferError
-from meshbook.wire.buffers import SegmentPool, SegmentReader
+from meshbook.wire.buffers import SegmentPool, SegmentReader, copy_to_fresh
 from meshbook.wire.messages import InlineBuffer, Payload
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 
 INLINE_THRESHOLD = 64 << 10  # bytes; below it a copy into the message is cheaper than opening and releasing a segment
 STREAM_THRESHOLD = 1 << 20  # of the pickle itself (a list of a million ints): one copy instead of one per rank and hop
+APART_BYTES = 128 << 10  # of a piece that pickle writes: those are bytes or text, for its own frames are shorter
 BLAME_BUDGET_S = 1.0  # how long the search for what cannot be pickled may take; then it names what it has come to
 BLAME_DEPTH = 32
 
@@ -71,7 +74,7 @@ def dump(
         TransferError: it cannot be pickled, naming the part that is to blame; or there is no memory to share it.
             No segment is kept.
     """
-    sink = _Sink()
+    sink = _Sink(apart_from=None if pool is None else APART_BYTES)
     loose: list[pickle.PickleBuffer] = []
 
     def take_out(buffer: pickle.PickleBuffer) -> bool:
@@ -94,13 +97,16 @@ def dump(
         else:
             storages.append(len(large))
             large.append(window)
-    stream = sink.joined(_table(pickler, storages))
-    if pool is not None and len(stream) >= STREAM_THRESHOLD:
-        large.append(memoryview(stream))
-        stream = b""
+    head = _table(pickler, storages)
+    stream = sink.joined(head)
     if pool is None:
         return Payload(stream, tuple(InlineBuffer(bytes(view)) for view in large))
-    return Payload(stream, tuple(pool.write(large, readers)) if large else ())
+    large += [piece for _, piece in sink.apart]
+    if len(stream) >= STREAM_THRESHOLD:
+        large.append(memoryview(stream))
+        stream = b""
+    cuts = tuple(len(head) + at for at, _ in sink.apart)
+    return Payload(stream, tuple(pool.write(large, readers)) if large else (), cuts)
 
 
 def dump_small(obj: object, limit: int, *, persistent: Persistent | None = None) -> Payload | None:
@@ -140,8 +146,9 @@ def load(payload: Payload, *, reader: SegmentReader | None = None, resolve: Reso
     if reader is None and not all(isinstance(buffer, InlineBuffer) for buffer in payload.buffers):
         raise TransferError("this value is in another process's memory, which cannot be read here")
     views = (reader or SegmentReader()).open_all(payload.buffers)
+    stream: io.BytesIO | _Stream | None = None
     try:
-        stream = io.BytesIO(payload.pickled or views[-1])
+        stream = _Stream.of(payload, views) if payload.cuts or not payload.pickled else io.BytesIO(payload.pickled)
         return _Unpickler(stream, views, _TensorsReceived(pickle.load(stream), views), resolve).load()
     except (TransferError, MemoryError):
         raise
@@ -152,6 +159,8 @@ def load(payload: Payload, *, reader: SegmentReader | None = None, resolve: Reso
         ) from error
     finally:
         views.clear()  # a traceback keeps this frame, and must not keep the memory
+        if stream is not None:
+            stream.close()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -167,14 +176,22 @@ class _Refused(Exception):
 
 
 class _Sink:
-    """Where a pickler writes. Keeps the pieces: nothing is copied until `joined`."""
+    """Where a pickler writes. Keeps the pieces: nothing is copied until `joined`.
 
-    def __init__(self, limit: int | None = None) -> None:
+    Attributes:
+        apart: large pieces, each with where in all the others it belongs.
+    """
+
+    def __init__(self, limit: int | None = None, *, apart_from: int | None = None) -> None:
+        self.apart: list[tuple[int, memoryview]] = []
         self._pieces: list[bytes] = []
-        self._limit = limit
+        self._limit, self._apart_from = limit, apart_from
         self._nbytes = 0
 
-    def write(self, piece: bytes | memoryview) -> int:
+    def write(self, piece: bytes | bytearray | memoryview) -> int:
+        if self._apart_from is not None and len(piece) >= self._apart_from:
+            self.apart.append((self._nbytes, memoryview(piece)))
+            return len(piece)
         self._nbytes += len(piece)
         self.make_room(0)
         self._pieces.append(bytes(piece))  # bytes are not copied by this
@@ -403,6 +420,60 @@ def _table(pickler: _Pickler, storages: Sequence[int | bytes]) -> bytes:
 # Unpickling
 
 
+class _Stream:
+    """A pickled stream some of whose pieces lie elsewhere, as the file that an unpickler reads."""
+
+    def __init__(self, parts: Iterable[memoryview]) -> None:
+        self._parts = deque(part for part in parts if part.nbytes)
+
+    @classmethod
+    def of(cls, payload: Payload, views: list[memoryview]) -> _Stream:
+        """
+        Raises:
+            IndexError, ValueError: the payload is damaged.
+        """
+        rest = memoryview(payload.pickled) if payload.pickled else views[-1]
+        pieces = views[: None if payload.pickled else -1][-len(payload.cuts) :] if payload.cuts else []
+        parts, done = [], 0
+        for cut, piece in zip(payload.cuts, pieces, strict=True):
+            parts += [rest[done:cut], piece]
+            done = cut
+        return cls([*parts, rest[done:]])
+
+    def readinto(self, target: memoryview) -> int:
+        """Bytes, bytearrays: the unpickler has made room for all of it, which nobody has touched yet."""
+        done = 0
+        while done < target.nbytes and self._parts:
+            part = self._take(target.nbytes - done)
+            copy_to_fresh(target[done : done + part.nbytes], part)
+            done += part.nbytes
+        return done
+
+    def read(self, nbytes: int) -> bytes:
+        if self._parts and nbytes <= self._parts[0].nbytes:
+            return bytes(self._take(nbytes))
+        pieces = []
+        while nbytes > 0 and self._parts:
+            pieces.append(self._take(nbytes))
+            nbytes -= pieces[-1].nbytes
+        return b"".join(pieces)
+
+    def readline(self) -> bytes:
+        line = b""
+        while not line.endswith(b"\n") and (byte := self.read(1)):
+            line += byte
+        return line
+
+    def close(self) -> None:
+        self._parts.clear()
+
+    def _take(self, nbytes: int) -> memoryview:
+        part = self._parts.popleft()
+        if nbytes < part.nbytes:
+            self._parts.appendleft(part[nbytes:])
+        return part[:nbytes]
+
+
 class _TensorsReceived:
     """The table of tensors on the receiving side. Tensors are made when the pickle asks for them."""
 
@@ -440,7 +511,11 @@ class _Unpickler(pickle.Unpickler):
     """Knows the tensors of this stream, what the receiver resolves keys to, and whom to blame for an import."""
 
     def __init__(
-        self, stream: io.BytesIO, views: Sequence[memoryview], tensors: _TensorsReceived, resolve: Resolve | None
+        self,
+        stream: io.BytesIO | _Stream,
+        views: Sequence[memoryview],
+        tensors: _TensorsReceived,
+        resolve: Resolve | None,
     ) -> None:
         super().__init__(stream, buffers=views)
         self._instead: dict[tuple[str, str], Any] = {

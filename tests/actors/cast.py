@@ -64,6 +64,22 @@ class Counter(Actor):
         self.gate.clear()
 
     @endpoint
+    def spin(self, seconds: float = 20) -> str:
+        """Python code that goes on and on; notes when it was interrupted."""
+        tick, due = threading.Event(), time.monotonic() + seconds
+        try:
+            while time.monotonic() < due:
+                tick.wait(0.001)
+        except KeyboardInterrupt:
+            self.seen.append("interrupted")
+            raise
+        return "done"
+
+    @endpoint
+    def wait_for(self, other: Any) -> Any:
+        return other.spin.call_one().get(20)
+
+    @endpoint
     def die(self, only: int | None = None) -> None:
         if only is None or current_rank().rank == only:
             os.kill(os.getpid(), 9)
@@ -114,6 +130,13 @@ class Gate(Actor):
         await asyncio.wait_for(self.open.wait(), 30)
         self.order.append(f"{name} goes")
         return name
+
+    @endpoint
+    async def spin(self) -> None:
+        """Holds the loop up."""
+        due = time.monotonic() + 20
+        while time.monotonic() < due:
+            pass
 
     @endpoint
     async def let_go(self) -> list[str]:
@@ -172,13 +195,29 @@ class Tidy(Actor):
     def __init__(self, path: str) -> None:
         self.path = path
 
+        self.count = 0
+
     @endpoint
-    def ping(self) -> int:
-        return 1
+    def add(self) -> int:
+        self.count += 1
+        return self.count
+
+    @endpoint
+    def spin(self) -> None:
+        due = time.monotonic() + 20
+        while time.monotonic() < due:
+            pass
 
     def __cleanup__(self, exc: Exception | None) -> None:
         with open(f"{self.path}.{current_rank().rank}", "w") as file:
-            file.write(str(exc))
+            file.write(f"{self.count}, {exc}")
+        print("tidied up")
+
+
+class AsyncTidy(Tidy):
+    @endpoint
+    async def forever(self) -> None:
+        await asyncio.sleep(20)
 
 
 class Founder(Actor):

@@ -172,11 +172,11 @@ def test_an_actor_can_live_beside_the_program_that_spawns_it(procs: ProcMesh) ->
 
 def test_a_stopped_actor_has_cleaned_up_and_says_that_it_ended(procs: ProcMesh, tmp_path: Any) -> None:
     tidy = procs.spawn("tidy", Tidy, str(tmp_path / "note"))
-    assert list(tidy.ping.call().get(WAIT_S).values()) == [1, 1, 1]
+    assert list(tidy.add.call().get(WAIT_S).values()) == [1, 1, 1]
     tidy.stop("enough").get(WAIT_S)
-    assert sorted(path.read_text() for path in tmp_path.iterdir()) == ["None"] * 3
+    assert sorted(path.read_text() for path in tmp_path.iterdir()) == ["1, None"] * 3
     with pytest.raises(ActorStopped, match="the actor 'tidy' has ended: enough"):
-        tidy.ping.call().get(WAIT_S)
+        tidy.add.call().get(WAIT_S)
     procs.spawn("tidy", Tidy, str(tmp_path / "note")).stop().get(WAIT_S)  # its name is free again
 
 

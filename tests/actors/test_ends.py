@@ -14,23 +14,28 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import meshbook
 from meshbook.actors.base import Actor, endpoint
+from meshbook.actors.mesh import interrupt
 from meshbook.actors.procs import ProcMesh, this_host, this_proc
 from meshbook.actors.runtime import cabin
 from meshbook.actors.runtime import life as lives
 from meshbook.actors.runtime import post as posts
-from meshbook.actors.runtime.faults import ActorStopped, MeshFailure, SupervisionError
+from meshbook.actors.runtime.faults import ActorError, ActorStopped, MeshFailure, SupervisionError
 from meshbook.actors.runtime.peer import Peer, PeerGone
 from meshbook.actors.runtime.ports import Channel
 from meshbook.actors.runtime.post import Post, here
 from meshbook.actors.state import pull
 from meshbook.errors import MeshTimeout
 from meshbook.wire import messages
-from tests.actors.cast import Counter, Gate
+from meshbook.wire.lifeline import ACTORS_GRACE_S
+from tests.actors.cast import AsyncTidy, Counter, Gate, Tidy
 
 WAIT_S = 20
 pytestmark = pytest.mark.timeout(60)  # for the waits that have no argument for it
@@ -84,6 +89,123 @@ def test_a_clean_up_that_fails_is_said_and_the_actor_ends(caplog: pytest.LogCapt
     this_proc().spawn("untidy", Untidy).stop().get(WAIT_S)
     assert "__cleanup__ of untidy" in caplog.text
     assert "cannot clean up" in caplog.text
+
+
+def test_stopped_processes_end_their_actors_first(tmp_path: Path) -> None:
+    """What they were sent before is worked off; what does not end is interrupted in time for `__cleanup__`."""
+    mine = this_host().spawn_procs({"gpus": 2}, name="tidy")
+    mine.spawn("idle", Tidy, str(tmp_path / "idle"))
+    tidy = mine.spawn("working", Tidy, str(tmp_path / "working"))
+    waiting = mine.spawn("waiting", AsyncTidy, str(tmp_path / "waiting"))
+    spinning = mine.spawn("spinning", Tidy, str(tmp_path / "spinning"))
+    for _ in range(500):
+        tidy.add.broadcast()
+    open_call, stuck = waiting.forever.call(), spinning.spin.call()
+    began = time.monotonic()
+    mine.stop().get(30)
+    assert time.monotonic() - began < ACTORS_GRACE_S
+    said = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert said == {
+        f"{name}.{rank}": f"{500 if name == 'working' else 0}, None"
+        for name in ("idle", "working", "waiting", "spinning")
+        for rank in (0, 1)
+    }
+    for call in (open_call, stuck):
+        with pytest.raises(ActorError, match=r"stopped|KeyboardInterrupt"):
+            call.get(WAIT_S)
+
+
+@pytest.mark.parametrize("cell", ["", "import time; time.sleep(20)"], ids=["idle", "beside a cell"])
+def test_a_mesh_that_is_stopped_ends_its_actors_first(
+    cell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with meshbook.create_mesh(2, torch=False) as mesh:
+        tidy = mesh.spawn("tidy", Tidy, str(tmp_path / "tidy"))
+        assert list(tidy.add.call().get(WAIT_S).values()) == [1, 1]
+        mesh.run("1")
+        if cell:
+            mesh.run(cell, wait=False)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"tidy.0": "1, None", "tidy.1": "1, None"}
+    assert capsys.readouterr().out.count("tidied up") == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Interrupts
+
+
+def _until_it_spins() -> None:
+    tick = threading.Event()
+    for _ in range(2000):
+        running = [message.method for cabin in lives.life().actors.values() for message in cabin.running.values()]
+        if "spin" in running:
+            return
+        tick.wait(0.01)
+    raise AssertionError("it does not run")
+
+
+def test_an_interrupted_call_ends_and_the_others_go_on() -> None:
+    counter = this_proc().spawn("interrupted", Counter)
+    runs, waits = counter.spin.call_one(), counter.spin.call_one()
+    other, last = counter.add.call_one(), counter.notes.call_one()
+    _until_it_spins()
+    waits.interrupt()
+    runs.interrupt()
+    for call, why in ((runs, "KeyboardInterrupt"), (waits, "before it began")):
+        with pytest.raises(ActorError, match=why) as caught:
+            call.get(WAIT_S)
+        assert isinstance(caught.value.exception, KeyboardInterrupt)
+    assert other.get(WAIT_S) == 1
+    assert last.get(WAIT_S) == ["interrupted"]
+    calls = [counter.spin.call_one() for _ in range(3)]
+    counter.add.broadcast()
+    interrupt(counter)
+    for call in calls:
+        with pytest.raises(ActorError, match="KeyboardInterrupt"):
+            call.get(WAIT_S)
+    assert counter.add.call_one().get(WAIT_S) == 2
+    counter.stop().get(WAIT_S)
+
+
+def test_an_interrupt_reaches_what_the_endpoint_waits_for() -> None:
+    first, second = (this_proc().spawn(name, Counter) for name in ("first", "second"))
+    call = first.wait_for.call_one(second)
+    _until_it_spins()
+    call.interrupt()
+    with pytest.raises(ActorError, match="KeyboardInterrupt"):
+        call.get(WAIT_S)
+    assert second.notes.call_one().get(WAIT_S) == ["interrupted"]
+    for counter in (first, second):
+        counter.stop().get(WAIT_S)
+
+
+def test_async_endpoints_are_cancelled_at_an_await_and_interrupted_between_two() -> None:
+    gate = this_proc().spawn("interrupted gate", Gate)
+    waits, other = gate.wait.call_one("a"), gate.wait.call_one("b")
+    spins = gate.spin.call_one()
+    _until_it_spins()
+    waits.interrupt()
+    spins.interrupt()
+    for call, why in ((spins, "KeyboardInterrupt"), (waits, "CancelledError")):
+        with pytest.raises(ActorError, match=why):
+            call.get(WAIT_S)
+    assert gate.let_go.call_one().get(WAIT_S)
+    assert other.get(WAIT_S) == "b"
+    gate.stop().get(WAIT_S)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "becomes"), [(0.2, None), (20.0, "stopped.spin on rank 0 was interrupted")], ids=["short", "long"]
+)
+def test_stop_lets_a_short_endpoint_end_and_interrupts_a_long_one(seconds: float, becomes: str | None) -> None:
+    counter = this_proc().spawn("stopped", Counter)
+    call = counter.spin.call_one(seconds)
+    press = threading.Timer(0.1, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT])
+    press.start()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        call.get(WAIT_S)
+    assert str(caught.value) == (becomes or "")
+    assert counter.notes.call_one().get(WAIT_S) == (["interrupted"] if becomes else [])
+    counter.stop().get(WAIT_S)
 
 
 def test_an_async_endpoint_may_spawn_on_processes_that_it_has_just_started() -> None:

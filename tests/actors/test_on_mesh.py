@@ -163,18 +163,23 @@ def test_what_endpoints_print_is_folded_and_logging_option_rules_it(
     assert "[1] me alone" in look()
 
 
-def test_stop_ends_the_wait_and_the_actor_goes_on(counters: Any) -> None:
+def test_stop_ends_the_wait_for_what_cannot_be_interrupted_and_the_actor_lives(counters: Any) -> None:
     main = threading.main_thread().ident or 0
     press = threading.Timer(0.1, signal.pthread_kill, [main, signal.SIGINT])
     press.start()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match=r"counters.hold on ranks 0-1 was interrupted and goes on: it sleeps"):
         counters.hold.call().get(WAIT_S)
     counters._apply_now(_set_gate).get(WAIT_S)
+    counters._apply(_clear_gate).get(WAIT_S)
     assert len(counters.add.call(0).get(WAIT_S)) == 2
 
 
 def _set_gate(actor: Any) -> None:
     actor.gate.set()
+
+
+def _clear_gate(actor: Any) -> None:
+    actor.gate.clear()
 
 
 def test_rows_say_what_each_actor_does(mesh: Any, counters: Any) -> None:

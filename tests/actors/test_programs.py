@@ -127,7 +127,8 @@ def test_the_table_of_names_tells_the_truth() -> None:
     }
     assert {name for name, here in listed.items() if here == "no"} == set(actor.NOT_HERE)
     assert set(listed) | {
-        "ActorMesh", "Buffer", "RDMABuffer", "SupervisionError", "as_completed", "pull", "redefine",
+        "ActorMesh", "Buffer", "RDMABuffer", "SupervisionError", "as_completed", "interrupt", "pull",
+        "redefine",
     } == set(actor.__all__) | set(actor.NOT_HERE)  # fmt: skip
 
 

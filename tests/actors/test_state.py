@@ -13,7 +13,7 @@ import torch
 
 from meshbook import actor
 from meshbook.actor import Actor, ActorError, ActorMesh, ProcMesh, ValueMesh, current_rank, endpoint, pull, this_host
-from meshbook.actors import cells, overview, redefine
+from meshbook.actors import cells, finding, overview, redefine
 from meshbook.errors import MeshNameError, TransferError, ValuesDiffer
 
 TIMEOUT_S = 30.0
@@ -148,7 +148,7 @@ def test_ranks_that_do_the_same_share_a_line() -> None:
 
 
 def test_a_cell_runs_in_the_actors_with_self_bound_and_keeps_its_names(trainers: ActorMesh) -> None:
-    found = cells.find_actors("trainers")
+    found = finding.find_actors("trainers")
     shown = cells.run_in_actors(found, "double = 2 * self.place\nself.step = 40 + double\nself.step")
     assert repr(shown) == "[0] 40\n[1] 42"
     assert cells.run_in_actors(found, "triple = lambda: double + self.place") is None
@@ -159,7 +159,7 @@ def test_a_cell_runs_in_the_actors_with_self_bound_and_keeps_its_names(trainers:
     with pytest.raises(SyntaxError):
         cells.run_in_actors(found, "x =")
     with pytest.raises(MeshNameError, match=r"no actors are named 'trainer'; did you mean trainers\?"):
-        cells.find_actors("trainer")
+        finding.find_actors("trainer")
 
 
 def test_a_cell_in_an_actor_with_an_event_loop_may_await(procs: ProcMesh) -> None:

@@ -258,6 +258,36 @@ next(iter(DataLoader(Stuck(), num_workers=1)))
 """
 
 
+# A process group in a cycle that nobody holds, as broken groups are, and workers that collect.
+DROPPED = """
+import gc
+from torch.utils.data import DataLoader, Dataset
+
+class Collecting(Dataset):
+    def __len__(self):
+        return 2
+    def __getitem__(self, index):
+        return gc.collect()
+
+class Cycle:
+    def __init__(self):
+        self.me = self
+        self.group = dist.distributed_c10d.ProcessGroupGloo(dist.HashStore(), 0, 1)
+
+gc.disable()
+try:
+    Cycle()
+    for batch in DataLoader(Collecting(), num_workers=1, timeout=20):
+        pass
+finally:
+    gc.enable()
+"""
+
+
+def test_workers_do_not_collect_what_their_rank_has_dropped(own_mesh: Mesh) -> None:
+    own_mesh.run(DROPPED, timeout=30.0)
+
+
 def pids_of(mesh: Mesh, rank: int, what: str) -> list[int]:
     return [int(pid) for pid in re.findall(rf"{what} (\d+)", mesh.logs(rank))]
 

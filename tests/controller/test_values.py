@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 
+import duckdb
 import numpy as np
+import polars
+import pyarrow
 import pytest
 import torch
 
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.remote import RemoteValue
-from meshbook.errors import CellError, MeshNameError, MeshShapeError, TransferError, ValuesDiffer
+from meshbook.errors import CellError, MeshNameError, MeshShapeError, TransferError, UsageError, ValuesDiffer
 from tests.controller.test_run import when
 
 
@@ -164,6 +167,31 @@ def test_scatter_cuts_and_gather_joins(mesh: Mesh) -> None:
     assert torch.equal(mesh.pull(pieces)[2], batch[3:])
     assert torch.equal(mesh.pull(pieces)[0], mesh.pull(pieces)[1])
     assert torch.equal(mesh.gather(pieces, axis="dp"), batch)
+
+
+def test_scatter_cuts_each_array_of_a_batch_and_the_rows_of_a_table(mesh: Mesh) -> None:
+    x, y = torch.arange(12.0).reshape(6, 2), np.arange(6)
+    inputs, targets = mesh.pull(mesh.scatter((x, y), axis="dp"))[2]
+    assert torch.equal(inputs, x[3:])
+    assert targets.tolist() == [3, 4, 5]
+    for table in (pyarrow.table({"a": y}), polars.DataFrame({"a": y}), duckdb.from_arrow(pyarrow.table({"a": y}))):
+        assert mesh.pull(mesh.scatter(table, axis="dp"))[0]["a"].tolist() == [0, 1, 2]
+    assert mesh.pull(mesh.scatter([x, y, "z"], axis="dp"))[2] == ["z"]
+    assert mesh.pull(mesh.scatter(x, axis="dp", dim=-1))[0].tolist() == x[:, :1].tolist()
+    with pytest.raises(UsageError, match=r"shape \(6,\) has no dim 1"):
+        mesh.scatter((x, y), axis="dp", dim=1)
+    with pytest.raises(UsageError, match=r"a Tensor without rows cannot be cut; mesh\.push"):
+        mesh.scatter(torch.tensor(1), axis="dp")
+
+
+def test_scatter_gives_the_whole_batch_as_one_tensor_where_it_is_asked_to(mesh: Mesh) -> None:
+    batch = torch.arange(10.0).reshape(5, 2)
+    whole = mesh.scatter({"x": batch}, axis="dp", view="global")["x"]
+    assert whole.shape == (5, 2)
+    assert torch.equal(whole.local(2), batch[3:])
+    assert torch.equal(whole.full_tensor(), batch)
+    with pytest.raises(UsageError, match=r"along dim 0; meshbook\.distribute"):
+        mesh.scatter(batch, axis="dp", dim=1, view="global")
 
 
 def test_scatter_over_an_axis_that_is_not_there_is_refused(mesh: Mesh) -> None:

@@ -136,6 +136,8 @@ def test_actors_are_one_row_each_of_the_ranks_that_are_shown() -> None:
     assert (told[0]["running"], told[0]["seconds"], told[0]["mailbox"]) == ("apply", 2.0, 3)
     assert told[0]["error"].startswith("step: ValueError: xx")
     assert len(told[0]["error"]) < 400
+    light = {**row, "actor": "light", "rank": 2, "home": "procs-1a2b"}
+    assert [one["rank"] for one in view.actors([*rows, light], (0,))["rows"]] == [0, 0, "procs-1a2b: 2"]
     quiet, busy = View(), View()
     busy.has_actors = True
     layouts = [by_kind(one.everything(Training({"rank": 2}).picture))["layout"] for one in (quiet, busy)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from tests.kernel.frontend import FrontEnd, plain
 
 CLASS = """%%controller
@@ -34,6 +36,12 @@ def test_actors_live_beside_cells_and_take_new_methods_when_their_cell_is_run_ag
     failed = shared.run("%%mesh --actor greeters\nself.nmae")
     assert failed.status == "error"
     assert "nmae" in plain(failed.traceback)
+
+    shared.run("%%controller\ngreeters.state.name = 3")
+    raised = plain(shared.run(greet).traceback)
+    assert "greeters.greet failed.\nranks 0-1: TypeError: can only concatenate" in raised
+    assert re.search(r"Cell In\[\d+\], line 10, in greet\n    return \"bye \" \+ self.name\n", raised), raised
+    assert "futures.py" not in raised
 
     table = shared.run("%mesh actors").result
     assert table is not None

@@ -60,6 +60,58 @@ def add_to_slice(x: Tensor) -> Tensor:
     return y
 
 
+def set_block(x: Tensor, y: Tensor) -> Tensor:
+    z = x * 1.0
+    z[1:6:2, 4:7] = y
+    return z
+
+
+def rows_from_rows(x: Tensor) -> Tensor:
+    y = x * 1.0
+    for row in range(1, len(x)):
+        y[row] += 0.5 * y[row - 1]
+    return y
+
+
+def through_views(x: Tensor) -> Tensor:
+    y = x * 1.0
+    y[1:6].t()[2:9, 1:].mul_(2.0)
+    y.diagonal().fill_(3.0)
+    y.flatten()[5:20].sub_(1.0)
+    y[-1].copy_(y[0])
+    return y
+
+
+def views_that_stay(x: Tensor) -> tuple[Tensor, ...]:
+    """What is changed in one is changed in all, whichever lies as a copy."""
+    y = x * 1.0
+    rows, diagonal = y[2:5], y.diagonal()
+    across = rows.t()
+    inner = across[3:7]
+    y.add_(1.0)
+    total = rows.sum()
+    across.mul_(2.0)
+    inner.add_(5.0)
+    rows[1].zero_()
+    diagonal.fill_(3.0)
+    first, second = y.chunk(2, 1)
+    second.copy_(first)
+    torch._foreach_add_([first, second], [1.0, 2.0])
+    return y, total, rows + rows, across.clone(), torch.stack([inner, inner]), diagonal * 2
+
+
+def with_statistics(x: Tensor, mean: Tensor, var: Tensor) -> tuple[Tensor, ...]:
+    noted = mean * 1.0, var.abs() + 1.0
+    return F.batch_norm(x, *noted, training=True), *noted
+
+
+def set_where(x: Tensor) -> Tensor:
+    y = x * 1.0
+    y[y > 0] = -1.0
+    y[:, torch.arange(12) > 9] = 2.0
+    return y
+
+
 def in_place(x: Tensor) -> Tensor:
     y = x.clone()
     y.mul_(2.0).add_(1.0).clamp_(-1.0, 2.0)
@@ -167,6 +219,7 @@ OPERATIONS: dict[str, Operation] = {
     "cumsum 1": Operation(lambda x: x.cumsum(1), ((8, 12),)),
     "cumprod 0": Operation(lambda x: x.cumprod(0), ((8, 4),), kind="positive"),
     "topk": Operation(lambda x: x.topk(3, 1).values, ((8, 12),), exact=True),
+    "topk of other lengths": Operation(lambda x: [x.topk(k, 1).values for k in (1, 2)], ((8, 12),), exact=True),
     "sort": Operation(lambda x: x.sort(1).values, ((8, 12),), exact=True),
     "sort 0": Operation(lambda x: x.sort(0).values, ((8, 12),), exact=True),
     # ---- shapes
@@ -193,7 +246,8 @@ OPERATIONS: dict[str, Operation] = {
     "narrow": Operation(lambda x: x.narrow(1, 1, 4), ((8, 12),), exact=True),
     "split": Operation(lambda x: x.split(4, 1), ((8, 12),), exact=True),
     "chunk": Operation(lambda x: [part * 2 for part in x.chunk(3, -1)], ((8, 12),), exact=True),
-    "unbind": Operation(lambda x: [part * 2 for part in x.unbind(1)], ((8, 3),), exact=True, refused=S1),
+    "unbind": Operation(lambda x: [part * 2 for part in x.unbind(1)], ((8, 3),), exact=True),
+    "row by row": Operation(lambda x: torch.stack([row * 2 for row in x]), ((5, 3),), exact=True),
     "cat": Operation(lambda x, y: torch.cat([x, y], 1), pair(8, 12), exact=True),
     "cat 0": Operation(lambda x, y: torch.cat([x, y], 0), pair(8, 12), exact=True),
     "stack": Operation(lambda x, y: torch.stack([x, y]), pair(8, 12), exact=True),
@@ -207,10 +261,21 @@ OPERATIONS: dict[str, Operation] = {
     "diagonal": Operation(lambda x: x.diagonal() * 2, ((8, 8),), exact=True),
     "contiguous": Operation(lambda x: x.t().contiguous().view(-1), ((8, 12),), exact=True),
     "clone": Operation(lambda x: x.clone(), ((8, 12),), exact=True),
-    "set a column": Operation(set_column, ((8, 12),), exact=True, refused=S1),
-    "add to a slice": Operation(add_to_slice, ((8, 12),), exact=True, refused=S1),
+    # ---- changed through views, which may cut across pieces
+    "set a column": Operation(set_column, ((8, 12),), exact=True),
+    "add to a slice": Operation(add_to_slice, ((8, 12),), exact=True),
+    "set a block": Operation(set_block, ((8, 12), (3, 3)), exact=True),
+    "rows from rows": Operation(rows_from_rows, ((7, 4),)),
+    "through several views": Operation(through_views, ((8, 12),), exact=True),
+    "views stay views": Operation(views_that_stay, ((8, 12),), grads=False, exact=True),
+    "lower part in place": Operation(lambda x: (x * 1.0).tril_().cumsum_(0), ((8, 8),)),
+    "set where": Operation(set_where, ((8, 12),), exact=True),
+    "put": Operation(lambda x, y: x.index_put((torch.tensor([0, 3, 3]),), y, accumulate=True), ((8, 12), (3, 12))),
     # ---- looking things up
     "gather": Operation(lambda x: x.gather(1, torch.zeros(8, 2, dtype=torch.long)), ((8, 12),), exact=True),
+    "gather a row's own": Operation(lambda x: x.gather(1, torch.arange(8)[:, None] % 5), ((8, 12),), exact=True),
+    "gather fewer": Operation(lambda x: x.gather(0, torch.tensor([[0, 1], [2, 3]])), ((8, 12),), exact=True),
+    "scatter": Operation(lambda x, y: x.scatter(1, torch.tensor([[0, 1], [2, 3]]), y), ((8, 12), (2, 2)), exact=True),
     "index select": Operation(lambda x: x.index_select(1, torch.tensor([0, 3, 3])), ((8, 12),)),
     "index": Operation(lambda x: x[torch.tensor([0, 2, 2])], ((8, 12),)),
     "index pairs": Operation(lambda x: x[torch.arange(8), torch.tensor([0, 1, 2, 3, 4, 5, 6, 7])], ((8, 12),)),
@@ -218,6 +283,7 @@ OPERATIONS: dict[str, Operation] = {
         lambda x: torch.zeros_like(x).scatter_add(1, torch.zeros(8, 12, dtype=torch.long), x), ((8, 12),)
     ),
     "one hot": Operation(lambda i: F.one_hot(i, 4), ((8, 6),), kind="index", grads=False, exact=True),
+    "embedding, rows in pieces": Operation(lambda w: F.embedding(torch.arange(5) % 4, w).pow(2), ((8, 12),)),
     "embedding": Operation(lambda i, w: F.embedding(i, w), ((8, 6),), ((4, 12),), kind="index"),
     # ---- products
     "mm": Operation(torch.mm, ((8, 12),), ((12, 6),)),
@@ -255,12 +321,18 @@ OPERATIONS: dict[str, Operation] = {
     "conv2d stride": Operation(lambda x, w: F.conv2d(x, w, stride=2), ((4, 4, 8, 8),), ((6, 4, 3, 3),)),
     "conv1d": Operation(lambda x, w: F.conv1d(x, w, padding=1), ((4, 4, 8),), ((6, 4, 3),)),
     "max pool": Operation(lambda x: F.max_pool2d(x, 2), ((4, 4, 8, 8),), exact=True),
+    "pools of other sizes": Operation(
+        lambda x: [pool(x, size) for pool in (F.max_pool2d, F.avg_pool2d) for size in (2, 4)], ((4, 4, 8, 8),)
+    ),
     "avg pool": Operation(lambda x: F.avg_pool2d(x, 2), ((4, 4, 8, 8),)),
     "adaptive pool": Operation(lambda x: F.adaptive_avg_pool2d(x, 1).flatten(1), ((4, 4, 8, 8),)),
     "interpolate": Operation(lambda x: F.interpolate(x, scale_factor=2), ((4, 4, 4, 4),)),
     "batch norm": Operation(
         lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True), ((4, 4, 8, 8),), ((4,), (4,))
     ),
+    "batch norm with statistics": Operation(with_statistics, ((4, 4, 8, 8),), ((4,), (4,)), grads=False),
+    "reflected": Operation(lambda x: F.pad(x, (1, 1, 2, 1), mode="reflect"), ((4, 4, 8, 8),)),
+    "prelu": Operation(F.prelu, ((4, 4, 8, 8),), ((4,),)),
     "group norm": Operation(lambda x, w, b: F.group_norm(x, 2, w, b), ((4, 4, 8, 8),), ((4,), (4,))),
     # ---- losses
     "cross entropy": Operation(lambda x: F.cross_entropy(x, torch.arange(8) % 6), ((8, 6),)),
@@ -269,6 +341,13 @@ OPERATIONS: dict[str, Operation] = {
     "cross entropy none": Operation(lambda x: F.cross_entropy(x, torch.arange(8) % 6, reduction="none"), ((8, 6),)),
     "cross entropy, ignored": Operation(
         lambda x: F.cross_entropy(x, torch.tensor([0, 1, -100, 2, -100, 3, 4, 5])), ((8, 6),)
+    ),
+    "cross entropy, unequally ignored": Operation(
+        lambda x: F.cross_entropy(x, torch.tensor([-100, -100, -100, 2, 1, 3, 4, 5])), ((8, 6),)
+    ),
+    "cross entropy, weights": Operation(
+        lambda x: F.cross_entropy(x, torch.tensor([5, 5, 0, 1, 5, 0, 1, -100]), weight=torch.arange(1.0, 7.0)),
+        ((8, 6),),
     ),
     "label smoothing": Operation(lambda x: F.cross_entropy(x, torch.arange(8) % 6, label_smoothing=0.1), ((8, 6),)),
     "nll": Operation(lambda x: F.nll_loss(F.log_softmax(x, 1), torch.arange(8) % 6), ((8, 6),)),
@@ -285,6 +364,9 @@ OPERATIONS: dict[str, Operation] = {
     "loss of a mean": Operation(lambda x, y: F.mse_loss(x.mean(0), y.mean(0)), pair(8, 12)),
     # ---- matrices
     "linalg inv": Operation(lambda x: torch.linalg.inv(x @ x.t() + 8 * torch.eye(8)), ((8, 8),), grads=False),
+    "bits": Operation(lambda i: (i << 2) + (i >> 1) * (i & 1), ((8, 6),), kind="index", grads=False, exact=True),
+    "without a rule": Operation(lambda x: F.fold(F.unfold(x, 2) ** 2, (4, 4), 2), ((4, 4, 4, 4),)),
+    "windows": Operation(lambda x: x.unfold(1, 3, 2) * 2, ((8, 12),)),
     "trace": Operation(lambda x: x.diagonal().sum(), ((8, 8),)),
     "allclose": Operation(lambda x: x * float(torch.allclose(x, x * 1.0)), ((8, 12),), grads=False, exact=True),
     "equal": Operation(lambda x: x * float(torch.equal(x, x * 1.0)), ((8, 12),), grads=False, exact=True),

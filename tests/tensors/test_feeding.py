@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -15,7 +20,9 @@ import torch
 
 from meshbook.controller import batches
 from meshbook.controller.mesh import Mesh
-from meshbook.errors import PlacementError, TransferError, UsageError
+from meshbook.errors import OperationFailed, PlacementError, TransferError, UsageError
+from meshbook.tensors.creation import engine_of
+from tests.tensors.test_remote import live, spaces_of_this_rank
 
 
 class Pair(NamedTuple):
@@ -127,6 +134,7 @@ def test_the_source_is_never_far_ahead_of_the_loop(mesh2: Mesh) -> None:
 @pytest.mark.parametrize("view", ["global", "local"])
 def test_a_loop_that_is_left_early_leaves_nothing_behind(mesh2: Mesh, view: str) -> None:
     closed = threading.Event()
+    before = live(mesh2)
 
     def source() -> Iterator[Any]:
         try:
@@ -140,12 +148,7 @@ def test_a_loop_that_is_left_early_leaves_nothing_behind(mesh2: Mesh, view: str)
         break
     assert closed.wait(10)
 
-    def waiting() -> int:
-        from meshbook.rank.tensors.feeding import WAITING
-
-        return len(WAITING)
-
-    assert mesh2.execute(waiting).same() == 0
+    assert live(mesh2) == before
     pool = mesh2.session._pool
     for _ in range(100):  # ranks tell with their next answers what they have let go of
         mesh2.execute(lambda: None)
@@ -153,6 +156,61 @@ def test_a_loop_that_is_left_early_leaves_nothing_behind(mesh2: Mesh, view: str)
         if pool.used_bytes == 0:
             break
     assert pool.used_bytes == 0
+
+
+def test_what_a_rank_cannot_take_is_told_where_it_is_used(mesh2: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(mesh2)
+    before = live(mesh2)
+
+    def send_nonsense(tensors: Any, placements: Any, feed: Any = engine.feed) -> Any:
+        return feed([torch.ones(3) for _ in tensors], ["no placement"])
+
+    monkeypatch.setattr(engine, "feed", send_nonsense)
+    with mesh2.feed([torch.ones(4)]) as batches:
+        total = next(batches) * 2
+        with pytest.raises(OperationFailed, match="AttributeError"):
+            total.full_tensor()
+    monkeypatch.undo()
+    del total
+    assert next(mesh2.feed([torch.ones(4)])).sum().item() == 4
+    assert live(mesh2) == before
+
+
+def test_a_client_that_is_killed_leaves_no_batch_on_the_ranks(mesh2: Mesh) -> None:
+    """Neither those that they have nor those that are on their way when it dies."""
+    program = (
+        "import meshbook, torch\n"
+        f"mesh = meshbook.attach({mesh2.name!r})\n"
+        "batches = mesh.feed([torch.full((4,), float(step)) for step in range(9)])\n"
+        "print(next(batches).sum().item(), flush=True)\n"
+        "input()\n"
+        "print(*(tuple(next(batches).shape) for _ in range(2)), flush=True)\n"
+        "input()\n"
+    )
+    before = set(mesh2.execute(spaces_of_this_rank).values())
+    pids = list(mesh2.execute(os.getpid).values())
+    client = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert client.stdin is not None
+    assert client.stdout is not None
+    bound = threading.Timer(60, client.kill)
+    bound.start()
+    try:
+        assert client.stdout.readline() == "0.0\n"
+        assert {count - 1 for count in mesh2.execute(spaces_of_this_rank).values()} == before
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        client.stdin.write("\n")
+        client.stdin.flush()
+        assert client.stdout.readline() == "(4,) (4,)\n"
+    finally:
+        bound.cancel()
+        client.kill()
+        client.communicate(timeout=30)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+    deadline = time.monotonic() + 20
+    while set(mesh2.execute(spaces_of_this_rank).values()) != before:
+        assert time.monotonic() < deadline
 
 
 @pytest.mark.parametrize(

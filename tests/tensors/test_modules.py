@@ -67,6 +67,16 @@ def test_fsdp_shards_what_the_controller_sees_as_whole(mesh2: Mesh) -> None:
     assert "2 blocks" in model.plan
 
 
+def test_a_scattered_batch_is_an_input_where_it_is_one_tensor(mesh2: Mesh) -> None:
+    alone = nn.Linear(3, 2)
+    model = meshbook.distribute(alone, mesh2, strategy="ddp")
+    batch = torch.rand(4, 3)
+    close(model(mesh2.scatter(batch, axis="dp", view="global")).full_tensor(), alone(batch))
+    pieces = mesh2.scatter(batch, axis="dp")
+    with pytest.raises(PlacementError, match=r"a tensor per rank; say how they are one: x.as_global.*mesh.feed"):
+        model(pieces)
+
+
 def test_a_step_of_a_module_there_is_few_operations_and_can_be_recorded(mesh2: Mesh) -> None:
     torch.manual_seed(5)
     alone = gpt.GPT()
@@ -191,6 +201,42 @@ def test_precision_is_of_the_computation_not_of_the_parameters(mesh2: Mesh) -> N
         assert out.dtype == torch.bfloat16
         out.float().sum().backward()
         assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp", "replicate"])
+def test_a_parameter_may_be_frozen_and_thawed_while_its_module_is_on_the_ranks(mesh2: Mesh, strategy: str) -> None:
+    torch.manual_seed(3)
+    alone = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    alone[0].requires_grad_(False)
+    model = meshbook.distribute(copy.deepcopy(alone), mesh2, strategy=strategy)
+    x = torch.randn(6, 4)
+    there = meshbook.distribute(x, mesh2, [Shard(0)])
+    for frozen in ((), (), ("0.bias", "2.weight"), ("0.weight", "0.bias"), ()):
+        for name, parameter in (*alone.named_parameters(), *model.named_parameters()):
+            parameter.requires_grad = name not in frozen
+        for net, rows in ((alone, x), (model, there)):
+            net.zero_grad()
+            net(rows).square().sum().backward()
+        for (name, mine), wanted in zip(model.named_parameters(), alone.parameters(), strict=True):
+            assert (mine.grad is None) == (name in frozen), (name, frozen)
+            if mine.grad is not None:
+                close(mine.grad.full_tensor(), wanted.grad)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp", "replicate"])
+def test_autocast_here_is_autocast_of_the_modules_there(mesh2: Mesh, strategy: str) -> None:
+    torch.manual_seed(3)
+    alone = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+    model = meshbook.distribute(copy.deepcopy(alone), mesh2, strategy=strategy)
+    x = torch.randn(6, 4)
+    there = meshbook.distribute(x, mesh2, [Shard(0)])
+    with torch.autocast("cpu", torch.bfloat16):
+        out, wanted = model(there), alone(x)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.full_tensor(), wanted, rtol=0.02, atol=0.02)
+    out.float().sum().backward()
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
+    assert model(there).dtype == torch.float32
 
 
 def test_a_strategy_of_ones_own_may_cut_over_another_axis(mesh22: Mesh) -> None:

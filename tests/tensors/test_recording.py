@@ -165,7 +165,7 @@ def test_a_local_operand_does_not_end_the_holding_back_of_a_step(
     mesh2: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As when ranks have enough to do.
-    monkeypatch.setattr("meshbook.tensors.recording._Hold._is_due", lambda self: False)
+    monkeypatch.setattr("meshbook.tensors.recording.Recorder._is_due", lambda self: False)
 
     @meshbook.record
     def step(x: Any, there: torch.Tensor) -> Any:
@@ -184,7 +184,7 @@ def test_where_one_rank_cannot_write_a_step_down_no_rank_merges_its_collectives(
     def spoil(rank: int, back: bool) -> None:
         from meshbook.rank.tensors.lowering import CannotLower, Lowering
 
-        def refuse(self: Any, results: Any) -> Any:
+        def refuse(self: Any, results: Any, **options: Any) -> Any:
             raise CannotLower("this rank has a reason of its own")
 
         if rank == 1:

@@ -188,6 +188,33 @@ def test_a_long_pickle_leaves_the_message_too(pool: SegmentPool, other: OtherPro
     assert other.ask("len(x), y.sum()") == (len(numbers), LARGE)
 
 
+def test_large_bytes_and_text_leave_the_pickle_wherever_they_are(
+    pool: SegmentPool, there_and_back: Callable[[Any], Any]
+) -> None:
+    large = bytes(range(256)) * 20_000
+    value = {"a": [large, 1, (bytearray(large), "\u00e9" * 400_000)], "same": large, large[:200_000]: np.ones(LARGE)}
+    payload = dump(value, pool=pool)
+    assert (len(payload.cuts), len(payload.buffers), len(payload.pickled) < 1000) == (4, 5, True)
+    back = there_and_back(value)
+    assert back.pop(large[:200_000]).sum() == LARGE
+    assert back.items() <= value.items()
+    assert back["same"] is back["a"][0]
+    back["a"][2][0].append(1)
+    together = [list(range(STREAM_THRESHOLD // 2)), large]  # the rest of the pickle is large too
+    assert dump(together, pool=pool).pickled == b""
+    assert there_and_back(together) == together
+
+
+def test_what_is_cut_out_of_a_pickle_goes_back_as_soon_as_it_is_rebuilt(
+    pool: SegmentPool, reader: SegmentReader
+) -> None:
+    payload = dump([b"x" * 3_000_000], pool=pool)
+    value = load(payload, reader=reader)
+    for segment in reader.take_released():
+        pool.release(segment)
+    assert (pool.used_bytes, value) == (0, [b"x" * 3_000_000])
+
+
 def test_without_a_pool_everything_is_in_the_message(other: OtherProcess) -> None:
     x = torch.arange(LARGE)
     payload = dump([x, x[5:], np.ones(LARGE)], pool=None)
@@ -650,8 +677,9 @@ def test_importing_it_does_not_import_torch() -> None:
         Payload(pickle.dumps(([5], [(0, "float32", 0, (3,), (1,), False, False)]), 5)),
         Payload(b"N.cmeshbook.wire.pickling\n_tensor\n(K\x05tR."), Payload(b"", (InlineBuffer(b"\x80"),)),
         Payload(b"N." + pickle.dumps(np.ones(9), 5, buffer_callback=lambda buffer: False)),
+        Payload(b"N.\x80\x05B\xff\xff\x00\x00.", (InlineBuffer(b"too short"),), (9,)), Payload(b"N.", (), (1, 2)),
     ],
-    ids=range(9),
+    ids=range(11),
 )  # fmt: skip
 def test_a_damaged_payload_is_an_error_and_nothing_worse(payload: Payload) -> None:
     with pytest.raises(TransferError):

@@ -14,16 +14,18 @@ import logging
 import threading
 import time
 import traceback
+import types
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
 from contextvars import copy_context
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshbook.actors import base
 from meshbook.actors.runtime import faults
-from meshbook.actors.runtime.context import Context, Instance, current
+from meshbook.actors.runtime.context import Context, Home, Instance, current
 from meshbook.actors.runtime.futures import MUST_NOT_WAIT
+from meshbook.actors.runtime.interrupts import Interruptible
 from meshbook.actors.runtime.parcels import NONE
 from meshbook.actors.runtime.peer import PeerGone
 from meshbook.actors.runtime.ports import Port
@@ -38,6 +40,19 @@ log = logging.getLogger("meshbook.actors")
 
 _CANCEL_S = 1.0  # that they then have to say so to their callers
 _GRACE_S = 5.0  # that running async endpoints have to end when their actor is stopped; then they are cancelled
+_LOOP_S = 0.2  # that an event loop has to come to a cancellation; then the code that holds it up is interrupted
+
+Key = tuple[int, int]  # of a message: who sent it, and its number for the answer (-1 and any, if there is none)
+_CUT = object()  # in a mailbox
+_BEFORE = "it was interrupted before it began"
+
+
+class Running(NamedTuple):
+    """A message that is being worked on."""
+
+    method: str
+    since: float  # time.monotonic()
+    task: asyncio.Task[None] | None  # on an event loop
 
 
 class Cabin:
@@ -48,12 +63,15 @@ class Cabin:
         self.place = word.place
         self.point = Point(word.place, Extent(word.names, word.sizes))
         self.actor: Any = None
+        self.home: Home | None = None  # once it is there
+        self.born_at = time.time()
         self.class_name = "?"
         self.state = "starting"  # "living", "failed", "stopped"
         self.is_told_to_stop = False  # also while it still works off what it was sent before; its name is free
         self.born = threading.Event()  # its __init__ has run, or failed
+        self.ended = threading.Event()
         self.failure: messages.Failure | None = None  # of __init__
-        self.running: dict[int, tuple[str, float]] = {}  # message number -> endpoint, since
+        self.running: dict[Key, Running] = {}
         self.last_error: str | None = None
         self.num_messages = 0
         self._born_of: tuple[Any, Any] = (peer, word)
@@ -66,6 +84,9 @@ class Cabin:
         self._context = copy_context()  # of each task: this actor's
         self._cause: Exception | None = None  # what ended it, for __cleanup__
         self._ending = False  # it has come to its StopActor: what waits behind that is refused
+        self._open = Interruptible()
+        self._dropped: set[Key] = set()  # calls that were interrupted before they began
+        self._cuts: deque[None] = deque()  # one for each _CUT in the mailbox: what waits before them was interrupted
         self._reason = ""
 
     def start(self) -> None:
@@ -99,13 +120,48 @@ class Cabin:
         self.put((peer, word))
 
     @property
+    def _at(self) -> str:
+        """Where in its mesh, for sentences."""
+        return f" {self.point}" if self.point.extent else ""
+
+    @property
     def holds_name(self) -> bool:
         """Whether no other actor of this process may have its name."""
         return self.state != "failed" and not self.is_told_to_stop
 
+    def interrupt(self, key: Key | None) -> None:
+        """End a message that runs or waits; with None all that came until now. Does not wait. From any thread.
+
+        A `def` endpoint gets a KeyboardInterrupt, as soon as Python code of it runs; an async one is cancelled.
+        """
+        if key is None:
+            self._cuts.append(None)
+            self.put((None, _CUT))
+        else:
+            self._dropped.add(key)
+        for known, running in list(self.running.items()):
+            if key in (None, known):
+                self._end_message(known, running)
+
+    def _end_message(self, key: Key, running: Running) -> None:
+        self._dropped.add(key)  # it may not have begun yet
+        loop = self._loop
+        if loop is None:
+            self._open.interrupt(key)
+            return
+        if running.task is not None:
+            with contextlib.suppress(RuntimeError):  # closed
+                loop.call_soon_threadsafe(running.task.cancel)
+
+        def look() -> None:  # code between two awaits holds the loop up
+            if self.running.get(key) is running:
+                self._open.interrupt(key)
+
+        self.life.post.call_later(_LOOP_S, look)
+
     def abort(self, reason: str) -> None:
         self._cause = RuntimeError(reason)
-        self.life.fault(self, f"{self.name} {self.point} ended itself: {reason}", "")
+        self.life.fault(self, f"{self.name}{self._at} ended itself: {reason}", "")
         self.stop(reason)
 
     def row(self) -> dict[str, Any]:
@@ -117,10 +173,11 @@ class Cabin:
             "class": self.class_name,
             "place": self.place,
             "point": dict(self.point),
+            "born_at": self.born_at,
             "state": self.state,
             "mailbox": self._inbox.qsize(),
-            "running": running[0] if running else None,
-            "seconds": time.monotonic() - running[1] if running else None,
+            "running": running.method if running else None,
+            "seconds": time.monotonic() - running.since if running else None,
             "messages": self.num_messages,
             "last_error": self.last_error,
         }
@@ -134,7 +191,7 @@ class Cabin:
             Class, args, kwargs, home = self.life.post.parcels.unpack(peer, None, word.payload)
             instance = Instance(self.name, self.id, self.point, home, self.owner, self)
             current.set(Context(instance, self.point))
-            self._home = home
+            self.home = home
             self.class_name = Class.__name__
             on_loop = base.runs_on_loop(Class)
             self.actor = Class(*args, **kwargs)
@@ -169,24 +226,30 @@ class Cabin:
                 continue
             peer, word = item
             del item
-            if type(word) is messages.StopActor:
-                if self._end(peer, word):
-                    return
+            if word is _CUT:
+                self._cuts.pop()
+            elif type(word) is messages.StopActor:
+                self._end(peer, word)
+                return
             else:
                 self._perform(peer, word)
             del word
             self.life.post.let_go()
 
     def _perform(self, peer: Any, word: messages.CallActor) -> None:
+        key = _key(peer, word)
         try:
-            function, args, kwargs = self._prepare(peer, word)
-            value = function(*args, **kwargs)
+            function, args, kwargs = self._prepare(peer, word, key)
+            with self._open.of(key):
+                self._begin(key)
+                value = function(*args, **kwargs)
         except BaseException as error:
+            self._open.close()  # it may have struck in the middle of that
             self._failed(peer, word, error)
         else:
             self._finished(peer, word, value)
         finally:
-            self.running.pop(id(word), None)
+            self._over(key)
 
     # ---- the event loop
 
@@ -201,7 +264,9 @@ class Cabin:
         self._loop = loop
         loop.call_soon(self._drain)
         try:
-            loop.run_forever()
+            while self.state != "stopped":
+                with contextlib.suppress(KeyboardInterrupt):  # one that struck beside the code it was meant for
+                    loop.run_forever()
         finally:
             MUST_NOT_WAIT.pop(threading.get_ident(), None)
             loop.close()
@@ -217,7 +282,9 @@ class Cabin:
             if item is None:
                 continue
             peer, word = item
-            if type(word) is messages.StopActor:
+            if word is _CUT:
+                self._cuts.pop()
+            elif type(word) is messages.StopActor:
                 self._ending = True
                 self._start(self._end_async(peer, word))
             else:
@@ -230,29 +297,55 @@ class Cabin:
         task.add_done_callback(self._tasks.discard)
 
     async def _perform_async(self, peer: Any, word: messages.CallActor) -> None:
+        key = _key(peer, word)
         try:
-            function, args, kwargs = self._prepare(peer, word)
-            value = function(*args, **kwargs)
+            function, args, kwargs = self._prepare(peer, word, key)
+            with self._open.of(key):
+                self._begin(key)
+                value = function(*args, **kwargs)
             del args, kwargs
-            if inspect.isawaitable(value):
+            if inspect.iscoroutine(value):
+                value = await self._in_steps(key, value)
+            elif inspect.isawaitable(value):
                 value = await value
         except BaseException as error:
+            self._open.close()
             self._failed(peer, word, error)
         else:
             self._finished(peer, word, value)
             del value
         finally:
-            self.running.pop(id(word), None)
+            self._over(key)
             self.life.post.let_go()
+
+    @types.coroutine
+    def _in_steps(self, key: Key, work: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        """`await work`, which can be interrupted while a step of it runs."""
+        step, given = work.send, None
+        while True:
+            try:
+                with self._open.of(key):
+                    waits_for = step(given)
+            except StopIteration as end:
+                return end.value
+            step = work.send
+            try:
+                given = yield waits_for
+            except BaseException as error:
+                step, given = work.throw, error
 
     # ---- a message, in three parts that both ways share
 
-    def _prepare(self, peer: Any, word: messages.CallActor) -> tuple[Callable[..., Any], Any, Any]:
+    def _prepare(self, peer: Any, word: messages.CallActor, key: Key) -> tuple[Callable[..., Any], Any, Any]:
         self.num_messages += 1
-        self.running[id(word)] = (word.method, time.monotonic())
+        task = asyncio.current_task() if self._loop is not None else None
+        self.running[key] = Running(word.method, time.monotonic(), task)
         if self.failure is not None:
             self.life.post.parcels.discard(peer, word)
             raise _NotThere
+        if self._cuts and word.method[0] != "=":
+            self.life.post.parcels.discard(peer, word)
+            raise KeyboardInterrupt(_BEFORE)
         method = word.method
         args, kwargs = self.life.post.parcels.unpack(peer, word.plain, word.payload)
         point = self.point
@@ -272,6 +365,15 @@ class Cabin:
         if mark.explicit_response_port:
             args = (self._port(peer, word, point), *args)
         return mark.method, (self.actor, *args), kwargs
+
+    def _begin(self, key: Key) -> None:
+        """Now it can be interrupted; and if it was before, this is its end."""
+        if key in self._dropped:
+            raise KeyboardInterrupt(_BEFORE)
+
+    def _over(self, key: Key) -> None:
+        self.running.pop(key, None)
+        self._dropped.discard(key)
 
     def _port(self, peer: Any, word: messages.CallActor, point: Point) -> Port[Any]:
         if word.port is not None:
@@ -306,16 +408,17 @@ class Cabin:
         failure = self.failure
         if failure is None:
             failure = faults.describe(error, call=word.call, skip=1)
-            if isinstance(error, asyncio.CancelledError):
+            if isinstance(error, asyncio.CancelledError) and self._ending:
                 failure = self._stopped(word.call, "it was stopped")
-            self.last_error = f"{word.method}: {failure.ename}: {failure.text}"
+            self.last_error = f"{word.method}: {failure.ename}{failure.text and ': '}{failure.text}"
         with contextlib.suppress(PeerGone):
             if word.port is not None:
                 Port(messages.PortAddress(word.port.address, word.port.port, self._rank_in(word))).exception(error)
             elif word.call:
                 peer.send(encode(addressed(failure, word.call, self._rank_in(word))))
-            elif self.failure is None:  # nobody waits for an answer, and it must not go unheard
-                text = f"{self.name}.{word.method} {self.point} failed: {failure.ename}: {failure.text}"
+            elif self.failure is None and not isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
+                # Nobody waits for an answer, and it must not go unheard, unless somebody wanted it.
+                text = f"{self.name}.{word.method}{self._at} failed: {failure.ename}: {failure.text}"
                 self.life.fault(self, text, failure.traceback)
 
     def _stopped(self, call: int, reason: str) -> messages.Failure:
@@ -345,15 +448,14 @@ class Cabin:
 
     # ---- the end
 
-    def _end(self, peer: Any, word: messages.StopActor) -> bool:
+    def _end(self, peer: Any, word: messages.StopActor) -> None:
         cleanup = getattr(self.actor, "__cleanup__", None)
         try:
             if cleanup is not None:
                 cleanup(self._cause)
         except BaseException:
-            log.exception("__cleanup__ of %s %s failed", self.name, self.point)
+            log.exception("__cleanup__ of %s%s failed", self.name, self._at)
         self._gone(peer, word)
-        return True
 
     async def _end_async(self, peer: Any, word: messages.StopActor) -> None:
         mine = asyncio.current_task()
@@ -371,7 +473,7 @@ class Cabin:
                 if inspect.isawaitable(done):
                     await done
         except BaseException:
-            log.exception("__cleanup__ of %s %s failed", self.name, self.point)
+            log.exception("__cleanup__ of %s%s failed", self.name, self._at)
         self._gone(peer, word)
         assert self._loop is not None
         self._loop.stop()
@@ -385,6 +487,7 @@ class Cabin:
             if peer is not None and word.call:
                 peer.send(encode(messages.Answer(word.call, NONE)))
         self._refuse_rest()
+        self.ended.set()
 
     def _refuse_rest(self) -> None:
         """What came too late; on the thread that brings it, if that has looked the actor up just before its end."""
@@ -393,6 +496,10 @@ class Cabin:
                 item = self._inbox.get_nowait()
                 if item is not None and item[0] is not None:
                     self.life.refuse(item[0], item[1], self._stopped(0, self._reason))
+
+
+def _key(peer: Any, word: messages.CallActor) -> Key:
+    return (peer.number, word.call) if word.call else (-1, id(word))
 
 
 class _NotThere(Exception):

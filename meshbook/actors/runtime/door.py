@@ -25,6 +25,12 @@ def open_door(resolve: Callable[[str], Any], resolvers: dict[str, Callable[[str]
     return [address.node, address.key, address.pid]
 
 
-def say_farewell() -> None:
-    """The rank was told to end, and will, in the middle of whatever it does."""
-    farewell()
+def end_actors() -> bool:
+    """The rank was told to end, and its actors end first. Blocks.
+
+    Returns:
+        Whether there were any.
+    """
+    reason = "its mesh was stopped"
+    farewell(reason)
+    return life().end_all(reason)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import linecache
 import pickle
+import re
+import sys
 import traceback
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,7 +38,7 @@ class ActorError(MeshbookError):
         self.exception = exception
         self.message = message
         self.ranks = tuple(ranks)
-        self.traceback = traceback or _formatted(exception)
+        self.traceback = with_source(traceback) if traceback else _formatted(exception)
         self.others = tuple(others)
         super().__init__(message)
 
@@ -46,12 +50,24 @@ class ActorError(MeshbookError):
     def __str__(self) -> str:
         parts = [self.message]
         for ranks, exception, text in [(self.ranks, self.exception, self.traceback), *self.others]:
-            said = f"{type(exception).__name__}: {exception}" if not isinstance(exception, RemoteFailure) else exception
-            where = f"{name_ranks(ranks)}: " if ranks else ""
-            parts.append(f"{where}{said}")
+            said = str(exception)
+            if not isinstance(exception, RemoteFailure):
+                said = f"{type(exception).__name__}: {said}"
+            if text:  # which ends with all that it says
+                said = said.partition("\n")[0]
+            parts.append(f"{name_ranks(ranks)}: {said}" if ranks else said)
             if text:
                 parts.append(text.rstrip())
         return "\n".join(parts)
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows: the lines of the user's that lead here, and not how an answer is waited for."""
+        from IPython import get_ipython
+
+        shown: list[str] = get_ipython().InteractiveTB.structured_traceback(
+            type(self), self, _users_frames(self.__traceback__), tb_offset=0
+        )
+        return shown
 
     def __reduce__(self) -> Any:
         return _rebuild, (self.exception, self.message, self.ranks, self.traceback, self.others)
@@ -102,11 +118,12 @@ class MeshFailure:
     Attributes:
         mesh_name: of the mesh of actors or processes that failed, as it was given to `spawn`.
         ranks: its places that failed.
+        traceback: of the actor, as text; "" where a process is gone.
     """
 
     def __init__(self, mesh_name: str, ranks: Sequence[int], text: str, traceback: str = "") -> None:
         self.mesh_name, self.ranks = mesh_name, tuple(ranks)
-        self._text, self._traceback = text, traceback
+        self._text, self.traceback = text, with_source(traceback)
 
     @property
     def mesh(self) -> str:
@@ -114,7 +131,7 @@ class MeshFailure:
 
     def report(self) -> str:
         """What happened, for people."""
-        return "\n".join([self._text, *([self._traceback.rstrip()] if self._traceback else [])])
+        return "\n".join([self._text, *([self.traceback.rstrip()] if self.traceback else [])])
 
     def __str__(self) -> str:
         return self._text
@@ -126,6 +143,7 @@ class MeshFailure:
 # ---------------------------------------------------------------------------------------------------------------------
 
 _SMALL_BYTES = 64 << 10
+_FRAME = re.compile(r'  File "([^"]+)", line (\d+)')
 
 
 def describe(error: BaseException, *, call: int, kind: str = "raised", skip: int = 0) -> messages.Failure:
@@ -180,6 +198,45 @@ def error_of(failures: dict[int, messages.Failure], what: str, mesh_name: str) -
     first = failures[ranks[0]]
     others = [(tuple(places), rebuild(failures[places[0]]), key[3]) for key, places in ordered[1:]]
     return ActorError(rebuild(first), f"{what} failed.", ranks=ranks, traceback=trace, others=others)
+
+
+def _users_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """Without IPython's at the beginning and Meshbook's at the end."""
+    while trace is not None and _module(trace).startswith("IPython."):
+        trace = trace.tb_next
+    return _without_end(trace)
+
+
+def _without_end(trace: types.TracebackType | None) -> types.TracebackType | None:
+    if trace is None:
+        return None
+    rest = _without_end(trace.tb_next)
+    if rest is None and _module(trace).startswith("meshbook.actors."):
+        return None
+    return types.TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
+
+
+def _module(trace: types.TracebackType) -> str:
+    return str(trace.tb_frame.f_globals.get("__name__", ""))
+
+
+def with_source(text: str) -> str:
+    """A remote traceback with what only this process knows of a notebook's cells: their lines, and their numbers."""
+    lines = text.splitlines()
+    shown = []
+    for number, line in enumerate(lines):
+        frame, below = _FRAME.match(line), "".join(lines[number + 1 : number + 2])
+        shown.append(line if frame is None else f"  {_place(frame[1])}, line {frame[2]}{line[frame.end():]}")
+        if frame and not below.startswith("    ") and (source := linecache.getline(frame[1], int(frame[2])).strip()):
+            shown.append(f"    {source}")
+    return "\n".join(shown)
+
+
+def _place(file: str) -> str:
+    """`Cell In[3]`, or `File "…"` as in any traceback."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    cell = shell.compile.format_code_name(file) if shell is not None else None
+    return " ".join(cell) if cell else f'File "{file}"'
 
 
 def _formatted(exception: BaseException) -> str:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 from _thread import allocate_lock, get_ident
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -24,6 +25,10 @@ R = TypeVar("R")
 # Threads that must not wait for an answer, and why: they would wait for ever, or stop everything that runs on them.
 MUST_NOT_WAIT: dict[int, str] = {}
 
+
+# What Stop leaves a call to end in by itself, so that short endpoints leave their actors whole; and, when it was
+# interrupted then, what is waited for its end.
+_FINISH_S, _END_S = 0.3, 1.0
 
 # Threads that wait for an answer now: what wakes them, and where they find an error if it is not the answer that did.
 _waiting: dict[int, tuple[Any, list[BaseException]]] = {}
@@ -48,6 +53,7 @@ class Future(Generic[R]):
         "__weakref__",
         "_callbacks",
         "_error",
+        "_interrupt",
         "_lock",
         "_take",
         "_unpacking",
@@ -67,6 +73,7 @@ class Future(Generic[R]):
         self._error: BaseException | None = None
         self._waiters: list[Any] = []
         self._callbacks: list[Callable[[Future[R]], Any]] = []
+        self._interrupt: Callable[[], str] | None = None  # ends what it waits for; says what that was
 
     @classmethod
     def of(cls, value: R, label: str = "the call") -> Future[R]:
@@ -83,6 +90,7 @@ class Future(Generic[R]):
             if self._take is not None:
                 return
             self._take = take
+            self._interrupt = None
             waiters, self._waiters = self._waiters, []
             callbacks, self._callbacks = self._callbacks, []
         for waiter in waiters:
@@ -116,6 +124,7 @@ class Future(Generic[R]):
             SupervisionError: an actor that was called, or its process, is gone.
             MeshTimeout: the time is over (a TimeoutError); the call goes on.
             RuntimeError: waiting here would wait for ever, as on the event loop of an async actor.
+            KeyboardInterrupt: Stop was pressed. If the endpoint does not end by itself in a moment, it is interrupted.
         """
         if self._take is None:
             self._wait(timeout)
@@ -144,12 +153,17 @@ class Future(Generic[R]):
         _waiting[me] = (waiter, errors)
         try:
             arrived = waiter.acquire(True, -1 if timeout is None else timeout)
+        except KeyboardInterrupt:
+            _waiting.pop(me, None)
+            raise stopped([self]) from None
         finally:
             _waiting.pop(me, None)
         if self._take is None:
             with self._lock, contextlib.suppress(ValueError):
                 self._waiters.remove(waiter)
             if errors:
+                if isinstance(errors[0], KeyboardInterrupt):
+                    self.interrupt()  # the endpoint that waits here was, and so is what it waits for
                 raise errors[0]
             if not arrived:
                 raise MeshTimeout(f"{self.label} was not answered within {timeout:g} s; it goes on: get() waits again")
@@ -166,8 +180,16 @@ class Future(Generic[R]):
                         self._error = error
                     self._take = _taken
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)  # of where it was made, or of who asked before
         return self._value  # type: ignore[no-any-return]
+
+    def interrupt(self) -> None:
+        """End the call on the actors that have not answered: a `def` endpoint gets a KeyboardInterrupt when it next
+        runs Python, an async one is cancelled, one that waits in a mailbox is dropped. Does not wait; `get()` then
+        raises an ActorError. What is no call of an endpoint goes on."""
+        interrupt = self._interrupt
+        if interrupt is not None:
+            interrupt()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What `get()` would raise, or None. Blocks."""
@@ -215,6 +237,41 @@ class Future(Generic[R]):
         return f"<Future: {self.label} {'is done' if self.done() else 'is running'}>"
 
 
+def stopped(futures: Sequence[Future[Any]]) -> KeyboardInterrupt:
+    """Stop was pressed while these were waited for: what they run ends, by itself in a moment or else interrupted.
+
+    A second press does not wait for that. Blocks for some moments.
+
+    Returns:
+        What to raise: it says what became of them.
+    """
+    calls = [future for future in futures if future._interrupt is not None]
+    with contextlib.suppress(KeyboardInterrupt):
+        _wait_for_end(calls, _FINISH_S)
+    said = _interrupt(calls)
+    with contextlib.suppress(KeyboardInterrupt):
+        _wait_for_end(calls if said else [], _END_S)
+    left = _interrupt(calls)
+    if left:
+        why = "it sleeps or is in C code, and ends when it next runs Python"
+        return KeyboardInterrupt(f"{left} was interrupted and goes on: {why}")
+    return KeyboardInterrupt(*([f"{said} was interrupted"] if said else []))
+
+
+def _interrupt(calls: Sequence[Future[Any]]) -> str:
+    """Those that are open; says what they were."""
+    return "; ".join(dict.fromkeys(end() for call in calls if (end := call._interrupt) is not None))
+
+
+def _wait_for_end(futures: Sequence[Future[Any]], seconds: float) -> None:
+    due = time.monotonic() + seconds
+    for future in futures:
+        arrived = threading.Event()
+        future.add_done_callback(lambda _, arrived=arrived: arrived.set())  # type: ignore[misc]
+        if not arrived.wait(max(0.0, due - time.monotonic())):
+            return
+
+
 async def _awaiting(future: Future[R]) -> R:
     return await future
 
@@ -246,6 +303,9 @@ def as_completed(futures: Iterable[Future[R]], timeout: float | None = None) -> 
         if me in MUST_NOT_WAIT and arrived.empty():
             raise RuntimeError(MUST_NOT_WAIT[me])
         try:
-            yield arrived.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+            found = arrived.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+        except KeyboardInterrupt:
+            raise stopped([future for future in waiting if not future.done()]) from None
         except Empty:
             raise MeshTimeout(f"{count} of {len(waiting)} calls were answered within {timeout:g} s") from None
+        yield found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,9 @@ from meshbook.actors.runtime.parcels import NONE
 from meshbook.actors.runtime.peer import PeerGone
 from meshbook.actors.runtime.post import Post, encode, for_user_code, here
 from meshbook.wire import messages
+from meshbook.wire.lifeline import ACTORS_GRACE_S
 
+_WORK_S = 2.0  # of ACTORS_GRACE_S, for what was sent before; the rest is kept for `__cleanup__`
 _REMEMBERED = 1000  # actors that have ended, whose late callers are told how
 
 
@@ -27,6 +30,7 @@ class Life:
         self.actors: dict[str, Cabin] = {}
         self.owned: dict[str, Owned] = {}
         self.on_rank = False
+        self.ending: str | None = None  # why this process will end: nothing new begins
         self.kept: dict[str, Any] = {}  # meshes of processes that were started here and live until they are stopped
         self.root: Callable[[faults.MeshFailure, str], None] = _print  # told of what no actor has handled
         self._ended: OrderedDict[str, tuple[str, str]] = OrderedDict()  # id -> name, reason
@@ -35,6 +39,7 @@ class Life:
                 messages.SpawnActor: self._spawn,
                 messages.CallActor: self._call,
                 messages.StopActor: self._stop,
+                messages.InterruptActor: self._interrupt,
                 messages.Faulted: self._faulted,
             }
         )
@@ -53,6 +58,10 @@ class Life:
                 "first"
             )
             peer.send(encode(messages.Failure(word.call, "name", "ValueError", text)))
+            return
+        if self.ending is not None:
+            text = f"the process in which {word.name!r} was to live is ending: {self.ending}"
+            peer.send(encode(messages.Failure(word.call, "stopped", "ActorStopped", text)))
             return
         cabin = self.actors[word.actor] = Cabin(self, peer, word)
         cabin.start()
@@ -94,6 +103,30 @@ class Life:
         else:
             cabin.take_stop(peer, word)
 
+    def _interrupt(self, peer: Any, word: messages.InterruptActor) -> None:
+        cabin = self.actors.get(word.actor)
+        if cabin is not None:
+            cabin.interrupt((peer.number, word.call) if word.call else None)
+
+    def end_all(self, reason: str) -> bool:
+        """End every actor, because this process will end. Blocks for ACTORS_GRACE_S at most: what was sent before is
+        worked off for the first part of it; then what runs is interrupted and what waits refused, so that `__cleanup__`
+        comes to its turn.
+
+        Returns:
+            Whether there were any.
+        """
+        self.ending = reason
+        cabins = list(self.actors.values())
+        for cabin in cabins:
+            cabin.stop(reason)
+        told_at = time.monotonic()
+        _wait_for(cabins, told_at + _WORK_S)
+        for cabin in cabins:
+            cabin.interrupt(None)
+        _wait_for(cabins, told_at + ACTORS_GRACE_S)
+        return bool(cabins)
+
     def refuse(self, peer: Any, word: Any, failure: messages.Failure | None) -> None:
         """A message for an actor that is not there (any more)."""
         self.post.parcels.discard(peer, word)
@@ -123,7 +156,7 @@ class Life:
 
     def escalate(self, cabin: Cabin, failure: faults.MeshFailure) -> None:
         """The owner has not handled it; the owner's owner may."""
-        self._tell(cabin.owner, failure.mesh_name, failure.ranks, str(failure), failure._traceback)
+        self._tell(cabin.owner, failure.mesh_name, failure.ranks, str(failure), failure.traceback)
 
     def _tell(self, owner: messages.ActorAddress, name: str, places: tuple[int, ...], text: str, trace: str) -> None:
         with contextlib.suppress(PeerGone):
@@ -160,6 +193,11 @@ class Life:
                 self.post.call_later(self.post.news.delay_s, tell)
             else:
                 tell()
+
+
+def _wait_for(cabins: list[Cabin], due: float) -> None:
+    for cabin in cabins:
+        cabin.ended.wait(max(0.0, due - time.monotonic()))
 
 
 class Owned:

@@ -41,20 +41,6 @@ def _count(value: Any, left: int) -> int:
     return -1
 
 
-class _Loose:
-    """Large bytes, which pickle would copy into its stream, as a buffer beside it."""
-
-    def __init__(self, value: bytes) -> None:
-        self._value = value
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return bytes, (pickle.PickleBuffer(self._value),)
-
-
-def _loose(value: Any) -> Any:
-    return _Loose(value) if type(value) is bytes and len(value) > _PLAIN_BYTES else value
-
-
 class Parcel:
     """A value that has come, until somebody asks for it. If nobody ever does, its memory goes back."""
 
@@ -101,7 +87,6 @@ class Parcels:
         """
         if _count(value, _PLAIN_ITEMS) >= 0:
             return pickle.dumps(value, 5), None
-        value = _loose(value)
         readers = [peer.number for peer in peers]
         payload = pickling.dump(value, pool=self.pool, readers=readers, persistent=lend or self.lend, name=name)
         if payload.buffers:
@@ -113,9 +98,6 @@ class Parcels:
     ) -> tuple[bytes | None, messages.Payload | None]:
         if not args and not kwargs:
             return NO_ARGUMENTS, None
-        if any(type(value) is bytes and len(value) > _PLAIN_BYTES for value in (*args, *kwargs.values())):
-            args = tuple(_loose(value) for value in args)
-            kwargs = {name: _loose(value) for name, value in kwargs.items()}
         return self.pack((args, kwargs), peers, name=("args", "kwargs"), lend=lend)
 
     def unpack(self, peer: Any, plain: bytes | None, payload: messages.Payload | None) -> Any:

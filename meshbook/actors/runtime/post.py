@@ -289,7 +289,7 @@ class Post:
         peer.send(encode(messages.Answer(word.call, NONE)))
 
     def _peer_leaving(self, peer: Any, word: messages.Leaving) -> None:
-        peer.leaving = word.reason
+        peer.leaving = peer.leaving or word.reason
 
     def _ended(self, peer: Peer) -> None:
         self._connections.discard(peer)
@@ -407,10 +407,10 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-def farewell() -> None:
+def farewell(reason: str) -> None:
     """This process is told to end: say so to those that it has spoken with."""
     if is_open():
-        here().farewell("its mesh was stopped")
+        here().farewell(reason)
 
 
 _lock = threading.Lock()

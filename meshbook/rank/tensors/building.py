@@ -89,10 +89,15 @@ def spread(
     if strategy == "ddp":
         if not any(parameter.requires_grad for parameter in module.parameters()):
             raise ValueError("no parameter of the module requires a gradient; use strategy='replicate' for inference")
-        return DistributedDataParallel(module, process_group=mesh.get_group(axis))
+        return ddp(module, mesh, axis)
     if strategy == "replicate":
         return distribute_module(module, mesh)
     raise ValueError(f"there is no strategy {strategy!r}; known: {', '.join(STRATEGIES)}, or a function")
+
+
+def ddp(module: nn.Module, mesh: DeviceMesh, axis: str | int) -> nn.Module:
+    """With gradients averaged of those parameters that want one now."""
+    return DistributedDataParallel(module, process_group=mesh.get_group(axis))
 
 
 def _fsdp(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None, device: torch.device) -> nn.Module:

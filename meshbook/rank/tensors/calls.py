@@ -7,6 +7,7 @@ imports this; the controller names one of them as `meshbook::name`.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor._random as dtensor_random
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils import _pytree as pytree
+
+from meshbook.rank.tensors import rules
+from meshbook.rank.tensors.lowering import settled
 
 aten = torch.ops.aten
 
@@ -74,14 +81,15 @@ def find(name: str) -> Callable[..., Any]:
         AttributeError: this torch has none, or nobody added it to FUNCTIONS.
     """
     space, _, rest = name.partition("::")
-    if name in INSTEAD:
-        return INSTEAD[name]
+    if space == "whole":
+        return Whole(find(rest))
     if space == "meshbook":
         if rest not in FUNCTIONS:  # it puts itself there
             importlib.import_module(f"meshbook.rank.tensors.{ELSEWHERE[rest]}")
         return FUNCTIONS[rest]
     operator, _, overload = rest.rpartition(".")
     found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, space), operator), overload)
+    rules.tell_numbers_apart(found)
     return found
 
 
@@ -89,7 +97,37 @@ def name_of(function: Any) -> str:
     """The name that `find` finds it by."""
     if isinstance(function, torch._ops.OpOverload):
         return f"{function.namespace}::{function._opname}.{function._overloadname}"
+    if isinstance(function, Whole):
+        return f"whole::{name_of(function.function)}"
     return f"meshbook::{function.__name__}"
+
+
+class Whole:
+    """An operator of torch's on tensors that every rank has all of, and does the same with."""
+
+    def __init__(self, function: Any) -> None:
+        self.function, self._schema, self.tags = function, function._schema, function.tags
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        meshes = []
+
+        def local(leaf: Any) -> Any:
+            if not isinstance(leaf, DTensor):
+                return leaf
+            meshes.append(leaf.device_mesh)
+            return settled(leaf)
+
+        args, kwargs = pytree.tree_map(local, (args, kwargs))
+        seed = getattr(dtensor_random._rng_tracker, "seed", None)
+        with rules.numbers_from(seed) if seed is not None else contextlib.nullcontext():
+            results = self.function(*args, **kwargs)
+
+        def seen(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or leaf.layout != torch.strided:
+                return leaf
+            return DTensor.from_local(leaf, meshes[0], [Replicate()] * meshes[0].ndim, run_check=False)
+
+        return pytree.tree_map(seen, results)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -98,6 +136,17 @@ def name_of(function: Any) -> str:
 
 def redistribute(tensor: DTensor, placements: Sequence[Any]) -> DTensor:
     return tensor.redistribute(placements=list(placements), async_op=True)
+
+
+def in_parts(tensor: DTensor, mesh: Any, placements: Sequence[Any]) -> DTensor:
+    """As parts of a sum (or a mean, a maximum) over axes along which it is whole."""
+    local = settled(tensor)
+    for axis, (before, after) in enumerate(zip(tensor.placements, placements, strict=True)):
+        if before != after and after.reduce_op == "sum" and mesh.get_local_rank(axis) != 0:
+            local = torch.zeros_like(local)
+    return DTensor.from_local(
+        local, mesh, list(placements), run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
 
 
 def as_global(local: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> DTensor:
@@ -136,35 +185,98 @@ def keep_at(local: torch.Tensor, mesh: Any, axis: int, place: int) -> torch.Tens
     return local.clone() if mine else torch.zeros_like(local)
 
 
+def summed_embedding(weight: DTensor, indices: DTensor, *others: Any) -> DTensor:
+    """Rows of a table of which each rank has some."""
+    return _summed(aten.embedding.default(weight, indices, *others))
+
+
+def summed_gather(tensor: DTensor, dim: int, index: DTensor, **named: Any) -> DTensor:
+    """Elements along a dim of which each rank has some."""
+    return _summed(aten.gather.default(tensor, dim, index, **named))
+
+
+def _summed(tensor: DTensor) -> DTensor:
+    places = [Replicate() if place.is_partial() else place for place in tensor.placements]
+    return tensor.redistribute(placements=places)
+
+
+def is_whole(span: tuple[int | None, int, int, int], length: int) -> bool:
+    """Whether a dim of a view is all of a dim of that length."""
+    dim, first, step, count = span
+    return dim is not None and (first, step, count) == (0, 1, length)
+
+
+def write_part(
+    tensor: DTensor, part: DTensor, box: Any, size: Sequence[int], stride: Sequence[int], offset: int
+) -> None:
+    """What a view that was copied has now, into this rank's piece of what it is a view of. Ranks do not meet in it.
+
+    Args:
+        part: cut as the tensor is along dims that are all of one of the tensor's, and whole along others.
+        box: per dim of the tensor the view's dim, the first place, the step and how many; None: no such box.
+        size, stride, offset: the view's, as if the tensor lay in one piece.
+    """
+    mine, piece = settled(tensor), settled(part)
+    lengths, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    if box is None:
+        _write_scattered(mine, piece, tensor.shape, lengths, starts, size, stride, offset)
+        return
+    order: list[int] = []
+    for at, span in enumerate(box):
+        dim, first, step, count = span
+        if dim is not None:
+            order.append(dim)
+        if is_whole(span, tensor.shape[at]):
+            continue
+        low = max(-((first - starts[at]) // step), 0)  # of the view's rows the first that is here
+        high = min(-((first - starts[at] - lengths[at]) // step), count)
+        if low >= high:
+            return
+        mine = mine.narrow(at, first + low * step - starts[at], (high - low - 1) * step + 1)
+        mine = mine[(slice(None),) * at + (slice(None, None, step),)]
+        if dim is not None:
+            piece = piece.narrow(dim, low, high - low)
+    rest = [dim for dim in range(piece.dim()) if dim not in order]  # of one row each
+    mine.copy_(piece.permute(order + rest).reshape(mine.shape))
+
+
+def _write_scattered(
+    mine: torch.Tensor,
+    piece: torch.Tensor,
+    shape: Sequence[int],
+    lengths: Sequence[int],
+    starts: Sequence[int],
+    size: Sequence[int],
+    stride: Sequence[int],
+    offset: int,
+) -> None:
+    flat = torch.full((), offset, device=piece.device)
+    for dim, (length, step) in enumerate(zip(size, stride, strict=True)):
+        places = torch.arange(length, device=piece.device) * step
+        flat = flat + places.view([-1 if other == dim else 1 for other in range(len(size))])
+    here = torch.ones_like(flat, dtype=torch.bool)
+    found = []
+    for length, own, start in reversed(list(zip(shape, lengths, starts, strict=True))):
+        place = flat % length - start
+        flat = flat // length
+        here &= (place >= 0) & (place < own)
+        found.append(place)
+    mine.index_put_(tuple(place[here] for place in reversed(found)), piece[here])
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    function.__name__: function for function in (redistribute, as_global, as_local, reduce_local, slice_local, keep_at)
-}
+    function.__name__: function
+    for function in (
+        redistribute, as_global, as_local, reduce_local, slice_local, keep_at, in_parts, write_part, summed_embedding,
+        summed_gather,
+    )
+}  # fmt: skip
 
 # Functions that are imported when an operation first names them.
 ELSEWHERE = {
-    "fed": "feeding",
     "replay": "replay",
     "forget_replay": "replay",
     "module_tensors": "modules",
     "module_forward": "modules",
     "module_backward": "modules",
 }
-
-
-def _view(tensor: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
-    """DTensor now and then lays a shard out otherwise than it says of the whole, and then cannot view it. The shard is
-    laid out as it should be first, in the tensor itself, so that the view shares its storage."""
-    try:
-        return aten.view.default(tensor, size)  # type: ignore[no-any-return]
-    except RuntimeError as error:
-        if not isinstance(tensor, DTensor) or "view size is not compatible" not in str(error):
-            raise
-    local = tensor._local_tensor
-    order = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride()[dim])
-    back = [order.index(dim) for dim in range(tensor.dim())]
-    tensor._local_tensor = local.permute(order).contiguous().permute(back)
-    return aten.view.default(tensor, size)  # type: ignore[no-any-return]
-
-
-# Operators of torch's in whose place ranks call something of ours.
-INSTEAD: dict[str, Callable[..., Any]] = {"aten::view.default": _view}

@@ -25,9 +25,9 @@ import torch.distributed.tensor._random as dtensor_random
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils import _pytree as pytree
 
-from meshbook.rank.tensors import rules
+from meshbook.rank.tensors import feeding, reading, rules
 from meshbook.rank.tensors.calls import FLOAT, FUNCTIONS, MESH, TENSOR, Sent, find
-from meshbook.wire.messages import Frame, Issued, RunOps
+from meshbook.wire.messages import Batch, Frame, Issued, RunOps
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -214,6 +214,7 @@ class Tensors:
         self._spaces: dict[str, Space] = {}
         self._running: tuple[RunOps, Space] | None = None
         self._told_faults: set[str] = set()
+        self._gone: set[str] = set()  # clients; what they had sent before may still come
         FUNCTIONS["adopt"] = self._adopt
         rules.install()
 
@@ -234,6 +235,7 @@ class Tensors:
 
     def drop(self, client: str) -> None:
         """Forget what a client that is gone held. Any thread: a batch that runs keeps its space to its end."""
+        self._gone.add(client)
         for name in [name for name in self._spaces if name.partition("|")[0] == client]:
             del self._spaces[name]
         for forget in ON_DROP:
@@ -261,6 +263,9 @@ class Tensors:
             return self._run(command, space)
         finally:
             self._running = None
+            client = command.engine.partition("|")[0]
+            if client in self._gone:
+                self.drop(client)
 
     def under_way(self) -> UnderWay | None:
         """The operation that runs now, and who issued it; None between batches. Any thread; reads, and waits for
@@ -286,6 +291,8 @@ class Tensors:
             space.templates[sent.number] = Template(sent, space.mesh, space.device)
         for upload in command.uploads:
             self._receive(space, upload.id, *self._load(upload.payload))
+        if command.batch is not None:
+            self._receive_batch(space, command.batch)
         with torch.no_grad():
             shared = partial(self._shared_fault, space)
             execute(space, _numbers.decode(command.ops), space.values, command.first, shared)
@@ -316,6 +323,15 @@ class Tensors:
                 own, space.mesh, placements, run_check=False, shape=tensor.shape, stride=_contiguous(tensor.shape)
             )
 
+    def _receive_batch(self, space: Space, batch: Batch) -> None:
+        try:
+            tensors, placements = self._load(batch.payload)
+            for id, tensor, places in zip(batch.ids, tensors, placements, strict=True):
+                space.values[id] = feeding.part_of(tensor, space.mesh, places, self.device)
+        except Exception as error:
+            poison = _poison(-batch.ids[0], error)  # of no operation
+            space.values.update((id, poison) for id in batch.ids)
+
     def _fetch(self, space: Space, fetch: Any) -> dict[str, Any]:
         sticky, space.sticky = space.sticky, None
         if sticky is not None:
@@ -340,7 +356,9 @@ class Tensors:
             value = _plain(value.to_local())
         elif isinstance(value, DTensor):
             value = _plain(value.to_local())
-        return {"value": self._dump(value.detach().cpu())} if mine else {}
+        if not mine or (fetch.room is not None and reading.write(fetch.room, self.rank, value.detach())):
+            return {}
+        return {"value": self._dump(value.detach().cpu())}
 
     def _shared_fault(self, space: Space, poison: Poison) -> None:
         """Called where this rank cannot take part in a collective because of a fault. If the others have had the same

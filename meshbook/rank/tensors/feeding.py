@@ -7,38 +7,17 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from meshbook.placement import shard_spans
-from meshbook.rank.tensors.calls import FUNCTIONS
-
-# Batches that have come and have not been asked for, by number; with the operations that ask for their tensors, the
-# main thread's alone.
-WAITING: dict[int, list[torch.Tensor]] = {}
 
 
-def put(number: int, batch: Any, place: int, num_places: int, device: Any) -> None:
-    """Keep this rank's part of a batch until operations ask for it."""
-    mine = own_rows(batch, place, num_places, device)
-    WAITING[number] = [leaf for leaf in pytree.tree_leaves(mine) if isinstance(leaf, torch.Tensor)]
-
-
-def drop(numbers: Sequence[int]) -> None:
-    for number in numbers:
-        WAITING.pop(number, None)
-
-
-def fed(
-    number: float, mesh: Any, placements: Sequence[Any], shapes: Sequence[Any], strides: Sequence[Any]
-) -> list[DTensor]:
-    """A batch as tensors of the whole mesh, which the engine keeps from now on."""
-    return [
-        DTensor.from_local(local, mesh, list(places), run_check=False, shape=torch.Size(shape), stride=stride)
-        for local, places, shape, stride in zip(WAITING.pop(int(number)), placements, shapes, strides, strict=True)
-    ]
-
-
-FUNCTIONS["fed"] = fed
+def part_of(tensor: torch.Tensor, mesh: Any, placements: Sequence[Any], device: str | torch.device) -> DTensor:
+    """A tensor of the whole mesh, of one that came whole and contiguous; at most one axis cuts it, along dim 0."""
+    point = mesh.get_coordinate()
+    cuts = [(point[axis], mesh.size(axis)) for axis, placement in enumerate(placements) if placement.is_shard()]
+    place, num_places = cuts[0] if cuts else (0, 1)
+    mine = own_rows(tensor, place, num_places, device)
+    return DTensor.from_local(mine, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
 def own_rows(batch: Any, place: int, num_places: int, device: str | torch.device) -> Any:

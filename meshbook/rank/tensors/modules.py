@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from meshbook.rank.tensors import building, rules
@@ -48,6 +49,7 @@ class Resident:
             self.names.append((name, places[id(tensor)], is_parameter))
         kinds = {place: is_parameter for _, place, is_parameter in self.names}
         self.trained = [place for place, tensor in enumerate(self.tensors) if kinds[place] and tensor.requires_grad]
+        self._all = [place for place in range(len(self.tensors)) if kinds[place]]
         self.own_places = [building.as_dtensor(tensor, mesh).placements for tensor in self.tensors]
         self.numbers_after = building.last_numbers()
 
@@ -63,6 +65,19 @@ class Resident:
             "numbers": self.numbers_after,
             "blocks": sum(isinstance(part, FSDPModule) for part in self.module.modules()) - 1,
         }
+
+    def train(self, places: Sequence[int]) -> None:
+        """Have these parameters get gradients, and no others: what is frozen is said where the optimizer is."""
+        if list(places) == self.trained:
+            return
+        self.trained = list(places)
+        for place in self._all:
+            self.tensors[place].requires_grad_(place in places)
+        for part in self.module.modules():
+            if isinstance(part, FSDPModule):  # what it has gathered follows when it gathers anew
+                part.reshard()
+        if isinstance(self.module, DistributedDataParallel) and places:  # it looks once, when it is made
+            self.module = building.ddp(self.module.module, self.mesh, self.axis)
 
     def place(self, on_axis: Placement) -> list[Placement]:
         """Placements of what lies so over the batch axis, and whole over every other."""
@@ -120,7 +135,9 @@ class _Graph:
 def module_forward(
     key: str,
     training: bool,
+    casting: str | None,
     wanting: Sequence[int] | None,
+    trained: Sequence[int] | None,
     promised: Any,
     seed: float | None,
     args: Any,
@@ -129,6 +146,8 @@ def module_forward(
     """One forward.
 
     Args:
+        casting: the dtype of the controller's autocast; None: it has none.
+        trained: places of the parameters that get a gradient.
         wanting: which tensors among the arguments want a gradient; None for the whole: run without a graph.
         promised: shapes of the outputs, which the controller has counted on.
         seed: of the random numbers that it draws; None: it draws none.
@@ -136,7 +155,9 @@ def module_forward(
     Returns:
         The tensors among the outputs, and the ticket last, if there is a graph.
     """
-    tensors, _ = _forward(key, training, wanting, seed, args, kwargs)
+    if trained is not None:
+        _find(key).train(trained)
+    tensors, _ = _forward(key, training, casting, wanting, seed, args, kwargs)
     got = tuple(tuple(tensor.shape) for tensor in tensors[: len(promised)])
     if got != promised:
         raise RuntimeError(
@@ -146,7 +167,7 @@ def module_forward(
     return tensors
 
 
-def module_outline(key: str, training: bool, args: Any, kwargs: Any) -> dict[str, Any]:
+def module_outline(key: str, training: bool, casting: str | None, args: Any, kwargs: Any) -> dict[str, Any]:
     """What a forward gives, as plain data; it is run for it, without a graph and leaving buffers as they were.
 
     Every rank takes part, and all say the same.
@@ -156,7 +177,7 @@ def module_outline(key: str, training: bool, args: Any, kwargs: Any) -> dict[str
     try:
         with torch.no_grad(), rules.numbers_from(0):
             before = [source.get_state() for source in rules.generators()]
-            tensors, outline = _forward(key, training, None, None, args, kwargs)
+            tensors, outline = _forward(key, training, casting, None, None, args, kwargs)
             after = [source.get_state() for source in rules.generators()]
     finally:
         with torch.no_grad():
@@ -173,7 +194,13 @@ def _outline(tensor: Any) -> tuple[Any, ...]:
 
 
 def _forward(
-    key: str, training: bool, wanting: Sequence[int] | None, seed: float | None, args: Any, kwargs: Any
+    key: str,
+    training: bool,
+    casting: str | None,
+    wanting: Sequence[int] | None,
+    seed: float | None,
+    args: Any,
+    kwargs: Any,
 ) -> tuple[list[Any], dict[str, Any]]:
     resident = _find(key)
     module = resident.module
@@ -202,12 +229,13 @@ def _forward(
 
     args, kwargs = pytree.tree_map(take, (args, kwargs))
     device = resident.mesh.device_type
-    casting = torch.autocast(device, dtype=resident.autocast) if resident.autocast else contextlib.nullcontext()
+    dtype = getattr(torch, casting) if casting is not None else resident.autocast
+    cast = torch.autocast(device, dtype=dtype) if dtype is not None else contextlib.nullcontext()
     drawing: Any = contextlib.nullcontext()
     if seed is not None:  # other rows draw others, whoever computes the same draws the same
         place = resident.mesh.get_local_rank(resident.axis) if cut else 0
         drawing = rules.numbers_from(rules.mix(int(seed), place))
-    with torch.set_grad_enabled(wanting is not None), casting, drawing:
+    with torch.set_grad_enabled(wanting is not None), cast, drawing:
         result = module(*args, **kwargs)
     flat = pytree.tree_leaves(result)
     outputs: list[Any] = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]

@@ -26,8 +26,9 @@ from meshbook.rank.tensors.engine import Template
 from meshbook.rank.tensors.lowering import FILE, CannotLower, Lowered, Lowering, settled
 from meshbook.wire.messages import Frame
 
-# Functions of ours that are islands: a module, and what waits for its collective by other means than an operation.
-_AS_THEY_ARE = ("meshbook::module", "meshbook::slice_local")
+# Functions of ours that are islands: a module, what waits for its collective by other means than an operation, and what
+# comes from elsewhere.
+_AS_THEY_ARE = ("meshbook::module", "meshbook::slice_local", "meshbook::fed")
 
 # Lowering anew because other numbers turned out to vary; a step that still differs is replayed one by one.
 _MAX_TRIES = 4
@@ -53,6 +54,7 @@ class Tape:
         bodies: the templates it uses, by number, pickled.
         results: places of what outlives the step.
         lines: where each operation was issued; None where that is not known.
+        merge: several all-reduces may become one, which sums in another order.
     """
 
     key: str
@@ -61,6 +63,7 @@ class Tape:
     bodies: dict[int, bytes]
     results: tuple[int, ...]
     lines: tuple[Frame | None, ...] = ()
+    merge: bool = True
 
 
 @dataclass
@@ -165,7 +168,7 @@ class Player:
             pieces = [settled(result) for result in results]
         lowered = None
         try:
-            lowered = lowering.compile(pieces)
+            lowered = lowering.compile(pieces, merge=self.tape.merge)
         except CannotLower as error:
             self.why_not = str(error)
         if not self._all_say(-1 if lowered is None else zlib.crc32(repr(lowered.order).encode())):
@@ -239,16 +242,19 @@ PLAYERS: dict[str, Player] = {}
 _playing: Player | None = None
 
 
-def replay(
-    mesh: Any, device: torch.device, tape: bytes, key: str, inputs: Sequence[Any], floats: Sequence[float]
-) -> Any:
-    """A recorded step, as an operation."""
+def replay(mesh: Any, device: torch.device, tape: bytes, key: str, *numbers: Any) -> Any:
+    """A recorded step, as an operation.
+
+    Args:
+        numbers: the step's inputs, then its floats.
+    """
     global _playing
     player = PLAYERS.get(key)
     if player is None:
         player = PLAYERS[key] = Player(pickle.loads(tape), mesh, device)
     _playing = player
-    return player.play(inputs, floats)
+    count = player.tape.num_inputs
+    return player.play(numbers[:count], numbers[count:])
 
 
 def _under_way(generated_line: int) -> tuple[str, Frame | None]:
@@ -283,7 +289,8 @@ FUNCTIONS["forget_replay"] = forget_replay
 
 
 def _same(a: float, b: float) -> bool:
-    return a == b or (math.isnan(a) and math.isnan(b))
+    """Whether a number taken for constant still is: zero has a sign, of which a division makes an infinity."""
+    return (a == b and math.copysign(1.0, a) == math.copysign(1.0, b)) or (math.isnan(a) and math.isnan(b))
 
 
 def _seeded(template: Template, args: Any, kwargs: Any, seed: int) -> Any:

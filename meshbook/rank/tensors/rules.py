@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import warnings
 from collections.abc import Iterator
@@ -15,7 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed.tensor._random as dtensor_random
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import register_sharding as _register_sharding
 
 aten = torch.ops.aten
@@ -90,12 +92,46 @@ def _register_others() -> None:
     def pool_backward(grad: Any, tensor: Any, *others: Any, **named: Any) -> Any:
         return [([way], [way, way, *[None] * len(others)]) for way in _first_dims(tensor, batch_and_channels)]
 
-    for operator in (aten.hardswish_backward.default, aten.hardsigmoid_backward.default):
+    for operator in (
+        aten.hardswish_backward.default, aten.hardsigmoid_backward.default, aten.hardtanh_backward.default,
+    ):  # fmt: skip
 
         @register_sharding(operator)  # type: ignore[untyped-decorator]
         def pointwise(grad: Any, tensor: Any, *others: Any) -> Any:
             ways = [Replicate(), *map(Shard, range(len(tensor.shape)))]
             return [([way], [way, way, *[None] * len(others)]) for way in ways]
+
+
+    @register_sharding(aten._prelu_kernel_backward.default)  # type: ignore[untyped-decorator]
+    def slopes(grad: Any, tensor: Any, weight: Any) -> Any:
+        ways: list[Any] = [([Replicate()] * 2, [Replicate()] * 3)]
+        for dim, (length, slopes) in enumerate(zip(tensor.shape, weight.shape, strict=True)):
+            way = Shard(dim)
+            ways.append(([way, way], [way, way, way if slopes == length else Replicate()]))
+        return ways
+
+
+_told_apart: set[Any] = set()
+
+
+def tell_numbers_apart(operator: Any) -> None:
+    """DTensor takes `topk(3)` for the `topk(2)` that it has seen: the key to what it knows of operations leaves out
+    what comes after the tensors, unless it is told. Integers and booleans tell shapes: they belong to it."""
+    if operator in _told_apart or not isinstance(operator, torch._ops.OpOverload):
+        return
+    _told_apart.add(operator)
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    told = propagator.op_to_schema_info
+    if operator in getattr(propagator, "op_single_dim_strategy_funcs", ()):
+        told = propagator.op_to_schema_info_for_single_dim_strategy
+    elif operator not in propagator.op_strategy_funcs:
+        return
+    info = told.get(operator) or RuntimeSchemaInfo()
+    for at, argument in enumerate(operator._schema.arguments):
+        if any(kind in str(argument.type) for kind in ("int", "bool")) and not argument.kwarg_only:
+            if at < info.static_argnum:
+                told[operator] = dataclasses.replace(info, static_argnum=at)
+            return
 
 
 def _first_dims(tensor: Any, ways: Any) -> Any:

@@ -91,6 +91,13 @@ class StopActor(PeerWord):
     reason: str
 
 
+class InterruptActor(PeerWord):
+    """End what an actor runs, or what waits in its mailbox: a call of the sender's, or everything."""
+
+    actor: str
+    call: int  # the sender's number; 0: all that the actor has been sent until now, by whomever
+
+
 class Answer(PeerWord):
     call: int
     plain: bytes | None = None
@@ -147,4 +154,7 @@ class Faulted(PeerWord):
     traceback: str = ""
 
 
-PeerMessage = Greet | CallActor | SpawnActor | StopActor | Answer | Failure | ToPort | LetGo | Leave | Leaving | Faulted
+PeerMessage = (
+    Greet | CallActor | SpawnActor | StopActor | InterruptActor | Answer | Failure | ToPort | LetGo | Leave | Leaving
+    | Faulted
+)  # fmt: skip

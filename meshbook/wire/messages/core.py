@@ -36,8 +36,9 @@ class InlineBuffer(Struct, tag="inline", frozen=True, gc=False):
 class Payload(Struct, frozen=True, gc=False):
     """One pickled object: protocol 5, its large buffers out of band, in the order the pickle wants them."""
 
-    pickled: bytes
+    pickled: bytes  # empty: in the last of the buffers
     buffers: tuple[SharedBuffer | InlineBuffer, ...] = ()
+    cuts: tuple[int, ...] = ()  # where in `pickled` the last buffers belong that are parts of it (large bytes, text)
 
 
 class TensorMeta(Struct, frozen=True, gc=False):

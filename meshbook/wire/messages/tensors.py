@@ -7,7 +7,7 @@ from typing import Literal
 from msgspec import Struct
 
 from meshbook.ids import CallId, Ranks
-from meshbook.wire.messages.core import Frame, Message, Payload
+from meshbook.wire.messages.core import Frame, Message, Payload, SharedBuffer
 
 
 class Upload(Struct, frozen=True, gc=False):
@@ -15,6 +15,24 @@ class Upload(Struct, frozen=True, gc=False):
 
     id: int
     payload: Payload  # of (tensor, placements or None: as it is, on every rank)
+
+
+class Batch(Struct, frozen=True, gc=False):
+    """Tensors with rows on their way: bound to `ids`, on each rank its own rows, which stay in the payload's memory."""
+
+    ids: tuple[int, ...]
+    payload: Payload  # of (tensors, the placements of each)
+
+
+class Room(Struct, frozen=True, gc=False):
+    """Memory of the controller's, as a contiguous tensor; ranks write their boxes of it instead of sending them.
+
+    A rank that cannot, on another machine for one, sends its value all the same.
+    """
+
+    place: SharedBuffer
+    shape: tuple[int, ...]
+    boxes: dict[int, tuple[tuple[int, int], ...]]  # by rank: first index and the one after the last, of each dim
 
 
 class Fetch(Struct, frozen=True, gc=False):
@@ -25,6 +43,7 @@ class Fetch(Struct, frozen=True, gc=False):
     how: Literal["item", "parts", "local", "nothing"]
     id: int = 0
     ranks: Ranks = ()  # that answer with a value; the others only take part
+    room: Room | None = None
 
 
 class Issued(Struct, frozen=True, gc=False):
@@ -51,6 +70,7 @@ class RunOps(Message):
     ops: bytes
     templates: tuple[bytes, ...] = ()  # new ones, each pickled
     uploads: tuple[Upload, ...] = ()
+    batch: Batch | None = None
     fetch: Fetch | None = None
     forget: tuple[int, ...] = ()  # numbers of templates that nothing after this batch uses
     issued: bytes = b""  # an `Issued`; what is fetched counts as one more operation
