@@ -38,7 +38,9 @@ _COLOURS = {
     "starting": "magenta",
 }
 _SIGNS = {"busy": "▶", "waiting": "‖", "idle": "○", "silent": "?", "dead": "✕", "starting": "◌"}
-_COLUMNS = ("ranks", "state", "where", "waits in", "memory", "CPU", "steps/s", "beat", "device")
+_COLUMNS = ("ranks", "state", "where", "waits in", "memory", "CPU", "steps/s", "device")
+
+_NOTHING_ASKED = "What s (stacks), w (why) and l (logs) show comes here. Enter: keys are about that row."
 
 
 class Watched(Protocol):
@@ -109,7 +111,7 @@ class Top(App[None]):
         yield Static(id="findings")
         yield DataTable(id="ranks", cursor_type="row", zebra_stripes=True)
         with VerticalScroll(id="below"):
-            yield Static(id="said")
+            yield Static(_NOTHING_ASKED, id="said")
         yield Footer()
 
     def on_mount(self) -> None:
@@ -142,7 +144,7 @@ class Top(App[None]):
             for key, row in rows.items():
                 for name, new, old in zip(_COLUMNS, row, self._rows[key], strict=True):
                     if new != old:
-                        self._table.update_cell(key, name, new)
+                        self._table.update_cell(key, name, new, update_width=True)
         self._rows = rows
 
     def _findings(self, picture: Picture) -> Sequence[Finding]:
@@ -288,15 +290,20 @@ def _row(ranks: Sequence[RankNow], most: int) -> tuple[Text, ...]:
     devices = {rank.device for rank in ranks}
     return (
         Text(_short(format_ranks(rank.rank for rank in ranks), 28), style="bold"),
-        Text(f"{_SIGNS.get(look, '')} {look}", style=style),
+        Text(f"{_SIGNS.get(look, '')} {look}{_age(ranks)}", style=style),
         Text(f"{where}, line {first.line}" if where == first.cell and first.line else where),
         Text(view.doing(first), style=style),
         Text(_range(memories, format_bytes)),
         Text(_range(cpus, lambda share: f"{share:.0f} %")),
         Text(_range(steps, lambda rate: f"{rate:.3g}")),
-        Text(f"{max(rank.beat_age_s for rank in ranks)} s ago" if first.beat_age_s else "", style="dark_orange"),
         Text(next(iter(devices)) if len(devices) == 1 else f"{len(devices)} devices"),
     )
+
+
+def _age(ranks: Sequence[RankNow]) -> str:
+    """Since when nothing was heard of a rank, where that is longer than it should be."""
+    oldest = max(rank.beat_age_s for rank in ranks)
+    return f", last beat {oldest} s ago" if oldest else ""
 
 
 def _range(values: Sequence[Any], write: Callable[[Any], str]) -> str:

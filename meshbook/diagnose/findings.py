@@ -11,38 +11,30 @@ Knows nothing of how snapshots are taken, nor of processes, clocks and source te
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import product
-from typing import TypeVar
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from msgspec import Struct, structs
+from msgspec import structs
 
 from meshbook.diagnose import looks
 from meshbook.diagnose.code import plain
 from meshbook.diagnose.groups import (
     Disagreement,
     Latecomer,
-    Rings,
     Wait,
     disagreements,
     group_key,
     latecomers,
-    name_op,
     shapes,
-    waits,
 )
 from meshbook.diagnose.kinds import FINE, KINDS
-from meshbook.diagnose.looks import At, Doing, seconds, verb
-from meshbook.ids import Ranks, format_ranks, name_ranks
-from meshbook.wire.messages import POINT_TO_POINT, CollectiveSeen, RankSnapshot
-
-K = TypeVar("K")
+from meshbook.diagnose.looks import At, seconds, verb
+from meshbook.diagnose.telling import Finding as Finding
+from meshbook.diagnose.telling import Telling, capital, grouped, place_of
+from meshbook.ids import Ranks, name_ranks
+from meshbook.wire.messages import POINT_TO_POINT, RankSnapshot
 
 # Findings told at once. A mesh on which more is wrong than this has one cause that outweighs the rest.
 MAX_FINDINGS = 12
-# Different places of ranks that are listed as evidence; more are counted.
-MAX_PLACES = 6
 # Seconds that a rank must have run in a loop, or others have waited for it, before that is no guess any more.
 PATIENCE_S = 5.0
 # Ranks are not looked at in the same moment, but within a tenth of a second or two; a mesh that runs well looks tangled
@@ -57,27 +49,6 @@ _HARMLESS = frozenset(("ended", "idle", "sleep", "compute"))
 
 # Grey 243 can be read on black and on white; "dim" is unknown to JupyterLab.
 _BAD, _GOOD, _DIM, _OFF = "\x1b[1;31m", "\x1b[1;32m", "\x1b[38;5;243m", "\x1b[0m"
-
-
-class Finding(Struct, frozen=True, omit_defaults=True):
-    """One reason why the mesh does not get on, or the news that nothing is wrong."""
-
-    kind: str  # a key of `kinds.KINDS`
-    ranks: Ranks  # who is to blame, or whom it is about
-    title: str  # one sentence: who, where, what, and who waits for it
-    others: Ranks = ()  # who waits because of it
-    evidence: tuple[str, ...] = ()  # what this is concluded from, a line each
-    next_step: str = ""  # one or two sentences, with what to type
-    cell: str | None = None  # "cell 7"
-    line: int | None = None  # of `file`, where the first of `ranks` is
-    file: str | None = None
-    sure: bool = True  # False: perhaps
-    waits: tuple[tuple[Ranks, Ranks, str], ...] = ()  # who waits, for whom, in what: "all_reduce #41"
-
-    @property
-    def sentence(self) -> str:
-        """The title as it is told, without a full stop: what is not sure begins with "Perhaps"."""
-        return self.title if self.sure else f"Perhaps: {self.title[:1].lower()}{self.title[1:]}"
 
 
 def explain(
@@ -112,7 +83,7 @@ def as_text(findings: Sequence[Finding], color: bool = False) -> str:
     return "\n\n".join(paragraphs)
 
 
-class _Case:
+class _Case(Telling):
     """One question, with everything that is known."""
 
     def __init__(
@@ -122,21 +93,11 @@ class _Case:
         silent_hosts: Sequence[str],
         earlier: Sequence[RankSnapshot],
     ) -> None:
-        by_rank = {snapshot.rank: looks.acting(snapshot) for snapshot in snapshots}
-        self.looks = {rank: by_rank[rank] for rank in sorted(by_rank)}
-        self.before = {snapshot.rank: looks.acting(snapshot) for snapshot in earlier}
-        self.world: Ranks = tuple(self.looks)
-        self.axes = dict(axes or {})
+        super().__init__(snapshots, axes, earlier)
         self.silent_hosts = tuple(silent_hosts)
-        self.doings = {rank: looks.what_it_does(snapshot) for rank, snapshot in self.looks.items()}
-        self.rings = Rings(self.looks.values())
-        transfers = {rank: looks.open_transfers(snapshot) for rank, snapshot in self.looks.items()}
-        self.waits = waits(self.doings, self.rings, transfers)
-        self.cells = {look.file: plain(look.cell, 80) for look in self.looks.values() if look.file and look.cell}
         self.explained: set[int] = set()  # ranks that a finding speaks of
         self._reached: dict[Ranks, frozenset[int]] = {}
         self._latecomers_found: list[Latecomer] | None = None
-        self._calls: dict[object, str] = {}  # names of operations: to compare a thousand members each time is slow
 
     def findings(self) -> list[Finding]:
         found = [*self._hosts(), *self._disagreements(), *self._alone(), *self._roots(), *self._circles()]
@@ -184,9 +145,9 @@ class _Case:
         any_op = said.ops[said.members[0]]
         evidence = []
         for words, ranks in said.sides.items():
-            for at, those in _grouped(ranks, lambda rank: self._op_at(rank, said.ops[rank])):
+            for at, those in grouped(ranks, lambda rank: self._op_at(rank, said.ops[rank])):
                 what = words if said.kind == "different-collectives" else f"{any_op.op} with {words}"
-                evidence.append(f"{name_ranks(those)}: {what}{_at(at)}")
+                evidence.append(f"{name_ranks(those)}: {what}{place_of(at)}")
         majority = next(words for words, ranks in said.sides.items() if not set(ranks) & set(guilty))
         those = tuple(rank for rank in said.members if rank not in guilty)
         first = said.ops[guilty[0]]
@@ -196,11 +157,12 @@ class _Case:
         if said.kind == "different-collectives":
             number = f"as number {said.seq}{group.partition(f'#{said.seq}')[2]}"
             title = (
-                f"{_name(guilty)} called {sides}{_at(at)} {number}, where {name_ranks(those)} called {majority}"
-                f"{_at(self._op_at(those[0], said.ops[those[0]]))}"
+                f"{capital(guilty)} called {sides}{place_of(at)} {number}, where {name_ranks(those)} called {majority}"
+                f"{place_of(self._op_at(those[0], said.ops[those[0]]))}"
             )
         else:
-            title = f"{_name(guilty)} brought {sides} to {group}{_at(at)}, where {name_ranks(those)} brought {majority}"
+            brought = f"{capital(guilty)} brought {sides} to {group}{place_of(at)}"
+            title = f"{brought}, where {name_ranks(those)} brought {majority}"
         return self._finding(
             said.kind, guilty, title, at=at, others=tuple(sorted(waiting - set(guilty))), evidence=evidence
         )
@@ -227,12 +189,13 @@ class _Case:
             doing = self.doings[absent[0]]
             does = self._does(absent, doing)
             ended = doing.what in ("ended", "idle")
+            at = self._op_at(guilty[0], wait.op)
             yield self._finding(
                 "alone-in-collective",
                 guilty,
-                f"{_name(guilty)} {verb('waits', guilty)} in {self._call(wait.op)}"
-                f"{_at(self._op_at(guilty[0], wait.op))}, to which the other {len(absent)} ranks do not come: {does}",
-                at=self._op_at(guilty[0], wait.op),
+                f"{capital(guilty)} {verb('waits', guilty)} in {self._call(wait.op)}{place_of(at)}, "
+                f"to which the other {len(absent)} ranks do not come: {does}",
+                at=at,
                 others=tuple(sorted(set(chained) - set(guilty))),
                 evidence=[
                     self._waiting_line(guilty),
@@ -315,15 +278,15 @@ class _Case:
                 evidence += self._calls_made(op)
             elif doing.what == "ended":
                 there = f" before coming to {missed}"
-        does, here = verb(doing.words, roots), _at(doing.at)
+        does, here = verb(doing.words, roots), place_of(doing.at)
         if kind == "straggler":
             evidence += [self._how_late(each) for each in self._late() if each.rank in roots]
             waiting_there = self._where_others_wait(others, roots, lead=", while ")
-            title = f"{_name(roots)} {verb('is', roots)} late but {verb('moves', roots)}{here}{waiting_there}"
+            title = f"{capital(roots)} {verb('is', roots)} late but {verb('moves', roots)}{here}{waiting_there}"
         elif kind == "python-loop":
-            title = f"{_name(roots)} {verb('runs', roots)} in a loop{here}{there}"
+            title = f"{capital(roots)} {verb('runs', roots)} in a loop{here}{there}"
         else:
-            title = f"{_name(roots)} {does}{here}{there}"
+            title = f"{capital(roots)} {does}{here}{there}"
         return self._finding(kind, roots, title, at=at, others=others, evidence=evidence, sure=sure)
 
     def _without_partner(self, kind: str, roots: Ranks, direct: Sequence[Wait], others: Ranks) -> Finding:
@@ -338,7 +301,7 @@ class _Case:
         return self._finding(
             kind,
             guilty,
-            f"{_name(guilty)} {verb('waits', guilty)} in {self._call(wait.op)}{_at(at)}, "
+            f"{capital(guilty)} {verb('waits', guilty)} in {self._call(wait.op)}{place_of(at)}, "
             f"but {name_ranks(roots)} {verb(doing.words, roots)} without a matching {word}",
             at=at,
             others=tuple(sorted(set(others) - set(guilty))),
@@ -355,7 +318,7 @@ class _Case:
         return self._finding(
             "group-made-by-some",
             guilty,
-            f"{_name(makers)} {verb('makes', makers)} a process group{_at(self.doings[makers[0]].at)}, "
+            f"{capital(makers)} {verb('makes', makers)} a process group{place_of(self.doings[makers[0]].at)}, "
             f"which takes all members, and {self._place(absent)} instead",
             at=at,
             others=tuple(sorted((set(makers) | set(others) | set(absent)) & self.waits.keys() - set(guilty))),
@@ -406,7 +369,7 @@ class _Case:
                 for rank, op in list(ops.items())[:4]
             )
             more = ", and so on round" if len(ops) > 4 else ""
-            title = f"{_name(core)} all {act} first{_at(at)}: {ring}{more}"
+            title = f"{capital(core)} all {act} first{place_of(at)}: {ring}{more}"
             return self._finding(
                 kind, core, title, at=at, others=tuple(sorted(set(concerned) - set(core))), evidence=evidence
             )
@@ -418,8 +381,8 @@ class _Case:
             there = self.doings[peer]
             at = self._op_at(rank, op)
             waits_for = f" for {name_ranks(self.waits[peer].for_ranks)}" if peer in self.waits else ""
-            does = f"{there.words}{waits_for}{_at(there.at)}"
-            title = f"Rank {rank} waits in {self._call(op)}{_at(at)}, but rank {peer} {does}"
+            does = f"{there.words}{waits_for}{place_of(there.at)}"
+            title = f"Rank {rank} waits in {self._call(op)}{place_of(at)}, but rank {peer} {does}"
             return self._finding(
                 kind, guilty, title, at=at, others=tuple(sorted(set(concerned) - set(guilty))), evidence=evidence
             )
@@ -434,7 +397,7 @@ class _Case:
             op = ops[ranks[0]]
             told.append(
                 f"{name_ranks(ranks)} {verb('waits', ranks)} for {name_ranks(self.waits[ranks[0]].for_ranks)} in "
-                f"{op.op} #{op.seq} of group {name_ranks(op.group_ranks)}{_at(self._op_at(ranks[0], op))}"
+                f"{op.op} #{op.seq} of group {name_ranks(op.group_ranks)}{place_of(self._op_at(ranks[0], op))}"
             )
         kind = "crossed-groups" if len({group for group, _ in sides}) > 1 else "different-collectives"
         title = "; ".join(told[:3])
@@ -471,8 +434,8 @@ class _Case:
                 return self._finding(
                     "wrong-peer",
                     (guilty,),
-                    f"Rank {guilty} waits in {self._call(op)}{_at(at)}, but it is rank {meant} "
-                    f"that waits for it, in {self._call(transfers[other])}{_at(there)}",
+                    f"Rank {guilty} waits in {self._call(op)}{place_of(at)}, but it is rank {meant} "
+                    f"that waits for it, in {self._call(transfers[other])}{place_of(there)}",
                     at=at,
                     others=tuple(sorted(concerned - {guilty})),
                     evidence=self._who_waits(sorted(concerned)),
@@ -500,7 +463,7 @@ class _Case:
             yield self._finding(
                 kind,
                 ranks,
-                f"{_name(ranks)} {verb(words, ranks)}{_at(at)}{self._for_how_long(ranks)}",
+                f"{capital(ranks)} {verb(words, ranks)}{place_of(at)}{self._for_how_long(ranks)}",
                 at=at,
                 evidence=evidence,
                 sure=doing.sure and (kind in _DEFINITE or bool(self.before)),
@@ -515,8 +478,8 @@ class _Case:
         }
         ops = {rank: op for rank, op in last.items() if op is not None}
         told = [
-            f"{name_ranks(those)} brought {what}{_at(at)}"
-            for (what, at), those in _grouped(
+            f"{name_ranks(those)} brought {what}{place_of(at)}"
+            for (what, at), those in grouped(
                 ops,
                 lambda rank: (
                     f"{shapes(ops[rank])} {ops[rank].dtype} to {self._call(ops[rank])}",
@@ -536,7 +499,7 @@ class _Case:
             yield self._finding(
                 "straggler",
                 (rank,),
-                f"Rank {rank} comes last to nearly every {op.op}{_at(self._op_at(rank, op))}: "
+                f"Rank {rank} comes last to nearly every {op.op}{place_of(self._op_at(rank, op))}: "
                 f"{name_ranks(others)} waited {seconds(waited)} of the last {seconds(span)} for it",
                 at=at,
                 others=others,
@@ -567,7 +530,7 @@ class _Case:
             yield self._finding(
                 "python-loop",
                 ranks,
-                f"{_name(ranks)} {verb('runs', ranks)} the same code{_at(at)} without a collective or a step"
+                f"{capital(ranks)} {verb('runs', ranks)} the same code{place_of(at)} without a collective or a step"
                 f"{self._for_how_long(ranks)}",
                 at=at,
                 evidence=self._places(ranks),
@@ -588,7 +551,7 @@ class _Case:
         together = len({(self.doings[rank].what, self.doings[rank].at) for rank in rest}) == 1
         cell = self.looks[rest[0]].cell or "a call"
         does = (
-            f"{verb(doing.words, rest)}{_at(doing.at)}"
+            f"{verb(doing.words, rest)}{place_of(doing.at)}"
             if together
             else f"{verb('is', rest)} at different places of {plain(cell, 80)}"
         )
@@ -617,8 +580,8 @@ class _Case:
             return self._finding("idle", (), "No rank is known", evidence=["no snapshot was taken"])
         ended = [rank for rank, doing in self.doings.items() if doing.what == "ended"]
         evidence = [
-            f"{name_ranks(those)} {verb(words, those)}{_at(at)}"
-            for (words, at), those in _grouped(ended, lambda rank: (self.doings[rank].words, self.doings[rank].at))
+            f"{name_ranks(those)} {verb(words, those)}{place_of(at)}"
+            for (words, at), those in grouped(ended, lambda rank: (self.doings[rank].words, self.doings[rank].at))
         ]
         title = f"Nothing runs: {name_ranks(self.world)} {verb('waits', self.world)} for a cell"
         return self._finding("idle", self.world, title, evidence=evidence)
@@ -658,220 +621,6 @@ class _Case:
     def _failed(self, rank: int) -> bool:
         return self.looks[rank].call is None and self.looks[rank].finished == "error"
 
-    # ---- words
-
-    def _finding(
-        self,
-        kind: str,
-        ranks: Ranks,
-        title: str,
-        *,
-        at: At | None = None,
-        others: Iterable[int] = (),
-        evidence: Sequence[str] = (),
-        sure: bool = True,
-    ) -> Finding:
-        rest = tuple(sorted(set(others)))
-        pids = [self.looks[rank].pid for rank in ranks if rank in self.looks]
-        step = KINDS[kind].next_step.format(
-            ranks=format_ranks(ranks) if ranks else "",
-            first=ranks[0] if ranks else "",
-            name=name_ranks(ranks) if ranks else "the ranks",
-            pids=" ".join(str(pid) for pid in pids if pid is not None) or "PID",
-        )
-        stop = KINDS[kind].stop
-        first = self.looks.get(ranks[0]) if ranks else None
-        cell = at.cell if at is not None else None
-        if cell is None and first is not None:
-            cell = first.cell or first.last_cell
-        lines = [line for line in evidence if line]
-        endpoints = {rank: looks.endpoint_of(self.looks[rank]) for rank in (*ranks, *rest) if rank in self.looks}
-        acting = tuple(sorted(rank for rank, endpoint in endpoints.items() if endpoint is not None))
-        for endpoint, those in _grouped(acting, endpoints.__getitem__):
-            lines.append(f"{name_ranks(those)}: {' in its endpoint '.join(endpoint or ())}")
-        if acting:
-            stop = f"Stop ends waiting for an actor, not its endpoint; %mesh kill {format_ranks(acting)} does."
-        if by_axis := self._by_axis(ranks):
-            lines.append(f"{name_ranks(ranks)}: all with {by_axis}")
-        return Finding(
-            kind=kind,
-            ranks=ranks,
-            others=rest,
-            title=title,
-            evidence=tuple(dict.fromkeys(lines)),
-            next_step=f"{step} {stop}".strip(),
-            cell=cell,
-            line=at.line if at is not None else None,
-            file=at.file if at is not None and at.file else None,
-            sure=sure,
-            waits=self._edges({*ranks, *rest}),
-        )
-
-    def _edges(self, ranks: Collection[int]) -> tuple[tuple[Ranks, Ranks, str], ...]:
-        gathered: dict[tuple[Ranks, str], list[int]] = defaultdict(list)
-        for rank in sorted(ranks):
-            if (wait := self.waits.get(rank)) is not None:
-                gathered[wait.for_ranks, self._call(wait.op)].append(rank)
-        return tuple((tuple(those), for_ranks, what) for (for_ranks, what), those in gathered.items())
-
-    def _op_at(self, rank: int, op: CollectiveSeen) -> At | None:
-        """The line at which a rank called an operation, or where it is if that is not known."""
-        snapshot = self.looks.get(rank)
-        if snapshot is None:
-            return None
-        at = looks.op_line(op, snapshot) or (self.doings[rank].at if self.doings[rank].op is op else None)
-        if at is not None and at.file in self.cells:  # a rank that has ended the cell does not say which it was
-            return replace(at, cell=self.cells[at.file])
-        return at
-
-    def _where_others_wait(self, others: Collection[int], roots: Ranks, lead: str = ", where ") -> str:
-        """`, where ranks 0-2 wait (cell 7, line 3)`: those who wait for the roots directly, or else whoever waits."""
-        direct = [rank for rank in others if rank in self.waits and set(roots) & set(self.waits[rank].for_ranks)]
-        shown = sorted(direct or others)
-        if not shown:
-            return ""
-        wait = self.waits.get(shown[0])
-        if wait is None:
-            return f"{lead}{name_ranks(shown)} {verb('waits', shown)}"
-        same = [rank for rank in shown if rank in self.waits and self._call(self.waits[rank].op) == self._call(wait.op)]
-        at = self._op_at(same[0], wait.op)
-        inside = f" in {self._call(wait.op)}" if lead != ", where " else ""
-        return f"{lead}{name_ranks(same)} {verb('waits', same)}{inside}{_in_brackets(at)}"
-
-    def _who_waits(self, ranks: Iterable[int]) -> list[str]:
-        def key(rank: int) -> tuple[str, At | None, Ranks]:
-            wait = self.waits[rank]
-            return self._call(wait.op), self._op_at(rank, wait.op), wait.for_ranks
-
-        told = []
-        for (what, at, for_ranks), those in _grouped(sorted({*ranks} & self.waits.keys()), key):
-            since = max(self.waits[rank].op.began_s for rank in those)
-            whom = f", for {name_ranks(for_ranks)}" if for_ranks else ""
-            told.append(
-                f"{name_ranks(those)} {verb('waits', those)} in {what}{_at(at)}{whom}"
-                f"{f', since {seconds(since)}' if since else ''}"
-            )
-        return told[: MAX_PLACES + 1]
-
-    def _call(self, op: CollectiveSeen) -> str:
-        key = op.op, op.peer, op.seq, group_key(op)
-        if key not in self._calls:
-            self._calls[key] = name_op(op, self.world)
-        return self._calls[key]
-
-    def _place(self, ranks: Ranks) -> str:
-        """`ranks 1-2 sleep at cell 7, line 3`: what the first of these does, which is what they all do."""
-        doing = self.doings[ranks[0]]
-        return f"{name_ranks(ranks)} {verb(doing.words, ranks)}{_at(doing.at)}"
-
-    def _waiting_line(self, ranks: Ranks) -> str:
-        return next(iter(self._who_waits(ranks)), "")
-
-    def _details(self, ranks: Ranks) -> list[str]:
-        """What snapshots say of these ranks beyond their place."""
-        told: list[str] = []
-        for rank in ranks[:4]:
-            prefix = f"rank {rank}: " if len(ranks) > 1 else ""
-            told += [f"{prefix}{line}" for line in self.doings[rank].evidence]
-            snapshot = self.looks[rank]
-            op = looks.current_op(snapshot)
-            # What was seen from outside is as old as the last beat.
-            if op is not None and snapshot.source == "inside" and rank not in self.waits:
-                told.append(f"{prefix}its {self._call(op)} is open since {seconds(op.began_s)}")
-        if len(ranks) > 4:
-            told.append(f"and {len(ranks) - 4} more ranks alike")
-        return told
-
-    def _calls_made(self, op: CollectiveSeen) -> list[str]:
-        """How many collectives of a group each member made, where that differs."""
-        front = self.rings.front.get(group_key(op), {})
-        members = [rank for rank in op.group_ranks if rank in self.looks]
-        told = [
-            f"{name_ranks(those)} made {count} {'collective' if count == 1 else 'collectives'} of the group"
-            for count, those in _grouped(members, lambda rank: front.get(rank, 0))
-        ]
-        return told if len(told) > 1 and op.seq else []
-
-    def _for_how_long(self, ranks: Ranks) -> str:
-        running = [self.looks[rank].running_s for rank in ranks if rank in self.looks]
-        longest = max((value for value in running if value is not None), default=None)
-        return f", {seconds(longest)} into the cell" if longest else ""
-
-    def _does(self, ranks: Ranks, doing: Doing) -> str:
-        return f"{'they' if len(ranks) > 1 else 'it'} {verb(doing.words, ranks)}"
-
-    def _places(self, ranks: Ranks) -> list[str]:
-        by_place = _grouped(ranks, lambda rank: (self.doings[rank].words, self.doings[rank].at))
-        by_place.sort(key=lambda pair: -len(pair[1]))
-        told = [f"{name_ranks(those)} {verb(words, those)}{_at(at)}" for (words, at), those in by_place[:MAX_PLACES]]
-        if len(by_place) > MAX_PLACES:
-            told.append(f"and {len(by_place) - MAX_PLACES} more places")
-        return told
-
-    def _progress(self, ranks: Ranks) -> list[str]:
-        """Signs of life: operations since the earlier look, steps, the last operations."""
-        told = []
-        pairs = [(self.looks[rank], self.before[rank]) for rank in ranks if rank in self.before]
-        made = sum(max(0, now.num_collectives - before.num_collectives) for now, before in pairs)
-        if made:
-            told.append(f"{made} collectives were called between the two looks")
-        elif pairs and all(looks.has_moved(before, now) is False for now, before in pairs):
-            told.append("no rank left its line between the two looks")
-        rates = [now.health.steps_per_s for now in map(self.looks.__getitem__, ranks) if now.health is not None]
-        known = [rate for rate in rates if rate]
-        if known:
-            told.append(
-                f"{min(known):.3g} to {max(known):.3g} steps per second"
-                if len(known) > 1
-                else f"{known[0]:.3g} steps per second"
-            )
-        going = [
-            (self.waits[rank].op, rank)
-            for rank in ranks
-            if rank in self.waits and self.waits[rank].op.op not in POINT_TO_POINT and not self.waits[rank].for_ranks
-        ]
-        if going:
-            op = max(going, key=lambda pair: pair[0].began_s)[0]
-            told.append(f"all members are in {self._call(op)} ({shapes(op)} {op.dtype}), since {seconds(op.began_s)}")
-        return told
-
-    def _by_axis(self, ranks: Ranks) -> str | None:
-        """`dp=1`, where these are just the ranks with that coordinate."""
-        names, sizes = list(self.axes), list(self.axes.values())
-        total = 1
-        for size in sizes:
-            total *= size
-        if len(ranks) < 2 or len(names) < 2 or total != len(self.world) or len(ranks) == total:
-            return None
-        points = list(product(*map(range, sizes)))
-        chosen = [points[rank] for rank in ranks if rank < total]
-        for axis, name in enumerate(names):
-            held = {point[axis] for point in chosen}
-            if len(held) == 1 and len(ranks) * sizes[axis] == total:
-                return f"{name}={held.pop()}"
-        return None
-
-
-def _grouped(ranks: Iterable[int], key: Callable[[int], K]) -> list[tuple[K, Ranks]]:
-    """Ranks that are alike, in order of the first of each."""
-    gathered: dict[K, list[int]] = {}
-    for rank in ranks:
-        gathered.setdefault(key(rank), []).append(rank)
-    return [(each, tuple(those)) for each, those in gathered.items()]
-
-
-def _name(ranks: Sequence[int]) -> str:
-    named = name_ranks(ranks)
-    return named[:1].upper() + named[1:]
-
 
 def _painted(text: str, colour: str, wanted: bool) -> str:
     return f"{colour}{text}{_OFF}" if wanted else text
-
-
-def _at(at: object) -> str:
-    return f" at {at}" if at is not None else ""
-
-
-def _in_brackets(at: At | None) -> str:
-    return f" ({at})" if at is not None else ""
