@@ -178,7 +178,7 @@ def monarch(ranks: int, folder: Path) -> Iterator[Calls]:
 
 @contextlib.contextmanager
 def ray(ranks: int, folder: Path) -> Iterator[Calls]:
-    with contestants.ray_system(folder) as system:
+    with contestants.ray_system(ranks, folder) as system:
         yield _calls(Rays(system), ranks)
 
 
