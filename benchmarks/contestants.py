@@ -23,7 +23,7 @@ from meshbook.wire.lifeline import die_with_parent
 _SPAWN = multiprocessing.get_context("spawn")  # nothing is shared but what is sent
 
 # Seconds that a system may take to come up, and to answer. Ray needs up to a minute on two busy cores.
-_START_S = 180.0
+_START_S = 300.0
 _ROUND_S = 60.0
 _RAY_STORE_BYTES = 300_000_000
 _STOP_S = 30.0
@@ -104,8 +104,9 @@ def monarch(ranks: int, folder: Path) -> Iterator[Calls]:
 
 
 @contextlib.contextmanager
-def ray_system(folder: Path) -> Iterator[Any]:
-    """Ray with as little as actors need: it starts a worker for each CPU that it is told of, and they ask for none."""
+def ray_system(ranks: int, folder: Path) -> Iterator[Any]:
+    """Ray with as little as actors need. It starts a worker for each CPU that it is told of, and so many at a time;
+    actors ask for none."""
     os.environ |= {
         "RAY_AUTH_MODE": "disabled",  # else it leaves a token in the home folder
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -115,7 +116,7 @@ def ray_system(folder: Path) -> Iterator[Any]:
     import ray as system
 
     system.init(
-        num_cpus=1,
+        num_cpus=min(ranks, os.cpu_count() or 1),
         object_store_memory=_RAY_STORE_BYTES,
         include_dashboard=False,
         log_to_driver=False,
@@ -140,7 +141,7 @@ def ray(ranks: int, folder: Path) -> Iterator[Calls]:
         def cell(self, source: str) -> None:
             exec(source, self.names)
 
-    with ray_system(folder) as system:
+    with ray_system(ranks, folder) as system:
         actors = [system.remote(num_cpus=0)(Idle).remote() for _ in range(ranks)]
         yield {
             "call": lambda: system.get([actor.nothing.remote() for actor in actors]),

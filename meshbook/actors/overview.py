@@ -81,10 +81,11 @@ def _line(group: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     runs = ""
     if first["running"]:
         runs = f"{first['running'].lstrip('=')} for {format_seconds(max(row['seconds'] or 0.0 for row in group))}"
+    ranks = format_ranks([row["rank"] for row in group])
     return (
         first["actor"],
         first["class"],
-        format_ranks([row["rank"] for row in group]),
+        f"{first['home']}: {ranks}" if "home" in first else ranks,
         first["state"],
         _span(row["mailbox"] for row in group),
         runs,

@@ -42,6 +42,7 @@ pytestmark = pytest.mark.timeout(60)  # for the waits that have no argument for 
 LARGE_BYTES = 1 << 20
 
 started = threading.Event()
+begun = threading.Event()
 
 
 class Late(Actor):
@@ -164,6 +165,24 @@ def test_an_interrupted_call_ends_and_the_others_go_on() -> None:
             call.get(WAIT_S)
     assert counter.add.call_one().get(WAIT_S) == 2
     counter.stop().get(WAIT_S)
+
+
+class Endless(Actor):
+    def __init__(self) -> None:
+        begun.set()
+        due = time.monotonic() + WAIT_S
+        while time.monotonic() < due:
+            pass
+
+
+def test_an_init_that_does_not_end_is_interrupted_too() -> None:
+    begun.clear()
+    endless = this_proc().spawn("endless", Endless)
+    assert begun.wait(WAIT_S)
+    interrupt(endless)
+    with pytest.raises(SupervisionError, match=r"Endless.__init__ failed.*KeyboardInterrupt"):
+        endless.initialized.get(WAIT_S)
+    endless.stop().get(WAIT_S)
 
 
 def test_an_interrupt_reaches_what_the_endpoint_waits_for() -> None:

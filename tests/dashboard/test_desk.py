@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from meshbook.actors.procs import this_host
 from meshbook.controller.mesh import Mesh, create_mesh
 from meshbook.dashboard.desk import Audience, Desk
+from tests.actors.cast import Counter
 from tests.kernel.frontend import wait_until
 
 WAIT_S = 15.0
@@ -61,6 +63,23 @@ def test_a_page_that_is_gone_is_forgotten_and_watching_ends_with_the_last_one(me
     desk.leave(second.audience)
     desk.leave(second.audience)
     assert not desk.watches
+
+
+def test_actors_on_processes_of_their_own_are_in_the_tab_too(mesh: Mesh) -> None:
+    desk, page = Desk.of(mesh.session), Page(mesh)
+    procs = this_host().spawn_procs({"n": 2}, name="light")
+    try:
+        assert procs.spawn("counters", Counter).add.call().get(WAIT_S)
+        desk.join(page.audience)
+        assert page.wait_for(lambda message: message["kind"] == "layout")["actors"]
+        desk.hear(page.audience, {"kind": "actors"})
+        rows = page.wait_for(lambda message: message["kind"] == "actors")["rows"]
+        assert [(row["actor"], row["rank"].partition("-")[0], row["rank"][-3:]) for row in rows] == [
+            ("counters", "light", ": 0"), ("counters", "light", ": 1"),
+        ]  # fmt: skip
+    finally:
+        desk.leave(page.audience)
+        procs.stop().get(30)
 
 
 def test_a_picture_that_cannot_be_made_is_logged_and_said_once_and_the_next_one_is_shown(

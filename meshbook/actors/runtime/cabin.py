@@ -44,6 +44,7 @@ _LOOP_S = 0.2  # that an event loop has to come to a cancellation; then the code
 
 Key = tuple[int, int]  # of a message: who sent it, and its number for the answer (-1 and any, if there is none)
 _CUT = object()  # in a mailbox
+_BIRTH = (-1, -1)  # stands for `__init__`, as if it were a message
 _BEFORE = "it was interrupted before it began"
 
 
@@ -130,13 +131,15 @@ class Cabin:
         return self.state != "failed" and not self.is_told_to_stop
 
     def interrupt(self, key: Key | None) -> None:
-        """End a message that runs or waits; with None all that came until now. Does not wait. From any thread.
+        """End a message that runs or waits; with None all that came until now, `__init__` too. Does not wait. From any
+        thread.
 
         A `def` endpoint gets a KeyboardInterrupt, as soon as Python code of it runs; an async one is cancelled.
         """
         if key is None:
             self._cuts.append(None)
             self.put((None, _CUT))
+            self._open.interrupt(_BIRTH)
         else:
             self._dropped.add(key)
         for known, running in list(self.running.items()):
@@ -194,9 +197,11 @@ class Cabin:
             self.home = home
             self.class_name = Class.__name__
             on_loop = base.runs_on_loop(Class)
-            self.actor = Class(*args, **kwargs)
+            with self._open.of(_BIRTH):
+                self.actor = Class(*args, **kwargs)
             del args, kwargs
         except BaseException as error:
+            self._open.close()
             self._not_born(error)
             on_loop = False
         else:
@@ -215,7 +220,8 @@ class Cabin:
         text = f"{self.class_name}.__init__ failed, so there is no actor {self.name!r}: {said}"
         self.failure = messages.Failure(0, "init", described.ename, text, described.traceback, None)
         self.state, self.last_error = "failed", said
-        self.life.fault(self, text, described.traceback)
+        if not isinstance(error, KeyboardInterrupt):
+            self.life.fault(self, text, described.traceback)
 
     def _live_on_thread(self) -> None:
         while True:

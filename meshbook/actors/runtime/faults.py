@@ -62,9 +62,7 @@ class ActorError(MeshbookError):
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows: the lines of the user's that lead here, and not how an answer is waited for."""
-        from IPython import get_ipython
-
-        shown: list[str] = get_ipython().InteractiveTB.structured_traceback(
+        shown: list[str] = _shell().InteractiveTB.structured_traceback(
             type(self), self, _users_frames(self.__traceback__), tb_offset=0
         )
         return shown
@@ -232,9 +230,14 @@ def with_source(text: str) -> str:
     return "\n".join(shown)
 
 
+def _shell() -> Any:
+    """IPython's, where this process is one of its notebooks."""
+    return getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+
+
 def _place(file: str) -> str:
     """`Cell In[3]`, or `File "…"` as in any traceback."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    shell = _shell()
     cell = shell.compile.format_code_name(file) if shell is not None else None
     return " ".join(cell) if cell else f'File "{file}"'
 
