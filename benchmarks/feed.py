@@ -2,8 +2,10 @@
 
 What a step costs a rank is counted on its main thread, from the scheduler's own books: the time of the step less the
 time that the thread stood ready while others had the core. That is its work, the arrival of the data included, and its
-waits for the next thing to do; and it is the same whether controller and ranks share two cores or have twenty. What the
-controller does for a batch beside making it, on machines with a GPU all that is left of it, is a row of its own.
+waits for the next thing to do. Where controller and ranks share a core or two, both figures overstate what a rank waits
+for data: the time on the clock has what the controller took of the cores in it, and the one from the books has, on a
+machine that others keep busy, the controller's own waits for a core. The promise is of the smaller. What the controller
+does for a batch beside making it, on machines with a GPU all that is left of it, is a row of its own.
 
     python -m benchmarks.feed [--quick]
 """
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,7 +53,7 @@ def measure(quick: bool, folder: Path) -> Report:
     report = Report("feed", f"steps on batches of {ROWS * WIDTH >> 18} MiB that {RANKS} ranks are fed, or have")
     torch.set_num_threads(1)
     with create_mesh({"dp": RANKS}, orphan_ttl_s=workbench.ORPHAN_TTL_S) as mesh:
-        feeding(report, mesh, rounds=2 if quick else 9)
+        feeding(report, mesh, rounds=2 if quick else 7)
     return report
 
 
@@ -62,14 +64,13 @@ def feeding(report: Report, mesh: Mesh, rounds: int) -> None:
     here = meshbook.distribute(batch, mesh, sharding_spec=["dp"])
     rows: dict[str, list[float]] = {}
 
-    def compute(rows: Any) -> None:
-        for _ in range(3):
-            (rows @ weights).sum()
+    def steps(batches: Iterable[Any]) -> None:
+        losses = [(rows @ weights).sum() + (rows @ weights).sum() + (rows @ weights).sum() for rows in batches]
+        engine.wait()
+        del losses  # what nobody holds any more may never be computed
 
     def local() -> None:
-        for _ in range(BATCHES):
-            compute(here)
-        engine.wait()
+        steps(here for _ in range(BATCHES))
 
     made = 0.0  # seconds of CPU that the source took
 
@@ -82,9 +83,7 @@ def feeding(report: Report, mesh: Mesh, rounds: int) -> None:
             yield made_now
 
     def fed() -> None:
-        for rows in mesh.feed(source()):
-            compute(rows)
-        engine.wait()
+        steps(mesh.feed(source()))
 
     def counted(name: str, act: Callable[[], None]) -> Callable[[], float]:
         def measure() -> float:
@@ -118,7 +117,8 @@ def feeding(report: Report, mesh: Mesh, rounds: int) -> None:
             against = names["local"] + row.removeprefix(name) if which == "fed" and what != "busy" else None
             report.add(row, rows[f"{which}: {what}"][2:], unit, against=against)
     report.add("... and CPU to make the batch", rows["fed: the source"][2:], "ms")
-    report.promise("a step on data that is fed, as on data that ranks have", report.ratio(names["fed"]), LIMIT, "x")
+    ratio = min(report.ratio(names["fed"]), report.ratio(f"{names['fed']}, on the clock"))
+    report.promise("a step on data that is fed, as on data that ranks have", ratio, LIMIT, "x")
 
 
 if __name__ == "__main__":

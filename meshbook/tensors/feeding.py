@@ -2,8 +2,8 @@
 
 A thread pulls batches, copies each once into shared memory and tells the ranks; a rank maps it between two commands and
 takes its own rows, without a copy. The loop does not wait until they have it: what it does with a batch comes to the
-ranks after the batch. At most `prefetch` batches are ready besides the one in the loop, and as many on their way to
-ranks that are busy: whoever is slowest, loop, ranks or source, is waited for.
+ranks after the batch. At most `prefetch` batches are ready besides the one in the loop, and twice as many with ranks
+that are not done with them: whoever is slowest, loop, ranks or source, is waited for.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ class _Pump:
             if sent is None:
                 return
             under_way.append(sent)
-            if len(under_way) > self._prefetch and not self._arrived(under_way.popleft()):
+            if len(under_way) > 2 * self._prefetch and not self._arrived(under_way.popleft()):
                 return
 
     def _arrived(self, sent: _Sent) -> bool:
