@@ -19,6 +19,7 @@ only at the end of pickling but needed at the start of unpickling, and the objec
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import dis
 import functools
@@ -126,6 +127,16 @@ def dump_small(obj: object, limit: int, *, persistent: Persistent | None = None)
     return Payload(stream) if len(stream) <= limit else None
 
 
+def _without_modes() -> contextlib.AbstractContextManager[object]:
+    """What a mode of torch makes of new tensors (`with mesh.activate()`, say) is not meant for those that arrive."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch._C._len_torch_dispatch_stack():
+        return contextlib.nullcontext()
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
 def load(payload: Payload, *, reader: SegmentReader | None = None, resolve: Resolve | None = None) -> Any:
     """The object of a payload.
 
@@ -142,7 +153,8 @@ def load(payload: Payload, *, reader: SegmentReader | None = None, resolve: Reso
     views = (reader or SegmentReader()).open_all(payload.buffers)
     try:
         stream = io.BytesIO(payload.pickled or views[-1])
-        return _Unpickler(stream, views, _TensorsReceived(pickle.load(stream), views), resolve).load()
+        with _without_modes():
+            return _Unpickler(stream, views, _TensorsReceived(pickle.load(stream), views), resolve).load()
     except (TransferError, MemoryError):
         raise
     except Exception as error:
