@@ -10,7 +10,6 @@ whoever makes operations of his own.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import linecache
 import os
@@ -36,7 +35,7 @@ from meshbook.controller.session import Session, render
 from meshbook.errors import CellInterrupted, Failure, MeshbookError, NotAttached, OperationFailed, RankLost
 from meshbook.ids import Ranks, name_ranks
 from meshbook.mesh import MeshAxes
-from meshbook.tensors.plan import Planner, Template
+from meshbook.tensors.plan import Planner, Spec, Template
 from meshbook.wire import messages
 
 # Operations in a batch, by how many batches the ranks have before them: few while they wait for work, more then.
@@ -51,8 +50,8 @@ _FREE_AT_ONCE = 16
 # Faults whose lines are remembered.
 _MAX_FAULTS = 1000
 _MAX_USER_FRAMES = 3
-# Files that are known to be the user's, or not; and lines that operations came from.
-_MAX_FILES, _MAX_LINES = 4096, 4096
+# Code objects of which it is known whose they are, and lines that operations came from.
+_MAX_CODES, _MAX_LINES = 4096, 4096
 # Templates that are kept for sure; as many older ones go when there are more, here and on the ranks. A whole training
 # step of a large model has some thousands, a loop over `x[i]` one for each i.
 _MAX_TEMPLATES = 8192
@@ -66,8 +65,10 @@ _encoder = msgspec.msgpack.Encoder()
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _getframe = sys._getframe
-# Whether a file is the user's, by its name; every cell has one.
-_files: dict[str, bool] = {}
+# The user's code, and torch's and ours, by id: a code object's own hash goes through all of it.
+_users: dict[int, CodeType] = {}
+_others: dict[int, CodeType] = {}
+_CALL = torch.nn.Module._call_impl.__code__
 # By an instruction's address, which stays its own as long as its code is kept.
 _lines: dict[int, tuple[CodeType, messages.Frame]] = {}
 
@@ -79,9 +80,10 @@ class Handle:
     of it, and no `__init__` is called: one is made for every operation.
     """
 
-    __slots__ = ("changes", "id")
+    __slots__ = ("changes", "id", "spec")
 
     id: int
+    spec: Spec  # what the tensor is like
     free: Callable[[int], None]  # the engine's
     changes: list[int]  # of a view, and of what it is one of; not set otherwise
     is_part = False  # a view that DTensor had to copy (`parts`)
@@ -228,7 +230,7 @@ class Engine:
                 self._num_words += 1
 
     def new_handle(self) -> Handle:
-        """Of a tensor that there will be: with an id that no other has."""
+        """Of a tensor that there will be: with an id that no other has, and no spec yet."""
         handle = self.handle()
         handle.id = self.next_id()
         return handle
@@ -523,30 +525,35 @@ class Engine:
 
 
 def here(depth: int = 2) -> Where:
-    """The user's lines that lead to this operation, innermost first: code and instruction, which are cheap to keep."""
+    """The user's lines that lead to this operation, innermost first: code and instruction, which are cheap to keep.
+
+    The dearest part of an operation: a frame is asked as little as can be.
+    """
     frame: FrameType | None = _getframe(depth)
     found: list[tuple[CodeType, int]] = []
-    known = _files
+    others = _others
     while frame is not None:
         code = frame.f_code
-        try:
-            users = known[code.co_filename]
-        except KeyError:
-            users = _look_at(code.co_filename)
-        if users:
+        if id(code) not in others:
+            if _users.get(id(code)) is None and not _is_users(code):
+                continue
             found.append((code, frame.f_lasti))
             if len(found) == _MAX_USER_FRAMES:
                 break
+        elif code is _CALL and (frame := frame.f_back) is None:  # its caller is torch's too
+            break
         frame = frame.f_back
     return tuple(found)
 
 
-def _look_at(file: str) -> bool:
-    """Whether code of this file is the user's."""
-    if len(_files) >= _MAX_FILES:  # cells that were run long ago
-        _files.clear()
-    users = _files[file] = not file.startswith((_TORCH, _OURS))
-    return users
+def _is_users(code: CodeType) -> bool:
+    """Whether this is the user's code, from now on known."""
+    for known in (_users, _others):
+        if len(known) >= _MAX_CODES:  # cells that were run long ago
+            known.clear()
+    is_users = not code.co_filename.startswith((_TORCH, _OURS))
+    (_users if is_users else _others)[id(code)] = code
+    return is_users
 
 
 def describe(where: Where) -> str:
@@ -619,9 +626,11 @@ def _number(code: CodeType, instruction: int) -> int:
 def _drained(ids: deque[int]) -> list[int]:
     found: list[int] = []
     take, keep = ids.popleft, found.append
-    with contextlib.suppress(IndexError):  # somebody else drains them too
+    try:
         for _ in range(len(ids)):
             keep(take())
+    except IndexError:  # somebody else drains them too
+        pass
     return found
 
 

@@ -149,7 +149,7 @@ def _reshaped(func: Any, args: Any, kwargs: Any) -> Any:
     tensor = args[0]
     view = getattr(torch, func._opname.removesuffix("_"))(*args, **kwargs)
     torch.Tensor.data.__set__(tensor, view)  # type: ignore[attr-defined]
-    tensor._spec, tensor._handle = view._spec, view._handle
+    tensor._handle = view._handle
     return tensor
 
 

@@ -58,6 +58,7 @@ class Part:
 
     def __init__(self, made: Any, of: Any, where: Where | None, again: Callable[[], Any]) -> None:
         self._copy: Handle = made._copy if made.is_part else made
+        self.spec: Spec = made.spec
         self.of, self.where, self._again = of, where, again
         self.changes: list[int] = of._handle.family()
         self.seen = self.changes[0]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -40,8 +41,8 @@ class RemoteTensor(torch.Tensor):
     `full_tensor()`, `local(rank)`; everything else returns at once.
     """
 
-    _spec: Spec
     _handle: Handle
+    _spec: Spec = property(attrgetter("_handle.spec"))  # type: ignore[assignment]
     _keeps: Any  # what must live as long
     _meshbook_is_tensor = True  # handles of the floor below make way for it
 
@@ -171,7 +172,7 @@ class RemoteTensor(torch.Tensor):
                 "and x.copy_(local) changes the numbers only"
             )
         torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
-        self._spec, self._handle = other._spec, other._handle
+        self._handle = other._handle
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return values.describe(self)
@@ -226,15 +227,24 @@ class RemoteTensor(torch.Tensor):
 
 
 def _settle_grad(leaf: Any) -> None:
-    grad, wanted = leaf.grad, leaf._spec.placements
-    if isinstance(grad, RemoteTensor) and grad._spec.placements not in (None, wanted):
-        leaf.grad = call(calls.redistribute, grad.engine, grad, wanted)
+    grad = leaf.grad
+    if not isinstance(grad, RemoteTensor) or grad._spec.placements is None:
+        return
+    spec, wanted = grad._spec, leaf._spec.placements
+    engine = spec.engine
+    key = (_settle_grad, spec, leaf._spec)  # placements have hashes and equality of Python's
+    template = engine.cache.get(key)
+    if template is None:
+        if spec.placements == wanted:
+            return
+        template = engine.learn(key, engine.planner.plan, calls.redistribute, (grad, wanted), {}, [grad])
+    leaf.grad = perform(engine, template, calls.redistribute, (grad, wanted), {}, [0, grad._handle.id], [grad], [])
 
 
 def wrap(spec: Spec, handle: Handle, requires_grad: bool = False) -> RemoteTensor:
     """The tensor of a handle."""
     tensor: RemoteTensor = _make(*(spec.making or _how_to_make(spec)))
-    tensor._spec = spec
+    handle.spec = spec
     tensor._handle = handle
     if requires_grad:
         torch.Tensor.requires_grad_(tensor)
@@ -268,8 +278,9 @@ def arrive(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     for arg in args if not kwargs else (*args, *itertools.chain.from_iterable(kwargs.items())):
         kind = arg.__class__
         if kind is RemoteTensor:
-            key.append(arg._spec)
-            numbers.append(arg._handle.id)
+            handle = arg._handle
+            key.append(handle.spec)
+            numbers.append(handle.id)
             tensors.append(arg)
         elif kind is int or arg is None:
             key.append(arg)
@@ -280,8 +291,9 @@ def arrive(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 if kind is int or item is None:
                     key.append(item)
                 elif kind is RemoteTensor:
-                    key.append(item._spec)
-                    numbers.append(item._handle.id)
+                    handle = item._handle
+                    key.append(handle.spec)
+                    numbers.append(handle.id)
                     tensors.append(item)
                 elif kind is float:
                     key.append(float)
@@ -302,7 +314,7 @@ def arrive(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     if strangers:
         args, kwargs = _sent_along(func, args, kwargs or {})
         return arrive(func, types, args, kwargs)
-    engine: Engine = tensors[0]._spec.engine
+    engine: Engine = tensors[0]._handle.spec.engine
     found = tuple(key)
     template = engine.cache.get(found)
     if template is None:
@@ -312,8 +324,8 @@ def arrive(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return perform(engine, template, func, args, kwargs, numbers, tensors, floats)
     # What `perform` does, for the common case: one new tensor, nothing to look out for.
     result = _make(*(spec.making or _how_to_make(spec)))
-    result._spec = spec
     result._handle = handle = engine.handle()
+    handle.spec = spec
     handle.id = made = engine.next_id()
     if template.is_view:
         handle.changes = tensors[0]._handle.family()
@@ -444,7 +456,7 @@ def _moved_first(template: Template, func: Any, args: Any, kwargs: Any, tensors:
     if schema is not None and any(output.alias_info is not None for output in schema.returns):
         made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, RemoteTensor)]
         for leaf in made:
-            leaf._spec = leaf.engine.planner.copied(leaf._spec)
+            leaf._handle.spec = leaf.engine.planner.copied(leaf._spec)
         parts.follow(made, tensors[0], func, args, kwargs, shares=False, issue=dispatch)
     return result
 

@@ -20,6 +20,7 @@ in it are cut out of it, wherever in the object they are, and read where they li
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import dis
 import functools
@@ -132,6 +133,16 @@ def dump_small(obj: object, limit: int, *, persistent: Persistent | None = None)
     return Payload(stream) if len(stream) <= limit else None
 
 
+def _without_modes() -> contextlib.AbstractContextManager[object]:
+    """What a mode of torch makes of new tensors (`with mesh.activate()`, say) is not meant for those that arrive."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch._C._len_torch_dispatch_stack():
+        return contextlib.nullcontext()
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
 def load(payload: Payload, *, reader: SegmentReader | None = None, resolve: Resolve | None = None) -> Any:
     """The object of a payload.
 
@@ -149,7 +160,8 @@ def load(payload: Payload, *, reader: SegmentReader | None = None, resolve: Reso
     stream: io.BytesIO | _Stream | None = None
     try:
         stream = _Stream.of(payload, views) if payload.cuts or not payload.pickled else io.BytesIO(payload.pickled)
-        return _Unpickler(stream, views, _TensorsReceived(pickle.load(stream), views), resolve).load()
+        with _without_modes():
+            return _Unpickler(stream, views, _TensorsReceived(pickle.load(stream), views), resolve).load()
     except (TransferError, MemoryError):
         raise
     except Exception as error:

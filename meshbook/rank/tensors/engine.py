@@ -44,6 +44,8 @@ GENERATED: dict[str, Callable[[int], tuple[str, Frame | None]]] = {}
 
 # Seconds that a rank waits to hear whether the others had the same fault before it takes them for stuck without it.
 _SAME_FAULT_S = 1.0
+# Faults of which it is remembered that the others were told.
+_MAX_TOLD_FAULTS = 1000
 
 _issued = msgspec.msgpack.Decoder(Issued)
 _numbers: msgspec.msgpack.Decoder[list[int | float]] = msgspec.msgpack.Decoder(list[int | float])
@@ -213,7 +215,7 @@ class Tensors:
         self._groups, self._load, self._dump, self._resolve = groups, load, dump, resolve
         self._spaces: dict[str, Space] = {}
         self._running: tuple[RunOps, Space] | None = None
-        self._told_faults: set[str] = set()
+        self._told_faults: dict[str, None] = {}  # those of late
         self._gone: set[str] = set()  # clients; what they had sent before may still come
         FUNCTIONS["adopt"] = self._adopt
         rules.install()
@@ -371,7 +373,9 @@ class Tensors:
         key = f"meshbook/fault/{groups.epoch}/{space.name}/{poison.number}/{poison.ename}"
         mark = f"{key}/{self.rank}"
         if mark not in self._told_faults:
-            self._told_faults.add(mark)
+            self._told_faults[mark] = None
+            if len(self._told_faults) > _MAX_TOLD_FAULTS:
+                del self._told_faults[next(iter(self._told_faults))]
             store.add(key, 1)
         deadline = time.monotonic() + _SAME_FAULT_S
         while store.add(key, 0) < everybody:
