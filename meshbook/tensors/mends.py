@@ -144,6 +144,15 @@ def _not_fused(func: Any, args: Any, kwargs: Any) -> Any:
     )
 
 
+def _to_copy(func: Any, args: Any, kwargs: Any) -> Any:
+    """`x.to("meta")` is no remote tensor: torch's own code asks so for the shape of a result, and wants no data."""
+    device = kwargs.get("device")
+    if device is None or torch.device(device).type != "meta":
+        return dispatch_as_is(func, args, kwargs)
+    (tensor,) = args
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=kwargs.get("dtype") or tensor.dtype, device="meta")
+
+
 def _reshaped(func: Any, args: Any, kwargs: Any) -> Any:
     """A shape that changes in place: that of the view, which the tensor then is."""
     tensor = args[0]
@@ -320,6 +329,7 @@ MENDS: dict[Any, Special] = {
     aten.is_same_size.default: _same_size,
     aten._has_same_storage_numel.default: _same_size,
     aten._has_compatible_shallow_copy_type.default: lambda func, args, kwargs: True,
+    aten._to_copy.default: _to_copy,
     aten._foreach_copy_.default: _foreach_copy,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     aten._fused_sgd_.default: _not_fused,

@@ -496,6 +496,8 @@ def _sent_along(func: Any, args: Any, kwargs: Any) -> Any:
     def send(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or isinstance(leaf, RemoteTensor):
             return leaf
+        if leaf.is_meta:
+            raise ValueError(f"{func}: the local operand of shape {tuple(leaf.shape)} is on meta, without data to send")
         size = leaf.numel() * leaf.element_size()
         if size > SEND_ALONG_BYTES:
             raise ValueError(

@@ -24,7 +24,10 @@ def loss_of(parameters: Any, model: Any, x: Any) -> Any:
 
 def derivatives(model: Any, x: Any) -> Any:
     parameters = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    out, back = func.vjp(model, x)
     return (
+        (out, back(torch.ones_like(out))),
+        func.jvp(lambda y: func.functional_call(model, parameters, (y,)), (x,), (torch.ones_like(x),)),
         func.grad(loss_of)(parameters, model, x),
         func.jvp(lambda y: (y * y).sin(), (x,), (torch.ones_like(x),)),
         func.jacrev(lambda y: model(y).sum(0))(x),
