@@ -30,6 +30,12 @@ def live(mesh: Mesh) -> set[int]:
     return {answer["live"] for answer in engine_of(mesh).wait().values()}
 
 
+def resident(mesh: Mesh) -> list[int]:
+    """Bytes of memory of this process and of each rank."""
+    source = "__import__('psutil').Process().memory_info().rss"
+    return [eval(source), *mesh.run(source, echo=False).values.values()]
+
+
 # ---- values
 
 
@@ -387,11 +393,19 @@ def test_a_killed_rank_is_told_at_the_next_wait() -> None:
 # ---- memory
 
 
-def test_temporaries_leave_nothing_behind(mesh2: Mesh) -> None:
+def test_a_million_temporaries_leave_nothing_behind(mesh2: Mesh) -> None:
     a = distribute(torch.ones(2), mesh2)
     before = live(mesh2)
-    for _ in range(100_000):
-        a + a
+    for turn in range(15):
+        for _ in range(5_000):
+            a + a
+        for _ in range(950):
+            torch._foreach_mul([a] * 100, 2.0)
+        a.sum().item()
+        if turn == 4:  # the loop has been recorded by then, which takes memory once
+            at_first = resident(mesh2)
+    grown = [now - then for now, then in zip(resident(mesh2), at_first, strict=True)]
+    assert max(grown) < 32 << 20, grown
     ring: list[object] = [a * 2]
     ring.append(ring)  # a cycle
     del ring
