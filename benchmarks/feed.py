@@ -1,9 +1,9 @@
 """Do ranks wait for what `mesh.feed` brings? The same steps on data that is fed and on data that ranks have, in turns.
 
-The promise is of the time of a step on the clock, in which is also what the controller took of cores that it shares with
-the ranks. Beside it stand the scheduler's own books of the ranks' main threads: the time of a step less the time that the
-thread stood ready while others had the core, which is its work and its waits for the next thing to do. What the controller
-does for a batch beside making it, on machines with a GPU all that is left of it, is a row of its own.
+The promise is of a step's time on the clock, in which is also what the controller took of cores that it shares with the
+ranks. Beside it stand the scheduler's own books of the ranks' main threads: the time of a step less the time that the
+thread stood ready while others had the core, which is its work and its waits for the next thing to do. What the
+controller does for a batch beside making it, all that is left of it on a machine with GPUs, is a row of its own.
 
     python -m benchmarks.feed [--quick]
 """
