@@ -175,6 +175,31 @@ class Endless(Actor):
             pass
 
 
+INTERRUPTED_AS_IT_WAITED = """
+    import sys, threading
+    from meshbook.actors.runtime import futures
+    from meshbook.actors.runtime.interrupts import Interruptible
+
+    code, waited = Interruptible(), []
+    futures.stop_waiting = lambda thread, error: waited.append(error) is None  # it hears of it there
+    with code.of("it"):
+        other = threading.Thread(target=code.interrupt, args=("it",))
+        other.start()
+        try:
+            other.join(20)
+        except KeyboardInterrupt:
+            pass
+    sys.settrace(lambda *event: None)
+    print(*map(repr, waited))
+"""
+
+
+def test_a_process_in_which_something_was_interrupted_can_be_debugged() -> None:
+    program = [sys.executable, "-c", textwrap.dedent(INTERRUPTED_AS_IT_WAITED)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=20)
+    assert done.stdout == "KeyboardInterrupt()\n", done.stderr
+
+
 def test_an_init_that_does_not_end_is_interrupted_too() -> None:
     begun.clear()
     endless = this_proc().spawn("endless", Endless)

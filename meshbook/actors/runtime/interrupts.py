@@ -13,6 +13,23 @@ _set_exception.argtypes = (ctypes.c_ulong, ctypes.py_object)
 _NOTHING = ctypes.py_object()
 
 
+class _TakenBack(BaseException):
+    """In place of an exception that is not to come any more."""
+
+
+def _take_back(thread: int) -> None:
+    """Let what was set for a thread, and has not come there yet, not come."""
+    _set_exception(thread, _NOTHING)
+    # CPython 3.11 looks for it until some thread has had one, and a thread with a trace function, as debuggers set it,
+    # would never get on from looking. So this thread has one.
+    try:
+        _set_exception(threading.get_ident(), _TakenBack)
+        while True:
+            pass
+    except _TakenBack:
+        pass
+
+
 class Interruptible:
     """`with self.of(key):` user code runs on this thread; `interrupt(key)` on another raises KeyboardInterrupt in it.
 
@@ -43,7 +60,7 @@ class Interruptible:
             self._thread = 0
             if self._struck:  # perhaps not yet
                 self._struck = False
-                _set_exception(threading.get_ident(), _NOTHING)
+                _take_back(threading.get_ident())
 
     def interrupt(self, key: Any) -> None:
         with self._lock:
@@ -54,4 +71,4 @@ class Interruptible:
             self._struck = True
             _set_exception(thread, KeyboardInterrupt)
             if futures.stop_waiting(thread, KeyboardInterrupt()):
-                _set_exception(thread, _NOTHING)
+                _take_back(thread)
