@@ -16,13 +16,15 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import inspect
 import itertools
 import operator
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import torch
@@ -176,9 +178,11 @@ class Recorded(Generic[P, T]):
     # ----
 
     def _engine_of(self, args: Any, kwargs: Any) -> Engine | None:
-        """The engine of its tensors; None: of several, so that nothing can be held."""
+        """The engine of its tensors; None: of several, or that nobody can tell, so that nothing is held."""
         found = [engine for engine in list(engines.ENGINES) if _is_open(engine)]
-        return found[0] if len(found) == 1 else _among((args, kwargs), found)
+        if len(found) < 2:
+            return found[0] if found else None
+        return _among((args, kwargs), found) or _among(_named_by(self._function), found)
 
     def _settle(self, recorder: Recorder) -> None:
         """The function has ended: one message, or all that it issued."""
@@ -798,10 +802,26 @@ def _is_open(engine: Engine) -> bool:
 
 
 def _among(things: Any, found: list[Engine]) -> Engine | None:
-    """The one engine whose tensors are among these."""
-    own = {id(leaf._spec.engine) for leaf in pytree.tree_leaves(things) if hasattr(leaf, "_spec")}
+    """The one engine whose tensors are among these: as they are, as parameters, or as attributes."""
+    own = {id(tensor._spec.engine) for tensor in _near(things) if hasattr(tensor, "_spec")}
     matching = [engine for engine in found if id(engine) in own]
     return matching[0] if len(matching) == 1 else None
+
+
+def _near(things: Any) -> Iterator[Any]:
+    for leaf in pytree.tree_leaves(things):
+        is_plain = isinstance(leaf, (torch.Tensor, ModuleType, type)) or not hasattr(leaf, "__dict__")
+        for thing in (leaf, *(() if is_plain else vars(leaf).values())):
+            yield from thing.parameters() if isinstance(thing, torch.nn.Module) else (thing,)
+
+
+def _named_by(function: Callable[..., Any]) -> list[Any]:
+    """What the function's own code names, around it and in its module."""
+    try:
+        names = inspect.getclosurevars(function)
+    except (TypeError, ValueError):  # no function of Python's, or a name that has no value yet
+        return []
+    return [*names.nonlocals.values(), *names.globals.values()]
 
 
 def _stepped(*_: Any) -> None:

@@ -225,6 +225,31 @@ def test_a_step_goes_on_with_another_mesh(mesh2: Mesh) -> None:
                 assert step(x).item() == 4 * (3.0 * number + 1.0)
 
 
+def test_of_several_meshes_a_step_is_recorded_on_that_of_what_it_names(mesh2: Mesh, mesh22: Mesh) -> None:
+    x, other = meshbook.distribute(torch.ones(4), mesh2, [Shard(0)]), meshbook.distribute(torch.ones(4), mesh22)
+    model = meshbook.module_to_mesh(torch.nn.Linear(4, 1, bias=False), mesh2)
+
+    @meshbook.record
+    def by_tensor() -> Any:
+        return (x * 2 + 1).sum()
+
+    @meshbook.record
+    def by_model() -> Any:
+        return model(torch.ones(4)).sum() * 2
+
+    @meshbook.record
+    def of_two() -> Any:
+        return (x * 2).sum(), (other * 2).sum()
+
+    for _ in range(4):
+        assert by_tensor().item() == 12
+        by_model().item()
+        assert [total.item() for total in of_two()] == [8, 8]
+    assert by_tensor.stats().replayed
+    assert by_model.stats().replayed
+    assert not of_two.stats().replayed
+
+
 def test_the_same_tensor_given_twice_is_no_case_of_two_tensors(mesh2: Mesh) -> None:
     @meshbook.record
     def step(a: Any, b: Any) -> Any:
