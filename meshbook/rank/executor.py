@@ -101,6 +101,7 @@ class Executor:
 
     def _do(self, command: Any, act: Callable[[Any], Outcome]) -> None:
         started = time.perf_counter()
+        self._gate.rest()  # a Stop at the very end of the last call may have left it open
         self.running = self._reporter.call = self._gate.name = command.call
         label = getattr(command, "label", "")
         self.doing = Doing(command.call, label, time.monotonic())

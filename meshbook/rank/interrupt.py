@@ -139,7 +139,7 @@ class InterruptGate:
                 self.arm()
 
     def _on_sigint(self, _number: int, _frame: FrameType | None) -> None:
-        if time.monotonic() - self._raised_at < SAME_STOP_S:
+        if self._stopped == self.name and time.monotonic() - self._raised_at < SAME_STOP_S:
             self.missed += 1
         elif self._armed:
             self._raise()

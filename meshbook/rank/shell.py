@@ -440,13 +440,16 @@ class RankShell(InteractiveShell):
         with readable, writable:
             readable.setblocking(False)
             writable.setblocking(False)
-            before = signal.set_wakeup_fd(writable.fileno(), warn_on_full_buffer=False)
-            loop.add_reader(readable, readable.recv, 4096)
-            try:
+            before = -1
+            try:  # a Stop may come at any of these lines
+                before = signal.set_wakeup_fd(writable.fileno(), warn_on_full_buffer=False)
+                loop.add_reader(readable, readable.recv, 4096)
                 yield
             finally:
-                loop.remove_reader(readable)
-                signal.set_wakeup_fd(before)
+                try:
+                    loop.remove_reader(readable)
+                finally:
+                    signal.set_wakeup_fd(before)
 
     # -----------------------------------------------------------------------------------------------------------------
     # From text to code
