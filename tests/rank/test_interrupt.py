@@ -65,6 +65,21 @@ def test_sigint_after_the_user_code_of_a_call_does_not_reach_the_next_call(gate:
     assert (gate.raised, gate.missed) == (0, 1)
 
 
+def test_a_stop_in_the_last_lines_of_a_call_does_not_hide_the_next_calls(gate: InterruptGate) -> None:
+    gate.name = "first"
+    gate.begin()
+    gate.arm()
+    with pytest.raises(KeyboardInterrupt):
+        sigint()  # so that its `end` is not come to
+    gate.name = "second"
+    gate.begin()
+    gate.arm()
+    with pytest.raises(KeyboardInterrupt):
+        sigint()
+    gate.rest()
+    assert (gate.raised, gate.missed) == (2, 0)
+
+
 def test_a_stop_that_is_told_twice_raises_once(gate: InterruptGate) -> None:
     gate.begin()
     gate.arm()
