@@ -6,7 +6,8 @@ operation, and where Monarch's tensor engine is installed the same loop there. C
 The step is measured with ranks that compute beside it, on the same cores where there are few: caches, interrupts and
 their answers are then in its CPU time too. And with ranks that wait, as if they had cores of their own; in turns
 with the same step whose operations do nothing and give what they gave before. That is torch's own part: autograd,
-modules, the optimizer, and torch's way from an operation to Python and back. The difference is ours.
+modules, the optimizer, and torch's way from an operation to Python and back. The difference is ours. Counted is what
+torch asks for: a `detach`, say, costs as much, though nothing of it is sent. Nothing is recorded.
 
     python -m benchmarks.tensors [--quick]
 
@@ -36,10 +37,12 @@ from benchmarks.report import Report
 from meshbook.controller.mesh import Mesh, create_mesh
 from meshbook.tensors import remote
 from meshbook.tensors.creation import distribute, engine_of
+from meshbook.tensors.recording import record
 
 RANKS = 2
-# Microseconds of CPU per operation that we allow ourselves, user lines kept; what issue 4 promises.
-LIMIT_US = 20.0
+# Microseconds of CPU per operation that we allow ourselves, user lines kept, where torch's own part of them is 9 us. So
+# it was when the limit was set; elsewhere, and at other times of the same machine, all of it takes longer or shorter.
+LIMIT_US, TORCHS_PART_US = 20.0, 9.0
 # How many times Monarch's operations per second ours have to be.
 TIMES_MONARCH = 5.0
 
@@ -47,6 +50,7 @@ TIMES_MONARCH = 5.0
 def measure(quick: bool, folder: Path) -> Report:
     report = Report("tensors", f"operations on remote tensors, {RANKS} ranks, metadata cached")
     torch.set_num_threads(1)
+    record.auto(False)
     with create_mesh({"dp": RANKS}) as mesh:
         train_step(report, mesh, folder / "waiting", rounds=3 if quick else 40)
         ours = tiny_loop(report, mesh, rounds=3 if quick else 15, operations=2_000 if quick else 10_000)
@@ -85,18 +89,22 @@ def train_step(report: Report, mesh: Mesh, gate: Path, rounds: int) -> None:
         loss: torch.Tensor = gpt.train_step(model, optimizer, *given)
         return loss
 
+    for _ in range(4):
+        step().item()
+    torchs = TorchsPart(step)
+    engine.flush()
+    before = engine.num_ops
+    step()
+    engine.flush()
+    sent = engine.num_ops - before
+
     def spent() -> float:
-        before = engine.num_ops
         seconds = time.thread_time()
         step()
         engine.flush()
-        seconds = time.thread_time() - seconds
-        counts.append(engine.num_ops - before)
-        return 1e6 * seconds / counts[-1]
+        return 1e6 * (time.thread_time() - seconds) / torchs.num_ops
 
-    for _ in range(4):
-        step().item()
-    cpu, wall, counts = [], [], []
+    cpu, wall = [], []
     for _ in range(rounds):
         engine.wait()
         gc.collect()
@@ -104,22 +112,28 @@ def train_step(report: Report, mesh: Mesh, gate: Path, rounds: int) -> None:
         cpu.append(spent())
         engine.wait()
         wall.append(1e3 * (time.perf_counter() - started))
-    report.add("operations of a GPT step (d=64, L=2)", counts, "ops")
-    torchs = TorchsPart(step)
+    report.add("operations of a GPT step (d=64, L=2)", torchs.num_ops, "ops")
+    report.add("... and of these, sent to the ranks", sent, "ops")
     alone, own = [], []
     for _ in range(rounds):
         with waiting(mesh, gate):
             for _ in range(_STEPS_AT_ONCE):
                 gc.collect()
                 alone.append(spent())
-                own.append(1e6 * torchs.seconds() / counts[-1])
+                own.append(1e6 * torchs.seconds() / torchs.num_ops)
         engine.wait()
     report.add("an operation of the step, CPU of the controller, ranks beside it", cpu, "us")
-    typical = report.add(CPU_ALONE, alone, "us")
     report.add(TORCHS_PART, own, "us")
+    report.add(CPU_ALONE, alone, "us", against=TORCHS_PART)
     report.difference("... and Meshbook's, user lines kept", CPU_ALONE, TORCHS_PART)
     report.add("the step, end to end", wall, "ms")
-    report.promise("an operation of a GPT step, CPU of the controller, ranks on other cores", typical, LIMIT_US, "us")
+    report.promise(
+        f"an operation of a GPT step, ranks on other cores, by torch's own part of it ({LIMIT_US:.0f} us by "
+        f"{TORCHS_PART_US:.0f})",
+        report.ratio(CPU_ALONE),
+        LIMIT_US / TORCHS_PART_US,
+        "x",
+    )
     report.note(
         f"the best step of each, us an operation: ranks beside it {min(cpu):.1f}, ranks waiting {min(alone):.1f}, "
         f"torch's own part {min(own):.1f}"
@@ -128,7 +142,7 @@ def train_step(report: Report, mesh: Mesh, gate: Path, rounds: int) -> None:
 
 
 CPU_ALONE = "an operation of the step, CPU of the controller, ranks waiting"
-TORCHS_PART = "... of that, torch's own part"
+TORCHS_PART = "... torch's own part of an operation"
 # Steps that are issued while ranks wait: they must fit into what may be on its way, or nobody would go on.
 _STEPS_AT_ONCE = 4
 
@@ -170,6 +184,10 @@ class TorchsPart:
             spent = time.thread_time() - spent
         assert not ready
         return spent
+
+    @property
+    def num_ops(self) -> int:
+        return len(self._given)
 
     def _noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any) -> Any:

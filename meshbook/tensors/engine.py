@@ -65,10 +65,14 @@ _encoder = msgspec.msgpack.Encoder()
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _getframe = sys._getframe
-# The user's code, and torch's and ours, by id: a code object's own hash goes through all of it.
-_users: dict[int, CodeType] = {}
-_others: dict[int, CodeType] = {}
+# Whether code is the user's, not torch's or ours, by id: a code object's own hash goes through all of it.
+_is_users: dict[int, bool] = {}
+_kept: list[CodeType] = []  # so that these ids stay theirs
 _CALL = torch.nn.Module._call_impl.__code__
+_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+_backward_now = torch._C._current_graph_task_id  # a number of its own for each call of backward()
+# The last of those that operations came from, and the lines that called it.
+_backward: tuple[int, Where] = (-1, ())
 # By an instruction's address, which stays its own as long as its code is kept.
 _lines: dict[int, tuple[CodeType, messages.Frame]] = {}
 
@@ -85,16 +89,14 @@ class Handle:
     id: int
     spec: Spec  # what the tensor is like
     free: Callable[[int], None]  # the engine's
-    changes: list[int]  # of a view, and of what it is one of; not set otherwise
+    changes: list[int] | None  # of a view, and of what it is one of
     is_part = False  # a view that DTensor had to copy (`parts`)
 
     def family(self) -> list[int]:
         """How often it was changed, or any of its views: one count for all of them."""
-        try:
-            return self.changes
-        except AttributeError:
+        if self.changes is None:
             self.changes = [0]
-            return self.changes
+        return self.changes
 
     def __del__(self) -> None:
         self.free(self.id)
@@ -233,6 +235,7 @@ class Engine:
         """Of a tensor that there will be: with an id that no other has, and no spec yet."""
         handle = self.handle()
         handle.id = self.next_id()
+        handle.changes = None
         return handle
 
     def add_template(self, body: bytes) -> None:
@@ -527,33 +530,46 @@ class Engine:
 def here(depth: int = 2) -> Where:
     """The user's lines that lead to this operation, innermost first: code and instruction, which are cheap to keep.
 
-    The dearest part of an operation: a frame is asked as little as can be.
+    The dearest part of an operation: a frame is asked as little as can be. All operations of a backward() have the
+    lines that called it, but for those of a hook, or a function's own backward.
     """
+    global _backward
     frame: FrameType | None = _getframe(depth)
     found: list[tuple[CodeType, int]] = []
-    others = _others
+    is_users, backward = _is_users, None
     while frame is not None:
         code = frame.f_code
-        if id(code) not in others:
-            if _users.get(id(code)) is None and not _is_users(code):
-                continue
+        try:
+            users = is_users[id(code)]
+        except KeyError:
+            users = _get_to_know(code)
+        if users:
             found.append((code, frame.f_lasti))
             if len(found) == _MAX_USER_FRAMES:
                 break
+        elif code is _BACKWARD:
+            if not found and (now := _backward_now()) >= 0:
+                last, lines = _backward
+                if last == now:
+                    return lines
+                backward = now
         elif code is _CALL and (frame := frame.f_back) is None:  # its caller is torch's too
             break
         frame = frame.f_back
-    return tuple(found)
+    lines = tuple(found)
+    if backward is not None:
+        _backward = (backward, lines)
+    return lines
 
 
-def _is_users(code: CodeType) -> bool:
+def _get_to_know(code: CodeType) -> bool:
     """Whether this is the user's code, from now on known."""
-    for known in (_users, _others):
-        if len(known) >= _MAX_CODES:  # cells that were run long ago
-            known.clear()
-    is_users = not code.co_filename.startswith((_TORCH, _OURS))
-    (_users if is_users else _others)[id(code)] = code
-    return is_users
+    if len(_kept) >= _MAX_CODES:  # of cells that were run long ago
+        _is_users.clear()
+        _kept.clear()
+    _kept.append(code)
+    users = _is_users[id(code)] = not code.co_filename.startswith((_TORCH, _OURS))
+    return users
 
 
 def describe(where: Where) -> str:

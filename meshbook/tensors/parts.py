@@ -143,7 +143,10 @@ def check_apart(tensors: Sequence[Any], name: str) -> None:
     Raises:
         NotImplementedError: they may have.
     """
-    for one, other in itertools.combinations([tensor._handle for tensor in tensors], 2):
+    handles = [tensor._handle for tensor in tensors]
+    if not any(handle.is_part for handle in handles):
+        return
+    for one, other in itertools.combinations(handles, 2):
         if not (one.is_part or other.is_part) or one.family() is not other.family():
             continue
         siblings = one.is_part and other.is_part and one.of._handle is other.of._handle

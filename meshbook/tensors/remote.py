@@ -327,13 +327,12 @@ def arrive(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     result._handle = handle = engine.handle()
     handle.spec = spec
     handle.id = made = engine.next_id()
-    if template.is_view:
-        handle.changes = tensors[0]._handle.family()
+    handle.changes = tensors[0]._handle.family() if template.is_view else None
     numbers[0] = template.number
     numbers.append(made)
     if floats:
         numbers += floats
-    engine.emit(numbers, here(1))
+    engine.emit(numbers, here())
     return result
 
 
@@ -424,8 +423,9 @@ def _follow(
 def _changed(tensor: RemoteTensor) -> None:
     """An operation that changes it in place has been issued."""
     handle = tensor._handle
-    if hasattr(handle, "changes"):
-        handle.changes[0] += 1
+    changes = handle.changes
+    if changes is not None:
+        changes[0] += 1
         if handle.is_part:
             parts.write_back(tensor, _move)
 
@@ -554,13 +554,10 @@ def dispatch_as_is(func: Any, args: Any, kwargs: Any, *, by_value: bool = False)
     Args:
         by_value: its floats say how the result is placed or computed later, and so belong to the key.
     """
-    strange = any(
-        isinstance(leaf, torch.Tensor) and not isinstance(leaf, RemoteTensor)
-        for leaf in pytree.tree_leaves((args, kwargs))
-    )
-    if strange:
+    leaves = _leaves(args, kwargs)
+    if any(isinstance(leaf, torch.Tensor) and not isinstance(leaf, RemoteTensor) for leaf in leaves):
         args, kwargs = _sent_along(func, args, kwargs)
-    leaves = pytree.tree_leaves((args, kwargs))
+        leaves = _leaves(args, kwargs)
     tensors = [leaf for leaf in leaves if isinstance(leaf, RemoteTensor)]
     floats = [leaf for leaf in leaves if leaf.__class__ is float]
     engine = tensors[0].engine
@@ -583,6 +580,17 @@ def dispatch_as_is(func: Any, args: Any, kwargs: Any, *, by_value: bool = False)
         template = engine.learn(key, engine.planner.plan, func, args, kwargs, tensors)
     numbers = [0, *(tensor._handle.id for tensor in tensors)]
     return perform(engine, template, func, args, kwargs, numbers, tensors, floats)
+
+
+def _leaves(args: Any, kwargs: Any) -> list[Any]:
+    """What an operator is given; lists are in nothing but arguments."""
+    found: list[Any] = []
+    for arg in (*args, *kwargs.values()):
+        if arg.__class__ is list or arg.__class__ is tuple:
+            found += arg
+        else:
+            found.append(arg)
+    return found
 
 
 Special = Callable[[Any, Any, Any], Any]  # (operation, args, kwargs) -> result
