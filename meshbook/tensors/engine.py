@@ -314,6 +314,13 @@ class Engine:
         self._keep_near()
         self._send(None)
 
+    def pause(self) -> None:
+        """A step may have ended here, and Python may wait for something else now: ranks that have little to do get what
+        there is."""
+        self.watcher.boundary()
+        if self._wheres and len(self._ahead) < 2 and not self.watcher.to_its_end:
+            self.flush()
+
     def _before_call(self) -> None:
         self.watcher.boundary()
         self.flush()

@@ -94,9 +94,10 @@ class Feed(Iterator[Any]):
         view: str,
     ) -> None:
         self._mesh, self._axis, self._view = mesh, axis, view
+        self._engine = engine_of(mesh) if view == "global" else None
         even = _Even(axis, mesh.size(axis), drop_last=drop_last, uneven=uneven)
         self._pump = _Pump(
-            _Sender(mesh, axis, globally=view == "global"),
+            _Sender(mesh, axis, self._engine),
             even.checked(batches.batches_of(source, batch_size)),
             prefetch,
         )
@@ -106,6 +107,8 @@ class Feed(Iterator[Any]):
         return self
 
     def __next__(self) -> Any:
+        if self._engine is not None:
+            self._engine.pause()  # with each batch the same may be done again
         sent = self._pump.take()
         if sent is None:
             self.close()
@@ -163,9 +166,8 @@ class _Even:
 class _Sender:
     """Sends a batch to the ranks, whole; each takes its own rows."""
 
-    def __init__(self, mesh: Mesh, axis: str, *, globally: bool) -> None:
-        self._mesh, self._axis = mesh, axis
-        self._engine = engine_of(mesh) if globally else None
+    def __init__(self, mesh: Mesh, axis: str, engine: Engine | None) -> None:
+        self._mesh, self._axis, self._engine = mesh, axis, engine
 
     def send(self, batch: Any) -> _Sent:
         self._mesh.session.check()

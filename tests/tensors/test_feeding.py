@@ -131,6 +131,26 @@ def test_the_source_is_never_far_ahead_of_the_loop(mesh2: Mesh) -> None:
     feed.close()
 
 
+def test_ranks_with_nothing_to_do_get_a_batchs_operations_before_the_next_is_waited_for(mesh2: Mesh) -> None:
+    engine = engine_of(mesh2)
+    left: list[int] = []
+
+    def source() -> Iterator[torch.Tensor]:
+        for step in range(4):
+            left.append(len(engine._wheres))
+            yield torch.arange(4.0) + step
+
+    for _ in range(4):  # the same operations again and again, which are not held back for a recording to come
+        sums = []
+        for batch in mesh2.feed(source(), prefetch=0):
+            sums.append((batch + 1).mul(2).sub(3).add(4).sum())
+            with engine._changed:
+                assert engine._changed.wait_for(lambda: not engine._ahead, 60)
+        engine.wait()
+    assert [total.item() for total in sums] == [24, 32, 40, 48]
+    assert set(left) == {0}
+
+
 @pytest.mark.parametrize("view", ["global", "local"])
 def test_a_loop_that_is_left_early_leaves_nothing_behind(mesh2: Mesh, view: str) -> None:
     closed = threading.Event()
