@@ -17,6 +17,7 @@ import queue
 import secrets
 import sys
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -43,8 +44,9 @@ _BATCHES = (48, 64, 128, 192, 256)
 # Batches that the ranks have not acknowledged before Python waits for them: some 8,000 operations, a few train steps.
 _MAX_AHEAD = 32
 # Seconds after the last operation before a batch that is not full is sent all the same; and before one that is held
-# back is: a pause of Python's own, or of a busy machine, does not part a step.
-_IDLE_S, _HELD_IDLE_S = 0.005, 0.1
+# back is: a pause of Python's own, or of a busy machine, does not part a step. And how long ranks that have nothing else
+# to do wait for one to which more and more comes.
+_IDLE_S, _HELD_IDLE_S, _MAX_HELD_S = 0.005, 0.1, 1.0
 # Ids that nobody holds any more are told to the ranks so many at a time: each word costs, each tensor is memory there.
 _FREE_AT_ONCE = 16
 # Faults whose lines are remembered.
@@ -688,9 +690,12 @@ def _send_when_idle(held: weakref.ref[Engine], woken: threading.Event) -> None:
         woken.clear()
         threading.Event().wait(_IDLE_S)
         engine = held()
-        count = -1
+        count, patience = -1, time.monotonic() + _MAX_HELD_S
         while engine is not None and engine.watcher.held:  # until nothing more comes
-            if len(engine._wheres) == count and not engine.watcher.to_its_end:
+            if engine._ahead:
+                patience = time.monotonic() + _MAX_HELD_S
+            over = len(engine._wheres) == count or time.monotonic() > patience
+            if over and not engine.watcher.to_its_end:
                 break
             count = len(engine._wheres)
             del engine

@@ -147,6 +147,26 @@ def test_a_loop_that_nothing_ends_is_found_in_its_operations(mesh2: Mesh) -> Non
     assert sent[1] < sent[0] / 2
 
 
+def test_ranks_with_nothing_to_do_do_not_wait_for_the_end_of_a_long_step(
+    mesh2: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshbook.tensors.engine._HELD_IDLE_S", 0.05)
+    monkeypatch.setattr("meshbook.tensors.engine._MAX_HELD_S", 0.1)
+    x, engine = meshbook.distribute(torch.zeros(4), mesh2), engine_of(mesh2)
+    for _ in range(2):  # seen twice
+        for _ in range(200):
+            x.add_(1)
+        engine.wait()
+    before, issued = engine.num_ops, 0
+    while engine.num_ops == before and issued < 200:  # more and more comes, as slowly as data does
+        x.add_(1)
+        issued += 1
+        with engine._changed:
+            engine._changed.wait_for(lambda: engine._ahead, 0.02)
+    assert issued < 200
+    assert x.full_tensor().tolist() == [400 + issued] * 4
+
+
 def test_an_exception_and_a_stop_in_the_middle_of_a_step_leave_done_what_was_issued(mesh2: Mesh) -> None:
     def run() -> Any:
         state, got = meshbook.distribute(torch.zeros(2), mesh2), []
