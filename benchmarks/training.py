@@ -34,6 +34,7 @@ SIZES = {"d=64 L=2": (64, 2, 8, 32), "d=256 L=4": (256, 4, 16, 64)}  # width, la
 RECORDED_LIMIT, ONE_BY_ONE_LIMIT, FSDP_LIMIT = 1.10, 1.3, 1.10
 FULL_BYTES, QUICK_BYTES, FULL_LIMIT = 256 << 20, 16 << 20, 3.0
 _TORCHRUN_S = 300.0
+_SCRIPT_TURNS = 3
 
 
 def measure(quick: bool, folder: Path) -> Report:
@@ -44,7 +45,7 @@ def measure(quick: bool, folder: Path) -> Report:
         for size in list(SIZES)[: 1 if quick else None]:
             with create_mesh({"dp": ranks}, orphan_ttl_s=workbench.ORPHAN_TTL_S) as mesh:
                 steps(report, mesh, size, rounds=2 if quick else 7)
-                fsdp(report, mesh, size, rounds=2 if quick else 7)
+                fsdp(report, mesh, size, rounds=2 if quick else 4)
     with create_mesh({"dp": 2}, orphan_ttl_s=workbench.ORPHAN_TTL_S) as mesh:
         whole(report, mesh, QUICK_BYTES if quick else FULL_BYTES, rounds=3 if quick else 8)
     return report
@@ -65,11 +66,12 @@ class Turns:
         self.own_cpu: dict[str, list[float]] = {}
 
     def run(self, contestants: dict[str, Callable[[], Any]], rounds: int, warm_up: int = 1) -> None:
+        """May be called again, for more rounds."""
         measured = {name: self._measured(name, act) for name, act in contestants.items()}
-        self.taken = workbench.take_turns(measured, rounds, warm_up=warm_up)
-        for kept in (self.rank_cpu, self.own_cpu):
-            for name, samples in kept.items():
-                kept[name] = samples[-rounds:]
+        for name, taken in workbench.take_turns(measured, rounds, warm_up=warm_up).items():
+            self.taken.setdefault(name, []).extend(taken)
+            for kept in (self.rank_cpu, self.own_cpu):
+                del kept[name][len(self.taken[name]) - rounds : -rounds]  # those of the warm-up
 
     def _measured(self, name: str, act: Callable[[], Any]) -> Callable[[], float]:
         def measure() -> float:
@@ -148,7 +150,6 @@ def fsdp(report: Report, mesh: Mesh, size: str, rounds: int) -> None:
     """distribute("fsdp") against FSDP2 by hand, as a cell and under torchrun."""
     (width, layers, batch, length), iters = SIZES[size], iterations(size)
     where, engine = f"{size}, {mesh.size()} ranks", engine_of(mesh)
-    by_hand = torchrun(mesh.size(), size, rounds)
     torch.manual_seed(0)
     model = meshbook.distribute(gpt.GPT(width, layers, length), mesh, strategy="fsdp")
     optimizer = gpt.adamw(model)
@@ -167,8 +168,10 @@ def fsdp(report: Report, mesh: Mesh, size: str, rounds: int) -> None:
         step()
     turns = Turns(mesh, iters)
     name, beside, alone = "distribute(strategy='fsdp'), recorded", "FSDP2 by hand, a cell", "FSDP2 by hand, torchrun"
-    turns.run({beside: cell(mesh, "by_hand", iters), name: loop(engine, step, iters)}, rounds)
-    by_hand += torchrun(mesh.size(), size, rounds)
+    by_hand: list[tuple[float, float]] = []
+    for _ in range(_SCRIPT_TURNS):  # the script has the machine for itself, and the machine changes with the time
+        by_hand += torchrun(mesh.size(), size, rounds)
+        turns.run({beside: cell(mesh, "by_hand", iters), name: loop(engine, step, iters)}, rounds)
     turns.taken[alone], turns.rank_cpu[alone] = map(list, zip(*by_hand, strict=True))
     turns.add(report, where, alone)
     turns.add(report, where, beside, alone)

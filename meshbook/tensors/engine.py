@@ -44,8 +44,8 @@ _BATCHES = (48, 64, 128, 192, 256)
 # Batches that the ranks have not acknowledged before Python waits for them: some 8,000 operations, a few train steps.
 _MAX_AHEAD = 32
 # Seconds after the last operation before a batch that is not full is sent all the same; and before one that is held
-# back is: a pause of Python's own, or of a busy machine, does not part a step. And how long ranks that have nothing else
-# to do wait for one to which more and more comes.
+# back is: a pause of Python's own, or of a busy machine, does not part a step. And how long ranks that have nothing
+# else to do wait for one to which more and more comes.
 _IDLE_S, _HELD_IDLE_S, _MAX_HELD_S = 0.005, 0.1, 1.0
 # Ids that nobody holds any more are told to the ranks so many at a time: each word costs, each tensor is memory there.
 _FREE_AT_ONCE = 16

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import Replicate
 
 from meshbook.rank.tensors import calls
-from meshbook.tensors.remote import RemoteTensor, Special, dispatch_as_is, treat
+from meshbook.tensors.remote import RemoteTensor, Special, call, dispatch_as_is, treat
 
 aten = torch.ops.aten
 
@@ -192,6 +193,7 @@ def _nll(func: Any, args: Any, kwargs: Any) -> Any:
         total = (target != ignored).to(tensor.dtype).sum()
     else:  # of the targets' weights
         total, _ = dispatch_as_is(func, (torch.full_like(tensor, -1.0), target, weight, 2, ignored), kwargs)
+    total = _summed(total)  # once: backward divides by it too
     loss, _ = dispatch_as_is(func, (tensor, target, weight, 2, ignored), kwargs)
     return loss / total, total
 
@@ -201,6 +203,12 @@ def _nll_backward(func: Any, args: Any, kwargs: Any) -> Any:
     if reduction != 1 or _everywhere(tensor, target):
         return dispatch_as_is(func, args, kwargs)
     return dispatch_as_is(func, (grad / total, tensor, target, weight, 2, ignored, total), kwargs)
+
+
+def _summed(tensor: Any) -> Any:
+    """Without parts of a sum."""
+    whole = tuple(Replicate() if place.is_partial() else place for place in tensor._spec.placements)
+    return tensor if whole == tensor._spec.placements else call(calls.redistribute, tensor.engine, tensor, whole)
 
 
 def _everywhere(*tensors: Any) -> bool:

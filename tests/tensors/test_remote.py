@@ -520,3 +520,11 @@ def test_large_tensors_come_whole_in_any_dtype(mesh2: Mesh) -> None:
             assert whole.dtype == dtype
             assert torch.equal(whole, mine)
             whole.zero_()
+
+
+def test_targets_of_a_mean_loss_are_counted_over_the_mesh_once_for_both_directions(mesh2: Mesh) -> None:
+    scores = distribute(torch.randn(8, 6).log_softmax(1), mesh2, sharding_spec=["dp"])
+    targets = distribute(torch.tensor([0, 1, -100, 2, -100, 3, 4, 5]), mesh2, sharding_spec=["dp"])
+    _, counted = torch.ops.aten.nll_loss_forward(scores, targets, None, 1, -100)
+    assert str(counted.placements) == "(Replicate(),)"
+    assert counted.item() == 6
