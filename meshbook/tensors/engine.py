@@ -67,8 +67,10 @@ _encoder = msgspec.msgpack.Encoder()
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _getframe = sys._getframe
-# Whether code is the user's, not torch's or ours, by id: a code object's own hash goes through all of it.
-_is_users: dict[int, bool] = {}
+# Whose code it is, by id: a code object's own hash goes through all of it. The user's own, or torch's or ours; and the
+# user's with nothing of theirs behind it: a module, or a cell, which IPython runs.
+_OTHERS, _USERS, _OUTERMOST = range(3)
+_whose: dict[int, int] = {}
 _kept: list[CodeType] = []  # so that these ids stay theirs
 _CALL = torch.nn.Module._call_impl.__code__
 _BACKWARD = torch.autograd.graph._engine_run_backward.__code__
@@ -538,6 +540,7 @@ class Engine:
 
 def here(depth: int = 2) -> Where:
     """The user's lines that lead to this operation, innermost first: code and instruction, which are cheap to keep.
+    The module, or cell, that they are in is the last; three at most.
 
     The dearest part of an operation: a frame is asked as little as can be. All operations of a backward() have the
     lines that called it, but for those of a hook, or a function's own backward.
@@ -545,16 +548,16 @@ def here(depth: int = 2) -> Where:
     global _backward
     frame: FrameType | None = _getframe(depth)
     found: list[tuple[CodeType, int]] = []
-    is_users, backward = _is_users, None
+    known, backward = _whose, None
     while frame is not None:
         code = frame.f_code
         try:
-            users = is_users[id(code)]
+            whose = known[id(code)]
         except KeyError:
-            users = _get_to_know(code)
-        if users:
+            whose = _get_to_know(code)
+        if whose:
             found.append((code, frame.f_lasti))
-            if len(found) == _MAX_USER_FRAMES:
+            if whose == _OUTERMOST or len(found) == _MAX_USER_FRAMES:
                 break
         elif code is _BACKWARD:
             if not found and (now := _backward_now()) >= 0:
@@ -571,14 +574,18 @@ def here(depth: int = 2) -> Where:
     return lines
 
 
-def _get_to_know(code: CodeType) -> bool:
-    """Whether this is the user's code, from now on known."""
+def _get_to_know(code: CodeType) -> int:
+    """Whose code this is, from now on known."""
     if len(_kept) >= _MAX_CODES:  # of cells that were run long ago
-        _is_users.clear()
+        _whose.clear()
         _kept.clear()
     _kept.append(code)
-    users = _is_users[id(code)] = not code.co_filename.startswith((_TORCH, _OURS))
-    return users
+    if code.co_filename.startswith((_TORCH, _OURS)):
+        whose = _OTHERS
+    else:
+        whose = _OUTERMOST if code.co_name.startswith(("<module>", "<cell line")) else _USERS
+    _whose[id(code)] = whose
+    return whose
 
 
 def describe(where: Where) -> str:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 import meshbook
 from meshbook.controller.mesh import Mesh, create_mesh
 from meshbook.errors import MeshbookError, RankLost
-from meshbook.rank.tensors import replay
+from meshbook.rank.tensors import lowering
 from meshbook.tensors import recording
 from meshbook.tensors.creation import engine_of
 from tests.tensors import gpt
@@ -267,4 +267,4 @@ def test_a_rank_that_dies_in_a_step_recorded_by_itself_is_told_at_the_next_wait(
 def test_a_number_written_into_a_step_is_the_same_down_to_the_sign_of_zero(
     before: float, now: float, same: bool
 ) -> None:
-    assert replay._same(now, before) is same
+    assert lowering.is_same_number(now, before) is same

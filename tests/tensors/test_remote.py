@@ -21,6 +21,7 @@ from meshbook.controller.mesh import Mesh, attach, create_mesh
 from meshbook.errors import CellInterrupted, OperationFailed, PlacementError, RankLost, TransferError
 from meshbook.tensors import engine as engines
 from meshbook.tensors.creation import distribute, engine_of
+from meshbook.tensors.engine import Engine, Where, here
 from meshbook.tensors.remote import RemoteTensor
 
 
@@ -309,6 +310,44 @@ def test_an_operation_that_fails_on_the_ranks_is_told_where_its_result_is_used(m
         bad.full_tensor()
     table.add_(1)
     assert table.sum().item() == 32
+
+
+def test_the_lines_of_a_cell_end_with_it() -> None:
+    space: dict[str, Any] = {"here": here}
+    exec(compile("def inner():\n    return here(1)\nfound = inner()", "a cell", "exec"), space)
+    assert [(code.co_filename, code.co_name) for code, _ in space["found"]] == [
+        ("a cell", "inner"), ("a cell", "<module>"),
+    ]  # fmt: skip
+
+
+def test_operations_of_a_backward_have_the_lines_that_called_it_and_those_of_a_hook_its_own(
+    mesh2: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, wheres, emit = distribute(torch.ones(4), mesh2).requires_grad_(), [], Engine.emit
+
+    def noted(engine: Engine, numbers: list[int | float], where: Where) -> None:
+        wheres.append([code.co_name for code, _ in where])
+        emit(engine, numbers, where)
+
+    def once() -> None:
+        (weights * 2).sum().backward()
+
+    def again() -> None:
+        (weights * 3).sum().backward()
+
+    def doubled(grad: torch.Tensor) -> torch.Tensor:
+        return grad * 2
+
+    monkeypatch.setattr(Engine, "emit", noted)
+    once()
+    assert {where[0] for where in wheres} == {"once"}
+    wheres.clear()
+    weights.register_hook(doubled)
+    again()
+    assert {where[0] for where in wheres} == {"again", "doubled"}
+    assert {where[1] for where in wheres if where[0] == "doubled"} == {"again"}
+    assert weights.grad is not None
+    assert weights.grad.tolist() == [8.0] * 4
 
 
 def test_a_check_without_a_result_is_told_at_the_next_wait_and_once(mesh2: Mesh) -> None:

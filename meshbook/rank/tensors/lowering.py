@@ -286,10 +286,13 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator
             yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
+def is_same_number(a: float, b: float) -> bool:
+    """Whether one may stand for the other: zero has a sign, of which a division makes an infinity."""
+    return (a == b and math.copysign(1.0, a) == math.copysign(1.0, b)) or (math.isnan(a) and math.isnan(b))
+
+
 def _equal(some: Sequence[float], others: Sequence[float]) -> bool:
-    return len(some) == len(others) and all(
-        a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(some, others, strict=True)
-    )
+    return len(some) == len(others) and all(map(is_same_number, some, others))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ operations are run again, one by one: slower, never different.
 
 from __future__ import annotations
 
-import math
 import os
 import pickle
 import zlib
@@ -23,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from meshbook.rank.tensors import engine
 from meshbook.rank.tensors.calls import FUNCTIONS, Sent
 from meshbook.rank.tensors.engine import Template
-from meshbook.rank.tensors.lowering import FILE, CannotLower, Lowered, Lowering, settled
+from meshbook.rank.tensors.lowering import FILE, CannotLower, Lowered, Lowering, is_same_number, settled
 from meshbook.wire.messages import Frame
 
 # Functions of ours that are islands: a module, what waits for its collective by other means than an operation, and what
@@ -114,7 +113,7 @@ class Player:
 
     def _differ(self, floats: Sequence[float]) -> bool:
         """Whether a number that was taken for constant is another; its operation is not looked into any more."""
-        changed = [slot for slot in self.fixed if not _same(floats[slot], self.floats[slot])]
+        changed = [slot for slot in self.fixed if not is_same_number(floats[slot], self.floats[slot])]
         for index, step in enumerate(self.tape.steps if changed else ()):
             if any(step.first_float <= slot < step.first_float + step.num_floats for slot in changed):
                 self.islands.add(index)
@@ -286,11 +285,6 @@ def players() -> dict[str, dict[str, Any]]:
 engine.GENERATED[FILE] = _under_way
 FUNCTIONS["replay"] = replay
 FUNCTIONS["forget_replay"] = forget_replay
-
-
-def _same(a: float, b: float) -> bool:
-    """Whether a number taken for constant still is: zero has a sign, of which a division makes an infinity."""
-    return (a == b and math.copysign(1.0, a) == math.copysign(1.0, b)) or (math.isnan(a) and math.isnan(b))
 
 
 def _seeded(template: Template, args: Any, kwargs: Any, seed: int) -> Any:
