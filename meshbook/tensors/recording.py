@@ -7,8 +7,8 @@ time. Anything else: they are sent as they are. So a recording never gives what 
 the ranks' work (DTensor's 5 to 20 us per operation, and a collective per gradient), not Python's, which runs ahead.
 
 A decorated step is a call of its function. Without a decorator, what lies between two *boundaries* is taken for a step:
-the end of an optimizer's step, a value that is waited for, a cell or a call to the ranks. Where those are far apart, a
-loop is looked for in the operations themselves.
+the end of an optimizer's step, a value that is waited for, a batch of a feed, a cell or a call to the ranks. Where
+those are far apart, a loop is looked for in the operations themselves.
 """
 
 from __future__ import annotations
