@@ -530,6 +530,11 @@ class Engine:
             f"on {name_ranks(failure.ranks)}:\n{fault.trace.rstrip()}",
         )
 
+    @property
+    def is_open(self) -> bool:
+        """Whether operations may be issued."""
+        return self._ended is None and self.session.ended is None and not self.session.connection.closed
+
     def close(self) -> None:
         self._ended = self._ended or NotAttached("these tensors were let go of")
 
