@@ -110,21 +110,22 @@ class Feed(Iterator[Any]):
         if self._engine is not None:
             self._engine.pause()  # with each batch the same may be done again
         sent = self._pump.take()
-        if sent is None:
+        try:
+            return self._arrived(sent)
+        except BaseException:
             self.close()
+            raise
+
+    def _arrived(self, sent: _Sent | None) -> Any:
+        if sent is None:
             raise StopIteration
         if sent.error is not None or sent.future is None:
-            self.close()
             raise sent.error or StopIteration
         session = self._mesh.session
         if self._view == "global" and not sent.future.done():
             return _globally(self._mesh, self._axis, sent)  # ranks have it before whatever the loop does with it
-        try:
-            finished = sent.future.result()
-            session.conclude(finished, sent.ranks, label="feed")
-        except BaseException:
-            self.close()
-            raise
+        finished = sent.future.result()
+        session.conclude(finished, sent.ranks, label="feed")
         if self._view == "local":
             return remote.kept(session, sent.call, sent.ranks, session.values_of(finished.parts), "batch")
         return _globally(self._mesh, self._axis, sent)
