@@ -123,14 +123,14 @@ def fetch(
 def describe(tensor: remote.RemoteTensor) -> str:
     """A repr: small tensors with their numbers, for which it waits; large ones without."""
     spec = tensor._spec
-    dtype = "" if spec.dtype is torch.get_default_dtype() else f", dtype={spec.dtype}"
     grad = ", requires_grad=True" if tensor.requires_grad and tensor.is_leaf else ""
     if tensor.grad_fn is not None:
         grad = f", grad_fn=<{type(tensor.grad_fn).__name__}>"
     place = f", placements={words_of(spec.placements)}" if spec.placements is not None else ", per rank"
-    tail = f"{dtype}{place} on {tensor.engine.axes}{grad})"
+    tail = f"{place} on {tensor.engine.axes}{grad})"
     if tensor.numel() * (1 if spec.placements is not None else tensor.engine.axes.size) > _SHOWN_ELEMENTS:
-        return f"RemoteTensor(shape={tuple(spec.shape)}{tail}"
+        dtype = "" if spec.dtype is torch.get_default_dtype() else f", dtype={spec.dtype}"
+        return f"RemoteTensor(shape={tuple(spec.shape)}{dtype}{tail}"
     numbers = repr(full_tensor(tensor.detach()))  # type: ignore[arg-type]
     return f"RemoteTensor({numbers.removeprefix('tensor(').rpartition(')')[0]}{tail}"
 

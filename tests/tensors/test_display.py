@@ -73,3 +73,16 @@ def test_a_tensor_shows_itself_in_html_without_asking_the_ranks(mesh22: Mesh) ->
     page = x._repr_html_()
     assert "dp=2: dim 1 cut" in page
     assert x.engine.num_batches == before
+
+
+@pytest.mark.parametrize(
+    ("tensor", "text"),
+    [
+        (torch.tensor([1, 2]), "RemoteTensor([1, 2], placements=(S(0)) on dp=2)"),
+        (torch.tensor([0.5, 2]).bfloat16(), "RemoteTensor([0.5000, 2.0000], dtype=torch.bfloat16, placements=(S(0))"),
+        (torch.zeros(4000), "RemoteTensor(shape=(4000,), placements=(S(0)) on dp=2)"),
+        (torch.zeros(4000).int(), "RemoteTensor(shape=(4000,), dtype=torch.int32, placements=(S(0)) on dp=2)"),
+    ],
+)
+def test_what_is_printed_names_a_dtype_once_where_torch_does(mesh2: Mesh, tensor: torch.Tensor, text: str) -> None:
+    assert repr(meshbook.distribute(tensor, mesh2, sharding_spec=["dp"])).startswith(text)
