@@ -103,7 +103,10 @@ class Handle:
         return self.changes
 
     def __del__(self) -> None:
-        self.free(self.id)
+        try:  # noqa: SIM105
+            self.free(self.id)
+        except AttributeError:  # a Stop came before it had one
+            pass
 
 
 class Watcher:

@@ -403,14 +403,19 @@ class Planner:
         name = name_of(function)
         operands = ", ".join(repr(tensor._spec) for tensor in inputs[:4])
         where = f"on a mesh of {self.axes}"
+        plain = name.partition("::")[2].partition(".")[0]
+        if text.startswith("aten.nonzero") and plain == "index":
+            return NotImplementedError(
+                f"x[mask] of {operands} {where}: the shape of its result depends on the data, which is on the ranks. "
+                "torch.where(mask, x, other) keeps the shape, and x[mask] = value changes x; or run it where the data "
+                "is, mesh.execute(fn, x), or on the whole tensor here, x.full_tensor()"
+            )
         if _lacks_a_rule(function, error):
-            plain = name.partition("::")[2].partition(".")[0]
             return NotImplementedError(
                 f"{plain} of {operands} {where}: DTensor has no rule for it (or the shape of its result depends on "
                 f"data). Ways round: run it on the ranks, mesh.execute(fn, x); or on the whole tensor here, "
                 f"x.full_tensor(); or first bring x to every rank, x.redistribute([Replicate()] * {self.mesh.ndim})"
             )
-        plain = name.partition("::")[2].partition(".")[0]
         uneven = _UNEVEN.search(text)
         if uneven is not None:
             dim, length, axis = uneven["dim"], int(uneven["length"]), int(uneven["axis"])
@@ -501,7 +506,13 @@ def _that_makes_a_new_one(function: Any) -> Any:
     if not name.endswith("_") or name.startswith("_foreach"):
         return None
     other = getattr(getattr(torch.ops, function.namespace), name.removesuffix("_"), None)
-    return getattr(other, function._overloadname, None)
+    if other is None:
+        return None
+    taken = [str(argument.type) for argument in function._schema.arguments]
+    named = [function._overloadname, *other.overloads()]  # pow_.Scalar is pow.Tensor_Scalar's; pow.Scalar is another
+    overloads = [getattr(other, name) for name in named if hasattr(other, name)]
+    fitting = (one for one in overloads if [str(argument.type) for argument in one._schema.arguments] == taken)
+    return next(fitting, None)
 
 
 def _not_in_place(function: Any) -> Template:

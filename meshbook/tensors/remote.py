@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
+from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -467,8 +468,21 @@ def _not_in_place(template: Template, args: Any, kwargs: Any) -> Any:
     if made._spec.dtype != target._spec.dtype:
         raise RuntimeError(f"result type {made._spec.dtype} cannot be kept in a tensor of {target._spec.dtype}")
     if made._spec.placements != target._spec.placements:
+        if any(isinstance(place, _NormPartial) for place in target._spec.placements):
+            return _become(target, made)
         made = _move(made, target._spec.placements)
     return dispatch(aten.copy_.default, (target, made), None)
+
+
+def _become(target: RemoteTensor, made: RemoteTensor) -> RemoteTensor:
+    """In parts of a norm nothing can be written that may be below zero: the tensor lies elsewhere from now on."""
+    if target._handle.changes is not None:
+        raise NotImplementedError(
+            "an operation in place on a norm of which there are views, while it is in parts over the mesh; take "
+            "x.clone() of the norm first"
+        )
+    target._handle = made._handle
+    return target
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -62,6 +62,19 @@ def test_numbers_of_sums_in_parts_are_of_the_whole(mesh22: Mesh) -> None:
     assert f"{x.mean():.1f}" == "5.5"
 
 
+def test_a_norm_that_lies_in_parts_can_be_changed_in_place(mesh2: Mesh) -> None:
+    x = torch.randn(8, 4)
+    norm, plain = distribute(x, mesh2, [Shard(0)]).norm(dim=0), x.norm(dim=0)
+    changed = norm.square_().sub_(9.0).pow_(3)
+    assert changed is norm
+    torch.testing.assert_close(norm.full_tensor(), plain.square_().sub_(9.0).pow_(3), rtol=1e-4, atol=1e-4)
+    seen = distribute(x, mesh2, [Shard(0)]).norm(dim=0)
+    row = seen[None]
+    with pytest.raises(NotImplementedError, match=r"take x.clone\(\) of the norm first"):
+        seen.square_()
+    torch.testing.assert_close(row.full_tensor()[0], x.norm(dim=0))
+
+
 def test_a_whole_tensor_that_is_large_is_brought_on_demand_only(mesh2: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshbook.tensors.values.FULL_TENSOR_BYTES", 1000)
     x = distribute(torch.ones(1000), mesh2, [Shard(0)])
