@@ -513,6 +513,9 @@ class Mesh:
 
         Args:
             orphan_ttl_s: how long it may live with no client at all, in seconds; None: until it is stopped.
+
+        Raises:
+            NotAttached: it did not answer; this process has left it all the same.
         """
         self._session.detach(orphan_ttl_s)
 

@@ -105,12 +105,23 @@ class Session:
 
     def detach(self, orphan_ttl_s: float | None = None) -> None:
         """Leave; the mesh lives on without this process, for `orphan_ttl_s` seconds when nobody else comes (None: for
-        ever)."""
+        ever).
+
+        Raises:
+            NotAttached: it did not answer; this process has left it all the same.
+        """
         self._at_exit.detach()
         call = self.connection.next_call()
-        self.connection.request(messages.Detach(call=call, orphan_ttl_s=orphan_ttl_s)).result(_STOP_TIMEOUT_S)
-        self.ended = "this process has left it"
-        self.close()
+        try:
+            self.connection.request(messages.Detach(call=call, orphan_ttl_s=orphan_ttl_s)).result(_STOP_TIMEOUT_S)
+        except TimeoutError:
+            raise NotAttached(
+                f"the mesh {self.name!r} did not answer within {_STOP_TIMEOUT_S:.0f} s as this process left it: it has "
+                f"ended, or its supervisor is stuck; look with `meshbook list`, end it with `meshbook stop {self.name}`"
+            ) from None
+        finally:
+            self.ended = "this process has left it"
+            self.close()
 
     def close(self) -> None:
         self.connection.close()

@@ -207,8 +207,11 @@ def _nll_backward(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _summed(tensor: Any) -> Any:
     """Without parts of a sum."""
-    whole = tuple(Replicate() if place.is_partial() else place for place in tensor._spec.placements)
-    return tensor if whole == tensor._spec.placements else call(calls.redistribute, tensor.engine, tensor, whole)
+    places = getattr(tensor, "placements", None)  # none, where the targets are here
+    if places is None:
+        return tensor
+    whole = tuple(Replicate() if place.is_partial() else place for place in places)
+    return tensor if whole == places else call(calls.redistribute, tensor.engine, tensor, whole)
 
 
 def _everywhere(*tensors: Any) -> bool:

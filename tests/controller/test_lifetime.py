@@ -115,6 +115,23 @@ def test_two_clients_see_one_mesh() -> None:
         assert mesh.run("y").values.same() == 3
 
 
+def test_leaving_a_mesh_that_does_not_answer_is_told_and_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = create_mesh(1, process_group=False)
+    other, pid = attach(mesh.name), mesh.session.info.supervisor_pid
+    monkeypatch.setattr("meshbook.controller.session._STOP_TIMEOUT_S", 0.3)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(NotAttached, match=rf"did not answer .* `meshbook stop {mesh.name}`"):
+            other.detach()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+        monkeypatch.undo()
+    assert other.session.connection.closed
+    with pytest.raises(NotAttached, match="this process has left it"):
+        other.run("1")
+    mesh.stop()
+
+
 def test_an_observer_may_look_and_does_not_keep_the_mesh() -> None:
     mesh = create_mesh(1, name="watched", orphan_ttl_s=0.2)
     pid = mesh.session.info.supervisor_pid
