@@ -43,6 +43,8 @@ from meshbook.wire import messages
 _BATCHES = (48, 64, 128, 192, 256)
 # Batches that the ranks have not acknowledged before Python waits for them: some 8,000 operations, a few train steps.
 _MAX_AHEAD = 32
+# Batches with which the ranks have enough to do: what comes next may wait for more.
+_ENOUGH = 2
 # Seconds after the last operation before a batch that is not full is sent all the same; and before one that is held
 # back is: a pause of Python's own, or of a busy machine, does not part a step. And how long ranks that have nothing
 # else to do wait for one to which more and more comes.
@@ -325,7 +327,7 @@ class Engine:
         """A step may have ended here, and Python may wait for something else now: ranks that have little to do get what
         there is."""
         self.watcher.boundary()
-        if self._wheres and len(self._ahead) < 2 and not self.watcher.to_its_end:
+        if self._wheres and not self.has_enough and not self.watcher.to_its_end:
             self.flush()
 
     def _before_call(self) -> None:
@@ -427,7 +429,7 @@ class Engine:
             if not self.watcher.held:
                 self._due = self._size_of_next()
             self._changed.notify_all()
-        if self._wheres and len(self._ahead) < 2:  # held back while the ranks had enough to do
+        if self._wheres and not self.has_enough:  # held back while they had
             self._woken.set()
 
     def _size_of_next(self) -> int:
@@ -532,6 +534,11 @@ class Engine:
             summary=f"{name_ranks(failure.ranks)}: {fault.ename}: {fault.evalue}{issued}\n"
             f"on {name_ranks(failure.ranks)}:\n{fault.trace.rstrip()}",
         )
+
+    @property
+    def has_enough(self) -> bool:
+        """Whether the ranks have enough to do for now."""
+        return len(self._ahead) >= _ENOUGH
 
     @property
     def is_open(self) -> bool:

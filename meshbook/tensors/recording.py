@@ -39,9 +39,9 @@ T = TypeVar("T")
 
 # Operations that are held back at most; a longer step is sent as it goes.
 _MAX_OPS = 50_000
-# Steps that travel in one message, and messages that the ranks may have before them, while they have enough to do: a
+# Steps that travel in one message while the ranks have enough to do, and messages that they may have before them: a
 # message costs each rank a quarter of a millisecond, and 8 of 4 steps are far enough ahead.
-_STEPS_IN_ONE, _ENOUGH, _MAX_AHEAD = 4, 2, 8
+_STEPS_IN_ONE, _MAX_AHEAD = 4, 8
 # Calls in a row that could not be held to their end, after which the function is not held any more.
 _MAX_BROKEN = 3
 # Times that one sequence of operations is recorded anew, because other tensors outlive it or their pattern is another.
@@ -480,7 +480,7 @@ class Recorder(Watcher):
 
     def _is_due(self) -> bool:
         """Whether what was issued is to be sent now; an acknowledgement will see to it otherwise."""
-        return len(self.engine._ahead) < _ENOUGH or len(self.engine._wheres) >= _STEPS_IN_ONE
+        return not self.engine.has_enough or len(self.engine._wheres) >= _STEPS_IN_ONE
 
 
 # ---------------------------------------------------------------------------------------------------------------------
