@@ -27,6 +27,10 @@ class CallIds:
     def next(self) -> CallId:
         return CallId(f"{self._prefix}-{next(self._counter)}")
 
+    def gave(self, call: str) -> bool:
+        """Whether an id is one of this client's."""
+        return call.startswith(f"{self._prefix}-")
+
 
 def format_ranks(ranks: Iterable[int]) -> str:
     """`(0, 1, 2, 5)` as `0-2,5`; no ranks as `none`."""

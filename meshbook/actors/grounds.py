@@ -21,6 +21,7 @@ from meshbook.actors.runtime.futures import MUST_NOT_WAIT, Future
 from meshbook.actors.runtime.life import life
 from meshbook.actors.runtime.post import here
 from meshbook.controller.config import count_gpus
+from meshbook.controller.late import late_output
 from meshbook.errors import MeshTimeout, NotAttached, StartError, TransferError, UsageError
 from meshbook.ids import name_ranks
 from meshbook.mesh import MeshAxes
@@ -75,12 +76,10 @@ class Procs:
     def stop(self, reason: str) -> Future[None]:
         raise NotImplementedError
 
-    def logging_option(self, stream: bool, window_s: float | None) -> None:
+    def logging_option(self, stream: bool) -> None:
         mesh = self.mesh()
         if mesh is not None:
-            from meshbook.actors import output
-
-            output.of(mesh.session).choose(stream, window_s)
+            late_output(mesh.session).shown = stream
 
 
 class Known(Procs):
@@ -127,9 +126,7 @@ class Ranks(Procs):
         session.on_lost.append(tell_news)
         _sessions.add(session)
         prepare_client()
-        from meshbook.actors import output
-
-        output.of(session)
+        late_output(session).of_everybody = True
 
     def home(self) -> Home:
         """`addresses` in the order of ranks."""

@@ -246,7 +246,7 @@ class ProcMesh(MeshTrait):
             aggregate_window_sec: taken for Monarch's sake; equal lines are folded over ranks as they come.
             level: of the processes' loggers.
         """
-        self._procs.logging_option(stream_to_client, aggregate_window_sec)
+        self._procs.logging_option(stream_to_client)
         home = self._procs.home()
         setters = self.spawn(f"logging-{secrets.token_hex(3)}", _logging_actor())
         try:

@@ -21,6 +21,7 @@ from meshbook.controller.config import count_gpus, read_defaults
 from meshbook.controller.connection import Connection
 from meshbook.controller.console import Console, ask_on_terminal
 from meshbook.controller.futures import MeshFuture
+from meshbook.controller.late import late_output
 from meshbook.controller.launch import launch_supervisor
 from meshbook.controller.looking import Stacks, Why
 from meshbook.controller.remote import RemoteValue
@@ -62,6 +63,7 @@ class Mesh:
         """The view of a session's mesh that `axes` cuts out."""
         mesh = cls.__new__(cls)
         mesh._session, mesh._axes = session, axes
+        late_output(session)
         return mesh
 
     # ---- the grid

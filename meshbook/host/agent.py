@@ -154,6 +154,7 @@ class HostAgent:
         self._handlers: dict[type, Callable[[Any], None]] = {
             messages.SnapshotTaken: self._looker.heard,
             messages.RankReady: self._ready,
+            messages.RankEnding: self._heard_out,
             messages.RankSaid: self._heard_output,
             messages.RankFinished: self._finished,
             messages.RankAnswered: self._answered,
@@ -443,6 +444,9 @@ class HostAgent:
                 self._to_service(link, body)
         if link.work_ready:
             self._dispatch(link)
+
+    def _heard_out(self, message: messages.RankEnding) -> None:
+        self._to_service(self._links[message.rank], codec.encode_body(messages.Exit()))
 
     def _heard_output(self, message: messages.RankSaid) -> None:
         link = self._links[message.rank]

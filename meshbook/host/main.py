@@ -20,6 +20,8 @@ from meshbook.wire.loop import Loop
 
 log = logging.getLogger("meshbook.host")
 
+_LINGER_MS = 500
+
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -51,7 +53,7 @@ def main() -> None:
     upward.send_multipart(codec.encode(ready))
     loop.run()
     agent.close()
-    upward.close()
+    upward.close(linger=_LINGER_MS)  # what ranks said last may still be on its way
     context.term()
 
 

@@ -130,6 +130,18 @@ def state(pid: int) -> str:
     return "" if fields is None else fields[0]
 
 
+def is_alive(pid: int) -> bool:
+    """Whether it is there and still has a program: one that was killed gives up its memory some moments before its
+    state says that it has ended."""
+    try:
+        os.readlink(f"/proc/{pid}/exe")
+    except FileNotFoundError:
+        return False
+    except OSError:  # it is not for us to see
+        pass
+    return state(pid) not in ("", "Z", "X")
+
+
 def _stat(pid: int) -> list[str] | None:
     """The fields of /proc/<pid>/stat from the state on."""
     text = _read(f"/proc/{pid}/stat")
@@ -364,8 +376,9 @@ def python_stacks(pid: int, timeout_s: float) -> tuple[tuple[ThreadStack, ...], 
             except ValueError as error:
                 problem = str(error)
                 continue
-        problem = explain(ended.stderr.decode("utf-8", "replace"), alive=bool(state(pid).strip("ZX")))
-        if not state(pid).strip("ZX"):
+        alive = is_alive(pid)
+        problem = explain(ended.stderr.decode("utf-8", "replace"), alive=alive)
+        if not alive:
             break
     return (), problem
 

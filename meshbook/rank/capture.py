@@ -157,6 +157,11 @@ class Output:
         """Descriptors to poll for reading: whenever one is readable, call `pump`, and `take` soon after."""
         return (self._bell, *(pipe.fd for pipe in self._pipes))
 
+    def wake(self) -> None:
+        """Make one of `service_fds` readable, though there may be nothing to take."""
+        with self._lock:
+            self._ring()
+
     # -----------------------------------------------------------------------------------------------------------------
     # In
 

@@ -58,7 +58,7 @@ def be_rank(told: birth.RankBirth, pipes: tuple[int, int], last_words: int) -> N
     except BaseException:  # ours, for user code is caught where it runs; these are the rank's last words then
         traceback.print_exc()
     finally:
-        _end(executor, service, output, code)
+        _end(executor, service, code)
 
 
 def _settle(told: birth.RankBirth) -> None:
@@ -91,7 +91,7 @@ def _settle(told: birth.RankBirth) -> None:
         sys.modules["torch"].set_num_threads(told.threads)
 
 
-def _end(executor: Executor, service: Service, output: Output, code: int) -> NoReturn:
+def _end(executor: Executor, service: Service, code: int) -> NoReturn:
     """Leave without waiting for threads of the user's that may never end."""
     with contextlib.suppress(BaseException):
         service.end_actors()
@@ -100,7 +100,7 @@ def _end(executor: Executor, service: Service, output: Output, code: int) -> NoR
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
     with contextlib.suppress(BaseException):
-        output.drain()
+        service.finish()
     os._exit(code)
 
 

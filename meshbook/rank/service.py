@@ -46,7 +46,7 @@ _IDLE_SEGMENT_S = 30.0
 ACTORS = "meshbook.actors.runtime.door:open_door"
 # How often, and after how many seconds, it is looked whether the main thread has moved.
 _MOVES_LOOKS, _MOVES_LOOK_S = 5, 0.002
-_LAST_LOOKS = 10  # at output that has not been sent yet, before the rank ends
+_LAST_S = 1.0  # how long the end of the rank waits for the host to have heard its last words
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -103,6 +103,8 @@ class Service:
         self._probes = Probes(told.rank, executor.ring, log) if switched_on() else None
         self._budget = float(_BURST_BYTES)
         self._budget_at = time.monotonic()
+        self._ending = False
+        self._heard_out = threading.Event()  # the host has everything
         self._answers: dict[type, Callable[[Any], Any]] = {
             messages.Complete: lambda ask: questions.complete(executor.shell, ask.code, ask.cursor),
             messages.Inspect: lambda ask: questions.inspect(executor.shell, ask.code, ask.cursor, ask.detail),
@@ -125,6 +127,7 @@ class Service:
             poller.register(fd, zmq.POLLIN)
         next_beat = time.monotonic()
         flush_at: float | None = None
+        said_last = False
         while True:
             now = time.monotonic()
             due = next_beat if flush_at is None else min(next_beat, flush_at)
@@ -138,6 +141,10 @@ class Service:
                     self._output.pump()
                     if flush_at is None:
                         flush_at = time.monotonic() + _GATHER_S
+            if self._ending and not said_last:
+                said_last, flush_at = True, None
+                self._reporter.say(socket)
+                socket.send_multipart(codec.encode(messages.RankEnding(rank=self._told.rank)))
             now = time.monotonic()
             if flush_at is not None and now >= flush_at:
                 flush_at = self._flush(socket, now)
@@ -181,25 +188,32 @@ class Service:
                     self._executor.drop_client(client)
             case messages.TakeSnapshots():
                 self._snap(socket, command)
+            case messages.Exit() if self._ending:
+                self._heard_out.set()
             case messages.Exit():
                 threading.Thread(target=self._leave, name="meshbook-end", daemon=True).start()
 
     def _leave(self) -> None:
         try:
             self.end_actors()
+            self.finish()
         finally:
             os._exit(0)
 
     def end_actors(self) -> None:
-        """The rank will end, and its actors before it; what they print on the way is sent. Blocks, for ACTORS_GRACE_S
-        at most. For any thread but the service's own."""
+        """The rank will end, and its actors before it. Blocks, for ACTORS_GRACE_S at most. For any thread but the
+        service's own."""
         actors = sys.modules.get(ACTORS.partition(":")[0])
-        if actors is None or not actors.end_actors():
-            return
-        for _ in range(_LAST_LOOKS):
-            time.sleep(_GATHER_S)  # what was sent has to leave the process, too
-            if not self._output.pending():
-                return
+        if actors is not None:
+            actors.end_actors()
+
+    def finish(self) -> None:
+        """The process is about to end: send what it has printed. Blocks until the host has it, for a second at most:
+        a message that was sent may still be on its way out of this process. For any thread but the service's own."""
+        self._output.drain()
+        self._ending = True
+        self._output.wake()
+        self._heard_out.wait(_LAST_S)
 
     def _snap(self, socket: zmq.Socket[bytes], command: messages.TakeSnapshots) -> None:
         """Look at this rank. What goes wrong is told as what is missing; the thread lives on."""

@@ -298,6 +298,8 @@ class Driver:
         for host in self._engine.ended():
             self._hosts_known.discard(b"h%d" % host)
         if not self._hosts_known or not tries:
+            while self._back is not None and self._back.poll(0):  # the last words of hosts that have ended since
+                self._hear_host(self._back.recv_multipart())
             self._engine.close()
             self._ended(reason)
         else:

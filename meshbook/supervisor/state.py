@@ -105,6 +105,8 @@ class State:
         self._history: deque[HistoryEntry] = deque(maxlen=_HISTORY_ENTRIES)
         self._setup: list[messages.RunCell] = []
         self._questions: dict[str, str] = {}  # call -> client, for what hosts answer directly
+        self._late = OutputBudget()  # of what is printed when no call is open
+        self._late_call: str | None = None  # whose output waits there for an alarm
         self._orphaned = 0  # counts the times that the last client left, so that an old alarm is known as old
         self._num_cells = 0
         self._stopping = False
@@ -215,6 +217,9 @@ class State:
         if kind == "flush" and (call := self._calls.get(what)) is not None:
             call.flush_at = None
             return self._flush(call, now)
+        if kind == "late" and self._late_call is not None:
+            call_id, self._late_call = self._late_call, None
+            return self._say_late(call_id, (), now)
         if kind == "seeing":
             return self._seeing.alarm(what, now)
         if kind == "release":
@@ -466,7 +471,7 @@ class State:
     def _call_output(self, host: int, report: messages.CallOutput, now: float) -> list[Step]:
         call = self._calls.get(report.call)
         if call is None:  # output after the end, of a thread that the cell left behind
-            return [ToClient(None, report)]
+            return self._say_late(report.call, report.items, now)
         if call.merger is None:
             return self._say(call, report.items, now)
         call.merger.feed(host, report.items, now)
@@ -490,6 +495,17 @@ class State:
         self._seeing.call_said(call.id, allowed, now)
         said = messages.CallOutput(call=call.id, items=allowed)  # type: ignore[arg-type]
         return [*([ToClient(call.client, said)] if allowed else []), *self._come_back(call, now)]
+
+    def _say_late(self, call: str, items: tuple[messages.FoldedItem, ...], now: float) -> list[Step]:
+        allowed = tuple(self._late.admit(items, now))
+        steps: list[Step] = []
+        if allowed:
+            steps.append(ToClient(None, messages.CallOutput(call=call, items=allowed)))  # type: ignore[arg-type]
+        deadline = self._late.next_deadline()
+        if deadline is not None and self._late_call is None:
+            self._late_call = call
+            steps.append(Alarm("late", max(_FLUSH_S, deadline - now)))
+        return steps
 
     def _call_progressed(self, host: int, report: messages.CallProgressed, now: float) -> list[Step]:
         call = self._calls.get(report.call)

@@ -38,6 +38,16 @@ def test_stop_leaves_no_process_no_folder_and_no_shared_memory() -> None:
     assert set(os.listdir("/dev/shm")) <= before
 
 
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_what_ranks_print_as_they_end_is_shown(num_hosts: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with create_mesh(2, torch=False, num_hosts=num_hosts) as mesh:
+        mesh.run("import atexit; atexit.register(lambda: print('x' * 300_000, 'goodbye from', rank))")
+        assert "goodbye" not in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "goodbye from 0" in said
+    assert "goodbye from 1" in said
+
+
 def test_stopping_twice_does_no_harm() -> None:
     mesh = create_mesh(1)
     mesh.stop()

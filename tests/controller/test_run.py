@@ -139,6 +139,27 @@ def test_a_future_is_there_at_once_and_done_at_the_end(mesh: Mesh, tmp_path: obj
     assert dict(future.result(20).values) == {0: 0, 1: 1, 2: 2, 3: 3}
 
 
+def test_what_a_thread_prints_after_its_cell_is_shown(
+    mesh: Mesh, tmp_path: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gate = f"{tmp_path}/gate"
+    mesh.run(
+        f"""
+        import os, threading, time
+        def report():
+            while not os.path.exists({gate!r}): time.sleep(0.01)
+            print("step 1000 is done")
+        thread = threading.Thread(target=report)
+        thread.start()
+        """
+    )
+    assert "step 1000" not in capsys.readouterr().out
+    open(gate, "w").close()
+    said: list[str] = []
+    when(lambda: (said.append(capsys.readouterr().out), "step 1000 is done\n" in "".join(said))[1])
+    mesh.run("thread.join()")
+
+
 def test_a_future_can_be_awaited(mesh: Mesh) -> None:
     async def wait() -> int:
         return int((await mesh.run("41 + 1", wait=False)).values.same())

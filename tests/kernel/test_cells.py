@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.kernel.frontend import Cell, FrontEnd
@@ -473,3 +475,21 @@ def test_input_where_nobody_can_be_asked_is_an_error_and_no_hang(shared: FrontEn
 def test_a_display_with_an_id_of_its_own_is_one_on_all_ranks(shared: FrontEnd) -> None:
     cell = shared.run("handle = display('first', display_id=True)\nhandle.update('second')")
     assert [data["text/plain"] for data in cell.displays] == ["'second'"]
+
+
+def test_what_a_thread_prints_after_its_cell_stands_in_the_notebook(shared: FrontEnd, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    cell = shared.run(
+        f"""
+        import os, threading, time
+        def report():
+            while not os.path.exists({str(gate)!r}): time.sleep(0.01)
+            print("step 1000 is done")
+        thread = threading.Thread(target=report)
+        thread.start()
+        """
+    )
+    assert cell.stdout == ""
+    gate.touch()
+    shared.until(cell, lambda cell: "step 1000 is done\n" in cell.stdout)
+    assert shared.run("thread.join()").status == "ok"

@@ -283,6 +283,18 @@ def test_output_of_a_thread_that_outlives_its_cell_still_reaches_somebody() -> N
     assert messages_of(world.host(late), messages.CallOutput) == [late]
 
 
+def test_a_flood_of_output_after_the_end_is_cut_and_what_is_missing_is_told() -> None:
+    world = World()
+    lines = tuple(messages.Line(ranks=(0,), stream="stdout", text="x" * 1000) for _ in range(4000))
+    steps = world.host(messages.CallOutput(call="c0", items=lines))
+    (shown,) = messages_of(steps, messages.CallOutput)
+    assert 1000 <= len(shown.items) < 2000
+    (alarm,) = steps_of(steps, s.Alarm)
+    (told,) = messages_of(world.state.alarm(alarm.name, alarm.delay_s), messages.CallOutput)
+    (notice,) = told.items
+    assert "not shown" in notice.item.text
+
+
 def test_stopping_is_answered_before_the_end() -> None:
     steps = World().say(messages.StopMesh(call="stop"))
     assert messages_of(steps, messages.Answered)

@@ -85,7 +85,7 @@ RankCommand = (
     | Exit
     | TakeSnapshots
 )
-RankReport = RankReady | RankSaid | RankFinished | RankAnswered | RankAsked | RankBeat | SnapshotTaken
+RankReport = RankReady | RankEnding | RankSaid | RankFinished | RankAnswered | RankAsked | RankBeat | SnapshotTaken
 HostReport = (
     HostReady
     | HostFailed

@@ -433,7 +433,8 @@ class Unblock(Message):
 
 
 class Exit(Message):
-    """To a rank: end in order. To a host: end every rank, then itself."""
+    """To a rank: end in order; the second time, that its last words were heard. To a host: end every rank, then
+    itself."""
 
     ranks: Ranks = ()
     grace_s: float = 1.0
@@ -450,6 +451,12 @@ class RankReady(Message):
     pid: int
     device: str
     token: str
+
+
+class RankEnding(Message):
+    """A rank has said everything, and ends; its host answers with `Exit`, so that nothing said is lost on the way."""
+
+    rank: int
 
 
 class RankSaid(Message):
