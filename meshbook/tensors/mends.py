@@ -56,10 +56,27 @@ def _put(func: Any, args: Any, kwargs: Any) -> Any:
 def _gather(func: Any, args: Any, kwargs: Any) -> Any:
     """DTensor takes rows of the index for rows of the tensor, also where it has fewer of them."""
     tensor, dim, index = args[:3]
+    if not tensor.dim() or index.dim() != tensor.dim():  # a single number, or no index at all
+        return dispatch_as_is(func, args, kwargs)
     for at, length in enumerate(index.shape):
         if at != dim % tensor.dim() and length != tensor.shape[at]:
             tensor = tensor.narrow(at, 0, length)
     return dispatch_as_is(func, (tensor, dim, index, *args[3:]), kwargs)
+
+
+def _from_the_front(func: Any, args: Any, kwargs: Any) -> Any:
+    """DTensor takes a dim that is counted from the end for no dim of the gradient's."""
+    grad, sizes, dim, *rest = args
+    return dispatch_as_is(func, (grad, sizes, dim % len(sizes), *rest), kwargs)
+
+
+def _resolved(func: Any, args: Any, kwargs: Any) -> Any:
+    """torch marks a tensor as conjugated, or negated, and has each operation see to it. DTensor loses the mark, and a
+    RemoteTensor has none."""
+    return _RESOLVED[func](args[0])
+
+
+_RESOLVED = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
 
 
 _IN_PLACE = (aten.index_put_.default, aten._index_put_impl_.default)
@@ -258,6 +275,18 @@ def _huber_backward(func: Any, args: Any, kwargs: Any) -> Any:
     return off.clamp(-delta, delta) * _share(grad, _numel(tensor, target), reduction)
 
 
+def _soft_margin(func: Any, args: Any, kwargs: Any) -> Any:
+    filled: Any = (*args, 1)[:3]
+    tensor, target, reduction = filled
+    return _reduced((-target * tensor).exp().log1p(), reduction)
+
+
+def _soft_margin_backward(func: Any, args: Any, kwargs: Any) -> Any:
+    grad, tensor, target, reduction = args
+    weight = (-target * tensor).exp()
+    return -target * weight / (1 + weight) * _share(grad, _numel(tensor, target), reduction)
+
+
 def _smooth_l1(func: Any, args: Any, kwargs: Any) -> Any:
     filled: Any = (*args, *(1, 1.0)[len(args) - 2 :])
     tensor, target, reduction, beta = filled
@@ -314,6 +343,8 @@ _MASK = "Use torch.where(mask, x, other) or x * mask, which keep the shape"
 _HERE = "Run it where the data is: mesh.execute(fn, x)"
 
 MENDS: dict[Any, Special] = {
+    aten._conj.default: _resolved,
+    aten._neg_view.default: _resolved,
     aten.equal.default: _equal,
     aten.allclose.default: _allclose,
     aten.binary_cross_entropy.default: _bce,
@@ -329,10 +360,14 @@ MENDS: dict[Any, Special] = {
     aten.index_put.default: _put,
     aten.index_put_.default: _put,
     aten._index_put_impl_.default: _put,
+    aten.select_backward.default: _from_the_front,
+    aten.slice_backward.default: _from_the_front,
     aten.mse_loss.default: _mse,
     aten.mse_loss_backward.default: _mse_backward,
     aten.huber_loss.default: _huber,
     aten.huber_loss_backward.default: _huber_backward,
+    aten.soft_margin_loss.default: _soft_margin,
+    aten.soft_margin_loss_backward.default: _soft_margin_backward,
     aten.smooth_l1_loss.default: _smooth_l1,
     aten.smooth_l1_loss_backward.default: _smooth_l1_backward,
     aten.__lshift__.Scalar: _shift,

@@ -71,6 +71,17 @@ _ALONG = re.compile(
 # What gives other tensors on some machines than it says here, and what counts on where elements lie in memory.
 _NOT_ON_THE_WHOLE = {aten.mkldnn_rnn_layer.default, aten.as_strided.default}
 
+# Reductions, and which of their arguments are the dims. None at all are all of them; DTensor leaves some undone then.
+_REDUCTIONS = {
+    aten.sum.dim_IntList: 1, aten.nansum.default: 1, aten.mean.dim: 1, aten.amax.default: 1, aten.amin.default: 1,
+    aten.logsumexp.default: 1, aten.count_nonzero.dim_IntList: 1, aten.var.correction: 1, aten.std.correction: 1,
+    aten.var_mean.correction: 1, aten.std_mean.correction: 1, aten.linalg_vector_norm.default: 2,
+    aten.norm.ScalarOpt_dim: 2, aten.norm.ScalarOpt_dim_dtype: 2,
+}  # fmt: skip
+
+# What DTensor computes with pieces of one operand and all of the other.
+_ALL_ALIKE = {aten.linalg_solve_triangular.default}
+
 # Convolutions, and which of their tensors is the image; the weight is the next.
 _CONVOLUTIONS = {aten.convolution.default: 0, aten.convolution_backward.default: 1}
 
@@ -232,6 +243,7 @@ class Planner:
         first = _to_be_moved(function, args, inputs, self.mesh)
         if first:
             return Template(0, None, (), "none", first=first, special=True)
+        args = _with_all_dims(function, args)
         empties: dict[int, Any] = {}
 
         def empty_of(leaf: Any) -> Any:
@@ -268,6 +280,11 @@ class Planner:
                 return Template(0, None, (), "none", first=moves, special=True)
             if _lacks_a_rule(function, error) and (found := self._on_the_whole(function, args, kwargs, inputs)):
                 return found
+            if _UNEVEN.search(str(error)) is None and _goes_on_one_process(function, args, kwargs):
+                if (other := _that_makes_a_new_one(function)) is not None:
+                    return Template(0, None, (), "none", instead=other, special=True)
+                if found := self._on_the_whole(function, args, kwargs, inputs):
+                    return found
             raise self._told(function, error, inputs) from None
         if function in _MASKED:
             masks = [place.mask_buffer for place in results.placements if hasattr(place, "mask_buffer")]
@@ -312,6 +329,22 @@ class Planner:
         everywhere = (Replicate(),) * self.mesh.ndim
         return tuple((at, everywhere) for at, tensor in enumerate(inputs) if tensor._spec.placements != everywhere)
 
+    def _unlike_means(
+        self, inputs: Sequence[Any], placements: Sequence[Any]
+    ) -> tuple[tuple[int, tuple[Any, ...]], ...]:
+        """What makes inputs whole along an axis where DTensor would take the mean of means of pieces unlike in size."""
+        means = [axis for axis, place in enumerate(placements) if getattr(place, "reduce_op", None) == "avg"]
+        moves: list[tuple[int, tuple[Any, ...]]] = []
+        for at, tensor in enumerate(inputs) if means else ():
+            placed = list(tensor._spec.placements)
+            for axis in means:
+                place = placed[axis]
+                if place.is_shard() and tensor._spec.shape[place.dim] % self.mesh.shape[axis]:
+                    placed[axis] = Replicate()
+            if placed != list(tensor._spec.placements):
+                moves.append((at, tuple(placed)))
+        return tuple(moves)
+
     def plan_own(self, name: str, args: tuple[Any, ...], output: Spec) -> Template:
         """A template of a function of ours that makes one tensor out of none, whose spec the caller knows."""
         number = next(self._numbers)
@@ -344,6 +377,8 @@ class Planner:
                         for before, after in zip(inputs[0]._spec.placements, placements, strict=True)
                     )
                     return Template(0, None, (), "none", first=((0, whole),), special=True)
+                if moves := self._unlike_means(inputs, placements):
+                    return Template(0, None, (), "none", first=moves, special=True)
                 stride = _strides_as_laid_out(result)
                 outputs.append(self.spec(result.shape, stride, 0, result.dtype, placements))
             elif isinstance(result, torch.Tensor):
@@ -442,17 +477,20 @@ def _to_be_moved(
     if function in _CONVOLUTIONS:
         # DTensor's own way takes shards as they come, and trades edges by the ranks of the whole world.
         image = _CONVOLUTIONS[function]
-        moves = []
-        for at, tensor in enumerate(inputs[: image + 2]):
-            places = tensor._spec.placements
-            if places is not None and at >= image:
-                wanted = tuple(
-                    place if at == image and isinstance(place, Shard) and place.dim == 0 else Replicate()
-                    for place in places
-                )
-                if wanted != places:
-                    moves.append((at, wanted))
-        return tuple(moves)
+        places = inputs[image]._spec.placements
+        if places is None:
+            return ()
+        rows = tuple(place if isinstance(place, Shard) and place.dim == 0 else Replicate() for place in places)
+        # The images and the gradient of what came out by rows; weight and bias are needed whole.
+        wanted = [rows if at <= image else (Replicate(),) * mesh.ndim for at in range(len(inputs))]
+        return tuple(
+            (at, places)
+            for at, (tensor, places) in enumerate(zip(inputs, wanted, strict=True))
+            if tensor._spec.placements != places
+        )
+    if function in _ALL_ALIKE and len({tensor._spec.placements for tensor in inputs}) > 1:
+        everywhere = (Replicate(),) * mesh.ndim
+        return tuple((at, everywhere) for at, tensor in enumerate(inputs) if tensor._spec.placements != everywhere)
     if function in _SCANS and inputs and inputs[0]._spec.placements is not None:
         spec = inputs[0]._spec
         rank = max(len(spec.shape), 1)
@@ -469,6 +507,14 @@ def _to_be_moved(
         if places != spec.placements:
             return ((0, places),)
     return ()
+
+
+def _with_all_dims(function: Any, args: Any) -> Any:
+    """A reduction's arguments, with the dims written out."""
+    at = _REDUCTIONS.get(function)
+    if at is None or len(args) < at or (len(args) > at and (args[at] is None or args[at])):
+        return args
+    return (*args[:at], list(range(args[0].dim())), *args[at + 1 :])
 
 
 def _default_of(inputs: Sequence[Any], outputs: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
@@ -498,6 +544,26 @@ def _lacks_a_rule(function: Any, error: Exception) -> bool:
         or text.startswith("aten.nonzero")  # of a mask among the indices
         or type(error).__name__ in ("DynamicOutputShapeException", "DataDependentOutputException")
     )
+
+
+def _goes_on_one_process(function: Any, args: Any, kwargs: Any) -> bool:
+    """Whether torch does the operation, so that it is DTensor's fault, and not the user's, if it does not."""
+    if not isinstance(function, torch._ops.OpOverload):
+        return False
+
+    def without_data(leaf: Any) -> Any:
+        spec = getattr(leaf, "_spec", None)
+        if spec is not None:
+            return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
+        return torch.device("meta") if isinstance(leaf, torch.device) else leaf
+
+    try:
+        with _disable_current_modes(), torch.no_grad():
+            whole_args, whole_kwargs = pytree.tree_map(without_data, (args, kwargs))
+            function(*whole_args, **whole_kwargs)
+    except Exception:
+        return False
+    return True
 
 
 def _that_makes_a_new_one(function: Any) -> Any:

@@ -160,6 +160,12 @@ class RemoteTensor(torch.Tensor):
             self.register_post_accumulate_grad_hook(_settle_grad)  # type: ignore[no-untyped-call]
         return self
 
+    def backward(self, gradient: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> None:
+        """As torch's. A local gradient is cut as this tensor is."""
+        if gradient is not None and not isinstance(gradient, RemoteTensor) and gradient.shape == self.shape:
+            gradient = _placed_like(self, gradient)
+        super().backward(gradient, *args, **kwargs)  # type: ignore[no-untyped-call]
+
     @property
     def data(self) -> RemoteTensor:
         """The same tensor without autograd; assigning gives this one the other's storage."""
@@ -229,7 +235,10 @@ class RemoteTensor(torch.Tensor):
 
 def _settle_grad(leaf: Any) -> None:
     grad = leaf.grad
-    if not isinstance(grad, RemoteTensor) or grad._spec.placements is None:
+    if isinstance(grad, torch.Tensor) and not isinstance(grad, RemoteTensor):
+        leaf.grad = _placed_like(leaf, grad)  # autograd was given a local gradient
+        return
+    if grad is None or grad._spec.placements is None:
         return
     spec, wanted = grad._spec, leaf._spec.placements
     engine = spec.engine
@@ -240,6 +249,13 @@ def _settle_grad(leaf: Any) -> None:
             return
         template = engine.learn(key, engine.planner.plan, calls.redistribute, (grad, wanted), {}, [grad])
     leaf.grad = perform(engine, template, calls.redistribute, (grad, wanted), {}, [0, grad._handle.id], [grad], [])
+
+
+def _placed_like(tensor: RemoteTensor, local: torch.Tensor) -> RemoteTensor:
+    places = tensor._spec.placements
+    if places is not None:
+        places = tuple(torch.distributed.tensor.Replicate() if place.is_partial() else place for place in places)
+    return upload(tensor.engine, local.detach(), places)
 
 
 def wrap(spec: Spec, handle: Handle, requires_grad: bool = False) -> RemoteTensor:

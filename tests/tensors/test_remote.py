@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import signal
+import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -93,6 +94,55 @@ def test_a_local_operand_is_sent_along_if_it_is_small(mesh2: Mesh) -> None:
     assert kept.sum() == 12
     with pytest.raises(TypeError, match="bring it here first"):
         kept.add_(x)
+
+
+def test_a_local_gradient_becomes_the_tensors_own(mesh2: Mesh) -> None:
+    x = distribute(torch.ones(4, 3), mesh2, [Shard(0)]).requires_grad_()
+    for backward in (lambda y, grad: y.backward(grad), lambda y, grad: torch.autograd.backward([y], [grad])):
+        x.grad = None
+        backward(x * 1.0 + 1.0, torch.arange(12.0).view(4, 3))
+        assert isinstance(x.grad, RemoteTensor)
+        assert x.grad.placements == (Shard(0),)
+        assert torch.equal(x.grad.full_tensor(), torch.arange(12.0).view(4, 3))
+    with pytest.raises(RuntimeError, match="Mismatch in shape"):
+        (x * 1.0).backward(torch.ones(3, 4))
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x: x.expand(4, 3),
+        lambda x: x + torch.ones(4, 3),
+        lambda x: x.squeeze(0),
+        lambda x: x.view(3),
+        lambda x: x.reshape(3, 1),
+        lambda x: x.mean(0, keepdim=True).expand(2, 3),
+    ],
+    ids=["expand", "broadcast", "squeeze", "view", "reshape", "keepdim"],
+)
+def test_a_dim_of_one_row_may_be_cut(run: Callable[[torch.Tensor], torch.Tensor], mesh2: Mesh) -> None:
+    local = torch.tensor([[1.0, 2.0, 3.0]])
+    assert torch.equal(run(distribute(local, mesh2, [Shard(0)])).full_tensor(), run(local))
+
+
+def test_an_operator_that_only_the_notebook_knows_fails_alone_and_works_once_the_ranks_know_it(mesh2: Mesh) -> None:
+    define = """
+        import torch
+        @torch.library.custom_op("meshbook_tests::twice", mutates_args=())
+        def twice(x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+        @twice.register_fake
+        def _(x):
+            return torch.empty_like(x)
+        """
+    exec(textwrap.dedent(define), {})
+    x = distribute(torch.ones(4, 3), mesh2, [Shard(0)])
+    doubled, other = torch.ops.meshbook_tests.twice(x), x + 1
+    assert other.sum().item() == 24.0
+    with pytest.raises(OperationFailed, match=r"meshbook_tests\.twice is registered in the notebook"):
+        doubled.sum().item()
+    mesh2.run(define)
+    assert torch.ops.meshbook_tests.twice(x).sum().item() == 24.0
 
 
 def test_shape_and_placement_errors_are_raised_at_their_line(mesh2: Mesh) -> None:

@@ -93,7 +93,8 @@ class Template:
     def __init__(self, sent: Sent, mesh: DeviceMesh | None, device: torch.device) -> None:
         self.name = sent.function
         self.default = None if sent.default is None else getattr(torch, sent.default)
-        self.call = find(sent.function) if self.default is None else _with_default(find(sent.function), self.default)
+        function = _found(sent.function)
+        self.call = function if self.default is None else _with_default(function, self.default)
         self.outputs, self.returns, self.mutates = sent.outputs, sent.returns, sent.mutates
         self.communicates, self.seeded = sent.communicates, sent.seeded
         self.new = [index for index, output in enumerate(sent.outputs) if output == -1]
@@ -108,6 +109,26 @@ class Template:
         self.num_in, self.num_floats, self.plain, self.build = _builder(args, self.kwargs)
         if self.seeded:
             self.num_floats += 1
+
+
+def _found(name: str) -> Callable[..., Any]:
+    """The function of that name; of one that this rank does not know, what says so, unless it does by then."""
+    try:
+        return find(name)
+    except AttributeError:
+        pass
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            function = find(name)
+        except AttributeError:
+            raise NotImplementedError(
+                f"the operator {plain_name(name)} is registered in the notebook's process and not on the ranks; run "
+                "the cell that defines it there too, or import its module in a cell, and do this again"
+            ) from None
+        return function(*args, **kwargs)
+
+    return call
 
 
 def _with_default(function: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
@@ -494,7 +515,7 @@ def execute(
 
 def plain_name(function: str) -> str:
     """A template's function as people write it: "aten.mm"."""
-    return function.replace("::", ".").removesuffix(".default")
+    return function.removeprefix("whole::").replace("::", ".").removesuffix(".default")
 
 
 def _seeded(template: Template, args: Any, kwargs: Any, seed: int, space: Space) -> Any:

@@ -101,6 +101,9 @@ def _register_others() -> None:
             ways = [Replicate(), *map(Shard, range(len(tensor.shape)))]
             return [([way], [way, way, *[None] * len(others)]) for way in ways]
 
+    @register_sharding(aten._conj_physical.default)  # type: ignore[untyped-decorator]
+    def conjugate(tensor: Any) -> Any:
+        return [([way], [way]) for way in (Replicate(), *map(Shard, range(len(tensor.shape))))]
 
     @register_sharding(aten._prelu_kernel_backward.default)  # type: ignore[untyped-decorator]
     def slopes(grad: Any, tensor: Any, weight: Any) -> Any:
