@@ -33,6 +33,14 @@ def _fill(func: Any, args: Any, kwargs: Any) -> Any:
     return target.copy_(value.expand(target.shape))
 
 
+def _fill_with_number(func: Any, args: Any, kwargs: Any) -> Any:
+    """DTensor fills each rank's part of a sum."""
+    target, value = args
+    if not any(place.is_partial() for place in target._spec.placements or ()):
+        return dispatch_as_is(func, args, kwargs)
+    return target.copy_(torch.tensor(value, dtype=target.dtype))
+
+
 def _put(func: Any, args: Any, kwargs: Any) -> Any:
     """`x[mask] = value`. DTensor takes a mask for indices, and every rank all of it."""
     filled: Any = (*args, *(None, False)[len(args) - 3 :])
@@ -356,6 +364,7 @@ MENDS: dict[Any, Special] = {
     aten.nll_loss2d_forward.default: _nll,
     aten.nll_loss2d_backward.default: _nll_backward,
     aten.fill_.Tensor: _fill,
+    aten.fill_.Scalar: _fill_with_number,
     aten.gather.default: _gather,
     aten.index_put.default: _put,
     aten.index_put_.default: _put,

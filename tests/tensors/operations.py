@@ -54,6 +54,12 @@ def set_column(x: Tensor) -> Tensor:
     return y
 
 
+def fill_sums(x: Tensor) -> Tensor:
+    sums = x.sum(1)
+    sums[1:3] = 5.0
+    return sums + torch.empty_like(sums).fill_(2.0) + x.sum(1).fill_(3.0)
+
+
 def add_to_slice(x: Tensor) -> Tensor:
     y = x * 1.0
     y[..., 1:3] += 2.0
@@ -206,6 +212,7 @@ OPERATIONS: dict[str, Operation] = {
     "var mean": Operation(lambda x: torch.var_mean(x, 1), ((8, 12),)),
     "max": Operation(torch.max, ((8, 12),), exact=True),
     "min dim": Operation(lambda x: x.min(1).values, ((8, 12),), exact=True),
+    "sums that are filled": Operation(fill_sums, ((8, 12),)),
     "amax of all": Operation(lambda x: x.amax(), ((8, 12),), exact=True),
     "amin of all": Operation(lambda x: x.amin(keepdim=True), ((7, 5),), exact=True),
     "sum of all": Operation(lambda x: x.sum(()) * x.sum((), keepdim=True), ((7, 5),)),
@@ -372,6 +379,9 @@ OPERATIONS: dict[str, Operation] = {
     "bce": Operation(lambda x, y: F.binary_cross_entropy(x.sigmoid(), y.sigmoid()), pair(8, 12)),
     "kl": Operation(lambda x, y: F.kl_div(F.log_softmax(x, 1), F.softmax(y, 1), reduction="batchmean"), pair(8, 12)),
     "cosine": Operation(lambda x, y: F.cosine_similarity(x, y, 1), pair(8, 12)),
+    "cosine embedding": Operation(
+        lambda x, y: F.cosine_embedding_loss(x, y, torch.tensor([1.0, -1.0] * 4), reduction="none"), pair(8, 12)
+    ),
     "loss of a mean": Operation(lambda x, y: F.mse_loss(x.mean(0), y.mean(0)), pair(8, 12)),
     # ---- matrices
     "linalg inv": Operation(lambda x: torch.linalg.inv(x @ x.t() + 8 * torch.eye(8)), ((8, 8),), grads=False),
