@@ -27,7 +27,6 @@ from meshbook.tensors import remote
 from meshbook.tensors.creation import distribute, engine_of, tensor_of
 from meshbook.tensors.engine import Engine
 from meshbook.tensors.plan import Spec, Template
-from meshbook.tensors.views import move
 
 Placements = Sequence[Any] | Mapping[str, Any] | Callable[[str, torch.Tensor], Any] | None
 
@@ -56,6 +55,8 @@ def module_to_mesh(module: nn.Module, mesh: Mesh, placements: Placements = None)
     """
     moved: dict[int, Any] = {}
     for prefix, part in list(module.named_modules()):
+        if isinstance(part, nn.LSTM) and not any(isinstance(one, remote.RemoteTensor) for one in part.parameters()):
+            _step_by_step(part)
         for kind in (part._parameters, part._buffers):
             for name, tensor in list(kind.items()):
                 if tensor is None or isinstance(tensor, remote.RemoteTensor):
@@ -72,6 +73,11 @@ def module_to_mesh(module: nn.Module, mesh: Mesh, placements: Placements = None)
 
 
 def _brought(tensor: torch.Tensor, mesh: Mesh, placements: Any) -> Any:
+    if nn.parameter.is_lazy(tensor):
+        raise UsageError(
+            "a parameter has no shape yet, as it is of a lazy module; run the module once on a local input, and bring "
+            "it to the mesh then"
+        )
     if tensor.is_meta:
         raise UsageError(
             "a parameter is on the meta device and has no values; materialise the module first, or let "
@@ -82,15 +88,27 @@ def _brought(tensor: torch.Tensor, mesh: Mesh, placements: Any) -> Any:
         return there
     parameter = nn.Parameter(there, requires_grad=tensor.requires_grad)
     if parameter.requires_grad:
-        parameter.register_post_accumulate_grad_hook(settle_grad)  # type: ignore[no-untyped-call]
+        parameter.register_post_accumulate_grad_hook(remote.settle_grad)  # type: ignore[no-untyped-call]
     return parameter
 
 
-def settle_grad(parameter: Any) -> None:
-    """Bring a gradient to its parameter's placements, once: every operation of an optimizer would do it again."""
-    grad = parameter.grad
-    if grad is not None and grad._spec.placements != parameter._spec.placements:
-        parameter.grad = move(grad, parameter._spec.placements)
+# Whether oneDNN was in use before each of the LSTMs that run now.
+_onednn: list[bool] = []
+
+
+def _step_by_step(module: nn.LSTM) -> None:
+    """On a CPU torch has one operation for a whole LSTM, of oneDNN's, for which DTensor has no rule."""
+
+    def before(module: nn.Module, args: Any) -> None:
+        _onednn.append(torch._C._get_mkldnn_enabled())
+        torch._C._set_mkldnn_enabled(False)
+
+    def after(module: nn.Module, args: Any, result: Any) -> None:
+        if _onednn:
+            torch._C._set_mkldnn_enabled(_onednn.pop())
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after, always_call=True)
 
 
 def _placements_for(placements: Placements, name: str, tensor: torch.Tensor) -> Any:

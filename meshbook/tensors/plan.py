@@ -71,6 +71,12 @@ _ALONG = re.compile(
 # What gives other tensors on some machines than it says here, and what counts on where elements lie in memory.
 _NOT_ON_THE_WHOLE = {aten.mkldnn_rnn_layer.default, aten.as_strided.default}
 
+# What can only be computed, and not be told the shape of without data: it is that of this input.
+_SHAPED_AS = {
+    aten.multi_margin_loss_backward.default: 1, aten.multilabel_margin_loss_backward.default: 1,
+    aten.fractional_max_pool3d_backward.default: 1,
+}  # fmt: skip
+
 # Reductions, and which of their arguments are the dims. None at all are all of them; DTensor leaves some undone then.
 _REDUCTIONS = {
     aten.sum.dim_IntList: 1, aten.nansum.default: 1, aten.mean.dim: 1, aten.amax.default: 1, aten.amin.default: 1,
@@ -275,12 +281,13 @@ class Planner:
                 return _not_in_place(function)
             if _lacks_a_rule(function, error) and (other := _that_makes_a_new_one(function)) is not None:
                 return Template(0, None, (), "none", instead=other, special=True)
-            along = _ALONG.search(str(error)) is not None and _UNEVEN.search(str(error)) is None
-            if along and (moves := self._made_whole(inputs[:1])):
+            # Nobody writes _unsafe_view: it is inside a matmul, where the user can do nothing about it.
+            uneven = _UNEVEN.search(str(error)) is not None and function is not aten._unsafe_view.default
+            if _ALONG.search(str(error)) is not None and not uneven and (moves := self._made_whole(inputs[:1])):
                 return Template(0, None, (), "none", first=moves, special=True)
             if _lacks_a_rule(function, error) and (found := self._on_the_whole(function, args, kwargs, inputs)):
                 return found
-            if _UNEVEN.search(str(error)) is None and _goes_on_one_process(function, args, kwargs):
+            if not uneven and _goes_on_one_process(function, args, kwargs):
                 if (other := _that_makes_a_new_one(function)) is not None:
                     return Template(0, None, (), "none", instead=other, special=True)
                 if found := self._on_the_whole(function, args, kwargs, inputs):
@@ -315,7 +322,8 @@ class Planner:
         try:
             with _disable_current_modes(), torch.no_grad(), rules.quiet():
                 given = pytree.tree_map(lambda leaf: empties.get(id(leaf), leaf), (args, kwargs))
-                results = whole(*given[0], **given[1])
+                shaped_as = _SHAPED_AS.get(function)
+                results = whole(*given[0], **given[1]) if shaped_as is None else torch.empty_like(given[0][shaped_as])
         except Exception:
             return None
         if not all(isinstance(leaf, (DTensor, type(None))) for leaf in pytree.tree_leaves(results)):
@@ -444,6 +452,12 @@ class Planner:
                 f"x[mask] of {operands} {where}: the shape of its result depends on the data, which is on the ranks. "
                 "torch.where(mask, x, other) keeps the shape, and x[mask] = value changes x; or run it where the data "
                 "is, mesh.execute(fn, x), or on the whole tensor here, x.full_tensor()"
+            )
+        if function is aten.mkldnn_rnn_layer.default:
+            return NotImplementedError(
+                f"lstm of {operands} {where}: on a CPU it is one operation of oneDNN's, for which DTensor has no rule. "
+                "`with torch.backends.mkldnn.flags(enabled=False):` it is made of others; "
+                "meshbook.module_to_mesh(module, mesh) sees to that by itself"
             )
         if _lacks_a_rule(function, error):
             return NotImplementedError(

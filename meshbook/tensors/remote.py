@@ -157,7 +157,7 @@ class RemoteTensor(torch.Tensor):
         super().requires_grad_(requires_grad)
         if requires_grad and self._spec.placements is not None and not getattr(self, "_settles", False):
             self._settles = True
-            self.register_post_accumulate_grad_hook(_settle_grad)  # type: ignore[no-untyped-call]
+            self.register_post_accumulate_grad_hook(settle_grad)  # type: ignore[no-untyped-call]
         return self
 
     def backward(self, gradient: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> None:
@@ -233,7 +233,8 @@ class RemoteTensor(torch.Tensor):
         return values.key_of(self, session)
 
 
-def _settle_grad(leaf: Any) -> None:
+def settle_grad(leaf: Any) -> None:
+    """Bring a gradient to its tensor's placements, once: every operation of an optimizer would do it again."""
     grad = leaf.grad
     if isinstance(grad, torch.Tensor) and not isinstance(grad, RemoteTensor):
         leaf.grad = _placed_like(leaf, grad)  # autograd was given a local gradient
@@ -242,7 +243,7 @@ def _settle_grad(leaf: Any) -> None:
         return
     spec, wanted = grad._spec, leaf._spec.placements
     engine = spec.engine
-    key = (_settle_grad, spec, leaf._spec)  # placements have hashes and equality of Python's
+    key = (settle_grad, spec, leaf._spec)  # placements have hashes and equality of Python's
     template = engine.cache.get(key)
     if template is None:
         if spec.placements == wanted:
@@ -376,7 +377,7 @@ def perform(
         if template.first:
             return _moved_first(template, func, args, kwargs, tensors)
         if template.instead is not None:
-            return _not_in_place(template, args, kwargs)
+            return _not_in_place(func, template, args, kwargs)
         if len(template.mutates) > 1:
             parts.check_apart([tensors[at] for at in template.mutates], template.name)
         if template.seeded:
@@ -478,9 +479,16 @@ def _moved_first(template: Template, func: Any, args: Any, kwargs: Any, tensors:
     return result
 
 
-def _not_in_place(template: Template, args: Any, kwargs: Any) -> Any:
+def _not_in_place(func: Any, template: Template, args: Any, kwargs: Any) -> Any:
     target = args[0]
-    made = dispatch(template.instead, args, kwargs)
+    # torch leaves out what is usual in place, and the one that makes a new tensor may have to be told.
+    arguments = zip(func._schema.arguments[len(args) :], template.instead._schema.arguments[len(args) :], strict=False)
+    usual = {
+        there.name: here.default_value
+        for here, there in arguments
+        if here.has_default_value() and not there.has_default_value()
+    }
+    made = dispatch(template.instead, args, {**usual, **(kwargs or {})})
     if made._spec.dtype != target._spec.dtype:
         raise RuntimeError(f"result type {made._spec.dtype} cannot be kept in a tensor of {target._spec.dtype}")
     if made._spec.placements != target._spec.placements:

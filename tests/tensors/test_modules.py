@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -313,6 +314,24 @@ def test_a_module_whose_code_runs_here_keeps_ties_and_placements(mesh22: Mesh) -
     same_weights(model, alone)
     with pytest.raises(PlacementError, match=r"tokens\.weight: "):
         meshbook.module_to_mesh(gpt.GPT(), mesh22, [Shard(5), Replicate()])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: nn.LSTM(4, 6, 2, batch_first=True, bidirectional=True), lambda: nn.LSTM(4, 6), lambda: nn.GRU(4, 6)],
+    ids=["deep LSTM", "LSTM", "GRU"],
+)
+def test_a_recurrent_module_goes_step_by_step(mesh2: Mesh, make: Callable[[], nn.Module]) -> None:
+    plain, x = make(), torch.randn(4, 4, 4)
+    there = meshbook.module_to_mesh(copy.deepcopy(plain), mesh2)
+    for model, given in ((plain, x), (there, meshbook.distribute(x, mesh2, [Shard(0)]))):
+        model(given)[0].square().sum().backward()
+    torch.testing.assert_close(there(meshbook.distribute(x, mesh2, [Shard(0)]))[0].full_tensor(), plain(x)[0].detach())
+    for found, wanted in zip(there.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad.full_tensor(), wanted.grad)
+    with pytest.raises(RuntimeError, match="Expected"):
+        there(torch.ones(4, 4, 3))
+    assert torch.backends.mkldnn.enabled
 
 
 def test_what_was_issued_before_a_module_is_let_go_of_is_computed(mesh2: Mesh, tmp_path: Any) -> None:
