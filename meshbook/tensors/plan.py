@@ -74,7 +74,9 @@ _NOT_ON_THE_WHOLE = {aten.mkldnn_rnn_layer.default, aten.as_strided.default}
 # What can only be computed, and not be told the shape of without data: it is that of this input.
 _SHAPED_AS = {
     aten.multi_margin_loss_backward.default: 1, aten.multilabel_margin_loss_backward.default: 1,
-    aten.fractional_max_pool3d_backward.default: 1,
+    aten.fractional_max_pool3d_backward.default: 1, aten._sample_dirichlet.default: 0, aten._dirichlet_grad.default: 0,
+    aten._standard_gamma.default: 0, aten._standard_gamma_grad.default: 1, aten.binomial.default: 0,
+    aten.poisson.default: 0,
 }  # fmt: skip
 
 # Reductions, and which of their arguments are the dims. None at all are all of them; DTensor leaves some undone then.
@@ -401,6 +403,8 @@ class Planner:
         if copied:
             outputs = [self.copied(output) if isinstance(output, Spec) else output for output in outputs]
         seeded = torch.Tag.nondeterministic_seeded in getattr(function, "tags", ()) and bool(inputs or flat)
+        if seeded and (moves := _drawn_alike(inputs, outputs)):
+            return Template(0, None, (), "none", first=moves, special=True)
         returns = (
             ("list" if isinstance(results, list) else "tuple") if several else "none" if results is None else "one"
         )
@@ -494,7 +498,11 @@ def _to_be_moved(
         places = inputs[image]._spec.placements
         if places is None:
             return ()
-        rows = tuple(place if isinstance(place, Shard) and place.dim == 0 else Replicate() for place in places)
+        length = inputs[image]._spec.shape[0]
+        rows = tuple(  # a rank without a row would fail, or be believed
+            place if isinstance(place, Shard) and place.dim == 0 and _all_have_some(length, size) else Replicate()
+            for place, size in zip(places, mesh.shape, strict=True)
+        )
         # The images and the gradient of what came out by rows; weight and bias are needed whole.
         wanted = [rows if at <= image else (Replicate(),) * mesh.ndim for at in range(len(inputs))]
         return tuple(
@@ -521,6 +529,25 @@ def _to_be_moved(
         if places != spec.placements:
             return ((0, places),)
     return ()
+
+
+def _drawn_alike(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[tuple[int, tuple[Any, ...]], ...]:
+    """What makes the first input whole along axes where the result is: ranks draw by the shards that they are given,
+    and would draw differently what DTensor takes for the same."""
+    made = next((output for output in outputs if isinstance(output, Spec)), None)
+    if made is None or not inputs or made.placements is None:
+        return ()
+    given = inputs[0]._spec.placements
+    wanted = tuple(
+        Replicate() if after.is_replicate() and _is_cut(before) else before
+        for before, after in zip(given, made.placements, strict=True)
+    )
+    return ((0, wanted),) if wanted != given else ()
+
+
+def _all_have_some(length: int, ranks: int) -> bool:
+    """Whether no rank's piece is empty when so many rows are cut as `torch.chunk` cuts them."""
+    return -(-length // ranks) * (ranks - 1) < length
 
 
 def _with_all_dims(function: Any, args: Any) -> Any:

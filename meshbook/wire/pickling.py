@@ -290,7 +290,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or, where torch distributed has wrapped one that is whole on this rank, that one.
+    """The tensor itself, or, where torch distributed has wrapped one that is whole on this rank, that one; zeros where
+    autograd has made some that have no memory.
 
     Raises:
         _Refused: no rank has all of it.
@@ -307,6 +308,9 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     waiting = getattr(sys.modules.get("torch.distributed._functional_collectives"), "AsyncCollectiveTensor", None)
     if waiting is not None and isinstance(tensor, waiting):
         return cast("torch.Tensor", tensor.wait())
+    if tensor._is_zerotensor():
+        zeros = sys.modules["torch"].zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        return cast("torch.Tensor", zeros)
     return tensor
 
 

@@ -212,6 +212,8 @@ OPERATIONS: dict[str, Operation] = {
     "var mean": Operation(lambda x: torch.var_mean(x, 1), ((8, 12),)),
     "max": Operation(torch.max, ((8, 12),), exact=True),
     "min dim": Operation(lambda x: x.min(1).values, ((8, 12),), exact=True),
+    "sgn": Operation(torch.sgn, ((8, 12),), exact=True),  # its gradient has no memory
+    "conv2d of one image": Operation(F.conv2d, ((1, 4, 8, 8),), ((6, 4, 3, 3), (6,))),
     "sums that are filled": Operation(fill_sums, ((8, 12),)),
     "amax of all": Operation(lambda x: x.amax(), ((8, 12),), exact=True),
     "amin of all": Operation(lambda x: x.amin(keepdim=True), ((7, 5),), exact=True),

@@ -10,7 +10,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -187,6 +187,38 @@ def test_random_numbers_differ_between_shards_agree_between_replicas_and_repeat(
     assert torch.equal(dropped, again)
     assert first.unique().numel() > 400
     assert 0.3 < (dropped == 0).float().mean() < 0.7
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: torch.empty_like(x).exponential_(),
+        lambda x: torch.empty_like(x).random_(1000),
+        lambda x: torch.poisson(x * 1000),
+        lambda x: torch.multinomial(x, 5),
+        lambda x: torch.multinomial(x[0], 5, replacement=True),
+        lambda x: torch.distributions.Beta(x, x).sample(),
+        lambda x: torch.distributions.Categorical(logits=x).sample((9,)),
+        lambda x: F.rrelu(-x, training=True),
+        lambda x: F.dropout(x.sum(0), 0.5),
+    ],
+    ids=["exponential", "random", "poisson", "rows", "one row", "beta", "categorical", "rrelu", "sums"],
+)
+def test_whatever_draws_numbers_draws_alike_on_replicas(
+    draw: Callable[[torch.Tensor], torch.Tensor], mesh22: Mesh
+) -> None:
+    def drawn() -> RemoteTensor:
+        torch.manual_seed(5)
+        return cast(RemoteTensor, draw(distribute(torch.ones(64, 8), mesh22, [Shard(0), Replicate()])))
+
+    first, again = drawn(), drawn()
+    assert torch.equal(first.full_tensor(), again.full_tensor())
+    assert torch.equal(first.local(0), first.local(1))
+    if first.placements[0].is_shard():
+        assert not torch.equal(first.local(0), first.local(2))
+    else:
+        assert torch.equal(first.redistribute([Replicate(), Replicate()]).local(0), first.full_tensor())
+        assert torch.equal(first.redistribute([Replicate(), Replicate()]).local(3), first.full_tensor())
 
 
 # ---- autograd

@@ -121,6 +121,7 @@ TENSORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # of a random 30
     "bfloat16": lambda x: x.to(torch.bfloat16),
     "bool": lambda x: x > 0,
     "conjugated": lambda x: torch.complex(x, x).conj(),
+    "zeros without memory": lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype),
     "negated": lambda x: torch.complex(x, x).conj().imag,
     "sparse": lambda x: x.to_sparse(),
     "csr": lambda x: x.to_sparse_csr(),

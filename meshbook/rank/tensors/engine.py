@@ -520,12 +520,13 @@ def plain_name(function: str) -> str:
 
 def _seeded(template: Template, args: Any, kwargs: Any, seed: int, space: Space) -> Any:
     tracker = dtensor_random._rng_tracker
-    if isinstance(tracker, rules.ShardedNumbers) and any(
-        isinstance(leaf, DTensor) for leaf in pytree.tree_leaves(args)
-    ):
+    first = next((leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, DTensor)), None)
+    if isinstance(tracker, rules.ShardedNumbers) and first is not None:
         tracker.seed = seed
         try:
-            return template.call(*args, **kwargs)
+            # DTensor asks the tracker for some operations only; the others draw from the process's generators.
+            with rules.numbers_from(rules.mix(seed, rules.shard_of(first._spec))):
+                return template.call(*args, **kwargs)
         finally:
             tracker.seed = None
     place = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

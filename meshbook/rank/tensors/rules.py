@@ -153,21 +153,26 @@ class ShardedNumbers:
 
     @contextlib.contextmanager
     def _distribute_region(self, spec: Any, generator: torch.Generator | None = None) -> Iterator[None]:
-        mesh = spec.mesh
-        place = mesh.get_coordinate() or [0] * mesh.ndim
-        shard = 0
-        for axis, placement in enumerate(spec.placements):
-            if placement.is_shard():
-                shard = shard * mesh.size(axis) + place[axis]
         seed = self.seed
         if seed is None:  # replicas that were seeded alike draw the same; the stream moves on by one
             source = generator if generator is not None else torch.default_generator
             seed = int(torch.randint(0, 1 << 52, (), generator=source, device=source.device))
-        with numbers_from(mix(seed, shard), generator):
+        with numbers_from(mix(seed, shard_of(spec)), generator):
             yield
 
     def _manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
+
+
+def shard_of(spec: Any) -> int:
+    """The number of this rank's shard: replicas have the same."""
+    mesh = spec.mesh
+    place = mesh.get_coordinate() or [0] * mesh.ndim
+    shard = 0
+    for axis, placement in enumerate(spec.placements):
+        if placement.is_shard():
+            shard = shard * mesh.size(axis) + place[axis]
+    return shard
 
 
 def generators() -> list[torch.Generator]:
