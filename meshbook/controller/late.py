@@ -38,7 +38,7 @@ class LateOutput:
 
 
 def late_output(session: Session) -> LateOutput:
-    """The one of a session; made when a mesh is first seen through it."""
+    """The one of a session; made when it is opened for a person or a program of theirs."""
     if _KEY not in session.extras:
         session.extras[_KEY] = LateOutput(session)
     return cast(LateOutput, session.extras[_KEY])

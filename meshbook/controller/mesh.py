@@ -63,7 +63,6 @@ class Mesh:
         """The view of a session's mesh that `axes` cuts out."""
         mesh = cls.__new__(cls)
         mesh._session, mesh._axes = session, axes
-        late_output(session)
         return mesh
 
     # ---- the grid
@@ -716,8 +715,8 @@ def create_mesh(
 
     cell = marimo.running_cell() if owner is None else None
     if cell is not None:
-        return Mesh.of(cell.session(spec, name, start), grid)
-    return Mesh.of(start(owner=owner, kind=kind, default_ttl_s=None, stop_at_exit=True), grid)
+        return _opened(cell.session(spec, name, start), grid)
+    return _opened(start(owner=owner, kind=kind, default_ttl_s=None, stop_at_exit=True), grid)
 
 
 def warm_light(name: str, *, torch: bool, orphan_ttl_s: float, like: Session | None = None) -> Session:
@@ -749,7 +748,7 @@ def start_light(
     """
     spec = make_spec(grid, device=device if torch else "cpu", process_group=False, torch=torch, env=env)
     session.start(grid, spec, timeout_s=read_defaults().start_timeout_s)
-    return Mesh.of(session, grid)
+    return _opened(session, grid)
 
 
 def make_spec(
@@ -809,7 +808,12 @@ def attach(name: str | None = None, *, kind: str = "script", observer: bool = Fa
     if session.axes is None:
         session.close()
         raise NotAttached(f"the mesh {session.name!r} has no ranks yet; start them with %mesh start -n 4")
-    return Mesh.of(session, session.axes)
+    return _opened(session, session.axes)
+
+
+def _opened(session: Session, axes: MeshAxes) -> Mesh:
+    late_output(session)
+    return Mesh.of(session, axes)
 
 
 def free_name(stem: str | None = None) -> str:

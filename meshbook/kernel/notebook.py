@@ -24,6 +24,7 @@ from meshbook.controller import mesh as meshes
 from meshbook.controller.config import Defaults, read_defaults
 from meshbook.controller.console import Console, ask_on_terminal
 from meshbook.controller.futures import MeshFuture
+from meshbook.controller.late import late_output
 from meshbook.controller.launch import launch_supervisor
 from meshbook.controller.mesh import Mesh, free_name, make_spec
 from meshbook.controller.results import CellResult, RankValues
@@ -301,6 +302,7 @@ class Notebook:
             self._stay.add(mesh.name)
         for name in [name for name, other in self.meshes.items() if other.session.ended is not None]:
             self._forget(self.meshes[name])
+        late_output(mesh.session)
         self.meshes[mesh.name] = mesh
         self._told_lost[mesh.name] = set(mesh.session.lost)
         self.use(mesh.name)
