@@ -189,10 +189,10 @@ def _reshaped(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
-    """Where DTensor cuts channels it notes their statistics in copies of the buffers."""
+    """Where DTensor cuts channels, and it may do so with any tensor that is cut, it notes their statistics in copies of
+    the buffers, or each rank those of its own."""
     tensor, weight, bias, mean, var, training, momentum, eps = args
-    places = tensor._spec.placements or ()
-    cut = len(places) > 1 or any(getattr(place, "dim", None) == 1 for place in places)
+    cut = any(not place.is_replicate() for place in tensor._spec.placements or ())
     if not (cut and training) or mean is None:
         return dispatch_as_is(func, args, kwargs)
     made = dispatch_as_is(func, (tensor, weight, bias, None, None, training, momentum, eps), kwargs)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+import meshbook
 from meshbook.controller.mesh import Mesh, attach, create_mesh
 from meshbook.errors import CellInterrupted, OperationFailed, PlacementError, RankLost, TransferError
 from meshbook.tensors import engine as engines
@@ -187,6 +188,18 @@ def test_random_numbers_differ_between_shards_agree_between_replicas_and_repeat(
     assert torch.equal(dropped, again)
     assert first.unique().numel() > 400
     assert 0.3 < (dropped == 0).float().mean() < 0.7
+
+
+@pytest.mark.parametrize("channels", [6, 20_000])  # of many, DTensor cuts the channels
+def test_the_statistics_of_a_batch_norm_are_those_of_the_whole_batch_on_every_rank(
+    channels: int, mesh2: Mesh
+) -> None:
+    x, alone = torch.randn(4, channels, 3), nn.BatchNorm1d(channels)
+    model = meshbook.module_to_mesh(copy.deepcopy(alone), mesh2)
+    torch.testing.assert_close(model(distribute(x, mesh2, [Shard(0)])).full_tensor(), alone(x).detach())
+    for name, buffer in alone.named_buffers():
+        for rank in mesh2.ranks:
+            torch.testing.assert_close(model.get_buffer(name).local(rank), buffer)
 
 
 @pytest.mark.parametrize(
