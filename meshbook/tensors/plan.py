@@ -281,15 +281,11 @@ class Planner:
         except Exception as error:
             if "in-place operations that require placement changes" in str(error):
                 return _not_in_place(function)
-            if _lacks_a_rule(function, error) and (other := _that_makes_a_new_one(function)) is not None:
-                return Template(0, None, (), "none", instead=other, special=True)
             # Nobody writes _unsafe_view: it is inside a matmul, where the user can do nothing about it.
             uneven = _UNEVEN.search(str(error)) is not None and function is not aten._unsafe_view.default
             if _ALONG.search(str(error)) is not None and not uneven and (moves := self._made_whole(inputs[:1])):
                 return Template(0, None, (), "none", first=moves, special=True)
-            if _lacks_a_rule(function, error) and (found := self._on_the_whole(function, args, kwargs, inputs)):
-                return found
-            if not uneven and _goes_on_one_process(function, args, kwargs):
+            if _lacks_a_rule(function, error) or (not uneven and _goes_on_one_process(function, args, kwargs)):
                 if (other := _that_makes_a_new_one(function)) is not None:
                     return Template(0, None, (), "none", instead=other, special=True)
                 if found := self._on_the_whole(function, args, kwargs, inputs):

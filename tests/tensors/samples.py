@@ -86,7 +86,7 @@ def samples_of(operator: Any, count: int) -> Iterator[Any]:
 def check(operator: Any, sample: Any, mesh: meshbook.Mesh, way: Shard) -> str:
     """ "right", "refused", or "not done" where plain torch does not do it; raises what is wrong."""
     given = ((sample.input, *sample.args), sample.kwargs)
-    plain = pytree.tree_map(lambda leaf: _copied(leaf), given)
+    plain = pytree.tree_map(_copied, given)
     torch.manual_seed(0)
     try:
         wanted = operator.op(*plain[0], **plain[1])

@@ -524,7 +524,7 @@ def _seeded(template: Template, args: Any, kwargs: Any, seed: int, space: Space)
     if isinstance(tracker, rules.ShardedNumbers) and first is not None:
         tracker.seed = seed
         try:
-            # DTensor asks the tracker for some operations only; the others draw from the process's generators.
+            # Seeded here, as DTensor asks the tracker for some operations only.
             with rules.numbers_from(rules.mix(seed, rules.shard_of(first._spec))):
                 return template.call(*args, **kwargs)
         finally:

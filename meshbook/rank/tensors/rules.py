@@ -153,10 +153,12 @@ class ShardedNumbers:
 
     @contextlib.contextmanager
     def _distribute_region(self, spec: Any, generator: torch.Generator | None = None) -> Iterator[None]:
-        seed = self.seed
-        if seed is None:  # replicas that were seeded alike draw the same; the stream moves on by one
-            source = generator if generator is not None else torch.default_generator
-            seed = int(torch.randint(0, 1 << 52, (), generator=source, device=source.device))
+        if self.seed is not None:  # whoever set it has seeded the generators, too
+            yield
+            return
+        # Replicas that were seeded alike draw the same; the stream moves on by one.
+        source = generator if generator is not None else torch.default_generator
+        seed = int(torch.randint(0, 1 << 52, (), generator=source, device=source.device))
         with numbers_from(mix(seed, shard_of(spec)), generator):
             yield
 
