@@ -543,7 +543,7 @@ class Mesh:
             living = self._session.living(self.ranks)
             if not living:
                 raise RankLost(
-                    f"no rank of {self!r} is left; start anew with %mesh stop and %mesh start", ranks=self.ranks
+                    f"no rank of {self!r} is left; %mesh restart starts as many anew", ranks=self.ranks
                 )
             return tuple(sorted(living))
         chosen = self._select(ranks)

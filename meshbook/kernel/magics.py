@@ -30,7 +30,7 @@ from meshbook.controller.remote import RemoteValue
 from meshbook.controller.tables import Table, describe_size, format_age, format_seconds, history_table, status_table
 from meshbook.errors import MeshbookError, MeshNameError, MeshShapeError, NotAttached, UsageError
 from meshbook.ids import format_ranks, name_ranks
-from meshbook.kernel.notebook import QUESTION_TIMEOUT_S, Notebook
+from meshbook.kernel.notebook import QUESTION_TIMEOUT_S, Notebook, listed
 from meshbook.kernel.redefining import Redefining
 from meshbook.mesh import MeshAxes
 from meshbook.wire import keys
@@ -71,7 +71,7 @@ def _start_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--axes")
     parser.add_argument("--engine")
     parser.add_argument("--name")
-    parser.add_argument("--hosts", type=int, default=1)
+    parser.add_argument("--hosts", type=int)
     parser.add_argument("--fresh", action="store_true")
     parser.add_argument("--device")
     parser.add_argument("--keep", action="store_true", default=None)
@@ -111,11 +111,22 @@ COMMANDS = {
     "start": Command(
         "%mesh start -n 4 [--axes dp=2,tp=2] [--name NAME] [--device cpu|cuda] [--fresh] [--hosts N] [--engine local] "
         "[--keep] [--ttl SECONDS]",
-        "Start ranks; without -n or --axes one per GPU, else 2 to 4.",
+        "Start ranks, if none run yet; without -n or --axes one per GPU, else 2 to 4.",
         "_start",
         _start_arguments,
+        "A mesh that runs already and is what the options ask for is left as it is, so the cell may be run again; "
+        "another one is an error, which %mesh restart resolves. "
         "--fresh: in new interpreters, not forked from a warm one. --hosts: simulate so many machines on this one. "
         "--keep: they outlive the notebook. --ttl: seconds that they live with nobody attached.",
+    ),
+    "restart": Command(
+        "%mesh restart [-n 4] [--axes dp=2,tp=2] [--name NAME] [--device cpu|cuda] [--fresh] [--hosts N] "
+        "[--engine local] [--keep] [--ttl SECONDS]",
+        "Fresh ranks in place of those that run; what they hold is lost.",
+        "_restart",
+        _start_arguments,
+        "Without options as many as before, with the same axes. --name: which mesh of this notebook; it keeps its "
+        "name. The rest as in %mesh start.",
     ),
     "status": Command("%mesh status [NAME]", "What each rank does. `%mesh` alone says the same.", "_status", _name),
     "why": Command("%mesh why", "Why it hangs: who waits for whom, at which line, and what to do.", "_why"),
@@ -283,6 +294,27 @@ class MeshMagics(Magics):
         return getattr(self, command.act)(parser.parse_args(rest))
 
     def _start(self, options: argparse.Namespace) -> None:
+        asked = self._asked(options)
+        known = [mesh.session for mesh in self.notebook.meshes.values()]
+        before = time.monotonic()
+        mesh = self.notebook.start(name=options.name, **asked)
+        if mesh.session in known:
+            held = listed(mesh.session.status().names)
+            print(
+                f"Mesh {_describe(mesh)} is running already; its ranks keep what they hold{held}. %mesh restart gives "
+                "fresh ones."
+            )
+        else:
+            print(f"Mesh {_describe(mesh)} is ready, after {format_seconds(time.monotonic() - before)}.")
+
+    def _restart(self, options: argparse.Namespace) -> None:
+        before = time.monotonic()
+        mesh = self.notebook.restart(options.name, **self._asked(options))
+        took = format_seconds(time.monotonic() - before)
+        print(f"Mesh {_describe(mesh)} has fresh ranks, after {took}; names of before are gone.")
+
+    def _asked(self, options: argparse.Namespace) -> dict[str, Any]:
+        """What the options of `start` and `restart` ask for, as `Notebook` takes it."""
         axes = MeshAxes.parse(options.axes) if options.axes else None
         count = None
         if options.count is not None:
@@ -293,19 +325,16 @@ class MeshMagics(Magics):
                 raise MeshShapeError(
                     f"axes {axes} make {axes.size} ranks, but -n asks for {count}; leave -n out, or change an axis"
                 )
-        before = time.monotonic()
-        mesh = self.notebook.start(
-            ranks=count,
-            axes=axes.axes if axes is not None else None,
-            engine=options.engine,
-            name=options.name,
-            num_hosts=options.hosts,
-            start_method="fresh" if options.fresh else None,
-            device=options.device,
-            keep=options.keep,
-            orphan_ttl_s=options.ttl,
-        )
-        print(f"Mesh {_describe(mesh)} is ready, after {format_seconds(time.monotonic() - before)}.")
+        return {
+            "ranks": count,
+            "axes": axes.axes if axes is not None else None,
+            "engine": options.engine,
+            "num_hosts": options.hosts,
+            "start_method": "fresh" if options.fresh else None,
+            "device": options.device,
+            "keep": options.keep,
+            "orphan_ttl_s": options.ttl,
+        }
 
     def _status(self, options: argparse.Namespace) -> Table:
         if options.name and options.name not in self.notebook.meshes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import time
 from collections import OrderedDict
@@ -29,6 +30,7 @@ from meshbook.controller.launch import launch_supervisor
 from meshbook.controller.mesh import Mesh, free_name, make_spec
 from meshbook.controller.results import CellResult, RankValues
 from meshbook.controller.session import Session
+from meshbook.controller.tables import describe_size
 from meshbook.errors import (
     CellError,
     CellInterrupted,
@@ -40,7 +42,7 @@ from meshbook.errors import (
     RankLost,
     UsageError,
 )
-from meshbook.ids import CallId, Ranks, name_ranks
+from meshbook.ids import CallId, Ranks, format_ranks, name_ranks
 from meshbook.kernel import failures, questions, sink, transform
 from meshbook.kernel.hook import CellHook
 from meshbook.kernel.names import PRESET_MODULES, HandleNames
@@ -156,6 +158,10 @@ class Notebook:
             return
         for session in self._readiness.sessions():
             assert session.axes is not None
+            if not session.living(session.axes.ranks):
+                session.stop()
+                self._news.append(f"every rank of this notebook's mesh {session.name} had died; the mesh was stopped")
+                continue
             self._adopt(Mesh.of(session, session.axes), stays=_lenient_defaults().keep)
             self._news += _welcome_back(session, "from before the kernel's restart")
 
@@ -166,46 +172,161 @@ class Notebook:
         axes: str | Mapping[str, int] | None = None,
         engine: str | None = None,
         name: str | None = None,
-        num_hosts: int = 1,
+        num_hosts: int | None = None,
         start_method: str | None = None,
         device: str | None = None,
         keep: bool | None = None,
         orphan_ttl_s: float | None = None,
     ) -> Mesh:
-        """Start a mesh; cells run on it from now on. Waits until its process group is up.
+        """A mesh as asked for; cells run on it from now on. Waits until its process group is up.
+
+        The notebook's mesh that runs already, if it is what is asked for: `%mesh start` may stand in a cell that is run
+        again. Otherwise a new one.
 
         Args:
-            ranks, axes, engine, num_hosts, start_method, device: as `meshbook.create_mesh`; None: the defaults.
+            ranks, axes, engine, num_hosts, start_method, device: as `meshbook.create_mesh`; None: the defaults, and of
+                a mesh that runs already: whatever it has.
             name: None: after the notebook. A name makes it a mesh beside those that the notebook has.
             keep: it outlives the notebook's kernel, for `orphan_ttl_s`.
             orphan_ttl_s: seconds that it may live without any client.
 
         Raises:
-            MeshInUse: the notebook has a mesh, and no other name was given; or the name is taken.
+            MeshInUse: the notebook's mesh is another than is asked for; or the name is taken.
             MeshShapeError, UsageError, StartError: as `create_mesh`.
         """
         self.settle()
-        if name is None and self.mesh is not None and self.mesh.session.ended is None:
-            raise MeshInUse(
-                f"this notebook's mesh {self.mesh.name!r} is running already, with {name_ranks(self.mesh.ranks)}; "
-                "%mesh stop ends it, and %mesh start --name OTHER starts one beside it"
-            )
         defaults = read_defaults()
+        running = self._running(name)
+        if running is not None and not running.session.living(running.ranks):
+            running.stop()  # nothing is left on it that could be kept
+            self._forget(running)
+        elif running is not None:
+            wanted = _grid(ranks, axes, lambda: len(running)) if ranks is not None or axes is not None else None
+            self._require(running, wanted, axes is not None, engine, num_hosts, start_method, device)
+            self._outlive(running, keep, orphan_ttl_s)
+            self.use(running.name)
+            return running
         grid = _grid(ranks, axes, defaults.num_ranks)
         spec = make_spec(
             grid,
             engine=engine or defaults.engine,
-            num_hosts=num_hosts,
+            num_hosts=num_hosts or 1,
             start_method=start_method or defaults.start_method,
             device=device or defaults.device,
         )
-        ttl = defaults.orphan_ttl_s if orphan_ttl_s is None else orphan_ttl_s
-        session, environment = self._supervisor(name, ttl if orphan_ttl_s is not None else None)
-        spec = _with_environment(spec, environment)
-        session.start(grid, spec, timeout_s=defaults.start_timeout_s)
+        return self._start(grid, spec, name, defaults.keep if keep is None else keep, orphan_ttl_s)
+
+    def restart(
+        self,
+        name: str | None = None,
+        *,
+        ranks: int | None = None,
+        axes: str | Mapping[str, int] | None = None,
+        engine: str | None = None,
+        num_hosts: int | None = None,
+        start_method: str | None = None,
+        device: str | None = None,
+        keep: bool | None = None,
+        orphan_ttl_s: float | None = None,
+    ) -> Mesh:
+        """Fresh ranks in place of a mesh's; what they held is lost. Waits until its process group is up.
+
+        Args:
+            name: None: the current one. It keeps its name.
+            ranks, axes, ...: as `start`; None: as the mesh has it.
+
+        Raises:
+            NotAttached: there is no mesh to restart.
+            MeshNameError, MeshShapeError, UsageError: the options cannot be; the mesh runs on as it was.
+            StartError: the old ranks are gone, and the new ones did not come up.
+        """
+        self.settle()
+        mesh = self._one_of_ours(name)
+        old = mesh.session.info.spec
+        assert old is not None
+        grid = MeshAxes.of(dict(old.axes)) if ranks is None and axes is None else _grid(ranks, axes, lambda: len(mesh))
+        spec = make_spec(
+            grid,
+            engine=engine or old.engine,
+            num_hosts=num_hosts or old.num_hosts,
+            start_method=start_method or old.start_method,
+            device=device or old.device,
+            process_group=old.process_group,
+            torch=old.torch,
+        )
+        stays = mesh.name in self._stay if keep is None else keep
+        mesh.stop()
+        self._forget(mesh)
+        return self._start(grid, spec, mesh.name, stays, orphan_ttl_s)
+
+    def _start(
+        self, grid: MeshAxes, spec: messages.MeshSpec, name: str | None, stays: bool, orphan_ttl_s: float | None
+    ) -> Mesh:
+        defaults = read_defaults()
+        session, environment = self._supervisor(name, orphan_ttl_s)
+        session.start(grid, _with_environment(spec, environment), timeout_s=defaults.start_timeout_s)
         mesh = Mesh.of(session, grid)
-        self._adopt(mesh, stays=defaults.keep if keep is None else keep)
+        self._adopt(mesh, stays=stays)
         return mesh
+
+    def _running(self, name: str | None) -> Mesh | None:
+        """The mesh that `start` means: the one of that name; without a name the one that this notebook has without
+        having named it, else the current one. None: it is to be started."""
+        alive = {mesh.name: mesh for mesh in self.meshes.values() if mesh.session.ended is None}
+        if name is not None:
+            return alive.get(name)
+        unnamed = re.compile(re.escape(mesh_stem(self._owner)) + "-[0-9a-f]{4}")
+        found = [mesh for mesh in alive.values() if unnamed.fullmatch(mesh.name)]
+        return found[-1] if found else alive.get(self.mesh.name) if self.mesh is not None else None
+
+    def _require(
+        self,
+        mesh: Mesh,
+        grid: MeshAxes | None,
+        by_axes: bool,
+        engine: str | None,
+        num_hosts: int | None,
+        start_method: str | None,
+        device: str | None,
+    ) -> None:
+        """That a mesh which runs is what is asked for; None: anything is.
+
+        Raises:
+            MeshInUse: it is not.
+        """
+        info = mesh.session.info
+        spec = info.spec
+        assert spec is not None
+        differs = []
+        if grid is not None and (grid.axes != dict(spec.axes) if by_axes else grid.size != len(info.ranks)):
+            asked_for = f"axes {grid}" if by_axes else str(grid.size)
+            differs.append(f"it has {describe_size(spec)}, and {asked_for} are asked for")
+        for what, asked, has in (
+            ("engine", engine, spec.engine),
+            ("start method", start_method, spec.start_method),
+            ("number of hosts", num_hosts, spec.num_hosts),
+        ):
+            if asked is not None and asked != has:
+                differs.append(f"its {what} is {has}, and {asked} is asked for")
+        kinds = {rank.device.partition(":")[0] for rank in info.ranks}
+        if device not in (None, "auto", spec.device) and kinds != {device}:
+            differs.append(f"its ranks are on {' and '.join(sorted(kinds))}, and {device} is asked for")
+        if lost := mesh.session.lost:
+            differs.append(f"of its ranks {format_ranks(lost)} {'is' if len(lost) == 1 else 'are'} gone")
+        if differs:
+            raise MeshInUse(
+                f"this notebook's mesh {mesh.name!r} is running already, but {'; '.join(differs)}. %mesh restart, with "
+                "the same options, replaces it by fresh ranks (what the old ones hold is lost); %mesh start --name "
+                "OTHER starts one beside it"
+            )
+
+    def _outlive(self, mesh: Mesh, keep: bool | None, orphan_ttl_s: float | None) -> None:
+        """Let a mesh that runs outlive this notebook, or its clients, as `start` was asked to."""
+        if keep:
+            mesh.session.keep_at_exit()
+            self._stay.add(mesh.name)
+        if orphan_ttl_s is not None:
+            mesh.session.connection.send(messages.SetOrphanTtl(orphan_ttl_s=orphan_ttl_s))
 
     def use(self, name: str) -> None:
         """Run cells on this one of the notebook's meshes. Raises MeshNameError."""
@@ -706,7 +827,10 @@ def _welcome_back(session: Session, whose: str) -> list[str]:
     """What to say when a notebook finds a mesh that runs: first that it has, then what still runs there, and whose."""
     assert session.axes is not None
     living = session.living(session.axes.ranks)
-    lines = [f"back on mesh {session.name}: {name_ranks(living)} kept what they hold{_listed(session.info.names)}"]
+    held = listed(session.info.names)
+    lines = [
+        f"back on mesh {session.name}: {name_ranks(living)} kept what they hold{held}; %mesh restart gives fresh ranks"
+    ]
     for call in session.connection.welcome.open_calls:
         lines.append(
             f"{call.label or 'a cell'} {whose} still runs on {name_ranks(call.ranks)}, for {call.seconds:.0f} s now; "
@@ -715,7 +839,7 @@ def _welcome_back(session: Session, whose: str) -> list[str]:
     return lines
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     if not names:
         return ""
     told = ", ".join(names[:_NAMES_TOLD])

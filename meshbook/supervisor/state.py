@@ -122,6 +122,7 @@ class State:
             messages.AskHistory: self._ask_history,
             messages.StopMesh: self._stop_mesh,
             messages.Detach: self._detach,
+            messages.SetOrphanTtl: self._set_orphan_ttl,
             messages.Ping: lambda client, command, body, now: [],
             messages.TakeSnapshots: self._take_snapshots,
             messages.Watch: lambda client, command, body, now: self._seeing.watch(client.id, command, now),
@@ -708,6 +709,12 @@ class State:
         steps = [ToClient(client.id, messages.Answered(call=command.call))]
         leaving = [step for step in self.client_gone(client.id) if not _never(step)]
         return [*steps, *leaving]
+
+    def _set_orphan_ttl(
+        self, client: Client, command: messages.SetOrphanTtl, body: bytes, now: float
+    ) -> list[Step]:
+        client.orphan_ttl_s = command.orphan_ttl_s
+        return []
 
     def _host_beat(self, host: int, report: messages.HostBeat, now: float) -> list[Step]:
         for info in report.ranks:

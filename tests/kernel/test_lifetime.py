@@ -102,6 +102,87 @@ def test_a_mesh_that_is_to_be_kept_outlives_the_kernel_and_another_notebook_can_
     wait_until(lambda: all(map(is_gone, pids.values())), 5, "the end of the mesh")
 
 
+def test_a_notebook_that_starts_its_mesh_may_be_run_again_and_restarted(run: object) -> None:
+    cells = ("%mesh start -n 2", "x = rank", "x * 10")
+    with kernel() as front:
+        for _ in range(2):
+            found = [front.run(cell) for cell in cells]
+            assert [cell.status for cell in found] == ["ok", "ok", "ok"]
+            assert found[-1].result == "[0] 0\n[1] 10"
+        assert "is running already; its ranks keep what they hold (x)" in found[0].stdout
+        pids = front.pids()
+        front.manager.restart_kernel()
+        front = again(front)
+        first = front.run("%mesh start -n 2")
+        assert first.status == "ok"
+        assert "is running already; its ranks keep what they hold (x). %mesh restart gives fresh ones" in first.stdout
+        assert "%mesh restart gives fresh ranks" in first.notes
+        assert front.pids() == pids
+        assert front.run("x").result == "[0] 0\n[1] 1"
+        front.close()
+        front.manager.shutdown_kernel()
+        wait_until(lambda: all(map(is_gone, pids.values())), 5, "the end of the mesh")
+
+
+def test_a_mesh_that_is_not_what_start_asks_for_is_replaced_by_restart(run: object) -> None:
+    with kernel() as front:
+        front.run("x = rank")
+        pids, name = front.pids(), front.value("get_ipython().meshbook.mesh.name")
+        refused = front.run("%mesh start -n 1")
+        assert refused.reply["ename"] == "MeshInUse"
+        assert "it has 2 ranks, and 1 are asked for. %mesh restart, with the same options" in refused.reply["evalue"]
+        assert front.run("x").result == "[0] 0\n[1] 1"
+        assert "has fresh ranks" in front.run("%mesh restart --axes dp=1,tp=2").stdout
+        assert all(map(is_gone, pids.values()))
+        assert front.value("get_ipython().meshbook.mesh.name") == name
+        assert front.run("'x' in dir(), mesh.mesh_dim_names").result == "(False, ('dp', 'tp'))"
+        assert "is running already" in front.run("%mesh start --axes dp=1,tp=2").stdout
+        assert "axes dp=2,tp=1 are asked for" in front.run("%mesh start --axes dp=2,tp=1").reply["evalue"]
+
+
+def test_a_mesh_with_a_dead_rank_is_not_what_start_asks_for_and_one_without_living_ranks_is_replaced(
+    run: object,
+) -> None:
+    with kernel() as front:
+        front.run("import os\nx = rank")
+        pids = front.pids()
+        front.run("if rank == 1: os._exit(3)")
+        assert "of its ranks 1 is gone. %mesh restart" in front.run("%mesh start -n 2").reply["evalue"]
+        assert front.run("x").result == "0"
+        front.run("os._exit(3)")
+        assert "%mesh restart starts as many anew" in front.run("x").reply["evalue"]
+        assert "is ready, after" in front.run("%mesh start -n 2").stdout
+        assert front.run("rank").result == "[0] 0\n[1] 1"
+        assert all(map(is_gone, pids.values()))
+        front.run("os._exit(3)")
+        assert "has fresh ranks" in front.run("%mesh restart").stdout
+        assert front.run("world_size").result == "2"
+
+
+def test_a_restarted_kernel_does_not_go_back_to_a_mesh_whose_ranks_are_all_dead(run: object) -> None:
+    with kernel() as front:
+        front.run("import os")
+        pids = front.pids()
+        front.run("os._exit(3)")
+        front.manager.restart_kernel()
+        front = again(front)
+        cell = front.run("rank")
+        assert "every rank of this notebook's mesh" in cell.notes
+        assert cell.result == "[0] 0\n[1] 1"
+        wait_until(lambda: all(map(is_gone, pids.values())), 5, "the end of the old mesh")
+        front.close()
+        front.manager.shutdown_kernel()
+
+
+def test_a_time_to_live_that_a_second_start_asks_for_counts(run: object) -> None:
+    with kernel() as front:
+        front.run("%mesh start -n 1")
+        assert "is running already" in front.run("%mesh start -n 1 --ttl 1").stdout
+        pids = front.pids()
+        os.kill(front.pid, signal.SIGKILL)
+        wait_until(lambda: all(map(is_gone, pids.values())), 30, "the end of the mesh")
+
+
 def test_an_orphaned_mesh_ends_after_its_time_to_live(run: object) -> None:
     with kernel() as front:
         front.run("%mesh start -n 2 --ttl 1\nx = rank")
@@ -126,7 +207,7 @@ def test_two_meshes_live_in_one_notebook(run: object) -> None:
     with kernel() as front:
         front.run("x = 'first'")
         first = front.value("get_ipython().meshbook.mesh.name")
-        assert front.run("%mesh start -n 2").reply["ename"] == "MeshInUse"
+        assert front.run("%mesh start -n 3").reply["ename"] == "MeshInUse"
         front.run("%mesh start -n 1 --name second-by-test\ny = 'second'")
         assert front.run("world_size").result == "1"
         assert front.run(f"%%mesh -m {first}\nx, world_size").result == "('first', 2)"

@@ -102,7 +102,7 @@ def test_start_in_new_interpreters_says_so_to_the_supervisor(fresh: Terminal) ->
 
 
 def test_a_second_mesh_needs_a_name_of_its_own(typed: Terminal) -> None:
-    with pytest.raises(MeshInUse, match="%mesh stop ends it, and %mesh start --name OTHER"):
+    with pytest.raises(MeshInUse, match=r"%mesh restart, with the same options, .* %mesh start --name OTHER"):
         typed("%mesh start -n 1")
 
 
@@ -182,7 +182,7 @@ def test_ranks_that_are_not_there_run_nothing(typed: Terminal, head: str, senten
         ("%%mesh -m 'a\n1", "cannot be read: no closing quotation"),
         ("%%mesh\n  \n", "the cell is empty"),
         ("%mesh statsu", "did you mean %mesh status?"),
-        ("%mesh frobnicate", "there is no %mesh frobnicate; there is start, status"),
+        ("%mesh frobnicate", "there is no %mesh frobnicate; there is start, restart, status"),
         ("%mesh start -n many", "-n takes a number of ranks, not 'many'. Write it like: %mesh start -n 4"),
         ("%mesh start -n 2 --nam x", "unrecognized arguments: --nam x. Write it like: %mesh start"),
         ("%mesh start --hosts two", "argument --hosts: invalid int value: 'two'"),

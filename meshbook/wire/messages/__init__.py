@@ -41,6 +41,7 @@ ClientCommand = (
     | StopMesh
     | Detach
     | Ping
+    | SetOrphanTtl
     | TakeSnapshots
     | Watch
 )

@@ -402,6 +402,12 @@ class Detach(Message):
     orphan_ttl_s: float | None = None
 
 
+class SetOrphanTtl(Message):
+    """How long the mesh may live without any client once this one is gone, however it goes."""
+
+    orphan_ttl_s: float
+
+
 # Commands: supervisor -> host -> rank, beside those that are passed on
 
 
