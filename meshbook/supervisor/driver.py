@@ -54,7 +54,8 @@ class Driver:
         source: str | None = None,
     ) -> None:
         self._folder, self._token, self._light, self._source = folder, token, light, source
-        self._loop = Loop()
+        self._loop = Loop(on_error=self._failed)
+        self._failures: set[type] = set()  # that were told of
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         clock = SystemClock()
         self._started = clock.monotonic()
@@ -135,7 +136,16 @@ class Driver:
             text = "this mesh does not know you: the token in its connection file was not shown"
             self._send(identity, messages.Refused(call=None, error="NotAttached", text=text))
         else:
-            self._carry_out(self._state.client_said(client, command, body[1], self._now()))
+            try:
+                self._carry_out(self._state.client_said(client, command, body[1], self._now()))
+            except Exception as error:  # of ours; whoever sent the command would wait for ever
+                log.exception("%s of client %s failed", type(command).__name__, client)
+                text = (
+                    f"the supervisor failed at {type(command).__name__} ({type(error).__name__}: {error}); this is a "
+                    f"defect of Meshbook, whose traceback is in {self._folder / 'supervisor.log'}"
+                )
+                refused = messages.Refused(call=getattr(command, "call", None), error="ProtocolError", text=text)
+                self._send(self._receivers.get(client, identity), refused)
             if isinstance(command, messages.Detach):
                 self._forget(client)
 
@@ -188,6 +198,20 @@ class Driver:
     def _send(self, identity: bytes, message: Any) -> None:
         with contextlib.suppress(zmq.ZMQError):  # a peer that is gone is told of by its process, not by its socket
             self._front.send_multipart([identity, *codec.encode(message)])
+
+    def _failed(self, error: BaseException) -> None:
+        """Log what a callback raised, and tell it in the cells that run: they may wait for what it was to bring."""
+        log.error("a callback failed; the supervisor goes on", exc_info=error)
+        if type(error) in self._failures:
+            return
+        self._failures.add(type(error))
+        notice = messages.Notice(
+            f"an error in the mesh's supervisor ({type(error).__name__}: {error}), which goes on; this is a defect of "
+            f"Meshbook, whose traceback is in {self._folder / 'supervisor.log'}. If this cell does not end, press Stop"
+        )
+        for call in self._state.open_calls(self._now()):
+            item = messages.RankDisplay(ranks=call.ranks, item=notice)
+            self._carry_out([s.ToClient(call.client, messages.CallOutput(call=call.call, items=(item,)))])
 
     # ---- hosts
 
