@@ -84,6 +84,7 @@ class Link:
     early: dict[int, messages.RankSaid] = field(default_factory=dict)  # heard out of order
     finish: messages.RankFinished | None = None  # waits for output that is still on its way
     log: LogRing = field(default_factory=LogRing)
+    untold: list[messages.Notice] = field(default_factory=list)  # for the next call: it shows what it is told
     beat: messages.RankBeat | None = None
     beat_at: float | None = None
     last_call: str | None = None
@@ -160,6 +161,7 @@ class HostAgent:
             messages.RankAnswered: self._answered,
             messages.RankAsked: self._asked,
             messages.RankBeat: self._beat,
+            messages.ServiceFailed: self._service_failed,
         }
         self._beat_timer = loop.call_later(_BEAT_S, self._tick)
 
@@ -549,6 +551,26 @@ class HostAgent:
         if message.released:
             self._report(messages.Segments(rank=message.rank, segments=message.released))
 
+    def _service_failed(self, message: messages.ServiceFailed) -> None:
+        """Tell the user in the output of the call that runs, or of the next one; keep the traceback in the logs."""
+        link = self._links[message.rank]
+        log.error("rank %d, %s: %s\n%s", message.rank, message.doing, message.error, message.traceback)
+        link.log.append(message.traceback)
+        link.untold.append(
+            messages.Notice(
+                f"an error in Meshbook's own thread on this rank, {message.doing}: {message.error}. The rank goes on; "
+                "the traceback is in %mesh logs"
+            )
+        )
+        if link.running is not None:
+            self._tell_untold(link, link.running)
+
+    def _tell_untold(self, link: Link, queued: Queued) -> None:
+        tally = self._tallies.get(queued.call)
+        if link.untold and tally is not None and not isinstance(tally.command, messages.FormGroups):
+            untold, link.untold = tuple(link.untold), []
+            self._take_output(link, queued.call, untold)
+
     def _tick(self) -> None:
         self._beat_timer = self._loop.call_later(_BEAT_S, self._tick)
         if not self._links:
@@ -723,6 +745,7 @@ class HostAgent:
             link.last_call = link.running.call
             link.running_since = self._loop.clock.monotonic()
             self._to_work(link, link.running.body)
+            self._tell_untold(link, link.running)
 
     # ---- helpers
 

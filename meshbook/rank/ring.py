@@ -83,6 +83,7 @@ class Collective:
         "_dtypes",
         "_finished",
         "_instruction",
+        "_on_device",
         "_shapes",
         "epoch",
         "error",
@@ -122,6 +123,7 @@ class Collective:
         self._code = code  # the code object, not the frame: a frame would keep the user's locals alive
         self._instruction = instruction
         self._finished: Callable[[], bool] | None = None
+        self._on_device = False  # `_finished` asks the device's driver
 
     @property
     def group(self) -> str:
@@ -170,6 +172,10 @@ class Ring:
     `begin` and `finish` are called by the threads that run collectives; everything else may be called by any thread
     at any time. Nothing here waits.
 
+    Attributes:
+        num_captures: of device graphs that are under way. The driver is asked nothing meanwhile: a question from
+            another thread would make a capture invalid.
+
     Args:
         size: how many are kept.
         skip: folders and files whose frames are not the user's.
@@ -198,6 +204,8 @@ class Ring:
         for path in (Path(__file__).resolve().parent.parent, contextlib.__file__, *skip):
             self.skip(path)
         self._last: Collective | None = None
+        self.num_captures = 0
+        self._device_error: str | None = None  # what the driver answers to every question from now on
 
     @property
     def size(self) -> int:
@@ -267,11 +275,18 @@ class Ring:
         collective.t_end = self._clock()
         collective._finished = None
 
-    def settle_by(self, collective: Collective, finished: Callable[[], bool] | None) -> None:
+    def settle_by(
+        self, collective: Collective, finished: Callable[[], bool] | None, *, on_device: bool = False
+    ) -> None:
         """Give a collective that may end unnoticed a way to ask; readers of the ring call `finished` when they look.
 
         None takes it back: somebody will say `finish`.
+
+        Args:
+            on_device: `finished` asks the device's driver. After its first error it is asked nothing any more: a
+                device-side assert, for example, is the answer to every question from then on.
         """
+        collective._on_device = on_device
         collective._finished = finished
 
     def snapshot(self) -> tuple[Collective, ...]:
@@ -304,8 +319,22 @@ class Ring:
 
     def _settle(self, collective: Collective) -> None:
         finished = collective._finished
-        if collective.t_end is None and finished is not None and finished():
-            self.finish(collective)
+        if collective.t_end is not None or finished is None:
+            return
+        on_device = collective._on_device
+        if on_device and self._device_error is not None:
+            self.finish(collective, self._device_error)
+            return
+        if on_device and self.num_captures:
+            return
+        try:
+            if finished():
+                self.finish(collective)
+        except Exception as error:
+            unknown = f"whether it has ended is unknown: {one_line(error)}"
+            if on_device:
+                self._device_error = unknown
+            self.finish(collective, unknown)
 
     def _users_frame(self) -> Any:
         """The user's frame on the main thread: where a backward pass was called that runs on a thread of its own."""

@@ -2,7 +2,8 @@
 
 It streams output, beats, answers questions (completion, inspection, previews), and frees waiters from collectives. It
 runs no user code. Its socket and its thread are its own, so a long message to or from the main thread never delays a
-beat; only C code that keeps the GIL does, and the host can tell that from the silence.
+beat; only C code that keeps the GIL does, and the host can tell that from the silence. No exception ends it: the user
+is told of the first of each kind.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import zmq
 
@@ -24,9 +26,12 @@ from meshbook.rank import questions, scalars, snapshot
 from meshbook.rank.capture import Output
 from meshbook.rank.probes import Probes, plain, switched_on
 from meshbook.wire import birth, codec, keys, messages
+from meshbook.wire.loop import Loop
 
 if TYPE_CHECKING:
     from meshbook.rank.executor import Executor
+
+T = TypeVar("T")
 
 BEAT_S = 1.0
 
@@ -46,6 +51,8 @@ _IDLE_SEGMENT_S = 30.0
 ACTORS = "meshbook.actors.runtime.door:open_door"
 # How often, and after how many seconds, it is looked whether the main thread has moved.
 _MOVES_LOOKS, _MOVES_LOOK_S = 5, 0.002
+# What the rank's log keeps of one traceback.
+_TRACEBACK_CHARS = 8000
 _LAST_S = 1.0  # how long the end of the rank waits for the host to have heard its last words
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -97,14 +104,21 @@ class Service:
     ) -> None:
         self._context, self._told, self._executor = context, told, executor
         self._output, self._reporter = output, reporter
+        self.thread: threading.Thread | None = None
         self._main_thread = threading.get_ident()
         log = scalars.ScalarLog()
         scalars.install(log)
         self._probes = Probes(told.rank, executor.ring, log) if switched_on() else None
         self._budget = float(_BURST_BYTES)
         self._budget_at = time.monotonic()
-        self._ending = False
+        self._ending = self._said_last = False
         self._heard_out = threading.Event()  # the host has everything
+        self._on_device = False  # this thread's CUDA device is the rank's
+        self._doing = "starting"
+        self._failures: set[tuple[str, type]] = set()  # that the user has been told of
+        self._loop = Loop(on_error=self._failed)
+        self._socket: zmq.Socket[bytes]
+        self._flush_due: float | None = None
         self._answers: dict[type, Callable[[Any], Any]] = {
             messages.Complete: lambda ask: questions.complete(executor.shell, ask.code, ask.cursor),
             messages.Inspect: lambda ask: questions.inspect(executor.shell, ask.code, ask.cursor, ask.detail),
@@ -113,69 +127,94 @@ class Service:
         }
 
     def start(self, ready: messages.RankReady) -> None:
-        thread = threading.Thread(target=self._run, args=(ready,), name="meshbook-service", daemon=True)
-        thread.start()
+        self.thread = threading.Thread(target=self._run, args=(ready,), name="meshbook-service", daemon=True)
+        self.thread.start()
 
     def _run(self, ready: messages.RankReady) -> None:
         # Signals are the main thread's: one delivered here would only wake it through a detour, and late.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        socket = connect(self._context, self._told.service_address, self._told.rank)
-        socket.send_multipart(codec.encode(ready))
-        poller = zmq.Poller()
-        poller.register(socket, zmq.POLLIN)
+        self._socket = connect(self._context, self._told.service_address, self._told.rank)
+        self._send(ready)
+        self._loop.watch_socket(self._socket, self._hear)
         for fd in self._output.service_fds():
-            poller.register(fd, zmq.POLLIN)
-        next_beat = time.monotonic()
-        flush_at: float | None = None
-        said_last = False
-        while True:
-            now = time.monotonic()
-            due = next_beat if flush_at is None else min(next_beat, flush_at)
-            heard = poller.poll(max(0, int((due - now) * 1000) + 1))
-            if self._probes is not None:
-                self._probes.woke(time.monotonic() - max(now, due))
-            for source, _ in heard:
-                if source is socket or source == socket:
-                    self._hear(socket)
-                else:
-                    self._output.pump()
-                    if flush_at is None:
-                        flush_at = time.monotonic() + _GATHER_S
-            if self._ending and not said_last:
-                said_last, flush_at = True, None
-                self._reporter.say(socket)
-                socket.send_multipart(codec.encode(messages.RankEnding(rank=self._told.rank)))
-            now = time.monotonic()
-            if flush_at is not None and now >= flush_at:
-                flush_at = self._flush(socket, now)
-            if now >= next_beat:
-                if self._probes is not None:  # kept from going on between two lines, and not in the poll
-                    self._probes.woke(now - next_beat)
-                socket.send_multipart(codec.encode(self._beat()))
-                next_beat = now + BEAT_S
-                if flush_at is None and self._output.pending():
-                    flush_at = now
+            self._loop.watch_fd(fd, self._output_waits)
+        self._next_beat(0.0)
+        self._loop.run()
 
-    def _flush(self, socket: zmq.Socket[bytes], now: float) -> float | None:
-        """Send output if the budget allows; when to try again, or None."""
+    def _send(self, report: messages.RankReport) -> None:
+        self._socket.send_multipart(codec.encode(report))
+
+    # ---- what went wrong here
+
+    def _failed(self, error: BaseException) -> None:
+        """Tell the host, once for each kind: it shows the user a sentence, and keeps the traceback in the rank's log.
+        Called by the loop, which goes on."""
+        kind = (self._doing, type(error))
+        if kind in self._failures:
+            return
+        self._failures.add(kind)
+        self._send(
+            messages.ServiceFailed(
+                rank=self._told.rank,
+                doing=self._doing,
+                error=plain(f"{type(error).__name__}: {error}"),
+                traceback=plain("".join(traceback.format_exception(error)), _TRACEBACK_CHARS),
+            )
+        )
+
+    def _attempt(self, doing: str, act: Callable[[], T]) -> T | None:
+        """What `act` returns; None if it failed, which is told."""
+        try:
+            return act()
+        except BaseException as error:
+            self._doing = doing
+            self._failed(error)
+            return None
+
+    # ---- output
+
+    def _output_waits(self) -> None:
+        self._doing = "reading output"
+        self._output.pump()
+        if self._ending and not self._said_last:
+            self._said_last = True
+            self._reporter.say(self._socket)
+            self._send(messages.RankEnding(rank=self._told.rank))
+        elif self._flush_due is None:
+            self._next_flush(_GATHER_S)
+
+    def _next_flush(self, delay_s: float) -> None:
+        self._flush_due = time.monotonic() + delay_s
+        self._loop.call_later(delay_s, self._flush)
+
+    def _flush(self) -> None:
+        """Send output if the budget allows; if not, try again later."""
+        self._doing = "sending output"
+        now = time.monotonic()
+        self._woke(self._flush_due)
+        self._flush_due = None
         self._budget = min(_BURST_BYTES, self._budget + (now - self._budget_at) * _BYTES_PER_S)
         self._budget_at = now
         if self._budget <= 0:
-            return now + 4 * _GATHER_S
-        self._budget -= self._reporter.say(socket)
-        return None
+            self._next_flush(4 * _GATHER_S)
+        else:
+            self._budget -= self._reporter.say(self._socket)
 
-    def _hear(self, socket: zmq.Socket[bytes]) -> None:
-        command = codec.rank_commands.decode(socket.recv_multipart())
+    # ---- commands
+
+    def _hear(self, frames: list[bytes]) -> None:
+        self._doing = "reading a message"
+        command = codec.rank_commands.decode(frames)
+        self._doing = f"carrying out {type(command).__name__}"
+        self._use_device()
         answer = self._answers.get(type(command))
         if answer is not None:
             try:
                 answered = answer(command)
-            except Exception as error:  # a question must not end the thread that answers questions
+            except BaseException as error:  # of code of the user's, which may raise anything
                 answered = {"error": f"{type(error).__name__}: {error}"}
             call = command.call  # type: ignore[union-attr]
-            report = messages.RankAnswered(rank=self._told.rank, call=call, answer=answered)
-            socket.send_multipart(codec.encode(report))
+            self._send(messages.RankAnswered(rank=self._told.rank, call=call, answer=answered))
             return
         match command:
             case messages.Interrupt(target=target) if target is not None:
@@ -187,11 +226,26 @@ class Service:
                 if client is not None:
                     self._executor.drop_client(client)
             case messages.TakeSnapshots():
-                self._snap(socket, command)
+                self._snap(command)
             case messages.Exit() if self._ending:
                 self._heard_out.set()
             case messages.Exit():
-                threading.Thread(target=self._leave, name="meshbook-end", daemon=True).start()
+                try:
+                    threading.Thread(target=self._leave, name="meshbook-end", daemon=True).start()
+                except RuntimeError:  # this process may have no more threads; what it printed can still be sent
+                    self._reporter.say(self._socket)
+                    os._exit(0)
+
+    def _use_device(self) -> None:
+        """Make the rank's GPU this thread's current device, once CUDA is in use. CUDA's calls (asking an event whether
+        it has happened) use the thread's device, which is GPU 0 at first: every rank would make a context there, half
+        a gigabyte each."""
+        if self._on_device or not self._executor.device.startswith("cuda:"):
+            return
+        torch: Any = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            torch.cuda.set_device(self._executor.device)
+            self._on_device = True
 
     def _leave(self) -> None:
         try:
@@ -215,8 +269,8 @@ class Service:
         self._output.wake()
         self._heard_out.wait(_LAST_S)
 
-    def _snap(self, socket: zmq.Socket[bytes], command: messages.TakeSnapshots) -> None:
-        """Look at this rank. What goes wrong is told as what is missing; the thread lives on."""
+    def _snap(self, command: messages.TakeSnapshots) -> None:
+        """Look at this rank. What goes wrong is told as what is missing."""
         rank = self._told.rank
         try:
             taken = snapshot.take(
@@ -231,19 +285,43 @@ class Service:
             problem = f"the rank could not look at itself ({plain(f'{type(error).__name__}: {error}')})"
             empty = messages.RankSnapshot(rank=rank, problem=problem)
             frames = codec.encode(messages.SnapshotTaken(rank=rank, call=command.call, snapshot=empty))
-        socket.send_multipart(frames)
+        self._socket.send_multipart(frames)
 
-    def _beat(self) -> messages.RankBeat:
-        self._executor.pool.trim(_IDLE_SEGMENT_S)
-        return messages.RankBeat(
-            rank=self._told.rank,
-            call=self._executor.running,
-            line=self._line(),
-            rss_bytes=rss_bytes(),
-            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            released=self._executor.reader.take_released(),
-            measured=None if self._probes is None else self._probes.measure(self._executor.device, self._moves),
+    # ---- beats
+
+    def _next_beat(self, delay_s: float) -> None:
+        due = time.monotonic() + delay_s
+        self._loop.call_later(delay_s, lambda: self._beat(due))
+
+    def _beat(self, due: float) -> None:
+        """Send a beat. What cannot be measured is left out of it: without a beat the rank would count as silent."""
+        self._doing = "sending a beat"
+        self._woke(due)
+        self._next_beat(BEAT_S)
+        self._attempt("choosing the GPU of this thread", self._use_device)
+        self._attempt("giving back shared memory", lambda: self._executor.pool.trim(_IDLE_SEGMENT_S))
+        probes, device = self._probes, self._executor.device
+        measured = None
+        if probes is not None:
+            measured = self._attempt("measuring", lambda: probes.measure(device, self._moves))
+        self._send(
+            messages.RankBeat(
+                rank=self._told.rank,
+                call=self._executor.running,
+                line=self._attempt("finding the line of the cell", self._line),
+                rss_bytes=rss_bytes(),
+                peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+                released=self._executor.reader.take_released(),
+                measured=measured,
+            )
         )
+        if self._flush_due is None and self._output.pending():
+            self._next_flush(0.0)
+
+    def _woke(self, due: float | None) -> None:
+        """This thread wanted to run at monotonic time `due`. It runs late when another keeps the GIL."""
+        if self._probes is not None and due is not None:
+            self._probes.woke(time.monotonic() - due)
 
     def _moves(self) -> bool:
         """Whether the main thread has nothing to do, or gets on with it: it is somewhere else some moments later."""

@@ -13,6 +13,7 @@ Knows nothing of stores, epochs or how groups come to be; see `groups`.
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 import time
 import weakref
@@ -55,6 +56,40 @@ _GRACE_S = 1.0
 
 # gloo completes these on its transport threads: a wait with a time limit closes the connection when it runs out.
 _POINT_TO_POINT = {"send", "recv", "recv_anysource"}
+
+_counted: weakref.WeakSet[Ring] = weakref.WeakSet()
+
+
+def count_captures(ring: Ring, graphs: Any = None) -> None:
+    """From now on `ring.num_captures` counts the CUDA graphs that are being captured.
+
+    Args:
+        graphs: the class whose `capture_begin` and `capture_end` are followed; None for torch's.
+    """
+    if ring in _counted:
+        return
+    _counted.add(ring)
+    graphs = torch.cuda.CUDAGraph if graphs is None else graphs
+    begin, end = graphs.capture_begin, graphs.capture_end
+
+    @functools.wraps(begin)
+    def capture_begin(*args: Any, **kwargs: Any) -> Any:
+        ring.num_captures += 1
+        try:
+            return begin(*args, **kwargs)
+        except BaseException:
+            ring.num_captures -= 1
+            raise
+
+    @functools.wraps(end)
+    def capture_end(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return end(*args, **kwargs)
+        finally:
+            ring.num_captures = max(0, ring.num_captures - 1)
+
+    graphs.capture_begin, graphs.capture_end = capture_begin, capture_end
+
 
 # The methods that are collectives: what users call them, and which argument says best what this rank puts in. (The
 # outputs of a gather are as many as there are ranks, and say nothing that its input does not.) There are names of two
@@ -471,9 +506,10 @@ class WatchedGroup(ProcessGroup):
         if torch.cuda.is_current_stream_capturing():
             self._ring.finish(record)  # a graph that is being captured runs nothing, and events in it cannot be asked
         else:
+            count_captures(self._ring)
             event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-            self._ring.settle_by(record, event.query)
+            self._ring.settle_by(record, event.query, on_device=True)
 
     def _raise_if_severed(self, record: Collective) -> None:
         """An aborted NCCL collective returns as if it had succeeded, with garbage in its tensors."""
@@ -496,7 +532,7 @@ class WatchedGroup(ProcessGroup):
                 self._ring.finish(record)
             return work
         for record in records[:-1]:
-            self._ring.settle_by(record, work.is_completed)
+            self._ring.settle_by(record, work.is_completed, on_device=True)
         return WatchedWork(self, records[-1], work, None, None)
 
     # ---- what torch asks a group
@@ -611,7 +647,7 @@ class WatchedWork(Work):
             # Dropped without a wait: nobody can ask any more, and nobody minds.
             return watched is None or bool(watched._work.is_completed())
 
-        group._ring.settle_by(record, finished)
+        group._ring.settle_by(record, finished, on_device=slices is None)
 
     def wait(self, timeout: timedelta = _FOREVER) -> bool:
         group, record, work = self._group, self._record, self._work

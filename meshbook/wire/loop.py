@@ -9,6 +9,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
+import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +22,10 @@ log = logging.getLogger("meshbook.loop")
 
 # Messages taken from one socket before the others get their turn.
 _FAIR_SHARE = 64
+
+# Failures in a row after which a descriptor is let go: it stays readable as long as nobody reads it, and the loop would
+# do nothing else. A descriptor that user code has closed is let go at its first failure.
+_FD_FAILURES = 10
 
 
 class Timer:
@@ -36,10 +42,15 @@ class Timer:
 
 
 class Loop:
-    """Waits and calls back, until `stop()`. A callback that raises is logged and the loop goes on."""
+    """Waits and calls back, until `stop()`. A callback that raises ends nothing: `on_error` hears of it, or the log.
 
-    def __init__(self, clock: Clock | None = None) -> None:
+    KeyboardInterrupt and SystemExit end the loop of the main thread; on any other thread they are errors like others,
+    for there they end nothing but the thread, and nobody is told.
+    """
+
+    def __init__(self, clock: Clock | None = None, *, on_error: Callable[[BaseException], None] | None = None) -> None:
         self.clock = clock or SystemClock()
+        self._on_error = on_error
         self._poller = zmq.Poller()
         self._handlers: dict[Any, Callable[[], None]] = {}
         self._timers: list[tuple[float, int, Timer]] = []
@@ -61,7 +72,21 @@ class Loop:
         self._poller.register(socket, zmq.POLLIN)
 
     def watch_fd(self, fd: int, on_readable: Callable[[], None]) -> None:
-        self._handlers[fd] = on_readable
+        failures = 0
+
+        def handle() -> None:
+            nonlocal failures
+            try:
+                on_readable()
+            except BaseException:
+                failures += 1
+                if failures >= _FD_FAILURES or not _is_open(fd):
+                    self.unwatch(fd)
+                    log.error("descriptor %d is not watched any more", fd)
+                raise
+            failures = 0
+
+        self._handlers[fd] = handle
         self._poller.register(fd, zmq.POLLIN)
 
     def unwatch(self, source: Any) -> None:
@@ -105,5 +130,21 @@ class Loop:
     def _guarded(self, callback: Callable[[], None]) -> None:
         try:
             callback()
-        except Exception:
-            log.exception("a callback failed; the loop goes on")
+        except BaseException as error:
+            if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
+                raise
+            try:
+                if self._on_error is not None:
+                    self._on_error(error)
+                else:
+                    log.exception("a callback failed; the loop goes on")
+            except Exception:
+                log.exception("a callback failed, and so did telling of it; the loop goes on")
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True

@@ -13,7 +13,7 @@ import pytest
 
 from meshbook.controller.mesh import Mesh, create_mesh
 from meshbook.errors import CellError, CellInterrupted, NotAttached, RankLost, StartError
-from meshbook.wire import keys
+from meshbook.wire import keys, messages
 from tests.controller.test_run import when
 
 
@@ -316,3 +316,19 @@ def test_what_a_rank_has_started_ends_with_it_but_for_what_has_a_session_of_its_
         finally:
             for pid in daemons:
                 os.kill(pid, signal.SIGKILL)
+
+
+def test_an_error_in_a_ranks_service_thread_is_told_in_the_next_cell_and_the_rank_lives_on(mesh: Mesh) -> None:
+    mesh.run(
+        "import gc\n"
+        "executor = next(o for o in gc.get_objects() if type(o).__name__ == 'Executor')\n"
+        "def release(refs, segments): raise RuntimeError('cannot start new thread')\n"
+        "if rank == 1: executor.release = release",
+        echo=False,
+    )
+    mesh.session.connection.send(messages.Release(ranks=(0, 1), refs=("x",)))
+    when(lambda: "in release" in mesh.logs(1))
+    told = mesh.run("vars(executor).pop('release', None) and None", echo=False).output
+    assert "carrying out Release: RuntimeError: cannot start new thread. The rank goes on" in told
+    assert "cannot start" not in mesh.run("pass", echo=False).output
+    assert mesh.status().ranks[1].state == "idle"

@@ -275,3 +275,43 @@ def test_it_reads_like_a_sentence() -> None:
     assert repr(collective).endswith(": running>")
     ring.finish(collective, KeyboardInterrupt())
     assert repr(collective).endswith(": KeyboardInterrupt>")
+
+
+# ---- collectives whose end has to be asked for
+
+
+def _asked(ring: Ring, finished: Callable[[], bool], *, on_device: bool = False) -> Collective:
+    collective = ring.begin("all_reduce", Label("0", (0, 1)))
+    ring.settle_by(collective, finished, on_device=on_device)
+    return collective
+
+
+def _assert_triggered() -> bool:
+    raise RuntimeError("CUDA error: device-side assert triggered\nmore of it")
+
+
+def test_a_question_that_raises_leaves_the_end_of_its_collective_unknown_and_no_other() -> None:
+    ring = Ring()
+    failed, other = _asked(ring, _assert_triggered), _asked(ring, lambda: False)
+    assert ring.running() == (other,)
+    assert failed.error == (
+        "whether it has ended is unknown: RuntimeError: CUDA error: device-side assert triggered"
+    )
+
+
+def test_a_device_that_has_failed_once_is_asked_nothing_any_more() -> None:
+    ring, asked = Ring(), []
+    first = _asked(ring, _assert_triggered, on_device=True)
+    assert ring.running() == ()
+    second = _asked(ring, lambda: asked.append(1) or True, on_device=True)  # type: ignore[func-returns-value]
+    assert ring.running() == ()
+    assert (asked, second.error) == ([], first.error)
+
+
+def test_while_a_graph_is_captured_the_device_is_asked_nothing() -> None:
+    ring, asked = Ring(), []
+    collective = _asked(ring, lambda: asked.append(1) or True, on_device=True)  # type: ignore[func-returns-value]
+    ring.num_captures = 1
+    assert ring.running() == (collective,)
+    ring.num_captures = 0
+    assert (ring.running(), asked) == ((), [1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 
@@ -94,5 +95,59 @@ def test_a_descriptor_is_watched_until_it_is_not() -> None:
     os.write(write, b"b")
     loop.turn(0.0)
     assert heard == [b"a"]
+    os.close(read)
+    os.close(write)
+
+
+def test_on_another_thread_no_exception_at_all_ends_the_loop() -> None:
+    errors: list[BaseException] = []
+    loop = Loop(on_error=errors.append)
+    called = threading.Event()
+
+    def leave() -> None:
+        raise SystemExit(1)
+
+    loop.call_later(0.0, leave)
+    loop.call_later(0.0, called.set)
+    loop.call_later(0.0, loop.stop)
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    thread.join(30)
+    assert called.is_set()
+    assert [type(error) for error in errors] == [SystemExit]
+
+
+def test_an_error_that_cannot_be_told_of_ends_nothing() -> None:
+    def on_error(error: BaseException) -> None:
+        raise OSError("no room")
+
+    loop, called = Loop(on_error=on_error), []
+    loop.call_later(0.0, lambda: 1 / 0)
+    loop.call_later(0.0, lambda: called.append(1))
+    loop.turn(0.1)
+    assert called == [1]
+
+
+def test_a_descriptor_that_was_closed_under_the_loop_is_let_go() -> None:
+    errors: list[BaseException] = []
+    loop = Loop(on_error=errors.append)
+    read, write = os.pipe()
+    loop.watch_fd(read, lambda: os.read(read, 10) and None)
+    os.close(read)
+    os.close(write)
+    for _ in range(5):
+        loop.turn(0.0)
+    assert len(errors) == 1
+
+
+def test_a_descriptor_whose_handler_only_ever_fails_is_let_go() -> None:
+    errors: list[BaseException] = []
+    loop = Loop(on_error=errors.append)
+    read, write = os.pipe()
+    os.write(write, b"x")
+    loop.watch_fd(read, lambda: 1 / 0)
+    for _ in range(50):
+        loop.turn(0.0)
+    assert len(errors) == 10
     os.close(read)
     os.close(write)

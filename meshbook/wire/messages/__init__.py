@@ -86,7 +86,17 @@ RankCommand = (
     | Exit
     | TakeSnapshots
 )
-RankReport = RankReady | RankEnding | RankSaid | RankFinished | RankAnswered | RankAsked | RankBeat | SnapshotTaken
+RankReport = (
+    RankReady
+    | RankEnding
+    | RankSaid
+    | RankFinished
+    | RankAnswered
+    | RankAsked
+    | RankBeat
+    | ServiceFailed
+    | SnapshotTaken
+)
 HostReport = (
     HostReady
     | HostFailed

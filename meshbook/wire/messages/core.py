@@ -465,6 +465,15 @@ class RankEnding(Message):
     rank: int
 
 
+class ServiceFailed(Message):
+    """An exception in a rank's service thread, which goes on. Sent once for each kind."""
+
+    rank: int
+    doing: str  # what it was at, "carrying out Release"
+    error: str  # one line
+    traceback: str
+
+
 class RankSaid(Message):
     """Output of a running call, rank to host. `seq` counts from 1 within the rank."""
 

@@ -1,0 +1,184 @@
+"""The service thread, beside a host that is this test: what it answers, and that no exception ends it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from meshbook.errors import ProtocolError
+from meshbook.rank.capture import Output
+from meshbook.rank.ring import Ring
+from meshbook.rank.service import Reporter, Service
+from meshbook.wire import birth, codec, messages
+
+WAIT_MS = 30_000
+
+
+class _Pool:
+    def trim(self, idle_s: float) -> None: ...
+
+
+class _Reader:
+    def take_released(self) -> tuple[str, ...]:
+        return ()
+
+
+class Rank:
+    """What the service thread uses of an executor."""
+
+    def __init__(self) -> None:
+        self.running = None
+        self.device = "cpu"
+        self.ring = Ring()
+        self.pool, self.reader = _Pool(), _Reader()
+        self.shell = types.SimpleNamespace(running_file=None)
+        self.resolve = self.resolvers = None
+        self.released: list[str] = []
+        self.fails: BaseException | None = None
+
+    def release(self, refs: tuple[str, ...], segments: tuple[str, ...]) -> None:
+        if self.fails is not None:
+            raise self.fails
+        self.released += refs
+
+
+class Host:
+    """The other end of a service thread."""
+
+    def __init__(self, folder: Path, rank: Rank) -> None:
+        self.rank = rank
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.service, self.work = (self.context.socket(zmq.ROUTER) for _ in range(2))
+        addresses = [f"ipc://{folder}/{name}.sock" for name in ("service", "work")]
+        for socket, address in zip((self.service, self.work), addresses, strict=True):
+            socket.bind(address)
+        told = birth.RankBirth(
+            rank=0,
+            local_rank=0,
+            local_world_size=1,
+            world_size=1,
+            token="",
+            work_address=addresses[1],
+            service_address=addresses[0],
+            spec=messages.MeshSpec(axes={"rank": 1}),
+            threads=1,
+        )
+        self.output = Output(descriptors=False)
+        reporter = Reporter(self.context, told, self.output)
+        self.thread = Service(self.context, told, rank, self.output, reporter)  # type: ignore[arg-type]
+        self.thread.start(messages.RankReady(rank=0, pid=os.getpid(), device="cpu", token=""))
+        self.hear(messages.RankReady)
+
+    def send(self, *frames: bytes) -> None:
+        self.service.send_multipart([b"r0", *frames])
+
+    def tell(self, command: Any) -> None:
+        self.send(*codec.encode(command))
+
+    def hear(self, kind: type, which: Callable[[Any], bool] = lambda report: True) -> Any:
+        """The next report of this kind; others are dropped."""
+        while True:
+            assert self.service.poll(WAIT_MS), f"no {kind.__name__} came"
+            report = codec.rank_reports.decode(self.service.recv_multipart()[1:])
+            if isinstance(report, kind) and which(report):
+                return report
+
+    def close(self) -> None:
+        self.thread._loop.stop()
+        self.output.wake()
+        assert self.thread.thread is not None
+        self.thread.thread.join(30)
+        self.thread._socket.close(linger=0)
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def rank() -> Rank:
+    return Rank()
+
+
+@pytest.fixture
+def host(tmp_path: Path, rank: Rank) -> Iterator[Host]:
+    host = Host(tmp_path, rank)
+    yield host
+    host.close()
+
+
+def _release(ref: str) -> messages.Release:
+    return messages.Release(ranks=(0,), refs=(ref,))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("cannot start new thread"), SystemExit(3), KeyboardInterrupt()])
+def test_a_command_that_fails_is_told_once_and_the_thread_goes_on(host: Host, rank: Rank, error: BaseException) -> None:
+    rank.fails = error
+    host.tell(_release("a"))
+    host.tell(_release("b"))
+    failed = host.hear(messages.ServiceFailed)
+    assert failed.doing == "carrying out Release"
+    assert failed.error == f"{type(error).__name__}: {error}"
+    assert "in release" in failed.traceback
+    host.send(codec.PROTOCOL, b"")
+    assert host.hear(messages.ServiceFailed).doing == "reading a message"  # and not Release a second time
+    rank.fails = None
+    host.tell(_release("c"))
+    host.tell(messages.Peek(call="c1", ranks=(0,), names=()))  # type: ignore[arg-type]
+    host.hear(messages.RankAnswered)
+    assert rank.released == ["c"]
+
+
+def test_a_message_that_cannot_be_read_does_not_end_the_thread(host: Host) -> None:
+    host.send(codec.PROTOCOL, b"\xc1")
+    failed = host.hear(messages.ServiceFailed)
+    assert (failed.doing, failed.error.partition(":")[0]) == ("reading a message", ProtocolError.__name__)
+    host.hear(messages.RankBeat)
+
+
+def test_a_rank_that_cannot_measure_itself_goes_on_beating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank()
+    monkeypatch.setattr(rank.pool, "trim", lambda idle_s: os.stat("/nowhere"))
+    host = Host(tmp_path, rank)
+    monkeypatch.setattr(host.thread._probes, "measure", lambda device, moves: [][0])
+    told = {host.hear(messages.ServiceFailed).doing for _ in range(2)}
+    assert told == {"giving back shared memory", "measuring"}
+    assert host.hear(messages.RankBeat).measured is None
+    host.close()
+
+
+def test_a_question_that_raises_anything_is_answered(host: Host, rank: Rank) -> None:
+    def raises(*args: object) -> None:
+        raise KeyboardInterrupt("from __getattr__ of the user's")
+
+    host.thread._answers[messages.Peek] = raises
+    host.tell(messages.Peek(call="c1", ranks=(0,), names=("x",)))  # type: ignore[arg-type]
+    answer = host.hear(messages.RankAnswered).answer
+    assert answer == {"error": "KeyboardInterrupt: from __getattr__ of the user's"}
+
+
+def test_output_goes_on_after_a_failure(host: Host, rank: Rank) -> None:
+    rank.fails = RuntimeError("x")
+    host.tell(_release("a"))
+    host.hear(messages.ServiceFailed)
+    host.output.write("stdout", "still here\n")
+    assert host.hear(messages.RankSaid).items == (messages.Text("stdout", "still here\n"),)
+
+
+def test_the_thread_uses_the_ranks_gpu_once_cuda_is_in_use(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[str] = []
+    cuda = types.SimpleNamespace(is_initialized=lambda: in_use, set_device=chosen.append)
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
+    service = Service.__new__(Service)
+    service._executor, service._on_device = rank, False  # type: ignore[assignment]
+    rank.device, in_use = "cuda:3", False
+    service._use_device()  # asking for a device would initialise CUDA, on this thread
+    assert chosen == []
+    in_use = True
+    service._use_device()
+    service._use_device()
+    assert chosen == ["cuda:3"]
