@@ -7,7 +7,7 @@ The step is measured with ranks that compute beside it, on the same cores where 
 their answers are then in its CPU time too. And with ranks that wait, as if they had cores of their own; in turns
 with the same step whose operations do nothing and give what they gave before. That is torch's own part: autograd,
 modules, the optimizer, and torch's way from an operation to Python and back. The difference is ours. Counted is what
-torch asks for: a `detach`, say, costs as much, though nothing of it is sent. Nothing is recorded.
+torch asks for: a `detach`, say, costs as much, though nothing of it is sent.
 
     python -m benchmarks.tensors [--quick]
 
@@ -37,7 +37,6 @@ from benchmarks.report import Report
 from meshbook.controller.mesh import Mesh, create_mesh
 from meshbook.tensors import remote
 from meshbook.tensors.creation import distribute, engine_of
-from meshbook.tensors.recording import record
 
 RANKS = 2
 # Microseconds of CPU per operation that we allow ourselves, user lines kept, where torch's own part of them is 9 us. So
@@ -50,7 +49,6 @@ TIMES_MONARCH = 5.0
 def measure(quick: bool, folder: Path) -> Report:
     report = Report("tensors", f"operations on remote tensors, {RANKS} ranks, metadata cached")
     torch.set_num_threads(1)
-    record.auto(False)
     with create_mesh({"dp": RANKS}) as mesh:
         train_step(report, mesh, folder / "waiting", rounds=3 if quick else 40)
         ours = tiny_loop(report, mesh, rounds=3 if quick else 15, operations=2_000 if quick else 10_000)

@@ -40,7 +40,6 @@ _SCRIPT_TURNS = 3
 def measure(quick: bool, folder: Path) -> Report:
     report = Report("training", "a GPT's step through remote tensors, as multiples of the same step in a cell")
     torch.set_num_threads(1)
-    meshbook.record.auto(False)  # but where it is what is measured
     for ranks in (2,) if quick else (2, 4):
         for size in list(SIZES)[: 1 if quick else None]:
             with create_mesh({"dp": ranks}, orphan_ttl_s=workbench.ORPHAN_TTL_S) as mesh:
@@ -126,7 +125,6 @@ def steps(report: Report, mesh: Mesh, size: str, rounds: int) -> None:
         {
             plain: cell(mesh, "plain", iters),
             "recorded": loop(engine, recorded, iters),
-            "recorded by itself": by_itself(loop(engine, step, iters)),
             dtensors: cell(mesh, "dtensors", iters),
             "op by op": loop(engine, step, iters),
         },
@@ -135,13 +133,11 @@ def steps(report: Report, mesh: Mesh, size: str, rounds: int) -> None:
     )
     turns.add(report, where, plain)
     turns.add(report, where, "recorded", plain)
-    turns.add(report, where, "recorded by itself", plain)
     turns.add(report, where, dtensors)
     turns.add(report, where, "op by op", dtensors)
     turns.promise(report, where, "recorded", "a recorded step, as the cell", RECORDED_LIMIT)
-    turns.promise(report, where, "recorded by itself", "a step recorded by itself, as the cell", RECORDED_LIMIT)
     turns.promise(report, where, "op by op", "op by op, as the DTensor cell", ONE_BY_ONE_LIMIT)
-    for name in ("recorded", "recorded by itself", "op by op"):
+    for name in ("recorded", "op by op"):
         report.add(f"{where}: {name}, CPU of this process", turns.own_cpu[name], "ms")
     report.note(f"{where}: {recorded.stats()}")
 
@@ -202,19 +198,6 @@ def loop(engine: Any, function: Callable[[], Any], iters: int) -> Callable[[], A
         engine.wait()
 
     return run
-
-
-def by_itself(run: Callable[[], Any]) -> Callable[[], Any]:
-    """The same with steps recorded without being asked to."""
-
-    def act() -> None:
-        meshbook.record.auto(True)
-        try:
-            run()
-        finally:
-            meshbook.record.auto(False)
-
-    return act
 
 
 def whole(report: Report, mesh: Mesh, num_bytes: int, rounds: int) -> None:

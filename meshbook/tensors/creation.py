@@ -15,7 +15,7 @@ from meshbook.controller.remote import RemoteValue, tensor_at
 from meshbook.errors import MeshShapeError, PlacementError
 from meshbook.placement import parse_placements
 from meshbook.rank.tensors import calls
-from meshbook.tensors import mends, recording, remote
+from meshbook.tensors import mends, remote
 from meshbook.tensors.engine import Engine, here
 from meshbook.tensors.plan import contiguous
 from meshbook.tensors.views import placements_of
@@ -39,7 +39,6 @@ def engine_of(mesh: Mesh) -> Engine:
         if engine is None:
             _check_part(mesh)
             engine = engines[axes] = Engine(session, axes)
-            engine.watcher = recording.Recorder(engine)
     return engine
 
 

@@ -4,8 +4,8 @@ One `Engine` per client and part of a mesh. `emit` takes an operation as numbers
 do. A batch is a command like a cell: the ranks run it on their main threads, in order with the cells that this process
 sends, and Stop ends it. Knows nothing of torch's dispatch (`remote`) or of shapes (`plan`).
 
-Seams: a `Watcher` sees what is about to be sent, and may hold it back; `add_template`, `upload` and `next_id` serve
-whoever makes operations of his own.
+Seams: operations wait from `hold` to `release`, which may put another in their place (`recording`); `add_template`,
+`upload` and `next_id` serve whoever makes operations of his own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import queue
 import secrets
 import sys
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +24,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -45,10 +44,13 @@ _BATCHES = (48, 64, 128, 192, 256)
 _MAX_AHEAD = 32
 # Batches with which the ranks have enough to do: what comes next may wait for more.
 _ENOUGH = 2
-# Seconds after the last operation before a batch that is not full is sent all the same; and before one that is held
-# back is: a pause of Python's own, or of a busy machine, does not part a step. And how long ranks that have nothing
-# else to do wait for one to which more and more comes.
-_IDLE_S, _HELD_IDLE_S, _MAX_HELD_S = 0.005, 0.1, 1.0
+# Seconds after the last operation before a batch that is not full is sent all the same.
+_IDLE_S = 0.005
+# Operations that are held back at most; a longer step is sent as it goes.
+_MAX_HELD = 50_000
+# Recorded steps that travel in one message while the ranks have enough to do, and messages that they may have before
+# them: a message costs each rank a quarter of a millisecond, and 8 of 4 steps are far enough ahead.
+_STEPS_IN_ONE, _MAX_STEPS_AHEAD = 4, 8
 # Ids that nobody holds any more are told to the ranks so many at a time: each word costs, each tensor is memory there.
 _FREE_AT_ONCE = 16
 # Faults whose lines are remembered.
@@ -64,6 +66,9 @@ _MAX_TEMPLATES = 8192
 ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 Where = tuple[tuple[CodeType, int], ...]  # code and instruction of the user's lines, innermost first
+# An operation on its way: its template's number, ids of inputs, ids of outputs, floats; or 0, how many, and ids that
+# nobody holds any more.
+Issued = tuple[list[int | float], Where]
 
 _encoder = msgspec.msgpack.Encoder()
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -111,31 +116,32 @@ class Handle:
             pass
 
 
-class Watcher:
-    """Who looks at operations before they are sent, to record them. This one lets all pass.
+@dataclass
+class Held:
+    """Operations that wait for the end of a step.
 
     Attributes:
-        held: operations wait for the end of a step; nobody is told of freed ids meanwhile.
-        to_its_end: ... however long it takes.
-        rest: after so many entries of the stream it asks to be asked; 0: whenever a batch is due.
+        first: how many operations that have not been sent are before them.
+        broken: why they were sent before that; "" while they wait.
     """
 
-    held = to_its_end = False
-    rest = 0
+    first: int = 0
+    broken: str = ""
 
-    def holds(self) -> bool:
-        """Whether a batch that is due is to wait."""
-        return False
 
-    def before_send(self, waits: bool) -> None:
-        """All that was issued is about to be sent. Called with `_putting` held.
+class Exchange(Protocol):
+    """What becomes of held operations.
 
-        Args:
-            waits: somebody needs a value, or the ranks for something else.
-        """
+    Args:
+        held: operations, in order.
+        freed: ids that nobody holds any more, of which the ranks have not been told.
 
-    def boundary(self) -> None:
-        """A step may have ended here."""
+    Returns:
+        The operation that stands for them, and the ids of them that the ranks then never hear of; None: they are sent
+        as they are.
+    """
+
+    def __call__(self, held: list[Issued], freed: list[int]) -> tuple[Issued, set[int]] | None: ...
 
 
 @dataclass
@@ -176,12 +182,9 @@ class Engine:
         self.next_id = itertools.count(1).__next__
         self.freed: deque[int] = deque()  # by finalizers, at any moment
         self.handle: type[Handle] = type("Handle", (Handle,), {"__slots__": (), "free": self.freed.append})
-        self.watcher = Watcher()
         self.num_ops = self.num_batches = 0
-        self._stream: list[int | float] = []  # operations that have not been sent, one after the other
-        self._wheres: list[Where] = []  # of each of them
-        self._let_go: list[int] = []  # ids that the stream lets go of
-        self._num_words = 0  # of the stream's operations that only let go of ids
+        self._waiting: list[Issued] = []  # operations that have not been sent
+        self._held: Held | None = None  # the last of them, where they wait for a step's end
         self._putting = threading.RLock()  # a finalizer may issue operations while one is put
         self._templates: list[bytes] = []
         self._uploads: list[messages.Upload] = []
@@ -194,7 +197,7 @@ class Engine:
         self._number = 1
         self._due = _BATCHES[0]
         self._woken = threading.Event()
-        session.before_call.append(_weak(self._before_call))
+        session.before_call.append(_weak(self.flush))
         session.ahead.append(_weak(self._calls_ahead))
         thread = threading.Thread(
             target=_send_when_idle, args=(weakref.ref(self), self._woken), name="meshbook-tensors", daemon=True
@@ -211,34 +214,25 @@ class Engine:
         """
         if self._ended is not None:
             raise self._ended.with_traceback(None)
-        if len(self.freed) >= _FREE_AT_ONCE and not self.watcher.held:
+        if len(self.freed) >= _FREE_AT_ONCE and self._held is None:
             self._free_ids()
         with self._putting:
-            self._stream += numbers
-            self._wheres.append(where)
-            size = len(self._wheres)
+            self._waiting.append((numbers, where))  # one step: a Stop leaves no operation without its line
+            size = len(self._waiting)
         if size >= self._due:
-            if not self.watcher.holds():
-                self.flush()
+            self.flush()
         elif size == 1:
             self._woken.set()
 
-    def put(self, issued: Iterable[tuple[list[int | float], Where]]) -> None:
+    def put(self, issued: Iterable[Issued]) -> None:
         """Operations for the next batch, which is not sent for their sake."""
         with self._putting:
-            for numbers, where in issued:
-                self._stream += numbers
-                self._wheres.append(where)
+            self._waiting += issued
 
     def _free_ids(self) -> None:
         ids = _drained(self.freed)
         if ids:
-            with self._putting:
-                self._stream += (0, len(ids))
-                self._stream += ids
-                self._wheres.append(())
-                self._let_go += ids
-                self._num_words += 1
+            self.put([([0, len(ids), *ids], ())])
 
     def new_handle(self) -> Handle:
         """Of a tensor that there will be: with an id that no other has, and no spec yet."""
@@ -286,7 +280,7 @@ class Engine:
         payload = self.session.dump((tensor.detach(), placements), self.ranks)
         with self._sending:
             # It is bound before its batch; what comes before it stays before it. A step that is held back stays so.
-            if self._wheres and not self.watcher.held:
+            if self._waiting and self._held is None:
                 self.flush()
             self._uploads.append(messages.Upload(id=handle.id, payload=payload))
         self._woken.set()
@@ -310,6 +304,71 @@ class Engine:
         self._woken.set()
         return handles, done
 
+    # ---- steps that are held back
+
+    def hold(self, held: Held) -> bool:
+        """Let operations wait from here on, until `release`. Whoever needs a value of them sends them before that.
+
+        Returns:
+            False: others are held already, and nothing is done.
+        """
+        if self._held is not None:
+            return False
+        if self._is_due_as_steps():
+            self.flush()
+        with self._putting:
+            held.first, self._held = len(self._waiting), held
+            self._due = held.first + _MAX_HELD
+        return True
+
+    def release(self, held: Held, exchange: Exchange | None) -> None:
+        """Operations wait no longer. Harmless for what was never held.
+
+        Args:
+            exchange: asked what becomes of them, if they have not been sent; None: they are sent as they are.
+        """
+        try:
+            with self._putting:
+                if exchange is not None and self._held is held:
+                    self._exchange(held.first, exchange)
+        finally:
+            with self._putting:
+                if self._held is held:
+                    self._held, self._due = None, self._size_of_next()
+        if exchange is not None and self._is_due_as_steps():
+            self._keep_near(_MAX_STEPS_AHEAD)
+            self.flush()
+        elif self._uploads or self._fed or not self.has_enough:
+            self._woken.set()
+
+    def _exchange(self, first: int, exchange: Exchange) -> None:
+        last = len(self._waiting)
+        freed = _drained(self.freed)
+        try:
+            found = exchange(self._waiting[first:last], freed)
+            if found is not None:
+                self._waiting[first:last] = [found[0]]
+                freed = [id for id in freed if id not in found[1]]
+        finally:
+            self.freed.extend(freed)
+
+    def _break_hold(self) -> None:
+        """All that waits is about to be sent."""
+        held = self._held
+        if held is None:
+            return
+        num_held = len(self._waiting) - held.first
+        if num_held == 0:
+            held.first, self._due = 0, _MAX_HELD
+            return
+        where = describe(here()).strip().replace("\n", " ")
+        held.broken = f"more than {_MAX_HELD:,} operations" if num_held >= _MAX_HELD else where or "a value"
+        self._held = None
+
+    def _is_due_as_steps(self) -> bool:
+        """Whether recorded steps are to be sent now; an acknowledgement will see to it otherwise."""
+        return bool(self._waiting) and (not self.has_enough or len(self._waiting) >= _STEPS_IN_ONE)
+
     # ---- batches
 
     def flush(self) -> None:
@@ -318,21 +377,15 @@ class Engine:
         Raises:
             RankLost: a rank is gone; so is whatever it held.
         """
-        if not self._wheres and not self._uploads and not self._fed and not self.freed:
+        if not self._waiting and not self._uploads and not self._fed and not self.freed:
             return
         self._keep_near()
         self._send(None)
 
     def pause(self) -> None:
-        """A step may have ended here, and Python may wait for something else now: ranks that have little to do get what
-        there is."""
-        self.watcher.boundary()
-        if self._wheres and not self.has_enough and not self.watcher.to_its_end:
+        """Python may wait for something else now: ranks that have little to do get what there is."""
+        if self._waiting and not self.has_enough and self._held is None:
             self.flush()
-
-    def _before_call(self) -> None:
-        self.watcher.boundary()
-        self.flush()
 
     def _keep_near(self, limit: int = _MAX_AHEAD) -> None:
         self._check()
@@ -361,24 +414,27 @@ class Engine:
         """Make up a batch and send it, in one piece whatever happens."""
         with self._sending:
             with self._putting:
-                self.watcher.before_send(fetch is not None)
+                self._break_hold()
                 self._free_ids()
-                stream, wheres, let_go, words = self._stream, self._wheres, self._let_go, self._num_words
-                self._stream, self._wheres, self._let_go, self._num_words = [], [], [], 0
+                waiting, self._waiting = self._waiting, []
                 templates, self._templates = self._templates, []
                 forgotten, self._forgotten = self._forgotten, []
                 fed, self._fed = self._fed, []
             uploads, self._uploads = self._uploads, []
+            issued, lines = zip(*waiting, strict=True) if waiting else ((), ())
+            wheres = list(lines)
+            words = [numbers for numbers in issued if not numbers[0]]
+            freed = [id for word in words for id in word[2:]]
             command = None
             try:
-                if not wheres and not uploads and not fed and fetch is None:
+                if not waiting and not uploads and not fed and fetch is None:
                     return None
                 command = messages.RunOps(
                     call=self.session.connection.next_call(),
                     ranks=self.ranks,
                     engine=self.name,
                     first=self._number,
-                    ops=_encoder.encode(stream),
+                    ops=_encoder.encode(list(itertools.chain.from_iterable(issued))),
                     templates=tuple(templates),
                     uploads=tuple(uploads),
                     fed=tuple(rows for rows, _ in fed),
@@ -386,9 +442,9 @@ class Engine:
                     forget=tuple(forgotten),
                     issued=_issued(wheres if fetch is None else [*wheres, here()]),
                 )
-                self._ahead[command.call] = _Batch(self._number, wheres, templates, let_go, command)
-                self._number += len(wheres)
-                self.num_ops += len(wheres) - words
+                self._ahead[command.call] = _Batch(self._number, wheres, templates, freed, command)
+                self._number += len(waiting)
+                self.num_ops += len(waiting) - len(words)
                 self.num_batches += 1
                 future = self.session.connection.request(command, **handlers)
             except BaseException as error:
@@ -398,14 +454,15 @@ class Engine:
                     self._templates[:0] = templates
                     # Stop in the middle of sending: maybe it has gone out, and nothing may be done twice.
                     if command is None or isinstance(error, Exception):
-                        self._stream[:0], self._wheres[:0], self._let_go[:0] = stream, wheres, let_go
-                        self._num_words += words
+                        self._waiting[:0] = waiting
+                        if self._held is not None:
+                            self._held.first += len(waiting)
                         self._uploads[:0] = uploads
                         self._fed[:0] = fed
                     else:
-                        self.freed.extend(let_go)
+                        self.freed.extend(freed)
                 raise
-            if not self.watcher.held:
+            if self._held is None:
                 self._due = self._size_of_next()
         call = command.call
         future.add_done_callback(lambda done: self._acknowledged(call, done))
@@ -426,15 +483,14 @@ class Engine:
             self._take_note(batch, finished)
         with self._changed:
             del self._ahead[call]
-            if not self.watcher.held:
+            if self._held is None:
                 self._due = self._size_of_next()
             self._changed.notify_all()
-        if self._wheres and not self.has_enough:  # held back while they had
+        if self._waiting and not self.has_enough:  # held back while they had
             self._woken.set()
 
     def _size_of_next(self) -> int:
-        size = _BATCHES[min(len(self._ahead), len(_BATCHES) - 1)]
-        return min(size, self.watcher.rest or size)
+        return _BATCHES[min(len(self._ahead), len(_BATCHES) - 1)]
 
     def _take_note(self, batch: _Batch, finished: messages.CallFinished) -> None:
         for part in finished.parts:
@@ -713,21 +769,11 @@ def _send_when_idle(held: weakref.ref[Engine], woken: threading.Event) -> None:
         woken.clear()
         threading.Event().wait(_IDLE_S)
         engine = held()
-        count, patience = -1, time.monotonic() + _MAX_HELD_S
-        while engine is not None and engine.watcher.held:  # until nothing more comes
-            if engine._ahead:
-                patience = time.monotonic() + _MAX_HELD_S
-            over = len(engine._wheres) == count or time.monotonic() > patience
-            if over and not engine.watcher.to_its_end:
-                break
-            count = len(engine._wheres)
-            del engine
-            threading.Event().wait(_HELD_IDLE_S)
-            engine = held()
         if engine is None:
             return
         try:
-            engine.flush()
+            if engine._held is None:  # else `release` wakes this thread
+                engine.flush()
         except MeshbookError:
             return  # told to whoever waits or goes on
         del engine

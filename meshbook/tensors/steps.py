@@ -1,7 +1,7 @@
-"""Steps that were seen, as the recorder knows them: their operations, and names for the tensors in place of ids.
+"""Steps that were seen: their operations, and names for the tensors in place of ids.
 
-A `Book` tells whether what waits in an engine's stream is a step that it has; a `Shape` makes the one operation that
-stands for it, and tells the ranks what that means.
+A `Book` tells whether operations are a step that it has; a `Shape` makes the one operation that stands for it, and
+tells the ranks what that means.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import itertools
 import operator
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,11 +21,8 @@ from meshbook.tensors import engine as engines
 from meshbook.tensors.engine import Engine, Where
 from meshbook.tensors.plan import Spec, Template
 
-# Recordings that one function, or one mesh, may have, for as many shapes and branches; the one used longest ago goes.
+# Recordings that one function may have on a mesh, for as many shapes and branches; the one used longest ago goes.
 _MAX_VARIANTS = 16
-# What these find in the data is an error. Of a recorded step it is the error of all its results, and so they are only
-# recorded where it was asked for.
-_CHECKS = ("aten::_linalg_check_errors", "aten::_assert_async", "aten::_assert_scalar")
 
 
 class Book:
@@ -36,7 +32,6 @@ class Book:
         self.engine = engine
         self.shapes: dict[tuple[int, ...], Shape] = {}  # by their operations' kinds; the one used last comes last
         self._counts: dict[int, tuple[int, int, int]] = {}
-        self._sizes: dict[Any, int] = {}  # numbers of an operation
 
     def find(self, stream: list[int | float], wheres: list[Where]) -> Shape | None:
         """The step that these are, all of it and nothing more."""
@@ -46,19 +41,13 @@ class Book:
                 return shape
         return None
 
-    def beginning(self, stream: list[int | float], words: int, count: int) -> Shape | None:
-        """A step that begins with so many operations, the first of them at a place of the stream."""
-        return next((shape for shape in reversed(self.shapes.values()) if shape.has(stream, words, 0, count)), None)
-
-    def add(self, stream: list[int | float], wheres: list[Where], *, is_loop: bool = False) -> None:
-        """A step, to be recorded when it comes again. Nothing else is among its operations."""
-        # Merged sums have another order, unless they are of two parts. When a loop is found is a matter of time, which
-        # must not tell in the numbers.
-        exact = is_loop or torch.are_deterministic_algorithms_enabled()
-        merge = not exact or all(size <= 2 for size in self.engine.axes.shape)
+    def add(self, stream: list[int | float], wheres: list[Where]) -> None:
+        """A step, to be recorded when it comes again; unless other things than operations are among it."""
+        # Merged sums have another order, unless they are of two parts.
+        merge = not torch.are_deterministic_algorithms_enabled() or all(size <= 2 for size in self.engine.axes.shape)
         try:
-            kinds = tuple(self.kinds_of(stream))
-            shape = Shape(self.engine, stream, wheres, [self.counts(kind) for kind in kinds], is_loop, merge)
+            kinds = tuple(self._kinds_of(stream))
+            shape = Shape(self.engine, stream, wheres, [self.counts(kind) for kind in kinds], merge)
         except KeyError:
             return
         old = self.shapes.pop(kinds, None)
@@ -73,11 +62,6 @@ class Book:
             shape.drop()
         self.shapes.clear()
 
-    def is_safe(self, kinds: Sequence[int]) -> bool:
-        """Whether no operation finds an error in the data."""
-        known = self.engine.templates
-        return not any(known[kind].name.startswith(_CHECKS) for kind in set(kinds))
-
     def counts(self, kind: int) -> tuple[int, int, int]:
         """How many tensors an operation takes and makes, and its floats.
 
@@ -88,7 +72,6 @@ class Book:
         if found is None:
             if len(self._counts) > 1 << 15:
                 self._counts.clear()
-                self._sizes.clear()
             template = self.engine.templates[kind]
             sent: Sent = pickle.loads(template.body)
             leaves = pytree.tree_leaves((sent.args, sent.kwargs))
@@ -96,63 +79,27 @@ class Book:
             num_floats = sum(leaf is FLOAT for leaf in leaves) + sent.seeded
             num_new = sum(isinstance(output, Spec) for output in template.outputs)
             found = self._counts[kind] = num_in, num_new, num_floats
-            self._sizes[kind] = 1 + sum(found)
         return found
 
-    def kinds_of(self, stream: list[int | float]) -> list[int]:
-        """The operations of a stream, without those that only let go of ids.
+    def _kinds_of(self, stream: list[int | float]) -> list[int]:
+        """The operations of a stream.
 
         Raises:
             KeyError: see `counts`.
         """
         found: list[int] = []
-        at, end, sizes = 0, len(stream), self._sizes
-        while at < end:
+        at = 0
+        while at < len(stream):
             kind: Any = stream[at]
-            try:
-                at += sizes[kind]
-            except KeyError:
-                if kind:
-                    self.counts(kind)
-                else:
-                    at += 2 + int(stream[at + 1])
-            else:
-                found.append(kind)
+            at += 1 + sum(self.counts(kind))
+            found.append(kind)
         return found
-
-    def part(self, log: Sequence[Part], first: int, last: int) -> tuple[list[int | float], list[Where]]:
-        """Operations `first` to `last` of a log and their lines, without what only lets go of ids."""
-        words: list[int | float] = []
-        lines: list[Where] = []
-        count = 0
-        for part in log:
-            at, stream = 0, part.stream
-            for where in part.wheres:
-                if not stream[at]:
-                    at += 2 + int(stream[at + 1])
-                    continue
-                end = at + self._sizes[stream[at]]
-                if first <= count < last:
-                    words += stream[at:end]
-                    lines.append(where)
-                at, count = end, count + 1
-        return words, lines
-
-
-@dataclass(frozen=True)
-class Part:
-    """Operations that were sent as they are."""
-
-    stream: list[int | float]
-    wheres: list[Where]
-    kinds: list[int]  # without those that only let go of ids
 
 
 class Shape:
     """A step: its operations, with names for the tensors instead of ids.
 
     Attributes:
-        is_loop: no boundary follows it.
         num_tapes: times that it was told to the ranks.
         ids_of: of its numbers, the id of each tensor.
         made, results: of those ids, which the step makes, and which of them outlive it.
@@ -164,25 +111,24 @@ class Shape:
         stream: list[int | float],
         wheres: list[Where],
         counts: Sequence[tuple[int, int, int]],  # see `Book.counts`
-        is_loop: bool,
         merge: bool,
     ) -> None:
         self.tape: Template | None = None
         self.num_tapes = 0
-        self.is_loop, self._merge = is_loop, merge
+        self._merge = merge
         self.num_ops = len(counts)
         self._engine, self._wheres, self._counts = engine, wheres, counts
         self._key = ""
         float_at: list[int] = []
         names: dict[Any, int] = {}
-        self._at: list[int] = []  # of each operation, in the stream
+        self._kinds: list[Any] = []
         self._row: list[int] = []  # of each place for an id, which tensor is there
         first: list[int] = []  # of each tensor, where it comes first
         self._given: list[int] = []  # tensors that come from before
         self._made: list[int] = []
         at = 0
         for num_in, num_new, num_floats in counts:
-            self._at.append(at)
+            self._kinds.append(stream[at])
             for place in range(at + 1, at + 1 + num_in + num_new):
                 name = names.setdefault(stream[place], len(names))
                 if name == len(first):
@@ -195,7 +141,6 @@ class Shape:
         if at != len(stream) or len(wheres) != self.num_ops:
             raise KeyError("the stream is not made of these operations")
         self._size = at
-        self._kinds: list[Any] = [stream[at] for at in self._at]
         self.ids_of, self._floats_of = _picker(first), _picker(float_at)
         self.made, self._given_of = _picker(self._made), _picker(self._given)
         self._live: list[int] = []  # names of results
@@ -219,12 +164,6 @@ class Shape:
         if self._all_of((*own, *self._kinds, *self._floats_of(stream))) != tuple(stream):
             return False
         return len(set(own)) == len(own) and _same_lines(wheres, self._wheres)
-
-    def has(self, stream: list[int | float], words: int, first: int, last: int) -> bool:
-        """Whether operations `first` to `last` are of its kinds, in a stream in which it begins at `words`."""
-        if last > self.num_ops or words + self._at[last - 1] >= len(stream):
-            return False
-        return [stream[words + at] for at in self._at[first:last]] == self._kinds[first:last]
 
     def again(self, own: tuple[Any, ...], stream: list[int | float]) -> list[int | float]:
         """The operation that stands for the step.

@@ -57,7 +57,6 @@ def main() -> int:
     part, parts = map(int, options.part.split("/"))
     only = set(filter(None, options.only.split(",")))
     found: Counter[str] = Counter()
-    meshbook.record.auto(False)  # what repeats here are other tensors each time
     with meshbook.create_mesh({"dp": 2}) as mesh:
         for operator in op_db[part::parts]:
             if operator.name in LEFT_OUT or (only and operator.name not in only):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 import meshbook
 from meshbook.controller.mesh import Mesh, create_mesh
 from meshbook.errors import RankLost
+from meshbook.rank.tensors import lowering
 from meshbook.tensors.creation import engine_of
 from tests.tensors import gpt
 
@@ -165,7 +168,7 @@ def test_a_local_operand_does_not_end_the_holding_back_of_a_step(
     mesh2: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As when ranks have enough to do.
-    monkeypatch.setattr("meshbook.tensors.recording.Recorder._is_due", lambda self: False)
+    monkeypatch.setattr("meshbook.tensors.engine.Engine._is_due_as_steps", lambda self: False)
 
     @meshbook.record
     def step(x: Any, there: torch.Tensor) -> Any:
@@ -362,6 +365,92 @@ def test_forgetting_leaves_nothing_on_the_ranks(mesh2: Mesh) -> None:
     assert told() == before + 1
     step.forget()
     assert told() == before
+
+
+@pytest.fixture
+def to_the_bit() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_sums_of_more_than_two_parts_are_those_of_op_by_op_where_torch_is_to_be_deterministic(to_the_bit: None) -> None:
+    with create_mesh({"dp": 3}) as mesh:
+        x = meshbook.distribute(torch.randn(6, 96), mesh, [Shard(0)])
+
+        def run(record: bool) -> Any:
+            torch.manual_seed(3)
+            layers = [torch.nn.Linear(96, 96) for _ in range(3)]
+            model = meshbook.module_to_mesh(torch.nn.Sequential(*layers), mesh)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+            @meshbook.record(enabled=record)
+            def step() -> Any:
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                return loss
+
+            losses = [step().item() for _ in range(7)]
+            return losses, step.stats().replayed
+
+        plain, again = run(False), run(True)
+        assert plain[0] == again[0]
+        assert again[1] >= 3
+
+
+def test_operations_of_another_thread_in_the_middle_of_a_step_come_in_their_order(mesh2: Mesh) -> None:
+    state = meshbook.distribute(torch.zeros(2), mesh2)
+
+    @meshbook.record
+    def step(number: int) -> Any:
+        state.add_(1.0)
+        held = state * 0.0 + 10.0
+        if number == 3:
+            other = threading.Thread(target=lambda: state.add_(held))
+            other.start()
+            other.join(30.0)
+        state.add_(held * 0.0)
+        return state * 1.0
+
+    assert [step(number).tolist()[0] for number in range(5)] == [1.0, 2.0, 3.0, 14.0, 15.0]
+    assert step.stats().replayed == 2
+
+
+def test_a_step_may_take_more_batches_of_a_feed_than_are_sent_ahead(mesh2: Mesh) -> None:
+    @meshbook.record
+    def step(feed: Any) -> Any:
+        return sum((next(feed) * 2.0).sum() for _ in range(8))
+
+    for _ in range(3):
+        assert step(mesh2.feed((torch.full((2,), float(number)) for number in range(8)), prefetch=1)).item() == 112
+
+
+def test_a_recorded_function_within_another_is_a_part_of_it(mesh2: Mesh) -> None:
+    x = meshbook.distribute(torch.ones(4), mesh2)
+
+    @meshbook.record
+    def inner(x: Any) -> Any:
+        return x * 2.0
+
+    @meshbook.record
+    def outer(x: Any) -> Any:
+        return inner(inner(x)).sum()
+
+    assert [outer(x).item() for _ in range(4)] == [16.0] * 4
+    assert outer.stats().replayed == 2
+    assert (inner.stats().replayed, inner.stats().one_by_one) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "same"),
+    [(1.0, 1.0, True), (0.0, 0.0, True), (0.0, -0.0, False), (-0.0, 0.0, False), (float("nan"), float("nan"), True)],
+)
+def test_a_number_written_into_a_step_is_the_same_down_to_the_sign_of_zero(
+    before: float, now: float, same: bool
+) -> None:
+    assert lowering.is_same_number(now, before) is same
 
 
 def test_a_rank_that_dies_in_a_recorded_step_is_told_at_the_next_wait() -> None:
