@@ -57,9 +57,13 @@ class Run:
         """One sentence for each thing that is there and should not be; empty for a clean house."""
         return [
             *(f"process {pid} still runs: {command}" for pid, command in self.processes().items()),
-            *(f"{path} is still in the runtime folder" for path in sorted(self.runtime_dir.rglob("*"))),
+            *(f"{path} is still in the runtime folder" for path in self._left_there()),
             *(f"{path} is new" for path in sorted(self._new_shared_memory())),
         ]
+
+    def _left_there(self) -> list[Path]:
+        """In the runtime folder; Meshbook's own part of it, `meshbook`, stays when its meshes go."""
+        return sorted(set(self.runtime_dir.rglob("*")) - {self.runtime_dir / "meshbook"})
 
     def wait_until_clean(self, grace_s: float = GRACE_S) -> list[str]:
         """`leftovers` once there are none, or those that are there after `grace_s` seconds. Blocks until then."""

@@ -347,8 +347,8 @@ def _meshes() -> Iterator[Finding]:
         folder = keys.runtime_folder()
     except MeshbookError:
         return  # told already
-    dead = sorted(place.name for place in folder.iterdir() if place.is_dir() and not keys.is_alive(place))
-    living = keys.list_connections()  # this also removes the dead ones' folders
+    dead = keys.remove_dead()
+    living = keys.list_connections()
     if dead:
         yield Finding("note", "dead meshes", f"removed what {', '.join(dead)} had left in {folder}")
     if living:

@@ -338,7 +338,7 @@ def end(connection: keys.Connection) -> str:
 def _is_gone(connection: keys.Connection, within_s: float) -> bool:
     """Whether the supervisor ends within so many seconds; what it left is then removed."""
     deadline = time.monotonic() + within_s
-    while keys.is_running(connection.pid, connection.process_started_at):
+    while connection.lives:
         if time.monotonic() >= deadline:
             return False
         time.sleep(0.02)  # not our child: it can only be looked at again

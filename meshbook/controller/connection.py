@@ -262,7 +262,7 @@ class Connection:
         reason = self._stop_reason or f"its supervisor (pid {self.found.pid}) has ended"
         self._fail_all(f"the mesh {self.found.name!r} is gone: {reason}")
         with contextlib.suppress(errors.StartError):
-            keys.remove_dead(self.found)
+            keys.remove_dead_mesh(self.found)
         for stopped in tuple(self.listeners.stopped):  # one that hears it may leave at once
             stopped(reason)
 
@@ -291,7 +291,7 @@ class Connection:
 
 def _process_fd(found: keys.Connection) -> int | None:
     """A descriptor that becomes readable when the supervisor's process ends; None on another machine or system."""
-    if not hasattr(os, "pidfd_open") or not keys.is_running(found.pid, found.process_started_at):
+    if not hasattr(os, "pidfd_open") or not found.lives:
         return None
     try:
         return os.pidfd_open(found.pid)

@@ -36,7 +36,6 @@ def launch_supervisor(
         StartError: it did not come up; the message says why.
     """
     folder = keys.claim_folder(name)
-    keys.mark_starting(folder, os.getpid())
     ready, theirs = os.pipe()
     # -P: a torch.py in the user's folder must not be taken for torch; ranks get the user's own path later.
     command = [sys.executable, "-P", "-m", "meshbook.supervisor", str(folder), name, str(theirs)]

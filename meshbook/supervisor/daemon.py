@@ -29,7 +29,7 @@ def serve(arguments: list[str]) -> None:
     folder: Path = options.folder
     try:
         _settle()
-        keys.mark_starting(folder, os.getpid())
+        keys.hold(folder)
         token = keys.new_token()
         driver = Driver(
             folder,

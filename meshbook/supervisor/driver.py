@@ -25,9 +25,10 @@ from meshbook.engines.base import Engine
 from meshbook.engines.local import LocalEngine
 from meshbook.errors import ProtocolError, StartError, VersionMismatch
 from meshbook.host.agent import HostAgent
+from meshbook.supervisor import logfile
 from meshbook.supervisor import state as s
 from meshbook.supervisor.stalls import STALL_S
-from meshbook.wire import codec, keys, messages
+from meshbook.wire import codec, keys, messages, processes
 from meshbook.wire.loop import Loop
 
 log = logging.getLogger("meshbook.supervisor")
@@ -37,6 +38,7 @@ ENGINES: dict[str, type[LocalEngine]] = {"local": LocalEngine}
 _ENGINE_POLL_S = 0.5
 _CLIENT_POLL_S = 5.0  # where the system has no pidfd
 _STOP_GRACE_S = 1.0
+_LOG_LOOK_S = 30.0
 
 
 class Driver:
@@ -95,8 +97,7 @@ class Driver:
             name=name,
             address=socket.getsockopt_string(zmq.LAST_ENDPOINT),
             token=self._token,
-            pid=os.getpid(),
-            process_started_at=keys.process_started_at(os.getpid()) or 0.0,
+            process=processes.identify(os.getpid()),
             started_at=now,
             protocol=codec.PROTOCOL.decode(),
             owner=owner,
@@ -112,11 +113,16 @@ class Driver:
             self._agent.warm_up(with_torch=not self._light, source=self._source)
         # Who started us may have died before saying hello: an empty mesh is an orphan from the start.
         self._carry_out([s.Alarm("orphan 0", s.ORPHAN_TTL_S)])
+        self._keep_log_short()
         self._loop.run()
         self._front.close()
         if self._back is not None:
             self._back.close()
         self._context.term()
+
+    def _keep_log_short(self) -> None:
+        logfile.shorten(self._folder / "supervisor.log")
+        self._loop.call_later(_LOG_LOOK_S, self._keep_log_short)
 
     # ---- clients
 

@@ -1,31 +1,30 @@
-"""Where a mesh is found and who may speak to it: the runtime folder, connection files, tokens, CURVE keys.
+"""Where a mesh is found and who may speak to it: connection files, tokens, CURVE keys.
 
-Each mesh has a folder of its own, mode 0700, named after it, inside the runtime folder. It holds the mesh's sockets,
-its log and `mesh.json` (mode 0600: address, token, keys), as Jupyter's connection files do. Who can read that file may
-run code on the mesh; nobody else gets anything run or unpickled.
+Each mesh has a folder of its own, mode 0700, named after it, inside the runtime folder (`folders`). It holds the mesh's
+sockets, its log and `mesh.json` (mode 0600: address, token, keys), as Jupyter's connection files do. Who can read that
+file may run code on the mesh; nobody else gets anything run or unpickled.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import re
 import secrets
-import shutil
-import stat
-import tempfile
 from pathlib import Path
 
 import msgspec
-import psutil
 import zmq
 from msgspec import Struct
 
-from meshbook.errors import MeshInUse, MeshNameError, NotAttached, StartError, UsageError
-
-# Linux's limit for a socket's path is 108 bytes with its end mark; the longest name we add is "h1234-service.sock".
-_MAX_SOCKET_FOLDER = 107 - len("/h1234-service.sock")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
+from meshbook.errors import MeshNameError, NotAttached, StartError
+from meshbook.wire import processes
+from meshbook.wire.folders import check_name as check_name
+from meshbook.wire.folders import claim_folder as claim_folder
+from meshbook.wire.folders import hold as hold
+from meshbook.wire.folders import remove_dead as remove_dead
+from meshbook.wire.folders import remove_folder as remove_folder
+from meshbook.wire.folders import remove_if_dead as remove_if_dead
+from meshbook.wire.folders import runtime_folder as runtime_folder
+from meshbook.wire.folders import write_whole
+from meshbook.wire.processes import Process
 
 
 class Connection(Struct, frozen=True):
@@ -34,101 +33,26 @@ class Connection(Struct, frozen=True):
     name: str
     address: str  # ipc://… or tcp://…
     token: str
-    pid: int  # the supervisor's
-    process_started_at: float  # of that pid, so that a reused pid is not taken for it
+    process: Process  # the supervisor's
     started_at: float  # wall clock
     protocol: str
     owner: str | None = None  # the notebook or script that started it: a restarted kernel finds its mesh by this
     server_key: str | None = None  # CURVE, for tcp
     has_ranks: bool = False  # False: a supervisor that warms up, and is nobody's mesh yet
 
+    @property
+    def pid(self) -> int:
+        """The supervisor's, on its host."""
+        return self.process.pid
+
+    @property
+    def lives(self) -> bool:
+        """Whether its supervisor's process runs on this machine."""
+        return processes.is_running(self.process)
+
 
 def new_token() -> str:
     return secrets.token_hex(32)
-
-
-def runtime_folder() -> Path:
-    """The folder that holds all meshes of this user; made when absent.
-
-    `MESHBOOK_RUNTIME_DIR`, else `$XDG_RUNTIME_DIR/meshbook`, else `meshbook-<uid>` in the temporary folder.
-
-    Raises:
-        StartError: it belongs to somebody else, others may write to it, or its path is too long for a socket.
-    """
-    if chosen := os.environ.get("MESHBOOK_RUNTIME_DIR"):
-        folder = Path(chosen)
-    elif (runtime := os.environ.get("XDG_RUNTIME_DIR")) and os.access(runtime, os.W_OK):
-        folder = Path(runtime) / "meshbook"
-    else:
-        folder = Path(tempfile.gettempdir()) / f"meshbook-{os.getuid()}"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise StartError(
-            f"the runtime folder {folder} cannot be made ({error.strerror}); "
-            "set MESHBOOK_RUNTIME_DIR to a folder of yours"
-        ) from error
-    _check_folder(folder)
-    return folder
-
-
-def _check_folder(folder: Path) -> None:
-    status = folder.lstat()
-    if stat.S_ISLNK(status.st_mode) or not stat.S_ISDIR(status.st_mode):
-        raise StartError(f"{folder} is not a folder; remove it, or set MESHBOOK_RUNTIME_DIR to a folder of yours")
-    if status.st_uid != os.getuid():
-        raise StartError(
-            f"the folder {folder} belongs to user {status.st_uid}, not to you ({os.getuid()}); "
-            "set MESHBOOK_RUNTIME_DIR to a folder of yours"
-        )
-    if stat.S_IMODE(status.st_mode) & 0o077:
-        raise StartError(
-            f"the folder {folder} is open to others (mode {stat.S_IMODE(status.st_mode):04o}, wanted 0700); "
-            f"run chmod 700 {folder}, or set MESHBOOK_RUNTIME_DIR"
-        )
-
-
-def check_name(name: str) -> str:
-    if not _NAME.fullmatch(name):
-        raise UsageError(
-            f"{name!r} cannot name a mesh: use 1 to 48 letters, digits, '.', '_' or '-', "
-            "beginning with a letter or digit"
-        )
-    return name
-
-
-def claim_folder(name: str) -> Path:
-    """A new folder for a mesh of this name. What a dead mesh of the name left behind is removed first.
-
-    Raises:
-        MeshInUse: a mesh of that name lives.
-        StartError: the folder cannot be made or is too deep for sockets.
-    """
-    folder = runtime_folder() / check_name(name)
-    if len(os.fsencode(folder)) > _MAX_SOCKET_FOLDER:
-        raise StartError(
-            f"the folder {folder} is {len(os.fsencode(folder))} bytes long, and a socket in it may have at most "
-            f"{_MAX_SOCKET_FOLDER}; set MESHBOOK_RUNTIME_DIR to a shorter one"
-        )
-    for _ in range(2):
-        try:
-            folder.mkdir(mode=0o700)
-        except FileExistsError:
-            if is_alive(folder):
-                raise MeshInUse(
-                    f"a mesh named {name!r} is running; attach to it (%mesh attach {name}), stop it, or choose another "
-                    "name with --name"
-                ) from None
-            shutil.rmtree(folder, ignore_errors=True)
-        except OSError as error:
-            raise StartError(f"the folder {folder} cannot be made: {error.strerror}") from error
-        else:
-            return folder
-    raise StartError(f"the folder {folder} of a dead mesh cannot be removed; remove it by hand")
-
-
-def remove_folder(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_connection(folder: Path, connection: Connection) -> None:
@@ -137,28 +61,22 @@ def write_connection(folder: Path, connection: Connection) -> None:
     Raises:
         StartError: it cannot be written, for example because the disk is full.
     """
-    target, draft = folder / "mesh.json", folder / ".mesh.json.new"
+    target = folder / "mesh.json"
     try:
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with open(fd, "wb") as file:
-            file.write(msgspec.json.encode(connection))
-        draft.replace(target)
+        write_whole(target, msgspec.json.encode(connection))
     except OSError as error:
-        with contextlib.suppress(OSError):
-            draft.unlink()
         raise StartError(
             f"{target} cannot be written: {error.strerror}; "
             "free some space, or set MESHBOOK_RUNTIME_DIR to another disk"
         ) from error
 
 
-def remove_dead(connection: Connection) -> None:
+def remove_dead_mesh(connection: Connection) -> None:
     """Remove what this mesh left, if it is dead and nobody has taken its name since."""
     folder = runtime_folder() / connection.name
     found = read_connection(folder)
-    dead = not is_running(connection.pid, connection.process_started_at)
-    if dead and found is not None and found.token == connection.token:
-        remove_folder(folder)
+    if found is not None and found.token == connection.token:
+        remove_if_dead(folder)
 
 
 def read_connection(folder: Path) -> Connection | None:
@@ -169,51 +87,12 @@ def read_connection(folder: Path) -> Connection | None:
         return None
 
 
-def process_started_at(pid: int) -> float | None:
-    try:
-        return float(psutil.Process(pid).create_time())
-    except psutil.Error:
-        return None
-
-
-def is_running(pid: int, started_at: float) -> bool:
-    """Whether that very process lives, not a later one with the same pid."""
-    found = process_started_at(pid)
-    try:
-        return found is not None and abs(found - started_at) < 1.0 and psutil.Process(pid).status() != "zombie"
-    except psutil.Error:
-        return False
-
-
-def is_alive(folder: Path) -> bool:
-    """Whether a supervisor lives behind this folder, or is just being born there."""
-    connection = read_connection(folder)
-    if connection is not None:
-        return is_running(connection.pid, connection.process_started_at)
-    try:
-        pid, started_at = (folder / "starting").read_text().split()
-        return is_running(int(pid), float(started_at))
-    except (OSError, ValueError):
-        return False
-
-
-def mark_starting(folder: Path, pid: int) -> None:
-    """Say that `pid` is making a mesh here, so that nobody takes the folder for a dead one's."""
-    (folder / "starting").write_text(f"{pid} {process_started_at(pid) or 0.0}")
-
-
 def list_connections() -> list[Connection]:
-    """Every mesh of this user that lives, oldest first. Folders of dead ones are removed."""
-    found = []
-    for folder in runtime_folder().iterdir():
-        if not folder.is_dir():
-            continue
-        connection = read_connection(folder)
-        if connection is not None and is_running(connection.pid, connection.process_started_at):
-            found.append(connection)
-        elif not is_alive(folder):
-            remove_folder(folder)
-    return sorted(found, key=lambda connection: connection.started_at)
+    """Every mesh of this user that lives on this machine, oldest first. What dead ones left is removed."""
+    remove_dead()
+    found = [read_connection(folder) for folder in runtime_folder().iterdir()]
+    living = [connection for connection in found if connection is not None and connection.lives]
+    return sorted(living, key=lambda connection: connection.started_at)
 
 
 def find_connection(name: str | None) -> Connection:
@@ -226,8 +105,13 @@ def find_connection(name: str | None) -> Connection:
     if name is not None:
         folder = runtime_folder() / check_name(name)
         connection = read_connection(folder)
-        if connection is not None and not is_running(connection.pid, connection.process_started_at):
-            remove_folder(folder)
+        if connection is not None and not connection.lives:
+            where = f"(pid {connection.pid} on {connection.process.host})"
+            if not remove_if_dead(folder) and folder.exists():
+                raise NotAttached(
+                    f"the mesh {name!r} cannot be reached from here: its supervisor {where} belongs to another machine "
+                    "or container; attach to it there"
+                )
             raise NotAttached(
                 f"the mesh {name!r} is gone: its supervisor (pid {connection.pid}) has ended. "
                 f"What it left was removed; start a new one with %mesh start --name {name}"
@@ -248,6 +132,10 @@ def find_connection(name: str | None) -> Connection:
 
 def curve_keys() -> tuple[bytes, bytes]:
     """A new CURVE pair: public, secret.
+
+    No ZAP handler checks clients' keys, and none is needed: a client cannot say a word to a CURVE server without that
+    server's public key, which stands in `mesh.json` alone, mode 0600; and then it must show the token, from the same
+    file. A client's own key proves nothing more, so it makes a new one for each connection.
 
     Raises:
         StartError: this zmq was built without CURVE.

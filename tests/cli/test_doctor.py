@@ -72,10 +72,10 @@ def test_a_kernelspec_whose_python_is_gone_is_told_of(tmp_path: Path) -> None:
 
 
 def test_a_runtime_folder_that_is_open_to_others_is_missing(tmp_path: Path) -> None:
-    tmp_path.chmod(0o777)
+    (tmp_path / "meshbook").mkdir(mode=0o755)
     status, found = findings(MESHBOOK_RUNTIME_DIR=str(tmp_path))
     assert status == 1
-    assert f"chmod 700 {tmp_path}" in found["runtime folder"]["says"]
+    assert f"chmod 700 {tmp_path}/meshbook" in found["runtime folder"]["says"]
 
 
 def test_a_runtime_folder_too_deep_for_sockets_is_missing(tmp_path: Path) -> None:
@@ -122,8 +122,8 @@ def test_what_dead_meshes_left_is_removed_and_said(tmp_path_factory: pytest.Temp
     subprocess.run([sys.executable, "-c", program], env={**os.environ, **env}, check=True, timeout=60)
     status, found = findings(**env)
     assert status == 0
-    assert found["dead meshes"]["says"] == f"removed what dead had left in {folder}"
-    assert os.listdir(folder) == []
+    assert found["dead meshes"]["says"] == f"removed what dead had left in {folder}/meshbook"
+    assert os.listdir(folder / "meshbook") == []
     assert "dead meshes" not in findings(**env)[1]
 
 

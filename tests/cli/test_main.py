@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -171,13 +172,13 @@ def test_what_a_dead_mesh_left_is_told_of_and_removed(nowhere: dict[str, str], r
     subprocess.run([sys.executable, "-c", program], env={**os.environ, **nowhere}, check=True, timeout=60)
     done = meshbook("list", env=nowhere)
     assert done.out == "no mesh is running\n"
-    assert os.listdir(nowhere["MESHBOOK_RUNTIME_DIR"]) == []
+    assert os.listdir(Path(nowhere["MESHBOOK_RUNTIME_DIR"]) / "meshbook") == []
 
 
 def test_a_folder_that_others_can_read_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("open")
-    folder.chmod(0o755)
-    done = meshbook("list", env={"MESHBOOK_RUNTIME_DIR": str(folder)})
+    folder = tmp_path_factory.mktemp("open") / "meshbook"
+    folder.mkdir(mode=0o755)
+    done = meshbook("list", env={"MESHBOOK_RUNTIME_DIR": str(folder.parent)})
     assert done.status == 1
     assert done.err.startswith(f"meshbook: the folder {folder} is open to others (mode 0755, wanted 0700)")
 

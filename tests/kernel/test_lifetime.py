@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from meshbook.kernel.spare import SPARE_TTL_S, mesh_stem
+from meshbook.wire.folders import runtime_folder
 from tests.conftest import ROOT
 from tests.kernel.frontend import FrontEnd, is_gone, kernel, wait_until
 
 
 def folders() -> list[str]:
     """Of the meshes of this user."""
-    return sorted(os.listdir(os.environ["MESHBOOK_RUNTIME_DIR"]))
+    return sorted(place.name for place in runtime_folder().iterdir() if not place.name.startswith("."))
 
 
 def again(front: FrontEnd) -> FrontEnd:
@@ -196,7 +197,7 @@ def test_a_warm_supervisor_whose_kernel_crashed_ends_soon(run: object) -> None:
     before = folders()
     with kernel() as front:
         wait_until(lambda: len(folders()) > len(before), 20, "a warm supervisor")
-        connection = Path(os.environ["MESHBOOK_RUNTIME_DIR"]) / (set(folders()) - set(before)).pop() / "mesh.json"
+        connection = runtime_folder() / (set(folders()) - set(before)).pop() / "mesh.json"
         wait_until(connection.exists, 10, "its connection file")
         front.run("1", store_history=False)
         os.kill(front.pid, signal.SIGKILL)
@@ -239,11 +240,11 @@ def test_settings_that_cannot_be_read_are_told_of_by_the_first_cell_and_the_kern
 
 
 def test_a_runtime_folder_that_is_open_to_others_is_told_of_and_not_used(run: object, tmp_path: Path) -> None:
-    tmp_path.chmod(0o755)
+    (tmp_path / "meshbook").mkdir(mode=0o755)
     with kernel(env={"MESHBOOK_RUNTIME_DIR": str(tmp_path)}) as front:
         cell = front.run("1")
         assert cell.reply["ename"] == "StartError"
-        assert f"run chmod 700 {tmp_path}" in cell.traceback
+        assert f"run chmod 700 {tmp_path}/meshbook" in cell.traceback
         assert front.run("%%controller\n1 + 1").result == "2"
     assert list(tmp_path.iterdir()) == []
 

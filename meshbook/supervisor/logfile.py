@@ -1,0 +1,27 @@
+"""The mesh's log, kept short: a mesh may live for months, and its fork server and C++ libraries write there too."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+# At this size the log begins anew, and this much of its end is kept beside it as `<name>.1`.
+MAX_BYTES = 8 << 20
+KEPT_BYTES = 1 << 20
+
+
+def shorten(path: Path, *, max_bytes: int = MAX_BYTES, kept_bytes: int = KEPT_BYTES) -> bool:
+    """Begin a log anew if it has grown too large; whether it had. Never raises for want of space.
+
+    All who write to it have it open to append, so they go on at its new end.
+    """
+    with contextlib.suppress(OSError):
+        if path.stat().st_size <= max_bytes:
+            return False
+        with contextlib.suppress(OSError), path.open("rb") as log:  # on a full disk there is no copy
+            log.seek(-kept_bytes, os.SEEK_END)
+            path.with_name(f"{path.name}.1").write_bytes(log.read())
+        os.truncate(path, 0)
+        return True
+    return False

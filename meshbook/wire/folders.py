@@ -1,0 +1,296 @@
+"""The runtime folder and the folder of each mesh in it: where they are, whose they are, and what may be removed.
+
+A mesh's folder holds its sockets, its log, its connection file and a marker that says which process made it. Only a
+folder with that marker is ever removed, and only when that process is known to be gone: a user may point
+MESHBOOK_RUNTIME_DIR at a folder full of their own things. A folder appears under its name by a rename, marker and all,
+and leaves the same way, so nobody meets half of one.
+
+Where it is, and why: systemd-logind removes $XDG_RUNTIME_DIR at the user's last logout, while a mesh is meant to live
+on; so it is in the user's state folder, which stays. A home that other machines share, or one whose path leaves no room
+for a socket's name, is not used: then it is in /tmp. TMPDIR is not asked, because it differs from one session of a
+user's to the next, and a mesh is to be found from each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import os
+import re
+import secrets
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from meshbook.errors import MeshInUse, StartError, UsageError
+from meshbook.wire import processes
+from meshbook.wire.processes import Process
+
+# Linux's limit for a socket's path is 108 bytes with its end mark; the longest name we add is "h1234-service.sock".
+_MAX_PATH = 107
+_LONGEST_SOCKET = "h1234-service.sock"
+_MAX_SOCKET_FOLDER = _MAX_PATH - len("/" + _LONGEST_SOCKET)
+_MAX_NAME = 48
+_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{_MAX_NAME - 1}}}")
+
+_MARKER = ".meshbook"  # in every folder that is ours; holds the process it belongs to
+
+# File systems that one machine has to itself. Of others, sockets may not work, and meshes of another machine be met.
+_LOCAL = frozenset({
+    "apfs", "bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "overlay", "ramfs", "tmpfs", "xfs", "zfs",
+})  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The runtime folder
+
+
+def runtime_folder() -> Path:
+    """The folder that holds all meshes of this user; made when absent.
+
+    `meshbook` in `MESHBOOK_RUNTIME_DIR`; else `meshbook` in `$XDG_STATE_HOME` or `~/.local/state`, if that is on a
+    local disk and short enough; else `/tmp/meshbook-<uid>`.
+
+    Raises:
+        StartError: it belongs to somebody else, others may enter it, or it cannot be made.
+    """
+    if chosen := os.environ.get("MESHBOOK_RUNTIME_DIR"):
+        folder = Path(chosen).absolute() / "meshbook"
+    else:
+        folder = _usual_folder()
+    try:
+        _make(folder)
+    except OSError as error:
+        raise StartError(
+            f"the runtime folder {folder} cannot be made ({error.strerror}); "
+            "set MESHBOOK_RUNTIME_DIR to a folder of yours"
+        ) from error
+    _check(folder)
+    return folder
+
+
+def _usual_folder() -> Path:
+    state = Path(os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state"))
+    folder = state / "meshbook"
+    fits = len(os.fsencode(folder)) + 1 + _MAX_NAME <= _MAX_SOCKET_FOLDER
+    if state.is_absolute() and fits and _is_local(folder):
+        with contextlib.suppress(OSError):  # no home, or one that cannot be written to
+            _make(folder)
+            return folder
+    return Path("/tmp") / f"meshbook-{os.getuid()}"
+
+
+def _make(folder: Path) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+
+
+@functools.cache
+def _is_local(folder: Path) -> bool:
+    """Whether this machine has the file system to itself."""
+    real = Path(os.path.realpath(folder))
+    kinds = {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}  # the later one is on top
+    at = next((place for place in (real, *real.parents) if str(place) in kinds), None)
+    return at is not None and kinds[str(at)] in _LOCAL
+
+
+def _check(folder: Path) -> None:
+    status = folder.lstat()
+    if stat.S_ISLNK(status.st_mode) or not stat.S_ISDIR(status.st_mode):
+        raise StartError(f"{folder} is not a folder; remove it, or set MESHBOOK_RUNTIME_DIR to a folder of yours")
+    if status.st_uid != os.getuid():
+        raise StartError(
+            f"the folder {folder} belongs to user {status.st_uid}, not to you ({os.getuid()}); "
+            "set MESHBOOK_RUNTIME_DIR to a folder of yours"
+        )
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        raise StartError(
+            f"the folder {folder} is open to others (mode {stat.S_IMODE(status.st_mode):04o}, wanted 0700), and who "
+            f"can read it may run code on your meshes; if it is Meshbook's alone, run chmod 700 {folder}, else set "
+            "MESHBOOK_RUNTIME_DIR to another folder"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A mesh's folder
+
+
+def check_name(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise UsageError(
+            f"{name!r} cannot name a mesh: use 1 to {_MAX_NAME} letters, digits, '.', '_' or '-', "
+            "beginning with a letter or digit"
+        )
+    return name
+
+
+def claim_folder(name: str) -> Path:
+    """A new folder for a mesh of this name, marked as this process's. What a dead mesh of the name left is removed.
+
+    Raises:
+        MeshInUse: a mesh of that name lives.
+        StartError: the folder cannot be made, is too deep for sockets, or holds what is not Meshbook's.
+    """
+    folder = runtime_folder() / check_name(name)
+    length = len(os.fsencode(folder))
+    if length > _MAX_SOCKET_FOLDER:
+        raise StartError(
+            f"the folder {folder} is {length} bytes long, and a socket in it may have at most {_MAX_SOCKET_FOLDER}: "
+            f"{length} + {_MAX_PATH - _MAX_SOCKET_FOLDER} for /{_LONGEST_SOCKET} is over the system's {_MAX_PATH}; "
+            "set MESHBOOK_RUNTIME_DIR to a shorter one, or give the mesh a shorter name"
+        )
+    doomed = None
+    try:
+        with _alone_in(folder.parent):
+            if os.path.lexists(folder):
+                if owner_of(folder) is None:
+                    raise StartError(
+                        f"{folder} is in the way: it is not a folder that Meshbook made, so it is left alone; "
+                        "choose another name with --name, or move it"
+                    )
+                if not is_dead(folder):
+                    raise MeshInUse(
+                        f"a mesh named {name!r} is running; attach to it (%mesh attach {name}), stop it, or choose "
+                        "another name with --name"
+                    )
+                doomed = _set_aside(folder)
+            draft = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
+            try:
+                mark(draft)
+                draft.rename(folder)
+            except BaseException:
+                shutil.rmtree(draft, ignore_errors=True)
+                raise
+    except OSError as error:
+        raise StartError(
+            f"the folder {folder} cannot be made: {error.strerror}; "
+            "free some space, or set MESHBOOK_RUNTIME_DIR to another disk"
+        ) from error
+    finally:
+        if doomed is not None:
+            shutil.rmtree(doomed, ignore_errors=True)
+    return folder
+
+
+def mark(folder: Path) -> None:
+    """Say that the folder is this process's.
+
+    Raises:
+        OSError: that cannot be written; the mark that was there stays.
+    """
+    write_whole(folder / _MARKER, msgspec.json.encode(processes.identify(os.getpid())))
+
+
+def hold(folder: Path) -> None:
+    """Mark a folder as this process's, and lock it for as long as the process lives.
+
+    The lock says that the mesh lives also to those who cannot see its process, as in another container; and
+    systemd-tmpfiles, which clears what is old out of /tmp, leaves a locked folder alone.
+    """
+    mark(folder)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def owner_of(folder: Path) -> Process | None:
+    """The process that a folder belongs to; None: it is not a folder of ours."""
+    try:
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+            return None
+        return msgspec.json.decode((folder / _MARKER).read_bytes(), type=Process)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def is_dead(folder: Path) -> bool:
+    """Whether this is a folder of ours whose process is known to be gone."""
+    owner = owner_of(folder)
+    if owner is None or processes.is_running(owner) or processes.is_elsewhere(owner):
+        return False
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    else:
+        return True
+    finally:
+        os.close(fd)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a mesh's folder. One that is not ours is left alone."""
+    with contextlib.suppress(OSError):
+        with _alone_in(folder.parent):
+            doomed = _set_aside(folder) if owner_of(folder) is not None else None
+        if doomed is not None:
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def remove_if_dead(folder: Path) -> bool:
+    """Remove what a dead mesh has left; whether there was such a thing."""
+    if not is_dead(folder):
+        return False
+    with contextlib.suppress(OSError):
+        with _alone_in(folder.parent):
+            doomed = _set_aside(folder) if is_dead(folder) else None
+        if doomed is not None:
+            shutil.rmtree(doomed, ignore_errors=True)
+            return True
+    return False
+
+
+def remove_dead() -> list[str]:
+    """Remove what all dead meshes have left. Returns their names."""
+    removed = [place.name for place in sorted(runtime_folder().iterdir()) if remove_if_dead(place)]
+    return [name for name in removed if not name.startswith(".")]
+
+
+def write_whole(target: Path, content: bytes) -> None:
+    """Write a file whole or not at all, readable by this user alone.
+
+    Raises:
+        OSError: it cannot be written; what was there stays.
+    """
+    draft = target.with_name(f"{target.name}.new")
+    try:
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with open(fd, "wb") as file:
+            file.write(content)
+        draft.replace(target)
+    except OSError:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise
+
+
+def _set_aside(folder: Path) -> Path:
+    """Take a folder from its name, so that what is being removed is not met."""
+    doomed = folder.with_name(f".old-{secrets.token_hex(4)}")
+    folder.rename(doomed)
+    return doomed
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """While nobody else makes or removes a mesh's folder: between a look and a removal another mesh could be made."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
