@@ -129,9 +129,9 @@ class Lowering(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._num_inputs = len(inputs)
         self._input_storages = frozenset(_storage(tensor) for tensor in inputs)
         for index, tensor in enumerate(inputs):
-            if self._name_of(tensor) is None:
-                self._give_name(tensor, f"a{index}")
-                self._named.append(tensor)
+            assert self._name_of(tensor) is None, "two inputs are one object"
+            self._give_name(tensor, f"a{index}")
+            self._named.append(tensor)
 
     # ---- watching
 

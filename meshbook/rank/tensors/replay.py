@@ -150,6 +150,7 @@ class Player:
     def _lower(self, inputs: Sequence[torch.Tensor], floats: Sequence[float]) -> list[torch.Tensor]:
         """Run the step once, watched; what it gives is as good as any."""
         self.num_tries += 1
+        inputs = _apart(inputs)
         values = dict(enumerate(inputs))
         lowering = Lowering([settled(tensor) for tensor in inputs])
         with lowering:
@@ -233,6 +234,21 @@ class Player:
             "merged": list(lowered.merged) if lowered else [],
             "islands": len(self.islands),
         }
+
+
+def _apart(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The inputs, each with a local tensor object of its own, by which a `Lowering` knows it: the next call's may be
+    different tensors where this one's are two views of one (`x` and `x.as_local()`)."""
+    seen: set[int] = set()
+    found = []
+    for tensor in inputs:
+        local = settled(tensor)
+        if id(local) in seen:
+            local = local.detach()
+            tensor = DTensor(local, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else local  # type: ignore[no-untyped-call]
+        seen.add(id(local))
+        found.append(tensor)
+    return found
 
 
 PLAYERS: dict[str, Player] = {}
