@@ -18,10 +18,13 @@ Ranks = tuple[int, ...]  # sorted, without repeats
 
 
 class CallIds:
-    """Call ids of one client: its own random prefix, then a counter, so two clients of one mesh never collide."""
+    """Call ids of one client: its own id, then a counter.
 
-    def __init__(self, prefix: str | None = None) -> None:
-        self._prefix = prefix or secrets.token_hex(4)
+    So two clients of one mesh never collide, and what a call left on a rank is known as its client's.
+    """
+
+    def __init__(self, client: str | None = None) -> None:
+        self._prefix = client or secrets.token_hex(8)
         self._counter = itertools.count(1)
 
     def next(self) -> CallId:
@@ -30,6 +33,11 @@ class CallIds:
     def gave(self, call: str) -> bool:
         """Whether an id is one of this client's."""
         return call.startswith(f"{self._prefix}-")
+
+
+def client_of(call: str) -> str:
+    """The id of the client whose call it is."""
+    return call.rpartition("-")[0]
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

@@ -64,12 +64,12 @@ class Connection:
         """
         self.found = found
         self.listeners = Listeners()
-        self.ids = CallIds()
         self._pending: dict[str, Pending] = {}
         self._lock = threading.Lock()
         self._closed = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         client = self.client = secrets.token_hex(8)
+        self.ids = CallIds(client)
         self._speak = self._connect(client, "s")
         self._listen = self._connect(client, "r")
         self._wake, self._woken = os.pipe()
@@ -127,10 +127,12 @@ class Connection:
 
         Raises:
             NotAttached: the line is closed.
+            TransferError: it is too large for a message.
         """
         self.send_body(codec.encode_body(command))
 
     def send_body(self, body: bytes) -> None:
+        codec.check_size(body)
         with self._lock:
             if self._closed:
                 raise errors.NotAttached(f"this process has left the mesh {self.found.name!r}; attach again")

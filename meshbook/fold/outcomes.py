@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from meshbook.errors import Failure
+from meshbook.errors import Failure, TransferError
 from meshbook.fold.numbers import Member, fold, shape_of
 from meshbook.ids import Ranks
-from meshbook.wire.messages import Frame, Outcome, Part, RankError
+from meshbook.wire.messages import CallFinished, Frame, Message, Outcome, Part, RankError, Refused
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -36,6 +36,17 @@ def merge_parts(several: Iterable[Sequence[Part]]) -> tuple[Part, ...]:
                 outcomes[packed] = part.outcome
     folded = [Part(tuple(sorted(set(ranks))), outcomes[packed]) for packed, ranks in ranks_of.items()]
     return tuple(sorted(folded, key=lambda part: part.ranks))
+
+
+def in_place_of(report: Message, error: TransferError) -> Message:
+    """What to say where a report does not fit a message: the same call has ended, and why nothing came of it."""
+    call = getattr(report, "call", None)
+    if not isinstance(report, CallFinished):
+        return Refused(call=call, error="TransferError", text=str(error))
+    text = f"the ranks' values together do not fit: {error}"
+    outcome = Outcome(status="error", error=RankError(ename="TransferError", evalue=text, traceback=(text,)))
+    ranks = tuple(sorted(rank for part in report.parts for rank in part.ranks))
+    return CallFinished(call=report.call, parts=(Part(ranks, outcome),), seconds=report.seconds, lost=report.lost)
 
 
 def fold_errors(parts: Iterable[Part]) -> tuple[Failure, ...]:

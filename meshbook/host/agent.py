@@ -9,6 +9,7 @@ next cell.
 from __future__ import annotations
 
 import contextlib
+import hmac
 import logging
 import os
 import signal
@@ -27,11 +28,12 @@ from meshbook.fold.outcomes import fold_outcomes
 from meshbook.host.logring import LogRing, last_lines_of
 from meshbook.host.looking import Looker, Subject
 from meshbook.host.starter import Child, ForkStarter, FreshStarter, Starter
-from meshbook.ids import Ranks, format_ranks, name_ranks
+from meshbook.ids import Ranks, client_of, format_ranks, name_ranks
 from meshbook.wire import birth, codec, keys, messages
 from meshbook.wire.lifeline import ACTORS_GRACE_S
 from meshbook.wire.loop import Loop, Timer
 from meshbook.wire.messages import Outcome, RankDisplay
+from meshbook.wire.refusals import Refusals
 
 log = logging.getLogger("meshbook.host")
 
@@ -142,6 +144,8 @@ class HostAgent:
         self.hostname = sockets.gethostname()
         self._links: dict[int, Link] = {}
         self._by_pid: dict[int, Link] = {}
+        self._known: set[tuple[zmq.Socket[bytes], bytes]] = set()  # peers at our sockets that have shown the token
+        self._refusals = Refusals(log)
         self._tallies: dict[str, Tally] = {}
         self._strays: dict[str, Stray] = {}
         self._starter: Starter | None = None
@@ -316,7 +320,7 @@ class HostAgent:
     def _interrupt(self, command: messages.Interrupt) -> None:
         told: list[tuple[Link, Queued]] = []
         for link in self._living(command.ranks):
-            for queued in [queued for queued in link.queue if command.target in (None, queued.call)]:
+            for queued in [queued for queued in link.queue if _is_meant(command, queued.call)]:
                 link.queue.remove(queued)
                 self._end_part(queued.call, link.rank, Outcome(status="interrupted"))
             if link.running is not None and command.target in (None, link.running.call):
@@ -415,26 +419,28 @@ class HostAgent:
     # ---- reports from ranks
 
     def _hear(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> None:
+        peer = frames[0]
+        known = (socket, peer) in self._known
         try:
-            message = codec.rank_reports.decode(frames[1:])
+            message = (codec.rank_reports if known else codec.rank_hellos).decode(frames[1:])
         except (ProtocolError, VersionMismatch) as error:
-            log.warning("a message from %r was refused: %s", frames[0][:16], error)
+            self._refusals.tell("a message from %r was refused: %s", peer[:16], error)
             return
         link = self._links.get(message.rank)
-        if link is None or frames[0] != b"r%d" % message.rank:
-            log.warning("a report from %r speaks for rank %s, and was refused", frames[0][:16], message.rank)
+        if link is None or peer != b"r%d" % message.rank:
+            self._refusals.tell("a report from %r speaks for rank %s, and was refused", peer[:16], message.rank)
             return
         if isinstance(message, messages.RankReady):
-            if message.token != self._token:
-                log.warning("a peer without the mesh's token says it is rank %s, and was refused", message.rank)
+            if not hmac.compare_digest(message.token.encode(), self._token.encode()):
+                self._refusals.tell(
+                    "a peer without the mesh's token says it is rank %s, and was refused", message.rank
+                )
                 return
+            self._known.add((socket, peer))
             if socket is self._work:
                 link.work_ready = True
             else:
                 link.service_ready = True
-        elif not (link.work_ready if socket is self._work else link.service_ready):
-            log.warning("a peer that has not shown the mesh's token speaks for rank %s, and was refused", message.rank)
-            return
         self._handlers[type(message)](message)
 
     def _ready(self, message: messages.RankReady) -> None:
@@ -791,6 +797,13 @@ def _read(path: Path) -> str:
         return path.read_text(errors="replace")
     except OSError:
         return ""
+
+
+def _is_meant(command: messages.Interrupt, waiting: str) -> bool:
+    """Whether a Stop also takes back a call that waits: the one it names, or with no name those of who stops."""
+    if command.target is not None:
+        return command.target == waiting
+    return command.client in (None, client_of(waiting))
 
 
 def _by_call(links: list[Link]) -> dict[str, list[Link]]:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import zmq
 
+from meshbook.errors import TransferError
+from meshbook.fold.outcomes import in_place_of
 from meshbook.host.agent import HostAgent
 from meshbook.wire import codec, keys, messages
 from meshbook.wire.lifeline import die_with_parent
@@ -36,7 +38,12 @@ def main() -> None:
     upward.connect(address)
 
     def report(message: messages.HostReport) -> None:
-        upward.send_multipart(codec.encode(message))
+        try:
+            frames = codec.encode(message)
+        except TransferError as error:  # whoever waits for it must hear something
+            log.warning("%s", error)
+            frames = codec.encode(in_place_of(message, error))
+        upward.send_multipart(frames)
 
     agent = HostAgent(loop, context, folder, token, host, report, mergeable=True)
 

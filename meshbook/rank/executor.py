@@ -19,6 +19,7 @@ from meshbook.errors import RankLost, StartError, TransferError
 from meshbook.ids import CallId
 from meshbook.rank import failures, paths, probes
 from meshbook.rank.capture import Output
+from meshbook.rank.kept import Kept
 from meshbook.rank.ring import Collective, Ring
 from meshbook.rank.service import Reporter
 from meshbook.rank.shell import InterruptGate, RankShell
@@ -27,9 +28,6 @@ from meshbook.wire import birth, codec, messages, pickling
 from meshbook.wire.buffers import SegmentPool, SegmentReader
 from meshbook.wire.lastwords import LastWords
 from meshbook.wire.messages import Outcome, Value
-
-# How many kept results of plain calls a rank holds for a client that never releases them.
-_MAX_KEPT = 100_000
 
 # Seconds that ranks wait for each other while process groups are formed.
 _FORM_TIMEOUT_S = 60.0
@@ -65,7 +63,7 @@ class Executor:
         self._groups: Any = None
         self._tensors: Any = None  # rank.tensors.engine.Tensors, once a client has used it
         self._words = words
-        self._kept: dict[str, Any] = {}
+        self._kept = Kept(self.pool)
         self.resolvers: dict[str, Callable[[str], Any]] = {}  # kind of reference -> who knows what is behind such
         self.device = "cpu"
         self._does: dict[type, Callable[[Any], Outcome]] = {
@@ -171,7 +169,7 @@ class Executor:
                 torch.device(self.device),
                 self._groups,
                 load=self._load,
-                dump=lambda thing: pickling.dump(thing, pool=self.pool),
+                dump=lambda thing: self._kept.dump(self.running or "", thing),
                 resolve=self.resolve,
             )
         return self._tensors
@@ -195,7 +193,7 @@ class Executor:
         if called.status != "ok":
             return Outcome(status=called.status, error=called.error)
         if command.keep_always:
-            self._keep(command.call, called.result)
+            self._kept.keep(command.call, called.result)
         value = self._describe(command.call, called.result, command.inline_limit, keep=command.keep)
         if command.keep_always:
             value = msgspec.structs.replace(value, ref=command.call)
@@ -271,14 +269,9 @@ class Executor:
         if payload is not None:
             return Value(preview=shown, payload=payload)
         if not keep:
-            return Value(preview=shown, payload=pickling.dump(result, pool=self.pool))
-        self._keep(call, result)
+            return Value(preview=shown, payload=self._kept.dump(call, result))
+        self._kept.keep(call, result)
         return Value(preview=shown, ref=call)
-
-    def _keep(self, ref: str, thing: Any) -> None:
-        self._kept[ref] = thing
-        while len(self._kept) > _MAX_KEPT:
-            del self._kept[next(iter(self._kept))]
 
     def _lend_names(self, function: Any) -> None:
         """A function of the notebook, sent by value, knows only the globals that came with it; what it names beyond
@@ -322,13 +315,11 @@ class Executor:
         self._groups.sever(KeyboardInterrupt(reason) if interrupt else RankLost(reason))
 
     def release(self, refs: tuple[str, ...], segments: tuple[str, ...]) -> None:
-        for ref in refs:
-            self._kept.pop(ref, None)
-        for segment in segments:
-            self.pool.release(segment)
+        self._kept.release(refs, segments)
 
     def drop_client(self, client: str) -> None:
-        """Forget the remote tensors of a client that is gone."""
+        """Let go of what was held for a client that is gone."""
+        self._kept.drop_client(client)
         if self._tensors is not None:
             self._tensors.drop(client)
 

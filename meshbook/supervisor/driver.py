@@ -23,13 +23,15 @@ import zmq
 from meshbook.clock import SystemClock
 from meshbook.engines.base import Engine
 from meshbook.engines.local import LocalEngine
-from meshbook.errors import ProtocolError, StartError, VersionMismatch
+from meshbook.errors import ProtocolError, StartError, TransferError, VersionMismatch
+from meshbook.fold.outcomes import in_place_of
 from meshbook.host.agent import HostAgent
 from meshbook.supervisor import logfile
 from meshbook.supervisor import state as s
 from meshbook.supervisor.stalls import STALL_S
 from meshbook.wire import codec, keys, messages, processes
 from meshbook.wire.loop import Loop
+from meshbook.wire.refusals import Refusals
 
 log = logging.getLogger("meshbook.supervisor")
 
@@ -73,6 +75,7 @@ class Driver:
         self._back: zmq.Socket[bytes] | None = None
         self._hosts_known: set[bytes] = set()
         self._stopping = False
+        self._refusals = Refusals(log)
         self._loop.watch_socket(self._front, self._hear_client)
 
     def _bind_front(
@@ -128,19 +131,22 @@ class Driver:
 
     def _hear_client(self, frames: list[bytes]) -> None:
         identity, body = frames[0], frames[1:]
+        client = self._clients.get(identity)
         try:
+            if client is None:
+                self._welcome(identity, codec.client_hellos.decode(body))
+                return
             command = codec.client_commands.decode(body)
         except (VersionMismatch, ProtocolError) as error:
-            log.warning("a message from %r was refused: %s", identity[:16], error)
-            self._send(identity, messages.Refused(call=None, error=type(error).__name__, text=str(error)))
+            kind, text = type(error).__name__, str(error)
+            if client is None and isinstance(error, ProtocolError):
+                kind = "NotAttached"
+                text = "this mesh does not know you: the token in its connection file was not shown"
+            self._refusals.tell("a message from %r was refused: %s", identity[:16], error)
+            self._send(identity, messages.Refused(call=None, error=kind, text=text))
             return
-        client = self._clients.get(identity)
         if isinstance(command, messages.Hello):
             self._welcome(identity, command)
-        elif client is None:
-            log.warning("%r spoke without showing the mesh's token, and was refused", identity[:16])
-            text = "this mesh does not know you: the token in its connection file was not shown"
-            self._send(identity, messages.Refused(call=None, error="NotAttached", text=text))
         else:
             try:
                 self._carry_out(self._state.client_said(client, command, body[1], self._now()))
@@ -157,7 +163,7 @@ class Driver:
 
     def _welcome(self, identity: bytes, hello: messages.Hello) -> None:
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
-            log.warning("%r showed a wrong token, and was refused", identity[:16])
+            self._refusals.tell("%r showed a wrong token, and was refused", identity[:16])
             text = "this mesh does not know you: the token is not its own; its connection file may be an old one"
             self._send(identity, messages.Refused(call=None, error="NotAttached", text=text))
             return
@@ -203,7 +209,12 @@ class Driver:
 
     def _send(self, identity: bytes, message: Any) -> None:
         with contextlib.suppress(zmq.ZMQError):  # a peer that is gone is told of by its process, not by its socket
-            self._front.send_multipart([identity, *codec.encode(message)])
+            try:
+                frames = codec.encode(message)
+            except TransferError as error:  # whoever waits for it must hear something
+                log.warning("%s", error)
+                frames = codec.encode(in_place_of(message, error))
+            self._front.send_multipart([identity, *frames])
 
     def _failed(self, error: BaseException) -> None:
         """Log what a callback raised, and tell it in the cells that run: they may wait for what it was to bring."""
@@ -246,18 +257,18 @@ class Driver:
 
     def _hear_host(self, frames: list[bytes]) -> None:
         identity = frames[0]
+        known = identity in self._hosts_known
         try:
-            report = codec.host_reports.decode(frames[1:])
+            report = (codec.host_reports if known else codec.host_hellos).decode(frames[1:])
         except (VersionMismatch, ProtocolError) as error:
-            log.warning("a message from host %r was refused: %s", identity[:16], error)
+            self._refusals.tell("a message from host %r was refused: %s", identity[:16], error)
             return
         if isinstance(report, messages.HostReady):
             if not hmac.compare_digest(report.token.encode(), self._token.encode()):
-                log.warning("%r says it is a host, without the token, and was refused", identity[:16])
+                self._refusals.tell("%r says it is a host, without the token, and was refused", identity[:16])
                 return
             self._hosts_known.add(identity)
-        if identity in self._hosts_known:
-            self._host_said(int(identity[1:]), report)
+        self._host_said(int(identity[1:]), report)
 
     def _poll_engine(self) -> None:
         if self._engine is None or self._stopping:

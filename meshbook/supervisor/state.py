@@ -19,6 +19,7 @@ from meshbook.errors import describe_exit
 from meshbook.fold.lines import FoldMerger, OutputBudget
 from meshbook.fold.outcomes import merge_parts
 from meshbook.ids import Ranks, format_ranks, name_ranks
+from meshbook.supervisor.history import History
 from meshbook.supervisor.seeing import Seeing
 from meshbook.supervisor.stalls import STALL_S
 from meshbook.supervisor.steps import Alarm as Alarm
@@ -42,7 +43,8 @@ _HOLD_S = 2.0
 _REACHED_S = 0.5
 _FLUSH_S = 0.05
 _FLUSH_CHARS = 32 << 10  # characters that one flush may show; see host.agent
-_HISTORY_ENTRIES = 10_000
+_SETUP_CELLS = 1000
+_NAMES = 10_000  # that are told to clients
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -56,7 +58,7 @@ class Client:
     pid: int
     observer: bool
     orphan_ttl_s: float
-    has_tensors: bool = False
+    has_called: bool = False  # so that ranks may hold something for it
 
 
 @dataclass
@@ -102,8 +104,8 @@ class State:
         self._epoch = 0
         self._calls: dict[str, Call] = {}
         self._names: OrderedDict[str, None] = OrderedDict()
-        self._history: deque[HistoryEntry] = deque(maxlen=_HISTORY_ENTRIES)
-        self._setup: list[messages.RunCell] = []
+        self._history = History()
+        self._setup: deque[messages.RunCell] = deque(maxlen=_SETUP_CELLS)
         self._questions: dict[str, str] = {}  # call -> client, for what hosts answer directly
         self._late = OutputBudget()  # of what is printed when no call is open
         self._late_call: str | None = None  # whose output waits there for an alarm
@@ -174,7 +176,7 @@ class State:
                     steps.append(ToHosts(self._hosts((rank,)), answer))
                 call.asking.clear()
         left = tuple(rank for rank in sorted(self._ranks) if rank not in self._exited)
-        if client.has_tensors and left:
+        if client.has_called and left:
             steps.append(ToHosts(self._hosts(left), messages.Release(ranks=left, client=client_id)))
         if not client.observer and all(other.observer for other in self._clients.values()):
             self._orphaned += 1
@@ -403,10 +405,10 @@ class State:
         label = getattr(command, "label", "") or type(command).__name__
         call = self._open(command.call, client.id, label, command.ranks, now)
         call.main_thread = not isinstance(command, messages.QUESTIONS)
-        client.has_tensors = client.has_tensors or isinstance(command, messages.RunOps)
+        client.has_called = client.has_called or call.main_thread
         if isinstance(command, messages.RunCell) and not command.silent:
             self._num_cells += 1
-            call.entry = HistoryEntry(
+            entry = HistoryEntry(
                 number=command.number,
                 label=command.label,
                 source=command.source,
@@ -416,7 +418,7 @@ class State:
                 status="running",
                 setup=command.setup,
             )
-            self._history.append(call.entry)
+            call.entry = self._history.add(entry)
             if command.setup:
                 self._setup.append(command)
         send = ToHosts(self._hosts(command.ranks), command, body)
@@ -555,6 +557,8 @@ class State:
                 self._names[name] = None
             for name in part.outcome.unbound:
                 self._names.pop(name, None)
+        while len(self._names) > _NAMES:
+            self._names.popitem(last=False)
         if call.entry is not None:
             self._close_entry(call, parts)
         small = len(call.ranks) <= 64
@@ -587,11 +591,7 @@ class State:
         assert entry is not None
         found = {part.outcome.status for part in parts}
         status = next((word for word in ("lost", "error", "interrupted", "ok") if word in found), "ok")
-        done = msgspec.structs.replace(entry, seconds=call.seconds, status=status)
-        for index in range(len(self._history) - 1, -1, -1):
-            if self._history[index] is entry:
-                self._history[index] = done
-                return
+        self._history.close(entry, seconds=call.seconds, status=status)
 
     # ---- faults
 
@@ -641,14 +641,17 @@ class State:
     # ---- clients' other wishes
 
     def _interrupt(self, client: Client, command: messages.Interrupt, body: bytes, now: float) -> list[Step]:
-        ranks = tuple(rank for rank in command.ranks if rank in self._ranks) or tuple(self._ranks)
+        ranks = tuple(rank for rank in command.ranks if rank in self._ranks)
         if not ranks:
             return []
-        steps: list[Step] = [ToHosts(self._hosts(ranks), msgspec.structs.replace(command, ranks=ranks))]
+        stop = msgspec.structs.replace(command, ranks=ranks, client=client.id)
+        steps: list[Step] = [ToHosts(self._hosts(ranks), stop)]
         meant = [call for call in self._calls.values() if call.main_thread and command.target in (None, call.id)]
         for call in meant:
             if not set(call.ranks) & set(ranks):
                 continue
+            if call.held is not None and command.target is None and call.client != client.id:
+                continue  # it waits its turn: a Stop is for what runs
             if call.held is not None:
                 steps += self._settle(call, (Part(call.ranks, Outcome(status="interrupted")),), (), now)
             elif call.client:
@@ -687,7 +690,7 @@ class State:
         return [ToClient(client.id, messages.Answered(call=command.call, info=self.info()))]
 
     def _ask_history(self, client: Client, command: messages.AskHistory, body: bytes, now: float) -> list[Step]:
-        return [ToClient(client.id, messages.Answered(call=command.call, history=tuple(self._history)))]
+        return [ToClient(client.id, messages.Answered(call=command.call, history=self._history.entries()))]
 
     def _ask_logs(self, client: Client, command: messages.AskLogs, body: bytes, now: float) -> list[Step]:
         if command.rank not in self._ranks:

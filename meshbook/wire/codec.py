@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from meshbook.errors import ProtocolError, VersionMismatch
+from meshbook.errors import ProtocolError, TransferError, VersionMismatch
 from meshbook.wire import messages
 
 PROTOCOL = b"meshbook/1"
@@ -21,24 +21,44 @@ PROTOCOL = b"meshbook/1"
 # rides inline (another machine, macOS) has to fit.
 MAX_MESSAGE_BYTES = 1 << 28
 
+# The largest first word of a peer that is not known yet.
+MAX_HELLO_BYTES = 1 << 16
+
 M = TypeVar("M")
 _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: messages.Message) -> list[bytes]:
-    """The frames of a message: version, then body."""
-    return [PROTOCOL, _encoder.encode(message)]
+    """The frames of a message: version, then body. Raises TransferError: it does not fit."""
+    return [PROTOCOL, encode_body(message)]
 
 
 def encode_body(message: messages.Message) -> bytes:
-    return _encoder.encode(message)
+    """The body of a message.
+
+    Raises:
+        TransferError: it is larger than a socket takes. zmq would drop it, and who waits for it would wait for ever.
+    """
+    return check_size(_encoder.encode(message), type(message).__name__)
+
+
+def check_size(body: bytes, what: str = "a message") -> bytes:
+    """The body itself, if a socket takes it. Raises TransferError."""
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise TransferError(
+            f"{what} has {len(body):,} bytes, and a message takes {MAX_MESSAGE_BYTES:,}: large values go through "
+            "shared memory, which could not be had (no memory files, or no file descriptors left: see ulimit -n); "
+            "send it in parts"
+        )
+    return body
 
 
 class Decoder(Generic[M]):
     """Frames to messages, for one role; see the instances below."""
 
-    def __init__(self, kinds: Any) -> None:
+    def __init__(self, kinds: Any, *, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._decoder = msgspec.msgpack.Decoder(kinds)
+        self._max_bytes = max_bytes
 
     def decode(self, frames: Sequence[bytes]) -> M:
         """The message in `frames`.
@@ -51,6 +71,8 @@ class Decoder(Generic[M]):
             raise VersionMismatch(describe_version(frames[0] if frames else b""))
         if len(frames) != 2:
             raise ProtocolError(f"a message has 2 frames, and {len(frames)} came")
+        if len(frames[1]) > self._max_bytes:
+            raise ProtocolError(f"{len(frames[1]):,} bytes came where {self._max_bytes:,} are the most")
         return self.decode_body(frames[1])
 
     def decode_body(self, body: bytes) -> M:
@@ -78,4 +100,9 @@ host_commands: Decoder[messages.HostCommand] = Decoder(messages.HostCommand)
 rank_commands: Decoder[messages.RankCommand] = Decoder(messages.RankCommand)
 rank_reports: Decoder[messages.RankReport] = Decoder(messages.RankReport)
 host_reports: Decoder[messages.HostReport] = Decoder(messages.HostReport)
+# All that is decoded of what a peer says before it has shown the mesh's token, at each of the three kinds of door.
+client_hellos: Decoder[messages.Hello] = Decoder(messages.Hello, max_bytes=MAX_HELLO_BYTES)
+host_hellos: Decoder[messages.HostReady] = Decoder(messages.HostReady, max_bytes=MAX_HELLO_BYTES)
+rank_hellos: Decoder[messages.RankReady] = Decoder(messages.RankReady, max_bytes=MAX_HELLO_BYTES)
+
 supervisor_reports: Decoder[messages.SupervisorReport] = Decoder(messages.SupervisorReport)

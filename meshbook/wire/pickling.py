@@ -38,7 +38,8 @@ import cloudpickle
 
 from meshbook.errors import TransferError
 from meshbook.wire.buffers import SegmentPool, SegmentReader, copy_to_fresh
-from meshbook.wire.messages import InlineBuffer, Payload
+from meshbook.wire.codec import MAX_MESSAGE_BYTES
+from meshbook.wire.messages import InlineBuffer, Payload, SharedBuffer
 
 if TYPE_CHECKING:
     import torch
@@ -107,7 +108,19 @@ def dump(
         large.append(memoryview(stream))
         stream = b""
     cuts = tuple(len(head) + at for at, _ in sink.apart)
-    return Payload(stream, tuple(pool.write(large, readers)) if large else (), cuts)
+    return Payload(stream, _that_fit(pool.write(large, readers)) if large else (), cuts)
+
+
+def _that_fit(buffers: Sequence[SharedBuffer | InlineBuffer]) -> tuple[SharedBuffer | InlineBuffer, ...]:
+    """Raises TransferError: shared memory could not be had, and a message cannot take what rides in it instead."""
+    inline = sum(len(buffer.data) for buffer in buffers if isinstance(buffer, InlineBuffer))
+    if inline > MAX_MESSAGE_BYTES:
+        raise TransferError(
+            f"this value has {inline / (1 << 20):,.0f} MiB and would go through shared memory, which could not be had "
+            "here (no memory files, or no file descriptors left: see ulimit -n and %mesh doctor), and a message takes "
+            f"{MAX_MESSAGE_BYTES >> 20:,} MiB; close files, or send it in parts"
+        )
+    return tuple(buffers)
 
 
 def dump_small(obj: object, limit: int, *, persistent: Persistent | None = None) -> Payload | None:

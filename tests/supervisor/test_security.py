@@ -13,7 +13,7 @@ import zmq
 
 from meshbook.controller.connection import Connection
 from meshbook.controller.mesh import Mesh, create_mesh
-from meshbook.errors import NotAttached, VersionMismatch
+from meshbook.errors import VersionMismatch
 from meshbook.wire import codec, keys, messages
 
 
@@ -110,6 +110,16 @@ def test_malformed_frames_are_refused_and_the_mesh_works_on(
     assert mesh.run("1 + 1").values.same() == 2
 
 
+def test_a_flood_of_bad_frames_fills_no_log(mesh: Mesh, stranger: zmq.Socket[bytes]) -> None:
+    log = keys.runtime_folder() / mesh.name / "supervisor.log"
+    before = log.stat().st_size
+    for _ in range(2000):
+        stranger.send_multipart([codec.PROTOCOL, b"\xc1"])
+    for _ in range(2000):
+        assert isinstance(answer(stranger), messages.Refused)
+    assert log.stat().st_size - before < 10_000
+
+
 def test_an_oversized_message_ends_that_connection_and_nothing_else(mesh: Mesh, stranger: zmq.Socket[bytes]) -> None:
     stranger.send_multipart([codec.PROTOCOL, bytes(codec.MAX_MESSAGE_BYTES + 1)])
     assert mesh.run("1 + 1").values.same() == 2
@@ -126,7 +136,7 @@ def test_a_peer_of_another_version_is_told_which_end_to_upgrade(mesh: Mesh, stra
 
 def test_a_client_refused_for_its_version_raises_that(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "PROTOCOL", b"meshbook/0")
-    with pytest.raises((VersionMismatch, NotAttached)):
+    with pytest.raises(VersionMismatch):
         Connection(mesh.session.connection.found, kind="test")
 
 

@@ -335,3 +335,49 @@ def test_a_rank_that_is_done_with_its_part_of_a_cell_is_idle_once_its_host_says_
     assert states_after_a_beat() == ["busy", "busy"], "this beat and the call may have passed each other"
     world.now = 12.0
     assert states_after_a_beat() == ["idle", "busy"]
+
+
+def test_what_ranks_hold_for_a_client_is_released_when_it_goes() -> None:
+    world = World()
+    world.join("two")
+    world.run("one-1")
+    gone = steps_of(world.state.client_gone("one"), s.ToHosts)
+    (release,) = [step.message for step in gone if isinstance(step.message, messages.Release)]
+    assert (release.client, release.ranks) == ("one", (0, 1, 2, 3))
+    assert not messages_of(world.state.client_gone("two"), messages.Release)  # it never called anything
+
+
+def test_what_ranks_hold_for_a_client_is_released_when_it_leaves() -> None:
+    world = World()
+    world.run()
+    left = messages_of(world.say(messages.Detach(call="d", orphan_ttl_s=None)), messages.Release)
+    assert [release.client for release in left] == ["one"]
+
+
+def test_a_stop_for_ranks_that_are_not_there_stops_nobody() -> None:
+    world = World()
+    world.run()
+    assert world.say(messages.Interrupt(ranks=(7, 8))) == []
+    assert messages_of(world.say(messages.Interrupt(ranks=(2, 8))), messages.Interrupt)[0].ranks == (2,)
+
+
+def test_a_stop_of_what_runs_leaves_another_clients_waiting_cell_alone_and_takes_back_ones_own() -> None:
+    world = World()
+    world.join("two")
+    world.run("one-1")
+    world.say(messages.Interrupt(ranks=(0, 1, 2, 3), target="one-1"))
+    for client in ("one", "two"):
+        world.say(messages.RunCell(call=f"{client}-2", ranks=(0, 1, 2, 3), source="x"), client)
+    stopped = world.say(messages.Interrupt(ranks=(0, 1, 2, 3)))
+    assert [ended.call for ended in messages_of(stopped, messages.CallFinished)] == ["one-2"]
+    assert messages_of(stopped, messages.Interrupt)[0].client == "one"
+    sent = messages_of(world.finish("one-1", status="interrupted"), messages.RunCell)
+    assert [cell.call for cell in sent] == ["two-2"]
+
+
+def test_names_that_are_told_are_bounded() -> None:
+    world = World()
+    world.run()
+    world.finish("c1", bound=tuple(f"x{number}" for number in range(20_000)))
+    names = world.state.info().names
+    assert (len(names), names[-1]) == (10_000, "x19999")

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from meshbook.errors import ProtocolError, VersionMismatch
+from meshbook.errors import ProtocolError, TransferError, VersionMismatch
 from meshbook.wire import codec, messages
 
 CELL = messages.RunCell(call="a-1", ranks=(0, 2, 3), source="loss = step(batch)", number=7)  # type: ignore[arg-type]
@@ -83,3 +83,25 @@ def test_a_field_that_is_not_known_is_ignored() -> None:
 def test_every_message_of_every_role_has_a_name_of_its_own() -> None:
     kinds = {kind for union in (messages.AnyMessage,) for kind in get_args(union)}
     assert len({kind.__struct_config__.tag for kind in kinds}) == len(kinds)
+
+
+def test_what_does_not_fit_a_message_is_refused_with_the_sum_and_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "MAX_MESSAGE_BYTES", 100)
+    with pytest.raises(TransferError, match=r"RunCell has 1,\d+ bytes, and a message takes 100.*in parts"):
+        codec.encode(msgspec.structs.replace(CELL, source="x" * 1000))
+
+
+@pytest.mark.parametrize("door", [codec.client_hellos, codec.host_hellos, codec.rank_hellos])
+def test_of_a_peer_that_is_not_known_nothing_is_decoded_but_its_first_word(door: codec.Decoder[Any]) -> None:
+    words = {
+        codec.client_hellos: messages.Hello(token="t", client="c", kind="test", pid=1, channel="send"),
+        codec.host_hellos: messages.HostReady(host=0, hostname="box", pid=1, token="t"),
+        codec.rank_hellos: messages.RankReady(rank=0, pid=1, device="cpu", token="t"),
+    }
+    assert door.decode(codec.encode(words[door])) == words[door]
+    finished = messages.RankFinished(rank=0, call="c", outcome=messages.Outcome(status="ok"), seconds=0.0)  # type: ignore[arg-type]
+    for other in (CELL, finished, messages.HostFailed(host=0, reason="none")):
+        with pytest.raises(ProtocolError):
+            door.decode(codec.encode(other))
+    with pytest.raises(ProtocolError, match="65,536 are the most"):
+        door.decode([codec.PROTOCOL, bytes(codec.MAX_HELLO_BYTES + 1)])

@@ -346,14 +346,18 @@ class Release(Message):
     ranks: Ranks
     refs: tuple[str, ...] = ()
     segments: tuple[str, ...] = ()
-    client: str | None = None  # that is gone: its remote tensors too
+    client: str | None = None  # that is gone: all that was held for it, remote tensors too
 
 
 class Interrupt(Message):
-    """Stop what the ranks run. Only `target`, if given: a call that has ended is not interrupted by mistake."""
+    """Stop what the ranks run. Only `target`, if given: a call that has ended is not interrupted by mistake.
 
-    ranks: Ranks
+    Without a target it is whatever runs, whoever began it, and of what waits behind it that which is the client's own.
+    """
+
+    ranks: Ranks  # those that the mesh does not have are left out
     target: CallId | None = None
+    client: str | None = None  # who stops, filled in by the supervisor
     hard: bool = False  # a second Stop: also kill the ranks that do not come back
 
 
