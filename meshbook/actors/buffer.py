@@ -4,11 +4,12 @@ The owner makes a `Buffer` of a tensor and hands it to whom it likes; it travels
 is one copy, out of the owner's live memory, and the owner takes no part in it. What makes that possible:
 
 - a CPU tensor's storage is moved into shared memory when the first `Buffer` of it is made. All tensors and parameters
-  that share the storage go along, and notice nothing;
+  that share the storage go along. Arrays and pointers that were taken before (`t.numpy()`, DLPack) do not: they keep
+  the memory that the storage had, which stays until the storage is gone;
 - a CUDA tensor is read on the same machine through CUDA IPC;
 - between machines there is no way yet, and `read_into` says so.
 
-Memory is the owner's for as long as the owner lives or until `drop`.
+Memory is the owner's: a buffer of it can be read until `drop`, and for as long as the owner has the tensor.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import warnings
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
@@ -48,12 +51,20 @@ class Buffer:
     One-sided: it reads what is there at that moment, also in the middle of the owner's `optimizer.step()`. When to read
     is the program's to say, by messages.
 
+    It can be read for as long as its owner has the tensor, or this object. It costs one descriptor for each storage,
+    however many buffers there are of it.
+
     Args:
-        tensor: contiguous, not empty, on the CPU or a CUDA device. Views are fine: their whole storage is moved.
+        tensor: contiguous, not empty, on the CPU or a CUDA device. Views are fine: their whole storage is moved, unless
+            it is in shared memory already (`Buffer.empty`, `share_memory_()`). A storage that is moved keeps the memory
+            it had as well, because an array or a pointer may still look at it.
 
     Raises:
-        TransferError: the tensor is not contiguous, is empty or of a kind that has no memory of its own; or there is no
-            shared memory for it.
+        TransferError: the tensor is not contiguous, is empty or of a kind that has no memory of its own; its memory is
+            not torch's (`torch.from_numpy`, a mapped file); or there is no shared memory or no descriptor for it.
+
+    Warns:
+        UserWarning: the storage was moved, and a numpy array has been made of it before.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -65,6 +76,7 @@ class Buffer:
             self._place = _offer_shared(tensor, self._layout.nbytes)
         else:
             raise TransferError(f"a Buffer is made of a CPU or CUDA tensor, and this one is on {tensor.device}")
+        self._keeps: Any = tensor.untyped_storage()  # a temporary tensor's, for as long as this object is here
 
     @staticmethod
     def empty(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -144,6 +156,7 @@ class Buffer:
     def drop(self) -> Future[None]:
         """Nobody can read or write it any more, and the owner's memory is the tensor's alone again. Whoever has the
         buffer may drop it; twice is the same as once."""
+        self._keeps = None
         if isinstance(self._place, Region):
             if self._place.pid == os.getpid():
                 _offered.drop(self._place)
@@ -188,6 +201,7 @@ def _arrived(place: Region | _CudaPlace, layout: _Layout) -> Buffer:
     buffer = object.__new__(Buffer)
     buffer._place = place
     buffer._layout = layout
+    buffer._keeps = None
     return buffer
 
 
@@ -307,6 +321,7 @@ def _plain_memory(thing: Any, writable: bool) -> tuple[Any, int, int]:
 
 _threads: ThreadPoolExecutor | None = None
 _threads_lock = threading.Lock()
+_moving = threading.Lock()  # held while a storage goes into shared memory: two may want that of one at the same moment
 
 
 def _copied(nbytes: int, copy: Callable[[], None]) -> Future[None]:
@@ -339,9 +354,9 @@ def _pool() -> ThreadPoolExecutor:
 
 
 def _forget_threads() -> None:
-    """After a fork, in the child: threads do not come along, and the lock may be held for ever."""
-    global _threads, _threads_lock
-    _threads, _threads_lock = None, threading.Lock()
+    """After a fork, in the child: threads do not come along, and a lock may be held for ever."""
+    global _threads, _threads_lock, _moving
+    _threads, _threads_lock, _moving = None, threading.Lock(), threading.Lock()
 
 
 os.register_at_fork(after_in_child=_forget_threads)
@@ -353,17 +368,59 @@ os.register_at_fork(after_in_child=_forget_threads)
 
 def _offer_shared(tensor: torch.Tensor, nbytes: int) -> Region:
     storage = tensor.untyped_storage()
-    if not storage.is_shared():
-        _check_room(storage.nbytes())
+    with _moving:
+        if not storage.is_shared():
+            _move(storage)
+    fd, _ = _shared_file(storage)
+    if fd < 0:
+        raise TransferError(
+            "the memory of this tensor is a mapped file that is not open for others; Buffer(tensor.clone()), or copy "
+            "it into a tensor made by Buffer.empty(...)"
+        )
+    return _offered.offer(fd, int(tensor.storage_offset()) * tensor.element_size(), nbytes, storage)
+
+
+def _shared_file(storage: torch.UntypedStorage) -> tuple[int, int]:
+    """The descriptor of the file that a storage is a mapping of, which is the storage's own. Moves the storage, in
+    place, if it is not in shared memory yet; the strategy that is set for torch's own queues does not matter here."""
     try:
-        # Moves the storage, in place, if it is not in shared memory yet. torch's own queues stand on it; the
-        # strategy that is set for those does not matter here.
-        fd, _ = storage._share_fd_cpu_()
+        found: tuple[int, int] = storage._share_fd_cpu_()
     except RuntimeError as error:
         raise TransferError(
             f"the {storage.nbytes():,} bytes of this tensor's storage cannot be moved into shared memory: {error}"
         ) from error
-    return _offered.offer(fd, int(tensor.storage_offset()) * tensor.element_size(), nbytes, keep=storage)
+    return found
+
+
+def _move(storage: torch.UntypedStorage) -> None:
+    """Into shared memory. The memory it had stays for as long as the storage lives: a numpy array, a DLPack capsule or
+    a kernel that runs on another thread may still look at it."""
+    import torch
+
+    _check_room(storage.nbytes())
+    whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+    try:
+        before = torch._lazy_clone(whole)  # shares the memory until one of the two is written or, as here, moved
+    except RuntimeError as error:
+        raise TransferError(
+            "the memory of this tensor is not torch's own (torch.from_numpy, torch.frombuffer, a mapped file), and "
+            "cannot be moved into shared memory without leaving its owner behind; Buffer(tensor.clone()), or copy it "
+            "into a tensor made by Buffer.empty(...)"
+        ) from error
+    has_array = not storage.resizable()  # torch's own mark: .numpy() was called
+    _shared_file(storage)
+    weakref.finalize(storage, _let_go, before).atexit = False
+    if has_array:
+        warnings.warn(
+            f"the {storage.nbytes():,} bytes of this tensor's storage were moved into shared memory, and a numpy array "
+            f"made of it before does not go along: it keeps the numbers of this moment. Call .numpy() again, or make "
+            f"the tensor by Buffer.empty(...), which is never moved",
+            stacklevel=5,
+        )
+
+
+def _let_go(before: torch.Tensor) -> None:
+    """The argument was the last that held it."""
 
 
 def _check_room(nbytes: int) -> None:
@@ -403,11 +460,7 @@ _cuda_opened: dict[Region, Any] = {}  # storages of others, mapped here
 def _offer_cuda(tensor: torch.Tensor) -> _CudaPlace:
     storage = tensor.untyped_storage()
     handle = storage._share_cuda_()  # type: ignore[no-untyped-call]
-    fd = memory_file(1)
-    try:
-        sign = _offered.offer(fd, 0, 1, keep=storage)
-    finally:
-        os.close(fd)
+    sign = _offered.sign(storage)
     return _CudaPlace(os.getpid(), sign, tuple(handle), int(tensor.storage_offset()) * tensor.element_size())
 
 

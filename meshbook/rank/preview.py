@@ -556,7 +556,10 @@ def _digest_tensor(local: Any, meta: TensorMeta) -> str | None:
         if local.numel() * local.element_size() > DIGEST_BYTES:
             return None
         flat = local.detach().to("cpu").contiguous().reshape(-1)
-        content = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+        import numpy
+
+        # Not by `.numpy()`: after that the user's storage could not be resized.
+        content = numpy.from_dlpack(flat.view(torch.uint8)).tobytes() if flat.numel() else b""
     except KeyboardInterrupt:
         raise
     except BaseException:

@@ -392,7 +392,11 @@ class _Storage:
         for view in self.views:
             view.offset = 0 if 0 in view.size else view.offset - start // view.item_bytes
         flat = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
-        return memoryview(flat[start:stop].cpu().numpy())  # on the CPU, both are that memory itself
+        import numpy
+
+        # On the CPU, all of these are that memory itself. Not by `.numpy()`: after that the user's storage could not be
+        # resized.
+        return numpy.from_dlpack(flat[start:stop].cpu()).data
 
 
 class _TensorsSent:

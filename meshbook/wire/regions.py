@@ -4,7 +4,8 @@ Unlike `buffers`, which hands over a copy once, a region stays the owner's live 
 reader sees, and nobody asks the owner or waits for it. Knows nothing of tensors, pickles or meshes; the owner brings a
 file that the memory is a mapping of (a memory file, or shared memory).
 
-- `Regions.offer` gives a `Region`: a few words that say where the memory is. Whoever has them uses `RegionReader`.
+- `Regions.offer` gives a `Region`: a few words that say where the memory is. Whoever has them uses `RegionReader`. The
+  region ends with the object that the memory belongs to, and needs no descriptor beside that object's own.
 - A *board*, a small memory file of the owner's that all its readers map too, has one word for each region: its number
   while it is offered, 0 afterwards. A reader looks before and after it copies, so it learns of a `drop` at once, and
   can drop a region itself; the owner's memory is then given back when it next offers or drops something.
@@ -22,6 +23,7 @@ import os
 import secrets
 import select
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,6 +43,9 @@ _BOARD_BYTES = 8 * (2 + MAX_REGIONS)
 # Free slots that are not used again yet: two readers may drop one region at the same moment, and the later one must not
 # clear the word of the owner's next. 4 KiB of the board.
 _RESTING_SLOTS = 512
+# Regions of one piece of memory that can be dropped apart from each other; who asks for more gets these once more. It
+# bounds the slots of a program that offers the same memory in every step and never drops it.
+_APART = 16
 
 
 class Region(NamedTuple):
@@ -69,54 +74,72 @@ class Regions:
         self._lock = threading.Lock()
         self._board: _Board | None = None
         self._offered: dict[int, _Offer] = {}  # by slot
+        self._alike: dict[_Piece, deque[int]] = {}  # slots; the one that was given out longest ago first
         self._free_slots: deque[int] = deque()  # the one free for longest first
         self._num_offers = 0
 
     def _drop_inherited(self) -> None:
-        offers, board = list(self._offered.values()), self._board
-        self._start()
-        for offer in offers:
-            os.close(offer.fd)
+        board = self._board
+        self._start()  # nobody listens any more for the end of what was offered: the board is the parent's
         if board is not None:
             board.close()
 
     def __len__(self) -> int:
-        """How many are offered; those that a reader has dropped are given back first."""
+        """How many are offered; those that a reader has dropped, or whose owner is gone, are given back first."""
         with self._lock:
             self._sweep()
             return len(self._offered)
 
-    def offer(self, fd: int, offset: int, nbytes: int, keep: object) -> Region:
+    def offer(self, fd: int, offset: int, nbytes: int, owner: object) -> Region:
         """Let others read and write `nbytes` bytes of a file from `offset`.
 
         Args:
-            fd: of the file; the caller may close it afterwards.
-            keep: kept alive until the region is dropped: what the memory belongs to.
+            fd: of the file; open for as long as `owner` lives.
+            owner: what the memory belongs to. The region is dropped when it is gone.
 
         Raises:
             TransferError: too many regions, or no descriptors left.
         """
         with self._lock:
             self._sweep()
-            try:
-                board = self._board = self._board or _Board.create()
-                if len(self._offered) == MAX_REGIONS:
-                    raise TransferError(
-                        f"this process offers {MAX_REGIONS:,} buffers already; drop() those that nobody needs"
-                    )
-                own_fd = os.dup(fd)
-            except OSError as error:
-                raise TransferError(f"the memory cannot be shared: {error.strerror}") from error
+            piece = (id(owner), offset, nbytes)
+            alike = self._alike.get(piece, ())
+            if len(alike) >= _APART:
+                assert isinstance(alike, deque)
+                alike.rotate(-1)
+                return self._offered[alike[-1]].region
+            board = self._opened_board()
+            if len(self._offered) == MAX_REGIONS:
+                raise TransferError(
+                    f"this process offers {MAX_REGIONS:,} buffers already; drop() those that nobody needs"
+                )
+            file_name = os.readlink(f"/proc/self/fd/{fd}")
             self._num_offers += 1
             num_slots = len(self._offered) + len(self._free_slots)
             is_rested = len(self._free_slots) > _RESTING_SLOTS or num_slots == MAX_REGIONS
             slot = self._free_slots.popleft() if is_rested else _Board.FIRST_SLOT + num_slots
-            self._offered[slot] = _Offer(own_fd, keep)
-            board[slot] = self._num_offers
-            file_name = os.readlink(f"/proc/self/fd/{own_fd}")
-            return Region(
-                machine(), os.getpid(), board.fd, board.name, slot, self._num_offers, own_fd, file_name, offset, nbytes
+            number = board[slot] = self._num_offers
+            region = Region(
+                machine(), os.getpid(), board.fd, board.name, slot, number, fd, file_name, offset, nbytes
             )
+
+            def ended(_: object) -> None:  # in any thread, also in one that has the lock: a garbage collection may be
+                if board[slot] == number:
+                    board.clear(slot)
+
+            self._offered[slot] = _Offer(region, piece, weakref.ref(owner, ended))
+            self._alike.setdefault(piece, deque()).append(slot)
+            return region
+
+    def sign(self, owner: object) -> Region:
+        """A region of one byte, to be dropped and asked about: for memory that is read in another way.
+
+        Raises:
+            TransferError: as `offer`.
+        """
+        with self._lock:
+            fd = self._opened_board().fd
+        return self.offer(fd, 0, 1, owner)
 
     def drop(self, region: Region) -> None:
         """Readers get an error from now on, and this process lets go of the memory. Twice is the same as once."""
@@ -125,13 +148,22 @@ class Regions:
                 self._board.clear(region.slot)
             self._sweep()
 
+    def _opened_board(self) -> _Board:
+        """Holds the lock."""
+        self._board = self._board or _Board.create()
+        return self._board
+
     def _sweep(self) -> None:
         """Give back what was dropped, by whomever. Holds the lock."""
         board = self._board
         if board is None or not board.take_unseen():
             return
         for slot in [slot for slot in self._offered if board[slot] == 0]:
-            os.close(self._offered.pop(slot).fd)
+            piece = self._offered.pop(slot).piece
+            alike = self._alike[piece]
+            alike.remove(slot)
+            if not alike:
+                del self._alike[piece]
             self._free_slots.append(slot)
 
 
@@ -222,9 +254,13 @@ def memory_file(nbytes: int) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+_Piece = tuple[int, int, int]  # of memory: its owner's id(), the offset in the file, the bytes
+
+
 class _Offer(NamedTuple):
-    fd: int
-    keep: object
+    region: Region
+    piece: _Piece
+    owner: weakref.ref[object]  # tells of its end for as long as this is here
 
 
 class _Board:
@@ -306,7 +342,7 @@ class _Owner:
         if self.board[region.slot] != region.number:
             raise TransferError(
                 f"this buffer of {_size(region.nbytes)} was dropped, by its owner (process {region.pid}) or by another "
-                f"reader; the owner has to make a new one"
+                f"reader, or its tensor is gone there; the owner has to make a new one, and to keep the tensor"
             )
 
     def file(self, region: Region) -> _SharedFile:

@@ -303,12 +303,16 @@ def test_a_process_that_offers_a_thousand_buffers_makes_and_reads_them_in_no_tim
     assert time.monotonic() - started < TIMEOUT_S
 
 
+class Thing:
+    """Something that can be referred to weakly."""
+
+
 def test_a_place_on_the_board_rests_before_another_region_gets_it() -> None:
-    regions, fd = Regions(), memory_file(1)
+    regions, fd, owner = Regions(), memory_file(1), Thing()
     try:
         slots = []
         for _ in range(1200):
-            region = regions.offer(fd, 0, 1, keep=None)
+            region = regions.offer(fd, 0, 1, owner)
             regions.drop(region)
             slots.append(region.slot)
         assert len(set(slots[:500])) == 500
@@ -316,3 +320,123 @@ def test_a_place_on_the_board_rests_before_another_region_gets_it() -> None:
     finally:
         os.close(fd)
         regions._drop_inherited()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What it costs, and whose memory it is
+
+
+LOW_LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))"
+
+
+def test_thousands_of_buffers_cost_a_descriptor_for_each_tensor_that_lives_and_no_more() -> None:
+    with OtherProcess() as owner:
+        owner.ask(OWNER + LOW_LIMIT)
+        num_open = owner.ask("t = torch.zeros(100); buffer = Buffer(t); len(os.listdir('/proc/self/fd'))")
+        owner.ask("for _ in range(5000): buffer = Buffer(t)")
+        assert owner.ask("len(os.listdir('/proc/self/fd'))") == num_open
+        owner.ask("for n in range(5000): t = torch.full((10,), float(n)); buffer = Buffer(t)")
+        assert owner.ask("len(os.listdir('/proc/self/fd'))") == num_open
+        assert read(owner.ask("buffer")).tolist() == [4999] * 10
+        owner.ask("del t, buffer")
+        assert owner.ask("len(buffers._offered)") == 0
+
+
+def test_without_a_descriptor_a_buffer_is_refused_and_those_that_are_there_live_on() -> None:
+    with OtherProcess() as owner:
+        owner.ask(OWNER + LOW_LIMIT)
+        owner.ask("tensors = [torch.ones(1) for _ in range(300)]; kept = []")
+        told = owner.ask(
+            "told = None\n"
+            "try:\n"
+            "    for t in tensors: kept.append(Buffer(t))\n"
+            "except Exception as error: told = type(error).__name__\n"
+            "told"
+        )
+        assert told == "TransferError"
+        owner.ask("del tensors[200:], kept[200:], t")
+        assert read(owner.ask("kept[0]")).tolist() == [1]
+
+
+def test_buffers_of_one_tensor_are_dropped_apart_from_each_other(owner: OtherProcess) -> None:
+    first, second = owner.ask("t = torch.arange(3.); many = [Buffer(t), Buffer(t)]; many")
+    first.drop().get(TIMEOUT_S)
+    assert read(second).tolist() == [0, 1, 2]
+    assert read(owner.ask("many.append(Buffer(t)); many[-1]")).tolist() == [0, 1, 2]
+    owner.ask("[buffer.drop() for buffer in many]; many.clear(); None")
+
+
+def test_a_buffer_whose_tensor_is_gone_is_refused_with_what_to_do(owner: OtherProcess) -> None:
+    buffer = owner.ask("t = torch.ones(3); Buffer(t)")
+    assert read(buffer).tolist() == [1, 1, 1]
+    owner.ask("_ = t = None")
+    with pytest.raises(TransferError, match=r"or its tensor is gone there; .* keep the tensor"):
+        read(buffer)
+
+
+def test_a_buffer_keeps_a_temporary_tensor_where_it_was_made(owner: OtherProcess) -> None:
+    buffer = owner.ask("buffer = Buffer(torch.arange(3.) + 1); buffer")
+    assert read(buffer).tolist() == [1, 2, 3]
+
+
+TAKEN_BEFORE = {
+    "numpy": "a = t.numpy()",
+    "dlpack": "import numpy; a = numpy.from_dlpack(t)",
+    "address": "import ctypes; a = (ctypes.c_float * t.numel()).from_address(t.data_ptr())",
+}
+
+
+@pytest.mark.parametrize("how", TAKEN_BEFORE)
+def test_what_looks_at_a_tensors_old_memory_is_left_behind_and_never_reads_freed_memory(
+    owner: OtherProcess, how: str
+) -> None:
+    owner.ask("t = torch.ones(1 << 23)")  # so large that its memory goes back to the system when it is freed
+    owner.ask(TAKEN_BEFORE[how])
+    said = owner.ask(
+        "import warnings\n"
+        "with warnings.catch_warnings(record=True) as said: warnings.simplefilter('always'); buffer = Buffer(t)\n"
+        "[str(each.message) for each in said]"
+    )
+    owner.ask("t.fill_(7)")
+    assert owner.ask("float(sum(a[:1000]))") == 1000
+    assert read(owner.ask("buffer")).sum() == 7 << 23
+    owner.ask("del a")
+    if how == "numpy":
+        (text,) = said
+        assert re.search(r"numpy array made of it before does not go along.*Buffer.empty", text)
+    else:
+        assert not said  # nothing tells
+
+
+def test_the_old_memory_goes_when_the_tensor_goes(owner: OtherProcess) -> None:
+    rounds = (
+        "for _ in range(10): t = torch.ones(1 << 22); buffer = Buffer(t)\n"
+        "int(open('/proc/self/statm').read().split()[1]) * 4096"
+    )
+    before = owner.ask(rounds)
+    assert owner.ask(rounds) - before < 10 * (1 << 24) / 2
+
+
+@pytest.mark.parametrize("how", ["torch.from_numpy(numpy.ones(4))", "torch.frombuffer(bytearray(16))", "mapped"])
+def test_memory_that_is_not_torchs_own_is_refused_with_two_ways_on(how: str, tmp_path: Any) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(16))
+    tensor = {
+        "torch.from_numpy(numpy.ones(4))": lambda: torch.from_numpy(np.ones(4)),
+        "torch.frombuffer(bytearray(16))": lambda: torch.frombuffer(bytearray(16), dtype=torch.uint8),
+        "mapped": lambda: torch.from_file(str(path), size=4),
+    }[how]()
+    with pytest.raises(TransferError, match=r"Buffer\(tensor.clone\(\)\), .* Buffer.empty"):
+        Buffer(tensor)
+
+
+def test_sending_a_tensor_leaves_its_storage_resizable() -> None:
+    from meshbook.wire import pickling
+    from meshbook.wire.buffers import SegmentPool
+
+    tensor, pool = torch.ones(1 << 16), SegmentPool()
+    try:
+        pickling.dump(tensor, pool=pool, readers=[1], name="it")
+    finally:
+        pool.close()
+    assert tensor.untyped_storage().resizable()
