@@ -1,7 +1,7 @@
 """Who waits for the answers of a mesh, and what becomes of them: all as one value, or one by one.
 
-Answers are heard on the thread that hears other processes, and unpacked by who asks for them. A process that has ended
-answers at once, with an error.
+Answers are heard on the thread that hears other processes, those of this process too, and unpacked by who asks for
+them: no two threads are ever in `arrived` or `lost`. A process that has ended answers at once, with an error.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from meshbook.actors.runtime.futures import Future
 from meshbook.actors.runtime.parcels import Parcel
 from meshbook.actors.runtime.peer import PeerGone
 from meshbook.actors.runtime.post import encode, here
+from meshbook.actors.runtime.remembered import Remembered
 from meshbook.ids import name_ranks
 from meshbook.wire import messages
 
@@ -198,5 +199,5 @@ def _raise(error: BaseException) -> Any:
 
 
 # Which meshes' failures have reached a caller, and when: `procs` stops a cell only for those that have not.
-told: dict[str, float] = {}
-stopped_homes: set[str] = set()
+told: Remembered[str, float] = Remembered()
+stopped_homes: Remembered[str, None] = Remembered()  # names of meshes of processes that were ended from here

@@ -446,7 +446,7 @@ spare = Spare()
 
 def forget(home: Home, reason: str) -> None:
     """These processes end on purpose: nobody is to be told of it as of a failure, here or anywhere."""
-    stopped_homes.add(home.name)
+    stopped_homes[home.name] = None
     nodes = {address.node for address in home.addresses}
     for owned in list(life().owned.values()):
         if nodes & owned.places.keys():

@@ -214,8 +214,8 @@ def _deliver(post: Post, frame: bytes, peers: Sequence[Any], expected: Expected 
             peer.send(frame)
         except PeerGone as error:
             post.parcels.pool.forget_reader(peer.number)
-            if expected is not None and expected.lost(peer, str(error)):
-                post.forget(number)
+            if expected is not None:
+                post.lost(number, peer, str(error))
 
 
 def _nothing(actor: Any) -> None:

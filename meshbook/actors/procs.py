@@ -197,8 +197,7 @@ class ProcMesh(MeshTrait):
                 peer.send(encode(word))
             except PeerGone as error:
                 post.parcels.pool.forget_reader(peer.number)
-                if gather.lost(peer, str(error)):
-                    post.forget(number)
+                post.lost(number, peer, str(error))
         try:
             _wait_here(done, ref)
         except Exception:

@@ -123,7 +123,9 @@ class Service:
             messages.Complete: lambda ask: questions.complete(executor.shell, ask.code, ask.cursor),
             messages.Inspect: lambda ask: questions.inspect(executor.shell, ask.code, ask.cursor, ask.detail),
             messages.Peek: lambda ask: questions.peek(executor.shell, ask.names),
-            messages.OpenActors: lambda ask: _found(ACTORS)(executor.resolve, executor.resolvers),
+            messages.OpenActors: lambda ask: _found(ACTORS)(
+                executor.resolve, executor.resolvers, executor.device
+            ),
         }
 
     def start(self, ready: messages.RankReady) -> None:

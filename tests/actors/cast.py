@@ -4,12 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from meshbook.actors.base import Actor, endpoint
+from meshbook.actors.runtime import futures
 from meshbook.actors.runtime.context import context, current_rank, current_size
+
+
+def open_gate(actor: Any) -> None:
+    """To be run beside what the actor does: ends `hold`."""
+    actor.gate.set()
+
+
+def press_stop_when(ready: Callable[[], object], then: Callable[[], object] = lambda: None) -> threading.Thread:
+    """Have somebody send this process SIGINT, as Stop does, once the main thread waits for an answer and something
+    else has come about; and when that has ended its wait, do more."""
+    main = threading.main_thread().ident or 0
+
+    def comes_about(condition: Callable[[], object]) -> bool:
+        tick = threading.Event()
+        return any(condition() or tick.wait(0.005) for _ in range(4000))
+
+    def press() -> None:
+        if comes_about(lambda: main in futures._waiting and ready()):
+            signal.pthread_kill(main, signal.SIGINT)
+            if comes_about(lambda: main not in futures._waiting):
+                then()
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    return thread
 
 
 class Counter(Actor):
@@ -74,6 +102,10 @@ class Counter(Actor):
             self.seen.append("interrupted")
             raise
         return "done"
+
+    @endpoint
+    def hold_or_spin(self, hold: bool) -> str | None:
+        return self.gate.wait(20) and None if hold else self.spin()
 
     @endpoint
     def wait_for(self, other: Any) -> Any:
@@ -234,16 +266,13 @@ class Founder(Actor):
         return [*answers, beside.add.call_one().get(20)]
 
     @endpoint
-    def fork(self) -> int:
-        """A child that outlives this process, holding what it inherited, until the pipe's other end is closed."""
-        self.read, self.write = os.pipe()
+    def fork(self) -> tuple[int, int]:
+        """This process and a child that outlives it, holding what it inherited, until it is killed."""
         pid = os.fork()
         if pid == 0:
-            os.close(self.write)
-            os.read(self.read, 1)
-            time.sleep(3)
+            time.sleep(60)
             os._exit(0)
-        return os.getpid()
+        return os.getpid(), pid
 
     @endpoint
     def big(self, size: int) -> bytes:

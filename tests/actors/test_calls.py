@@ -19,7 +19,7 @@ from meshbook.actors.runtime.ports import Channel
 from meshbook.actors.shape import Point
 from meshbook.actors.values import Accumulator
 from meshbook.errors import MeshTimeout, TransferError
-from tests.actors.cast import Counter, Founder, Gate, Tidy
+from tests.actors.cast import Counter, Founder, Gate, Tidy, open_gate
 
 WAIT_S = 20
 pytestmark = pytest.mark.timeout(60)  # for the waits that have no argument for it
@@ -112,9 +112,10 @@ def test_what_cannot_be_called_says_why_before_anything_is_sent(counters: Any, p
 
 
 def test_a_timeout_does_not_use_the_future_up(counters: Any) -> None:
-    future = counters.sleep.call(0.2)
-    with pytest.raises(MeshTimeout, match=r"counters.sleep was not answered within 0.01 s"):
+    future = counters.hold.call()
+    with pytest.raises(MeshTimeout, match=r"counters.hold was not answered within 0.01 s"):
         future.get(timeout=0.01)
+    counters._apply_now(open_gate).get(WAIT_S)
     assert list(future.get(WAIT_S).values()) == [None] * 3
 
 
@@ -124,8 +125,11 @@ def test_futures_are_awaited_and_come_as_completed(counters: Any) -> None:
         return first, second, await counters.add.call(0).as_asyncio()
 
     assert [len(found) for found in asyncio.run(both())] == [3, 3, 3]
-    slow, fast = counters.slice(gpus=0).sleep.call(0.3), counters.slice(gpus=1).add.call(0)
-    assert list(as_completed([slow, fast], timeout=WAIT_S)) == [fast, slow]
+    slow, fast = counters.slice(gpus=0).hold.call(), counters.slice(gpus=1).add.call(0)
+    done = as_completed([slow, fast], timeout=WAIT_S)
+    assert next(done) is fast
+    counters.slice(gpus=0)._apply_now(open_gate).get(WAIT_S)
+    assert list(done) == [slow]
     assert slow.exception(WAIT_S) is None
     assert isinstance(counters.fail.call().exception(WAIT_S), ActorError)
 

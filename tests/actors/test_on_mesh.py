@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +16,7 @@ from meshbook.actors import procs as meshes
 from meshbook.actors.procs import ProcMesh, this_host
 from meshbook.actors.state import ActorState
 from meshbook.errors import TransferError
-from tests.actors.cast import Counter
+from tests.actors.cast import Counter, open_gate, press_stop_when
 
 WAIT_S = 20
 pytestmark = pytest.mark.timeout(60)  # for the waits that have no argument for it
@@ -111,7 +110,7 @@ def test_a_remote_tensor_among_the_arguments_is_the_ranks_own_and_lives_until_it
         holders.note.broadcast(one * number)  # nobody holds these here
     two = holders.add.call(one * 2)
     one.full_tensor()  # frees of earlier tensors have reached the ranks
-    holders._apply_now(_set_gate).get(WAIT_S)
+    holders._apply_now(open_gate).get(WAIT_S)
     blocked.get(WAIT_S)
     assert list(two.get(WAIT_S).values()) == [[13.0] * 3, [14.0] * 3]
     there = mesh.slice(dp=0).spawn("there", Holder, one)
@@ -163,19 +162,19 @@ def test_what_endpoints_print_is_folded_and_logging_option_rules_it(
     assert "[1] me alone" in look()
 
 
-def test_stop_ends_the_wait_for_what_cannot_be_interrupted_and_the_actor_lives(counters: Any) -> None:
-    main = threading.main_thread().ident or 0
-    press = threading.Timer(0.1, signal.pthread_kill, [main, signal.SIGINT])
-    press.start()
+def test_stop_ends_the_wait_for_what_cannot_be_interrupted_and_the_actor_lives(mesh: Any, counters: Any) -> None:
+    def all_hold() -> bool:
+        running = [row["running"] for row in meshes.survey(mesh) if row["actor"] == "counters"]
+        return running == ["hold", "hold"]
+
+    call = counters.hold.call()
+    presses = press_stop_when(all_hold)
     with pytest.raises(KeyboardInterrupt, match=r"counters.hold on ranks 0-1 was interrupted and goes on: it sleeps"):
-        counters.hold.call().get(WAIT_S)
-    counters._apply_now(_set_gate).get(WAIT_S)
+        call.get(WAIT_S)
+    presses.join()
+    counters._apply_now(open_gate).get(WAIT_S)
     counters._apply(_clear_gate).get(WAIT_S)
     assert len(counters.add.call(0).get(WAIT_S)) == 2
-
-
-def _set_gate(actor: Any) -> None:
-    actor.gate.set()
 
 
 def _clear_gate(actor: Any) -> None:
@@ -198,7 +197,7 @@ def test_rows_say_what_each_actor_does(mesh: Any, counters: Any) -> None:
     assert rows[1]["running"] is None
     assert rows[1]["state"] == "living"
     assert rows[1]["messages"] > 0
-    counters.slice(dp=0)._apply_now(_set_gate).get(WAIT_S)
+    counters.slice(dp=0)._apply_now(open_gate).get(WAIT_S)
     busy.get(WAIT_S)
 
 

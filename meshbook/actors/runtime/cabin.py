@@ -29,7 +29,7 @@ from meshbook.actors.runtime.interrupts import Interruptible
 from meshbook.actors.runtime.parcels import NONE
 from meshbook.actors.runtime.peer import PeerGone
 from meshbook.actors.runtime.ports import Port
-from meshbook.actors.runtime.post import encode, for_user_code
+from meshbook.actors.runtime.post import encode
 from meshbook.actors.shape import Extent, Point
 from meshbook.wire import messages
 
@@ -188,9 +188,9 @@ class Cabin:
     # ---- the thread
 
     def _live(self) -> None:
-        for_user_code()
         peer, word = self._born_of
         try:
+            self.life.prepare_thread()
             Class, args, kwargs, home = self.life.post.parcels.unpack(peer, None, word.payload)
             instance = Instance(self.name, self.id, self.point, home, self.owner, self)
             current.set(Context(instance, self.point))

@@ -10,16 +10,20 @@ from meshbook.actors.runtime.life import life
 from meshbook.actors.runtime.post import farewell
 
 
-def open_door(resolve: Callable[[str], Any], resolvers: dict[str, Callable[[str], Any]]) -> list[Any]:
+def open_door(
+    resolve: Callable[[str], Any], resolvers: dict[str, Callable[[str], Any]], device: str
+) -> list[Any]:
     """This process's address, as plain data.
 
     Args:
         resolve: gives the rank's own object for a handle among arguments.
         resolvers: what `resolve` asks, by kind of reference; gets one for what actors hold.
+        device: the rank's, "cpu" or "cuda:1": what actors' threads have for their current one.
     """
     resolvers[held.KIND] = held.find
     found = life()
     found.on_rank = True
+    found.device = device
     found.post.parcels.resolve = resolve
     address = found.post.address
     return [address.node, address.key, address.pid]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +14,11 @@ from meshbook.actors.runtime.context import Home
 from meshbook.actors.runtime.parcels import NONE
 from meshbook.actors.runtime.peer import PeerGone
 from meshbook.actors.runtime.post import Post, encode, for_user_code, here
+from meshbook.actors.runtime.remembered import Remembered
 from meshbook.wire import messages
 from meshbook.wire.lifeline import ACTORS_GRACE_S
 
 _WORK_S = 2.0  # of ACTORS_GRACE_S, for what was sent before; the rest is kept for `__cleanup__`
-_REMEMBERED = 1000  # actors that have ended, whose late callers are told how
 
 
 class Life:
@@ -30,10 +29,11 @@ class Life:
         self.actors: dict[str, Cabin] = {}
         self.owned: dict[str, Owned] = {}
         self.on_rank = False
+        self.device = ""  # of the rank, "cpu" or "cuda:1"; of no rank, nothing
         self.ending: str | None = None  # why this process will end: nothing new begins
         self.kept: dict[str, Any] = {}  # meshes of processes that were started here and live until they are stopped
         self.root: Callable[[faults.MeshFailure, str], None] = _print  # told of what no actor has handled
-        self._ended: OrderedDict[str, tuple[str, str]] = OrderedDict()  # id -> name, reason
+        self._ended: Remembered[str, tuple[str, str]] = Remembered()  # id -> name, reason; late callers are told
         post.hears.update(
             {
                 messages.SpawnActor: self._spawn,
@@ -41,6 +41,7 @@ class Life:
                 messages.StopActor: self._stop,
                 messages.InterruptActor: self._interrupt,
                 messages.Faulted: self._faulted,
+                messages.ActorEnded: self._actor_ended,
             }
         )
         post.on_gone.append(self._peer_gone)
@@ -48,6 +49,15 @@ class Life:
     def rows(self) -> list[dict[str, Any]]:
         """One for each actor that lives in this process."""
         return [cabin.row() for cabin in list(self.actors.values())]
+
+    def prepare_thread(self) -> None:
+        """Make this thread one for user code. CUDA's current device is the thread's own, and a new thread has the
+        first GPU of all: without this, the actors of every rank would compute there."""
+        for_user_code()
+        if self.device.startswith("cuda"):
+            import torch
+
+            torch.cuda.set_device(self.device)
 
     # ---- words
 
@@ -82,8 +92,8 @@ class Life:
 
     def _call_now(self, cabin: Cabin, peer: Any, word: messages.CallActor) -> None:
         """Beside whatever the actor is doing."""
-        for_user_code()
         try:
+            self.prepare_thread()
             (function, *args), kwargs = self.post.parcels.unpack(peer, word.plain, word.payload)
             cabin.born.wait()
             if cabin.failure is not None:
@@ -145,8 +155,8 @@ class Life:
     def forget(self, cabin: Cabin, reason: str) -> None:
         self.actors.pop(cabin.id, None)
         self._ended[cabin.id] = (cabin.name, reason)
-        while len(self._ended) > _REMEMBERED:
-            self._ended.popitem(last=False)
+        with contextlib.suppress(PeerGone):
+            self.post.peer(cabin.owner.address).send(encode(messages.ActorEnded(cabin.id)))
 
     # ---- who owns what, and who is told
 
@@ -166,6 +176,18 @@ class Life:
     def _faulted(self, peer: Any, word: messages.Faulted) -> None:
         self.supervise(word.actor, faults.MeshFailure(word.mesh_name, word.places, word.text, word.traceback))
 
+    def _actor_ended(self, peer: Any, word: messages.ActorEnded) -> None:
+        owned = self.owned.get(word.actor)
+        if owned is not None:
+            self._disown(word.actor, owned, peer.address.node)
+
+    def _disown(self, actor: str, owned: Owned, node: str) -> int | None:
+        """One of an owned mesh has ended; gives its place, if it was not known to be. With the last, all is forgotten."""
+        place = owned.places.pop(node, None)
+        if not owned.places:
+            self.owned.pop(actor, None)
+        return place
+
     def supervise(self, owner: str, failure: faults.MeshFailure) -> None:
         """Tell the owner, an actor of this process, or with "" the process itself."""
         cabin = self.actors.get(owner) if owner else None
@@ -177,8 +199,8 @@ class Life:
     def _peer_gone(self, peer: Any, reason: str) -> None:
         if peer.address is None:
             return
-        for owned in list(self.owned.values()):
-            place = owned.places.pop(peer.address.node, None)
+        for actor, owned in list(self.owned.items()):
+            place = self._disown(actor, owned, peer.address.node)
             if place is None or owned.stopped or peer.leaving is not None:
                 continue
 

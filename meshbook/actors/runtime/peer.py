@@ -169,14 +169,17 @@ def frame(body: bytes) -> bytes:
 
 
 class Loopback:
-    """This process as its own peer: what is sent is heard at once, on the sender's thread."""
+    """This process as its own peer. What is sent is heard on the reading thread, like what others send."""
 
-    def __init__(self, address: Address, hear: Callable[[Any, memoryview], None]) -> None:
+    def __init__(self, address: Address, deliver: Callable[[Any, memoryview], None]) -> None:
         self.number = next(_numbers)
         self.address = address
         self.gone: str | None = None
         self.leaving: str | None = None
-        self._hear = hear
+        self._deliver = deliver
 
     def send(self, frame: bytes) -> None:
-        self._hear(self, memoryview(frame)[_LENGTH_BYTES:])
+        """Raises PeerGone: this process has left."""
+        if self.gone is not None:
+            raise PeerGone(self.gone)
+        self._deliver(self, memoryview(frame)[_LENGTH_BYTES:])

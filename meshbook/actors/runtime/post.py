@@ -2,7 +2,8 @@
 
 Whoever calls writes to the other process's socket on its own thread; what comes in is heard on the reading thread,
 which runs no user code: a call goes into its actor's mailbox, an answer to whoever waits for it. A connection that ends
-is a process that has ended: every open call to it fails at that moment.
+is a process that has ended: every open call to it fails at that moment. All that changes an open call (an answer, the
+end of a process, a message of this process to itself) is done on the reading thread, one after the other.
 
 The same code serves the notebook and the ranks. `here()` is this process's own, made when it is first needed.
 """
@@ -24,6 +25,7 @@ import struct
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -32,6 +34,7 @@ import msgspec
 from meshbook.actors.runtime.futures import MUST_NOT_WAIT
 from meshbook.actors.runtime.parcels import NONE, Parcels
 from meshbook.actors.runtime.peer import Loopback, Peer, PeerGone, frame
+from meshbook.actors.runtime.remembered import Remembered
 from meshbook.errors import ProtocolError
 from meshbook.wire import codec, keys, messages
 from meshbook.wire.messages import Address
@@ -55,7 +58,7 @@ class News:
 
     def __init__(self) -> None:
         self.delay_s = 0.0  # how long it usually takes until it is told; 0: nobody tells
-        self._told: dict[int, str] = {}
+        self._told: Remembered[int, str] = Remembered()
         self._change = threading.Condition()
 
     def tell(self, pid: int, how: str) -> None:
@@ -112,7 +115,8 @@ class Post:
         self.news = News()
         self._numbers = itertools.count(1)
         self._expected: dict[int, Expected] = {}
-        self._peers: dict[str, Any] = {self.address.node: Loopback(self.address, self._hear)}
+        self._peers: dict[str, Any] = {self.address.node: Loopback(self.address, self._hear_own)}
+        self._gone_nodes: deque[str] = deque()  # of `_peers`; who is told that they are gone is told why
         self._connections: set[Peer] = set()
         self._connecting = threading.Lock()
         self._listener = _listen(self.address.node)
@@ -124,6 +128,8 @@ class Post:
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
         self._writers: list[Peer] = []
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._soon: deque[Callable[[], None]] = deque()
+        self._is_called = False  # the reading thread will look at `_soon`
         self._closed = False
         self._looking = False
         self.parcels.first_borrowed = self._start_looking
@@ -171,6 +177,15 @@ class Post:
     def forget(self, number: int) -> None:
         self._expected.pop(number, None)
 
+    def lost(self, number: int, peer: Any, reason: str) -> None:
+        """What was to be sent to `peer` could not be. From any thread; those who wait are told on the reading one."""
+        self.call_soon(lambda: self._lost(number, peer, reason))
+
+    def _lost(self, number: int, peer: Any, reason: str) -> None:
+        expected = self._expected.get(number)
+        if expected is not None and expected.lost(peer, reason):
+            self._expected.pop(number, None)
+
     def reply(self, peer: Any, word: messages.PeerWord) -> None:
         """Send what was packed for `peer` alone; if that is gone, the memory goes back."""
         try:
@@ -182,6 +197,24 @@ class Post:
         """Call `act` on the reading thread, where it must not wait."""
         heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._numbers), act))
         self._wake()
+
+    def call_soon(self, act: Callable[[], None]) -> None:
+        """Call `act` on the reading thread, where it must not wait; in the order of these calls."""
+        self._soon.append(act)
+        if not self._is_called:
+            self._is_called = True
+            self._wake()
+        if self._closed:  # nobody reads any more
+            self._work_off()
+
+    def _work_off(self) -> None:
+        self._is_called = False  # first: what comes from now on calls again
+        for _ in range(len(self._soon)):
+            try:
+                act = self._soon.popleft()
+            except IndexError:  # after the end, threads do this beside each other
+                return
+            _guarded(act)
 
     # ---- the reading thread
 
@@ -197,12 +230,9 @@ class Post:
                     self._ready(key, events)
                 except Exception:
                     log.exception("a message between actors could not be handled; listening goes on")
+            self._work_off()
             while self._timers and self._timers[0][0] <= time.monotonic():
-                act = heapq.heappop(self._timers)[2]
-                try:
-                    act()
-                except Exception:
-                    log.exception("a callback failed; listening goes on")
+                _guarded(heapq.heappop(self._timers)[2])
 
     def _ready(self, key: selectors.SelectorKey, events: int) -> None:
         peer = key.data
@@ -260,6 +290,9 @@ class Post:
         if hear is not None:
             hear(peer, word)
 
+    def _hear_own(self, peer: Any, body: memoryview) -> None:
+        self.call_soon(lambda: self._hear(peer, body))
+
     def _greeted(self, peer: Peer, word: messages.Greet) -> None:
         if word.protocol != codec.PROTOCOL.decode():
             raise ProtocolError(codec.describe_version(word.protocol.encode()))
@@ -299,11 +332,19 @@ class Post:
         why = f"was stopped: {peer.leaving}" if peer.leaving is not None else "has ended"
         peer.close(f"its process (pid {pid}) {why}")
         self.parcels.forget(peer)
-        for number, expected in list(self._expected.items()):
-            if expected.lost(peer, peer.gone or ""):
-                self._expected.pop(number, None)
+        if peer.address is not None:
+            self._remember_gone(peer.address.node)
+        for number in list(self._expected):
+            self._lost(number, peer, peer.gone or "")
         for told in list(self.on_gone):
             told(peer, peer.gone or "")
+
+    def _remember_gone(self, node: str) -> None:
+        self._gone_nodes.append(node)
+        while len(self._gone_nodes) > Remembered.LIMIT:
+            oldest = self._peers.get(self._gone_nodes.popleft())
+            if oldest is not None and oldest.gone is not None:
+                del self._peers[oldest.address.node]
 
     def _wants_to_write(self, peer: Peer) -> None:
         self._writers.append(peer)
@@ -357,12 +398,24 @@ class Post:
         if threading.current_thread() is not self._thread:
             self._thread.join(5)
         MUST_NOT_WAIT.pop(self._thread.ident or 0, None)
+        self._peers[self.address.node].gone = "this process has left"
+        self._work_off()
         for peer in list(self._connections):
             peer.close("this process has left")
         self._listener.close()
         self._selector.close()
         self.parcels.close()
         _remove(self.address.node)
+
+
+def _guarded(act: Callable[[], None]) -> None:
+    """The reading thread goes on, whatever becomes of one thing that it does."""
+    try:
+        act()
+    except PeerGone:
+        pass  # it has not waited for what it asked
+    except Exception:
+        log.exception("a callback between actors failed; listening goes on")
 
 
 def _place(node: str) -> str | bytes:

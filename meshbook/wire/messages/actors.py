@@ -154,7 +154,13 @@ class Faulted(PeerWord):
     traceback: str = ""
 
 
+class ActorEnded(PeerWord):
+    """To the owner of an actor: it has ended, on purpose, and nothing more will be heard of it."""
+
+    actor: str
+
+
 PeerMessage = (
     Greet | CallActor | SpawnActor | StopActor | InterruptActor | Answer | Failure | ToPort | LetGo | Leave | Leaving
-    | Faulted
+    | Faulted | ActorEnded
 )  # fmt: skip

@@ -1,0 +1,221 @@
+"""What a program that goes on for weeks keeps of actors that have come and gone: nothing."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from meshbook.actors import answers
+from meshbook.actors.procs import ProcMesh, this_host, this_proc
+from meshbook.actors.runtime import life as lives
+from meshbook.actors.runtime.context import Home, context
+from meshbook.actors.runtime.faults import ActorError, MeshFailure, SupervisionError
+from meshbook.actors.runtime.futures import Future
+from meshbook.actors.runtime.post import here
+from meshbook.actors.runtime.remembered import Remembered
+from tests.actors.cast import Counter, Gate
+
+WAIT_S = 20
+pytestmark = pytest.mark.timeout(60)  # for the waits that have no argument for it
+
+
+@pytest.fixture
+def alive() -> Iterator[lives.Life]:
+    found = lives.life()
+    yield found
+    found.device = ""
+
+
+def _kept(alive: lives.Life) -> tuple[int, int, int]:
+    return len(alive.owned), len(alive.actors), len(here()._expected)
+
+
+def _until(condition: Any) -> None:
+    tick = threading.Event()
+    for _ in range(1000):
+        if condition():
+            return
+        tick.wait(0.02)
+    raise AssertionError("it did not come about within 20 s")
+
+
+def _stop_itself(actor: Any) -> None:
+    context().actor_instance.stop()
+
+
+def test_actors_that_were_stopped_leave_nothing_where_they_were_spawned(alive: lives.Life, procs: ProcMesh) -> None:
+    procs.spawn("first", Counter).stop().get(WAIT_S)
+    before = _kept(alive)
+    for number in range(300):
+        counter = (this_proc() if number % 2 else procs).spawn("one of many", Counter)
+        counter.add.call().get(WAIT_S)
+        if number % 3:
+            counter.stop().get(WAIT_S)
+        else:
+            counter._apply(_stop_itself).get(WAIT_S)
+            counter.stop().get(WAIT_S)
+    del counter
+    gc.collect()
+    _until(lambda: _kept(alive) == before)
+
+
+def test_processes_that_have_ended_leave_nothing_of_their_actors(
+    alive: lives.Life, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[MeshFailure] = []
+    monkeypatch.setattr(alive, "root", lambda failure, name: heard.append(failure))
+    before = _kept(alive)
+    stopped, killed = (this_host().spawn_procs({"n": 2}, name=name) for name in ("stopped", "killed"))
+    for procs in (stopped, killed):
+        counters = procs.spawn("counters", Counter)
+        pids = [found[3] for found in counters.where.call().get(WAIT_S).values()]
+    stopped.stop().get(30)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(SupervisionError):
+        counters.add.call().get(WAIT_S)
+    _until(lambda: _kept(alive) == before and len(heard) == 2)
+    killed.stop().get(30)
+
+
+def test_what_is_remembered_of_ended_processes_and_failures_has_an_end() -> None:
+    remembered: Remembered[int, int] = Remembered()
+    for number in range(3 * Remembered.LIMIT):
+        remembered[number] = number
+        remembered[0] = number
+    assert len(remembered) == Remembered.LIMIT
+    assert remembered[0] == number
+    assert type(answers.told) is type(answers.stopped_homes) is type(here().news._told) is Remembered
+    post = here()
+    for _ in range(3 * Remembered.LIMIT):
+        post._remember_gone("nobody")
+    assert len(post._gone_nodes) == Remembered.LIMIT
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Threads
+
+
+def test_all_answers_of_a_call_are_heard_on_one_thread(procs: ProcMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an actor in this process, of one in another, and of one that is lost."""
+    heard_on: list[str] = []
+    real = answers.Gather.arrived, answers.Gather.lost
+
+    def arrived(self: Any, peer: Any, word: Any) -> bool:
+        heard_on.append(threading.current_thread().name)
+        return real[0](self, peer, word)
+
+    def lost(self: Any, peer: Any, reason: str) -> bool:
+        heard_on.append(threading.current_thread().name)
+        return real[1](self, peer, reason)
+
+    far = procs.slice(gpus=0)._procs.home().addresses[0]
+    lost_one = far.__class__("nobody", "", 0)
+    home = Home("mixed", ("place",), (2,), (here().address, far), None)
+    mixed = ProcMesh.of_home(home).spawn("mixed", Counter)
+    monkeypatch.setattr(answers.Gather, "arrived", arrived)
+    monkeypatch.setattr(answers.Gather, "lost", lost)
+    assert list(mixed.add.call().get(WAIT_S).values()) == [1, 1]
+    mixed._ref.addresses, mixed._ref._peers = (here().address, lost_one), [None, None]
+    with pytest.raises(SupervisionError, match="rank 1 of 'mixed' is lost"):
+        mixed.add.call().get(WAIT_S)
+    assert len(heard_on) >= 3
+    assert set(heard_on) == {"meshbook-post"}
+
+
+def test_answers_that_come_on_two_threads_at_once_wait_for_each_other() -> None:
+    """An actor in this process is switched away from while its answer is being delivered, and another's comes."""
+    entered, leave = threading.Event(), threading.Event()
+    first, second = (this_proc().spawn(name, Counter) for name in ("slow answer", "other answer"))
+    order: list[str] = []
+
+    def slow(_: Future[Any]) -> None:
+        order.append("begins")
+        entered.set()
+        leave.wait(WAIT_S)
+        order.append("ends")
+
+    one = first.hold.call_one()
+    one.add_done_callback(slow)
+    first._apply_now(lambda actor: actor.gate.set())
+    assert entered.wait(WAIT_S)
+    other = second.add.call_one()
+    other.add_done_callback(lambda _: order.append("other"))
+    leave.set()
+    other.get(WAIT_S)
+    assert order == ["begins", "ends", "other"]
+    for actor in (first, second):
+        actor.stop().get(WAIT_S)
+
+
+def test_a_call_after_the_end_of_the_process_s_post_fails_at_once() -> None:
+    from meshbook.actors.runtime.peer import PeerGone
+    from meshbook.actors.runtime.post import Post
+
+    post = Post()
+    mine = post.peer(post.address)
+    post.close()
+    with pytest.raises(PeerGone, match="this process has left"):
+        mine.send(b"\0\0\0\0")
+    done: list[int] = []
+    post.call_soon(lambda: done.append(1))
+    assert done == [1]
+
+
+class AnyCuda:
+    """What `torch.cuda` is to us on a machine with GPUs: a current device for each thread."""
+
+    def __init__(self) -> None:
+        self.current = threading.local()
+
+    def set_device(self, device: str) -> None:
+        self.current.device = device
+
+
+def _current_device(actor: Any) -> str:
+    return getattr(torch.cuda.current, "device", "cuda:0")  # type: ignore[attr-defined,no-any-return]
+
+
+@pytest.mark.parametrize("Class", [Counter, Gate], ids=["def", "async def"])
+def test_every_thread_of_an_actor_has_its_ranks_gpu(
+    alive: lives.Life, monkeypatch: pytest.MonkeyPatch, Class: type
+) -> None:
+    monkeypatch.setattr(torch, "cuda", AnyCuda())
+    alive.device = "cuda:3"
+    actor = this_proc().spawn("on a gpu", Class)
+    assert actor._apply(_current_device).get(WAIT_S).item() == "cuda:3"
+    assert actor._apply_now(_current_device).get(WAIT_S).item() == "cuda:3"
+    actor.stop().get(WAIT_S)
+
+
+def _device_of_rank(actor: Any) -> str:
+    return sys.modules["meshbook.actors.runtime.life"].life().device
+
+
+def test_a_rank_tells_its_actors_which_device_it_has(procs: ProcMesh) -> None:
+    counters = procs.spawn("told", Counter)
+    assert list(counters._apply(_device_of_rank).get(WAIT_S).values()) == ["cpu"] * 3
+    counters.stop().get(WAIT_S)
+
+
+def test_a_gpu_that_cannot_be_used_is_an_error_of_the_actor(alive: lives.Life, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(AnyCuda):
+        def set_device(self, device: str) -> None:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(torch, "cuda", Broken())
+    alive.device = "cuda:3"
+    actor = this_proc().spawn("without its gpu", Counter)
+    with pytest.raises((SupervisionError, ActorError), match="device-side assert"):
+        actor.add.call_one().get(WAIT_S)
+    actor.stop().get(WAIT_S)
+
+
