@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import zmq
@@ -124,7 +125,7 @@ class Service:
             messages.Inspect: lambda ask: questions.inspect(executor.shell, ask.code, ask.cursor, ask.detail),
             messages.Peek: lambda ask: questions.peek(executor.shell, ask.names),
             messages.OpenActors: lambda ask: _found(ACTORS)(
-                executor.resolve, executor.resolvers, executor.device
+                executor.resolve, executor.resolvers, partial(use_device, executor.device)
             ),
         }
 
@@ -246,7 +247,7 @@ class Service:
             return
         torch: Any = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
-            torch.cuda.set_device(self._executor.device)
+            use_device(self._executor.device)
             self._on_device = True
 
     def _leave(self) -> None:
@@ -356,6 +357,14 @@ class Service:
 def _found(place: str) -> Any:
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+def use_device(device: str) -> None:
+    """Make a rank's GPU the calling thread's current device; nothing for a rank on the CPU. A new thread has GPU 0."""
+    if device.startswith("cuda:"):
+        import torch
+
+        torch.cuda.set_device(device)
 
 
 def rss_bytes() -> int:

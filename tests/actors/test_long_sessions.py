@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from meshbook.actors.runtime.faults import ActorError, MeshFailure, SupervisionE
 from meshbook.actors.runtime.futures import Future
 from meshbook.actors.runtime.post import here
 from meshbook.actors.runtime.remembered import Remembered
+from meshbook.rank import service
 from tests.actors.cast import Counter, Gate
 
 WAIT_S = 20
@@ -31,7 +33,7 @@ pytestmark = pytest.mark.timeout(60)  # for the waits that have no argument for 
 def alive() -> Iterator[lives.Life]:
     found = lives.life()
     yield found
-    found.device = ""
+    found.use_device = lambda: None
 
 
 def _kept(alive: lives.Life) -> tuple[int, int, int]:
@@ -189,7 +191,7 @@ def test_every_thread_of_an_actor_has_its_ranks_gpu(
     alive: lives.Life, monkeypatch: pytest.MonkeyPatch, Class: type
 ) -> None:
     monkeypatch.setattr(torch, "cuda", AnyCuda())
-    alive.device = "cuda:3"
+    alive.use_device = partial(service.use_device, "cuda:3")
     actor = this_proc().spawn("on a gpu", Class)
     assert actor._apply(_current_device).get(WAIT_S).item() == "cuda:3"
     assert actor._apply_now(_current_device).get(WAIT_S).item() == "cuda:3"
@@ -197,7 +199,8 @@ def test_every_thread_of_an_actor_has_its_ranks_gpu(
 
 
 def _device_of_rank(actor: Any) -> str:
-    return sys.modules["meshbook.actors.runtime.life"].life().device
+    (device,) = sys.modules["meshbook.actors.runtime.life"].life().use_device.args
+    return str(device)
 
 
 def test_a_rank_tells_its_actors_which_device_it_has(procs: ProcMesh) -> None:
@@ -212,7 +215,7 @@ def test_a_gpu_that_cannot_be_used_is_an_error_of_the_actor(alive: lives.Life, m
             raise RuntimeError("CUDA error: device-side assert triggered")
 
     monkeypatch.setattr(torch, "cuda", Broken())
-    alive.device = "cuda:3"
+    alive.use_device = partial(service.use_device, "cuda:3")
     actor = this_proc().spawn("without its gpu", Counter)
     with pytest.raises((SupervisionError, ActorError), match="device-side assert"):
         actor.add.call_one().get(WAIT_S)

@@ -11,19 +11,19 @@ from meshbook.actors.runtime.post import farewell
 
 
 def open_door(
-    resolve: Callable[[str], Any], resolvers: dict[str, Callable[[str], Any]], device: str
+    resolve: Callable[[str], Any], resolvers: dict[str, Callable[[str], Any]], use_device: Callable[[], None]
 ) -> list[Any]:
     """This process's address, as plain data.
 
     Args:
         resolve: gives the rank's own object for a handle among arguments.
         resolvers: what `resolve` asks, by kind of reference; gets one for what actors hold.
-        device: the rank's, "cpu" or "cuda:1": what actors' threads have for their current one.
+        use_device: makes the rank's GPU, if it has one, the current device of the thread that calls it.
     """
     resolvers[held.KIND] = held.find
     found = life()
     found.on_rank = True
-    found.device = device
+    found.use_device = use_device
     found.post.parcels.resolve = resolve
     address = found.post.address
     return [address.node, address.key, address.pid]

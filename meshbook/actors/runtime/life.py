@@ -29,7 +29,7 @@ class Life:
         self.actors: dict[str, Cabin] = {}
         self.owned: dict[str, Owned] = {}
         self.on_rank = False
-        self.device = ""  # of the rank, "cpu" or "cuda:1"; of no rank, nothing
+        self.use_device: Callable[[], None] = lambda: None  # a rank's: makes its GPU the calling thread's current one
         self.ending: str | None = None  # why this process will end: nothing new begins
         self.kept: dict[str, Any] = {}  # meshes of processes that were started here and live until they are stopped
         self.root: Callable[[faults.MeshFailure, str], None] = _print  # told of what no actor has handled
@@ -54,10 +54,7 @@ class Life:
         """Make this thread one for user code. CUDA's current device is the thread's own, and a new thread has the
         first GPU of all: without this, the actors of every rank would compute there."""
         for_user_code()
-        if self.device.startswith("cuda"):
-            import torch
-
-            torch.cuda.set_device(self.device)
+        self.use_device()
 
     # ---- words
 
@@ -182,7 +179,7 @@ class Life:
             self._disown(word.actor, owned, peer.address.node)
 
     def _disown(self, actor: str, owned: Owned, node: str) -> int | None:
-        """One of an owned mesh has ended; gives its place, if it was not known to be. With the last, all is forgotten."""
+        """One of an owned mesh has ended; gives its place. With the last one, all is forgotten."""
         place = owned.places.pop(node, None)
         if not owned.places:
             self.owned.pop(actor, None)
