@@ -86,10 +86,7 @@ def _brought(tensor: torch.Tensor, mesh: Mesh, placements: Any) -> Any:
     there: Any = distribute(tensor.detach(), mesh, placements)
     if not isinstance(tensor, nn.Parameter):
         return there
-    parameter = nn.Parameter(there, requires_grad=tensor.requires_grad)
-    if parameter.requires_grad:
-        parameter.register_post_accumulate_grad_hook(remote.settle_grad)  # type: ignore[no-untyped-call]
-    return parameter
+    return nn.Parameter(there, requires_grad=tensor.requires_grad)
 
 
 # Whether oneDNN was in use before each of the LSTMs that run now.
@@ -438,6 +435,7 @@ class _Through(torch.autograd.Function):
         outputs, ctx.ticket = call.issue(inputs, tuple(wanting))
         ctx.call, ctx.num_inputs, ctx.wanting = call, num_inputs, wanting
         ctx.specs = [inputs[at]._spec for at in wanting]
+        ctx.sources = [tensor for tensor, needed in zip(tensors, ctx.needs_input_grad[2:], strict=True) if needed]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
             *(output for output, smooth in zip(outputs, call.plan.differentiable, strict=True) if not smooth)
@@ -454,6 +452,7 @@ class _Through(torch.autograd.Function):
                 "forward again, or use meshbook.module_to_mesh, where retain_graph=True works"
             )
         ticket, ctx.ticket = ctx.ticket, None
+        sources, ctx.sources = ctx.sources, None
         outs = tuple(at for at, grad in enumerate(grads) if grad is not None)
         given = [grad for grad in grads if grad is not None]
         if plan.used is None:
@@ -466,7 +465,33 @@ class _Through(torch.autograd.Function):
         for at, grad in zip(ctx.wanting, made, strict=False):
             found[at] = grad
         by_place = dict(zip(plan.used, made[len(ctx.wanting) :], strict=True))
-        return (None, None, *found, *(by_place.get(place) for place in call.trained))
+        found += (by_place.get(place) for place in call.trained)
+        if torch.is_grad_enabled():  # create_graph=True
+            found = _Once.of(found, [*given, *sources])
+        return (None, None, *found)
+
+
+class _Once(torch.autograd.Function):
+    """Gradients that a module on the ranks gave, which are not differentiated again. torch's `once_differentiable` asks
+    the gradients that came in only, and would take these for constants."""
+
+    @staticmethod
+    def of(grads: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
+        """The same, computed from these sources as autograd sees it."""
+        made = [grad for grad in grads if grad is not None]
+        given = iter(_Once.apply(len(made), *made, *sources))  # type: ignore[no-untyped-call]
+        return [None if grad is None else next(given) for grad in grads]
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Any) -> Any:
+        return tuple(grad.detach() for grad in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(
+            "gradients of gradients through a module that was built on the ranks (meshbook.distribute): its graph is "
+            "there. meshbook.module_to_mesh(module, mesh) has them"
+        )
 
 
 def _settled(spec: Spec, engine: Engine) -> Spec:

@@ -242,6 +242,9 @@ def settle_grad(leaf: Any) -> None:
     if grad is None or grad._spec.placements is None:
         return
     spec, wanted = grad._spec, leaf._spec.placements
+    if grad.requires_grad:  # of create_graph=True: it may be differentiated again
+        leaf.grad = views.move(grad, wanted)
+        return
     engine = spec.engine
     key = (settle_grad, spec, leaf._spec)  # placements have hashes and equality of Python's
     template = engine.cache.get(key)

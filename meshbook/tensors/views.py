@@ -1,7 +1,11 @@
-"""The two views of a tensor on a mesh, and the ways between placements: all differentiable, none of them waits."""
+"""The two views of a tensor on a mesh, and the ways between placements: all differentiable, none of them waits.
+
+Each is linear, and its backward is made of the others, so that it may be differentiated again.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -115,10 +119,10 @@ class _Redistribute(torch.autograd.Function):
 
 
 def move(tensor: Any, placements: tuple[Any, ...]) -> Any:
-    """To other placements, without autograd."""
+    """To other placements."""
     if tensor._spec.placements == placements:
         return tensor
-    return tensor._run(calls.redistribute, tensor, placements)
+    return _Redistribute.apply(tensor, placements)  # type: ignore[no-untyped-call]
 
 
 def redistribute(tensor: remote.RemoteTensor, placements: Any, sharding_spec: Any) -> remote.RemoteTensor:
@@ -141,12 +145,16 @@ class _AsGlobal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any, placements: tuple[Any, ...]) -> Any:
         ctx.placements = placements
+        sizes = zip(placements, tensor.engine.axes.shape, strict=False)  # a mesh of one rank has no axes
+        ctx.num_copies = math.prod(size for place, size in sizes if place.is_replicate())
         return tensor._run(calls.as_global, tensor, calls.MESH, placements)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         wanted = tuple(Replicate() if place.is_partial() else place for place in ctx.placements)
-        return grad._run(calls.as_local, move(grad, wanted)), None
+        own: Any = _AsLocal.apply(move(grad, wanted))  # type: ignore[no-untyped-call]
+        # The ranks' copies are tensors of their own, whose gradients add up to the one's: as `_AsLocal` adds them up.
+        return own if ctx.num_copies == 1 else own / ctx.num_copies, None
 
 
 class _AsLocal(torch.autograd.Function):
@@ -161,7 +169,7 @@ class _AsLocal(torch.autograd.Function):
         wanted = tuple(Partial() if place.is_replicate() else place for place in ctx.placements)
         wanted = tuple(Replicate() if place.is_partial() and not before.is_replicate() else place
                        for place, before in zip(wanted, ctx.placements, strict=True))  # fmt: skip
-        return grad._run(calls.as_global, grad, calls.MESH, wanted)
+        return _AsGlobal.apply(grad, wanted)  # type: ignore[no-untyped-call]
 
 
 def as_global(tensor: remote.RemoteTensor, placements: Any) -> remote.RemoteTensor:
@@ -188,7 +196,7 @@ class _Reduce(torch.autograd.Function):
     def backward(ctx: Any, grad: Any) -> Any:
         if ctx.op not in ("sum", "avg"):
             raise NotImplementedError(f"the gradient of reduce(op={ctx.op!r}); reduce a detached tensor")
-        total = grad._run(calls.reduce_local, grad, calls.MESH, ctx.axis, "sum")
+        total: Any = _Reduce.apply(grad, ctx.axis, "sum")  # type: ignore[no-untyped-call]
         return (total / ctx.size if ctx.op == "avg" else total), None, None
 
 
@@ -209,8 +217,19 @@ class _Slice(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        total = grad._run(calls.reduce_local, grad, calls.MESH, ctx.axis, "sum")
-        return grad._run(calls.keep_at, total, calls.MESH, ctx.axis, ctx.place), None, None
+        total = _Reduce.apply(grad, ctx.axis, "sum")  # type: ignore[no-untyped-call]
+        return _KeepAt.apply(total, ctx.axis, ctx.place), None, None  # type: ignore[no-untyped-call]
+
+
+class _KeepAt(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, axis: int, place: int) -> Any:
+        ctx.axis, ctx.place = axis, place
+        return tensor._run(calls.keep_at, tensor, calls.MESH, axis, place)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return _KeepAt.apply(grad, ctx.axis, ctx.place), None, None  # type: ignore[no-untyped-call]
 
 
 def slice_mesh(tensor: remote.RemoteTensor, which: Mapping[str, int]) -> remote.RemoteTensor:

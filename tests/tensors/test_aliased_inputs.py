@@ -1,4 +1,4 @@
-"""A recorded step gives what it gives unrecorded, whichever of its inputs are one tensor, and whether they were before."""
+"""A recorded step gives what it gives unrecorded, whatever its inputs share, and whatever those before it shared."""
 
 from __future__ import annotations
 
