@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,12 +20,14 @@ import zmq
 
 from meshbook import errors
 from meshbook.ids import CallId, CallIds
-from meshbook.wire import codec, keys, messages
+from meshbook.wire import codec, keys, messages, processes
+from meshbook.wire.loop import Loop
 
 log = logging.getLogger("meshbook.connection")
 
 _CONNECT_TIMEOUT_S = 10.0
-_IDLE_MS = 5000
+_IDLE_S = 5.0
+_LIFE_POLL_S = 1.0  # where the kernel has no pidfds
 
 
 @dataclass
@@ -73,7 +75,10 @@ class Connection:
         self._speak = self._connect(client, "s")
         self._listen = self._connect(client, "r")
         self._wake, self._woken = os.pipe()
+        self._supervisor_is_here = found.lives
         self._life = _process_fd(found)
+        self._loop = Loop(on_error=self._failed)
+        self._failures: set[type] = set()  # that were told of
         self._stop_reason: str | None = None
         self.lost = False  # its supervisor has ended without a word
         hello = messages.Hello(
@@ -168,32 +173,48 @@ class Connection:
     # ---- listening
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._listen, zmq.POLLIN)
-        poller.register(self._wake, zmq.POLLIN)
-        life = self._life
-        if life is not None:
-            poller.register(life, zmq.POLLIN)
-        while not self._closed:
-            ready = dict(poller.poll(_IDLE_MS))
-            if not ready:
-                for idle in self.listeners.idle:
-                    idle()
-            if self._wake in ready:
-                break
-            while True:
-                try:
-                    frames = self._listen.recv_multipart(zmq.NOBLOCK)
-                except zmq.Again:
-                    break
-                try:
-                    self._heard(codec.supervisor_reports.decode(frames))
-                except Exception:
-                    log.exception("a report could not be handled; listening goes on")
-            if life is not None and life in ready:
-                poller.unregister(life)
-                self._supervisor_gone()
+        loop = self._loop
+        loop.watch_socket(self._listen, lambda frames: self._heard(codec.supervisor_reports.decode(frames)))
+        loop.watch_fd(self._wake, loop.stop)
+        if self._life is not None:
+            loop.watch_fd(self._life, self._supervisor_gone)
+        elif self._supervisor_is_here:
+            loop.call_later(_LIFE_POLL_S, self._look_for_supervisor)
+        loop.call_later(_IDLE_S, self._be_idle)
+        loop.run()
         self._close_sockets()
+
+    def _failed(self, error: BaseException) -> None:
+        """Say what went wrong on the listening thread, once for each kind of error; it goes on."""
+        if type(error) not in self._failures:
+            self._failures.add(type(error))
+            log.error(
+                "an error in Meshbook's own thread for the mesh %r (%s: %s), which goes on; if a cell does not end, "
+                "press Stop",
+                self.found.name,
+                type(error).__name__,
+                error,
+                exc_info=error,
+            )
+
+    def _tell(self, listeners: Iterable[Callable[..., object]], *arguments: object) -> None:
+        """Call each, whether or not the one before it has failed."""
+        for listener in tuple(listeners):  # one that hears it may leave at once
+            try:
+                listener(*arguments)
+            except BaseException as error:  # SystemExit on this thread would end nothing else
+                self._failed(error)
+
+    def _be_idle(self) -> None:
+        self._loop.call_later(_IDLE_S, self._be_idle)
+        self._tell(self.listeners.idle)
+
+    def _look_for_supervisor(self) -> None:
+        """Where the kernel has no pidfds, its end is looked for."""
+        if self.found.lives:
+            self._loop.call_later(_LIFE_POLL_S, self._look_for_supervisor)
+        else:
+            self._supervisor_gone()
 
     def _heard(self, report: messages.SupervisorReport) -> None:
         match report:
@@ -201,15 +222,14 @@ class Connection:
                 pending = self._pending.pop(report.call, None)
                 if pending is not None:
                     if report.items and pending.on_output is not None:
-                        pending.on_output(report.items)
+                        self._tell((pending.on_output,), report.items)  # whatever it does, the call has ended
                     pending.future.set_result(report)
             case messages.CallOutput():
                 pending = self._pending.get(report.call)
                 if pending is not None and pending.on_output is not None:
                     pending.on_output(report.items)
                 else:
-                    for listener in self.listeners.stray_output:
-                        listener(report)
+                    self._tell(self.listeners.stray_output, report)
             case messages.InputRequested():
                 pending = self._pending.get(report.call)
                 if pending is not None and pending.on_input is not None:
@@ -231,15 +251,13 @@ class Connection:
                 else:
                     log.warning("the supervisor refused something: %s", text)
             case messages.RanksChanged():
-                for changed in self.listeners.changed:
-                    changed(report)
+                self._tell(self.listeners.changed, report)
             case messages.Segments():
-                for segments in self.listeners.segments:
-                    segments(report)
+                self._tell(self.listeners.segments, report)
             case messages.MeshStopped(reason=reason):
                 self._stop_reason = reason
                 self._fail_all(f"the mesh {self.found.name!r} has ended: {reason}")
-                if self._life is None:
+                if self._life is None and not self._supervisor_is_here:
                     self._supervisor_gone()
             case messages.Welcome():
                 pass
@@ -260,13 +278,14 @@ class Connection:
 
     def _supervisor_gone(self) -> None:
         """Its process has ended; every call that is still open ends."""
+        if self._life is not None:
+            self._loop.unwatch(self._life)
         self.lost = self._stop_reason is None
         reason = self._stop_reason or f"its supervisor (pid {self.found.pid}) has ended"
         self._fail_all(f"the mesh {self.found.name!r} is gone: {reason}")
         with contextlib.suppress(errors.StartError):
             keys.remove_dead_mesh(self.found)
-        for stopped in tuple(self.listeners.stopped):  # one that hears it may leave at once
-            stopped(reason)
+        self._tell(self.listeners.stopped, reason)
 
     def close(self) -> None:
         """Stop listening. Open calls end with NotAttached."""
@@ -293,11 +312,9 @@ class Connection:
 
 def _process_fd(found: keys.Connection) -> int | None:
     """A descriptor that becomes readable when the supervisor's process ends; None on another machine or system."""
-    if not hasattr(os, "pidfd_open") or not found.lives:
-        return None
     try:
-        return os.pidfd_open(found.pid)
-    except OSError:
+        return processes.open_pidfd(found.pid) if found.lives else None
+    except ProcessLookupError:
         return None
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import zmq
 
 from meshbook.clock import SystemClock
@@ -175,24 +174,25 @@ class Driver:
 
     def _watch_process(self, client: str, pid: int) -> None:
         """Learn when the client's process ends, however it ends."""
-        if hasattr(os, "pidfd_open"):
-            try:
-                fd = os.pidfd_open(pid)
-            except OSError:
-                self._loop.call_later(0, lambda: self._client_gone(client))
-                return
+        try:
+            fd = processes.open_pidfd(pid)
+        except ProcessLookupError:
+            self._loop.call_later(0, lambda: self._client_gone(client))
+            return
+        if fd is not None:
             self._watched[client] = fd
             self._loop.watch_fd(fd, lambda: self._client_gone(client))
-        else:
+            return
+        process = processes.identify(pid)
 
-            def look() -> None:
-                if client in self._receivers:
-                    if psutil.pid_exists(pid):
-                        self._loop.call_later(_CLIENT_POLL_S, look)
-                    else:
-                        self._client_gone(client)
+        def look() -> None:
+            if client in self._receivers:
+                if processes.is_running(process):
+                    self._loop.call_later(_CLIENT_POLL_S, look)
+                else:
+                    self._client_gone(client)
 
-            self._loop.call_later(_CLIENT_POLL_S, look)
+        self._loop.call_later(_CLIENT_POLL_S, look)
 
     def _client_gone(self, client: str) -> None:
         self._forget(client)

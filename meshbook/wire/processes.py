@@ -64,3 +64,18 @@ def _state_and_start(pid: int) -> tuple[str, int] | None:
         return "Z" if process.status() == psutil.STATUS_ZOMBIE else "S", int(process.create_time())
     except psutil.Error:
         return None
+
+
+def open_pidfd(pid: int) -> int | None:
+    """A descriptor that becomes readable when the process ends; None where there is no such thing, and the process has
+    to be looked for now and then: Linux before 5.3 (RHEL 8), gVisor, a seccomp filter, no descriptor left.
+
+    Raises:
+        ProcessLookupError: there is no such process any more.
+    """
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise
+    except (OSError, AttributeError):
+        return None

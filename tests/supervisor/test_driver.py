@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ import pytest
 
 from meshbook.clock import ManualClock
 from meshbook.supervisor.driver import Driver
-from meshbook.wire import codec, messages
+from meshbook.wire import codec, messages, processes
 
 
 class Served:
@@ -78,3 +81,50 @@ def test_a_callback_that_fails_is_told_once_in_the_cells_that_run(served: Served
     ((identity, said),) = served.sent
     assert (identity, said.call) == (b"c/receive", "c-1")
     assert "an error in the mesh's supervisor (KeyError: 'host'), which goes on" in said.items[0].item.text
+
+
+def _child() -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+
+
+def _no_pidfd(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def pidfd_open(pid: int, flags: int = 0) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "pidfd_open", pidfd_open)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM, errno.EMFILE])
+def test_without_pidfds_a_client_lives_as_long_as_its_process(
+    served: Served, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    _no_pidfd(monkeypatch, number)
+    with _child() as child:
+        served.join(child.pid)
+        for _ in range(5):
+            served.pass_time(10.0)
+        assert served.clients == 1
+        child.kill()
+        child.wait()
+        served.pass_time(10.0)
+        assert served.clients == 0
+
+
+def test_without_pidfds_another_process_of_the_same_number_is_not_the_client(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _no_pidfd(monkeypatch, errno.ENOSYS)
+    ticks = iter((100, 100, 200))
+    monkeypatch.setattr(processes, "_state_and_start", lambda pid: ("S", next(ticks)))
+    served.join(os.getpid())
+    served.pass_time(10.0)
+    assert served.clients == 1
+    served.pass_time(10.0)
+    assert served.clients == 0
+
+
+def test_a_client_whose_process_is_gone_already_has_left(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    _no_pidfd(monkeypatch, errno.ESRCH)
+    served.join(os.getpid())
+    served.pass_time(0.1)
+    assert served.clients == 0

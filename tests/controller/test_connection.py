@@ -1,0 +1,120 @@
+"""A client's line to a supervisor that is this test."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from meshbook.controller import connection as connections
+from meshbook.controller.connection import Connection
+from meshbook.errors import NotAttached
+from meshbook.wire import codec, keys, messages, processes
+
+
+class Supervisor:
+    """One end of a line; the other is `line`."""
+
+    def __init__(self, folder: Path, process: int) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self.context.socket(zmq.ROUTER)
+        self.socket.bind(f"ipc://{folder}/control.sock")
+        found = keys.Connection(
+            name="m",
+            address=f"ipc://{folder}/control.sock",
+            token="token",
+            process=processes.identify(process),
+            started_at=0.0,
+            protocol=codec.PROTOCOL.decode(),
+        )
+        welcomer = threading.Thread(target=self._welcome)
+        welcomer.start()
+        self.line = Connection(found, kind="script")
+        welcomer.join(30)
+
+    def _welcome(self) -> None:
+        for _ in range(2):
+            identity, *frames = self.socket.recv_multipart()
+            if codec.client_commands.decode(frames).channel == "receive":  # type: ignore[union-attr]
+                self.listener = identity
+        info = messages.MeshInfo(name="m", spec=None, ranks=(), supervisor_pid=1, started_at=0.0, epoch=1, groups="ready", clients=(), names=())
+        self.say(messages.Welcome(info=info, open_calls=()))
+
+    def say(self, report: Any) -> None:
+        self.socket.send_multipart([self.listener, *codec.encode(report)])
+
+    def close(self) -> None:
+        self.line.close()
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
+    tmp_path.chmod(0o700)
+    supervisor = Supervisor(tmp_path, os.getpid())
+    yield supervisor
+    supervisor.close()
+
+
+def _finished(call: str) -> messages.CallFinished:
+    item = messages.RankDisplay(ranks=(0,), item=messages.Notice("said last"))
+    return messages.CallFinished(call=call, parts=(), seconds=0.0, items=(item,))  # type: ignore[arg-type]
+
+
+def test_a_call_ends_although_what_shows_its_output_fails(
+    supervisor: Supervisor, caplog: pytest.LogCaptureFixture
+) -> None:
+    def show(items: object) -> None:
+        raise SystemExit("of a widget")
+
+    def fail(items: object) -> None:
+        raise ValueError("I/O operation on closed file")
+
+    for show_it in (fail, fail, show):
+        call = supervisor.line.next_call()
+        command = messages.AskStatus(call=call)
+        future = supervisor.line.request(command, on_output=show_it)
+        supervisor.say(_finished(call))
+        assert future.result(30).call == call
+    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    assert [line.partition(", which goes on")[0] for line in told] == [
+        "an error in Meshbook's own thread for the mesh 'm' (ValueError: I/O operation on closed file)",
+        "an error in Meshbook's own thread for the mesh 'm' (SystemExit: of a widget)",
+    ]
+
+
+def test_a_report_that_cannot_be_read_does_not_end_the_listening(supervisor: Supervisor) -> None:
+    supervisor.socket.send_multipart([supervisor.listener, codec.PROTOCOL, b"\xc1"])
+    call = supervisor.line.next_call()
+    future = supervisor.line.request(messages.AskStatus(call=call))
+    supervisor.say(messages.Answered(call=call))
+    assert future.result(30).call == call
+
+
+def test_one_listener_that_fails_does_not_keep_the_news_from_the_next(supervisor: Supervisor) -> None:
+    heard = threading.Event()
+    supervisor.line.listeners.segments += [lambda report: {}["x"], lambda report: heard.set()]
+    supervisor.say(messages.Segments(rank=0, segments=()))
+    assert heard.wait(30)
+
+
+def test_without_pidfds_the_end_of_the_supervisor_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "open_pidfd", lambda pid: None)
+    monkeypatch.setattr(connections, "_LIFE_POLL_S", 0.01)
+    tmp_path.chmod(0o700)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        supervisor = Supervisor(tmp_path, child.pid)
+        future = supervisor.line.request(messages.AskStatus(call=supervisor.line.next_call()))
+        child.kill()
+        child.wait()
+        with pytest.raises(NotAttached, match="has ended"):
+            future.result(30)
+        supervisor.close()
