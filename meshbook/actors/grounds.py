@@ -497,7 +497,5 @@ def addresses_of(session: Session, axes: MeshAxes) -> tuple[Address, ...]:
 
 
 def tell_news(exited: tuple[messages.RankExited, ...]) -> None:
-    from meshbook.errors import describe_exit
-
     for rank in exited:
-        here().news.tell(rank.pid, describe_exit(rank.signal, rank.exit_code))
+        here().news.tell(rank.pid, rank.how)

@@ -262,8 +262,7 @@ def _lost(finished: messages.CallFinished, failures: Sequence[Failure], label: s
     first = finished.lost[0] if finished.lost else None
     sentences = []
     for exited in finished.lost[:4]:
-        how = describe_exit(exited.signal, exited.exit_code)
-        sentences.append(f"rank {exited.rank} (pid {exited.pid} on {exited.host}) {how} while {label} ran")
+        sentences.append(f"rank {exited.rank} (pid {exited.pid} on {exited.host}) {exited.how} while {label} ran")
     if not sentences:
         said = [
             part.outcome.error.evalue for part in finished.parts if part.outcome.error and part.ranks[0] in lost_ranks
@@ -289,6 +288,8 @@ def _lost(finished: messages.CallFinished, failures: Sequence[Failure], label: s
             f"\nNext: go on with the survivors (%%mesh --ranks {format_ranks(survivors)}; collectives need a whole mesh"
             "), save what they hold (%mesh pull NAME), or start anew with %mesh stop and %mesh start."
         )
+    elif first is not None and first.cause is not None:
+        message += "\nNext: start anew with %mesh restart."
     return RankLost(
         message,
         ranks=lost_ranks,

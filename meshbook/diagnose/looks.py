@@ -12,7 +12,6 @@ from msgspec import structs
 
 from meshbook.diagnose import places
 from meshbook.diagnose.code import cell_of, is_cell, is_user, library_of, plain, short
-from meshbook.errors import describe_exit
 from meshbook.ids import CallId
 from meshbook.wire.messages import ACTOR_THREAD, POINT_TO_POINT, CollectiveSeen, Frame, RankSnapshot, ThreadStack
 
@@ -203,7 +202,7 @@ def _gone(snapshot: RankSnapshot) -> Doing | None:
         if snapshot.process is not None and snapshot.process.state in ("Z", "X"):
             return Doing(snapshot.rank, "killed", "has ended as a process", place_in_user_code(snapshot), asleep=True)
         return None
-    how = describe_exit(exited.signal, exited.exit_code)
+    how = exited.how
     evidence = [f"its process {exited.pid} on {plain(exited.host, 80)} {how}"]
     if exited.last_collective:
         evidence.append(f"its last collective: {plain(exited.last_collective)}")

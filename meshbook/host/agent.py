@@ -9,11 +9,14 @@ next cell.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hmac
 import logging
 import os
 import signal
 import socket as sockets
+import sys
+import termios
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,9 +25,10 @@ from typing import Any
 
 import zmq
 
-from meshbook.errors import ProtocolError, StartError, VersionMismatch, describe_exit
+from meshbook.errors import ProtocolError, VersionMismatch, describe_exit
 from meshbook.fold.lines import LineFolder
 from meshbook.fold.outcomes import fold_outcomes
+from meshbook.host.cores import cgroup_quota, num_cores, threads_per_rank
 from meshbook.host.logring import LogRing, last_lines_of
 from meshbook.host.looking import Looker, Subject
 from meshbook.host.starter import Child, ForkStarter, FreshStarter, Starter
@@ -54,6 +58,9 @@ _SILENT_S = 5.0
 _PROGRESS_AFTER_S = 0.5
 _BEAT_S = 1.0
 _FLUSH_S = 0.05
+# Messages of one rank that may lie in a socket when it ends: it sends output 33 times a second at most.
+_LAST_MESSAGES = 256
+_TAIL_BYTES = 8 << 10  # of a log, in which its last line is
 # Characters that one flush may give; the rest waits, and is cut with a notice when it grows too large. Twenty times a
 # second this is about what a front end takes (1 MB/s).
 _FLUSH_CHARS = 32 << 10
@@ -150,6 +157,7 @@ class HostAgent:
         self._strays: dict[str, Stray] = {}
         self._starter: Starter | None = None
         self._spec: messages.MeshSpec | None = None
+        self._unfit: messages.Notice | None = None  # why ranks are not forked
         self._when_empty: Callable[[], None] | None = None
         self._work, self._work_address = self._bind(context, "work")
         self._service, self._service_address = self._bind(context, "service")
@@ -238,6 +246,7 @@ class HostAgent:
                 starter.start_store(
                     lambda port: self._report(messages.StoreServed(host=self._host, address="127.0.0.1", port=port))
                 )
+            threads = spec.threads_per_rank or threads_per_rank(len(command.ranks), num_cores(), cgroup_quota())
             for local_rank, rank in enumerate(command.ranks):
                 link = self._links[rank] = Link(rank, beat_at=None)
                 told = birth.RankBirth(
@@ -249,36 +258,63 @@ class HostAgent:
                     work_address=self._work_address,
                     service_address=self._service_address,
                     spec=spec,
-                    threads=spec.threads_per_rank or max(1, (os.cpu_count() or 1) // len(command.ranks)),
+                    threads=threads,
+                    blas_threads=None if "OPENBLAS_NUM_THREADS" in {*os.environ, *spec.env} else threads,
                     host_pid=os.getpid(),
                 )
                 starter.start_rank(told, lambda child, link=link: self._started(link, child))  # type: ignore[misc]
-        except (OSError, StartError) as error:
-            self._starter_failed(str(error))
+        except OSError as error:
+            self._not_started(str(error))
 
     def _fork_starter(self, *, with_torch: bool, source: str | None = None) -> ForkStarter:
         return ForkStarter(
             self._loop,
             self._exited,
-            self._starter_failed,
+            on_end=self._starter_ended,
+            on_failure=self._not_started,
+            on_unfit=self._starter_unfit,
             with_torch=with_torch,
             listen=f"{self._folder}/h{self._host}-fork.sock",
             source=source,
         )
 
-    def _starter_failed(self, reason: str) -> None:
+    def _starter_ended(self, how: str) -> None:
         """The fork server is gone, and with it everything it had forked; nobody else will say so."""
-        said = last_lines_of(_read(self._folder / "supervisor.log"), 1)
-        self._report(messages.HostFailed(host=self._host, reason=": ".join([reason, *said])))
+        said = last_lines_of(_tail(self._folder / "supervisor.log"), 1)
+        self._not_started(": ".join([f"the fork server {how}", *said]))
         for link in [link for link in self._links.values() if link.dead is None]:
-            if link.child is None:
+            if link.child is not None:
+                cause = f"ended with the fork server that it was forked from, which {how}"
+                self._exited(link.child.pid, signal.SIGKILL, cause)
+
+    def _not_started(self, reason: str) -> None:
+        """There will be no process for ranks that have none yet."""
+        self._report(messages.HostFailed(host=self._host, reason=reason))
+        for link in self._links.values():
+            if link.child is None and link.dead is None:
                 link.dead = "was never started"
-            else:
-                self._exited(link.child.pid, signal.SIGKILL)
         self._check_empty()
 
+    def _starter_unfit(self, reason: str, asked: list[Callable[[Starter], None]]) -> None:
+        """Start ranks in fresh interpreters instead of forking them."""
+        text = f"ranks are not forked but started in fresh interpreters, which is slower: {reason}"
+        log.warning("%s", text)
+        starter = self._starter = FreshStarter(self._loop, self._exited)
+        self._unfit = messages.Notice(text)
+        try:
+            for again in asked:
+                again(starter)
+        except OSError as error:
+            self._not_started(str(error))
+
     def _started(self, link: Link, child: Child) -> None:
+        if link.dead is not None:  # another could not be started, and the mesh with it
+            os.kill(child.pid, signal.SIGKILL)
+            child.close()
+            return
         link.child = child
+        if self._unfit is not None:
+            link.untold.append(self._unfit)
         self._looker.started(link.rank)
         self._by_pid[child.pid] = link
 
@@ -634,13 +670,21 @@ class HostAgent:
 
     # ---- the end of a rank
 
-    def _exited(self, pid: int, status: int) -> None:
+    def _exited(self, pid: int, status: int, cause: str | None = None) -> None:
+        """A rank's process has ended.
+
+        Args:
+            status: as waitpid gives it.
+            cause: what took it along, if that is known; then `status` says nothing.
+        """
         link = self._by_pid.pop(pid, None)
         if link is None or link.child is None:
             return
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
         code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
-        link.dead = describe_exit(number, code)
+        if cause is not None:
+            number = code = None
+        link.dead = cause or describe_exit(number, code)
         oom_killed = number == signal.SIGKILL and not link.killed and self._looker.out_of_memory()
         if oom_killed:
             link.dead += " because the host ran out of memory"
@@ -662,6 +706,7 @@ class HostAgent:
             last_lines=last_lines,
             last_collective=last_collective,
             oom_killed=oom_killed,
+            cause=cause,
         )
         self._looker.ended(exited)
         stopping = self._when_empty is not None
@@ -675,21 +720,28 @@ class HostAgent:
         self._check_empty()
 
     def _hear_the_rest(self) -> None:
-        """Reports of a dead rank that still lie in the sockets come before the news of its death."""
+        """Reports of a dead rank that still lie in the sockets come before the news of its death. Those of others come
+        in turn with them, and go on coming: as many rounds are taken as a rank has sent messages at most."""
         for socket in (self._work, self._service):
-            while socket.poll(0):
-                self._hear(socket, socket.recv_multipart())
+            for _ in range(_LAST_MESSAGES * len(self._links)):
+                if not socket.poll(0):
+                    break
+                frames = socket.recv_multipart()
+                try:
+                    self._hear(socket, frames)
+                except Exception:  # the death must be told all the same
+                    log.exception("a report from %r could not be handled", frames[0][:16])
 
     def _read_pipes(self, link: Link) -> str:
-        """What was written to the rank's stdout and stderr and never read by it."""
+        """What lies in the rank's stdout and stderr, never read by it. What comes while this reads is left: a process
+        that the rank has started may write without end."""
         rest = ""
         if link.child is None:
             return rest
         for fd, stream in ((link.child.out, "stdout"), (link.child.err, "stderr")):
-            data = bytearray()
-            with contextlib.suppress(BlockingIOError, OSError):
-                while piece := os.read(fd, 1 << 16):
-                    data += piece
+            data = b""
+            with contextlib.suppress(OSError):
+                data = os.read(fd, unread_bytes(fd))
             if data:
                 text = messages.Text(stream=stream, text=data.decode("utf-8", "replace"))  # type: ignore[arg-type]
                 call = link.running.call if link.running is not None else link.last_call
@@ -792,9 +844,12 @@ class HostAgent:
                 os.kill(link.child.pid, number)
 
 
-def _read(path: Path) -> str:
+def _tail(path: Path) -> str:
+    """The end of a file that may be long."""
     try:
-        return path.read_text(errors="replace")
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            return file.read().decode("utf-8", "replace")
     except OSError:
         return ""
 
@@ -804,6 +859,11 @@ def _is_meant(command: messages.Interrupt, waiting: str) -> bool:
     if command.target is not None:
         return command.target == waiting
     return command.client in (None, client_of(waiting))
+
+
+def unread_bytes(fd: int) -> int:
+    """How much lies in a pipe."""
+    return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def _by_call(links: list[Link]) -> dict[str, list[Link]]:

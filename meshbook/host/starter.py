@@ -10,19 +10,26 @@ import os
 import socket
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from meshbook.errors import StartError
+from meshbook.errors import describe_exit
 from meshbook.wire import birth
 from meshbook.wire.lastwords import LastWords
 from meshbook.wire.lifeline import end_group
 from meshbook.wire.loop import Loop, Timer
+from meshbook.wire.processes import open_pidfd
 
 # 1 MiB, the most an unprivileged process may ask for: a burst of C output must not block a rank that holds the GIL.
 _PIPE_BYTES = 1 << 20
 _F_SETPIPE_SZ = 1031
+
+# Seconds until the fork server is tried again when it takes nothing more: it imports torch, for a second or more.
+_RETRY_S = 0.01
+# ... between two looks at whether fresh interpreters have ended, where the kernel has no pidfds.
+_POLL_S = 0.2
 
 
 @dataclass
@@ -67,6 +74,30 @@ def make_pipe() -> tuple[int, int]:
     return read, write
 
 
+@dataclass
+class _Asked:
+    """Something the fork server was asked for and has not done yet.
+
+    Attributes:
+        done: called with the pid.
+        failed: called with the reason when it cannot be done.
+        again: asks another starter for it; what was made for this one is closed.
+    """
+
+    done: Callable[[int], None]
+    failed: Callable[[str], None]
+    again: Callable[[Starter], None]
+
+
+@dataclass
+class _Packet:
+    """A command on its way to the fork server, with the descriptors that go along and are closed here afterwards."""
+
+    data: bytes
+    descriptors: list[int]
+    close: list[int]
+
+
 class _PortPipe:
     """Waits for the store's process to write its port."""
 
@@ -92,21 +123,28 @@ class ForkStarter:
         self,
         loop: Loop,
         on_exit: Callable[[int, int], None],
-        on_failure: Callable[[str], None],
         *,
+        on_end: Callable[[str], None],
+        on_failure: Callable[[str], None],
+        on_unfit: Callable[[str, list[Callable[[Starter], None]]], None],
         with_torch: bool,
         listen: str,
         source: str | None = None,
     ) -> None:
         """
         Args:
+            on_end: called when the server has ended, with how: "was killed by SIGKILL".
+            on_failure: called when something could not be forked, with the reason.
+            on_unfit: called when the server may not fork, with the reason and what another starter has to be asked for.
             listen: where the server can be asked to branch off one for another mesh.
             source: where such a one listens already; it is asked instead of starting an interpreter, if it lives.
         """
-        self._loop, self._on_exit, self._on_failure = loop, on_exit, on_failure
+        self._loop, self._on_exit = loop, on_exit
+        self._on_end, self._on_failure, self._on_unfit = on_end, on_failure, on_unfit
         self.with_torch = with_torch
         self.ready_s: float | None = None
-        self._started: list[Callable[[int], None]] = []
+        self._asked: deque[_Asked] = deque()
+        self._outbox: deque[_Packet] = deque()
         self._closing = False
         self._process: subprocess.Popen[bytes] | None = None
         branch = _branch_of(source, listen) if source else None
@@ -129,19 +167,39 @@ class ForkStarter:
         out, out_write = make_pipe()
         err, err_write = make_pipe()
         last_words = LastWords()
-        self._ask(birth.ForkRank(told), [out, err, out_write, err_write, last_words.fd])
-        os.close(out_write)
-        os.close(err_write)
-        self._started.append(lambda pid: on_started(Child(pid, out, err, last_words)))
+        child = Child(0, out, err, last_words)
+
+        def started(pid: int) -> None:
+            child.pid = pid
+            on_started(child)
+
+        def again(starter: Starter) -> None:
+            child.close()
+            starter.start_rank(told, on_started)
+
+        def failed(reason: str) -> None:
+            child.close()
+            self._on_failure(f"rank {told.rank} could not be started: {reason}")
+
+        self._asked.append(_Asked(started, failed, again))
+        descriptors = [out, err, out_write, err_write, last_words.fd]
+        self._ask(birth.ForkRank(told), descriptors, [out_write, err_write])
 
     def start_store(self, on_port: Callable[[int], None]) -> None:
         pipe = _PortPipe(self._loop, on_port)
-        self._ask(birth.ForkStore(), [pipe.write])
-        os.close(pipe.write)
-        self._started.append(lambda pid: None)
+
+        def again(starter: Starter) -> None:
+            starter.start_store(on_port)
+
+        def failed(reason: str) -> None:
+            self._on_failure(f"the process group's store could not be started: {reason}")
+
+        self._asked.append(_Asked(lambda pid: None, failed, again))
+        self._ask(birth.ForkStore(), [pipe.write], [pipe.write])
 
     def close(self) -> None:
         self._closing = True
+        self._drop_outbox()
         self._loop.unwatch(self._socket.fileno())
         if self._process is None:  # not our child: its end of the socket tells of its end
             with contextlib.suppress(OSError):
@@ -158,17 +216,40 @@ class ForkStarter:
             self._process.kill()
             self._process.wait()
 
-    def _ask(self, command: birth.ForkCommand, descriptors: list[int]) -> None:
-        try:
-            self._socket.setblocking(True)
-            socket.send_fds(self._socket, [birth.encoder.encode(command)], descriptors)
-        except OSError as error:
-            raise StartError(f"the fork server is gone ({error.strerror})") from error
-        finally:
-            self._socket.setblocking(False)
+    def _ask(self, command: birth.ForkCommand, descriptors: list[int], close: list[int]) -> None:
+        """Send a command, now or when the server takes it: while it imports torch it takes few."""
+        data = birth.encoder.encode(command)
+        if len(data) > birth.PACKET_BYTES:
+            file = os.memfd_create("meshbook-birth", os.MFD_CLOEXEC)
+            with open(file, "wb", closefd=False) as whole:
+                whole.write(data)
+            data, descriptors, close = birth.encoder.encode(birth.InFile()), [*descriptors, file], [*close, file]
+        self._outbox.append(_Packet(data, descriptors, close))
+        if len(self._outbox) == 1:
+            self._send()
+
+    def _send(self) -> None:
+        while self._outbox:
+            packet = self._outbox[0]
+            try:
+                socket.send_fds(self._socket, [packet.data], packet.descriptors)
+            except BlockingIOError:
+                self._loop.call_later(_RETRY_S, self._send)
+                return
+            except OSError:  # it has ended: the socket's own end says so, with how
+                self._drop_outbox()
+                return
+            self._outbox.popleft()
+            for descriptor in packet.close:
+                os.close(descriptor)
+
+    def _drop_outbox(self) -> None:
+        while self._outbox:
+            for descriptor in self._outbox.popleft().close:
+                os.close(descriptor)
 
     def _readable(self) -> None:
-        while True:
+        while not self._closing:
             try:
                 data = self._socket.recv(birth.MAX_BIRTH_BYTES)
             except BlockingIOError:
@@ -177,17 +258,32 @@ class ForkStarter:
                 data = b""
             if not data:
                 self._loop.unwatch(self._socket.fileno())
-                if not self._closing:
-                    how = f" with status {self._process.wait()}" if self._process is not None else ""
-                    self._on_failure(f"the fork server ended{how}")
+                self._on_end(self._how_it_ended())
                 return
             match birth.fork_reports.decode(data):
                 case birth.ForkServerReady(seconds=seconds):
                     self.ready_s = seconds
+                case birth.ForkServerUnfit(reason=reason):
+                    asked = [asked.again for asked in self._asked]
+                    self._asked.clear()
+                    self.close()
+                    self._on_unfit(reason, asked)
                 case birth.Forked(pid=pid):
-                    self._started.pop(0)(pid)
+                    self._asked.popleft().done(pid)
+                case birth.NotForked(reason=reason):
+                    self._asked.popleft().failed(reason)
                 case birth.ChildExited(pid=pid, status=status):
                     self._on_exit(pid, status)
+
+    def _how_it_ended(self) -> str:
+        if self._process is None:  # not our child: nobody tells us how
+            return "has ended"
+        try:
+            code = self._process.wait(2)
+        except subprocess.TimeoutExpired:  # it has closed its end, and hangs
+            self._process.kill()
+            code = self._process.wait()
+        return describe_exit(-code, None) if code < 0 else describe_exit(None, code)
 
 
 class FreshStarter:
@@ -203,19 +299,19 @@ class FreshStarter:
         out, out_write = make_pipe()
         err, err_write = make_pipe()
         last_words = LastWords()
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "meshbook.rank.main", str(out), str(err), str(last_words.fd)],
-            stdin=subprocess.PIPE,
-            stdout=out_write,
-            stderr=err_write,
-            pass_fds=(out, err, last_words.fd),
-            env=rank_environment(),
-        )
+        with open(os.memfd_create("meshbook-birth", os.MFD_CLOEXEC), "w+b") as told_there:
+            told_there.write(birth.encoder.encode(told))  # and not into a pipe, which takes 64 KiB before it blocks
+            told_there.seek(0)
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "meshbook.rank.main", str(out), str(err), str(last_words.fd)],
+                stdin=told_there,
+                stdout=out_write,
+                stderr=err_write,
+                pass_fds=(out, err, last_words.fd),
+                env=rank_environment(),
+            )
         os.close(out_write)
         os.close(err_write)
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
-            pipe.write(birth.encoder.encode(told))
         self._processes[process.pid] = process
         self._watch(process)
         on_started(Child(process.pid, out, err, last_words))
@@ -238,10 +334,10 @@ class FreshStarter:
             process.wait()
 
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
-        if not hasattr(os, "pidfd_open"):
+        fd = open_pidfd(process.pid)
+        if fd is None:
             self._poll()
             return
-        fd = os.pidfd_open(process.pid)
 
         def ended() -> None:
             self._loop.unwatch(fd)
@@ -261,7 +357,7 @@ class FreshStarter:
             self._report(process)
         if self._poll_timer is not None:
             self._poll_timer.cancel()
-        self._poll_timer = self._loop.call_later(0.2, self._poll)
+        self._poll_timer = self._loop.call_later(_POLL_S, self._poll)
 
 
 def _branch_of(source: str, listen: str) -> socket.socket | None:

@@ -54,10 +54,39 @@ def serve(fd: int, *, with_torch: bool, listen: str) -> NoReturn:
         import torch
 
         torch.set_num_threads(1)  # a pool that exists here would be a pool of dead threads in every child
+    unfit = why_not_fork()
+    if unfit is not None:
+        host.send(birth.encoder.encode(birth.ForkServerUnfit(unfit)))
+        os._exit(0)
     gc.collect()
     gc.freeze()  # the collector must not write to the shared pages
     host.send(birth.encoder.encode(birth.ForkServerReady(time.monotonic() - started)))
     _fork_for(host, _listen(listen), _rank_main)
+
+
+def why_not_fork() -> str | None:
+    """What makes this process unsafe to fork from; None: nothing does.
+
+    A library that starts a thread or uses CUDA as it is imported (a plugin of torch's, for example) is enough: locks of
+    threads that a child does not have stay locked, and a CUDA context does not survive a fork.
+    """
+    with contextlib.suppress(OSError):
+        tasks = os.listdir("/proc/self/task")
+        if len(tasks) > 1:
+            names = sorted({_name_of_thread(task) for task in tasks if task != str(os.getpid())})
+            return f"its imports have started {len(tasks) - 1} threads ({', '.join(names)})"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "its imports have initialised CUDA"
+    return None
+
+
+def _name_of_thread(task: str) -> str:
+    try:
+        with open(f"/proc/self/task/{task}/comm") as file:
+            return file.read().strip()
+    except OSError:
+        return "ended meanwhile"
 
 
 def _listen(path: str) -> socket.socket:
@@ -82,17 +111,27 @@ def _fork_for(host: socket.socket, listener: socket.socket, _rank_main: object) 
                 os.read(children, 4096)
             _reap(host)
         if host.fileno() in readable:
-            data, descriptors, _, _ = socket.recv_fds(host, birth.MAX_BIRTH_BYTES, 5)
+            data, descriptors, _, _ = socket.recv_fds(host, birth.MAX_BIRTH_BYTES, 6)
             if not data:
                 os._exit(0)
             command = birth.fork_commands.decode(data)
-            pid = os.fork()
-            if pid == 0:
-                listener.close()  # or it would go on listening, and nobody answer, for as long as a rank lives
-                _in_child(_rank_main, host, command, descriptors)
+            if isinstance(command, birth.InFile):
+                with open(descriptors.pop(), "rb") as file:
+                    file.seek(0)
+                    command = birth.fork_commands.decode(file.read())
+            answer: birth.ForkReport
+            try:
+                pid = os.fork()
+            except OSError as error:
+                answer = birth.NotForked(f"{error.strerror}: this user or container may have no more processes")
+            else:
+                if pid == 0:
+                    listener.close()  # or it would go on listening, and nobody answer, for as long as a rank lives
+                    _in_child(_rank_main, host, command, descriptors)
+                answer = birth.Forked(pid)
             for descriptor in descriptors:
                 os.close(descriptor)
-            host.send(birth.encoder.encode(birth.Forked(pid)))
+            host.send(birth.encoder.encode(answer))
 
 
 def _branch(host: socket.socket, listener: socket.socket, children: int, rank_main: object) -> None:

@@ -9,15 +9,18 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import multiprocessing
+import multiprocessing.context
 import os
 import random
 import signal
 import sys
 import traceback
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import zmq
 
+from meshbook.rank.blas import set_blas_threads
 from meshbook.rank.capture import Output
 from meshbook.rank.executor import Executor
 from meshbook.rank.service import Reporter, Service
@@ -89,6 +92,27 @@ def _settle(told: birth.RankBirth) -> None:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(told.threads)
+    if told.blas_threads is not None:
+        os.environ["OPENBLAS_NUM_THREADS"] = str(told.blas_threads)
+        set_blas_threads(told.blas_threads)
+    fork_by_default()
+
+
+def fork_by_default() -> None:
+    """Have multiprocessing fork, unless user code asks for something else.
+
+    Python 3.14 has a fork server of multiprocessing's own instead, and a DataLoader's workers would be started by it:
+    they would know nothing of a Dataset that a cell has defined. `set_start_method` would do the same, and then refuse
+    the user's own call of it.
+    """
+    if multiprocessing.get_all_start_methods()[0] == "fork":
+        return
+    default: Any = getattr(multiprocessing.context, "_default_context", None)
+    contexts = getattr(multiprocessing.context, "_concrete_contexts", {})
+    if "fork" in contexts and hasattr(default, "_default_context"):
+        default._default_context = contexts["fork"]
+    elif multiprocessing.get_start_method(allow_none=True) is None:
+        multiprocessing.set_start_method("fork")
 
 
 def _end(executor: Executor, service: Service, code: int) -> NoReturn:

@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 
-from meshbook.errors import describe_exit
 from meshbook.fold.lines import FoldMerger, OutputBudget
 from meshbook.fold.outcomes import merge_parts
 from meshbook.ids import Ranks, format_ranks, name_ranks
@@ -198,10 +197,11 @@ class State:
                 rank=rank,
                 pid=info.pid or 0,
                 exit_code=None,
-                signal=9,
+                signal=None,
                 host=info.host,
-                last_lines=(f"(its host {how})",),
+                last_lines=(),
                 last_collective=None,
+                cause=f"ended with its host, which {how}",
             )
             steps += self._rank_exited(host, exited, now)
         for call in [call for call in self._calls.values() if host in call.waiting]:
@@ -312,8 +312,7 @@ class State:
         world_size = 1
         for size in spec.axes.values():
             world_size *= size
-        per_host = -(-world_size // spec.num_hosts)
-        self._host_of = {rank: rank // per_host for rank in range(world_size)}
+        self._host_of = spread(world_size, spec.num_hosts)
         self._ranks = {rank: RankInfo(rank=rank, state="starting", host="") for rank in range(world_size)}
         self._start = (command.call, client.id, now)
         self._groups = "forming" if spec.process_group and spec.torch else "none"
@@ -597,7 +596,7 @@ class State:
 
     def _rank_exited(self, host: int, report: messages.RankExited, now: float) -> list[Step]:
         rank = report.rank
-        how = describe_exit(report.signal, report.exit_code)
+        how = report.how
         info = self._ranks.get(rank)
         if info is None or rank in self._exited or self._stopping:
             return []
@@ -739,6 +738,14 @@ class State:
 
     def _all_hosts(self) -> tuple[int, ...]:
         return tuple(sorted(set(self._host_of.values())))
+
+
+def spread(world_size: int, num_hosts: int) -> dict[int, int]:
+    """The host of each rank: neighbours together, no host with more than one rank above another's. Four on three hosts
+    are 2, 1 and 1."""
+    fewest, more = divmod(world_size, num_hosts)
+    sizes = [fewest + (host < more) for host in range(num_hosts)]
+    return dict(enumerate(host for host, size in enumerate(sizes) for _ in range(size)))
 
 
 def _never(step: Step) -> bool:

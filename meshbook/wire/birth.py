@@ -23,6 +23,7 @@ class RankBirth(Struct, frozen=True):
     service_address: str
     spec: MeshSpec
     threads: int  # for torch's own thread pool
+    blas_threads: int | None = None  # for NumPy's; None: as the user's environment says
     host_pid: int = 0  # of the agent; what it starts may look at this rank from outside
 
 
@@ -44,10 +45,21 @@ class Branch(Struct, tag=True, frozen=True):
     listen: str  # where the new one listens in turn
 
 
+class InFile(Struct, tag=True, frozen=True):
+    """Instead of a command that is larger than a packet may be: it is the content of the last descriptor that comes
+    along."""
+
+
 class ForkServerReady(Struct, tag=True, frozen=True):
     """The imports are done."""
 
     seconds: float
+
+
+class ForkServerUnfit(Struct, tag=True, frozen=True):
+    """This process must not fork, and ends; nothing that it was asked for has been done."""
+
+    reason: str  # "it has 3 threads"
 
 
 class Forked(Struct, tag=True, frozen=True):
@@ -56,14 +68,22 @@ class Forked(Struct, tag=True, frozen=True):
     pid: int
 
 
+class NotForked(Struct, tag=True, frozen=True):
+    """The other answer: the system has no room for one more process."""
+
+    reason: str
+
+
 class ChildExited(Struct, tag=True, frozen=True):
     pid: int
     status: int  # as waitpid gives it
 
 
-ForkCommand = ForkRank | ForkStore
-ForkReport = ForkServerReady | Forked | ChildExited
+ForkCommand = ForkRank | ForkStore | InFile
+ForkReport = ForkServerReady | ForkServerUnfit | Forked | NotForked | ChildExited
 
+# The largest packet. Linux lets a process send 208 KiB (net.core.wmem_default), of which less is payload.
+PACKET_BYTES = 64 << 10
 MAX_BIRTH_BYTES = 1 << 20
 
 encoder = msgspec.msgpack.Encoder()

@@ -210,6 +210,27 @@ def test_a_host_that_ends_takes_its_ranks_and_their_calls_with_it() -> None:
     steps = world.state.host_ended(1, "was killed by signal 9", 1.0)
     finished = messages_of(steps, messages.CallFinished)[0]
     assert {part.outcome.status: part.ranks for part in finished.parts} == {"ok": (0, 1), "lost": (2, 3)}
+    how = "ended with its host, which was killed by signal 9"
+    assert [(exited.rank, exited.signal, exited.how) for exited in finished.lost] == [(2, None, how), (3, None, how)]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "num_hosts", "sizes"),
+    [(4, 1, [4]), (4, 2, [2, 2]), (4, 3, [2, 1, 1]), (4, 4, [1] * 4), (10, 4, [3, 3, 2, 2]), (7, 5, [2, 2, 1, 1, 1])],
+)
+def test_ranks_are_spread_over_hosts_that_do_not_divide_them(world_size: int, num_hosts: int, sizes: list[int]) -> None:
+    place = s.spread(world_size, num_hosts)
+    assert list(place) == list(range(world_size))
+    assert list(place.values()) == sorted(place.values())
+    assert [list(place.values()).count(host) for host in range(num_hosts)] == sizes
+
+
+def test_a_mesh_of_uneven_hosts_comes_up() -> None:
+    world = World(num_hosts=3)
+    assert world.state.info().spec is not None
+    for host, ranks in enumerate([(0, 1), (2,), (3,)]):
+        steps = world.finish("form-1", ranks=ranks, host=host)
+    assert messages_of(steps, messages.MeshReady)
 
 
 def test_a_mesh_without_clients_ends_after_its_time_to_live() -> None:

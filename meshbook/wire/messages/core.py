@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from meshbook.errors import describe_exit
 from meshbook.ids import CallId, Ranks
 
 
@@ -527,6 +528,12 @@ class RankExited(Message):
     last_lines: tuple[str, ...]  # of what it printed, C and C++ included
     last_collective: str | None  # "all_reduce #41 at cell 7, line 3", if known
     oom_killed: bool = False  # the system was out of memory, and killed it
+    cause: str | None = None  # what took it along, "ended with its host, which ..."; then there is no code or signal
+
+    @property
+    def how(self) -> str:
+        """How it ended, in words that follow its name."""
+        return self.cause or describe_exit(self.signal, self.exit_code)
 
 
 class HostReady(Message):

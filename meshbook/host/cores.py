@@ -1,0 +1,74 @@
+"""How many threads each rank of a host may use: the cores that this process may run on, divided.
+
+`os.cpu_count` counts the machine's. Slurm, taskset and containers give a process fewer, by a set of cores (affinity) or
+by a share of their time (a cgroup's quota).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+Read = Callable[[str], str | None]
+
+
+def threads_per_rank(num_ranks: int, cores: int, quota: float | None) -> int:
+    """Threads for each of `num_ranks` ranks, 1 at least.
+
+    Args:
+        cores: that the ranks may run on.
+        quota: cores' worth of time that their cgroup may use; None: no limit.
+    """
+    usable = float(cores) if quota is None else min(float(cores), quota)
+    return max(1, int(usable / max(1, num_ranks)))
+
+
+def num_cores() -> int:
+    """Cores that this process may run on."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except (AttributeError, OSError):  # macOS
+        return os.cpu_count() or 1
+
+
+def cgroup_quota(read: Read | None = None) -> float | None:
+    """Cores' worth of time that this process's cgroup, and every one above it, may use; None: no limit is known.
+
+    Args:
+        read: the text of a file, or None when there is none.
+    """
+    read = _read if read is None else read
+    found: list[float] = []
+    for line in (read("/proc/self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            found += _quotas(path, "/sys/fs/cgroup", lambda folder: _version_2(read, folder))
+        elif "cpu" in controllers.split(","):
+            for mount in (f"/sys/fs/cgroup/{controllers}", "/sys/fs/cgroup/cpu"):
+                found += _quotas(path, mount, lambda folder: _version_1(read, folder))
+    return min(found, default=None)
+
+
+def _quotas(path: str, mount: str, quota: Callable[[str], float | None]) -> list[float]:
+    """Those of a cgroup and of all above it. In a container its own is the mount itself, whatever its path outside."""
+    parts = [part for part in path.split("/") if part and part != ".."]
+    folders = ["/".join([mount, *parts[:depth]]) for depth in range(len(parts), -1, -1)]
+    return [found for folder in folders if (found := quota(folder)) is not None]
+
+
+def _version_2(read: Read, folder: str) -> float | None:
+    fields = (read(f"{folder}/cpu.max") or "").split()  # "200000 100000", or "max 100000"
+    return int(fields[0]) / int(fields[1]) if len(fields) == 2 and fields[0].isdigit() else None
+
+
+def _version_1(read: Read, folder: str) -> float | None:
+    quota, period = (read(f"{folder}/cpu.cfs_{name}_us") or "" for name in ("quota", "period"))
+    return int(quota) / int(period) if quota.strip().isdigit() and period.strip().isdigit() else None  # -1: no limit
+
+
+def _read(path: str) -> str | None:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return None

@@ -1,0 +1,82 @@
+"""Threads per rank, from tables of what systems say."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from meshbook.host import cores
+
+V2 = {"/proc/self/cgroup": "0::/user.slice/job_7\n"}
+V1 = {"/proc/self/cgroup": "12:cpu,cpuacct:/slurm/job_7\n3:memory:/slurm/job_7\n"}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_cores", "quota", "threads"),
+    [
+        (1, 1, None, 1),
+        (4, 8, None, 2),
+        (8, 8, None, 1),
+        (8, 128, None, 16),
+        (8, 8, 4.0, 1),
+        (2, 128, 6.0, 3),
+        (2, 4, 64.0, 2),
+        (2, 8, 0.5, 1),
+        (3, 8, None, 2),
+        (0, 8, None, 8),
+    ],
+)
+def test_ranks_share_what_their_host_may_use(num_ranks: int, num_cores: int, quota: float | None, threads: int) -> None:
+    assert cores.threads_per_rank(num_ranks, num_cores, quota) == threads
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({}, None),
+        (V2, None),
+        (V2 | {"/sys/fs/cgroup/user.slice/job_7/cpu.max": "max 100000\n"}, None),
+        (V2 | {"/sys/fs/cgroup/user.slice/job_7/cpu.max": "250000 100000\n"}, 2.5),
+        # The narrowest of all above counts.
+        (
+            V2
+            | {
+                "/sys/fs/cgroup/user.slice/job_7/cpu.max": "800000 100000\n",
+                "/sys/fs/cgroup/user.slice/cpu.max": "400000 100000\n",
+            },
+            4.0,
+        ),
+        # In a container: the path of outside, under a mount that is the container's own.
+        ({"/proc/self/cgroup": "0::/docker/abc\n", "/sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
+        ({"/proc/self/cgroup": "0::/../../x\n", "/sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
+        (V1, None),
+        (
+            V1
+            | {
+                "/sys/fs/cgroup/cpu,cpuacct/slurm/job_7/cpu.cfs_quota_us": "800000\n",
+                "/sys/fs/cgroup/cpu,cpuacct/slurm/job_7/cpu.cfs_period_us": "100000\n",
+            },
+            8.0,
+        ),
+        (
+            V1
+            | {
+                "/sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+                "/sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            None,
+        ),
+    ],
+)
+def test_a_cgroups_quota_is_read_in_both_versions(files: dict[str, str], quota: float | None) -> None:
+    assert cores.cgroup_quota(files.get) == quota
+
+
+def test_the_cores_that_count_are_those_this_process_may_run_on() -> None:
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        assert cores.num_cores() == 1
+    finally:
+        os.sched_setaffinity(0, allowed)
