@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import secrets
+import signal
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -19,8 +20,9 @@ from typing import Any
 import zmq
 
 from meshbook import errors
-from meshbook.ids import CallId, CallIds
+from meshbook.ids import CallId, CallIds, format_ranks
 from meshbook.wire import codec, keys, messages, processes
+from meshbook.wire.lifeline import is_stopped
 from meshbook.wire.loop import Loop
 
 log = logging.getLogger("meshbook.connection")
@@ -28,6 +30,13 @@ log = logging.getLogger("meshbook.connection")
 _CONNECT_TIMEOUT_S = 10.0
 _IDLE_S = 5.0
 _LIFE_POLL_S = 1.0  # where the kernel has no pidfds
+# While something is waited for, it is looked every second whether anything was heard. So many times in a row that
+# nothing was, the supervisor is asked whether it is there, and counts as silent. Its loop answers within milliseconds,
+# also when all ranks are busy; the slowest thing that it does itself, explaining a hang of thousands of ranks, takes
+# two seconds.
+_LISTEN_S = 1.0
+_PING_AT = 1
+_SILENT_AT = 4
 
 
 @dataclass
@@ -38,6 +47,7 @@ class Pending:
     on_output: Callable[[tuple[messages.FoldedItem, ...]], None] | None = None
     on_input: Callable[[messages.InputRequested], None] | None = None
     on_progress: Callable[[messages.CallProgressed], None] | None = None
+    on_stuck: Callable[[messages.RanksStuck], None] | None = None
 
 
 @dataclass
@@ -48,6 +58,7 @@ class Listeners:
     stopped: list[Callable[[str], None]] = field(default_factory=list)
     segments: list[Callable[[messages.Segments], None]] = field(default_factory=list)
     idle: list[Callable[[], None]] = field(default_factory=list)  # every few seconds
+    silent: list[Callable[[bool], None]] = field(default_factory=list)  # the supervisor does not answer; it does again
     stray_output: list[Callable[[messages.CallOutput], None]] = field(default_factory=list)
     reports: dict[type, Callable[[Any], None]] = field(default_factory=dict)  # for words that floors above understand
 
@@ -81,6 +92,8 @@ class Connection:
         self._failures: set[type] = set()  # that were told of
         self._stop_reason: str | None = None
         self.lost = False  # its supervisor has ended without a word
+        self.silent = False  # it has not answered for some seconds
+        self._quiet = 0  # looks in a row that found nothing heard
         hello = messages.Hello(
             token=found.token,
             client=client,
@@ -163,6 +176,19 @@ class Connection:
             raise
         return future
 
+    def listen_to(
+        self,
+        call: str,
+        *,
+        on_output: Callable[[tuple[messages.FoldedItem, ...]], None] | None = None,
+        on_input: Callable[[messages.InputRequested], None] | None = None,
+        on_stuck: Callable[[messages.RanksStuck], None] | None = None,
+    ) -> None:
+        """Take from here on what an open call says; nothing happens where it has ended."""
+        pending = self._pending.get(call)
+        if pending is not None:
+            pending.on_output, pending.on_input, pending.on_stuck = on_output, on_input, on_stuck
+
     def next_call(self) -> CallId:
         return self.ids.next()
 
@@ -174,13 +200,14 @@ class Connection:
 
     def _run(self) -> None:
         loop = self._loop
-        loop.watch_socket(self._listen, lambda frames: self._heard(codec.supervisor_reports.decode(frames)))
+        loop.watch_socket(self._listen, self._hear)
         loop.watch_fd(self._wake, loop.stop)
         if self._life is not None:
             loop.watch_fd(self._life, self._supervisor_gone)
         elif self._supervisor_is_here:
             loop.call_later(_LIFE_POLL_S, self._look_for_supervisor)
         loop.call_later(_IDLE_S, self._be_idle)
+        loop.call_later(_LISTEN_S, self._listen_for_silence)
         loop.run()
         self._close_sockets()
 
@@ -216,6 +243,51 @@ class Connection:
         else:
             self._supervisor_gone()
 
+    def _hear(self, frames: list[bytes]) -> None:
+        self._quiet = 0
+        if self.silent:
+            self._tell_silent(False)
+        self._heard(codec.supervisor_reports.decode(frames))
+
+    def _listen_for_silence(self) -> None:
+        self._loop.call_later(_LISTEN_S, self._listen_for_silence)
+        self._quiet = self._quiet + 1 if self._pending else 0
+        if self._quiet == _PING_AT:
+            with contextlib.suppress(errors.NotAttached):
+                self.send(messages.Ping())
+        elif self._quiet >= _SILENT_AT and not self.silent:
+            self._tell_silent(True)
+
+    def _tell_silent(self, silent: bool) -> None:
+        self.silent = silent
+        self._tell(self.listeners.silent, silent)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the supervisor's process is stopped (SIGSTOP). Never of one on another machine."""
+        return self._supervisor_is_here and is_stopped(self.found.pid)
+
+    def describe_silence(self) -> str:
+        """Why the supervisor may not answer and what to do, as a sentence."""
+        who = f"the supervisor of mesh {self.found.name} (pid {self.found.pid}) does not answer"
+        if self.is_stopped:
+            return (
+                f"{who}: it is stopped (SIGSTOP). The Stop button lets it go on, and so does `kill -CONT "
+                f"{self.found.pid}` in a terminal; its ranks keep what they hold"
+            )
+        return (
+            f"{who}: it is busy or stuck, and its ranks keep what they hold. If it does not come back, "
+            f"`meshbook stop {self.found.name}` in a terminal ends it, and them"
+        )
+
+    def let_go_on(self) -> bool:
+        """Continue (SIGCONT) a supervisor that is stopped; whether it was."""
+        if not self.is_stopped:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.found.pid, signal.SIGCONT)
+        return True
+
     def _heard(self, report: messages.SupervisorReport) -> None:
         match report:
             case messages.CallFinished():
@@ -240,6 +312,12 @@ class Connection:
                 pending = self._pending.get(report.call)
                 if pending is not None and pending.on_progress is not None:
                     pending.on_progress(report)
+            case messages.RanksStuck():
+                pending = self._pending.get(report.call)
+                if pending is not None and pending.on_stuck is not None:
+                    pending.on_stuck(report)
+                elif pending is not None:
+                    self._heard(notice_of(report))
             case messages.Answered() | messages.MeshReady() | messages.SnapshotsTaken():
                 pending = self._pending.pop(report.call, None)
                 if pending is not None:
@@ -259,7 +337,7 @@ class Connection:
                 self._fail_all(f"the mesh {self.found.name!r} has ended: {reason}")
                 if self._life is None and not self._supervisor_is_here:
                     self._supervisor_gone()
-            case messages.Welcome():
+            case messages.Welcome() | messages.Pong():
                 pass
             case _:
                 understood = self.listeners.reports.get(type(report))
@@ -308,6 +386,13 @@ class Connection:
                 if fd is not None:
                     os.close(fd)
         self._context.term()
+
+
+def notice_of(stuck: messages.RanksStuck) -> messages.CallOutput:
+    """How it is said under a cell that goes on, or has ended already."""
+    text = f"did not come back from Stop: {stuck.reason}; %mesh kill {format_ranks(stuck.ranks)} ends what does not"
+    item = messages.RankDisplay(ranks=stuck.ranks, item=messages.Notice(text))
+    return messages.CallOutput(call=stuck.call, items=(item,))
 
 
 def _process_fd(found: keys.Connection) -> int | None:

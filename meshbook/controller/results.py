@@ -286,7 +286,7 @@ def _lost(finished: messages.CallFinished, failures: Sequence[Failure], label: s
     if survivors:
         message += (
             f"\nNext: go on with the survivors (%%mesh --ranks {format_ranks(survivors)}; collectives need a whole mesh"
-            "), save what they hold (%mesh pull NAME), or start anew with %mesh stop and %mesh start."
+            "), save what they hold (%mesh pull NAME), or start anew with %mesh restart."
         )
     elif first is not None and first.cause is not None:
         message += "\nNext: start anew with %mesh restart."

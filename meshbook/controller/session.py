@@ -13,30 +13,42 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
-from meshbook.controller.connection import Connection
+from meshbook.controller.connection import Connection, notice_of
 from meshbook.controller.futures import MeshFuture
 from meshbook.controller.results import CellResult, RankValues, error_of
-from meshbook.errors import CellError, MeshbookError, MeshTimeout, NotAttached, RankLost, StartError
+from meshbook.errors import CellError, CellInterrupted, MeshbookError, MeshTimeout, NotAttached, RankLost, StartError
 from meshbook.fold import words
-from meshbook.ids import Ranks, name_ranks
+from meshbook.ids import Ranks, format_ranks, name_ranks
 from meshbook.mesh import MeshAxes
 from meshbook.rank import paths
-from meshbook.wire import messages, pickling
+from meshbook.wire import messages, pickling, stop
 from meshbook.wire.buffers import Room, SegmentPool, SegmentReader
 
 Sink = Callable[[tuple[messages.FoldedItem, ...]], None]
 Ask = Callable[[messages.InputRequested], str | None]
 
-# Two presses of Stop within this time are one: the front end's interrupt reaches us by a message and by a signal.
-_SAME_PRESS_S = 0.25
-# A press within this time of the one before escalates.
-SECOND_PRESS_S = 5.0
-# Seconds after an escalated Stop before the controller stops waiting for ranks that do not even die.
-_LAST_RESORT_S = 6.0
 _STOP_TIMEOUT_S = 15.0
 _PULL_INLINE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Left:
+    """A call that was stopped and whose end was not waited for: some ranks do not come back from it."""
+
+    command: Any
+    future: Future[Any]
+    ranks: Ranks  # those
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Silence:
+    """The supervisor does not answer, or does again."""
+
+    silent: bool
 
 
 class Session:
@@ -58,10 +70,14 @@ class Session:
         self._gone = threading.Event()
         self._refs_to_release: deque[str] = deque()
         self._pressed_at = float("-inf")
+        self._signal_until = float("-inf")  # until then a SIGINT is the other half of a press that a message told of
         self._pressed: str | None = None  # the call that Stop was pressed for last
         self._hard_at: float | None = None
         self._number = self.info.cells_run
         self._running: tuple[str, Ranks] | None = None  # the foreground call
+        self._inbox: queue.SimpleQueue[Any] | None = None  # its
+        self.left: dict[str, Left] = {}  # by call
+        connection.listeners.silent.append(self._supervisor_silent)
         connection.listeners.changed.append(self._changed)
         connection.listeners.stopped.append(self._stopped)
         connection.listeners.segments.append(self._segments_released)
@@ -170,7 +186,7 @@ class Session:
         try:
             answered: messages.Answered = self.connection.request(command).result(timeout_s)
         except TimeoutError:
-            raise MeshTimeout(f"the supervisor of {self.name!r} did not answer within {timeout_s:g} s") from None
+            raise MeshTimeout(f"{self.connection.describe_silence()} (asked {timeout_s:g} s ago)") from None
         return answered
 
     # ---- calls
@@ -187,10 +203,11 @@ class Session:
     def foreground(self, command: Any, *, sink: Sink | None = None, ask: Ask | None = None) -> messages.CallFinished:
         """Send a command and wait for its end on this thread, showing output and answering questions on the way.
 
-        KeyboardInterrupt here stops the ranks and goes on waiting for them; a second within 5 s escalates.
+        KeyboardInterrupt here stops the ranks and goes on waiting for them, as `wire.stop` says; a second within 5 s
+        escalates.
 
         Raises:
-            KeyboardInterrupt: not even an escalated Stop brought the ranks back.
+            CellInterrupted: some ranks do not come back from a Stop. The call is in `left` until they do.
         """
         inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         handlers: dict[str, Any] = {"on_input": inbox.put}
@@ -219,7 +236,12 @@ class Session:
     ) -> messages.CallFinished:
         """Wait for a command that has been sent as the foreground call; `foreground` tells the rest."""
         inbox = inbox if inbox is not None else queue.SimpleQueue()
-        self._running = (command.call, command.ranks)
+        self._running, self._inbox = (command.call, command.ranks), inbox
+        show = sink if sink is not None else lambda items: None
+        on_output = inbox.put if sink is not None else None
+        self.connection.listen_to(command.call, on_output=on_output, on_input=inbox.put, on_stuck=inbox.put)
+        if self.connection.silent:
+            inbox.put(_Silence(True))
         try:
             future.add_done_callback(lambda _: inbox.put(None))
             while True:
@@ -229,45 +251,107 @@ class Session:
                         break
                     if isinstance(thing, messages.InputRequested):
                         self._answer(thing, ask)
-                    elif sink is not None:
-                        sink(thing)
+                    elif isinstance(thing, messages.RanksStuck):
+                        if self.was_stopped(command.call):
+                            raise self._leave(command, future, thing.ranks, thing.reason)
+                        show(notice_of(thing).items)
+                    elif isinstance(thing, _Silence):
+                        if thing.silent and self.was_stopped(command.call):
+                            raise self._leave(command, future, command.ranks, self.connection.describe_silence())
+                        show((self._news_of(thing, command.ranks),))
+                    else:
+                        show(thing)
                 except queue.Empty:
-                    if self._hard_at is not None and time.monotonic() - self._hard_at > _LAST_RESORT_S:
-                        raise KeyboardInterrupt(
-                            f"{name_ranks(command.ranks)} did not come back and could not be killed; see %mesh status"
-                        ) from None
+                    if self._hard_at is not None and time.monotonic() - self._hard_at > stop.LAST_RESORT_S:
+                        reason = f"{name_ranks(command.ranks)} did not come back and could not be killed"
+                        raise self._leave(command, future, command.ranks, reason) from None
+                except CellInterrupted:
+                    raise
                 except KeyboardInterrupt:
-                    self.press_stop()
+                    if time.monotonic() > self._signal_until:
+                        self.press_stop()
+                    self._signal_until = float("-inf")
                     if future.done():  # what get() had in its hands when the signal came is lost, maybe the end itself
                         inbox.put(None)
         finally:
-            self._running = self._hard_at = None
+            self._running = self._inbox = self._hard_at = None
+            self._signal_until = float("-inf")
         finished: messages.CallFinished = future.result()
         return finished
 
-    def press_stop(self) -> bool:
+    def _leave(self, command: Any, future: Future[Any], ranks: Ranks, reason: str) -> CellInterrupted:
+        """Wait no longer for a call that was stopped. What its ranks still print is shown as what comes late."""
+        self.connection.listen_to(command.call)
+        self.left[command.call] = Left(command, future, ranks, reason)
+        future.add_done_callback(lambda _: self.left.pop(command.call, None))
+        label = getattr(command, "label", "") or "the call"
+        one = len(ranks) == 1
+        if self.connection.silent:
+            summary = f"{label} was stopped here, but its ranks do not know: {reason}"
+        else:
+            summary = (
+                f"{label} was stopped, but {name_ranks(ranks)} {'has' if one else 'have'} not come back: {reason}. "
+                f"Press Stop again (or %mesh kill {format_ranks(ranks)}) to end {'it' if one else 'them'}; what "
+                f"{'it holds' if one else 'they hold'} is lost then. Until then cells on "
+                f"{'that rank' if one else 'those ranks'} wait; %mesh why, %mesh stacks and %%controller cells work"
+            )
+        error = CellInterrupted((), summary=summary)
+        render(error)
+        return error
+
+    def _supervisor_silent(self, silent: bool) -> None:
+        inbox = self._inbox
+        if inbox is not None:
+            inbox.put(_Silence(silent))
+
+    def _news_of(self, silence: _Silence, ranks: Ranks) -> messages.RankDisplay:
+        text = self.connection.describe_silence() if silence.silent else f"the supervisor of {self.name} answers again"
+        return messages.RankDisplay(ranks=ranks, item=messages.Notice(text))
+
+    def press_stop(self, *, kill: bool = True, signal_follows: bool = False) -> bool:
         """What the Stop button does: interrupt the foreground call on its ranks. Thread-safe. A second press within 5 s
-        also kills the ranks that do not come back.
+        also kills the ranks that do not come back; so does one while no call is in the foreground and ranks have not
+        come back from an earlier Stop.
+
+        Args:
+            kill: False: it is no second press, whatever was pressed before.
+            signal_follows: the same press will also come as a SIGINT, soon, or later on a busy machine.
 
         Returns:
             Whether there was something to stop.
         """
         running = self._running
         now = time.monotonic()
+        was_stopped = self.connection.let_go_on()
+        if running is not None and signal_follows:
+            self._signal_until = now + stop.SECOND_PRESS_S
         if running is None:
-            return False
+            return kill and self._press_again(now)
         since = now - self._pressed_at if self._pressed == running[0] else float("inf")
-        if since < _SAME_PRESS_S:
+        if since < stop.SAME_PRESS_S:
             return True
-        hard = since < SECOND_PRESS_S
+        hard = kill and since < stop.SECOND_PRESS_S
         self._pressed, self._pressed_at = running[0], now
         if hard:
             self._hard_at = now
+        if self.connection.silent and not was_stopped:
+            self._supervisor_silent(True)
+        for left in list(self.left.values()):
+            self.interrupt(left.command.ranks, target=left.command.call, hard=hard)
         for ahead in self.ahead:  # what the foreground call waits behind, oldest first
             for call in ahead() or ():
                 self.interrupt(running[1], target=call, hard=hard)
         self.interrupt(running[1], target=running[0], hard=hard)
         return True
+
+    def _press_again(self, now: float) -> bool:
+        """Stop, pressed when no call is in the foreground: ends the ranks that have not come back from the last one."""
+        left = list(self.left.values())
+        if left and now - self._pressed_at >= stop.SAME_PRESS_S:
+            self._pressed_at = now
+            for one in left:
+                self.interrupt(one.ranks, target=one.command.call, hard=True)
+        return bool(left)
 
     def was_stopped(self, call: str) -> bool:
         """Whether Stop was pressed while this was the foreground call."""

@@ -105,7 +105,7 @@ def status_table(info: MeshInfo, *, now: float | None = None) -> Table:
         notes.append(
             f"{name_ranks(dead).capitalize()} {'is' if len(dead) == 1 else 'are'} gone; "
             + (f"cells run on the others (%%mesh --ranks {format_ranks(alive)}), " if alive else "")
-            + "a whole mesh needs %mesh stop and %mesh start."
+            + "a whole mesh needs %mesh restart."
         )
     heading = (
         f"Mesh {info.name}: {describe_size(info.spec)}, {_groups(info)}, "

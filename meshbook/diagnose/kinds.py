@@ -32,7 +32,7 @@ KINDS: Final[dict[str, Kind]] = {
     "killed": Kind(
         96,
         "The rank's process is gone.",
-        "%mesh logs {first} shows what it said last; %mesh stop and %mesh start bring all ranks back.",
+        "%mesh logs {first} shows what it said last; %mesh restart brings all ranks back, fresh.",
     ),
     "stopped": Kind(
         95,

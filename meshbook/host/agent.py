@@ -28,28 +28,21 @@ import zmq
 from meshbook.errors import ProtocolError, VersionMismatch, describe_exit
 from meshbook.fold.lines import LineFolder
 from meshbook.fold.outcomes import fold_outcomes
+from meshbook.host import outside
 from meshbook.host.cores import cgroup_quota, num_cores, threads_per_rank
 from meshbook.host.logring import LogRing, last_lines_of
 from meshbook.host.looking import Looker, Subject
 from meshbook.host.starter import Child, ForkStarter, FreshStarter, Starter
-from meshbook.ids import Ranks, client_of, format_ranks, name_ranks
+from meshbook.ids import Ranks, client_of, name_ranks
 from meshbook.wire import birth, codec, keys, messages
 from meshbook.wire.lifeline import ACTORS_GRACE_S
 from meshbook.wire.loop import Loop, Timer
 from meshbook.wire.messages import Outcome, RankDisplay
 from meshbook.wire.refusals import Refusals
+from meshbook.wire.stop import KILL_AFTER_S, REPEAT_S, STUCK_AFTER_S, UNBLOCK_AFTER_S
 
 log = logging.getLogger("meshbook.host")
 
-# Seconds after an interrupt before waiters are freed by force from their collective: longer than a wait slice (0.1 s)
-# and the user's own clean-up code usually take, short enough that Stop on a stuck collective is over within a second.
-_UNBLOCK_AFTER_S = 0.3
-# ... before the signal is sent again.
-_REPEAT_S = (0.05, 0.2, 0.4)
-# ... before the notebook is told that a rank has not stopped.
-_STUBBORN_AFTER_S = 2.0
-# ... after a second Stop before a rank that does not come back is killed.
-_KILL_AFTER_S = 1.0
 # Seconds a question (completion, inspection) waits for ranks that keep the GIL.
 _QUESTION_S = 1.0
 # Seconds without a beat (they come every second) before a rank counts as silent.
@@ -355,6 +348,7 @@ class HostAgent:
 
     def _interrupt(self, command: messages.Interrupt) -> None:
         told: list[tuple[Link, Queued]] = []
+        continued: list[Link] = []
         for link in self._living(command.ranks):
             for queued in [queued for queued in link.queue if _is_meant(command, queued.call)]:
                 link.queue.remove(queued)
@@ -366,6 +360,8 @@ class HostAgent:
                 self._to_service(link, codec.encode_body(named))
                 self._signal(link, signal.SIGINT)
                 told.append((link, link.running))
+                if self._continue(link):
+                    continued.append(link)
 
         def still() -> list[Link]:
             return [link for link, queued in told if link.running is queued and link.dead is None]
@@ -373,40 +369,70 @@ class HostAgent:
         def again() -> None:
             for link in still():
                 self._signal(link, signal.SIGINT)
+                self._continue(link)
 
-        # Ranks take those that follow within half a second of one that worked for the same Stop (`rank.interrupt`).
-        for delay_s in _REPEAT_S:
+        self._tell_continued(continued)
+        # Ranks take those that follow soon after one that worked for the same Stop (`stop.SAME_STOP_S`).
+        for delay_s in REPEAT_S:
             self._loop.call_later(delay_s, again)
         if command.hard:
             self._free(still())
-            self._loop.call_later(_KILL_AFTER_S, lambda: self._kill_stubborn(still()))
+            self._loop.call_later(KILL_AFTER_S, lambda: self._kill_stubborn(still()))
         else:
-            self._loop.call_later(_UNBLOCK_AFTER_S, lambda: self._free(still()))
-            self._loop.call_later(_STUBBORN_AFTER_S, lambda: self._tell_stubborn(still()))
+            self._loop.call_later(UNBLOCK_AFTER_S, lambda: self._free(still()))
+            self._loop.call_later(STUCK_AFTER_S, lambda: self._tell_stuck(still()))
 
     def _free(self, links: list[Link]) -> None:
         for link in links:
             unblock = messages.Unblock(ranks=(link.rank,), reason="interrupted", interrupt=True)
             self._to_service(link, codec.encode_body(unblock))
 
-    def _tell_stubborn(self, links: list[Link]) -> None:
+    def _continue(self, link: Link) -> bool:
+        """Continue a rank that is stopped (SIGSTOP): no other signal would reach it. Call it after SIGINT, so that this
+        is what the rank finds first. Returns whether it was stopped."""
+        if link.child is None or link.dead is not None or outside.state(link.child.pid) != "T":
+            return False
+        self._signal(link, signal.SIGCONT)
+        return True
+
+    def _tell_continued(self, links: list[Link]) -> None:
         for call, group in _by_call(links).items():
             ranks = tuple(link.rank for link in group)
-            lines = {link.beat.line for link in group if link.beat is not None and link.beat.line is not None}
-            where = f" at line {min(lines)} of the cell" if len(lines) == 1 else ""
-            self._notice(
-                call,
-                ranks,
-                f"{name_ranks(ranks)} did not stop within {_STUBBORN_AFTER_S:.0f} s: in C code that keeps the GIL, or "
-                f"in code that catches KeyboardInterrupt{where}. Press Stop twice within 5 s (or %mesh kill "
-                f"{format_ranks(ranks)}) to end {'it' if len(ranks) == 1 else 'them'}; what "
-                f"{'it holds' if len(ranks) == 1 else 'they hold'} is lost then",
-            )
+            was = "was" if len(ranks) == 1 else "were"
+            self._notice(call, ranks, f"{name_ranks(ranks)} {was} stopped (SIGSTOP), and let go on (SIGCONT) by Stop")
+
+    def _tell_stuck(self, links: list[Link]) -> None:
+        for call, group in _by_call(links).items():
+            by_reason: dict[str, list[int]] = {}
+            for link in group:
+                by_reason.setdefault(self._why_stuck(link), []).append(link.rank)
+            ranks = tuple(link.rank for link in group)
+            where = "; ".join(f"{name_ranks(found)} {reason}" for reason, found in by_reason.items())
+            self._report(messages.RanksStuck(call=call, ranks=ranks, reason=where))  # type: ignore[arg-type]
+
+    def _why_stuck(self, link: Link) -> str:
+        """What keeps a rank from coming back from a Stop, as seen from outside; the end of a sentence."""
+        pid = link.child.pid if link.child is not None else 0
+        line = None if link.beat is None else link.beat.line
+        at = "" if line is None else f", at line {line} of the cell"
+        match outside.state(pid):
+            case "t":
+                return f"(pid {pid}) is held by a debugger"
+            case "D":
+                return f"(pid {pid}) waits in the system, for a disk or a driver, where no signal reaches it"
+            case "T":
+                return f"(pid {pid}) stops itself (SIGSTOP) again and again{at}"
+        now = self._loop.clock.monotonic()
+        if link.beat_at is not None and now - link.beat_at > 1.5 * _BEAT_S:
+            return f"(pid {pid}) is in C code that keeps the GIL{at}"
+        return f"(pid {pid}) is in C code, or in code that catches KeyboardInterrupt{at}"
 
     def _kill_stubborn(self, links: list[Link]) -> None:
         for call, group in _by_call(links).items():
             ranks = tuple(link.rank for link in group)
-            self._notice(call, ranks, f"second Stop: {name_ranks(ranks)} did not come back within 1 s and was killed")
+            were = "was" if len(ranks) == 1 else "were"
+            text = f"second Stop: {name_ranks(ranks)} did not come back within {KILL_AFTER_S:.0f} s and {were} killed"
+            self._notice(call, ranks, text)
             for link in group:
                 self._signal(link, signal.SIGKILL)
 

@@ -13,6 +13,7 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -387,7 +388,8 @@ class Notebook:
         if self._readiness is not None:
             self._readiness.close()
         if restart:
-            self.press_stop()
+            for mesh in list(self.meshes.values()):
+                mesh.session.press_stop(kill=False)
         for mesh in list(self.meshes.values()):
             if restart:
                 mesh.session.keep_at_exit()
@@ -400,7 +402,8 @@ class Notebook:
         Returns:
             Whether ranks were running anything for this notebook's foreground.
         """
-        pressed = [mesh.session.press_stop() for mesh in list(self.meshes.values())]  # all of them, not only the first
+        sessions = [mesh.session for mesh in list(self.meshes.values())]
+        pressed = [session.press_stop(signal_follows=True) for session in sessions]  # all of them, not only the first
         return any(pressed)
 
     def _supervisor(self, name: str | None, ttl: float | None) -> tuple[Session, Mapping[str, str]]:
@@ -500,6 +503,14 @@ class Notebook:
         label = f"cell {number}"
         for other in self._running_in_background(session, chosen):
             show.note(f"{label} waits for {other.label}, which runs in the background on {name_ranks(other.ranks)}")
+        for left in list(session.left.values()):
+            if waits_for := sorted(set(left.ranks) & set(chosen)):
+                of = getattr(left.command, "label", "") or "a call"
+                ends = f"ends {'it' if len(waits_for) == 1 else 'them'}"
+                show.note(
+                    f"{label} waits for {name_ranks(waits_for)}, not back from {of} since that was stopped; "
+                    f"Stop pressed twice, or %mesh kill {format_ranks(waits_for)}, {ends}"
+                )
         command = session.cell_command(
             source,
             chosen,
@@ -517,6 +528,8 @@ class Notebook:
             finished = session.foreground(command, sink=show, ask=self._ask)
             return self._conclude(session, command, finished)
         except CellInterrupted:
+            if (stuck := session.left.get(command.call)) is not None:
+                stuck.future.add_done_callback(lambda future: self._came_back(session, command, future))
             raise
         except KeyboardInterrupt:
             # Stop reaches us twice, as a message and as a signal; the second may come when the ranks have ended.
@@ -534,6 +547,14 @@ class Notebook:
         values = session.values_of(finished.parts)
         # An object that displays itself has done so on its rank, and leaves nothing to be shown here.
         return values if values and any(values._repr_mimebundle_().values()) else None
+
+    def _came_back(self, session: Session, command: messages.RunCell, future: Future[messages.CallFinished]) -> None:
+        """The last rank has come back from a cell that had been stopped, or has ended."""
+        with contextlib.suppress(MeshbookError):  # the mesh is gone
+            finished = future.result()
+            self._names.update(session, finished.parts)
+            if not finished.lost:
+                self._news.append(f"all ranks have come back from {command.label}, which was stopped")
 
     def _run_in_background(self, session: Session, command: messages.RunCell, show: Sink) -> MeshFuture[CellResult]:
         kept = Console(command.ranks, echo=False)

@@ -13,12 +13,9 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
-from typing import Final
 
 from meshbook.rank.interrupt import InterruptGate
-
-# Seconds that a command has to end itself after the interrupt that Stop sends it.
-COMMAND_GRACE_S: Final = 0.3
+from meshbook.wire.stop import COMMAND_GRACE_S
 
 
 def run_shown(command: str, gate: InterruptGate) -> int:

@@ -16,9 +16,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-# A second SIGINT this soon after the first is the same Stop told twice (by the front end and by the host, say), and
-# would end the user's `finally:` and `except KeyboardInterrupt:` instead of the work.
-SAME_STOP_S = 0.5
+from meshbook.wire.stop import SAME_STOP_S
 
 # What wakes the main thread when it was told by name: nobody else's, so that it is never taken for a SIGINT. None where
 # the system has no such signals; a main thread that has begun its work is then stopped by SIGINT alone.

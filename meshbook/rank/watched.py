@@ -42,17 +42,11 @@ from meshbook.errors import MeshbookError
 from meshbook.ids import name_ranks
 from meshbook.rank.backends import Link
 from meshbook.rank.ring import Collective, Label, Ring, one_line
+from meshbook.wire.stop import REASON_S, SLICE_S
 
-# A wait in C++ returns this often so that the interpreter can deliver a signal. Each return without an end costs 30 us
-# of exception (measured), which at this length is nothing; a person does not feel a tenth of a second.
-SLICE_S = 0.1
 SLICE = timedelta(seconds=SLICE_S)
 
 _FOREVER = timedelta(0)  # what torch takes for "no timeout"
-
-# Seconds that a failure of gloo's waits for somebody to say why. When a rank dies or is severed its peers' connections
-# close at once, and the word from the supervisor, which knows the reason, is some milliseconds behind.
-_GRACE_S = 1.0
 
 # gloo completes these on its transport threads: a wait with a time limit closes the connection when it runs out.
 _POINT_TO_POINT = {"send", "recv", "recv_anysource"}
@@ -426,7 +420,7 @@ class WatchedGroup(ProcessGroup):
             # Out of step with the other ranks from now on, whatever the user does about the exception?
             broke = launched or "gloo/transport" in str(error) if failed else not _succeeded(work)
             if broke and failed:
-                self._told.wait(_GRACE_S)
+                self._told.wait(REASON_S)
             cause = self.broken
             told = cause.raised() if failed and cause is not None else None
             if broke and cause is None:

@@ -29,15 +29,11 @@ from meshbook.supervisor.steps import ToClient as ToClient
 from meshbook.supervisor.steps import ToHosts as ToHosts
 from meshbook.wire import messages
 from meshbook.wire.messages import HistoryEntry, MeshInfo, MeshSpec, Outcome, Part, RankInfo
+from meshbook.wire.stop import ABANDON_AFTER_S, HOLD_S
 
 # Seconds a mesh lives on without clients, unless the last one asked otherwise: long enough to restart a crashed kernel
 # or to find the notebook again after lunch, short enough that forgotten GPUs are free the same afternoon.
 ORPHAN_TTL_S = 1800.0
-# Seconds the survivors of a lost rank have to come back before the call is ended without them: the promise is 2 s.
-_ABANDON_AFTER_S = 1.5
-# Seconds that commands sent after a Stop wait for the ranks that have not come back from it: as long as a host waits
-# before it says that a rank does not stop.
-_HOLD_S = 2.0
 # Seconds after which a call has reached its ranks' host, so that what the host says of them is said in the knowledge.
 _REACHED_S = 0.5
 _FLUSH_S = 0.05
@@ -124,7 +120,7 @@ class State:
             messages.StopMesh: self._stop_mesh,
             messages.Detach: self._detach,
             messages.SetOrphanTtl: self._set_orphan_ttl,
-            messages.Ping: lambda client, command, body, now: [],
+            messages.Ping: lambda client, command, body, now: [ToClient(client.id, messages.Pong())],
             messages.TakeSnapshots: self._take_snapshots,
             messages.Watch: lambda client, command, body, now: self._seeing.watch(client.id, command, now),
         }
@@ -136,6 +132,7 @@ class State:
             messages.RankExited: self._rank_exited,
             messages.CallOutput: self._call_output,
             messages.CallProgressed: self._call_progressed,
+            messages.RanksStuck: self._ranks_stuck,
             messages.CallFinished: self._call_finished,
             messages.InputRequested: self._input_requested,
             messages.Answered: self._host_answered,
@@ -514,6 +511,10 @@ class State:
         self._seeing.part_ended(report.call, report.done, now)
         return [ToClient(call.client, report)] if call is not None and call.client else []
 
+    def _ranks_stuck(self, host: int, report: messages.RanksStuck, now: float) -> list[Step]:
+        call = self._calls.get(report.call)
+        return [ToClient(call.client, report)] if call is not None and call.client else []
+
     def _call_finished(self, host: int, report: messages.CallFinished, now: float) -> list[Step]:
         call = self._calls.get(report.call)
         if call is None:
@@ -621,7 +622,7 @@ class State:
             if survivors:
                 interrupt = messages.Interrupt(ranks=survivors, target=call.id)  # type: ignore[arg-type]
                 steps.append(ToHosts(self._hosts(survivors), interrupt))
-                steps.append(Alarm(f"abandon {call.id}", _ABANDON_AFTER_S))
+                steps.append(Alarm(f"abandon {call.id}", ABANDON_AFTER_S))
         return steps
 
     def _abandon(self, call: Call, now: float) -> list[Step]:
@@ -654,8 +655,8 @@ class State:
             if call.held is not None:
                 steps += self._settle(call, (Part(call.ranks, Outcome(status="interrupted")),), (), now)
             elif call.client:
-                call.back_by = now + _HOLD_S
-                steps.append(Alarm(f"release {call.id}", _HOLD_S))
+                call.back_by = now + HOLD_S
+                steps.append(Alarm(f"release {call.id}", HOLD_S))
         return steps
 
     def _reply_input(self, client: Client, command: messages.ReplyInput, body: bytes, now: float) -> list[Step]:

@@ -41,6 +41,15 @@ def end_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal (SIGSTOP), and will do nothing until it is told to go on (SIGCONT)."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] == b"T"
+    except (OSError, IndexError):
+        return False
+
+
 def be_readable_by(pid: int) -> None:
     """Let process `pid`, and what it starts, read this one as a debugger does.
 

@@ -144,7 +144,7 @@ def test_a_rank_that_would_not_stop_is_named_under_the_cell(own_mesh: Mesh) -> N
     source = own_mesh.session.request(command, on_output=lambda items: said.extend(map(str, items)))
     when(lambda: "begun" in own_mesh.logs(1))
     own_mesh.session.interrupt((1,), target=command.call)
-    when(lambda: any("did not stop within 2 s" in one for one in said))
+    when(lambda: any("did not come back from Stop: rank 1 (pid" in one for one in said))
     own_mesh.session.interrupt((1,), target=command.call, hard=True)
     source.result(20)
 
@@ -199,17 +199,14 @@ def test_an_interrupted_cell_says_so_and_keeps_what_it_had_bound(own_mesh: Mesh)
 
 
 def test_a_stop_reaches_a_rank_that_takes_its_cell_late(own_mesh: Mesh) -> None:
+    # A rank that is stopped is let go on, gets the signals as one, and reads its cell after that.
     late, session, said = pid_of(own_mesh, 1), own_mesh.session, list[object]()
     os.kill(late, signal.SIGSTOP)
-    try:
-        command = session.cell_command("while True: pass", own_mesh.ranks)
-        future = session.request(command, on_output=said.append)
-        session.interrupt(own_mesh.ranks, target=command.call)
-        # All signals of this Stop have been sent by then; the stopped rank gets them as one, before it reads its cell.
-        when(lambda: "rank 1 did not stop within" in str(said))
-    finally:
-        os.kill(late, signal.SIGCONT)
-    assert {part.outcome.status for part in future.result(10).parts} == {"interrupted"}
+    command = session.cell_command("while True: pass", own_mesh.ranks)
+    future = session.request(command, on_output=said.append)
+    session.interrupt(own_mesh.ranks, target=command.call)
+    assert {part.outcome.status for part in future.result(30).parts} == {"interrupted"}
+    assert "rank 1 was stopped (SIGSTOP), and let go on (SIGCONT) by Stop" in str(said)
     assert dict(own_mesh.run("rank").values) == {0: 0, 1: 1, 2: 2}
 
 

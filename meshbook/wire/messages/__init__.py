@@ -108,6 +108,7 @@ HostReport = (
     | CallOutput
     | CallFinished
     | CallProgressed
+    | RanksStuck
     | InputRequested
     | Answered
     | Segments
@@ -121,12 +122,14 @@ SupervisorReport = (
     | CallOutput
     | CallFinished
     | CallProgressed
+    | RanksStuck
     | InputRequested
     | Answered
     | Refused
     | Segments
     | SnapshotsTaken
     | Watched
+    | Pong
 )
 AnyMessage = ClientCommand | HostCommand | RankReport | HostReport | SupervisorReport
 

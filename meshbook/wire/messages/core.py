@@ -397,7 +397,7 @@ class StopMesh(Message):
 
 
 class Ping(Message):
-    """A client on another machine lives; local clients are known by their process."""
+    """Are you there? A client asks when it waits for something and has heard nothing for a second."""
 
 
 class Detach(Message):
@@ -573,6 +573,18 @@ class CallProgressed(Message):
 
     call: CallId
     done: Ranks
+
+
+class Pong(Message):
+    """The answer to Ping."""
+
+
+class RanksStuck(Message):
+    """Ranks of an open call that have not come back from a Stop."""
+
+    call: CallId
+    ranks: Ranks
+    reason: str  # `rank 1 (pid 7) is in C code that keeps the GIL`
 
 
 class CallFinished(Message):
