@@ -72,6 +72,14 @@ def _gather(func: Any, args: Any, kwargs: Any) -> Any:
     return dispatch_as_is(func, (tensor, dim, index, *args[3:]), kwargs)
 
 
+def _by_torchs_own(func: Any, args: Any, kwargs: Any) -> Any:
+    """Made of other operations, as torch's compiler has it. DTensor takes the mean of each shard's elements for that of
+    all, also where shards differ in size, and tells a shard the sizes of the whole."""
+    from torch._decomp import decomposition_table  # takes a while to import
+
+    return decomposition_table[func](*args, **kwargs)
+
+
 def _from_the_front(func: Any, args: Any, kwargs: Any) -> Any:
     """DTensor takes a dim that is counted from the end for no dim of the gradient's."""
     grad, sizes, dim, *rest = args
@@ -88,57 +96,6 @@ _RESOLVED = {aten._conj.default: aten._conj_physical.default, aten._neg_view.def
 
 
 _IN_PLACE = (aten.index_put_.default, aten._index_put_impl_.default)
-
-
-def _mse(func: Any, args: Any, kwargs: Any) -> Any:
-    """The mean of each shard's elements is not the mean of all when shards differ in size."""
-    filled: Any = (*args, 1)[:3]
-    tensor, target, reduction = filled
-    return _reduced((tensor - target).square(), reduction)
-
-
-def _reduced(losses: torch.Tensor, reduction: int) -> torch.Tensor:
-    if reduction == 0:
-        return losses
-    return losses.sum() / losses.numel() if reduction == 1 else losses.sum()
-
-
-def _share(grad: torch.Tensor, elements: int, reduction: int) -> torch.Tensor:
-    """The gradient that reaches each element's loss."""
-    return grad / elements if reduction == 1 else grad
-
-
-def _bce(func: Any, args: Any, kwargs: Any) -> Any:
-    filled: Any = (*args, *(None, 1)[len(args) - 2 :])
-    tensor, target, weight, reduction = filled
-    losses = -(target * tensor.log().clamp(min=-100.0) + (1.0 - target) * (1.0 - tensor).log().clamp(min=-100.0))
-    return _reduced(losses if weight is None else losses * weight, reduction)
-
-
-def _bce_backward(func: Any, args: Any, kwargs: Any) -> Any:
-    filled: Any = (*args, *(None, 1)[len(args) - 3 :])
-    grad, tensor, target, weight, reduction = filled
-    slope = (tensor - target) / ((1.0 - tensor) * tensor).clamp(min=1e-12)  # torch's own epsilon
-    slope = slope * _share(grad, _numel(tensor, target), reduction)
-    return slope if weight is None else slope * weight
-
-
-def _group_norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
-    """torch's is told sizes of the whole batch, which are not those of a shard of it."""
-    grad, tensor, mean, rstd, weight, batch, channels, spatial, groups, wanted = args
-    grouped = (batch, groups, channels // groups, spatial)
-    mean, rstd = mean.view(batch, groups, 1, 1), rstd.view(batch, groups, 1, 1)
-    normal = (tensor.reshape(grouped) - mean) * rstd
-    parts = grad.reshape(grouped)
-    scaled = parts if weight is None else parts * weight.view(1, groups, channels // groups, 1)
-    to_input = None
-    if wanted[0]:
-        level = scaled.mean((2, 3), keepdim=True)
-        slope = (scaled * normal).mean((2, 3), keepdim=True)
-        to_input = (rstd * (scaled - level - normal * slope)).reshape(tensor.shape)
-    to_weight = (parts * normal).sum((0, 3)).reshape(channels) if wanted[1] else None
-    to_bias = parts.sum((0, 3)).reshape(channels) if wanted[2] else None
-    return to_input, to_weight, to_bias
 
 
 def _same_size(func: Any, args: Any, kwargs: Any) -> bool:
@@ -265,55 +222,6 @@ def _all_even(tensor: RemoteTensor) -> bool:
     )
 
 
-def _mse_backward(func: Any, args: Any, kwargs: Any) -> Any:
-    grad, tensor, target, reduction = args
-    return (tensor - target) * (2.0 * _share(grad, _numel(tensor, target), reduction))
-
-
-def _huber(func: Any, args: Any, kwargs: Any) -> Any:
-    filled: Any = (*args, *(1, 1.0)[len(args) - 2 :])
-    tensor, target, reduction, delta = filled
-    off = (tensor - target).abs()
-    return _reduced(torch.where(off < delta, 0.5 * off * off, delta * (off - 0.5 * delta)), reduction)
-
-
-def _huber_backward(func: Any, args: Any, kwargs: Any) -> Any:
-    grad, tensor, target, reduction, delta = args
-    off = tensor - target
-    return off.clamp(-delta, delta) * _share(grad, _numel(tensor, target), reduction)
-
-
-def _soft_margin(func: Any, args: Any, kwargs: Any) -> Any:
-    filled: Any = (*args, 1)[:3]
-    tensor, target, reduction = filled
-    return _reduced((-target * tensor).exp().log1p(), reduction)
-
-
-def _soft_margin_backward(func: Any, args: Any, kwargs: Any) -> Any:
-    grad, tensor, target, reduction = args
-    weight = (-target * tensor).exp()
-    return -target * weight / (1 + weight) * _share(grad, _numel(tensor, target), reduction)
-
-
-def _smooth_l1(func: Any, args: Any, kwargs: Any) -> Any:
-    filled: Any = (*args, *(1, 1.0)[len(args) - 2 :])
-    tensor, target, reduction, beta = filled
-    off = (tensor - target).abs()
-    losses = torch.where(off < beta, off * off * (0.5 / beta), off - 0.5 * beta) if beta else off
-    return _reduced(losses, reduction)
-
-
-def _smooth_l1_backward(func: Any, args: Any, kwargs: Any) -> Any:
-    grad, tensor, target, reduction, beta = args
-    off = tensor - target
-    slope = (off / beta).clamp(-1.0, 1.0) if beta else off.sign()
-    return slope * _share(grad, _numel(tensor, target), reduction)
-
-
-def _numel(tensor: torch.Tensor, target: torch.Tensor) -> int:
-    return int(torch.broadcast_shapes(tensor.shape, target.shape).numel())  # type: ignore[no-untyped-call]
-
-
 def _mean(func: Any, args: Any, kwargs: Any) -> Any:
     """A mean over shards that differ in size."""
     tensor = args[0]
@@ -355,10 +263,7 @@ MENDS: dict[Any, Special] = {
     aten._neg_view.default: _resolved,
     aten.equal.default: _equal,
     aten.allclose.default: _allclose,
-    aten.binary_cross_entropy.default: _bce,
-    aten.binary_cross_entropy_backward.default: _bce_backward,
     aten.native_batch_norm.default: _batch_norm,
-    aten.native_group_norm_backward.default: _group_norm_backward,
     aten.nll_loss_forward.default: _nll,
     aten.nll_loss_backward.default: _nll_backward,
     aten.nll_loss2d_forward.default: _nll,
@@ -371,14 +276,6 @@ MENDS: dict[Any, Special] = {
     aten._index_put_impl_.default: _put,
     aten.select_backward.default: _from_the_front,
     aten.slice_backward.default: _from_the_front,
-    aten.mse_loss.default: _mse,
-    aten.mse_loss_backward.default: _mse_backward,
-    aten.huber_loss.default: _huber,
-    aten.huber_loss_backward.default: _huber_backward,
-    aten.soft_margin_loss.default: _soft_margin,
-    aten.soft_margin_loss_backward.default: _soft_margin_backward,
-    aten.smooth_l1_loss.default: _smooth_l1,
-    aten.smooth_l1_loss_backward.default: _smooth_l1_backward,
     aten.__lshift__.Scalar: _shift,
     aten.__rshift__.Scalar: _shift,
     aten.is_same_size.default: _same_size,
@@ -400,6 +297,15 @@ MENDS: dict[Any, Special] = {
     aten.unique_consecutive.default: _refused(_HERE),
     aten.bincount.default: _refused(_HERE),
 }
+MENDS |= dict.fromkeys(
+    (
+        aten.binary_cross_entropy.default, aten.binary_cross_entropy_backward.default,
+        aten.native_group_norm_backward.default, aten.mse_loss.default, aten.mse_loss_backward.default,
+        aten.huber_loss.default, aten.huber_loss_backward.default, aten.soft_margin_loss.default,
+        aten.soft_margin_loss_backward.default, aten.smooth_l1_loss.default, aten.smooth_l1_loss_backward.default,
+    ),
+    _by_torchs_own,
+)  # fmt: skip
 for _packets, _mend in (
     ((aten.to,), _decomposed),
     ((aten.squeeze_, aten.unsqueeze_, aten.t_, aten.transpose_), _reshaped),

@@ -36,13 +36,13 @@ from meshbook.rank.tensors.calls import (
     FLOAT,
     MESH,
     TENSOR,
+    Reduced,
     Sent,
     Whole,
     as_global,
     as_local,
+    may_stay,
     name_of,
-    summed_embedding,
-    summed_gather,
 )
 
 aten = torch.ops.aten
@@ -57,8 +57,8 @@ _SCANS = {
 }  # fmt: skip
 
 
-# What DTensor leaves as a sum in parts with a mask that serves once; ours has it summed at once.
-_MASKED = {aten.embedding.default: summed_embedding, aten.gather.default: summed_gather}
+# Places of elements, which DTensor counts along one axis of the mesh, also where several cut a dim.
+_PLACES = {aten.argmax.default, aten.argmin.default}
 
 # torch's words for what Meshbook says in the mesh's.
 _UNEVEN = re.compile(
@@ -70,6 +70,9 @@ _ALONG = re.compile(
 
 # What gives other tensors on some machines than it says here, and what counts on where elements lie in memory.
 _NOT_ON_THE_WHOLE = {aten.mkldnn_rnn_layer.default, aten.as_strided.default}
+
+# What DTensor's rule looks for a divisor of the dims for, without end where one is 0.
+_ENDLESS = {aten.view.default, aten._unsafe_view.default}
 
 # What can only be computed, and not be told the shape of without data: it is that of this input.
 _SHAPED_AS = {
@@ -85,6 +88,14 @@ _REDUCTIONS = {
     aten.logsumexp.default: 1, aten.count_nonzero.dim_IntList: 1, aten.var.correction: 1, aten.std.correction: 1,
     aten.var_mean.correction: 1, aten.std_mean.correction: 1, aten.linalg_vector_norm.default: 2,
     aten.norm.ScalarOpt_dim: 2, aten.norm.ScalarOpt_dim_dtype: 2,
+}  # fmt: skip
+
+# What is right on empty pieces, too, beside what works on each element by itself.
+_PIECE_BY_PIECE = {
+    aten.mm.default, aten.bmm.default, aten.addmm.default, aten.sum.default, aten.sum.dim_IntList, aten.clone.default,
+    aten._to_copy.default, aten.copy_.default, aten.fill_.Scalar, aten.zero_.default, aten.t.default,
+    aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.detach.default, aten.empty_like.default,
+    aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
 }  # fmt: skip
 
 # What DTensor computes with pieces of one operand and all of the other.
@@ -228,6 +239,12 @@ class Planner:
             NotImplementedError: DTensor has no rule for it; the text says which way there is.
             RuntimeError and others: torch's own, about shapes and dtypes.
         """
+        template = self._plan(function, args, kwargs, inputs)
+        if template.first and {at for at, _ in template.first}.intersection(_mutated(function, args, kwargs, inputs)):
+            return _not_in_place(function)  # what is brought elsewhere is a copy
+        return template
+
+    def _plan(self, function: Any, args: Any, kwargs: dict[str, Any], inputs: Sequence[Any]) -> Template:
         for tensor in inputs:
             if tensor._spec.engine is not self.engine:
                 raise ValueError(
@@ -248,9 +265,15 @@ class Planner:
                 "are there; use the one that makes a view (without the trailing underscore), x = x.t(), or, where "
                 "torch's own code does it, mesh.execute(fn, x) or x.full_tensor()"
             )
-        first = _to_be_moved(function, args, inputs, self.mesh)
+        first = _to_be_moved(function, args, inputs, self.mesh) or self._untrusted(function, inputs)
         if first:
             return Template(0, None, (), "none", first=first, special=True)
+        if (
+            function in _ENDLESS
+            and 0 in inputs[0]._spec.shape
+            and (found := self._on_the_whole(function, args, kwargs, inputs))
+        ):
+            return found
         args = _with_all_dims(function, args)
         empties: dict[int, Any] = {}
 
@@ -291,12 +314,14 @@ class Planner:
                 if found := self._on_the_whole(function, args, kwargs, inputs):
                     return found
             raise self._told(function, error, inputs) from None
-        if function in _MASKED:
-            masks = [place.mask_buffer for place in results.placements if hasattr(place, "mask_buffer")]
-            for mask in masks:  # DTensor keeps it for all operations of this kind
-                mask.release_mask()
-            if masks:
-                return self.plan(_MASKED[function], args, kwargs, inputs)
+        made = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, DTensor)]
+        if isinstance(function, torch._ops.OpOverload) and any(
+            not may_stay(place, leaf.dtype) for leaf in made for place in leaf.placements
+        ):
+            for place in itertools.chain.from_iterable(leaf.placements for leaf in made):
+                if hasattr(place, "mask_buffer"):  # DTensor keeps it for all operations of this kind
+                    place.mask_buffer.release_mask()
+            return self._plan(Reduced(function), args, kwargs, inputs)
         if watch.missed([empties[id(inputs[at])] for at in _mutated(function, args, kwargs, inputs)]):
             return _not_in_place(function)
         return self._template(function, args, kwargs, inputs, empties, results, watch.communicates)
@@ -334,6 +359,38 @@ class Planner:
         """What brings to every rank all of those of these tensors that are not there yet."""
         everywhere = (Replicate(),) * self.mesh.ndim
         return tuple((at, everywhere) for at, tensor in enumerate(inputs) if tensor._spec.placements != everywhere)
+
+    def _untrusted(self, function: Any, inputs: Sequence[Any]) -> tuple[tuple[int, tuple[Any, ...]], ...]:
+        """Placements that inputs need first, because DTensor computes wrongly with theirs, whatever the operation:
+        parts that may not stay, and pieces of which some are empty. A rank with an empty one raises what others do not,
+        or takes no part in a collective."""
+        if not isinstance(function, torch._ops.OpOverload):
+            return ()
+        safe = torch.Tag.pointwise in function.tags or function in _PIECE_BY_PIECE or "foreach" in function._opname
+        moves: list[tuple[int, tuple[Any, ...]]] = []
+        for at, tensor in enumerate(inputs):
+            spec = tensor._spec
+            places = spec.placements
+            if places is None:
+                continue
+            empty = set() if safe else {dim for dim in range(len(spec.shape)) if self._lacks_rows(spec, dim)}
+            wanted = tuple(
+                Replicate() if not may_stay(place, spec.dtype) or (_is_cut(place) and place.dim in empty) else place
+                for place in places
+            )
+            if wanted != places:
+                moves.append((at, wanted))
+        return tuple(moves)
+
+    def _lacks_rows(self, spec: Spec, dim: int) -> bool:
+        """Whether some rank has no row of this dim."""
+        ranks = 1
+        for place, size in zip(spec.placements or (), self.mesh.shape, strict=True):
+            ranks *= size if _is_cut(place) and place.dim == dim else 1
+        if ranks == 1:
+            return False
+        last = local_shape(spec.shape, spec.placements or (), self.axes, self.axes.size - 1)
+        return last[dim] == 0
 
     def _unlike_means(
         self, inputs: Sequence[Any], placements: Sequence[Any]
@@ -509,13 +566,17 @@ def _to_be_moved(
     if function in _ALL_ALIKE and len({tensor._spec.placements for tensor in inputs}) > 1:
         everywhere = (Replicate(),) * mesh.ndim
         return tuple((at, everywhere) for at, tensor in enumerate(inputs) if tensor._spec.placements != everywhere)
-    if function in _SCANS and inputs and inputs[0]._spec.placements is not None:
+    if (function in _SCANS or function in _PLACES) and inputs and inputs[0]._spec.placements is not None:
         spec = inputs[0]._spec
         rank = max(len(spec.shape), 1)
         named = args[1] if len(args) > 1 else None
         dims = {dim % rank for dim in (named if isinstance(named, (list, tuple)) else [named]) if isinstance(dim, int)}
         if function in (aten.roll.default,):
             dims = {dim % rank for dim in (args[2] if len(args) > 2 else range(rank))}
+        if function in _PLACES:
+            if named is None:
+                dims = set(range(rank))
+            dims = {dim for dim in dims if sum(_is_cut(place) and place.dim == dim for place in spec.placements) > 1}
         if function is aten.kthvalue.default or function is aten.renorm.default:
             dims = set(range(rank))
         places = tuple(

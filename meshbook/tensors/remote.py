@@ -14,7 +14,6 @@ from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
-from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -474,7 +473,7 @@ def _moved_first(template: Template, func: Any, args: Any, kwargs: Any, tensors:
     moved_args, moved_kwargs = pytree.tree_map(lambda leaf: moved.get(id(leaf), leaf), (args, kwargs or {}))
     result = dispatch(func, moved_args, moved_kwargs)
     schema = getattr(func, "_schema", None)
-    if schema is not None and any(output.alias_info is not None for output in schema.returns):
+    if schema is not None and not schema.is_mutable and any(output.alias_info is not None for output in schema.returns):
         made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, RemoteTensor)]
         for leaf in made:
             leaf._handle.spec = leaf.engine.planner.copied(leaf._spec)
@@ -492,24 +491,12 @@ def _not_in_place(func: Any, template: Template, args: Any, kwargs: Any) -> Any:
         if here.has_default_value() and not there.has_default_value()
     }
     made = dispatch(template.instead, args, {**usual, **(kwargs or {})})
-    if made._spec.dtype != target._spec.dtype:
+    if not torch.can_cast(made._spec.dtype, target._spec.dtype):
         raise RuntimeError(f"result type {made._spec.dtype} cannot be kept in a tensor of {target._spec.dtype}")
     if made._spec.placements != target._spec.placements:
-        if any(isinstance(place, _NormPartial) for place in target._spec.placements):
-            return _become(target, made)
+        made = made.to(target._spec.dtype)  # truth values are in no parts of a sum
         made = _move(made, target._spec.placements)
     return dispatch(aten.copy_.default, (target, made), None)
-
-
-def _become(target: RemoteTensor, made: RemoteTensor) -> RemoteTensor:
-    """In parts of a norm nothing can be written that may be below zero: the tensor lies elsewhere from now on."""
-    if target._handle.changes is not None:
-        raise NotImplementedError(
-            "an operation in place on a norm of which there are views, while it is in parts over the mesh; take "
-            "x.clone() of the norm first"
-        )
-    target._handle = made._handle
-    return target
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -81,8 +81,8 @@ def find(name: str) -> Callable[..., Any]:
         AttributeError: this torch has none, or nobody added it to FUNCTIONS.
     """
     space, _, rest = name.partition("::")
-    if space == "whole":
-        return Whole(find(rest))
+    if space in WRAPPERS:
+        return WRAPPERS[space](find(rest))
     if space == "meshbook":
         if rest not in FUNCTIONS:  # it puts itself there
             importlib.import_module(f"meshbook.rank.tensors.{ELSEWHERE[rest]}")
@@ -97,13 +97,15 @@ def name_of(function: Any) -> str:
     """The name that `find` finds it by."""
     if isinstance(function, torch._ops.OpOverload):
         return f"{function.namespace}::{function._opname}.{function._overloadname}"
-    if isinstance(function, Whole):
-        return f"whole::{name_of(function.function)}"
+    if isinstance(function, (Whole, Reduced)):
+        return f"{function.space}::{name_of(function.function)}"
     return f"meshbook::{function.__name__}"
 
 
 class Whole:
     """An operator of torch's on tensors that every rank has all of, and does the same with."""
+
+    space = "whole"
 
     def __init__(self, function: Any) -> None:
         self.function, self._schema, self.tags = function, function._schema, function.tags
@@ -128,6 +130,58 @@ class Whole:
             return DTensor.from_local(leaf, meshes[0], [Replicate()] * meshes[0].ndim, run_check=False)
 
         return pytree.tree_map(seen, results)
+
+
+class Reduced:
+    """An operator of torch's whose results are reduced at once, where DTensor leaves them in parts that it computes
+    wrong numbers with: see `may_stay`."""
+
+    space = "reduced"
+
+    def __init__(self, function: Any) -> None:
+        self.function, self._schema, self.tags = function, function._schema, function.tags
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        truth = self.function._opname in ("any", "all")  # of bytes they are bytes
+        return pytree.tree_map(lambda leaf: _reduced(leaf, truth), self.function(*args, **kwargs))
+
+
+WRAPPERS: dict[str, Callable[[Any], Callable[..., Any]]] = {kind.space: kind for kind in (Whole, Reduced)}
+
+
+def may_stay(place: Any, dtype: torch.dtype) -> bool:
+    """Whether a tensor may be in such parts. DTensor's pointwise rules know sums and means of numbers with fractions;
+    of integers they make fractions, of truth values sums, and maxima and norms they take for sums here and there."""
+    if not place.is_partial():
+        return True
+    exact = not (dtype.is_floating_point or dtype.is_complex)
+    return type(place) is Partial and place.reduce_op in ("sum", "avg") and not exact
+
+
+def _reduced(tensor: Any, truth: bool) -> Any:
+    """The tensor without the parts that may not stay.
+
+    Args:
+        truth: its numbers are truth values, whatever its dtype.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    places = [place if may_stay(place, tensor.dtype) else Replicate() for place in tensor.placements]
+    if places == list(tensor.placements):
+        return tensor
+    if tensor.dtype is not torch.bool and not truth:
+        return tensor.redistribute(placements=places)
+    places_now: Any = tensor.placements
+    # A sum of truth values is none.
+    parts: list[Any] = [
+        Partial("min" if place.reduce_op in ("product", "min") else "max") if place.is_partial() else place
+        for place in places_now
+    ]
+    local = settled(tensor).to(torch.uint8)
+    counted = DTensor.from_local(
+        local, tensor.device_mesh, parts, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+    return counted.redistribute(placements=places).to(tensor.dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -183,21 +237,6 @@ def keep_at(local: torch.Tensor, mesh: Any, axis: int, place: int) -> torch.Tens
     """The tensor on the ranks at `place` of the axis, zeros on the others."""
     mine = local.is_meta or mesh.get_local_rank(axis) == place
     return local.clone() if mine else torch.zeros_like(local)
-
-
-def summed_embedding(weight: DTensor, indices: DTensor, *others: Any) -> DTensor:
-    """Rows of a table of which each rank has some."""
-    return _summed(aten.embedding.default(weight, indices, *others))
-
-
-def summed_gather(tensor: DTensor, dim: int, index: DTensor, **named: Any) -> DTensor:
-    """Elements along a dim of which each rank has some."""
-    return _summed(aten.gather.default(tensor, dim, index, **named))
-
-
-def _summed(tensor: DTensor) -> DTensor:
-    places = [Replicate() if place.is_partial() else place for place in tensor.placements]
-    return tensor.redistribute(placements=places)
 
 
 def is_whole(span: tuple[int | None, int, int, int], length: int) -> bool:
@@ -267,8 +306,7 @@ def _write_scattered(
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
-        redistribute, as_global, as_local, reduce_local, slice_local, keep_at, in_parts, write_part, summed_embedding,
-        summed_gather,
+        redistribute, as_global, as_local, reduce_local, slice_local, keep_at, in_parts, write_part,
     )
 }  # fmt: skip
 

@@ -515,7 +515,7 @@ def execute(
 
 def plain_name(function: str) -> str:
     """A template's function as people write it: "aten.mm"."""
-    return function.removeprefix("whole::").replace("::", ".").removesuffix(".default")
+    return function.removeprefix("whole::").removeprefix("reduced::").replace("::", ".").removesuffix(".default")
 
 
 def _seeded(template: Template, args: Any, kwargs: Any, seed: int, space: Space) -> Any:

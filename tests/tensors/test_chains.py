@@ -1,0 +1,116 @@
+"""Random chains of operations on randomly placed tensors give what plain torch gives, or are refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from meshbook.controller.mesh import Mesh
+from tests.tensors.chains import Chain, chain_of, check
+
+# Each was wrong, or did not end, before.
+TWO_RANKS: dict[str, Chain] = {
+    "truth values in parts": [
+        "v0 = leaf((5, 3), 'bool', [S(0)], 1)",
+        "v1 = v0.any(0)",
+        "v2 = v1 + 1.5",
+        "v3 = torch.where(v1, 2.0, v2).exp()",
+        "v4 = v0.all(1).sum() + v0.any()",
+        "v5 = v0.max()",
+        "v6 = v0.min()",
+    ],
+    "integers in parts": [
+        "v0 = leaf((4, 3), 'int64', [S(0)], 2)",
+        "v1 = leaf((3,), 'bool', [R], 3)",
+        "v2 = v0.sum(0)",
+        "v3 = v2 * v1",
+        "v4 = v2 + v1",
+        "v5 = v2 + v0",
+        "v6 = v2.sum().item()",
+        "v7 = v0.prod(0) + v2",
+    ],
+    "a norm changed in place, through a view": [
+        "v0 = leaf((4,), 'float32', [S(0)], 586)",
+        "v1 = v0.norm(1)",
+        "v1.t().add_(1)",
+    ],
+    "a rank without a row": [
+        "v0 = leaf((1,), 'uint8', [S(0)], 987)",
+        "v1 = v0.argmax(0)",
+        "v2 = v0.max(0).indices",
+        "v3 = v0.amin() + v0.median()",
+        "v4 = v0.diff().sum().item()",
+    ],
+    "no element at all": ["v0 = leaf((2, 4, 1), 'bool', [S(1)], 720)", "v1 = v0[:0].diff().flatten()[:1].sum().item()"],
+    "in place, of another dtype": [
+        "v0 = leaf((4,), 'int32', [S(0)], 635)",
+        "v0.cumsum_(0)",
+        "v1 = leaf((2,), 'float32', [S(0)], 311).mean(-1)",
+        "v1.logical_not_()",
+    ],
+    "a loss of truth values": [
+        "v0 = leaf((3,), 'float32', [S(0)], 1)",
+        "v1 = leaf((3,), 'bool', [S(0)], 3)",
+        "v2 = F.mse_loss(v0, v1)",
+    ],
+}  # fmt: skip
+FOUR_RANKS: dict[str, Chain] = {
+    "truth values that are bytes": [
+        "v0 = leaf((2, 3, 2), 'uint8', [S(1), S(0)], 195)",
+        "v1 = v0.any()",
+        "v2 = v0.all(0)",
+    ],
+    "changed with what lies elsewhere": [
+        "v0 = leaf((3, 1, 4), 'float32', [R, R], 870, True)",
+        "v1 = v0.max(0).indices",
+        "v2 = leaf((1, 4), 'int64', [S(0), S(1)], 843)",
+        "v1.scatter_(-1, torch.zeros(v1.shape, dtype=torch.long), v2)",
+    ],
+    "places in a dim that is cut twice": [
+        "v0 = leaf((6, 2), 'float32', [S(0), S(0)], 5)",
+        "v1 = v0.argmax(0)",
+        "v2 = v0.argmin()",
+        "v3 = v0.max(0).indices",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_a_chain_that_was_wrong_is_right(name: str, mesh2: Mesh) -> None:
+    holds(TWO_RANKS[name], mesh2)
+
+
+@pytest.mark.parametrize("name", FOUR_RANKS)
+def test_a_chain_that_was_wrong_on_two_axes_is_right(name: str, mesh22: Mesh) -> None:
+    holds(FOUR_RANKS[name], mesh22)
+
+
+@pytest.mark.parametrize("first", [0, 60])
+def test_chains_on_one_axis_give_what_plain_torch_gives(first: int, mesh2: Mesh) -> None:
+    many(range(first, first + 60), 2, mesh2)
+
+
+@pytest.mark.parametrize("first", [500, 540])
+def test_chains_on_two_axes_give_what_plain_torch_gives(first: int, mesh22: Mesh) -> None:
+    many(range(first, first + 40), 4, mesh22)
+
+
+def many(seeds: range, ranks: int, mesh: Mesh) -> None:
+    refusals: Counter[str] = Counter()
+    wrong = []
+    for seed in seeds:
+        failure = check(chain := chain_of(seed, ranks), mesh, refusals)
+        if failure is not None:
+            wrong.append("\n".join([f"seed {seed} --ranks {ranks}: {failure.kind}", *chain, f"# {failure.text}"]))
+            if failure.kind == "hang":
+                break
+    assert not wrong, "\n\n".join(wrong)
+    assert refusals.total() <= len(seeds) // 10, f"refused: {refusals}"
+
+
+def holds(chain: Chain, mesh: Mesh) -> None:
+    refusals: Counter[str] = Counter()
+    failure = check(chain, mesh, refusals)
+    assert failure is None, f"line {failure.line + 1}: {failure.text}"
+    assert not refusals
