@@ -334,7 +334,8 @@ class Connection:
                 self._tell(self.listeners.segments, report)
             case messages.MeshStopped(reason=reason):
                 self._stop_reason = reason
-                self._fail_all(f"the mesh {self.found.name!r} has ended: {reason}")
+                held = "what its ranks held is gone; %mesh restart gives fresh ones"
+                self._fail_all(f"the mesh {self.found.name!r} has ended: {reason}; {held}")
                 if self._life is None and not self._supervisor_is_here:
                     self._supervisor_gone()
             case messages.Welcome() | messages.Pong():

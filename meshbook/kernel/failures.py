@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
+from meshbook.controller.mesh import Mesh
 from meshbook.errors import CellError, CellInterrupted, MeshbookError
 
 
@@ -11,6 +13,12 @@ def missing_name(message: str) -> str | None:
     """`lr` of `name 'lr' is not defined`."""
     begin, end = "name '", "' is not defined"
     return message[len(begin) : message.index(end)] if message.startswith(begin) and end in message else None
+
+
+def _method_of_mesh(message: str) -> str | None:
+    """`pull` of `'DeviceMesh' object has no attribute 'pull'`, if a `meshbook.Mesh` has it."""
+    found = re.match(r"'DeviceMesh' object has no attribute '([a-z]\w*)'", message)
+    return found[1] if found is not None and hasattr(Mesh, found[1]) else None
 
 
 def named_after_what_was_raised(error: CellError) -> CellError:
@@ -42,6 +50,11 @@ def hints(error: CellError, is_users: Callable[[str], bool]) -> list[str]:
     for failure in error.failures:
         if failure.ename == "NameError" and (name := missing_name(failure.evalue)) and is_users(name):
             found.append(f"`{name}` lives on the controller; %mesh push {name} copies it to the ranks")
+        elif failure.ename == "AttributeError" and (name := _method_of_mesh(failure.evalue)):
+            found.append(
+                f"in this cell `mesh` is torch's DeviceMesh, on the ranks; mesh.{name} is Meshbook's own: call it in a "
+                "%%controller cell, where `mesh` is the mesh"
+            )
         elif failure.ename == "UsageError" and ("`%mesh`" in failure.evalue or "`%%mesh`" in failure.evalue):
             found.append("%mesh stands at the top of a cell, before code for the ranks, or in a %%controller cell")
     return ["", *dict.fromkeys(found)] if found else []

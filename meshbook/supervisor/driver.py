@@ -109,8 +109,9 @@ class Driver:
 
     def run(self) -> None:
         """Serve until the mesh is stopped or orphaned."""
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda *_: self._loop.call_later(0, lambda: self._shut_down("it was told to end")))
+        told = f"its supervisor (pid {os.getpid()}) was ended by a signal (SIGTERM), and its ranks with it"
+        signal.signal(signal.SIGTERM, lambda *_: self._loop.call_later(0, lambda: self._shut_down(told)))
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a daemon has no terminal that could be closed
         if self._agent is not None:
             self._agent.warm_up(with_torch=not self._light, source=self._source)
         # Who started us may have died before saying hello: an empty mesh is an orphan from the start.
@@ -323,6 +324,7 @@ class Driver:
         if self._stopping:
             return
         self._stopping = True
+        self._state.ending()
         log.info("ending: %s", reason)
         if self._agent is not None:
             self._agent.stop(_STOP_GRACE_S, lambda: self._ended(reason))

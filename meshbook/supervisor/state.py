@@ -546,9 +546,15 @@ class State:
             items = tuple(call.merger.flush(now, final=True))
         return self._settle(call, call.parts[0] if len(call.parts) == 1 else merge_parts(call.parts), items, now)
 
+    def ending(self) -> None:
+        """The mesh ends: what its ranks come to from here on is its end, and no fault of theirs."""
+        self._stopping = True
+
     def _settle(
         self, call: Call, parts: tuple[Part, ...], items: tuple[messages.FoldedItem, ...], now: float
     ) -> list[Step]:
+        if self._stopping and any(part.outcome.status == "lost" for part in parts):
+            return []  # whoever waits for it is told why the mesh has ended, by MeshStopped
         del self._calls[call.id]
         if call.id.startswith("form-"):
             return self._groups_formed(call, parts, now)

@@ -176,6 +176,19 @@ def test_a_supervisor_that_dies_takes_its_ranks_along_and_the_client_is_told(own
         own_mesh.run("1")
 
 
+def test_a_supervisor_that_is_told_to_end_by_a_signal_says_so_and_a_hangup_does_nothing(own_mesh: Mesh) -> None:
+    supervisor = own_mesh.session.info.supervisor_pid
+    os.kill(supervisor, signal.SIGHUP)
+    os.kill(supervisor, signal.SIGINT)
+    assert list(own_mesh.run("rank").values) == [0, 1, 2]
+    future = begun(own_mesh, "import time\ntime.sleep(1000)")
+    os.kill(supervisor, signal.SIGTERM)
+    error = future.exception(60)  # type: ignore[attr-defined]
+    assert isinstance(error, NotAttached)
+    assert f"its supervisor (pid {supervisor}) was ended by a signal (SIGTERM)" in str(error)
+    assert "%mesh restart gives fresh ones" in str(error)
+
+
 def test_a_mesh_whose_ranks_cannot_start_says_why_and_leaves_nothing() -> None:
     with pytest.raises(StartError, match="need 2 GPUs, and 0 are visible"):
         create_mesh(2, env={"CUDA_VISIBLE_DEVICES": ""}, device="cuda")

@@ -12,6 +12,13 @@ from tests.kernel.frontend import Cell, FrontEnd
 # Running, numbering, history
 
 
+def test_a_method_of_meshbooks_mesh_on_torchs_device_mesh_is_told_where_it_belongs(shared: FrontEnd) -> None:
+    cell = shared.run("mesh.pull('x')")
+    assert cell.reply["ename"] == "AttributeError"
+    assert "mesh.pull is Meshbook's own: call it in a %%controller cell" in cell.traceback
+    assert "Meshbook's own" not in shared.run("mesh.nothing_of_ours").traceback
+
+
 def test_the_last_expressions_value_is_the_cells_and_underscore_is_there_next(shared: FrontEnd) -> None:
     assert shared.run("20 + 1").result == "21"
     assert shared.run("_ * 2").result == "42"
