@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -26,10 +27,11 @@ def main() -> None:
     asked = parser.parse_args()
     rounds = 5 if asked.quick else asked.rounds
     fork = multiprocessing.get_context("spawn")
-    port, answer = fork.SimpleQueue(), fork.SimpleQueue()
-    processes = [fork.Process(target=serve, args=(port,), daemon=True)]
+    answer = fork.SimpleQueue()
+    folder = tempfile.TemporaryDirectory()
+    where = f"ipc://{folder.name}/store.sock"
+    processes = [fork.Process(target=serve, args=(where,), daemon=True)]
     processes[0].start()
-    where = port.get()
     processes += [fork.Process(target=be_rank, args=(rank, where, rounds, answer)) for rank in range(NUM_RANKS)]
     for process in processes[1:]:
         process.start()
@@ -48,26 +50,33 @@ def main() -> None:
     print(f"ring alone, begin and finish: {best['ring'][0]:.1f} us")
 
 
-def serve(port: Any) -> None:
-    from meshbook.rank.store import serve_store
+def serve(address: str) -> None:
+    import zmq
 
-    store = serve_store()
-    port.put(store.port)
-    time.sleep(3600)  # until killed
+    from meshbook.supervisor.store import StoreServer
+    from meshbook.wire.loop import Loop
+
+    loop = Loop()
+    server = StoreServer(loop, zmq.Context(), address, "token")
+    loop.run()  # until killed
+    server.close()
 
 
-def be_rank(rank: int, port: int, rounds: int, answer: Any) -> None:
+def be_rank(rank: int, address: str, rounds: int, answer: Any) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
     import torch.distributed as dist
+    import zmq
 
     from meshbook.rank.groups import Groups
     from meshbook.rank.ring import Label, Ring
+    from meshbook.rank.store import MeshStore
 
     ring = Ring()
     groups = Groups(ring)
     device = torch.device("cpu")
-    place = {"rank": rank, "world_size": NUM_RANKS, "host": "127.0.0.1", "port": port, "device": device}
+    store = MeshStore(zmq.Context(), address, "token")
+    place = {"rank": rank, "world_size": NUM_RANKS, "store": store, "device": device}
     groups.form(1, **place, timeout_s=60.0, axes={"rank": NUM_RANKS})  # type: ignore[arg-type]
     watched: Any = dist.group.WORLD
     x = torch.ones(10)

@@ -235,10 +235,6 @@ class HostAgent:
             )
         starter = self._starter
         try:
-            if command.serve_store:
-                starter.start_store(
-                    lambda port: self._report(messages.StoreServed(host=self._host, address="127.0.0.1", port=port))
-                )
             threads = spec.threads_per_rank or threads_per_rank(len(command.ranks), num_cores(), cgroup_quota())
             for local_rank, rank in enumerate(command.ranks):
                 link = self._links[rank] = Link(rank, beat_at=None)

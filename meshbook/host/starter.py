@@ -55,11 +55,8 @@ class Starter(Protocol):
     def start_rank(self, told: birth.RankBirth, on_started: Callable[[Child], None]) -> None:
         """Start a rank; `on_started` is called from the loop once its pid is known."""
 
-    def start_store(self, on_port: Callable[[int], None]) -> None:
-        """Start the process that serves the TCPStore; `on_port` is called from the loop with its port."""
-
     def close(self) -> None:
-        """Stop the server and the store. Ranks are ended by their host before this."""
+        """Stop the server. Ranks are ended by their host before this."""
 
 
 def make_pipe() -> tuple[int, int]:
@@ -96,24 +93,6 @@ class _Packet:
     data: bytes
     descriptors: list[int]
     close: list[int]
-
-
-class _PortPipe:
-    """Waits for the store's process to write its port."""
-
-    def __init__(self, loop: Loop, on_port: Callable[[int], None]) -> None:
-        self._loop, self._on_port, self._text = loop, on_port, b""
-        self.read, self.write = make_pipe()
-        loop.watch_fd(self.read, self._readable)
-
-    def _readable(self) -> None:
-        data = os.read(self.read, 64)
-        self._text += data
-        if not data or b"\n" in self._text:
-            self._loop.unwatch(self.read)
-            os.close(self.read)
-            if self._text.strip().isdigit():
-                self._on_port(int(self._text))
 
 
 class ForkStarter:
@@ -184,18 +163,6 @@ class ForkStarter:
         self._asked.append(_Asked(started, failed, again))
         descriptors = [out, err, out_write, err_write, last_words.fd]
         self._ask(birth.ForkRank(told), descriptors, [out_write, err_write])
-
-    def start_store(self, on_port: Callable[[int], None]) -> None:
-        pipe = _PortPipe(self._loop, on_port)
-
-        def again(starter: Starter) -> None:
-            starter.start_store(on_port)
-
-        def failed(reason: str) -> None:
-            self._on_failure(f"the process group's store could not be started: {reason}")
-
-        self._asked.append(_Asked(lambda pid: None, failed, again))
-        self._ask(birth.ForkStore(), [pipe.write], [pipe.write])
 
     def close(self) -> None:
         self._closing = True
@@ -292,7 +259,6 @@ class FreshStarter:
     def __init__(self, loop: Loop, on_exit: Callable[[int, int], None]) -> None:
         self._loop, self._on_exit = loop, on_exit
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._store: subprocess.Popen[bytes] | None = None
         self._poll_timer: Timer | None = None
 
     def start_rank(self, told: birth.RankBirth, on_started: Callable[[Child], None]) -> None:
@@ -316,19 +282,10 @@ class FreshStarter:
         self._watch(process)
         on_started(Child(process.pid, out, err, last_words))
 
-    def start_store(self, on_port: Callable[[int], None]) -> None:
-        pipe = _PortPipe(self._loop, on_port)
-        self._store = subprocess.Popen(
-            [sys.executable, "-P", "-m", "meshbook.rank.store", str(pipe.write)],
-            pass_fds=(pipe.write,),
-            env=rank_environment(),
-        )
-        os.close(pipe.write)
-
     def close(self) -> None:
         if self._poll_timer is not None:
             self._poll_timer.cancel()
-        for process in [*self._processes.values(), *([self._store] if self._store else [])]:
+        for process in self._processes.values():
             process.kill()
             end_group(process.pid)
             process.wait()

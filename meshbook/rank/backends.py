@@ -122,11 +122,6 @@ def cut_connections(addresses: Collection[Address]) -> int:
     return count
 
 
-def address_of(host: str, port: int) -> Address:
-    """How the far end of a connection to `host` is called."""
-    return _address((socket.gethostbyname(host), port))
-
-
 def _listening() -> Iterator[Address]:
     for listener in _tcp_sockets():
         with contextlib.suppress(OSError):

@@ -61,6 +61,7 @@ class Executor:
         self.reader = SegmentReader()
         self._output, self._gate, self._reporter = output, gate, reporter
         self._groups: Any = None
+        self._store: Any = None  # rank.store.MeshStore, for all epochs of the groups
         self._tensors: Any = None  # rank.tensors.engine.Tensors, once a client has used it
         self._words = words
         self._kept = Kept(self.pool)
@@ -235,8 +236,11 @@ class Executor:
         backend = None
         if spec.process_group:
             from meshbook.rank.groups import Groups
+            from meshbook.rank.store import MeshStore
 
             if self._groups is None:
+                context = self._reporter.work.context
+                self._store = MeshStore(context, command.store, self.told.token, timeout_s=_FORM_TIMEOUT_S)
                 self._groups = Groups(self.ring, collective_timeout_s=spec.group_timeout_s)
                 if probes.switched_on():
                     self._groups.observers.append(_Noting(self._words, self.shell))
@@ -244,8 +248,7 @@ class Executor:
                 command.epoch,
                 rank=self.told.rank,
                 world_size=self.told.world_size,
-                host=command.store_host,
-                port=command.store_port,
+                store=self._store,
                 device=device,
                 timeout_s=_FORM_TIMEOUT_S,
                 axes=spec.axes,

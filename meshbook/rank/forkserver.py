@@ -200,10 +200,6 @@ def _in_child(rank_main: object, host: socket.socket, command: birth.ForkCommand
                 os.close(write_out)
                 os.close(write_err)
                 rank_main.be_rank(told, (read_out, read_err), last_words)  # type: ignore[attr-defined]
-            case birth.ForkStore():
-                from meshbook.rank import store
-
-                store.serve(descriptors[0])
     except BaseException:
         traceback.print_exc()
     finally:

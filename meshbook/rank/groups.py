@@ -29,13 +29,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import typing_extensions
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshbook.errors import MeshShapeError
 from meshbook.rank import backends
 from meshbook.rank.backends import Link
 from meshbook.rank.ring import Label, Ring, one_line
+from meshbook.rank.store import MeshStore
 from meshbook.rank.unfinished import forget_unfinished_steps
 from meshbook.rank.watched import Break, GroupBroken, Observer, WatchedGroup
 
@@ -64,13 +65,6 @@ class _Place:
     axes: tuple[tuple[str, int], ...]
 
 
-def connect_store(host: str, port: int, timeout_s: float) -> Store:
-    """This rank's connection to the store that another process serves."""
-    return TCPStore(
-        host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s), use_libuv=True
-    )
-
-
 class Groups:
     """All process groups of this process. One per rank.
 
@@ -87,22 +81,18 @@ class Groups:
         self,
         ring: Ring,
         *,
-        connect: Callable[[str, int, float], Store] = connect_store,
         collective_timeout_s: float = _COLLECTIVE_TIMEOUT_S,
     ) -> None:
         """
         Args:
-            connect: host, port and seconds to a store; `serve_store` in another process is at its other end.
             collective_timeout_s: of the groups that `form` makes, on gloo.
         """
         self.ring = ring
         self.observers: list[Observer] = []
         self.epoch: int | None = None
         self.mesh: DeviceMesh | None = None
-        self._connect_store = connect
         self._collective_timeout = timedelta(seconds=collective_timeout_s)
         self._store: Store | None = None
-        self._store_address: backends.Address = ""
         self._join_timeout_s: float | None = None  # while forming
         self._place: _Place | None = None
         self._members: dict[str, WatchedGroup] = {}
@@ -156,13 +146,17 @@ class Groups:
         for group in members:
             group.break_off(cause)
         self._cut(links)
-        if reaching:  # torch writes a page of C++ frames about it, hence not when nobody waits there
-            backends.cut_connections({self._store_address})
+        if reaching:
+            self._give_up_waiting()
 
     @property
     def waiting(self) -> bool:
         """True while a thread is in a collective, or waits for the others to form a group. Any thread."""
         return self._num_reaching > 0 or bool(self.ring.running())
+
+    def _give_up_waiting(self) -> None:
+        if isinstance(self._store, MeshStore):
+            self._store.give_up()
 
     def _cut(self, links: Iterable[Link]) -> None:
         """End what is stuck in these backends. Does not wait."""
@@ -188,8 +182,7 @@ class Groups:
         *,
         rank: int,
         world_size: int,
-        host: str,
-        port: int,
+        store: Store,
         device: torch.device,
         timeout_s: float,
         axes: Mapping[str, int],
@@ -205,7 +198,7 @@ class Groups:
 
         Args:
             epoch: greater than every one before.
-            host, port: of the store.
+            store: the same for all ranks. A `MeshStore` is told when to give up waiting.
             device: cpu for gloo; cuda, with its index, for NCCL and beside it gloo for CPU tensors.
             timeout_s: seconds to wait for the others.
             axes: sizes by name; their product is `world_size`.
@@ -231,13 +224,11 @@ class Groups:
             self._cut_all("the groups are formed again")
         with self._lock:
             self.epoch, self._severed = epoch, None
-        self._place, self._held = place, {}
+        self._place, self._held, self._store = place, {}, store
         self._connected.clear()
         self._join_timeout_s = timeout_s
         try:
-            with self._reaching():
-                self._store_address = backends.address_of(host, port)
-                store = self._store = self._connect_store(host, port, timeout_s)
+            store.set_timeout(timedelta(seconds=timeout_s))
             if in_place:
                 self._form_again(store)
             else:
@@ -396,9 +387,9 @@ class Groups:
             store,
             rank,
             size,
-            # All ranks reach the store over loopback, so they are on this machine: gloo, which asks nobody for a key,
-            # need not be reachable from any other.
-            hostname="127.0.0.1" if self._store_address.startswith("127.") else None,
+            # Ranks that all reach a store on this machine are on it too: gloo, which asks nobody for a key, need not
+            # be reachable from any other.
+            hostname="127.0.0.1" if isinstance(self._store, MeshStore) and self._store.is_local else None,
             connect_timeout_s=self._join_timeout_s or group.timeout.total_seconds(),
             timeout=group.timeout,
         )
@@ -520,7 +511,7 @@ class Groups:
         self, name: str, ranks: Any, rank: int, store: Store, kinds: Mapping[str, str], timeout: timedelta, options: Any
     ) -> WatchedGroup:
         if self._store is None:  # the user destroyed our world and makes one of their own, with their own store
-            self._store, self._store_address, self._severed = store, "", None
+            self._store, self._severed = store, None
         label = Label(name, ranks)
         group = WatchedGroup(self, label, rank, store=store, backends=kinds, timeout=timeout, options=options)
         self._members[name] = group  # at once, so that whoever severs finds it

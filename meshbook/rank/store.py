@@ -1,62 +1,153 @@
-"""The TCPStore in which ranks find each other, served by a process that is no rank, so that any rank may die.
+"""A rank's way to the mesh's store: torch's `Store`, in which process groups find their members.
 
-`serve_store` opens it; `serve` is the whole life of the process that does nothing else. That process should be forked
-from one that has a single thread: the store brings a thread of its own, and a process with such a thread is not safe
-to fork ranks from.
+torch's C++ asks it through PyBind's trampoline, from whichever thread forms a group; a wait leaves the GIL to others.
+The store itself is in the supervisor, behind a socket in the mesh's folder (`supervisor/store.py`): unlike torch's
+TCPStore, which asks nobody for a key, it hears only who has shown the mesh's token.
 """
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
-import sys
-from typing import NoReturn
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
 
-from torch._C._distributed_c10d import TCPStore
+import zmq
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistStoreError
 
-from meshbook.wire.lifeline import die_with_parent
+from meshbook.wire import codec, keys, messages
+from meshbook.wire.messages import StoreAnswered
 
-# Connections that wait to be accepted. All ranks of a mesh connect at the same moment; the system caps it as it likes.
-_BACKLOG = 4096
+# How often a thread that waits looks whether it has been told to give up. Severing promises 0.2 s.
+_SLICE_MS = 20
 
 
-def serve_store(host: str = "127.0.0.1") -> TCPStore:
-    """A store that accepts connections on `host` only, for as long as the returned object lives.
+class MeshStore(Store):
+    """The mesh's store. Any thread; each has a connection of its own.
 
-    TCPStore itself listens on every interface and asks nobody for a key, so it is given a socket that is bound already.
-
-    Args:
-        host: an address of this machine; the default can be reached from this machine alone.
-
-    Returns:
-        The store; `.port` is where it listens.
-
-    Raises:
-        OSError: `host` is not an address of this machine.
+    Whoever makes it must keep it for as long as groups may ask it: torch's C++ holds only its own half of the object.
     """
-    listener = socket.create_server((host, 0), backlog=_BACKLOG)
-    port = listener.getsockname()[1]
-    # The store owns the descriptor from here on, and closes it.
-    return TCPStore(
-        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
-    )
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], address: str, token: str, *, timeout_s: float = 300.0
+    ) -> None:
+        """
+        Args:
+            timeout_s: seconds that a wait for keys may take, unless it says otherwise.
+        """
+        super().__init__()
+        self.set_timeout(timedelta(seconds=timeout_s))
+        self._context, self._address, self._token = context, address, token
+        self._numbers = itertools.count(1)
+        self._mine = threading.local()
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._num_given_up = 0
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all who can reach it are on this machine."""
+        return self._address.startswith("ipc://")
+
+    def give_up(self) -> None:
+        """End every wait for keys that has begun, in whichever thread. Does not wait."""
+        self._num_given_up += 1
+
+    def close(self) -> None:
+        """Close all connections. No thread may be asking."""
+        while self._sockets:
+            self._sockets.pop().close(linger=0)
+        self._mine = threading.local()
+
+    # ---- torch's Store
+
+    def set(self, key: str, value: str | bytes | Sequence[int]) -> None:
+        self.multi_set([key], [value])
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
+        pairs = tuple((key, _bytes(value)) for key, value in zip(keys, values, strict=True))
+        self._ask(messages.StoreSet(next(self._numbers), pairs))
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return list(self._ask(messages.StoreGet(next(self._numbers), tuple(keys))).values)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._ask(messages.StoreGet(next(self._numbers), tuple(keys), values=False), timeout)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._ask(messages.StoreAdd(next(self._numbers), key, amount)).count
+
+    def append(self, key: str, value: str | bytes | Sequence[int]) -> None:
+        self._ask(messages.StoreAppend(next(self._numbers), key, _bytes(value)))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        command = messages.StoreCompareSet(next(self._numbers), key, _bytes(expected), _bytes(desired))
+        return self._ask(command).values[0]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._ask(messages.StoreCheck(next(self._numbers), tuple(keys))).count)
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask(messages.StoreDelete(next(self._numbers), key)).count)
+
+    def num_keys(self) -> int:
+        return self._ask(messages.StoreCount(next(self._numbers))).count
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def clone(self) -> MeshStore:
+        return self
+
+    deleteKey, getNumKeys = delete_key, num_keys
+
+    # ---- the connection
+
+    def _ask(self, command: Any, timeout: timedelta | None = None) -> StoreAnswered:
+        """Raises: DistStoreError, given up, or no answer in time."""
+        socket, since = self._socket(), self._num_given_up
+        socket.send_multipart(codec.encode(command))
+        deadline = time.monotonic() + (timeout or self.timeout).total_seconds()  # type: ignore[attr-defined]
+        try:
+            while self._num_given_up == since:
+                left_ms = int((deadline - time.monotonic()) * 1000)
+                if socket.poll(max(0, min(_SLICE_MS, left_ms))):
+                    frames = socket.recv_multipart(zmq.NOBLOCK)
+                    answer = codec.store_answers.decode(frames)
+                    if answer.number == command.number:  # not that of a question given up before
+                        return answer
+                elif left_ms <= 0:
+                    raise DistStoreError(f"the mesh's store did not answer in time: {_describe(command)}")
+        except BaseException:
+            with contextlib.suppress(zmq.ZMQError):
+                socket.send_multipart(codec.encode(messages.StoreForget(command.number)))
+            raise
+        raise DistStoreError(f"the wait for the mesh's store was given up: {_describe(command)}")
+
+    def _socket(self) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] | None = getattr(self._mine, "socket", None)
+        if socket is None:
+            socket = self._context.socket(zmq.DEALER)
+            keys.harden(socket, max_message_bytes=codec.MAX_MESSAGE_BYTES)
+            socket.connect(self._address)
+            socket.send_multipart(codec.encode(messages.StoreHello(self._token)))
+            self._mine.socket = socket
+            self._sockets.append(socket)
+        return socket
 
 
-def serve(fd: int, host: str = "127.0.0.1") -> NoReturn:
-    """Serve a store until this process is ended. Never returns.
-
-    Args:
-        fd: the write end of a pipe; the port goes there as a line in decimal, and then it is closed.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the terminal that started it all is meant for cells
-    store = serve_store(host)
-    os.write(fd, b"%d\n" % store.port)
-    os.close(fd)
-    while True:
-        signal.pause()
+def _bytes(value: str | bytes | Sequence[int]) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
 
 
-if __name__ == "__main__":
-    die_with_parent()
-    serve(int(sys.argv[1]))
+def _describe(command: Any) -> str:
+    if isinstance(command, messages.StoreGet):
+        shown = ", ".join(command.keys[:4])
+        return f"it waits for {shown}{' and others' if len(command.keys) > 4 else ''}, which nobody has set"
+    return type(command).__name__

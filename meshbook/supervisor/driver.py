@@ -28,6 +28,7 @@ from meshbook.host.agent import HostAgent
 from meshbook.supervisor import logfile
 from meshbook.supervisor import state as s
 from meshbook.supervisor.stalls import STALL_S
+from meshbook.supervisor.store import StoreServer
 from meshbook.wire import codec, keys, messages, processes
 from meshbook.wire.loop import Loop
 from meshbook.wire.refusals import Refusals
@@ -62,8 +63,9 @@ class Driver:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         clock = SystemClock()
         self._started = clock.monotonic()
-        self._state = s.State(name, os.getpid(), clock.wall(), stall_s=_stall_s())
         self._front, self.connection = self._bind_front(name, address, owner, clock.wall())
+        self._store = StoreServer(self._loop, self._context, f"ipc://{folder}/store.sock", token)
+        self._state = s.State(name, os.getpid(), clock.wall(), stall_s=_stall_s(), store=self._store.address)
         self._clients: dict[bytes, str] = {}  # identities that have shown the token, and the client each belongs to
         self._receivers: dict[str, bytes] = {}  # where each client listens
         self._watched: dict[str, int] = {}  # pidfds of clients on this machine
@@ -119,6 +121,7 @@ class Driver:
         self._keep_log_short()
         self._loop.run()
         self._front.close()
+        self._store.close()
         if self._back is not None:
             self._back.close()
         self._context.term()
@@ -294,6 +297,8 @@ class Driver:
                         self._send(receiver, message)
                 case s.ToHosts(hosts=hosts, message=message, body=body):
                     body = body or codec.encode_body(message)
+                    if isinstance(message, messages.FormGroups):
+                        self._store.begin_epoch(message.epoch)
                     if self._agent is not None:
                         self._agent.handle(message, body)
                     elif self._back is not None:

@@ -83,14 +83,19 @@ class Call:
 class State:
     """One mesh. The driver calls in, carries the steps out, and knows nothing."""
 
-    def __init__(self, name: str, pid: int, started_at: float, *, stall_s: float = STALL_S) -> None:
-        self.name, self._pid, self._started_at = name, pid, started_at
+    def __init__(
+        self, name: str, pid: int, started_at: float, *, stall_s: float = STALL_S, store: str = ""
+    ) -> None:
+        """
+        Args:
+            store: address of the store in which ranks find each other.
+        """
+        self.name, self._pid, self._started_at, self._store = name, pid, started_at, store
         self._clients: dict[str, Client] = {}
         self._spec: MeshSpec | None = None
         self._start: tuple[str, str, float] | None = None  # call, client, since: a mesh that is coming up
         self._host_of: dict[int, int] = {}
         self._hosts_ready: set[int] = set()
-        self._store: tuple[str, int] | None = None
         self._ranks: dict[int, RankInfo] = {}
         self._told_at: dict[int, float] = {}  # when their hosts told it
         self._exited: dict[int, messages.RankExited] = {}
@@ -127,7 +132,6 @@ class State:
         self._reports: dict[type, Callable[[int, Any, float], list[Step]]] = {
             messages.HostReady: self._host_ready,
             messages.HostFailed: self._host_failed,
-            messages.StoreServed: self._store_served,
             messages.HostBeat: self._host_beat,
             messages.RankExited: self._rank_exited,
             messages.CallOutput: self._call_output,
@@ -319,22 +323,13 @@ class State:
         assert self._spec is not None
         self._hosts_ready.add(host)
         mine = tuple(rank for rank, place in self._host_of.items() if place == host)
-        needs_store = self._spec.process_group and self._spec.torch
-        command = messages.StartRanks(
-            spec=self._spec, ranks=mine, world_size=len(self._ranks), serve_store=needs_store and host == 0
-        )
+        command = messages.StartRanks(spec=self._spec, ranks=mine, world_size=len(self._ranks))
         for rank in mine:
             self._ranks[rank] = msgspec.structs.replace(self._ranks[rank], host=report.hostname)
         steps: list[Step] = [ToHosts((host,), command)]
-        if self._all_hosts() == tuple(sorted(self._hosts_ready)) and (not needs_store or self._store is not None):
+        if self._all_hosts() == tuple(sorted(self._hosts_ready)):
             steps += self._form_groups(now)
         return steps
-
-    def _store_served(self, host: int, report: messages.StoreServed, now: float) -> list[Step]:
-        self._store = (report.address, report.port)
-        if self._all_hosts() == tuple(sorted(self._hosts_ready)):
-            return self._form_groups(now)
-        return []
 
     def _host_failed(self, host: int, report: messages.HostFailed, now: float) -> list[Step]:
         if self._start is not None:
@@ -345,14 +340,12 @@ class State:
         self._epoch += 1
         if self._groups != "none":
             self._groups = "forming"
-        address, port = self._store or ("127.0.0.1", 0)
         ranks = tuple(sorted(self._ranks))
         command = messages.FormGroups(
             call=f"form-{self._epoch}",  # type: ignore[arg-type]
             ranks=ranks,
             epoch=self._epoch,
-            store_host=address,
-            store_port=port,
+            store=self._store,
         )
         self._open(command.call, "", "forming process groups", ranks, now)
         return [ToHosts(self._all_hosts(), command)]

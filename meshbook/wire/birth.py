@@ -34,10 +34,6 @@ class ForkRank(Struct, tag=True, frozen=True):
     birth: RankBirth
 
 
-class ForkStore(Struct, tag=True, frozen=True):
-    """Fork the process that serves the TCPStore. One descriptor comes along: it writes its port there, in decimal."""
-
-
 class Branch(Struct, tag=True, frozen=True):
     """First word to a fork server at its listening socket: be one for me too, in a process of its own."""
 
@@ -63,7 +59,7 @@ class ForkServerUnfit(Struct, tag=True, frozen=True):
 
 
 class Forked(Struct, tag=True, frozen=True):
-    """The answer to ForkRank and ForkStore, in the order asked."""
+    """The answer to ForkRank, in the order asked."""
 
     pid: int
 
@@ -79,7 +75,7 @@ class ChildExited(Struct, tag=True, frozen=True):
     status: int  # as waitpid gives it
 
 
-ForkCommand = ForkRank | ForkStore | InFile
+ForkCommand = ForkRank | InFile
 ForkReport = ForkServerReady | ForkServerUnfit | Forked | NotForked | ChildExited
 
 # The largest packet. Linux lets a process send 208 KiB (net.core.wmem_default), of which less is payload.

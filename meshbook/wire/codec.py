@@ -33,7 +33,7 @@ def encode(message: messages.Message) -> list[bytes]:
     return [PROTOCOL, encode_body(message)]
 
 
-def encode_body(message: messages.Message) -> bytes:
+def encode_body(message: messages.Message | messages.StoreAnswered) -> bytes:
     """The body of a message.
 
     Raises:
@@ -105,4 +105,8 @@ client_hellos: Decoder[messages.Hello] = Decoder(messages.Hello, max_bytes=MAX_H
 host_hellos: Decoder[messages.HostReady] = Decoder(messages.HostReady, max_bytes=MAX_HELLO_BYTES)
 rank_hellos: Decoder[messages.RankReady] = Decoder(messages.RankReady, max_bytes=MAX_HELLO_BYTES)
 
+store_hellos: Decoder[messages.StoreHello] = Decoder(messages.StoreHello, max_bytes=MAX_HELLO_BYTES)
+
+store_commands: Decoder[messages.StoreCommand] = Decoder(messages.StoreCommand)
+store_answers: Decoder[messages.StoreAnswered] = Decoder(messages.StoreAnswered)
 supervisor_reports: Decoder[messages.SupervisorReport] = Decoder(messages.SupervisorReport)

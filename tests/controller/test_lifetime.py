@@ -29,7 +29,7 @@ def test_stop_leaves_no_process_no_folder_and_no_shared_memory() -> None:
     before = set(os.listdir("/dev/shm"))
     mesh = create_mesh(2)
     processes = processes_of(mesh.session.info.supervisor_pid)
-    assert len(processes) >= 4  # supervisor, fork server, two ranks, and the store
+    assert len(processes) >= 4  # supervisor, fork server, two ranks
     folder = keys.runtime_folder() / mesh.name
     assert folder.exists()
     mesh.stop()

@@ -16,6 +16,7 @@ from typing import Any
 import zmq
 
 from meshbook.host.agent import HostAgent
+from meshbook.supervisor.store import StoreServer
 from meshbook.wire import codec, messages
 from meshbook.wire.loop import Loop
 
@@ -35,13 +36,10 @@ class Host:
         self.agent = HostAgent(self.loop, self._context, self._folder, "token", 0, self.reports.append)
         self.ranks = tuple(range(size))
         spec = messages.MeshSpec(axes={"rank": size}, torch=torch, process_group=torch, cwd=str(Path.cwd()))
-        start = messages.StartRanks(spec=spec, ranks=self.ranks, world_size=size, serve_store=torch)  # type: ignore[arg-type]
+        start = messages.StartRanks(spec=spec, ranks=self.ranks, world_size=size)  # type: ignore[arg-type]
         self.tell(start)
         self._epochs = itertools.count(1)
-        self._store = ("", 0)
-        if torch:
-            served = self.wait_for(messages.StoreServed)
-            self._store = served.address, served.port
+        self._store = StoreServer(self.loop, self._context, f"ipc://{self._folder}/store.sock", "token")
         self.form_groups()
 
     def form_groups(self) -> None:
@@ -50,8 +48,7 @@ class Host:
             call=self.call(),  # type: ignore[arg-type]
             ranks=self.ranks,  # type: ignore[arg-type]
             epoch=next(self._epochs),
-            store_host=self._store[0],
-            store_port=self._store[1],
+            store=self._store.address,
         )
         self.tell(form)
         assert self.wait_for(messages.CallFinished, form.call).parts[0].outcome.status == "ok"
@@ -143,6 +140,7 @@ class Host:
         self.agent.stop(0.5, lambda: ended.append(True))
         self.until(lambda: ended)
         self.agent.close()
+        self._store.close()
         self._context.destroy(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
 

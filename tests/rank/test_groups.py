@@ -614,9 +614,13 @@ def test_what_was_under_way_before_says_so_and_does_not_break_the_new_groups(tri
 
 def form_badly(here: Here, axes: dict[str, int], epoch: int) -> None:
     import torch
+    import zmq
 
+    from meshbook.rank.store import MeshStore
+
+    store = here.kept["bad store"] = MeshStore(zmq.Context(), "ipc:///nowhere", "")
     here.groups.form(
-        epoch, rank=here.rank, world_size=here.size, host="127.0.0.1", port=1, device=torch.device("cpu"),
+        epoch, rank=here.rank, world_size=here.size, store=store, device=torch.device("cpu"),
         timeout_s=1.0, axes=axes,
     )  # fmt: skip
 

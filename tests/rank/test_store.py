@@ -1,64 +1,136 @@
-"""The store in which ranks find each other: who can reach it, and how it is started."""
+"""A rank's way to the mesh's store: torch's own Store calls, a token at the door, and waits that can be given up."""
 
 from __future__ import annotations
 
-import os
-import select
-import socket
-import subprocess
-import sys
-from collections.abc import Iterator
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
 
-import psutil
 import pytest
+import zmq
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import DistStoreError
 
-from tests.rank.worlds import DEADLINE_S, ROOT
-
-
-@pytest.fixture(scope="module")
-def port() -> Iterator[int]:
-    """Of a store that runs as ranks' hosts start one."""
-    read, write = os.pipe()
-    store = subprocess.Popen([sys.executable, "-m", "meshbook.rank.store", str(write)], pass_fds=[write], cwd=ROOT)
-    os.close(write)
-    with os.fdopen(read) as told:
-        readable, _, _ = select.select([told], [], [], DEADLINE_S)
-        assert readable
-        yield int(told.readline())
-        assert told.read() == ""  # the port and nothing else, and the pipe is closed
-    store.kill()
-    store.wait(30)
+from meshbook.rank.store import MeshStore
+from meshbook.supervisor.store import StoreServer
+from meshbook.wire.loop import Loop
 
 
-def test_it_keeps_what_ranks_put_into_it(port: int) -> None:
-    program = (
-        "import sys; from meshbook.rank.groups import connect_store; "
-        "store = connect_store('127.0.0.1', int(sys.argv[1]), 30.0); "
-        "store.set(sys.argv[2], 'here'); print(store.add('ranks', 1), store.get('0').decode())"
-    )
-    answers = [
-        subprocess.run(
-            [sys.executable, "-c", program, str(port), name],
-            cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=True,
-        ).stdout
-        for name in ("0", "1")
-    ]  # fmt: skip
-    assert answers == ["1 here\n", "2 here\n"]
+class Served:
+    """A store served by a thread of the test's, and ways to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.loop = Loop()
+        self.server = StoreServer(self.loop, self.context, f"ipc://{folder}/store.sock", "token")
+        self._thread = threading.Thread(target=self._serve)
+        self._stores: list[MeshStore] = []
+        self._ended = False
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while not self._ended:
+            self.loop.turn(max_wait_s=0.01)
+
+    def store(self, token: str = "token", *, timeout_s: float = 30.0) -> MeshStore:
+        self._stores.append(MeshStore(self.context, self.server.address, token, timeout_s=timeout_s))
+        return self._stores[-1]
+
+    def close(self) -> None:
+        self._ended = True
+        self._thread.join(30)
+        self.server.close()
+        for store in self._stores:
+            store.close()
+        self.context.destroy(linger=0)
 
 
-def test_it_is_reached_over_loopback_and_from_nowhere_else(port: int) -> None:
-    """It asks nobody for a key."""
-    with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S):
-        pass
-    for address in addresses_of_this_machine():
-        with pytest.raises(ConnectionRefusedError), socket.create_connection((address, port), timeout=DEADLINE_S):
-            pass
+@pytest.fixture
+def served() -> Iterator[Served]:
+    with tempfile.TemporaryDirectory(prefix="mbs", dir="/tmp") as folder:
+        served = Served(Path(folder))
+        yield served
+        served.close()
 
 
-def addresses_of_this_machine() -> list[str]:
-    return [
-        address.address
-        for interface in psutil.net_if_addrs().values()
-        for address in interface
-        if address.family == socket.AF_INET and not address.address.startswith("127.")
-    ]
+def test_torch_finds_in_it_all_that_a_store_can_do(served: Served) -> None:
+    ours = served.store()
+    store = PrefixStore("e1", ours)
+    store.set("a", "1")
+    assert (store.get("a"), store.check(["a"]), store.check(["a", "b"])) == (b"1", True, False)
+    assert (store.add("n", 2), store.add("n", 3), store.get("n")) == (2, 5, b"5")
+    assert store.compare_set("c", "", "first") == b"first"
+    assert store.compare_set("c", "other", "second") == b"first"
+    assert store.compare_set("c", "first", "second") == b"second"
+    store.multi_set(["x", "y"], ["1", "2"])
+    assert store.multi_get(["y", "x"]) == [b"2", b"1"]
+    store.append("x", "23")
+    assert store.get("x") == b"123"
+    assert (store.delete_key("x"), store.delete_key("x")) == (True, False)
+    assert store.num_keys() == 4
+    assert (ours.get("e1/a"), ours.num_keys(), ours.has_extended_api()) == (b"1", 4, True)
+
+
+def test_a_wait_ends_when_another_sets_what_it_waits_for(served: Served) -> None:
+    found: list[bytes] = []
+    reader = served.store()
+    waits = threading.Thread(target=lambda: found.extend(reader.multi_get(["a", "b"])))
+    waits.start()
+    writer = served.store()
+    writer.set("a", b"1")
+    writer.set("b", b"2")
+    waits.join(30)
+    assert found == [b"1", b"2"]
+
+
+def test_a_wait_in_vain_ends_in_its_time_and_says_for_what(served: Served) -> None:
+    store = served.store()
+    with pytest.raises(DistStoreError, match="it waits for nobody's, which nobody has set"):
+        store.wait(["nobody's"], timedelta(milliseconds=50))
+    store.set("nobody's", b"late")
+    assert store.get("nobody's") == b"late"  # not the late answer to the question before
+
+
+def test_who_has_not_shown_the_token_can_neither_read_nor_write(served: Served) -> None:
+    served.store().set("a", b"1")
+    stranger = served.store("wrong", timeout_s=0.1)
+    for act in (lambda: stranger.get("a"), lambda: stranger.set("a", b"2")):
+        with pytest.raises(DistStoreError, match="did not answer"):
+            act()
+    assert served.store().get("a") == b"1"
+
+
+@pytest.mark.parametrize("in_c", [False, True], ids=["in Python", "in C++"])
+def test_a_wait_that_is_given_up_ends_and_the_next_one_works(served: Served, in_c: bool) -> None:
+    ours = served.store()
+    store = PrefixStore("e1", ours) if in_c else ours
+    errors: list[BaseException] = []
+    begun = threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        try:
+            store.get("never")
+        except RuntimeError as error:
+            errors.append(error)
+
+    waits = threading.Thread(target=wait)
+    waits.start()
+    begun.wait(30)
+    until(lambda: bool(served.server.store._waiting))
+    ours.give_up()
+    waits.join(30)
+    assert "given up" in str(errors[0])
+    store.set("never", b"now")
+    assert store.get("never") == b"now"
+
+
+def until(true: Callable[[], bool]) -> None:
+    pause = threading.Event()
+    for _ in range(3000):
+        if true():
+            return
+        pause.wait(0.01)
+    raise AssertionError("it did not become true")

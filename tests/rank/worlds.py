@@ -12,11 +12,12 @@ import importlib.util
 import json
 import os
 import pickle
-import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -32,6 +33,8 @@ DEADLINE_S = 30.0
 
 # How long the main thread must stand at one instruction to count as stuck.
 STILL_S = 0.05
+
+TOKEN = "the world's"
 
 
 def _send(connection: Connection, value: object) -> None:
@@ -171,12 +174,9 @@ class World:
         for axis in axes.values():
             size *= axis
         self.size = size
-        read, write = os.pipe()
-        self._store_pid = forker.fork({"kind": "store"}, [write])
-        os.close(write)
-        with os.fdopen(read) as port:
-            assert select.select([port], [], [], DEADLINE_S)[0], "the store does not say its port"
-            self.port = int(port.readline())
+        self._folder = Path(tempfile.mkdtemp(prefix="mbw", dir="/tmp"))
+        self.store = f"ipc://{self._folder}/store.sock"
+        self._store_pid = forker.fork({"kind": "store", "address": self.store}, [])
         self.members = [Member(forker, rank, size, plain=plain, device=device) for rank in range(size)]
         try:
             self.form()
@@ -187,7 +187,7 @@ class World:
     def form(self) -> None:
         """Form the groups of the next epoch, on all ranks."""
         self.epoch += 1
-        self.run(_form, self.epoch, self.port, self.axes)
+        self.run(_form, self.epoch, self.store, self.axes)
 
     def replace(self, rank: int) -> None:
         """A new process in the place of one that is dead."""
@@ -215,6 +215,7 @@ class World:
         for member in self.members:
             member.close()
         os.kill(self._store_pid, signal.SIGKILL)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -240,26 +241,35 @@ class Here:
             self.groups = Groups(self.ring)
 
 
-def _form(here: Here, epoch: int, port: int, axes: dict[str, int]) -> None:
+def _store(here: Here, address: str) -> Any:
+    """The world's store, one for all its epochs."""
+    import zmq
+
+    from meshbook.rank.store import MeshStore
+
+    if "store" not in here.kept:
+        here.kept["store"] = MeshStore(zmq.Context(), address, TOKEN, timeout_s=DEADLINE_S)
+    return here.kept["store"]
+
+
+def _form(here: Here, epoch: int, address: str, axes: dict[str, int]) -> None:
     import torch
 
+    store = _store(here, address)
     if here.groups is not None:
         here.mesh = here.groups.form(
             epoch,
             rank=here.rank,
             world_size=here.size,
-            host="127.0.0.1",
-            port=port,
+            store=store,
             device=torch.device(here.device, here.rank) if here.device == "cuda" else torch.device(here.device),
             timeout_s=DEADLINE_S,
             axes=axes,
         )
         return
     import torch.distributed as dist
-    from torch._C._distributed_c10d import TCPStore
     from torch.distributed.device_mesh import init_device_mesh
 
-    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=here.rank, world_size=here.size)
     here.mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
 
@@ -336,13 +346,24 @@ def _be_rank(what: Mapping[str, Any], work: int, service: int) -> NoReturn:
 # In the forker
 
 
+def _serve_store(address: str) -> NoReturn:
+    import zmq
+
+    from meshbook.supervisor.store import StoreServer
+    from meshbook.wire.loop import Loop
+
+    loop = Loop()
+    server = StoreServer(loop, zmq.Context(), address, TOKEN)  # noqa: F841  it serves for as long as it is held
+    while True:
+        loop.turn()
+
+
 def _fork_for_ever(asked: socket.socket) -> NoReturn:
     import torch
     import torch.distributed.fsdp
     import torch.distributed.tensor
 
     import meshbook.rank.groups  # noqa: F401  so that ranks share it
-    from meshbook.rank import store
     from meshbook.wire.lifeline import die_with_parent
 
     torch.set_num_threads(1)
@@ -363,7 +384,7 @@ def _fork_for_ever(asked: socket.socket) -> NoReturn:
             die_with_parent()
             try:
                 if what["kind"] == "store":
-                    store.serve(descriptors[0])
+                    _serve_store(what["address"])
                 _be_rank(what, *descriptors)
             finally:
                 os._exit(1)

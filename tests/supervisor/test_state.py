@@ -28,7 +28,7 @@ class World:
     """A state with one client, driven by hand."""
 
     def __init__(self, *, num_ranks: int = 4, num_hosts: int = 1, start: bool = True) -> None:
-        self.state = s.State("mesh", pid=1, started_at=1000.0)
+        self.state = s.State("mesh", pid=1, started_at=1000.0, store="ipc:///store.sock")
         self.now = 0.0
         self.spec = messages.MeshSpec(axes={"rank": num_ranks}, num_hosts=num_hosts)
         self.join("one")
@@ -48,8 +48,7 @@ class World:
     def come_up(self) -> list[s.Step]:
         self.say(messages.StartMesh(call="start", spec=self.spec))
         for host in range(self.spec.num_hosts):
-            self.host(messages.HostReady(host=host, hostname="box", pid=3), host)
-        formed = self.host(messages.StoreServed(host=0, address="127.0.0.1", port=29))
+            formed = self.host(messages.HostReady(host=host, hostname="box", pid=3), host)
         form = messages_of(formed, messages.FormGroups)[0]
         return self.finish(form.call, answer={"backend": "gloo"})
 
@@ -74,20 +73,10 @@ def test_a_mesh_is_ready_when_its_groups_are_formed_and_not_before() -> None:
     assert steps_of(world.say(messages.StartMesh(call="start", spec=world.spec)), s.StartHosts)
     started = world.host(messages.HostReady(host=0, hostname="box", pid=3))
     assert messages_of(started, messages.StartRanks)[0].ranks == (0, 1, 2, 3)
-    assert not messages_of(started, messages.FormGroups)
-    formed = world.host(messages.StoreServed(host=0, address="127.0.0.1", port=29))
-    assert messages_of(formed, messages.FormGroups)[0].store_port == 29
+    assert messages_of(started, messages.FormGroups)[0].store == "ipc:///store.sock"
+    assert not messages_of(started, messages.MeshReady)
     ready = messages_of(world.finish("form-1", answer={"backend": "gloo"}), messages.MeshReady)[0]
     assert (ready.call, ready.info.groups, ready.info.backend) == ("start", "ready", "gloo")
-
-
-def test_a_mesh_without_process_groups_waits_for_no_store() -> None:
-    world = World(start=False)
-    world.spec = messages.MeshSpec(axes={"rank": 2}, process_group=False, torch=False)
-    world.say(messages.StartMesh(call="start", spec=world.spec))
-    steps = world.host(messages.HostReady(host=0, hostname="box", pid=3))
-    assert not messages_of(steps, messages.StartRanks)[0].serve_store
-    assert messages_of(steps, messages.FormGroups)
 
 
 def test_a_rank_that_dies_while_the_mesh_comes_up_fails_the_start_with_its_last_lines() -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from meshbook.wire.messages.actors import *
 from meshbook.wire.messages.core import *
 from meshbook.wire.messages.looking import *
+from meshbook.wire.messages.store import *
 from meshbook.wire.messages.tensors import *
 
 ClientCommand = (
@@ -101,7 +102,6 @@ HostReport = (
     HostReady
     | HostFailed
     | HostBeat
-    | StoreServed
     | RankReady
     | RankExited
     | RankBeat
@@ -131,7 +131,7 @@ SupervisorReport = (
     | Watched
     | Pong
 )
-AnyMessage = ClientCommand | HostCommand | RankReport | HostReport | SupervisorReport
+AnyMessage = ClientCommand | HostCommand | RankReport | HostReport | SupervisorReport | StoreCommand
 
 
 # Commands that a rank's main thread carries out, one at a time, in the order sent; the rest is the service thread's.

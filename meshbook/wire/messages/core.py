@@ -422,7 +422,6 @@ class StartRanks(Message):
     spec: MeshSpec
     ranks: Ranks
     world_size: int
-    serve_store: bool  # this host also starts the process that serves the TCPStore, and says where in `StoreServed`
 
 
 class FormGroups(Message):
@@ -431,8 +430,7 @@ class FormGroups(Message):
     call: CallId
     ranks: Ranks
     epoch: int
-    store_host: str
-    store_port: int
+    store: str  # address of the mesh's store
 
 
 class Unblock(Message):
@@ -541,12 +539,6 @@ class HostReady(Message):
     hostname: str
     pid: int
     token: str = ""
-
-
-class StoreServed(Message):
-    host: int
-    address: str
-    port: int
 
 
 class HostFailed(Message):
