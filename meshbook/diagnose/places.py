@@ -74,6 +74,7 @@ PLACES: Final[tuple[tuple[str, tuple[str, ...] | None, Place], ...]] = (
     ("torch/distributed/nn/functional.py", None, GROUP),
     ("meshbook/rank/watched.py", None, GROUP),
     ("torch/distributed/elastic/utils/store.py", None, _STORE),
+    ("meshbook/rank/store.py", None, _STORE),
     (
         "torch/cuda/__init__.py",
         ("synchronize",),
