@@ -171,6 +171,7 @@ def adopt(mesh: Mesh, key: str, meta: TensorMeta) -> remote.RemoteTensor | None:
         told = (key, tuple(meta.shape), meta.dtype, placements is not None, calls.MESH)
         template = engine.learn(wanted, engine.planner.plan_own, "adopt", told, spec)
     handle = engine.new_handle()
+    handle.changes = engine.others  # another name, or the same one looked up again, may be of the same storage
     engine.emit([template.number, handle.id], here())
     tensor = remote.wrap(spec, handle)
     if meta.requires_grad and (dtype.is_floating_point or dtype.is_complex):

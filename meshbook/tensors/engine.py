@@ -181,6 +181,8 @@ class Engine:
         self.name = f"{session.connection.client}|{','.join(axes.names)}|{secrets.token_hex(3)}"
         self.next_id = itertools.count(1).__next__
         self.freed: deque[int] = deque()  # by finalizers, at any moment
+        # How often tensors may have changed whose storage is not known here alone, such as a cell's: one family.
+        self.others: list[int] = session.extras.setdefault("changes", [0])
         self.handle: type[Handle] = type("Handle", (Handle,), {"__slots__": (), "free": self.freed.append})
         self.num_ops = self.num_batches = 0
         self._waiting: list[Issued] = []  # operations that have not been sent
@@ -197,7 +199,7 @@ class Engine:
         self._number = 1
         self._due = _BATCHES[0]
         self._woken = threading.Event()
-        session.before_call.append(_weak(self.flush))
+        session.before_call.append(_weak(self._before_call))
         session.ahead.append(_weak(self._calls_ahead))
         thread = threading.Thread(
             target=_send_when_idle, args=(weakref.ref(self), self._woken), name="meshbook-tensors", daemon=True
@@ -386,6 +388,10 @@ class Engine:
         """Python may wait for something else now: ranks that have little to do get what there is."""
         if self._waiting and not self.has_enough and self._held is None:
             self.flush()
+
+    def _before_call(self) -> None:
+        self.others[0] += 1  # by whatever is called
+        self.flush()
 
     def _keep_near(self, limit: int = _MAX_AHEAD) -> None:
         self._check()

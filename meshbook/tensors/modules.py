@@ -308,6 +308,8 @@ class _There:
         self._ticket = engine.planner.spec((0,), (1,), 0, torch.float32, None)
         outputs = [*self.specs, self._ticket]
         *made, self._keeper = self._issue(("tensors",), "module_tensors", (key,), [], [], outputs, is_view=True)
+        for tensor in made:
+            tensor._handle.changes = engine.others
         trained = set(told["trained"])
         self.tensors: list[Any] = [
             nn.Parameter(tensor, requires_grad=place in trained) if place in self.parameters else tensor
@@ -348,6 +350,7 @@ class _There:
             template = engine.learn(key, lambda: planned)
         numbers: list[Any] = [0, *(tensor._handle.id for tensor in tensors)]
         made: list[Any] = remote.perform(engine, template, None, (), {}, numbers, tensors, floats)
+        engine.others[0] += 1  # its buffers, say
         return made
 
     def forward(self, training: bool, args: Any, kwargs: Any) -> Any:
