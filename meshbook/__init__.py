@@ -26,10 +26,11 @@ if TYPE_CHECKING:
     from meshbook.tensors.doors import distribute
     from meshbook.tensors.modules import module_to_mesh
     from meshbook.tensors.recording import record
+    from meshbook.tensors.recovery import recover
 
 __all__ = [
     "Buffer", "Mesh", "RDMABuffer", "RankValues", "attach", "create_mesh", "distribute", "errors", "exceptions",
-    "list_meshes", "log", "module_to_mesh", "record",
+    "list_meshes", "log", "module_to_mesh", "record", "recover",
 ]  # fmt: skip
 
 _WHERE = {
@@ -44,6 +45,7 @@ _WHERE = {
     "distribute": "meshbook.tensors.doors",
     "module_to_mesh": "meshbook.tensors.modules",
     "record": "meshbook.tensors.recording",
+    "recover": "meshbook.tensors.recovery",
 }
 
 # What methods of Mesh find on the floors between a mesh and a notebook.

@@ -149,8 +149,11 @@ class Executor:
         return Outcome(status=run.status, value=value, error=run.error, bound=run.bound, unbound=run.unbound)
 
     def _run_ops(self, command: messages.RunOps) -> Outcome:
-        ran = self.shell.call(lambda: self.tensors.run(command))
+        tensors = self.tensors
+        tensors.expect(command)
+        ran = self.shell.call(lambda: tensors.run(command))
         if ran.status != "ok":
+            tensors.give_up()
             return Outcome(status=ran.status, error=ran.error)
         answer: dict[str, Any] = ran.result
         payload = answer.pop("value", None)
@@ -172,6 +175,7 @@ class Executor:
                 load=self._load,
                 dump=lambda thing: self._kept.dump(self.running or "", thing),
                 resolve=self.resolve,
+                hold=self._gate.held,
             )
         return self._tensors
 

@@ -13,6 +13,7 @@ import gc
 import sys
 from typing import Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -31,6 +32,23 @@ def forget_unfinished_steps() -> None:
             _reset_ddp(candidate)
         else:
             _reset_fsdp(candidate._get_fsdp_state())
+
+
+def forget_unfinished_step(model: torch.nn.Module) -> None:
+    """For one model, and what an FSDP2 model had of gradients before they were reduced."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    for part in model.modules():
+        if isinstance(part, DistributedDataParallel):
+            _reset_ddp(part)
+        elif fsdp is not None and isinstance(part, fsdp.FSDPModule):
+            state: Any = part._get_fsdp_state()
+            for group in _param_groups(state):
+                for parameter in group.fsdp_params:
+                    _set(parameter, "unsharded_accumulated_grad", None)
+                    unsharded = getattr(parameter, "_unsharded_param", None)
+                    if unsharded is not None:
+                        unsharded.grad = None
+            _reset_fsdp(state)
 
 
 def _reset_ddp(model: Any) -> None:
@@ -54,10 +72,7 @@ def _reset_fsdp(state: Any) -> None:
     for part in context.all_states:
         part._training_state = type(part._training_state).IDLE
         _clear(part, "_modules_to_run_forward")
-        groups = getattr(part, "_fsdp_param_groups", None)
-        if groups is None:  # before 2.13 there was one, or none
-            groups = [group for group in (part._fsdp_param_group,) if group is not None]
-        for group in groups:
+        for group in _param_groups(part):
             for name in (
                 "_all_gather_result",
                 "_all_reduce_state",
@@ -71,6 +86,13 @@ def _reset_fsdp(state: Any) -> None:
             group._to_sharded()
     context.iter_forward_root = None
     context.post_backward_final_callback_queued = False
+
+
+def _param_groups(state: Any) -> Any:
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # before 2.13 there was one, or none
+        groups = [group for group in (state._fsdp_param_group,) if group is not None]
+    return groups
 
 
 def _set(owner: Any, name: str, value: object) -> None:

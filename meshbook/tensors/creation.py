@@ -15,7 +15,7 @@ from meshbook.controller.remote import RemoteValue, tensor_at
 from meshbook.errors import MeshShapeError, PlacementError
 from meshbook.placement import parse_placements
 from meshbook.rank.tensors import calls
-from meshbook.tensors import mends, remote
+from meshbook.tensors import mends, optimizers, remote
 from meshbook.tensors.engine import Engine, here
 from meshbook.tensors.plan import contiguous
 from meshbook.tensors.views import placements_of
@@ -23,6 +23,7 @@ from meshbook.wire.messages import TensorMeta
 
 _making = threading.Lock()
 assert mends.MENDS  # imported so that they are in place before the first tensor is
+assert optimizers.__name__
 
 
 def engine_of(mesh: Mesh) -> Engine:

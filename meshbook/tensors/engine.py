@@ -17,6 +17,7 @@ import queue
 import secrets
 import sys
 import threading
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +25,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from types import CodeType, FrameType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import msgspec
 import torch
@@ -38,6 +39,8 @@ from meshbook.mesh import MeshAxes
 from meshbook.tensors.plan import Planner, Spec, Template
 from meshbook.wire import messages
 
+# In place of a template's number, before a count and so many ids: faults of theirs that the user knows are forgotten.
+CLEAR = -1
 # Operations in a batch, by how many batches the ranks have before them: few while they wait for work, more then.
 _BATCHES = (48, 64, 128, 192, 256)
 # Batches that the ranks have not acknowledged before Python waits for them: some 8,000 operations, a few train steps.
@@ -64,6 +67,9 @@ _MAX_TEMPLATES = 8192
 
 # All that are alive, for who records without being told a mesh.
 ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+# Called on the user's thread once it is known what a fault, or a Stop, has left on the ranks of an engine.
+AFTER_FAULT: list[Callable[[Engine], None]] = []
 
 Where = tuple[tuple[CodeType, int], ...]  # code and instruction of the user's lines, innermost first
 # An operation on its way: its template's number, ids of inputs, ids of outputs, floats; or 0, how many, and ids that
@@ -151,6 +157,8 @@ class _Batch:
     templates: list[bytes]
     freed: list[int]
     command: messages.RunOps
+    ordinal: int = 0  # among all batches
+    steps: list[Step] = field(default_factory=list)  # of optimizers, which end in it
 
 
 @dataclass
@@ -161,8 +169,20 @@ class Fault:
     ename: str
     evalue: str
     trace: str
+    interrupted: bool = False
+    secondary: bool = False  # another rank had the fault
     ranks: set[int] = field(default_factory=set)
     where: Where = ()
+    told: bool = False  # to the user
+
+
+class Step(Protocol):
+    """A step of an optimizer, as the engine knows it."""
+
+    serial: int
+
+    def undo(self) -> None:
+        """Bring the optimizer's state in Python back to before it. On the user's thread."""
 
 
 class Engine:
@@ -194,7 +214,21 @@ class Engine:
         self._ahead: dict[str, _Batch] = {}
         self._changed = threading.Condition()
         self._sending = threading.RLock()
-        self._faults: dict[int, Fault] = {}
+        self._faults: dict[tuple[int, str], Fault] = {}
+        # What ranks said last of ids that have faults; `_changed` is held to write it.
+        self._faulted: dict[int, Fault] = {}
+        self._spared: dict[int, dict[int, int]] = {}  # id -> rank -> operations that were to change it and did not
+        self._begun: set[int] = set()
+        self._healed: dict[int, int] = {}  # id -> the batch in which it was overwritten
+        self._half: dict[int, Fault] = {}  # changed on some ranks and not on others
+        self._unsettled = False  # ranks may have come out of step: to be looked at before the next operation
+        self._settling = False
+        self._drain = False  # groups broke: they are formed anew once all batches have ended
+        self.trouble = False  # any of the above
+        self._step: Step | None = None  # of an optimizer, being issued
+        self._step_began = (0, 0)  # operations before it that were not sent, and batches that were
+        self._steps_ended: list[Step] = []  # ... and not sent
+        self._open_steps: dict[int, Step] = {}  # of which is not known that all ranks have taken them
         self._ended: MeshbookError | None = None
         self._number = 1
         self._due = _BATCHES[0]
@@ -216,6 +250,8 @@ class Engine:
         """
         if self._ended is not None:
             raise self._ended.with_traceback(None)
+        if self.trouble:
+            self._look_out(numbers)
         if len(self.freed) >= _FREE_AT_ONCE and self._held is None:
             self._free_ids()
         with self._putting:
@@ -381,6 +417,8 @@ class Engine:
         """
         if not self._waiting and not self._uploads and not self._fed and not self.freed:
             return
+        if self._step is not None:  # goes in one piece, so that a Stop finds all of it or nothing
+            return
         self._keep_near()
         self._send(None)
 
@@ -395,11 +433,14 @@ class Engine:
 
     def _keep_near(self, limit: int = _MAX_AHEAD) -> None:
         self._check()
+        if self._drain:
+            limit = 1
         if len(self._ahead) >= limit and threading.current_thread() is not self.session.connection.thread:
             with self._changed:
                 while len(self._ahead) >= limit and self._ended is None:
                     self._changed.wait(1.0)
             self._check()
+            self._drain = self._drain and bool(self._ahead)
 
     def _check(self) -> None:
         if self._ended is not None:
@@ -426,11 +467,12 @@ class Engine:
                 templates, self._templates = self._templates, []
                 forgotten, self._forgotten = self._forgotten, []
                 fed, self._fed = self._fed, []
+                steps, self._steps_ended = self._steps_ended, []
             uploads, self._uploads = self._uploads, []
             issued, lines = zip(*waiting, strict=True) if waiting else ((), ())
             wheres = list(lines)
-            words = [numbers for numbers in issued if not numbers[0]]
-            freed = [id for word in words for id in word[2:]]
+            words = [numbers for numbers in issued if numbers[0] <= 0]
+            freed = [id for word in words if not word[0] for id in word[2:]]
             command = None
             try:
                 if not waiting and not uploads and not fed and fetch is None:
@@ -448,7 +490,9 @@ class Engine:
                     forget=tuple(forgotten),
                     issued=_issued(wheres if fetch is None else [*wheres, here()]),
                 )
-                self._ahead[command.call] = _Batch(self._number, wheres, templates, freed, command)
+                self._ahead[command.call] = _Batch(
+                    self._number, wheres, templates, freed, command, self.num_batches, steps
+                )
                 self._number += len(waiting)
                 self.num_ops += len(waiting) - len(words)
                 self.num_batches += 1
@@ -461,6 +505,7 @@ class Engine:
                     # Stop in the middle of sending: maybe it has gone out, and nothing may be done twice.
                     if command is None or isinstance(error, Exception):
                         self._waiting[:0] = waiting
+                        self._steps_ended[:0] = steps
                         if self._held is not None:
                             self._held.first += len(waiting)
                         self._uploads[:0] = uploads
@@ -509,19 +554,207 @@ class Engine:
             with self._putting:
                 self._templates[:0] = batch.templates
             self.freed.extend(batch.freed)
+            self._unsettled = True
+        else:
+            self._note_faulted(batch, finished.parts)
+        if error is None and not self._faulted:
+            for step in batch.steps:
+                self._open_steps.pop(step.serial, None)
+        if any(part.outcome.groups_broken for part in finished.parts):
+            self._drain = True
+        self.trouble = bool(self._unsettled or self._faulted or self._half)
+
+    def _note_faulted(self, batch: _Batch, parts: Sequence[messages.Part]) -> None:
+        """What ranks have no values for, as of the end of a batch."""
+        told = [(part.ranks, of) for part in parts for of in (part.outcome.answer or {}).get("faulted", ())]
+        with self._changed:
+            self._healed = {id: ordinal for id, ordinal in self._healed.items() if ordinal > batch.ordinal}
+            faulted: dict[int, Fault] = {}
+            spared: dict[int, dict[int, int]] = {}
+            begun: set[int] = set()
+            for ranks, of in told:
+                fault = self._fault(batch, ranks, of)
+                for id in (*of["lost"], *of["spared"]):
+                    known = faulted.get(id)
+                    if id not in self._healed and (known is None or (known.secondary and not fault.secondary)):
+                        faulted[id] = fault
+                for id, count in of["spared"].items():
+                    spared.setdefault(id, {}).update(dict.fromkeys(ranks, count))
+                begun.update(of["begun"])
+            self._faulted, self._spared, self._begun = faulted, spared, begun
 
     def _fault(self, batch: _Batch | None, ranks: Sequence[int], told: dict[str, Any]) -> Fault:
-        number = told["number"]
-        fault = self._faults.get(number)
+        key = number, _ = told["number"], told["ename"]
+        fault = self._faults.get(key)
         if fault is None:
-            fault = Fault(number, told["ename"], told["evalue"], told["trace"])
+            fault = Fault(number, told["ename"], told["evalue"], told["trace"], told["interrupted"], told["secondary"])
             while len(self._faults) >= _MAX_FAULTS:
                 self._faults.pop(next(iter(self._faults)))
-            self._faults[number] = fault
+            self._faults[key] = fault
         fault.ranks.update(ranks)
         if batch is not None and batch.first <= number < batch.first + len(batch.wheres):
             fault.where = batch.wheres[number - batch.first]
         return fault
+
+    # ---- after a fault, or a Stop
+
+    def _look_out(self, numbers: Sequence[int | float]) -> None:
+        """Before an operation is issued: raise what is known of its operands, unless it overwrites them.
+
+        Raises:
+            OperationFailed: ranks have no value for one of them, or not the same.
+        """
+        if self._step is not None or self._settling:
+            return
+        if self._unsettled:
+            self.settle()
+        template = self.templates.get(int(numbers[0]))
+        overwritten = template.mutates if template is not None and template.overwrites else ()
+        healed: list[int] = []
+        for place, id in enumerate(numbers[1:]):
+            if id.__class__ is int and (id in self._faulted or id in self._half):
+                if place not in overwritten:
+                    self._refuse(int(id))
+                healed.append(int(id))
+        if healed:
+            self._heal(healed)
+
+    def look_at(self, ids: Iterable[int]) -> None:
+        """Raise what is known of these tensors, as an operation on them would.
+
+        Raises:
+            OperationFailed: ranks have no value for one of them, or not the same.
+        """
+        if not self.trouble or self._step is not None or self._settling:
+            return
+        if self._unsettled:
+            self.settle()
+        for id in ids:
+            if id in self._faulted or id in self._half:
+                self._refuse(id)
+
+    def _refuse(self, id: int) -> NoReturn:
+        fault = self._half.get(id)
+        if fault is None:
+            raise self._failure(self._faulted[id])
+        lines = describe(fault.where)
+        issued = f" The operation was issued here:\n{lines}" if lines else ""
+        raise OperationFailed(
+            (Failure(tuple(sorted(fault.ranks)), fault.ename, fault.evalue),),
+            summary="this tensor was changed on some ranks and not on others, when a fault or a Stop came between "
+            f"({fault.ename}: {fault.evalue}). meshbook.recover(model, optimizer) compares what the ranks have, "
+            f"restores what one of them has whole, and says what it could not.{issued}",
+        )
+
+    def _heal(self, ids: Iterable[int]) -> None:
+        """The next batch leaves these without a fault."""
+        with self._changed:
+            for id in ids:
+                self._healed[id] = self.num_batches
+                self._faulted.pop(id, None)
+                self._half.pop(id, None)
+            self.trouble = bool(self._unsettled or self._faulted or self._half)
+
+    def settle(self) -> None:
+        """Ask the ranks how far they have come, after a fault that the user knows or a Stop: what was not changed on
+        any of them is as it was; what was on some is to be told. Blocks.
+
+        Raises:
+            RankLost, CellInterrupted: as a cell.
+        """
+        self._settling = True
+        try:
+            answers = self.state(())
+        finally:
+            self._settling = False
+        with self._changed:
+            self._unsettled = False
+            whole: list[int] = []
+            for id, fault in self._faulted.items():
+                counts = self._spared.get(id)
+                if counts is None or not (fault.told or fault.secondary or fault.interrupted):
+                    continue
+                if id not in self._begun and len({counts.get(rank, 0) for rank in self.ranks}) == 1:
+                    whole.append(id)
+                else:
+                    self._half[id] = fault
+        self.clear(whole)
+        done = [set(answer["done"]) for answer in answers.values()]
+        for serial, step in reversed(list(self._open_steps.items())):
+            if step in self._steps_ended:
+                continue
+            del self._open_steps[serial]
+            if not any(serial in some for some in done):
+                step.undo()
+        for forget in AFTER_FAULT:
+            forget(self)
+
+    def state(self, ids: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """Which steps of optimizers each rank has taken, and hashes of its own pieces of these tensors. What it says of
+        faults is noted. Blocks."""
+        answers = self.fetch(messages.Fetch(how="state", ids=tuple(ids)))
+        with self._changed:  # the acknowledgement is noted by the thread that listens
+            self._changed.wait_for(lambda: not self._ahead, 30.0)
+        return answers
+
+    def clear(self, ids: Sequence[int]) -> None:
+        """Have the ranks forget the faults of tensors that kept their values."""
+        if not ids:
+            return
+        self.put([([CLEAR, len(ids), *ids], ())])
+        self._heal(ids)
+
+    def is_lost(self, id: int) -> bool:
+        """Whether ranks are known to have no value of that id."""
+        return id in self._faulted and id not in self._spared
+
+    def faults_of(self, ids: Iterable[int]) -> dict[int, tuple[Fault, dict[int, int], bool]]:
+        """Of those of these tensors that have one: the fault, the ranks that kept an earlier value and how many
+        operations each left out, and whether one of those had begun."""
+        return {
+            id: (fault, self._spared.get(id, {}), id in self._begun)
+            for id in ids
+            if (fault := self._half.get(id) or self._faulted.get(id)) is not None
+        }
+
+    # ---- steps of optimizers
+
+    def begin_step(self, step: Step) -> None:
+        """What is issued from here to `end_step` is run by all ranks or by none, and goes to them in one piece."""
+        with self._putting:
+            self._step, self._step_began = step, (len(self._waiting), self.num_batches)
+
+    def end_step(self, step: Step) -> None:
+        with self._putting:
+            self._open_steps[step.serial] = step
+            self._steps_ended.append(step)
+            self._step = None
+        if len(self._waiting) >= self._due:
+            self.flush()
+        else:
+            self._woken.set()
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step of an optimizer is being issued."""
+        return self._step is not None
+
+    def drop_step(self) -> bool:
+        """The step that is being issued did not come to its end: take back what was issued of it.
+
+        Returns:
+            False if some of it has been sent.
+        """
+        with self._putting:
+            self._step = None
+            first, num_batches = self._step_began
+            if num_batches != self.num_batches:
+                return False
+            for numbers, _ in self._waiting[first:]:
+                if not numbers[0]:
+                    self.freed.extend(numbers[2:])  # type: ignore[arg-type]
+            del self._waiting[first:]
+            return True
 
     def _calls_ahead(self) -> list[str]:
         return list(self._ahead)
@@ -544,6 +777,7 @@ class Engine:
             OperationFailed: what is asked for could not be computed.
             RankLost, CellInterrupted: as a cell.
         """
+        self.look_at((fetch.id,))
         self._keep_near()
         inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         with self._sending:
@@ -560,13 +794,13 @@ class Engine:
                 self._ended = error
             raise render(error)
         answers: dict[int, dict[str, Any]] = {}
-        poisons: dict[int, list[tuple[int, dict[str, Any]]]] = {}
-        batch = _Batch(command.first, [], [], [], command)
+        poisons: dict[tuple[int, str], list[tuple[int, dict[str, Any]]]] = {}
         for part in finished.parts:
             answer = part.outcome.answer or {}
             for rank in part.ranks:
                 if "poison" in answer:
-                    poisons.setdefault(answer["poison"]["number"], []).append((rank, answer["poison"]))
+                    told = answer["poison"]
+                    poisons.setdefault((told["number"], told["ename"]), []).append((rank, told))
                 else:
                     answers[rank] = dict(answer)
                     if part.outcome.value is not None and part.outcome.value.payload is not None:
@@ -574,27 +808,31 @@ class Engine:
         if poisons:
             with self._changed:  # the line that issued it is noted with the acknowledgement, which has come by now
                 self._changed.wait_for(lambda: command.call not in self._ahead, 5.0)
-            self._raise(poisons, batch)
+            found = [self._fault(None, [rank for rank, _ in told], told[0][1]) for told in poisons.values()]
+            raise self._failure(min(found, key=lambda fault: (fault.secondary, fault.interrupted, fault.number)))
         return answers
 
-    def _raise(self, poisons: dict[int, list[tuple[int, dict[str, Any]]]], batch: _Batch) -> None:
-        """Raise the first fault that is not the consequence of another's."""
-
-        def order(number: int) -> tuple[bool, int]:
-            return poisons[number][0][1]["ename"] in ("GroupBroken", "RuntimeError") and len(poisons) > 1, number
-
-        number = min(poisons, key=order)
-        told = poisons[number][0][1]
-        fault = self._fault(None, [rank for rank, _ in poisons[number]], told)
+    def _failure(self, fault: Fault) -> OperationFailed:
+        """The error that tells of a fault, or of the one that it is the consequence of."""
+        causes = [other for other in self._faults.values() if not (other.secondary or other.interrupted or other.told)]
+        if fault.secondary and causes:
+            fault = min(causes, key=lambda other: other.number)
+        others = [other for other in causes if other is not fault]
+        for other in (fault, *others):  # what they have left as it was can be used again
+            other.told = True
+        self._unsettled = self.trouble = True
         failure = Failure(
             tuple(sorted(fault.ranks)), fault.ename, fault.evalue, tuple(fault.trace.rstrip().splitlines())
         )
         lines = describe(fault.where)
         issued = f"\nissued here:\n{lines}" if lines else ""
-        raise OperationFailed(
-            (failure,),
-            summary=f"{name_ranks(failure.ranks)}: {fault.ename}: {fault.evalue}{issued}\n"
-            f"on {name_ranks(failure.ranks)}:\n{fault.trace.rstrip()}",
+        trace = f"\non {name_ranks(failure.ranks)}:\n{fault.trace.rstrip()}" if fault.trace else ""
+        more = "".join(
+            f"\nand {name_ranks(sorted(other.ranks))}: {other.ename}: {other.evalue}\n{describe(other.where[:1])}"
+            for other in others[:3]
+        )
+        return OperationFailed(
+            (failure,), summary=f"{name_ranks(failure.ranks)}: {fault.ename}: {fault.evalue}{issued}{trace}{more}"
         )
 
     @property
@@ -780,6 +1018,12 @@ def _send_when_idle(held: weakref.ref[Engine], woken: threading.Event) -> None:
         try:
             if engine._held is None:  # else `release` wakes this thread
                 engine.flush()
-        except MeshbookError:
-            return  # told to whoever waits or goes on
+        except MeshbookError:  # told to whoever waits or goes on
+            pass
+        except Exception as error:  # without this thread nothing would be sent any more while Python is idle
+            warnings.warn(
+                f"operations on tensors could not be sent in the background ({type(error).__name__}: {error}); they "
+                "are sent with the next one, or when somebody waits for a value",
+                stacklevel=1,
+            )
         del engine

@@ -43,6 +43,7 @@ from meshbook.rank.tensors.calls import (
     as_local,
     may_stay,
     name_of,
+    overwrites,
 )
 
 aten = torch.ops.aten
@@ -151,6 +152,7 @@ class Template:
             only a part of it.
         seeded: draws random numbers; its last float is the seed.
         body: what the ranks are told of it.
+        overwrites: nothing is left of what it changes.
     """
 
     number: int
@@ -168,6 +170,7 @@ class Template:
     communicates: bool = False
     body: bytes = b""
     name: str = ""
+    overwrites: bool = False
 
     def __post_init__(self) -> None:
         self.quick = None if self.special else self.single
@@ -481,6 +484,7 @@ class Planner:
             communicates=communicates,
             seeded=seeded,
             default=_default_of(inputs, outputs, kwargs),
+            overwrites=bool(mutates) and overwrites(function),
         )
         return Template(
             number=number,
@@ -495,6 +499,7 @@ class Planner:
             communicates=communicates,
             body=pickle.dumps(sent, 5),
             name=name_of(function),
+            overwrites=sent.overwrites,
         )
 
     def _told(self, function: Any, error: Exception, inputs: Sequence[Any]) -> Exception:

@@ -60,6 +60,7 @@ class Sent:
         communicates: ranks wait for each other in it.
         seeded: its last float is a seed for the random numbers it draws.
         default: torch's default dtype, where its result is of that and it is not the usual one.
+        overwrites: of what it changes it leaves nothing.
     """
 
     number: int
@@ -72,6 +73,7 @@ class Sent:
     communicates: bool
     seeded: bool
     default: str | None = None
+    overwrites: bool = False
 
 
 def find(name: str) -> Callable[..., Any]:
@@ -239,6 +241,15 @@ def keep_at(local: torch.Tensor, mesh: Any, axis: int, place: int) -> torch.Tens
     return local.clone() if mine else torch.zeros_like(local)
 
 
+def take_from(tensor: DTensor, mesh: Any, axis: int, place: int) -> None:
+    """Overwrite the copies along an axis with the one of the rank at that place of it."""
+    local, group = settled(tensor), mesh.get_group(axis)
+    whole = local.contiguous()
+    dist.broadcast(whole, dist.get_global_rank(group, place), group)
+    if whole is not local:
+        local.copy_(whole)
+
+
 def is_whole(span: tuple[int | None, int, int, int], length: int) -> bool:
     """Whether a dim of a view is all of a dim of that length."""
     dim, first, step, count = span
@@ -306,7 +317,7 @@ def _write_scattered(
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
-        redistribute, as_global, as_local, reduce_local, slice_local, keep_at, in_parts, write_part,
+        redistribute, as_global, as_local, reduce_local, slice_local, keep_at, in_parts, write_part, take_from,
     )
 }  # fmt: skip
 
@@ -317,4 +328,24 @@ ELSEWHERE = {
     "module_tensors": "modules",
     "module_forward": "modules",
     "module_backward": "modules",
+    "begin_step": "agreement",
+    "end_step": "agreement",
 }
+
+# Operations that leave nothing of what their target was: a fault of it is over with them.
+_OVERWRITE = {
+    "aten::copy_", "aten::zero_", "aten::fill_", "aten::normal_", "aten::uniform_", "aten::bernoulli_",
+    "aten::random_", "aten::exponential_", "aten::geometric_", "aten::log_normal_", "aten::cauchy_",
+    "aten::_foreach_zero_", "aten::_foreach_copy_",
+}  # fmt: skip
+
+
+def overwrites(function: Any) -> bool:
+    """Whether all that an operation changes is written anew: by its name, or with out=."""
+    schema = getattr(function, "_schema", None)
+    if schema is None:
+        return False
+    if schema.name in _OVERWRITE:
+        return True
+    written = [arg for arg in schema.arguments if arg.alias_info is not None and arg.alias_info.is_write]
+    return bool(written) and all(arg.is_out for arg in written)

@@ -5,17 +5,23 @@ outputs, and of what it was to change; operations on poison are skipped and pass
 fault is told when somebody waits for what depends on it, with the number of the operation that had it, and the
 controller knows the line that issued it.
 
+What an operation was to change keeps its value beside the fault: nothing was written to it, if the operation was not
+begun. The controller has it back by `CLEAR` once the user knows of the fault, and an operation that overwrites all of
+it needs no permission.
+
 Seams for recordings: `Tensors.space(engine)` gives a `Space` (values by id, templates by number); `execute` runs a
 list of numbers against any mapping of values; `EXTRAS` maps further commands' names to functions of (space, arguments).
 """
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 import time
 import traceback
 from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,7 +31,8 @@ import torch.distributed.tensor._random as dtensor_random
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils import _pytree as pytree
 
-from meshbook.rank.tensors import feeding, reading, rules
+from meshbook.rank.tensors import agreement, feeding, reading, rules
+from meshbook.rank.tensors.agreement import Steps
 from meshbook.rank.tensors.calls import FLOAT, FUNCTIONS, MESH, TENSOR, Sent, find
 from meshbook.wire.messages import Frame, Issued, Rows, RunOps
 
@@ -34,7 +41,8 @@ if TYPE_CHECKING:
 
     from meshbook.rank.groups import Groups
 
-FREE = 0  # the template number that lets go of ids
+# Numbers in place of a template's, before a count and so many ids: let go of them; forget their faults.
+FREE, CLEAR = 0, -1
 
 # Who else keeps things for a client; called with its name when it is gone, from any thread.
 ON_DROP: list[Callable[[str], None]] = []
@@ -42,6 +50,8 @@ ON_DROP: list[Callable[[str], None]] = []
 # Of generated code, by its file name: which operation a line of it carries out now, and the line that issued that one.
 GENERATED: dict[str, Callable[[int], tuple[str, Frame | None]]] = {}
 
+# Errors of a rank that was in order, and that another one's fault has released from a collective.
+_RELEASED = ("GroupBroken", "CollectiveAborted", "StepRefused")
 # Seconds that a rank waits to hear whether the others had the same fault before it takes them for stuck without it.
 _SAME_FAULT_S = 1.0
 # Faults of which it is remembered that the others were told.
@@ -60,9 +70,19 @@ class Poison:
     evalue: str
     trace: str  # the rank's traceback, as text
     interrupted: bool = False
+    secondary: bool = False  # another rank had the fault, and this one was released from its collective
+    # Of a tensor that was to be changed:
+    kept: Any = field(default=None, compare=False)  # the tensor; None: there was none
+    skipped: int = 0  # operations that were to change it and were not begun
+    begun: bool = False  # one was, and may have written a part
 
     def told(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("number", "ename", "evalue", "trace", "interrupted")}
+        names = ("number", "ename", "evalue", "trace", "interrupted", "secondary")
+        return {name: getattr(self, name) for name in names}
+
+    def alone(self) -> Poison:
+        """Of a tensor that there is not."""
+        return self if self.kept is None and not self.skipped else replace(self, kept=None, skipped=0, begun=False)
 
 
 class Poisoned(Exception):
@@ -87,7 +107,7 @@ class Template:
 
     __slots__ = (
         "build", "call", "communicates", "default", "kwargs", "mutates", "name", "new", "num_floats", "num_in",
-        "num_new", "outputs", "plain", "returns", "seeded",
+        "num_new", "outputs", "overwrites", "plain", "returns", "seeded",
     )  # fmt: skip
 
     def __init__(self, sent: Sent, mesh: DeviceMesh | None, device: torch.device) -> None:
@@ -96,7 +116,7 @@ class Template:
         function = _found(sent.function)
         self.call = function if self.default is None else _with_default(function, self.default)
         self.outputs, self.returns, self.mutates = sent.outputs, sent.returns, sent.mutates
-        self.communicates, self.seeded = sent.communicates, sent.seeded
+        self.communicates, self.seeded, self.overwrites = sent.communicates, sent.seeded, sent.overwrites
         self.new = [index for index, output in enumerate(sent.outputs) if output == -1]
         self.num_new = len(self.new)
 
@@ -185,6 +205,8 @@ class Space:
         number, doing: the operation that is carried out, and how; None: what was asked for is being fetched.
         sticky: the first failure of an operation that had no output to poison; told at the next wait.
         faults: failures since the last report.
+        refused: why no operation of the optimizer's step that is under way is run.
+        faulty: whether any value may be poison.
     """
 
     name: str
@@ -197,6 +219,9 @@ class Space:
     num_ops: int = 0
     number: int = 0
     doing: Template | None = None
+    steps: Steps = field(default_factory=Steps)
+    refused: Poison | None = None
+    faulty: bool = False
     extras: dict[str, Any] = field(default_factory=dict)
 
     def take(self, id: int) -> Any:
@@ -212,6 +237,43 @@ class Space:
             raise Poisoned(value)
         return value
 
+    def fault(self, id: int, poison: Poison) -> None:
+        """The tensor of that id could not be computed."""
+        self.values[id] = poison.alone()
+        self.faulty = True
+
+    def spare(self, id: int, poison: Poison, *, begun: bool = False) -> None:
+        """The tensor of that id was to be changed, and was not; or, begun, maybe in part."""
+        now = self.values.get(id)
+        self.faulty = True
+        if isinstance(now, Poison):
+            self.values[id] = replace(now, skipped=now.skipped + 1, begun=now.begun or begun)
+        else:
+            self.values[id] = replace(poison, kept=now, skipped=1, begun=begun)
+
+    def clear(self, ids: Sequence[int]) -> None:
+        """Who asks for these tensors again knows that they were not changed."""
+        for id in ids:
+            now = self.values.get(id)
+            if isinstance(now, Poison) and now.kept is not None:
+                self.values[id] = now.kept
+
+    def faulted(self) -> list[dict[str, Any]]:
+        """The ids that have faults, by fault."""
+        found: dict[Any, dict[str, Any]] = {}
+        for id, value in self.values.items():
+            if isinstance(value, Poison):
+                key = value.number, value.ename
+                of = found.setdefault(key, {**value.told(), "lost": [], "spared": {}, "begun": []})
+                if value.kept is None:
+                    of["lost"].append(id)
+                else:
+                    of["spared"][id] = value.skipped
+                    if value.begun:
+                        of["begun"].append(id)
+        self.faulty = bool(found)
+        return list(found.values())
+
 
 class Tensors:
     """All engines of this rank. Main thread only, but for `space` counts."""
@@ -225,12 +287,14 @@ class Tensors:
         load: Callable[[Any], Any],
         dump: Callable[[Any], Any],
         resolve: Callable[[str], Any],
+        hold: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         """
         Args:
             load: a payload's object.
             dump: an object's payload, large buffers in shared memory.
             resolve: what this rank has under a key, such as "name:w".
+            hold: lines that a Stop must not part; it is raised at their end.
         """
         self.rank, self.device = rank, device
         self._groups, self._load, self._dump, self._resolve = groups, load, dump, resolve
@@ -238,7 +302,9 @@ class Tensors:
         self._running: tuple[RunOps, Space] | None = None
         self._told_faults: dict[str, None] = {}  # those of late
         self._gone: set[str] = set()  # clients; what they had sent before may still come
+        self._unbegun: RunOps | None = None
         FUNCTIONS["adopt"] = self._adopt
+        agreement.hold = hold
         rules.install()
 
     def space(self, engine: str) -> Space:
@@ -280,15 +346,37 @@ class Tensors:
         Raises:
             KeyboardInterrupt: Stop. What had not run yet is poison.
         """
+        self._unbegun = None
         space = self.space(command.engine)
         space.number, space.doing, self._running = command.first, None, (command, space)
+        agreement.current = space.steps
         try:
             return self._run(command, space)
         finally:
-            self._running = None
+            self._running = agreement.current = None
+            space.steps.end()
             client = command.engine.partition("|")[0]
             if client in self._gone:
                 self.drop(client)
+
+    def expect(self, command: RunOps) -> None:
+        """`run` is about to be called with this batch, unless a Stop comes before."""
+        self._unbegun = command
+
+    def give_up(self) -> None:
+        """Remember that the batch that was expected is not run, if it was not begun."""
+        command, self._unbegun = self._unbegun, None
+        if command is None:
+            return
+        space = self.space(command.engine)
+        self._learn(command, space)
+        poison = Poison(command.first, "KeyboardInterrupt", "stopped by the user", "", interrupted=True)
+        for upload in command.uploads:
+            space.fault(upload.id, poison)
+        for rows in command.fed:
+            for id in rows.ids:
+                space.fault(id, poison)
+        _skip(space, _numbers.decode(command.ops), 0, space.values, poison)
 
     def under_way(self) -> UnderWay | None:
         """The operation that runs now, and who issued it; None between batches. Any thread; reads, and waits for
@@ -308,27 +396,42 @@ class Tensors:
         place = issued.places[min(number - command.first, len(issued.places) - 1)]
         return UnderWay(operation, issued.lines[place], issued.cells, GENERATED)
 
-    def _run(self, command: RunOps, space: Space) -> dict[str, Any]:
+    def _learn(self, command: RunOps, space: Space) -> None:
         for body in command.templates:
             sent: Sent = pickle.loads(body)
             space.templates[sent.number] = Template(sent, space.mesh, space.device)
+
+    def _run(self, command: RunOps, space: Space) -> dict[str, Any]:
+        self._learn(command, space)
         for upload in command.uploads:
             self._receive(space, upload.id, *self._load(upload.payload))
         for rows in command.fed:
             self._receive_rows(space, rows)
         with torch.no_grad():
             shared = partial(self._shared_fault, space)
-            execute(space, _numbers.decode(command.ops), space.values, command.first, shared)
+            execute(space, _numbers.decode(command.ops), space.values, command.first, shared, self._is_released)
             answer: dict[str, Any] = {}
             fetch = command.fetch
             if fetch is not None:
-                answer = self._fetch(space, fetch)
+                try:
+                    answer = self._fetch(space, fetch)
+                except Exception as error:
+                    poison = _poison(space.number, error, secondary=self._is_released(error))
+                    answer = {"poison": poison.told()}
         for number in command.forget:
             space.templates.pop(number, None)
         if space.faults:
             answer["faults"] = [fault.told() for fault in space.faults]
             space.faults = []
+        if space.faulty and (faulted := space.faulted()):
+            answer["faulted"] = faulted
         return answer
+
+    def _is_released(self, error: BaseException) -> bool:
+        """Whether an operation failed because its collective was broken, and so for another rank's sake."""
+        groups = self._groups
+        known = type(error).__name__ in _RELEASED
+        return known or (isinstance(error, RuntimeError) and groups is not None and groups.broken)
 
     def _receive(self, space: Space, id: int, tensor: torch.Tensor, placements: Any) -> None:
         """Bind what the controller sent. A payload's memory may be shared and is private only page by page: copied."""
@@ -353,9 +456,12 @@ class Tensors:
                 space.values[id] = feeding.part_of(tensor, space.mesh, places, self.device)
         except Exception as error:
             poison = _poison(-rows.ids[0], error)  # of no operation
-            space.values.update((id, poison) for id in rows.ids)
+            for id in rows.ids:
+                space.fault(id, poison)
 
     def _fetch(self, space: Space, fetch: Any) -> dict[str, Any]:
+        if fetch.how == "state":
+            return {"done": list(space.steps.done), "hashes": [_hash_of(space.values.get(id)) for id in fetch.ids]}
         sticky, space.sticky = space.sticky, None
         if sticky is not None:
             return {"poison": sticky.told()}
@@ -434,6 +540,7 @@ def execute(
     values: MutableMapping[int, Any],
     first: int,
     shared_fault: Callable[[Poison], None],
+    is_released: Callable[[BaseException], bool] = lambda error: False,
 ) -> None:
     """Run a stream of operations against `values`.
 
@@ -442,14 +549,12 @@ def execute(
     """
     templates = space.templates
     at, end, number = 0, len(stream), first
+    running: tuple[Template, int, list[Any], list[int]] | None = None
     try:
         while at < end:
             which = stream[at]
-            if which == FREE:
-                count = stream[at + 1]
-                for id in stream[at + 2 : at + 2 + count]:
-                    values.pop(id, None)
-                at += 2 + count
+            if which <= FREE:
+                at = _let_go(space, values, stream, at)
                 number += 1
                 continue
             template = templates[which]
@@ -458,14 +563,14 @@ def execute(
             middle = start + template.num_in
             stop = middle + template.num_new
             past = stop + template.num_floats
-            at = past
             ins = [values.get(id) for id in stream[start:middle]]
-            poison: Poison | None = None
+            poison, begun = space.refused, False
             for tensor in ins:
                 if tensor is None or tensor.__class__ is Poison:
-                    poison = tensor or Poison(number, "Interrupted", "an earlier operation was stopped", "", True)
+                    poison = _fault_among(template, ins, number) or poison
                     break
             if poison is None:
+                running, at = (template, start, ins, _versions(template, ins) if template.mutates else []), past
                 try:
                     args, kwargs = template.build(ins, stream[stop:past])
                     if template.seeded:
@@ -478,39 +583,128 @@ def execute(
                         else:
                             for id, index in zip(stream[middle:stop], template.new, strict=True):
                                 values[id] = result[index]
+                    if template.overwrites and space.faulty:
+                        for index in template.mutates:
+                            values[stream[start + index]] = ins[index]
                 except Exception as error:
-                    poison = _poison(number, error)
+                    poison = _poison(number, error, secondary=is_released(error))
+                    # A broken collective comes before anything is written, and a recorded step says what it wrote.
+                    sure = poison.secondary or template.name == _REPLAY
+                    begun = not sure or _versions(template, ins) != running[3]
                     space.faults.append(poison)
-                    if not template.num_new and not template.mutates and space.sticky is None:
-                        space.sticky = poison
-                    if template.communicates:
-                        shared_fault(poison)
+                    if template.name != agreement.BEGIN:  # there the others have answered
+                        if not template.num_new and not template.mutates and space.sticky is None:
+                            space.sticky = poison
+                        if template.communicates:
+                            shared_fault(poison)
+            elif template.name == agreement.BEGIN:
+                _refuse(space, poison)
             elif template.communicates:
                 shared_fault(poison)
             if poison is not None:
                 for id in stream[middle:stop]:
-                    values[id] = poison
+                    space.fault(id, poison)
                 for index in template.mutates:
-                    values[stream[start + index]] = poison
+                    space.spare(stream[start + index], poison, begun=begun)
+                if template.name == agreement.BEGIN:
+                    space.refused = poison.alone()
+                elif template.name == agreement.END:
+                    space.refused = None
+            running, at = None, past
             number += 1
         space.num_ops += number - first
         space.number, space.doing = number, None
     except KeyboardInterrupt:
         poison = Poison(number, "KeyboardInterrupt", "stopped by the user", "", interrupted=True)
-        while at < end:
-            if stream[at] == FREE:
-                past = at + 2 + int(stream[at + 1])
-                for id in stream[at + 2 : past]:
-                    values.pop(id, None)
-                at = past
-                continue
-            template = templates[int(stream[at])]
-            middle = at + 1 + template.num_in
-            stop = middle + template.num_new
-            for id in stream[middle:stop]:
-                values[id] = poison
-            at = stop + template.num_floats
+        if running is not None:
+            _stopped_in(space, values, stream, poison, *running)
+        _skip(space, stream, at, values, poison)
+        space.refused = None
+        space.number, space.doing = number, None
         raise
+
+
+_REPLAY = "meshbook::replay"
+
+
+def _let_go(space: Space, values: MutableMapping[int, Any], stream: list[Any], at: int) -> int:
+    """Carry out one of the words that are no operation; where the next one is."""
+    past = at + 2 + int(stream[at + 1])
+    if stream[at] == CLEAR:
+        space.clear(stream[at + 2 : past])
+    else:
+        for id in stream[at + 2 : past]:
+            values.pop(id, None)
+    return past
+
+
+def _fault_among(template: Template, ins: list[Any], number: int) -> Poison | None:
+    """The first fault of an operation's inputs. What it overwrites may have one: the value beside it serves."""
+    for place, tensor in enumerate(ins):
+        if tensor is None:
+            return Poison(number, "Interrupted", "an earlier operation was stopped", "", True)
+        if tensor.__class__ is Poison:
+            if tensor.kept is None or not template.overwrites or place not in template.mutates:
+                return tensor
+            ins[place] = tensor.kept
+    return None
+
+
+def _versions(template: Template, ins: Sequence[Any]) -> list[int]:
+    """How often what the operation is to change has been changed. One operation of torch's changes all, or none."""
+    places = template.mutates if template.name == _REPLAY else (*template.mutates[:1], *template.mutates[-1:])
+    return [_local(ins[place])._version for place in places]
+
+
+def _local(tensor: Any) -> Any:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _refuse(space: Space, poison: Poison) -> None:
+    """Tell the others that this rank cannot take part in a step; they hear nothing where the groups are broken."""
+    try:
+        agreement.agree(space.mesh, False)
+    except Exception as error:
+        space.faults.append(_poison(space.number, error, secondary=True))
+
+
+def _stopped_in(
+    space: Space,
+    values: MutableMapping[int, Any],
+    stream: list[Any],
+    poison: Poison,
+    template: Template,
+    start: int,
+    ins: list[Any],
+    versions: list[int],
+) -> None:
+    """A Stop came in the middle of an operation: before it changed anything, or after it had."""
+    middle = start + template.num_in
+    for id in stream[middle : middle + template.num_new]:
+        if values.get(id) is None:
+            space.fault(id, poison)
+    changed = bool(template.mutates) and _versions(template, ins) != versions
+    if not changed or template.name == _REPLAY:
+        for index in template.mutates:
+            space.spare(stream[start + index], poison, begun=changed)
+
+
+def _skip(space: Space, stream: list[Any], at: int, values: MutableMapping[int, Any], poison: Poison) -> None:
+    """Operations from a place on are not run: poison in place of what they make, and beside what they change."""
+    end = len(stream)
+    while at < end:
+        if stream[at] <= FREE:
+            at = _let_go(space, values, stream, at)
+            continue
+        template = space.templates[int(stream[at])]
+        start = at + 1
+        middle = start + template.num_in
+        stop = middle + template.num_new
+        for id in stream[middle:stop]:
+            space.fault(id, poison)
+        for index in template.mutates:
+            space.spare(stream[start + index], poison)
+        at = stop + template.num_floats
 
 
 def plain_name(function: str) -> str:
@@ -534,9 +728,18 @@ def _seeded(template: Template, args: Any, kwargs: Any, seed: int, space: Space)
         return template.call(*args, **kwargs)
 
 
-def _poison(number: int, error: Exception) -> Poison:
+def _poison(number: int, error: Exception, *, secondary: bool = False) -> Poison:
     trace = "".join(traceback.format_exception(error, limit=-4, chain=False))
-    return Poison(number, type(error).__name__, str(error).strip()[:2000], trace[-4000:])
+    return Poison(number, type(error).__name__, str(error).strip()[:2000], trace[-4000:], secondary=secondary)
+
+
+def _hash_of(value: Any) -> str:
+    """Of this rank's own piece; empty where there is none."""
+    tensor = value.kept if isinstance(value, Poison) else value
+    if tensor is None:
+        return ""
+    piece = _plain(tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().contiguous().cpu()
+    return hashlib.blake2b(piece.reshape(-1).view(torch.uint8).numpy().data, digest_size=16).hexdigest()
 
 
 def _plain(local: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from meshbook.rank.tensors import building, rules
 from meshbook.rank.tensors.calls import FUNCTIONS, TENSOR
 from meshbook.rank.tensors.lowering import settled
+from meshbook.rank.unfinished import forget_unfinished_step
 
 
 class Resident:
@@ -78,6 +79,18 @@ class Resident:
                 part.reshard()
         if isinstance(self.module, DistributedDataParallel) and places:  # it looks once, when it is made
             self.module = building.ddp(self.module.module, self.mesh, self.axis)
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """A forward or a backward. One that does not come to its end leaves nothing behind: neither what it had
+        gathered, nor a gradient that the next backward would add to."""
+        try:
+            yield
+        except BaseException:
+            forget_unfinished_step(self.module)
+            for tensor in self.tensors:
+                tensor.grad = None
+            raise
 
     def place(self, on_axis: Placement) -> list[Placement]:
         """Placements of what lies so over the batch axis, and whole over every other."""
@@ -235,7 +248,7 @@ def _forward(
     if seed is not None:  # other rows draw others, whoever computes the same draws the same
         place = resident.mesh.get_local_rank(resident.axis) if cut else 0
         drawing = rules.numbers_from(rules.mix(int(seed), place))
-    with torch.set_grad_enabled(wanting is not None), cast, drawing:
+    with resident.step(), torch.set_grad_enabled(wanting is not None), cast, drawing:
         result = module(*args, **kwargs)
     flat = pytree.tree_leaves(result)
     outputs: list[Any] = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
@@ -363,7 +376,7 @@ def _backward(key: str, grads: Sequence[Any], outs: Sequence[int], ticket: Any) 
                 grad = grad * graph.scale
         outputs.append(output)
         incoming.append(grad)
-    with torch.enable_grad():
+    with resident.step(), torch.enable_grad():
         torch.autograd.backward(outputs, incoming)
     inputs = []
     for tensor, places in zip(graph.inputs, graph.input_places, strict=True):

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from meshbook.rank.tensors import engine
+from meshbook.rank.tensors.agreement import BEGIN, END
 from meshbook.rank.tensors.calls import FUNCTIONS, Sent
 from meshbook.rank.tensors.engine import Template
 from meshbook.rank.tensors.lowering import FILE, CannotLower, Lowered, Lowering, is_same_number, settled
@@ -27,7 +28,7 @@ from meshbook.wire.messages import Frame
 
 # Functions of ours that are islands: a module, what waits for its collective by other means than an operation, and what
 # comes from elsewhere.
-_AS_THEY_ARE = ("meshbook::module", "meshbook::slice_local", "meshbook::fed")
+_AS_THEY_ARE = ("meshbook::module", "meshbook::slice_local", "meshbook::fed", BEGIN, END)
 
 # Lowering anew because other numbers turned out to vary; a step that still differs is replayed one by one.
 _MAX_TRIES = 4
@@ -191,6 +192,7 @@ class Player:
         return mark >= 0 and greatest == -least
 
     def _island(self, lowering: Lowering, step: Step, values: dict[int, Any], floats: Sequence[float]) -> None:
+        template = self.templates[step.template]
         ins = [values[place] for place in step.ins]
         specs = [tensor._spec if isinstance(tensor, DTensor) else None for tensor in ins]
         pieces = [settled(tensor) for tensor in ins]
@@ -200,10 +202,14 @@ class Player:
         values.update(made)
 
         def call(locals_: Sequence[torch.Tensor], own: Sequence[float]) -> list[torch.Tensor]:
-            again = [
-                local if spec is None else DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-                for local, spec in zip(locals_, specs, strict=True)
-            ]
+            again: Any = (
+                locals_
+                if template.name == BEGIN
+                else [
+                    local if spec is None else DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+                    for local, spec in zip(locals_, specs, strict=True)
+                ]
+            )
             fresh: dict[int, Any] = {}
             moved = Step(step.template, step.ins, step.outs, 0, step.num_floats)
             self._do(moved, again, own, fresh)

@@ -39,9 +39,11 @@ class Fetch(Struct, frozen=True, gc=False):
     """What is asked for once the batch has run."""
 
     # item: its one number, from one rank. parts: each different piece, from the first rank that holds it. local: the
-    # rank's own piece, from each of `ranks`. nothing: only that everything before has run.
-    how: Literal["item", "parts", "local", "nothing"]
+    # rank's own piece, from each of `ranks`. nothing: only that everything before has run. state: which steps of
+    # optimizers were taken, and hashes of `ids`.
+    how: Literal["item", "parts", "local", "nothing", "state"]
     id: int = 0
+    ids: tuple[int, ...] = ()
     ranks: Ranks = ()  # that answer with a value; the others only take part
     room: Room | None = None
 
@@ -60,7 +62,8 @@ class RunOps(Message):
 
     A rank keeps, per `engine`, templates (what is called, and how its arguments are put together) and tensors by id.
     `ops` is a msgpack list of numbers; each operation is its template's number, the ids of its inputs and of its new
-    outputs, and its floats. Template 0 takes a count and that many ids that nobody holds any more.
+    outputs, and its floats. In place of a template, 0 takes a count and that many ids that nobody holds any more; -1
+    takes those whose faults the user knows, where they kept their values.
     """
 
     call: CallId

@@ -1,0 +1,93 @@
+"""An optimizer's step is taken by all ranks, or by none.
+
+The controller puts `begin_step` before the operations of a step, and `end_step` after them. In the first one the ranks
+ask each other whether all of them have what the step needs: one small all-reduce, on the CPU. If one of them lacks a
+gradient, no rank runs the step, and parameters stay as they were. From there to `end_step` a Stop waits: the operations
+are local and short, and a step of which some ranks did a half cannot be undone.
+
+Which steps were taken is remembered here, by the controller's numbers of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshbook.rank.tensors.calls import FUNCTIONS
+
+BEGIN, END = "meshbook::begin_step", "meshbook::end_step"
+
+# Steps of an engine whose end is remembered: more than the controller can have under way.
+_MAX_DONE = 4096
+
+
+class StepRefused(RuntimeError):
+    """Another rank cannot take part in this step of an optimizer."""
+
+
+class Steps:
+    """The steps of one engine on this rank."""
+
+    def __init__(self) -> None:
+        self.done: deque[int] = deque(maxlen=_MAX_DONE)
+        self._whole = contextlib.ExitStack()  # what holds a Stop back, while a step runs
+
+    def begin(self, hold: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._whole.close()
+        self._whole.enter_context(hold())
+
+    def end(self) -> None:
+        """
+        Raises:
+            KeyboardInterrupt: a Stop came meanwhile.
+        """
+        whole, self._whole = self._whole, contextlib.ExitStack()
+        whole.close()
+
+
+# Whose operations run now: a rank has one thread that runs them.
+current: Steps | None = None
+hold: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+
+
+def agree(mesh: Any, fine: bool) -> bool:
+    """Whether all ranks of the mesh are fine. They wait for each other."""
+    if mesh is None or mesh.size() == 1:
+        return fine
+    word = torch.tensor([0 if fine else 1], dtype=torch.int32)
+    groups = [dist.group.WORLD] if mesh.size() == dist.get_world_size() else mesh.get_all_groups()
+    for group in groups:
+        dist.all_reduce(word, dist.ReduceOp.MAX, group=group)
+    return int(word) == 0
+
+
+def begin_step(tensors: Sequence[torch.Tensor], mesh: Any, serial: float) -> None:
+    """This rank has all that the step needs.
+
+    Raises:
+        StepRefused: another one has not.
+    """
+    if not agree(mesh, True):
+        raise StepRefused("another rank could not take part in this step of the optimizer, so no rank has taken it")
+    if current is not None:
+        current.begin(hold)
+
+
+def end_step(serial: float) -> None:
+    """
+    Raises:
+        KeyboardInterrupt: a Stop came meanwhile.
+    """
+    if current is not None:
+        current.done.append(int(serial))
+        current.end()
+
+
+FUNCTIONS["begin_step"] = begin_step
+FUNCTIONS["end_step"] = end_step

@@ -1,0 +1,208 @@
+"""Steps of torch's optimizers on remote parameters: all of one, or nothing of it.
+
+An optimizer's Python runs here and makes state as it goes: moments on the ranks, counts of steps here. When ranks did
+not take a step, because a gradient could not be computed or a Stop came first, the counts go back and state that was
+made in that step is dropped: its next step makes it anew.
+
+`torch.optim.Optimizer.step` is wrapped for classes of which one was given a remote parameter; for local parameters it
+does what it did.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from meshbook.errors import OperationFailed
+from meshbook.rank.tensors.calls import FLOAT, MESH, TENSOR, Sent
+from meshbook.tensors.engine import AFTER_FAULT, Engine, here
+from meshbook.tensors.plan import Template
+from meshbook.tensors.remote import RemoteTensor
+
+_serials = itertools.count(1)
+
+
+class OptimizerStep:
+    """One step, and what the optimizer was before it."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.serial = next(_serials)
+        self._optimizer = weakref.ref(optimizer)
+        self._without = [
+            weakref.ref(parameter) for parameter in _parameters(optimizer) if not optimizer.state.get(parameter)
+        ]
+        self._counts: list[tuple[dict[str, Any], str, Any]] = []
+        local: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        for state in optimizer.state.values():
+            for name, value in state.items():
+                if type(value) is torch.Tensor and value.numel() == 1:
+                    local.append((state, name, value))
+                elif type(value) in (int, float):
+                    self._counts.append((state, name, value))
+        # A copy of each, made at once where they are alike.
+        if len({(value.dtype, value.shape, value.device) for _, _, value in local}) == 1:
+            copies: Any = torch.stack([value for _, _, value in local]).unbind()
+        else:
+            copies = [value.clone() for _, _, value in local]
+        self._counts += [(state, name, copy) for (state, name, _), copy in zip(local, copies, strict=True)]
+
+    def undo(self) -> None:
+        """See `engine.Step`."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        for parameter in self._without:
+            if (found := parameter()) is not None:
+                optimizer.state.pop(found, None)
+        with torch.no_grad():
+            for state, name, before in self._counts:
+                if name not in state:
+                    continue
+                if isinstance(before, torch.Tensor):
+                    state[name].copy_(before)
+                else:
+                    state[name] = before
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _engine_of(optimizer: Optimizer) -> Engine | None:
+    """The engine of its parameters; None: they are local, or of several meshes, whose ranks cannot ask each other."""
+    engines = {
+        id(parameter.engine): parameter.engine
+        for parameter in _parameters(optimizer)
+        if isinstance(parameter, RemoteTensor)
+    }
+    return next(iter(engines.values())) if len(engines) == 1 else None
+
+
+def needed_by(optimizer: Optimizer) -> list[int]:
+    """Ids of what a step reads or changes: gradients, parameters that have one, and their state."""
+    found: dict[int, None] = {}
+    for parameter in _parameters(optimizer):
+        if parameter.grad is None:
+            continue
+        for tensor in (parameter.grad, parameter, *optimizer.state.get(parameter, {}).values()):
+            if isinstance(tensor, RemoteTensor):
+                found[tensor._handle.id] = None
+    return list(found)
+
+
+def _begin(engine: Engine, ids: list[int], serial: int) -> None:
+    template = engine.cache.get(("begin_step", len(ids)))
+    if template is None:
+        template = engine.learn(
+            ("begin_step", len(ids)), _plan, engine, "begin_step", ([TENSOR] * len(ids), MESH, FLOAT)
+        )
+    engine.emit([template.number, *ids, float(serial)], here(3))
+
+
+def _end(engine: Engine, serial: int) -> None:
+    template = engine.cache.get("end_step")
+    if template is None:
+        template = engine.learn("end_step", _plan, engine, "end_step", (FLOAT,))
+    engine.emit([template.number, float(serial)], here(3))
+
+
+def _plan(engine: Engine, name: str, args: tuple[Any, ...]) -> Template:
+    begins = name == "begin_step"
+    number = next(engine.planner._numbers)
+    sent = Sent(number, f"meshbook::{name}", args, {}, (), "none", (), begins, False)
+    return Template(number, None, (), "none", communicates=begins, body=pickle.dumps(sent, 5), name=sent.function)
+
+
+def _whole(step: Callable[..., Any]) -> Callable[..., Any]:
+    """An optimizer's `step`, of which ranks take all or nothing."""
+
+    @functools.wraps(step)
+    def stepped(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        engine = _engine_of(self)
+        # With a closure a step has forwards and backwards in it, and values that are waited for.
+        if engine is None or args or kwargs.get("closure") is not None or engine.is_in_step:
+            return step(self, *args, **kwargs)
+        engine.look_at(())  # a step that ranks have not taken is undone before this one reads the state
+        ids = needed_by(self)
+        try:
+            engine.look_at(ids)
+        except OperationFailed:
+            forget_lost(self, engine)
+            raise
+        taken = OptimizerStep(self)
+        engine.begin_step(taken)
+        try:
+            _begin(engine, ids, taken.serial)
+            result = step(self, **kwargs)
+            _end(engine, taken.serial)
+        except BaseException:
+            if engine.drop_step():
+                taken.undo()
+            else:
+                engine.end_step(taken)
+            raise
+        engine.end_step(taken)
+        engine.look_at(ids)
+        return result
+
+    stepped._meshbook_whole = True  # type: ignore[attr-defined]
+    return stepped
+
+
+def _wrap(kind: type[Optimizer]) -> None:
+    step: Any = kind.step
+    if not getattr(step, "_meshbook_whole", False):
+        kind.step = _whole(step)  # type: ignore[method-assign]
+
+
+def forget_lost(optimizer: Optimizer, engine: Engine) -> list[tuple[str, torch.Tensor]]:
+    """Drop gradients and state that ranks could not compute: they would be refused wherever they are used.
+
+    Returns:
+        "gradient" or "state", and the parameter that it was of.
+    """
+    dropped = []
+    for parameter in _parameters(optimizer):
+        if _is_lost(parameter.grad, engine):
+            parameter.grad = None
+            dropped.append(("gradient", parameter))
+        if any(_is_lost(value, engine) for value in optimizer.state.get(parameter, {}).values()):
+            optimizer.state.pop(parameter)
+            dropped.append(("state", parameter))
+    return dropped
+
+
+def _is_lost(value: Any, engine: Engine) -> bool:
+    return isinstance(value, RemoteTensor) and value.engine is engine and engine.is_lost(value._handle.id)
+
+
+# Those that were given remote parameters.
+_known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def _after_fault(engine: Engine) -> None:
+    for optimizer in list(_known):
+        forget_lost(optimizer, engine)
+
+
+AFTER_FAULT.append(_after_fault)
+
+_add_param_group = Optimizer.add_param_group
+
+
+@functools.wraps(_add_param_group)
+def _added(self: Optimizer, param_group: dict[str, Any]) -> None:
+    _add_param_group(self, param_group)
+    if any(isinstance(parameter, RemoteTensor) for parameter in param_group["params"]):
+        _wrap(type(self))
+        _known.add(self)
+
+
+Optimizer.add_param_group = _added  # type: ignore[method-assign]

@@ -1,0 +1,214 @@
+"""`meshbook.recover`: what is left of a model and its optimizer after a fault, or a Stop.
+
+Asks the ranks what they have, compares copies that should be alike by their hashes, and copies one that is whole over
+those that differ. What lies in pieces has no copy: it is named instead.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from meshbook.errors import UsageError
+from meshbook.rank.tensors.calls import MESH, TENSOR, Sent
+from meshbook.tensors.engine import Engine, Fault, here
+from meshbook.tensors.plan import Template
+from meshbook.tensors.remote import RemoteTensor
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What `meshbook.recover` found, by the tensors' names.
+
+    Attributes:
+        whole: on every rank as it was.
+        restored: copies differed, or one was missing, and all are now that of the rank that is named.
+        half_written: changed on some ranks and not on others, or in part, with no copy to restore it from. They can be
+            used, and hold numbers of two steps: load these from a checkpoint.
+        dropped: gradients, and state of an optimizer, that were never computed; they are made anew by the next step.
+        lost: parameters and tensors that were never computed.
+    """
+
+    whole: tuple[str, ...] = ()
+    restored: tuple[tuple[str, int], ...] = ()
+    half_written: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is to be loaded from a checkpoint."""
+        return not self.half_written and not self.lost
+
+    def __repr__(self) -> str:
+        lines = [f"{len(self.whole)} tensors whole"]
+        for rank in sorted({rank for _, rank in self.restored}):
+            lines.append(f"restored from rank {rank}: {_listed([name for name, at in self.restored if at == rank])}")
+        if self.half_written:
+            lines.append(f"half written, load from a checkpoint: {_listed(self.half_written)}")
+        if self.dropped:
+            lines.append(f"dropped, made anew by the next step: {_listed(self.dropped)}")
+        if self.lost:
+            lines.append(f"never computed, make or load them anew: {_listed(self.lost)}")
+        return "Recovery: " + "\n  ".join(lines)
+
+
+def _listed(names: Any) -> str:
+    shown = ", ".join(names[:6])
+    return f"{shown} and {len(names) - 6} more" if len(names) > 6 else shown
+
+
+def recover(*things: nn.Module | Optimizer | RemoteTensor) -> Recovery:
+    """Bring models, optimizers and tensors into order after a fault or a Stop, and say what they are. Blocks.
+
+    Copies that differ between ranks are made alike, from a rank that has finished what was under way if there is one.
+    Faults are forgotten, as the user knows of them now. Nothing is changed where nothing is wrong.
+
+    Args:
+        things: whatever is to be looked at: `meshbook.recover(model, optimizer)`.
+
+    Raises:
+        UsageError: there is no remote tensor among them.
+        RankLost, CellInterrupted: as a cell.
+    """
+    named = _named(things)
+    if not named:
+        raise UsageError("meshbook.recover(model, optimizer) looks at remote tensors, and there is none among these")
+    found: dict[str, list[Any]] = {"whole": [], "restored": [], "half_written": [], "lost": []}
+    engines = {id(tensor.engine): tensor.engine for tensor in named.values()}.values()
+    for engine in engines:
+        engine.settle()  # which drops what can be made anew
+    left = _named(things)
+    for engine in engines:
+        _Look(engine, {name: tensor for name, tensor in left.items() if tensor.engine is engine}).judge(found)
+    dropped = tuple(name for name in named if name not in left)
+    return Recovery(**{kind: tuple(names) for kind, names in found.items()}, dropped=dropped)
+
+
+def _named(things: Any) -> dict[str, RemoteTensor]:
+    """Remote tensors by name, each once."""
+    found: dict[str, RemoteTensor] = {}
+    seen: set[int] = set()
+
+    def add(name: str, tensor: Any) -> None:
+        if isinstance(tensor, RemoteTensor) and tensor._handle.id not in seen:
+            seen.add(tensor._handle.id)
+            found[name if name not in found else f"{name} ({len(found)})"] = tensor
+
+    names: dict[int, str] = {}
+    for thing in things:
+        if isinstance(thing, nn.Module):
+            for name, tensor in (*thing.named_parameters(), *thing.named_buffers()):
+                names[id(tensor)] = name
+                add(name, tensor)
+        elif not isinstance(thing, (Optimizer, torch.Tensor)):
+            raise UsageError(f"recover takes modules, optimizers and remote tensors, not a {type(thing).__name__}")
+    for thing in things:
+        if isinstance(thing, torch.Tensor):
+            add(f"tensor {tuple(thing.shape)}", thing)
+        if isinstance(thing, Optimizer):
+            for number, parameter in enumerate(p for group in thing.param_groups for p in group["params"]):
+                name = names.setdefault(id(parameter), f"parameter {number}")
+                add(name, parameter)
+                add(f"gradient of {name}", parameter.grad)
+                for key, value in thing.state.get(parameter, {}).items():
+                    add(f"{key} of {name}", value)
+    return found
+
+
+class _Look:
+    """Tensors of one engine, as its ranks have them."""
+
+    def __init__(self, engine: Engine, tensors: dict[str, RemoteTensor]) -> None:
+        self.engine, self.tensors = engine, tensors
+        ids = [tensor._handle.id for tensor in tensors.values()]
+        told = engine.state(ids)
+        self.hashes = {id: {rank: told[rank]["hashes"][at] for rank in engine.ranks} for at, id in enumerate(ids)}
+        self.faults: dict[int, tuple[Fault, dict[int, int], bool]] = engine.faults_of(ids)
+
+    def judge(self, found: dict[str, list[Any]]) -> None:
+        source = self._source()
+        clear: list[int] = []
+        copy: list[RemoteTensor] = []
+        for name, tensor in self.tensors.items():
+            id = tensor._handle.id
+            fault = self.faults.get(id)
+            if not all(self.hashes[id].values()):
+                found["lost"].append(name)
+                continue
+            if fault is not None:
+                clear.append(id)
+            if self._differs(tensor):
+                copy.append(tensor)
+                found["restored"].append((name, source))
+            elif fault is not None and self._is_half(tensor, fault):
+                found["half_written"].append(name)
+            else:
+                found["whole"].append(name)
+        self.engine.clear(clear)
+        for tensor in copy:
+            self._copy_from(tensor, source)
+
+    def _source(self) -> int:
+        """The rank whose copies serve: one that has done all that was under way, or else one that has done nothing."""
+
+        def doubts(rank: int) -> tuple[int, int, int]:
+            left_out = sum(counts.get(rank, 0) for _, counts, _ in self.faults.values())
+            in_part = sum(begun and rank in counts for _, counts, begun in self.faults.values())
+            return in_part, left_out, rank
+
+        return min(self.engine.ranks, key=doubts)
+
+    def _groups(self, tensor: RemoteTensor) -> Iterator[list[int]]:
+        """Ranks that have the same piece of a tensor."""
+        placements, axes = tensor.placements, self.engine.axes
+        if placements is None:
+            return
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in self.engine.ranks:
+            point = axes.point(rank)
+            places = tuple(
+                point[name] for name, place in zip(axes.names, placements, strict=True) if not place.is_replicate()
+            )
+            groups.setdefault(places, []).append(rank)
+        yield from groups.values()
+
+    def _differs(self, tensor: RemoteTensor) -> bool:
+        hashes = self.hashes[tensor._handle.id]
+        return any(len({hashes[rank] for rank in group}) > 1 for group in self._groups(tensor))
+
+    def _is_half(self, tensor: RemoteTensor, fault: tuple[Fault, dict[int, int], bool]) -> bool:
+        """Whether pieces are of two steps, or a piece may be."""
+        _, counts, begun = fault
+        if begun:
+            return True
+        whole_copies = any(len(group) == len(self.engine.ranks) for group in self._groups(tensor))
+        return not whole_copies and len({counts.get(rank, 0) for rank in self.engine.ranks}) > 1
+
+    def _copy_from(self, tensor: RemoteTensor, source: int) -> None:
+        engine, axes = self.engine, self.engine.axes
+        point = axes.point(source)
+        for axis, (name, place) in enumerate(zip(axes.names, tensor.placements or (), strict=True)):
+            if not place.is_replicate() or axes.shape[axis] == 1:
+                continue
+            key = ("take_from", axis, point[name])
+            template = engine.cache.get(key)
+            if template is None:
+                template = engine.learn(key, _plan, engine, axis, point[name])
+            engine.emit([template.number, tensor._handle.id], here())
+
+
+def _plan(engine: Engine, axis: int, place: int) -> Template:
+    number = next(engine.planner._numbers)
+    args = (TENSOR, MESH, axis, place)
+    sent = Sent(number, "meshbook::take_from", args, {}, (), "none", (0,), True, False, overwrites=True)
+    body = pickle.dumps(sent, 5)
+    return Template(
+        number, None, (), "none", mutates=(0,), communicates=True, body=body, name=sent.function, overwrites=True
+    )
