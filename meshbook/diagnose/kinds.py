@@ -190,9 +190,9 @@ KINDS: Final[dict[str, Kind]] = {
     # ---- a rank is busy
     "python-loop": Kind(
         66,
-        "A rank runs the same loop all the time and calls no collective.",
-        "Look at the condition that should end the loop on {name}.",
-        "Interrupt the cell to get it back.",
+        "A rank computes in the same code all the time and calls no collective.",
+        "If this takes long by nature, let it: a rank that computes does not hang.",
+        "If it does not, %mesh stacks {first} --twice shows where {name} is; interrupt the cell to get it back.",
     ),
     "missing-from-collective": Kind(
         65,

@@ -266,7 +266,9 @@ class Seeing:
         if not may_tell:
             return []
         text = diagnose.as_text(tuple(news[:_TOLD_AT_ONCE]), color=False)
-        notice = RankDisplay(ranks=glance.ranks, item=messages.Notice(f"this cell stands still\n{text}"))
+        # A rank that computes does not hang; whether its loop ends is for the reader to say.
+        head = "this cell computes on" if all(one.kind == "python-loop" for one in news) else "this cell stands still"
+        notice = RankDisplay(ranks=glance.ranks, item=messages.Notice(f"{head}\n{text}"))
         return [ToClient(glance.client, messages.CallOutput(call=CallId(glance.call), items=(notice,)))]
 
     def _glance_again(self, name: str, now: float) -> list[Step]:

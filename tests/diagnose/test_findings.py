@@ -448,6 +448,9 @@ def test_all_in_one_loop():
     finding = only(*(computing(rank, line=10) for rank in range(4)), earlier=before)
     assert told(finding) == ("python-loop", (0, 1, 2, 3), (), 10)
     assert not finding.sure
+    # Long pure computations are as likely as a loop without end.
+    assert "Ranks 0-3 compute in the same code" in finding.title
+    assert "a rank that computes does not hang" in finding.next_step
     fresh = [computing(rank, collectives=(op(1, ended_s=0.4),)) for rank in range(4)]
     assert only(*fresh, earlier=fresh).kind == "slow"
     in_torch = [look(rank, *at(9, Frame(f"{TORCH}/nn/functional.py", 9, "linear"))) for rank in range(4)]
