@@ -20,9 +20,9 @@ from meshbook.actors.runtime.context import Home
 from meshbook.actors.runtime.futures import MUST_NOT_WAIT, Future
 from meshbook.actors.runtime.life import life
 from meshbook.actors.runtime.post import here
-from meshbook.controller.config import count_gpus
 from meshbook.controller.late import late_output
 from meshbook.errors import MeshTimeout, NotAttached, StartError, TransferError, UsageError
+from meshbook.host.gpus import count_gpus
 from meshbook.ids import name_ranks
 from meshbook.mesh import MeshAxes
 from meshbook.wire import keys, messages

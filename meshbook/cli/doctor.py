@@ -23,9 +23,10 @@ from typing import Literal
 
 import psutil
 
-from meshbook.controller.config import count_gpus, read_defaults
+from meshbook.controller.config import read_defaults
 from meshbook.controller.tables import format_bytes
 from meshbook.errors import MeshbookError
+from meshbook.host.gpus import count_gpus
 from meshbook.wire import keys
 
 # What Meshbook cannot do without, and the versions it was built against: [project] dependencies in pyproject.toml, for

@@ -7,13 +7,14 @@ environment (`MESHBOOK_RANKS`, `MESHBOOK_ENGINE`). A key that is not known is an
 from __future__ import annotations
 
 import os
-import subprocess
 import tomllib
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from meshbook.errors import UsageError
+from meshbook.host.cores import num_cores
+from meshbook.host.gpus import count_gpus
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Defaults:
     def num_ranks(self) -> int:
         if self.ranks is not None:
             return self.ranks
-        return count_gpus() or min(4, max(2, os.cpu_count() or 2))
+        return count_gpus() or min(4, max(2, num_cores()))
 
 
 def read_defaults(start: Path | None = None, environment: dict[str, str] | None = None) -> Defaults:
@@ -87,15 +88,3 @@ def _with(defaults: Defaults, settings: dict[str, Any], source: str) -> Defaults
         ):
             raise UsageError(f"{source} sets {key} = {value!r}; a {expected.__name__} is wanted")
     return replace(defaults, **settings)
-
-
-def count_gpus() -> int:
-    """NVIDIA GPUs that ranks would see. Asks the driver's own tool, so that nothing here initialises CUDA."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([part for part in visible.split(",") if part.strip() and part.strip() != "-1"])
-    try:
-        listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=5, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else 0

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 from meshbook.controller import batches, extensions, looking, marimo, remote
-from meshbook.controller.config import count_gpus, read_defaults
+from meshbook.controller.config import read_defaults
 from meshbook.controller.connection import Connection
 from meshbook.controller.console import Console, ask_on_terminal
 from meshbook.controller.futures import MeshFuture
@@ -29,6 +29,7 @@ from meshbook.controller.results import CellResult, RankValues
 from meshbook.controller.session import Session
 from meshbook.controller.tables import Table
 from meshbook.errors import MeshTimeout, NotAttached, RankLost, StartError, UsageError
+from meshbook.host.gpus import count_gpus
 from meshbook.ids import Ranks, format_ranks, name_ranks
 from meshbook.mesh import Cut, MeshAxes
 from meshbook.placement import shard_spans

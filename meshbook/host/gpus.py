@@ -1,15 +1,19 @@
 """What the NVIDIA driver says of this host's GPUs, by NVML.
 
 On a thread of its own: a GPU that has fallen off the bus can make it wait. Without a driver there is nothing to say,
-and that is no error.
+and that is no error. NVML is reached by NVIDIA's own bindings, nvidia-ml-py.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
+import itertools
+import os
 import threading
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 _SAMPLE_S = 1.0
 
@@ -51,45 +55,103 @@ class GpuSampler:
         if nvml is None:
             return
         while not self._stop.wait(_SAMPLE_S if self._seen else 0.0):
-            self._seen = {uuid: seen for uuid in self._wanted if (seen := nvml.look(uuid)) is not None}
+            try:
+                self._seen = {uuid: seen for uuid in self._wanted if (seen := nvml.look(uuid)) is not None}
+            except Exception:  # whatever a driver answers in its last hours: no GPU is known then
+                self._seen = {}
             if not self._seen and self._stop.wait(_SAMPLE_S):  # the driver does not know them; it may yet
                 return
 
 
-class _Memory(ctypes.Structure):
-    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
-
-
-class _Utilization(ctypes.Structure):
-    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
-
-
 class Nvml:
-    """The four functions of libnvidia-ml that are needed here."""
+    """What is needed here of NVIDIA's own bindings, `pynvml`."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
-        self._handles: dict[str, ctypes.c_void_p] = {}
+        self._handles: dict[str, Any] = {}
 
     @classmethod
     def load(cls) -> Nvml | None:
         """None: this machine has no NVIDIA driver."""
-        with contextlib.suppress(OSError, AttributeError):
-            library = ctypes.CDLL("libnvidia-ml.so.1")
-            if library.nvmlInit_v2() == 0:
-                return cls(library)
-        return None
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+        except Exception:  # not installed, or no library, or a driver of another version
+            return None
+        return cls(pynvml)
 
     def look(self, uuid: str) -> GpuSeen | None:
-        handle = self._handles.get(uuid)
-        if handle is None:
-            handle = ctypes.c_void_p()
-            named = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
-            if self._library.nvmlDeviceGetHandleByUUID(named.encode(), ctypes.byref(handle)) != 0:
-                return None
-            self._handles[uuid] = handle
-        memory, utilization = _Memory(), _Utilization()
-        if self._library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) != 0:
+        try:
+            handle = self._handles.get(uuid)
+            if handle is None:
+                named = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+                handle = self._handles[uuid] = self._library.nvmlDeviceGetHandleByUUID(named)
+            memory = self._library.nvmlDeviceGetMemoryInfo(handle)
+        except self._library.NVMLError:
             return None
-        told = self._library.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(utilization)) == 0
-        return GpuSeen(int(memory.used), int(memory.total), float(utilization.gpu) if told else None)
+        try:
+            utilization = float(self._library.nvmlDeviceGetUtilizationRates(handle).gpu)
+        except self._library.NVMLError:  # a MIG device has none
+            utilization = None
+        return GpuSeen(int(memory.used), int(memory.total), utilization)
+
+    def count(self) -> int:
+        """Devices that this process may use; does not wake them, which takes seconds without the persistence daemon."""
+        return int(self._library.nvmlDeviceGetCount())
+
+    def uuids(self) -> list[str]:
+        """Of all devices, in the driver's order."""
+        handles = [self._library.nvmlDeviceGetHandleByIndex(index) for index in range(self.count())]
+        return [str(self._library.nvmlDeviceGetUUID(handle)) for handle in handles]
+
+
+def count_gpus(proc: Path = Path("/proc/driver/nvidia/gpus")) -> int:
+    """NVIDIA GPUs that ranks of this process would see: CUDA_VISIBLE_DEVICES counts as it does for CUDA. Initialises
+    no CUDA. Takes milliseconds; where there is no driver, none.
+
+    Args:
+        proc: a folder per GPU, which the driver keeps.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    try:
+        num_listed = len(os.listdir(proc))
+    except OSError:
+        num_listed = 0
+    if not num_listed and not os.path.exists("/dev/dxg"):  # in WSL the driver is Windows' own
+        return 0
+    nvml = Nvml.load()
+    if nvml is None:
+        return num_visible(num_listed, lambda: [], visible)
+    try:
+        return num_visible(nvml.count(), nvml.uuids, visible)
+    except Exception:  # a GPU that has fallen off the bus
+        return num_visible(num_listed, lambda: [], visible)
+
+
+def num_visible(num_gpus: int, uuids: Callable[[], list[str]], visible: str | None) -> int:
+    """How many of a machine's GPUs CUDA shows a process.
+
+    Args:
+        uuids: of all GPUs; asked only where they are needed. An empty list: they are not known.
+        visible: CUDA_VISIBLE_DEVICES; None when it is not set. Indices or the beginnings of UUIDs; what follows the
+            first that names no GPU is not seen, and nothing is seen when one is named twice.
+    """
+    if visible is None:
+        return num_gpus
+    names = [name.strip() for name in visible.split(",")]
+    if names[0].startswith("MIG-"):
+        return 1  # CUDA shows a process one MIG device, whatever else is listed
+    if names[0].startswith("GPU-"):
+        known = uuids()
+        if not known:
+            return len([name for name in names if name.startswith("GPU-")])
+        found = [[index for index, uuid in enumerate(known) if uuid.startswith(name)] for name in names]
+        chosen = [matching[0] for matching in _until_wrong(found, lambda matching: len(matching) == 1)]
+    else:
+        chosen = [int(name) for name in _until_wrong(names, lambda name: name.isdecimal() and int(name) < num_gpus)]
+    return len(chosen) if len(set(chosen)) == len(chosen) else 0
+
+
+def _until_wrong(things: list[T], right: Callable[[T], bool]) -> list[T]:
+    return list(itertools.takewhile(right, things))

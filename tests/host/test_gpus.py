@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import time
+import threading
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from meshbook.host.gpus import GpuSampler, GpuSeen, Nvml
+from meshbook.host.gpus import GpuSampler, GpuSeen, Nvml, count_gpus, num_visible
 
 UUID = "8f1c2f4e-0000-1111-2222-333344445555"
 
@@ -15,29 +17,33 @@ UUID = "8f1c2f4e-0000-1111-2222-333344445555"
 class FakeLibrary:
     """Two of the driver's habits: it knows devices by their UUIDs only, and may not know how busy one is."""
 
+    class NVMLError(Exception):
+        pass
+
     def __init__(self, *, tells_utilization: bool = True) -> None:
-        self.asked: list[bytes] = []
+        self.asked: list[str] = []
         self._tells_utilization = tells_utilization
 
-    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, handle: Any) -> int:
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
         self.asked.append(uuid)
-        handle._obj.value = 7
-        return 0 if uuid == f"GPU-{UUID}".encode() else 6
+        if uuid != f"GPU-{UUID}":
+            raise self.NVMLError("not found")
+        return 7
 
-    def nvmlDeviceGetMemoryInfo(self, handle: Any, memory: Any) -> int:
-        memory._obj.total, memory._obj.used = 80 << 30, 3 << 30
-        return 0 if handle.value == 7 else 2
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
+        return SimpleNamespace(total=80 << 30, used=3 << 30)
 
-    def nvmlDeviceGetUtilizationRates(self, handle: Any, utilization: Any) -> int:
-        utilization._obj.gpu = 93
-        return 0 if self._tells_utilization else 3
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:
+        if not self._tells_utilization:
+            raise self.NVMLError("not supported")
+        return SimpleNamespace(gpu=93)
 
 
 def test_a_gpu_is_found_by_its_uuid_once_and_asked_each_time() -> None:
     library = FakeLibrary()
     nvml = Nvml(library)
     assert [nvml.look(UUID) for _ in range(2)] == [GpuSeen(3 << 30, 80 << 30, 93.0)] * 2
-    assert library.asked == [f"GPU-{UUID}".encode()]
+    assert library.asked == [f"GPU-{UUID}"]
 
 
 def test_what_the_driver_does_not_say_is_none() -> None:
@@ -50,9 +56,10 @@ def test_a_sampler_sees_what_is_wanted_and_ends(monkeypatch: pytest.MonkeyPatch)
     sampler = GpuSampler()
     assert sampler.seen(UUID) is None
     sampler.want(UUID)
-    deadline = time.monotonic() + 30
-    while sampler.seen(UUID) is None and time.monotonic() < deadline:
-        pass
+    for _ in range(3000):
+        if sampler.seen(UUID) is not None:
+            break
+        threading.Event().wait(0.01)
     assert sampler.seen(UUID) == GpuSeen(3 << 30, 80 << 30, 93.0)
     sampler.close()
     assert sampler._thread is not None
@@ -68,6 +75,52 @@ def test_without_a_driver_there_is_nothing_and_no_error(monkeypatch: pytest.Monk
     sampler._thread.join(30)
     assert (sampler._thread.is_alive(), sampler.seen(UUID)) == (False, None)
     sampler.close()
+
+
+UUIDS = ["GPU-aa11", "GPU-aa22", "GPU-bb33", "GPU-cc44"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "seen"),
+    [
+        (None, 4),
+        ("", 0),
+        ("0", 1),
+        ("0, 2", 2),
+        ("-1", 0),
+        ("1,-1,2", 1),
+        ("0,9,1", 1),
+        ("0,0", 0),
+        ("all", 0),
+        ("GPU-aa11", 1),
+        ("GPU-bb,GPU-cc44", 2),
+        ("GPU-aa", 0),
+        ("GPU-bb33,GPU-zz", 1),
+        ("GPU-bb33,GPU-bb", 0),
+        ("MIG-aa,MIG-bb", 1),
+    ],
+)
+def test_gpus_are_counted_as_cuda_shows_them(visible: str | None, seen: int) -> None:
+    assert num_visible(4, lambda: UUIDS, visible) == seen
+
+
+def test_uuids_that_nobody_knows_are_taken_at_their_word() -> None:
+    assert num_visible(0, lambda: [], "GPU-aa11,GPU-bb33") == 2
+
+
+def test_without_the_drivers_folder_there_is_no_gpu_and_nobody_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Nvml, "load", lambda: 1 / 0)
+    assert count_gpus(tmp_path / "none") == 0
+
+
+def test_a_driver_that_cannot_be_asked_still_lists_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(Nvml, "load", lambda: None)
+    for name in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / name).mkdir()
+    assert count_gpus(tmp_path) == 2
 
 
 @pytest.mark.gpu
