@@ -3,6 +3,8 @@
 #
 #   make demo    run notebooks/quickstart.ipynb on a local mesh of four ranks, and say where the result is
 #   make test    run every test this machine can run (make test PEERS=1 installs Monarch and Ray, whose tests then run)
+#   make test-fast  the pure tests and those of one mesh, for every change: at most 4 minutes on two quiet cores
+#   make test-pure  those that need neither torch nor a mesh, on any Python: make test-pure PYTHON=python3.13
 #   make lab     open the quickstart in JupyterLab
 #   make bench   measure, and compare with what others do (make bench PEERS=1 installs the others too)
 #   make check   ruff and mypy --strict
@@ -19,14 +21,14 @@ SOURCES := pyproject.toml constraints.txt $(wildcard kernelspec/*)
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lab bench check clean
+.PHONY: help demo test test-fast test-pure lab bench check clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
 
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-		|| { echo "Meshbook needs Python 3.11 or newer; name one with: make $(MAKECMDGOALS) PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' \
+		|| { echo "Meshbook needs Python 3.11 to 3.14; name one with: make $(MAKECMDGOALS) PYTHON=python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 # One stamp per set of extras: installed if this file is newer than everything it was made from.
@@ -41,6 +43,25 @@ demo: $(VENV)/installed-demo
 test: $(VENV)/installed-dev $(if $(PEERS),$(VENV)/installed-peers)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+# Tests that import no torch and start no rank: rules, messages, folding, diagnosis, loops.
+PURE := tests/diagnose tests/fold tests/test_ids.py tests/test_mesh.py tests/test_placement.py tests/dashboard/test_view.py \
+	$(addprefix tests/supervisor/test_,driver.py history.py logfile.py looks.py seeing.py series.py stalls.py state.py) \
+	$(addprefix tests/wire/test_,codec.py keys.py lastwords.py loop.py refusals.py) \
+	$(addprefix tests/rank/test_,blas.py capture.py names.py paths.py preparation.py ring.py scalars.py service.py) \
+	$(addprefix tests/host/test_,cores.py gpus.py remembering.py) \
+	$(addprefix tests/controller/test_,connection.py console.py tables.py)
+# ... and what they need.
+PURE_NEEDS := pyzmq msgspec cloudpickle psutil numpy ipython nvidia-ml-py pytest pytest-timeout hypothesis
+PURE_VENV = .venv-pure/$(notdir $(PYTHON))
+
+test-fast: $(VENV)/installed-dev
+	$(BIN)/python -m pytest $(PURE) tests/controller/test_run.py $(PYTEST_ARGS)
+
+test-pure:
+	test -x $(PURE_VENV)/bin/python || $(PYTHON) -m venv $(PURE_VENV)
+	$(PURE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PURE_NEEDS)
+	$(PURE_VENV)/bin/python -m pytest -q $(PURE) $(PYTEST_ARGS)
+
 lab: $(VENV)/installed-lab
 	$(BIN)/python -m jupyter lab $(QUICKSTART)
 
@@ -52,4 +73,4 @@ check: $(VENV)/installed-dev
 	$(BIN)/python -m mypy
 
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) .venv-pure build dist

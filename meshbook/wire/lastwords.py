@@ -1,7 +1,8 @@
 """What a process said last, readable by another after its death, however it died.
 
 A ring of bytes in anonymous shared memory: the process writes every text there before it does anything else with it;
-the one that made the ring reads it when the process is gone. No locks: there is one writer, and the reader comes after.
+the one that made the ring reads it when the process is gone. No locks: the text has one writer at a time, the note has
+another, neither touches what is the other's, and the reader comes after.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import struct
 import tempfile
 
 RING_BYTES = 1 << 15
-_HEADER = struct.Struct("<Q256p")  # bytes ever written to the ring; the note, with its length
+_TOTAL = struct.Struct("<Q")  # bytes ever written to the ring
+_NOTE = struct.Struct("<256p")  # the note, with its length
+_HEADER_BYTES = _TOTAL.size + _NOTE.size
 
 
 class LastWords:
@@ -25,36 +28,36 @@ class LastWords:
         """
         if fd is None:
             fd = _memory_file()
-            os.ftruncate(fd, _HEADER.size + RING_BYTES)
+            os.ftruncate(fd, _HEADER_BYTES + RING_BYTES)
         self.fd = fd
-        self._map = mmap.mmap(fd, _HEADER.size + RING_BYTES)
-        self._total, self._note = _HEADER.unpack_from(self._map)
+        self._map = mmap.mmap(fd, _HEADER_BYTES + RING_BYTES)
+        (self._total,) = _TOTAL.unpack_from(self._map)
 
     def write(self, text: str) -> None:
         """Add text; about a microsecond."""
         data = text.encode("utf-8", "replace")[-RING_BYTES:]
         start = self._total % RING_BYTES
         first = min(len(data), RING_BYTES - start)
-        self._map[_HEADER.size + start : _HEADER.size + start + first] = data[:first]
+        self._map[_HEADER_BYTES + start : _HEADER_BYTES + start + first] = data[:first]
         if first < len(data):
-            self._map[_HEADER.size : _HEADER.size + len(data) - first] = data[first:]
+            self._map[_HEADER_BYTES : _HEADER_BYTES + len(data) - first] = data[first:]
         self._total += len(data)
-        _HEADER.pack_into(self._map, 0, self._total, self._note)
+        _TOTAL.pack_into(self._map, 0, self._total)
 
     def restart(self) -> None:
         """Forget what was said so far: something new begins."""
-        self._total, self._note = 0, b""
-        _HEADER.pack_into(self._map, 0, self._total, self._note)
+        self._total = 0
+        _TOTAL.pack_into(self._map, 0, 0)
+        _NOTE.pack_into(self._map, _TOTAL.size, b"")
 
     def note(self, text: str) -> None:
         """Put one short text, beside the ring, in the place of the one before: what the process was about to do."""
-        self._note = text.encode("utf-8", "replace")[:255]
-        _HEADER.pack_into(self._map, 0, self._total, self._note)
+        _NOTE.pack_into(self._map, _TOTAL.size, text.encode("utf-8", "replace")[:255])
 
     def read(self) -> str:
         """The text that is still there, oldest first."""
-        total, _ = _HEADER.unpack_from(self._map)
-        ring = self._map[_HEADER.size :]
+        (total,) = _TOTAL.unpack_from(self._map)
+        ring = self._map[_HEADER_BYTES :]
         if total <= RING_BYTES:
             return ring[:total].decode("utf-8", "replace")
         start = total % RING_BYTES
@@ -62,7 +65,7 @@ class LastWords:
 
     def read_note(self) -> str | None:
         """The last note; None if there was none."""
-        _, note = _HEADER.unpack_from(self._map)
+        (note,) = _NOTE.unpack_from(self._map, _TOTAL.size)
         return note.decode("utf-8", "replace") or None
 
     def close(self) -> None:

@@ -53,3 +53,15 @@ def test_a_new_ring_is_empty() -> None:
     assert ring.read() == ""
     assert ring.read_note() is None
     ring.close()
+
+
+def test_who_writes_notes_and_who_writes_text_do_not_touch_what_is_the_others() -> None:
+    words = LastWords()
+    notes = LastWords(os.dup(words.fd))  # as a thread whose view of the text is an old one
+    words.write("the text")
+    notes.note("all_reduce #1")
+    assert (words.read(), words.read_note()) == ("the text", "all_reduce #1")
+    words.write(" goes on")
+    assert (notes.read(), notes.read_note()) == ("the text goes on", "all_reduce #1")
+    words.close()
+    notes.close()
