@@ -530,8 +530,8 @@ class _Case(Telling):
             yield self._finding(
                 "python-loop",
                 ranks,
-                f"{capital(ranks)} {verb('computes', ranks)} in the same code{place_of(at)}, without a collective or a step"
-                f"{self._for_how_long(ranks)}",
+                f"{capital(ranks)} {verb('computes', ranks)} in the same code{place_of(at)}, "
+                f"without a collective or a step{self._for_how_long(ranks)}",
                 at=at,
                 evidence=self._places(ranks),
                 sure=False,
