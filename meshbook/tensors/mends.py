@@ -300,6 +300,7 @@ MENDS: dict[Any, Special] = {
 MENDS |= dict.fromkeys(
     (
         aten.binary_cross_entropy.default, aten.binary_cross_entropy_backward.default,
+        aten.binary_cross_entropy_with_logits.default,
         aten.native_group_norm_backward.default, aten.mse_loss.default, aten.mse_loss_backward.default,
         aten.huber_loss.default, aten.huber_loss_backward.default, aten.soft_margin_loss.default,
         aten.soft_margin_loss_backward.default, aten.smooth_l1_loss.default, aten.smooth_l1_loss_backward.default,

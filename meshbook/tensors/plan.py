@@ -58,7 +58,7 @@ _SCANS = {
 }  # fmt: skip
 
 
-# Places of elements, which DTensor counts along one axis of the mesh, also where several cut a dim.
+# Places of elements, which DTensor counts along one axis of the mesh, in pieces of one length.
 _PLACES = {aten.argmax.default, aten.argmin.default}
 
 # torch's words for what Meshbook says in the mesh's.
@@ -400,6 +400,9 @@ class Planner:
     ) -> tuple[tuple[int, tuple[Any, ...]], ...]:
         """What makes inputs whole along an axis where DTensor would take the mean of means of pieces unlike in size."""
         means = [axis for axis, place in enumerate(placements) if getattr(place, "reduce_op", None) == "avg"]
+        for axis in means:
+            if all(tensor._spec.placements[axis].is_replicate() for tensor in inputs):  # DTensor has cut it by itself
+                return self._made_whole(inputs)
         moves: list[tuple[int, tuple[Any, ...]]] = []
         for at, tensor in enumerate(inputs) if means else ():
             placed = list(tensor._spec.placements)
@@ -581,7 +584,13 @@ def _to_be_moved(
         if function in _PLACES:
             if named is None:
                 dims = set(range(rank))
-            dims = {dim for dim in dims if sum(_is_cut(place) and place.dim == dim for place in spec.placements) > 1}
+            cuts = [place.dim for place in spec.placements if _is_cut(place)]
+            even = all(
+                spec.shape[place.dim] % size == 0
+                for place, size in zip(spec.placements, mesh.shape, strict=True)
+                if _is_cut(place)
+            )
+            dims = {dim for dim in dims if not even or cuts.count(dim) > 1}
         if function is aten.kthvalue.default or function is aten.renorm.default:
             dims = set(range(rank))
         places = tuple(

@@ -56,6 +56,15 @@ TWO_RANKS: dict[str, Chain] = {
     ],
 }  # fmt: skip
 FOUR_RANKS: dict[str, Chain] = {
+    "places in pieces of two lengths": [
+        "v1 = leaf((3, 4), 'float32', [S(0), S(1)], 957)",
+        "v3 = v1.argmax(-1)",
+    ],
+    "a mean of what DTensor cuts by itself": [
+        "v2 = leaf((3, 4, 4), 'float32', [R, R], 116)",
+        "v7 = leaf((3, 4, 4), 'float32', [R, S(1)], 904)",
+        "v8 = F.binary_cross_entropy_with_logits(v2, (v7 > 0).to(v2.dtype))",
+    ],
     "truth values that are bytes": [
         "v0 = leaf((2, 3, 2), 'uint8', [S(1), S(0)], 195)",
         "v1 = v0.any()",
