@@ -49,6 +49,7 @@ class Served:
         assert self.driver._agent is not None
         self.driver._agent.close()
         self.driver._front.close(linger=0)
+        self.driver._store.close()
         self.driver._context.term()
 
 
