@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshbook.actors.runtime import faults
+from meshbook.actors.runtime.context import context, message
 from meshbook.actors.runtime.futures import Future
 from meshbook.actors.runtime.parcels import Parcel
 from meshbook.actors.runtime.peer import PeerGone
@@ -35,6 +36,24 @@ class Expected:
         self.mesh, self.method = mesh, method
         self.index: dict[int, int] = {}  # of those that have not answered, by the peer's number
         self.number = 0  # under which they answer
+        instance = context().actor_instance
+        self.caller = None if instance.cabin is None else (instance.actor_id, message.get())
+        self.began = time.monotonic()
+
+    def futures_of(self) -> Sequence[Future[Any]]:
+        raise NotImplementedError
+
+    def awaited(self) -> list[messages.AnswerAwaited]:
+        """See `post.Expected`. From any thread."""
+        if not any(future.is_awaited for future in self.futures_of()):
+            return []
+        ref, axes, since_s = self.mesh._ref, self.mesh._axes, time.monotonic() - self.began
+        return [
+            messages.AnswerAwaited(
+                ref.id, ref.name, self.method, ref.addresses[axes.ranks[index]].node, self.number, since_s
+            )
+            for index in sorted(self.index.values())
+        ]
 
     def arrived(self, peer: Any, word: Any) -> bool:
         index = self.index.pop(peer.number, None)
@@ -116,6 +135,9 @@ class Gather(Expected):
         self.answers: dict[int, tuple[Any, Any]] = {}
         self.failures: dict[int, messages.Failure] = {}
 
+    def futures_of(self) -> Sequence[Future[Any]]:
+        return (self.future,)
+
     def heard(self, index: int, peer: Any, word: Any) -> bool:
         if type(word) is messages.Failure:
             self.failures[index] = word
@@ -172,6 +194,9 @@ class Stream(Expected):
         super().__init__(mesh, method)
         self.futures: list[Future[Any]] = [Future(f"{mesh._ref.name}.{method}.stream()") for _ in range(count)]
         self._next = 0
+
+    def futures_of(self) -> Sequence[Future[Any]]:
+        return self.futures
 
     def heard(self, index: int, peer: Any, word: Any) -> bool:
         future = self._take_future()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import sys
 import threading
@@ -16,15 +17,18 @@ from typing import TYPE_CHECKING, Any
 from meshbook.actors.answers import Gather, stopped_homes
 from meshbook.actors.mesh import ActorMesh, ActorRef
 from meshbook.actors.needs import needs_torch
+from meshbook.actors.patience import Patience
 from meshbook.actors.runtime.context import Home
 from meshbook.actors.runtime.futures import MUST_NOT_WAIT, Future
 from meshbook.actors.runtime.life import life
 from meshbook.actors.runtime.post import here
 from meshbook.controller.late import late_output
+from meshbook.diagnose import findings as diagnose
 from meshbook.errors import MeshTimeout, NotAttached, StartError, TransferError, UsageError
 from meshbook.host.gpus import count_gpus
 from meshbook.ids import name_ranks
 from meshbook.mesh import MeshAxes
+from meshbook.supervisor.stalls import wanted_stall_s
 from meshbook.wire import keys, messages
 from meshbook.wire.messages import Address
 
@@ -47,10 +51,31 @@ _ACTORS_ORPHAN_TTL_S = 2.0
 def prepare_client() -> None:
     """Make this process one that hears of failures which no actor has handled."""
     alive = life()
-    if not alive.on_rank:
+    if not alive.on_rank and not alive.post.news.delay_s:
         from meshbook.actors import client
 
         client.prepare(alive)
+        if after_s := wanted_stall_s(os.environ):
+            Patience(alive.post, tell_of_circle, after_s=after_s)
+
+
+def tell_of_circle(answer: messages.AnswerAwaited) -> bool:
+    """Say why an answer does not come, if that is because actors wait for each other; whether it was said. Blocks."""
+    from meshbook.controller import looking
+
+    for session in list(_sessions):
+        ranks = session.extras.get("actors")
+        if session.ended is not None or session.stopping or not isinstance(ranks, Ranks):
+            continue
+        if not any(address.node == answer.node for address in ranks.home().addresses):
+            continue
+        found = looking.why(session, ranks.axes.ranks).findings
+        circles = tuple(one for one in found if one.kind == "actor-deadlock")
+        if circles:
+            text = f"{answer.name}.{answer.endpoint} is not answered\n{diagnose.as_text(circles)}"
+            late_output(session).tell(ranks.axes.ranks, text)
+            return True
+    return False
 
 
 class Procs:

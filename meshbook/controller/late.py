@@ -8,6 +8,7 @@ from typing import cast
 
 from meshbook.controller.console import Console
 from meshbook.controller.session import Session
+from meshbook.ids import Ranks
 from meshbook.wire import messages
 
 _KEY = "late_output"
@@ -31,10 +32,19 @@ class LateOutput:
         session = self._session()
         if session is None or not self.shown or not (self.of_everybody or self._ids.gave(report.call)):
             return
+        self._print(session, report.items)
+
+    def tell(self, ranks: Ranks, text: str) -> None:
+        """Show people a notice about these ranks, of this program's own."""
+        session = self._session()
+        if session is not None:
+            self._print(session, (messages.RankDisplay(ranks=ranks, item=messages.Notice(text)),))
+
+    def _print(self, session: Session, items: tuple[messages.FoldedItem, ...]) -> None:
         if self._console is None:
             self._console = Console(session.axes.ranks if session.axes is not None else (), echo=True)
         with contextlib.suppress(Exception):  # the standard streams may be closed by now
-            self._console(report.items)
+            self._console(items)
 
 
 def late_output(session: Session) -> LateOutput:

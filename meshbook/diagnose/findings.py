@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from msgspec import structs
 
 from meshbook.diagnose import looks
+from meshbook.diagnose.actors import called
 from meshbook.diagnose.code import plain
 from meshbook.diagnose.groups import (
     Disagreement,
@@ -29,7 +30,7 @@ from meshbook.diagnose.groups import (
 from meshbook.diagnose.kinds import FINE, KINDS
 from meshbook.diagnose.looks import At, seconds, verb
 from meshbook.diagnose.telling import Finding as Finding
-from meshbook.diagnose.telling import Telling, capital, grouped, place_of
+from meshbook.diagnose.telling import Telling, capital, grouped, in_brackets, place_of
 from meshbook.ids import Ranks, name_ranks
 from meshbook.wire.messages import POINT_TO_POINT, RankSnapshot
 
@@ -100,7 +101,8 @@ class _Case(Telling):
         self._latecomers_found: list[Latecomer] | None = None
 
     def findings(self) -> list[Finding]:
-        found = [*self._hosts(), *self._disagreements(), *self._alone(), *self._roots(), *self._circles()]
+        found = [*self._hosts(), *self._actors(), *self._disagreements(), *self._alone(), *self._roots()]
+        found += self._circles()
         found += self._blocked_without_waiters()
         if not any(KINDS[finding.kind].weight > KINDS["straggler"].weight for finding in found):
             found += self._latecomers()
@@ -125,6 +127,42 @@ class _Case(Telling):
                 f"The host {plain(host, 80)}{whom} does not answer{self._where_others_wait(waiting, ranks)}",
                 others=waiting,
             )
+
+    # ---- actors that wait for each other
+
+    def _actors(self) -> Iterator[Finding]:
+        for circle in self.calls.circles():
+            ranks = tuple(sorted({step.rank for step in circle}))
+            behind = self.calls.leading_to(circle)
+            others = {step.rank for step in behind} - set(ranks)
+            self.explained.update(ranks, others)
+            first = circle[0]
+            asker = plain(first.caller.name, 60)
+            names = list(dict.fromkeys(f"{plain(step.caller.name, 60)} (rank {step.rank})" for step in circle))
+            who = f"{', '.join(names[:-1])} and {names[-1]} wait for each other"
+            if len(names) == 1:
+                who = f"of {names[0]} wait for themselves"
+            chain = " → ".join(
+                f"{plain(step.caller.name, 60)}.{plain(step.caller.endpoint, 60)}{in_brackets(step.at)}"
+                for step in circle
+            )
+            settled = min(step.called.since_s for step in circle) >= SETTLED_S
+            yield self._finding(
+                "actor-deadlock",
+                ranks,
+                f"Actors {who}: {chain} → {called(circle[-1].called)}, for which {asker} has no time while it is in "
+                f"{plain(first.caller.endpoint, 60)}",
+                at=first.at,
+                others=tuple(others),
+                evidence=[step.words for step in (*circle, *behind)],
+                sure=settled or bool(self.before),
+            )
+        # Those that wait for an endpoint that is looked at by itself, where it runs.
+        self.explained.update(
+            rank
+            for rank, doing in self.doings.items()
+            if doing.what == "waits-for-actor" and self.calls.ends_elsewhere(rank)
+        )
 
     # ---- members that do not agree
 

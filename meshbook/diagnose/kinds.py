@@ -110,6 +110,12 @@ KINDS: Final[dict[str, Kind]] = {
         "A rank ended the cell without making a collective in which others wait.",
         "Look why {name} made fewer calls: an early return or break, sys.exit(), or fewer batches than the others.",
     ),
+    "actor-deadlock": Kind(
+        76,
+        "Actors wait for each other's answers in a circle: each is busy with the call that waits.",
+        "Make the endpoints of one actor of the circle `async def`, with `await` for `.get()`: it then takes the next "
+        "call while it waits. Or do not wait there, and send the answer later through a port.",
+    ),
     # ---- a rank waits for something outside the process groups
     "gil-kept": Kind(
         74,
@@ -176,6 +182,11 @@ KINDS: Final[dict[str, Kind]] = {
         70,
         "A rank waits for a key of a TCPStore that nobody sets.",
         "Find who should set the key; give the store a timeout.",
+    ),
+    "waits-for-actor": Kind(
+        70,
+        "A rank waits for the answer of an actor.",
+        "mesh.actors() (%mesh actors) says which endpoint that actor is in, and for how long.",
     ),
     "waits-in-event-loop": Kind(
         69,

@@ -47,6 +47,7 @@ _DEBUGGER = Place("waits-for-input", "waits in the debugger for a command")
 _LOOP = Place("waits-in-event-loop", "waits in an asyncio event loop")
 _GPU = Place("waits-for-gpu", "waits for the GPU")
 _SELECT = Place("waits-for-socket", "waits in select for a socket or pipe")
+_ACTOR = Place("waits-for-actor", "waits for an actor's answer")
 _FILE = Place("waits-for-file", "waits for a file")
 
 # (end of the file's path, functions): None stands for every function of the file.
@@ -73,6 +74,7 @@ PLACES: Final[tuple[tuple[str, tuple[str, ...] | None, Place], ...]] = (
     ("torch/distributed/_functional_collectives.py", None, GROUP),
     ("torch/distributed/nn/functional.py", None, GROUP),
     ("meshbook/rank/watched.py", None, GROUP),
+    ("meshbook/actors/runtime/futures.py", ("get", "_wait", "exception", "as_completed", "__await__"), _ACTOR),
     ("torch/distributed/elastic/utils/store.py", None, _STORE),
     ("meshbook/rank/store.py", None, _STORE),
     (

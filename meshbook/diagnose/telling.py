@@ -14,6 +14,7 @@ from typing import TypeVar
 from msgspec import Struct
 
 from meshbook.diagnose import looks
+from meshbook.diagnose.actors import Calls
 from meshbook.diagnose.code import plain
 from meshbook.diagnose.groups import Rings, group_key, name_op, shapes, waits
 from meshbook.diagnose.kinds import KINDS
@@ -67,6 +68,7 @@ class Telling:
         transfers = {rank: looks.open_transfers(snapshot) for rank, snapshot in self.looks.items()}
         self.waits = waits(self.doings, self.rings, transfers)
         self.cells = {look.file: plain(look.cell, 80) for look in self.looks.values() if look.file and look.cell}
+        self.calls = Calls({snapshot.rank: snapshot for snapshot in snapshots})
         self._calls: dict[object, str] = {}  # names of operations: to compare a thousand members each time is slow
 
     def _finding(
@@ -98,8 +100,10 @@ class Telling:
         acting = tuple(sorted(rank for rank, endpoint in endpoints.items() if endpoint is not None))
         for endpoint, those in grouped(acting, endpoints.__getitem__):
             lines.append(f"{name_ranks(those)}: {' in its endpoint '.join(endpoint or ())}")
+        if kind != "actor-deadlock":
+            lines += [step.words for rank in (*ranks, *rest) for step in self.calls.of(rank)][:MAX_PLACES]
         if acting:
-            stop = f"Stop ends waiting for an actor, not its endpoint; %mesh kill {format_ranks(acting)} does."
+            stop = "Stop where the answer is awaited, or interrupt(actors), interrupts the endpoint; the actor lives."
         if by_axis := self._by_axis(ranks):
             lines.append(f"{name_ranks(ranks)}: all with {by_axis}")
         return Finding(

@@ -275,6 +275,7 @@ class Service:
     def _snap(self, command: messages.TakeSnapshots) -> None:
         """Look at this rank. What goes wrong is told as what is missing."""
         rank = self._told.rank
+        actors = sys.modules.get(ACTORS.partition(":")[0])
         try:
             taken = snapshot.take(
                 self._executor,
@@ -282,6 +283,7 @@ class Service:
                 health=None if self._probes is None else self._probes.health,
                 num_collectives=command.num_collectives,
                 stacks=command.stacks,
+                endpoints=() if actors is None else actors.endpoints_seen(),
             )
             frames = codec.encode(messages.SnapshotTaken(rank=rank, call=command.call, snapshot=taken))
         except Exception as error:

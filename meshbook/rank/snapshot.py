@@ -25,6 +25,7 @@ from meshbook.wire.messages import (
     MAX_THREADS,
     REMOTE_OPERATION,
     CollectiveSeen,
+    EndpointSeen,
     Frame,
     Health,
     Outcome,
@@ -61,13 +62,20 @@ class Done(NamedTuple):
 
 
 def take(
-    executor: Executor, *, main_thread: int, health: Health | None, num_collectives: int, stacks: bool
+    executor: Executor,
+    *,
+    main_thread: int,
+    health: Health | None,
+    num_collectives: int,
+    stacks: bool,
+    endpoints: tuple[EndpointSeen, ...] = (),
 ) -> RankSnapshot:
     """What this rank is doing now; the host adds what it knows better. Called on the service thread.
 
     Args:
         main_thread: identifier of the thread that runs cells.
         num_collectives: of the ring, beside the open ones.
+        endpoints: that the rank's actors are in.
     """
     now = time.monotonic()
     doing, done, file = executor.doing, executor.done, executor.shell.running_file
@@ -100,6 +108,7 @@ def take(
         error=error,
         last_cell=None if done is None else done.label or None,
         last_call=None if done is None else done.call,
+        endpoints=endpoints,
     )
 
 

@@ -27,7 +27,7 @@ from meshbook.fold.outcomes import in_place_of
 from meshbook.host.agent import HostAgent
 from meshbook.supervisor import logfile
 from meshbook.supervisor import state as s
-from meshbook.supervisor.stalls import STALL_S
+from meshbook.supervisor.stalls import wanted_stall_s
 from meshbook.supervisor.store import StoreServer
 from meshbook.wire import codec, keys, messages, processes
 from meshbook.wire.loop import Loop
@@ -65,7 +65,7 @@ class Driver:
         self._started = clock.monotonic()
         self._front, self.connection = self._bind_front(name, address, owner, clock.wall())
         self._store = StoreServer(self._loop, self._context, f"ipc://{folder}/store.sock", token)
-        self._state = s.State(name, os.getpid(), clock.wall(), stall_s=_stall_s(), store=self._store.address)
+        self._state = s.State(name, os.getpid(), clock.wall(), stall_s=wanted_stall_s(os.environ), store=self._store.address)
         self._clients: dict[bytes, str] = {}  # identities that have shown the token, and the client each belongs to
         self._receivers: dict[str, bytes] = {}  # where each client listens
         self._watched: dict[str, int] = {}  # pidfds of clients on this machine
@@ -365,11 +365,3 @@ class Driver:
 
     def _now(self) -> float:
         return self._loop.clock.monotonic() - self._started
-
-
-def _stall_s() -> float:
-    """MESHBOOK_STALL_S: seconds after which a cell without progress is explained unasked; 0 for never."""
-    try:
-        return max(0.0, float(os.environ["MESHBOOK_STALL_S"]))
-    except (KeyError, ValueError):
-        return STALL_S

@@ -8,7 +8,7 @@ time comes in as seconds.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from meshbook.ids import Ranks
@@ -28,6 +28,14 @@ _LOOKS = 6
 _BUSY_PERCENT = 30.0
 # Lines of a cell that are remembered, so that a loop that goes round is not taken for progress.
 _LINES = 4096
+
+
+def wanted_stall_s(environ: Mapping[str, str]) -> float:
+    """MESHBOOK_STALL_S: seconds after which a cell without progress is explained unasked; 0 for never."""
+    try:
+        return max(0.0, float(environ["MESHBOOK_STALL_S"]))
+    except (KeyError, ValueError):
+        return STALL_S
 
 
 @dataclass(frozen=True)

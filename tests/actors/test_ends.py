@@ -252,6 +252,9 @@ def test_stop_lets_a_short_endpoint_end_and_interrupts_a_long_one(
     with pytest.raises(KeyboardInterrupt) as caught:
         call.get(WAIT_S)
     presses.join()
+    shown = "\n".join(caught.value._render_traceback_())
+    assert "call.get(WAIT_S)" in shown
+    assert "futures.py" not in shown
     assert str(caught.value) == ("" if ends_by_itself else "stopped.hold_or_spin on rank 0 was interrupted")
     assert counter.notes.call_one().get(WAIT_S) == ([] if ends_by_itself else ["interrupted"])
     counter.stop().get(WAIT_S)

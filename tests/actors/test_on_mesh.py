@@ -10,11 +10,14 @@ import pytest
 import torch
 
 import meshbook
-from meshbook.actor import Actor, ValueMesh, current_rank, endpoint, pull
+from meshbook.actor import Actor, ActorError, ValueMesh, current_rank, endpoint, pull
 from meshbook.actors import grounds
 from meshbook.actors import procs as meshes
+from meshbook.actors.patience import Patience
 from meshbook.actors.procs import ProcMesh, this_host
+from meshbook.actors.runtime.post import here
 from meshbook.actors.state import ActorState
+from meshbook.controller.late import late_output
 from meshbook.errors import TransferError
 from tests.actors.cast import Counter, open_gate, press_stop_when
 
@@ -217,3 +220,97 @@ def test_meshes_of_different_sizes_live_side_by_side_and_talk(mesh: Any, counter
     finally:
         one.stop().get(30)
         three.stop().get(30)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Actors that wait for each other
+
+
+class Ring(Actor):
+    """Each calls the next, and the last calls the first."""
+
+    @endpoint
+    def go(self, ring: list[Any], place: int = 0) -> str:
+        if place == len(ring) - 1:
+            return str(ring[0].done.call_one().get())
+        return str(ring[place + 1].go.call_one(ring, place + 1).get())
+
+    @endpoint
+    def done(self) -> str:
+        return "done"
+
+
+class AsyncRing(Actor):
+    @endpoint
+    async def go(self, ring: list[Any], place: int = 0) -> str:
+        if place == len(ring) - 1:
+            return str(await ring[0].done.call_one())
+        return str(await ring[place + 1].go.call_one(ring, place + 1))
+
+    @endpoint
+    async def done(self) -> str:
+        return "done"
+
+
+def _find_circle(mesh: Any) -> Any:
+    tick = threading.Event()
+    for _ in range(100):
+        found = mesh.why()
+        if found.findings[0].kind == "actor-deadlock":
+            return found
+        tick.wait(0.05)
+    raise AssertionError(found.text)
+
+
+@pytest.mark.parametrize("length", [2, 3])
+def test_actors_that_wait_for_each_other_are_explained_with_the_chain_and_an_interrupt_ends_it(
+    mesh: Any, length: int
+) -> None:
+    ring = [mesh.slice(dp=place % 2).spawn(f"ring {place}", Ring) for place in range(length)]
+    call = ring[0].go.call_one(ring)
+    text = _find_circle(mesh).text
+    for place in range(length):
+        following = f"ring {place + 1}.go" if place < length - 1 else "ring 0.done"
+        assert f"waits for {following} on rank {(place + 1) % length % 2}" in text
+    assert "actors/test_on_mesh.py, line" in text
+    assert "%mesh kill" not in text
+    call.interrupt()
+    with pytest.raises(ActorError, match="KeyboardInterrupt"):
+        call.get(WAIT_S)
+    assert ring[0].done.call_one().get(WAIT_S) == "done"
+    for actors in ring:
+        actors.stop().get(WAIT_S)
+
+
+def test_async_actors_that_call_each_other_in_a_ring_are_answered(mesh: Any) -> None:
+    ring = [mesh.slice(dp=place % 2).spawn(f"async ring {place}", AsyncRing) for place in range(3)]
+    assert ring[0].go.call_one(ring).get(WAIT_S) == "done"
+    for actors in ring:
+        actors.stop().get(WAIT_S)
+
+
+def test_a_program_that_waits_for_actors_in_a_circle_is_told_unasked(
+    mesh: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(here(), "on_expect", None)
+    monkeypatch.setattr(late_output(mesh.session), "shown", False)  # that is what ranks print
+    told = threading.Event()
+
+    def tell(answer: Any) -> bool:
+        if not grounds.tell_of_circle(answer):
+            return False
+        told.set()
+        return True
+
+    Patience(here(), tell, after_s=0.5)
+    ring = [mesh.slice(dp=place).spawn(f"told ring {place}", Ring) for place in range(2)]
+    call = ring[0].go.call_one(ring)
+    waiter = threading.Thread(target=call.exception)
+    waiter.start()
+    assert told.wait(WAIT_S)
+    call.interrupt()
+    waiter.join(WAIT_S)
+    said = capsys.readouterr().err
+    assert "[meshbook] told ring 0.go is not answered\nActors told ring 0 (rank 0) and told ring 1 (rank 1)" in said
+    for actors in ring:
+        actors.stop().get(WAIT_S)

@@ -16,14 +16,14 @@ import time
 import traceback
 import types
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from contextvars import copy_context
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshbook.actors import base
 from meshbook.actors.runtime import faults
-from meshbook.actors.runtime.context import Context, Home, Instance, current
+from meshbook.actors.runtime.context import Context, Home, Instance, current, message
 from meshbook.actors.runtime.futures import MUST_NOT_WAIT
 from meshbook.actors.runtime.interrupts import Interruptible
 from meshbook.actors.runtime.parcels import NONE
@@ -32,6 +32,7 @@ from meshbook.actors.runtime.ports import Port
 from meshbook.actors.runtime.post import encode
 from meshbook.actors.shape import Extent, Point
 from meshbook.wire import messages
+from meshbook.wire.messages import MAX_END_FRAMES, AnswerAwaited, EndpointSeen, Frame
 
 if TYPE_CHECKING:
     from meshbook.actors.runtime.life import Life
@@ -54,6 +55,7 @@ class Running(NamedTuple):
     method: str
     since: float  # time.monotonic()
     task: asyncio.Task[None] | None  # on an event loop
+    caller: str  # the node of the process it came from
 
 
 class Cabin:
@@ -184,6 +186,25 @@ class Cabin:
             "messages": self.num_messages,
             "last_error": self.last_error,
         }
+
+    def endpoints(self, node: str, awaited: Mapping[tuple[str, Key], Sequence[AnswerAwaited]]) -> list[EndpointSeen]:
+        """The messages that are being worked on, and for whose answers they wait. From any thread."""
+        now = time.monotonic()
+        return [
+            EndpointSeen(
+                actor=self.id,
+                name=self.name,
+                node=node,
+                endpoint=running.method.removeprefix("="),
+                caller=running.caller,
+                call=max(0, key[1]) if key[0] >= 0 else 0,
+                interleaves=self._loop is not None,
+                running_s=now - running.since,
+                frames=_where_it_awaits(running.task),
+                awaits=tuple(awaited.get((self.id, key), ())),
+            )
+            for key, running in list(self.running.items())
+        ]
 
     # ---- the thread
 
@@ -345,7 +366,8 @@ class Cabin:
     def _prepare(self, peer: Any, word: messages.CallActor, key: Key) -> tuple[Callable[..., Any], Any, Any]:
         self.num_messages += 1
         task = asyncio.current_task() if self._loop is not None else None
-        self.running[key] = Running(word.method, time.monotonic(), task)
+        self.running[key] = Running(word.method, time.monotonic(), task, peer.address.node)
+        message.set(key)
         if self.failure is not None:
             self.life.post.parcels.discard(peer, word)
             raise _NotThere
@@ -502,6 +524,21 @@ class Cabin:
                 item = self._inbox.get_nowait()
                 if item is not None and item[0] is not None:
                     self.life.refuse(item[0], item[1], self._stopped(0, self._reason))
+
+
+def _where_it_awaits(task: asyncio.Task[None] | None) -> tuple[Frame, ...]:
+    """A task's frames, outermost first, through all that it awaits."""
+    frames: list[Frame] = []
+    work: Any = task.get_coro() if task is not None else None
+    while work is not None and len(frames) < MAX_END_FRAMES:
+        frame = getattr(work, "cr_frame", None) or getattr(work, "gi_frame", None)
+        if frame is None:
+            break
+        code = frame.f_code
+        frames.append(Frame(file=code.co_filename, line=frame.f_lineno or code.co_firstlineno, function=code.co_name))
+        inner = frame.f_locals.get("work") if code is Cabin._in_steps.__code__ else None  # sent to by hand
+        work = inner or getattr(work, "cr_await", None) or getattr(work, "gi_yieldfrom", None)
+    return tuple(frames)
 
 
 def _key(peer: Any, word: messages.CallActor) -> Key:

@@ -102,6 +102,7 @@ class Context:
 
 
 current: ContextVar[Context] = ContextVar("meshbook_actor")
+message: ContextVar[tuple[int, int] | None] = ContextVar("meshbook_message", default=None)  # `cabin.Key` of what runs
 _outside = Context(Instance("client", "client", NOWHERE, None, None, None), NOWHERE)
 
 

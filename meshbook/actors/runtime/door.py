@@ -7,7 +7,8 @@ from typing import Any
 
 from meshbook.actors.runtime import held
 from meshbook.actors.runtime.life import life
-from meshbook.actors.runtime.post import farewell
+from meshbook.actors.runtime.post import farewell, is_open
+from meshbook.wire.messages import EndpointSeen
 
 
 def open_door(
@@ -27,6 +28,11 @@ def open_door(
     found.post.parcels.resolve = resolve
     address = found.post.address
     return [address.node, address.key, address.pid]
+
+
+def endpoints_seen() -> tuple[EndpointSeen, ...]:
+    """What the rank's actors are in. Does not wait."""
+    return life().endpoints_seen() if is_open() else ()
 
 
 def end_actors() -> bool:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sysconfig
 import threading
 import time
+import traceback
 from _thread import allocate_lock, get_ident
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -21,6 +24,9 @@ from meshbook.errors import MeshTimeout
 log = logging.getLogger("meshbook.actors")
 
 R = TypeVar("R")
+
+_OWN_FOLDER = str(Path(__file__).resolve().parents[2]) + "/"
+_IPYTHON_FOLDER = str(Path(sysconfig.get_paths()["purelib"]) / "IPython") + "/"
 
 # Threads that must not wait for an answer, and why: they would wait for ever, or stop everything that runs on them.
 MUST_NOT_WAIT: dict[int, str] = {}
@@ -112,6 +118,11 @@ class Future(Generic[R]):
 
     def done(self) -> bool:
         return self._take is not None
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody waits for the answer, which is not there: in `get()`, by `await`, by a callback."""
+        return self._take is None and bool(self._waiters or self._callbacks)
 
     def get(self, timeout: float | None = None) -> R:
         """Wait for the answer and give it. Blocks; in an async endpoint use `await`.
@@ -254,8 +265,21 @@ def stopped(futures: Sequence[Future[Any]]) -> KeyboardInterrupt:
     left = _interrupt(calls)
     if left:
         why = "it sleeps or is in C code, and ends when it next runs Python"
-        return KeyboardInterrupt(f"{left} was interrupted and goes on: {why}")
-    return KeyboardInterrupt(*([f"{said} was interrupted"] if said else []))
+        return _shown_briefly(KeyboardInterrupt(f"{left} was interrupted and goes on: {why}"))
+    return _shown_briefly(KeyboardInterrupt(*([f"{said} was interrupted"] if said else [])))
+
+
+def _shown_briefly(error: KeyboardInterrupt) -> KeyboardInterrupt:
+    """Have IPython show where the user's code waits, and not how this does."""
+
+    def render() -> list[str]:
+        frames = traceback.extract_tb(error.__traceback__)
+        theirs = [frame for frame in frames if not frame.filename.startswith((_OWN_FOLDER, _IPYTHON_FOLDER))]
+        said = traceback.format_exception_only(error)
+        return "".join(["Traceback (most recent call last)\n", *traceback.format_list(theirs), *said]).splitlines()
+
+    error._render_traceback_ = render  # type: ignore[attr-defined]  # IPython asks the exception for it
+    return error
 
 
 def _interrupt(calls: Sequence[Future[Any]]) -> str:

@@ -50,6 +50,14 @@ class Life:
         """One for each actor that lives in this process."""
         return [cabin.row() for cabin in list(self.actors.values())]
 
+    def endpoints_seen(self) -> tuple[messages.EndpointSeen, ...]:
+        """What the actors of this process are in, and for whose answers they wait. From any thread."""
+        awaited: dict[Any, list[messages.AnswerAwaited]] = {}
+        for caller, answers in self.post.awaited():
+            awaited.setdefault(caller, []).extend(answers)
+        node = self.post.address.node
+        return tuple(seen for cabin in list(self.actors.values()) for seen in cabin.endpoints(node, awaited))
+
     def prepare_thread(self) -> None:
         """Make this thread one for user code. CUDA's current device is the thread's own, and a new thread has the
         first GPU of all: without this, the actors of every rank would compute there."""

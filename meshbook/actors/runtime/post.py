@@ -27,7 +27,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -96,6 +96,16 @@ class Expected(Protocol):
         """The process behind `peer` has ended; True: nothing more will come."""
 
 
+@runtime_checkable
+class Call(Expected, Protocol):
+    """Who waits for the answers of a call, and not for what comes through a port."""
+
+    caller: Any  # (id of the actor, its message) that has made it; None: code outside any actor
+
+    def awaited(self) -> list[messages.AnswerAwaited]:
+        """The actors that have not answered, if somebody waits for them."""
+
+
 class Post:
     """This process among those with actors."""
 
@@ -112,6 +122,7 @@ class Post:
             messages.LetGo: lambda peer, word: self.parcels.release(peer, word.segments),
         }
         self.on_gone: list[Callable[[Any, str], None]] = []
+        self.on_expect: Callable[[], None] | None = None  # called with each call that is made, by who makes it
         self.news = News()
         self._numbers = itertools.count(1)
         self._expected: dict[int, Expected] = {}
@@ -172,7 +183,21 @@ class Post:
         """A number under which answers will be given to `expected`."""
         number = next(self._numbers)
         self._expected[number] = expected
+        if self.on_expect is not None:
+            self.on_expect()
         return number
+
+    def awaited(self) -> list[tuple[Any, list[messages.AnswerAwaited]]]:
+        """The open calls that somebody in this process waits for, with who has made them. From any thread."""
+        found = []
+        for expected in list(self._expected.values()):
+            if isinstance(expected, Call) and (answers := expected.awaited()):
+                found.append((expected.caller, answers))
+        return found
+
+    @property
+    def has_open_calls(self) -> bool:
+        return bool(self._expected)
 
     def forget(self, number: int) -> None:
         self._expected.pop(number, None)

@@ -143,6 +143,32 @@ class Process(Struct, frozen=True, gc=False, omit_defaults=True):
     oom_killed: bool = False
 
 
+class AnswerAwaited(Struct, frozen=True, gc=False, omit_defaults=True):
+    """A call that an actor's endpoint has made, and whose answer somebody waits for: one of the actors called."""
+
+    actor: str  # its id
+    name: str  # what its mesh was spawned as
+    endpoint: str
+    node: str  # its process: `EndpointSeen.node`
+    call: int  # the caller's number of it
+    since_s: float = 0.0
+
+
+class EndpointSeen(Struct, frozen=True, gc=False, omit_defaults=True):
+    """An endpoint that an actor of this rank is in."""
+
+    actor: str  # its id
+    name: str  # what its mesh was spawned as; its thread is ACTOR_THREAD and this
+    node: str  # this rank's process, among those with actors
+    endpoint: str
+    caller: str = ""  # the process that has called it, and ...
+    call: int = 0  # ... its number there; 0: nobody waits for an answer
+    interleaves: bool = False  # on an event loop: the actor takes the next message while this one awaits
+    running_s: float = 0.0
+    frames: tuple[Frame, ...] = ()  # where it awaits, of one on an event loop; else its thread's stack tells
+    awaits: tuple[AnswerAwaited, ...] = ()
+
+
 class RankSnapshot(Struct, frozen=True, gc=False, omit_defaults=True):
     """What one rank is doing."""
 
@@ -168,6 +194,7 @@ class RankSnapshot(Struct, frozen=True, gc=False, omit_defaults=True):
     error: str | None = None  # of that: "ValueError: ...", with its cell line in `cell_line`
     last_cell: str | None = None  # label of that call
     last_call: CallId | None = None
+    endpoints: tuple[EndpointSeen, ...] = ()  # that its actors are in
     exited: RankExited | None = None
     problem: str | None = None  # why there are no stacks, and what would help
 
