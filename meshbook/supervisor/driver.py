@@ -65,7 +65,8 @@ class Driver:
         self._started = clock.monotonic()
         self._front, self.connection = self._bind_front(name, address, owner, clock.wall())
         self._store = StoreServer(self._loop, self._context, f"ipc://{folder}/store.sock", token)
-        self._state = s.State(name, os.getpid(), clock.wall(), stall_s=wanted_stall_s(os.environ), store=self._store.address)
+        stall_s = wanted_stall_s(os.environ)
+        self._state = s.State(name, os.getpid(), clock.wall(), stall_s=stall_s, store=self._store.address)
         self._clients: dict[bytes, str] = {}  # identities that have shown the token, and the client each belongs to
         self._receivers: dict[str, bytes] = {}  # where each client listens
         self._watched: dict[str, int] = {}  # pidfds of clients on this machine
