@@ -66,6 +66,23 @@ class MeshTimeout(MeshbookError, TimeoutError):
     """The ranks did not answer in the time given. What they run goes on."""
 
 
+class CollectiveAborted(MeshbookError, RuntimeError):
+    """A collective that cannot be completed, because a rank that it needs has left the cell: it raised, or ended
+    without coming. The waiting rank is released and keeps its variables.
+
+    Attributes:
+        ranks: who has left.
+        cause: why, "rank 1 raised ValueError: no at line 3".
+        where: what waited, "all_reduce at line 4".
+    """
+
+    def __init__(self, message: str, *, ranks: Sequence[int] = (), cause: str = "", where: str = "") -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+        self.cause = cause
+        self.where = where
+
+
 def describe_exit(number: int | None, code: int | None) -> str:
     """How a process ended, in words: `was killed by SIGKILL`, or `exited with status 3`."""
     if number is None:
@@ -86,19 +103,36 @@ class Failure:
     traceback: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Released:
+    """Ranks that waited in a collective for one that had left the cell."""
+
+    ranks: tuple[int, ...]
+    where: str  # "all_reduce at line 4"
+
+
 class CellError(MeshbookError):
     """Code that raised on ranks: one entry per distinct failure.
 
     Attributes:
-        failures: the distinct failures, the one on most ranks first.
+        failures: the distinct failures: what was raised before what was stopped, the one on most ranks first.
         succeeded: ranks on which the same code ran to its end.
+        released: ranks that waited in a collective for those that failed, by where they waited.
     """
 
     rendered: tuple[str, ...] = ()  # the ranks' tracebacks, grouped, with ANSI colours
 
-    def __init__(self, failures: Sequence[Failure], succeeded: Sequence[int] = (), *, summary: str = "") -> None:
+    def __init__(
+        self,
+        failures: Sequence[Failure],
+        succeeded: Sequence[int] = (),
+        *,
+        released: Sequence[Released] = (),
+        summary: str = "",
+    ) -> None:
         self.failures = tuple(failures)
         self.succeeded = tuple(succeeded)
+        self.released = tuple(released)
         super().__init__(summary or "; ".join(f"{failure.ename}: {failure.evalue}" for failure in self.failures))
 
     def _render_traceback_(self) -> list[str]:

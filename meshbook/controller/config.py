@@ -1,7 +1,8 @@
 """Defaults: what a mesh is when the user does not say.
 
 Later beats earlier: built in, `[tool.meshbook]` of the nearest pyproject.toml, the nearest meshbook.toml, the
-environment (`MESHBOOK_RANKS`, `MESHBOOK_ENGINE`). A key that is not known is an error that lists the known ones.
+environment (`MESHBOOK_RANKS`, `MESHBOOK_ENGINE`, `MESHBOOK_END_ON_ERROR`). A key that is not known is an error that
+lists the known ones.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Defaults:
         orphan_ttl_s: seconds a mesh lives without clients.
         keep: whether the mesh outlives an orderly end of the kernel.
         start_timeout_s: seconds that a mesh may take to come up.
+        end_on_error: whether ranks that wait in a collective for one that has left the cell are released.
     """
 
     ranks: int | None = None
@@ -38,6 +40,7 @@ class Defaults:
     orphan_ttl_s: float = 1800.0
     keep: bool = False
     start_timeout_s: float = 120.0
+    end_on_error: bool = True
 
     def num_ranks(self) -> int:
         if self.ranks is not None:
@@ -72,6 +75,10 @@ def read_defaults(start: Path | None = None, environment: dict[str, str] | None 
         from_environment["ranks"] = int(ranks)
     if engine := environment.get("MESHBOOK_ENGINE"):
         from_environment["engine"] = engine
+    if ends := environment.get("MESHBOOK_END_ON_ERROR"):
+        if ends not in ("0", "1"):
+            raise UsageError(f"MESHBOOK_END_ON_ERROR={ends!r} is neither 0 (off) nor 1 (on)")
+        from_environment["end_on_error"] = ends == "1"
     return _with(found, from_environment, "the environment")
 
 

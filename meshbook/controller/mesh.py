@@ -664,6 +664,7 @@ def create_mesh(
     process_group: bool = True,
     torch: bool = True,
     env: Mapping[str, str] | None = None,
+    end_on_error: bool | None = None,
     listen: str | None = None,
     orphan_ttl_s: float | None = None,
     kind: str = "script",
@@ -684,6 +685,7 @@ def create_mesh(
         process_group: False leaves torch.distributed alone.
         torch: False starts light ranks that import no torch.
         env: environment variables for the ranks.
+        end_on_error: False has ranks that wait in a collective for one that raised, or ended, wait until Stop.
         listen: a tcp address to be reached at, encrypted, instead of a local socket.
         orphan_ttl_s: seconds it may live without any client.
 
@@ -705,6 +707,7 @@ def create_mesh(
         process_group=process_group,
         torch=torch,
         env=env,
+        end_on_error=defaults.end_on_error if end_on_error is None else end_on_error,
     )
 
     def start(*, owner: str | None, kind: str, default_ttl_s: float | None, stop_at_exit: bool) -> Session:
@@ -762,6 +765,7 @@ def make_spec(
     process_group: bool = True,
     torch: bool = True,
     env: Mapping[str, str] | None = None,
+    end_on_error: bool = True,
 ) -> messages.MeshSpec:
     """What a supervisor is asked for; checked.
 
@@ -793,6 +797,7 @@ def make_spec(
         torch=torch,
         env=dict(env or {}),
         cwd=os.getcwd(),
+        end_on_error=end_on_error,
         sys_path=tuple(dict.fromkeys(os.path.abspath(path) for path in sys.path if os.path.isdir(path or "."))),
     )
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from meshbook.errors import (
     CellError,
     CellInterrupted,
@@ -15,11 +17,12 @@ from meshbook.errors import (
     MeshbookError,
     MeshShapeError,
     RankLost,
+    Released,
     ValuesDiffer,
     describe_exit,
 )
 from meshbook.fold import words
-from meshbook.fold.outcomes import fold_errors
+from meshbook.fold.outcomes import fold_errors, fold_released
 from meshbook.ids import format_ranks, name_ranks
 from meshbook.mesh import MeshAxes
 from meshbook.wire import messages
@@ -231,22 +234,46 @@ def error_of(finished: messages.CallFinished, label: str = "the cell") -> Meshbo
         # That the survivors were stopped is in the message; where each of them was says nothing about the loss.
         own = fold_errors([part for part in finished.parts if part.outcome.status != "interrupted"])
         return _lost(finished, own, label)
-    if "interrupted" in statuses and "error" not in statuses:
+    released = fold_released(finished.parts)
+    waited = {rank for one in released for rank in one.ranks}
+    raised = any(part.outcome.status == "error" and part.ranks[0] not in waited for part in finished.parts)
+    if "interrupted" in statuses and not raised:
         stopped = tuple(rank for part in finished.parts if part.outcome.status == "interrupted" for rank in part.ranks)
         summary = f"{label} was stopped on {name_ranks(stopped)}"
         if succeeded:
             summary += f"; {name_ranks(succeeded)} had ended already"
-        return CellInterrupted(failures, succeeded, summary=summary)
+        if released:
+            summary += f"; {words.show_released(released)}"
+        return CellInterrupted(failures, succeeded, released=released, summary=summary)
+    if released and not failures:  # nothing was raised: a rank ended without coming
+        failures = _nobody_raised(finished.parts)
     if failures:
-        return CellError(failures, succeeded, summary=_summary(failures, succeeded))
+        return CellError(failures, succeeded, released=released, summary=_summary(failures, succeeded, released))
     skipped = tuple(rank for part in finished.parts if part.outcome.status == "skipped" for rank in part.ranks)
     return CellError((), succeeded, summary=f"{name_ranks(skipped)} did not answer")
 
 
-def _summary(failures: Sequence[Failure], succeeded: Sequence[int]) -> str:
-    said = "; ".join(f"{name_ranks(failure.ranks)}: {failure.ename}: {failure.evalue}" for failure in failures[:4])
+def _nobody_raised(parts: Sequence[Part]) -> tuple[Failure, ...]:
+    """What ranks were released with, as the failures that they had."""
+    own = []
+    for part in parts:
+        error = part.outcome.error
+        if error is not None and error.released is not None:
+            outcome = msgspec.structs.replace(part.outcome, error=msgspec.structs.replace(error, released=None))
+            own.append(Part(part.ranks, outcome))
+    return fold_errors(own)
+
+
+def _summary(failures: Sequence[Failure], succeeded: Sequence[int], released: Sequence[Released]) -> str:
+    told = []
+    for failure in failures[:4]:
+        what = f"{failure.ename}: {failure.evalue}" if failure.evalue else failure.ename
+        told.append(f"{name_ranks(failure.ranks)}: {what}")
+    said = "; ".join(told)
     if len(failures) > 4:
         said += f"; and {len(failures) - 4} more"
+    if released:
+        said += f"; {words.show_released(released)}"
     return said + (f" ({name_ranks(succeeded)} ran to the end)" if succeeded else "")
 
 

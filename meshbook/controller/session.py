@@ -515,7 +515,9 @@ class Session:
 def render(error: MeshbookError) -> MeshbookError:
     """Give an error the ranks' tracebacks, for IPython and for plain Python."""
     if isinstance(error, (CellError, RankLost)) and not error.rendered:
-        lines = words.show_errors(error.failures, getattr(error, "succeeded", ()), None)
+        lines = words.show_errors(
+            error.failures, getattr(error, "succeeded", ()), None, released=getattr(error, "released", ())
+        )
         if isinstance(error, RankLost):
             lines = [f"\x1b[31mRankLost\x1b[39m: {error}", *(["", *lines] if error.failures else [])]
         elif not error.failures:

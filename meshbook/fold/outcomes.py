@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from meshbook.errors import Failure, TransferError
+from meshbook.errors import Failure, Released, TransferError
 from meshbook.fold.numbers import Member, fold, shape_of
 from meshbook.ids import Ranks
 from meshbook.wire.messages import CallFinished, Frame, Message, Outcome, Part, RankError, Refused
@@ -52,17 +52,27 @@ def in_place_of(report: Message, error: TransferError) -> Message:
 def fold_errors(parts: Iterable[Part]) -> tuple[Failure, ...]:
     """Each distinct failure once: the same exception at the same place, its message equal but for numbers.
 
-    Of "error" and "interrupted" outcomes; a lost rank is no failure of the code it ran. Where messages differ in
-    numbers, `evalue` and the last line of the traceback show the range. The rest of the traceback is the lowest rank's.
+    Of "error" and "interrupted" outcomes; a lost rank is no failure of the code it ran, and one that waited for those
+    that failed is told by `fold_released`. Where messages differ in numbers, `evalue` and the last line of the
+    traceback show the range. The rest of the traceback is the lowest rank's. Where something was raised, that others
+    were stopped says nothing about the cause: they have no traceback then.
 
     Returns:
-        The failure that most ranks had comes first; among equals, that of the lowest rank.
+        What was raised before what was stopped; first the failure that most ranks had; among equals, that of the lowest
+        rank.
     """
+    parts = tuple(parts)
+    raised = any(part.outcome.status == "error" and not _was_released(part) for part in parts)
+    stopped: set[int] = set()
     alike: dict[tuple[str, tuple[Frame, ...], str], list[tuple[Member, RankError]]] = {}
     for part in sorted(parts, key=lambda one: one.ranks):
         error = part.outcome.error
-        if error is None or part.outcome.status not in ("error", "interrupted"):
+        if error is None or part.outcome.status not in ("error", "interrupted") or _was_released(part):
             continue
+        if part.outcome.status == "interrupted":
+            stopped.update(part.ranks)
+            if raised:
+                error = msgspec.structs.replace(error, traceback=(), frames=())
         shape = shape_of(error.evalue)
         key = (error.ename, error.frames, shape.key)
         alike.setdefault(key, []).append((Member(part.ranks, error.evalue, shape.numbers), error))
@@ -75,7 +85,24 @@ def fold_errors(parts: Iterable[Part]) -> tuple[Failure, ...]:
         if traceback and folded.text != first.evalue:
             traceback = (*traceback[:-1], _with_message(traceback[-1], first.evalue, folded.text))
         failures.append(Failure(folded.ranks, first.ename, folded.text, traceback))
-    return tuple(sorted(failures, key=lambda failure: (-len(failure.ranks), failure.ranks)))
+    return tuple(
+        sorted(failures, key=lambda failure: (failure.ranks[0] in stopped, -len(failure.ranks), failure.ranks))
+    )
+
+
+def fold_released(parts: Iterable[Part]) -> tuple[Released, ...]:
+    """The ranks that waited in a collective for others which had left, by where they waited. Ordered by lowest rank."""
+    ranks_at: dict[str, list[int]] = {}
+    for part in parts:
+        if _was_released(part):
+            assert part.outcome.error is not None
+            ranks_at.setdefault(part.outcome.error.released or "", []).extend(part.ranks)
+    found = [Released(tuple(sorted(ranks)), where) for where, ranks in ranks_at.items()]
+    return tuple(sorted(found, key=lambda one: one.ranks))
+
+
+def _was_released(part: Part) -> bool:
+    return part.outcome.error is not None and part.outcome.error.released is not None
 
 
 def ranks_with(parts: Iterable[Part], *statuses: str) -> Ranks:

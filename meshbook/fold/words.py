@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from meshbook.errors import Failure
+from meshbook.errors import Failure, Released
 from meshbook.fold.numbers import ANSI, fold_texts
 from meshbook.ids import Ranks, format_ranks, name_ranks
 from meshbook.wire.messages import FoldedItem, Line, Part, Preview, RankDisplay
@@ -70,12 +70,13 @@ def show_errors(
     succeeded: Sequence[int] = (),
     lost: Sequence[int] | None = None,
     *,
+    released: Sequence[Released] = (),
     colour: bool = True,
 ) -> list[str]:
     """Lines of a traceback in which many ranks speak with one voice.
 
-    For each failure the header `ranks 0-1,3: ZeroDivisionError: division by zero` and its one traceback; then who ran
-    to the end, and who was lost.
+    For each failure the header `ranks 0-1,3: ZeroDivisionError: division by zero` and its one traceback; then who
+    waited for those that failed, who ran to the end, and who was lost.
     """
     lines: list[str] = []
     for failure in failures:
@@ -88,6 +89,8 @@ def show_errors(
         title = f"{failure.ename}: {message}" if message else failure.ename
         lines.append(f"{_BOLD}{whose}:{_OFF} {clean(title)}" if colour else f"{whose}: {clean(title, colour=False)}")
         lines.extend(clean(entry, colour=colour) for entry in failure.traceback)
+    if released:
+        lines.append(show_released(released))
     if succeeded:
         its = "its" if len(set(succeeded)) == 1 else "their"
         lines.append(f"{name_ranks(succeeded)} ran to {its} end")
@@ -95,6 +98,15 @@ def show_errors(
         was = "was" if len(set(lost)) == 1 else "were"
         lines.append(f"{name_ranks(lost)} {was} lost")
     return lines
+
+
+def show_released(released: Sequence[Released]) -> str:
+    """`ranks 0,2-3 waited in all_reduce at line 4 and were released; their variables are kept`."""
+    waited = "; ".join(f"{name_ranks(one.ranks)} waited in {one.where}" for one in released)
+    if len(released) == 1:
+        single = len(released[0].ranks) == 1
+        return f"{waited} and {'was' if single else 'were'} released; {'its' if single else 'their'} variables are kept"
+    return f"{waited}; they were released, and their variables are kept"
 
 
 def html_values(parts: Iterable[Part], world_ranks: Ranks, *, limit: int = MAX_SHOWN_HTML) -> str | None:

@@ -49,6 +49,8 @@ _QUESTION_S = 1.0
 _SILENT_S = 5.0
 # Seconds that an open call must have lasted before its progress is reported.
 _PROGRESS_AFTER_S = 0.5
+# ... after a rank's part did not end well, before the supervisor is told that the others go on: they mostly fail alike.
+_LEFT_AFTER_S = 0.2
 _BEAT_S = 1.0
 _FLUSH_S = 0.05
 # Messages of one rank that may lie in a socket when it ends: it sends output 33 times a second at most.
@@ -106,6 +108,7 @@ class Tally:
     seconds: dict[int, float] = field(default_factory=dict)
     flush: Timer | None = None
     progress_told: int = 0
+    told_soon: bool = False  # a timer will tell of its progress
 
 
 @dataclass
@@ -191,16 +194,26 @@ class HostAgent:
                 self._start_ranks(command)
             case messages.FormGroups():
                 self._enqueue(command, body, urgent=True)
-            case messages.Complete() | messages.Inspect() | messages.Peek() | messages.OpenActors():
+            case (
+                messages.Complete()
+                | messages.Inspect()
+                | messages.Peek()
+                | messages.OpenActors()
+                | messages.AskPositions()
+            ):
                 self._question(command, body)
             case messages.Release():
                 for link in self._living(command.ranks):
                     self._to_service(link, body)
             case messages.Interrupt():
                 self._interrupt(command)
-            case messages.Unblock():
+            case messages.Unblock() | messages.HoldGroups() | messages.GroupsChecked() | messages.RanksLeft():
                 for link in self._living(command.ranks):
                     self._to_service(link, body)
+            case messages.Conclude():
+                tally = self._tallies.get(command.call)
+                if tally is not None:
+                    self._give_up(tally)
             case messages.ReplyInput(rank=rank, target=target):
                 asking = self._links.get(rank)
                 if asking is not None and asking.running is not None and asking.running.call == target:
@@ -337,7 +350,8 @@ class HostAgent:
         self._loop.call_later(_QUESTION_S, lambda: self._give_up(tally))
 
     def _give_up(self, tally: Tally) -> None:
-        """A question that some rank has not answered: it keeps the GIL, or is stopped."""
+        """Of a question that some rank has not answered: it keeps the GIL, or is stopped. Or of a call that is ended
+        without them."""
         for rank in sorted(tally.waiting):
             self._settle(tally, rank, Outcome(status="skipped"))
         self._close_if_done(tally)
@@ -587,6 +601,9 @@ class HostAgent:
         if tally is not None:
             tally.seconds[message.rank] = message.seconds
         self._end_part(message.call, message.rank, message.outcome)
+        if tally is not None and message.outcome.status != "ok" and not tally.told_soon:
+            tally.told_soon = True
+            self._loop.call_later(_LEFT_AFTER_S, lambda: self._tell_progress(tally))
         self._dispatch(link)
 
     def _answered(self, message: messages.RankAnswered) -> None:
@@ -644,10 +661,16 @@ class HostAgent:
         self._tell_beat()
         now = self._loop.clock.monotonic()
         for tally in self._tallies.values():
-            done = len(tally.outcomes)
-            if done != tally.progress_told and now - tally.opened_at > _PROGRESS_AFTER_S:
-                tally.progress_told = done
-                self._report(messages.CallProgressed(call=tally.call, done=tuple(sorted(tally.outcomes))))  # type: ignore[arg-type]
+            if now - tally.opened_at > _PROGRESS_AFTER_S:
+                self._tell_progress(tally)
+
+    def _tell_progress(self, tally: Tally) -> None:
+        """Say which ranks are done, if that is news."""
+        tally.told_soon = False
+        done = len(tally.outcomes)
+        if done != tally.progress_told and self._tallies.get(tally.call) is tally:
+            tally.progress_told = done
+            self._report(messages.CallProgressed(call=tally.call, done=tuple(sorted(tally.outcomes))))  # type: ignore[arg-type]
 
     def _tell_beat(self) -> None:
         ranks = tuple(self._info(link) for link in self._links.values())

@@ -32,10 +32,10 @@ def named_after_what_was_raised(error: CellError) -> CellError:
     if len(names) != 1:
         return error
     values = {failure.evalue for failure in error.failures}
-    plain = len(values) == 1 and not error.succeeded and not isinstance(error, CellInterrupted)
+    plain = len(values) == 1 and not error.succeeded and not error.released and not isinstance(error, CellInterrupted)
     summary = values.pop() if plain else str(error)
     kind = type(names.pop(), (type(error),), {"__module__": type(error).__module__, "__doc__": type(error).__doc__})
-    named: CellError = kind(error.failures, error.succeeded, summary=summary)
+    named: CellError = kind(error.failures, error.succeeded, released=error.released, summary=summary)
     named.rendered = error.rendered
     return named
 

@@ -74,6 +74,7 @@ def _start_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hosts", type=int)
     parser.add_argument("--fresh", action="store_true")
     parser.add_argument("--device")
+    parser.add_argument("--no-end-on-error", action="store_true")
     parser.add_argument("--keep", action="store_true", default=None)
     parser.add_argument("--ttl", type=float)
 
@@ -110,18 +111,19 @@ def _pull_arguments(parser: argparse.ArgumentParser) -> None:
 COMMANDS = {
     "start": Command(
         "%mesh start -n 4 [--axes dp=2,tp=2] [--name NAME] [--device cpu|cuda] [--fresh] [--hosts N] [--engine local] "
-        "[--keep] [--ttl SECONDS]",
+        "[--keep] [--ttl SECONDS] [--no-end-on-error]",
         "Start ranks, if none run yet; without -n or --axes one per GPU, else 2 to 4.",
         "_start",
         _start_arguments,
         "A mesh that runs already and is what the options ask for is left as it is, so the cell may be run again; "
         "another one is an error, which %mesh restart resolves. "
         "--fresh: in new interpreters, not forked from a warm one. --hosts: simulate so many machines on this one. "
-        "--keep: they outlive the notebook. --ttl: seconds that they live with nobody attached.",
+        "--keep: they outlive the notebook. --ttl: seconds that they live with nobody attached. --no-end-on-error: "
+        "ranks that wait in a collective for one that has failed wait until Stop.",
     ),
     "restart": Command(
         "%mesh restart [-n 4] [--axes dp=2,tp=2] [--name NAME] [--device cpu|cuda] [--fresh] [--hosts N] "
-        "[--engine local] [--keep] [--ttl SECONDS]",
+        "[--engine local] [--keep] [--ttl SECONDS] [--no-end-on-error]",
         "Fresh ranks in place of those that run; what they hold is lost.",
         "_restart",
         _start_arguments,
@@ -332,6 +334,7 @@ class MeshMagics(Magics):
             "num_hosts": options.hosts,
             "start_method": "fresh" if options.fresh else None,
             "device": options.device,
+            "end_on_error": False if options.no_end_on_error else None,
             "keep": options.keep,
             "orphan_ttl_s": options.ttl,
         }

@@ -176,6 +176,7 @@ class Notebook:
         num_hosts: int | None = None,
         start_method: str | None = None,
         device: str | None = None,
+        end_on_error: bool | None = None,
         keep: bool | None = None,
         orphan_ttl_s: float | None = None,
     ) -> Mesh:
@@ -185,8 +186,8 @@ class Notebook:
         again. Otherwise a new one.
 
         Args:
-            ranks, axes, engine, num_hosts, start_method, device: as `meshbook.create_mesh`; None: the defaults, and of
-                a mesh that runs already: whatever it has.
+            ranks, axes, engine, num_hosts, start_method, device, end_on_error: as `meshbook.create_mesh`; None: the
+                defaults, and of a mesh that runs already: whatever it has.
             name: None: after the notebook. A name makes it a mesh beside those that the notebook has.
             keep: it outlives the notebook's kernel, for `orphan_ttl_s`.
             orphan_ttl_s: seconds that it may live without any client.
@@ -203,7 +204,7 @@ class Notebook:
             self._forget(running)
         elif running is not None:
             wanted = _grid(ranks, axes, lambda: len(running)) if ranks is not None or axes is not None else None
-            self._require(running, wanted, axes is not None, engine, num_hosts, start_method, device)
+            self._require(running, wanted, axes is not None, engine, num_hosts, start_method, device, end_on_error)
             self._outlive(running, keep, orphan_ttl_s)
             self.use(running.name)
             return running
@@ -214,6 +215,7 @@ class Notebook:
             num_hosts=num_hosts or 1,
             start_method=start_method or defaults.start_method,
             device=device or defaults.device,
+            end_on_error=defaults.end_on_error if end_on_error is None else end_on_error,
         )
         return self._start(grid, spec, name, defaults.keep if keep is None else keep, orphan_ttl_s)
 
@@ -227,6 +229,7 @@ class Notebook:
         num_hosts: int | None = None,
         start_method: str | None = None,
         device: str | None = None,
+        end_on_error: bool | None = None,
         keep: bool | None = None,
         orphan_ttl_s: float | None = None,
     ) -> Mesh:
@@ -252,6 +255,7 @@ class Notebook:
             num_hosts=num_hosts or old.num_hosts,
             start_method=start_method or old.start_method,
             device=device or old.device,
+            end_on_error=old.end_on_error if end_on_error is None else end_on_error,
             process_group=old.process_group,
             torch=old.torch,
         )
@@ -289,6 +293,7 @@ class Notebook:
         num_hosts: int | None,
         start_method: str | None,
         device: str | None,
+        end_on_error: bool | None,
     ) -> None:
         """That a mesh which runs is what is asked for; None: anything is.
 
@@ -309,6 +314,8 @@ class Notebook:
         ):
             if asked is not None and asked != has:
                 differs.append(f"its {what} is {has}, and {asked} is asked for")
+        if end_on_error not in (None, spec.end_on_error):
+            differs.append(f"it has end_on_error={spec.end_on_error}, and {end_on_error} is asked for")
         kinds = {rank.device.partition(":")[0] for rank in info.ranks}
         if device not in (None, "auto", spec.device) and kinds != {device}:
             differs.append(f"its ranks are on {' and '.join(sorted(kinds))}, and {device} is asked for")

@@ -5,7 +5,9 @@ Knows the shell, the groups and the object store; knows nothing of other ranks.
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -15,12 +17,13 @@ from typing import Any
 import msgspec
 import zmq
 
-from meshbook.errors import RankLost, StartError, TransferError
+from meshbook.diagnose.code import cell_of, is_user
+from meshbook.errors import CollectiveAborted, RankLost, StartError, TransferError
 from meshbook.ids import CallId
-from meshbook.rank import failures, paths, probes
+from meshbook.rank import failures, paths, positions, probes
 from meshbook.rank.capture import Output
 from meshbook.rank.kept import Kept
-from meshbook.rank.ring import Collective, Ring
+from meshbook.rank.ring import Collective, Ring, UserLine
 from meshbook.rank.service import Reporter
 from meshbook.rank.shell import InterruptGate, RankShell
 from meshbook.rank.snapshot import Doing, Done
@@ -34,6 +37,12 @@ _FORM_TIMEOUT_S = 60.0
 
 # Plain values (numbers, short strings, small tuples of them) ride in the report of the cell that made them.
 _PLAIN_BYTES = 4096
+
+# Seconds between looks whether a collective waits for a rank that has left the call.
+_LEFT_LOOK_S = 0.1
+
+# Calls whose place in the ring, or whose leavers, are remembered: some may be queued behind the one that runs.
+_CALLS = 256
 
 _NO_PREVIEW = messages.Preview(kind="none", type="", text="")  # of what is asked for whole and shown by nobody
 
@@ -67,6 +76,12 @@ class Executor:
         self._kept = Kept(self.pool)
         self.resolvers: dict[str, Callable[[str], Any]] = {}  # kind of reference -> who knows what is behind such
         self.device = "cpu"
+        self._begins: dict[CallId, int] = {}  # calls begun last -> number of the last collective before them
+        self._left: dict[CallId, dict[int, messages.RankPosition]] = {}  # calls that run or will -> who has left them
+        self._watching = False  # a thread looks after collectives that wait for ranks which have left
+        self._held_for: CallId | None = None  # the call whose end has collectives held
+        self._because: CollectiveAborted | None = None  # what this rank was released with from the call that runs
+        self._left_because = ""  # why others wait in vain for this rank, if its last call did not end well
         self._does: dict[type, Callable[[Any], Outcome]] = {
             messages.RunCell: self._run_cell,
             messages.RunOps: self._run_ops,
@@ -105,6 +120,11 @@ class Executor:
         label = getattr(command, "label", "")
         self.doing = Doing(command.call, label, time.monotonic())
         self._words.restart()
+        last = self.ring.last
+        _remember(self._begins, command.call, 0 if last is None else last.seq)
+        self._because = None
+        if command.call in self._left:
+            self._watch_left()
         try:
             outcome = act(command)
         except KeyboardInterrupt:  # between two lines of ours, where no user code is left to end
@@ -120,12 +140,14 @@ class Executor:
 
     def _finish(self, call: CallId, label: str, outcome: Outcome, seconds: float) -> None:
         """Report the end of a call. A second report of the same end does no harm."""
-        if self._groups is not None and self._groups.broken:
-            outcome = msgspec.structs.replace(outcome, groups_broken=True)
+        if self._groups is not None:
+            outcome = self._with_groups(call, outcome)
         self._output.drain()
         items, seq = self._reporter.take_rest()
         self.done = Done(call, label, outcome, time.monotonic())
+        self._left_because = self._why_it_left(outcome)
         self.running = self.doing = None
+        self._left.pop(call, None)
         self._gate.rest()
         self._reporter.send(
             messages.RankFinished(
@@ -138,6 +160,24 @@ class Executor:
                 released=self.reader.take_released(),
             )
         )
+
+    def _with_groups(self, call: CallId, outcome: Outcome) -> Outcome:
+        """What the end of a call means for the process groups, and their end for the call."""
+        groups = self._groups
+        cause = groups.severed_with
+        if (
+            outcome.status == "ok"
+            and cause is not None
+            and isinstance(cause.error, CollectiveAborted)
+            and not cause.was_raised
+            and self._because is not None
+            and groups.on_nccl
+        ):  # an aborted collective of NCCL returns as if all were well, and what was computed from it is garbage
+            outcome = Outcome(status="error", error=self.shell.describe_error(cause.error))
+        if outcome.status != "ok" or self._held_for == call:
+            self._held_for = call
+            groups.hold()
+        return msgspec.structs.replace(outcome, groups_broken=True) if groups.broken else outcome
 
     # ---- commands
 
@@ -321,6 +361,101 @@ class Executor:
             return
         self._groups.sever(KeyboardInterrupt(reason) if interrupt else RankLost(reason))
 
+    def position(self, about: CallId) -> messages.RankPosition:
+        """Where this rank is in the order of its collectives."""
+        running, done, groups = self.running, self.done, self._groups
+        last = self.ring.last
+        since = self._begins.get(about, 0 if last is None else last.seq)  # not begun here: nothing moved for it
+        return messages.RankPosition(
+            rank=self.told.rank,
+            call=None if done is None else done.call,
+            status="" if done is None else done.outcome.status,
+            cause=self._left_because,
+            at_rest=running is None or groups is None or groups.is_held,
+            idle=running is None,
+            may_join=positions.may_join(self.ring),
+            num_named=0 if groups is None else groups.num_named,
+            groups=()
+            if groups is None
+            else positions.groups_now([group.label for group in groups.members()], self.ring, since),
+        )
+
+    def _why_it_left(self, outcome: Outcome) -> str:
+        """Why others wait in vain for this rank: "rank 1 raised ValueError: no at line 3"; "" if it ended well."""
+        error = outcome.error
+        if outcome.status == "ok":
+            return ""
+        if error is not None and error.released is not None and self._because is not None:
+            return self._because.cause  # it had left because of another one, which is the cause of all
+        if outcome.status == "interrupted" or error is None:
+            return f"rank {self.told.rank} was stopped"
+        frame = next((frame for frame in reversed(error.frames) if is_user(frame.file)), None)
+        where = "" if frame is None else f" at {_place(frame.file, frame.line, error.frames[0].file)}"
+        text = error.evalue.splitlines()[0] if error.evalue else ""
+        return f"rank {self.told.rank} raised {error.ename}{': ' if text else ''}{text}{where}"
+
+    def hold_after(self, about: CallId) -> None:
+        """A call is being stopped: once it is over here, collectives wait until it is over everywhere. What has begun
+        behind it before is left alone."""
+        if self._groups is None or self.running not in (None, about):
+            return
+        self._held_for = about
+        if self.running is None:
+            self._groups.hold()
+
+    def groups_checked(self, command: messages.GroupsChecked) -> None:
+        """The call that was asked about is over everywhere, and these groups are out of step."""
+        if self._groups is None:
+            return
+        self._groups.break_named(command.broken, command.reason, epoch=command.epoch)
+        if self._held_for == command.about:
+            self._groups.go_on()
+
+    def ranks_left(self, command: messages.RanksLeft) -> None:
+        """Others have left a call that this rank works on, or will."""
+        known = _remember(self._left, command.call, self._left.get(command.call, {}))
+        known.update({left.rank: left for left in command.left})
+        if self.running == command.call:
+            self._watch_left()
+
+    def _watch_left(self) -> None:
+        if not self._watching and self._groups is not None:
+            self._watching = True
+            threading.Thread(target=self._release_waits, name="meshbook-left", daemon=True).start()
+
+    def _release_waits(self) -> None:
+        """While the call runs that others have left: break the groups as soon as a collective waits for one of them."""
+        pause = threading.Event()
+        try:
+            while (call := self.running) is not None and call in self._left and self._groups.severed_with is None:
+                found = self._hopeless(tuple(self._left[call].values()))
+                if found is not None and self.running == call:
+                    self._because = found
+                    self._groups.sever(found, epoch=self._groups.epoch)
+                    return
+                pause.wait(_LEFT_LOOK_S)
+        finally:
+            self._watching = False
+
+    def _hopeless(self, lefts: tuple[messages.RankPosition, ...]) -> CollectiveAborted | None:
+        """The error for whoever waits here in what needs a rank that has left; None: nobody does."""
+        for one in self.ring.running():
+            for left in lefts:
+                if positions.is_hopeless(one, left, self.told.rank):
+                    return self._aborted(one.op, f"{one.op} #{one.group_seq}", one.line, left)
+        for label in self._groups.joining:
+            for left in lefts:
+                if positions.is_hopeless_to_join(label, left):
+                    return self._aborted("new_group", "new_group", None, left)
+        return None
+
+    def _aborted(self, op: str, what: str, line: UserLine | None, left: messages.RankPosition) -> CollectiveAborted:
+        where = op if line is None else f"{op} at {_place(line.file, line.line, self.shell.running_file)}"
+        ended = f"rank {left.rank} ended the cell without coming to"
+        told = left.cause or f"{ended} it"
+        cause = left.cause or f"{ended} {what}"  # for those who wait for this rank in turn
+        return CollectiveAborted(f"{what} cannot be completed: {told}", ranks=(left.rank,), cause=cause, where=where)
+
     def release(self, refs: tuple[str, ...], segments: tuple[str, ...]) -> None:
         self._kept.release(refs, segments)
 
@@ -383,6 +518,22 @@ class Executor:
         if self._groups is not None and "torch" in sys.modules:
             self._groups.close()
         self.pool.close()
+
+
+def _place(file: str, line: int, own: str | None) -> str:
+    """`line 3` of the cell that runs, `line 3 of cell 2` of another one, `train.py:3`."""
+    if file == own:
+        return f"line {line}"
+    cell = cell_of(file)
+    return f"line {line} of {cell}" if cell is not None else f"{os.path.basename(file)}:{line}"
+
+
+def _remember(memory: dict[CallId, Any], call: CallId, what: Any) -> Any:
+    """Keep something for a call, and for some calls before it."""
+    memory[call] = what
+    while len(memory) > _CALLS:
+        del memory[next(iter(memory))]
+    return what
 
 
 class _Noting:

@@ -20,6 +20,7 @@ from typing import Final, Protocol
 import IPython
 
 from meshbook.diagnose.code import is_user
+from meshbook.errors import CollectiveAborted
 from meshbook.wire.messages import Frame, RankError
 
 # A message of a CUDA or compiler error can be megabytes; a notebook shows the beginning and the end of it.
@@ -56,6 +57,14 @@ def describe(error: BaseException, renderer: Renderer) -> RankError:
     """What is told of an exception. Cuts Meshbook's frames out of it, and out of those that it came from."""
     cut_own_frames(error)
     text = _text(error)
+    if isinstance(error, CollectiveAborted):  # where it waited says all: the fault is another rank's, and shown there
+        return RankError(
+            ename=type(error).__name__,
+            evalue=text,
+            traceback=(),
+            pickled=_pickled(error),
+            released=error.where,
+        )
     try:
         with _few_frames(error):
             rendered = renderer.render(error)

@@ -103,6 +103,8 @@ class Groups:
         self._lock = threading.Lock()
         self._severed: Break | None = None
         self._aborting: threading.Thread | None = None
+        self._held_by: threading.Event | None = None
+        self._joining: list[Label] = []
         self._num_reaching = 0  # threads that wait for the store or for peers to connect
         self._replaced: list[tuple[Any, str, Any]] = []  # module, name, torch's own
         ring.skip(Path(torch.__file__).parent)
@@ -145,9 +147,61 @@ class Groups:
             reaching = self._num_reaching > 0
         for group in members:
             group.break_off(cause)
+        self.go_on()
         self._cut(links)
         if reaching:
             self._give_up_waiting()
+
+    @property
+    def severed_with(self) -> Break | None:
+        """What all groups were severed with since they were formed."""
+        return self._severed
+
+    def hold(self) -> None:
+        """Have the collectives that begin from now on wait for `go_on`."""
+        if self._held_by is None:
+            self._held_by = threading.Event()
+        for group in list(self._members.values()):
+            group.held = self._held_by
+
+    def go_on(self) -> None:
+        """Collectives that `hold` keeps waiting may begin. Any thread."""
+        held, self._held_by = self._held_by, None
+        for group in list(self._members.values()):
+            group.held = None
+        if held is not None:
+            held.set()
+
+    @property
+    def is_held(self) -> bool:
+        return self._held_by is not None
+
+    def break_named(self, names: Iterable[str], reason: str, *, epoch: int) -> None:
+        """Refuse these groups until they are formed again; a no-op when another epoch's are there. Any thread."""
+        if epoch == self.epoch:
+            for name in names:
+                group = self._members.get(name)
+                if group is not None and group.broken is None:
+                    group.break_off(Break(reason))
+
+    def members(self) -> list[WatchedGroup]:
+        """Every group of this process."""
+        return list(self._members.values())
+
+    @property
+    def num_named(self) -> int:
+        """How many groups torch has named here, which is the next one's name."""
+        return int(c10d._world.group_count)
+
+    @property
+    def joining(self) -> tuple[Label, ...]:
+        """Groups that wait for their members to come."""
+        return tuple(self._joining)
+
+    @property
+    def on_nccl(self) -> bool:
+        """Whether any group of this process has an NCCL backend."""
+        return any(link.kind == "nccl" for group in self.members() for link in group.links)
 
     @property
     def waiting(self) -> bool:
@@ -227,6 +281,7 @@ class Groups:
         self._place, self._held, self._store = place, {}, store
         self._connected.clear()
         self._join_timeout_s = timeout_s
+        self.go_on()
         try:
             store.set_timeout(timedelta(seconds=timeout_s))
             if in_place:
@@ -358,10 +413,14 @@ class Groups:
                 f"a process group cannot be connected while all are broken ({self._severed.reason}). They are formed "
                 "again before the next cell: run the cell again"
             )
+        if self._held_by is not None:
+            group.held = self._held_by
+            group._admit("making a process group")
         name = group.label.name
         again, self._connected[name] = self._connected[name], self._connected[name] + 1
         store = PrefixStore(f"e{self.epoch}/{name}" + (f"/{again}" if again else ""), self._store)
         made: dict[str, Link] = {}
+        self._joining.append(group.label)
         try:
             with self._reaching():
                 for kind in group.backends.values():
@@ -371,6 +430,8 @@ class Groups:
             # Its corner of the store has half of this attempt in it, so a second one needs another epoch.
             group.break_off(Break(f"connecting it failed: {one_line(error)}"))
             raise
+        finally:
+            self._joining.remove(group.label)
         group.label.restart(self.epoch or 0)
         group.adopt(list(made.values()), store)
         with self._lock:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from threading import get_ident
 from types import CodeType
 from typing import Any, NamedTuple, Protocol
 
@@ -48,7 +49,7 @@ class Label:
         epoch: which connections of the group these are; the counters start again with each.
     """
 
-    __slots__ = ("epoch", "members", "name", "next_seq", "next_transfer", "ranks")
+    __slots__ = ("_pairs", "_seqs", "epoch", "members", "name", "next_seq", "next_transfer", "ranks")
 
     def __init__(self, name: str, ranks: Iterable[int]) -> None:
         self.name = name
@@ -59,8 +60,29 @@ class Label:
     def restart(self, epoch: int) -> None:
         """Count from 1 again: after a break, members would go on from where each had come to, which differs."""
         self.epoch = epoch
-        self.next_seq: Callable[[], int] = itertools.count(1).__next__  # atomic: collectives come from several threads
+        self._seqs = itertools.count(1)
+        self._pairs: dict[tuple[bool, int | None], itertools.count[int]] = {}
+        self.next_seq: Callable[[], int] = self._seqs.__next__  # atomic: collectives come from several threads
         self.next_transfer: Callable[[], int] = itertools.count(1).__next__
+
+    def next_of_pair(self, sends: bool, peer: int | None) -> int:
+        """The number of a send to this member, or of a receive from it, from 1; None: from any member."""
+        return next(self._pairs.setdefault((sends, peer), itertools.count(1)))
+
+    @property
+    def num_begun(self) -> int:
+        """How many collectives this rank has begun on these connections, sends and receives not counted."""
+        return _counted(self._seqs)
+
+    @property
+    def transfers(self) -> dict[tuple[bool, int | None], int]:
+        """How many sends (True) and receives (False) this rank has begun, by peer; None: receives from any member."""
+        return {pair: _counted(numbers) for pair, numbers in list(self._pairs.items())}
+
+
+def _counted(numbers: itertools.count[int]) -> int:
+    """How many numbers were taken: the one thing that tells it without taking one is `count(5)`, in every Python."""
+    return int(repr(numbers)[len("count(") : -1]) - 1
 
 
 class Collective:
@@ -76,6 +98,7 @@ class Collective:
             its end was first noticed.
         error: why it failed, one line; None if it did not.
         peer: the other side's global rank, of a send or recv; None otherwise.
+        pair_seq: of a send or recv: its number among those between the same two ranks in the same direction; else 0.
     """
 
     __slots__ = (
@@ -90,6 +113,7 @@ class Collective:
         "group_seq",
         "label",
         "op",
+        "pair_seq",
         "peer",
         "seq",
         "t_end",
@@ -108,6 +132,7 @@ class Collective:
         code: CodeType | None,
         instruction: int,
         t_start: float,
+        pair_seq: int = 0,
     ) -> None:
         self.op = op
         self.seq = seq
@@ -115,6 +140,7 @@ class Collective:
         self.group_seq = group_seq
         self.epoch = label.epoch
         self.peer = peer
+        self.pair_seq = pair_seq
         self.t_start = t_start
         self.t_end: float | None = None
         self.error: str | None = None
@@ -206,6 +232,8 @@ class Ring:
         self._last: Collective | None = None
         self.num_captures = 0
         self._device_error: str | None = None  # what the driver answers to every question from now on
+        self._main_thread = threading.main_thread().ident
+        self._threads: set[int] = set()  # others that have begun a collective
 
     @property
     def size(self) -> int:
@@ -215,6 +243,15 @@ class Ring:
     def last(self) -> Collective | None:
         """The one begun last; None before the first."""
         return self._last
+
+    def other_threads(self) -> tuple[threading.Thread, ...]:
+        """Threads beside the main one that have begun collectives here and live. Autograd's own, which run within a
+        backward pass of the main thread's, are none of Python's and not among them."""
+        return tuple(
+            thread
+            for thread in threading.enumerate()
+            if thread.ident in self._threads and not isinstance(thread, threading._DummyThread)
+        )
 
     def skip(self, path: str | os.PathLike[str]) -> None:
         """From now on frames of this file, or of the files in this folder, are not the user's."""
@@ -251,17 +288,21 @@ class Ring:
         else:
             tensors = ()
         seq = self._next_seq()
+        if get_ident() != self._main_thread:
+            self._threads.add(get_ident())
+        transfers = op in POINT_TO_POINT
         collective = Collective(
             op,
             seq,
             label,
-            label.next_transfer() if op in POINT_TO_POINT else label.next_seq(),
+            label.next_transfer() if transfers else label.next_seq(),
             tuple([tensor.shape for tensor in tensors]),
             tuple([tensor.dtype for tensor in tensors]),
             peer,
             None if frame is None else frame.f_code,
             -1 if frame is None else frame.f_lasti,
             self._clock(),
+            label.next_of_pair(op == "send", peer) if transfers else 0,
         )
         self._slots[seq % self._size] = self._last = collective
         return collective

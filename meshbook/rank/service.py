@@ -20,6 +20,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 import zmq
 
 from meshbook.ids import CallId
@@ -124,6 +125,7 @@ class Service:
             messages.Complete: lambda ask: questions.complete(executor.shell, ask.code, ask.cursor),
             messages.Inspect: lambda ask: questions.inspect(executor.shell, ask.code, ask.cursor, ask.detail),
             messages.Peek: lambda ask: questions.peek(executor.shell, ask.names),
+            messages.AskPositions: lambda ask: msgspec.to_builtins(executor.position(ask.about)),
             messages.OpenActors: lambda ask: _found(ACTORS)(
                 executor.resolve, executor.resolvers, partial(use_device, executor.device)
             ),
@@ -224,6 +226,12 @@ class Service:
                 self._executor.stop(target)
             case messages.Unblock(reason=reason, interrupt=interrupt):
                 self._executor.unblock(reason, interrupt=interrupt)
+            case messages.HoldGroups(about=about):
+                self._executor.hold_after(about)
+            case messages.GroupsChecked():
+                self._executor.groups_checked(command)
+            case messages.RanksLeft():
+                self._executor.ranks_left(command)
             case messages.Release(refs=refs, segments=segments, client=client):
                 self._executor.release(refs, segments)
                 if client is not None:

@@ -38,7 +38,7 @@ from torch._C._distributed_c10d import (
     Work,
 )
 
-from meshbook.errors import MeshbookError
+from meshbook.errors import CollectiveAborted, MeshbookError
 from meshbook.ids import name_ranks
 from meshbook.rank.backends import Link
 from meshbook.rank.ring import Collective, Label, Ring, one_line
@@ -47,6 +47,10 @@ from meshbook.wire.stop import REASON_S, SLICE_S
 SLICE = timedelta(seconds=SLICE_S)
 
 _FOREVER = timedelta(0)  # what torch takes for "no timeout"
+
+# Seconds that a collective waits for the word on whether ranks are in step after a call that did not end well. The
+# supervisor asks the ranks, for a second at most, as soon as the call is over on all of them.
+_HELD_S = 5.0
 
 # gloo completes these on its transport threads: a wait with a time limit closes the connection when it runs out.
 _POINT_TO_POINT = {"send", "recv", "recv_anysource"}
@@ -172,11 +176,13 @@ class Break:
     def __init__(self, reason: str, error: BaseException | None = None) -> None:
         self.reason = reason
         self.error = error
+        self.was_raised = False  # somebody has had the error
 
     def raised(self) -> BaseException | None:
         """The error for one more thread: its own copy, because raising writes a traceback into an exception."""
         if self.error is None:
             return None
+        self.was_raised = True
         try:
             again = copy.copy(self.error)
         except Exception:  # a constructor that cannot be called with its own args
@@ -235,8 +241,8 @@ def _collective(method: str) -> Callable[..., Any]:
 
     def collective(self: WatchedGroup, *args: Any, **kwargs: Any) -> Any:
         # Every collective of a training step pays for each line here; helpers are called only for what is rare.
-        if self.broken is not None:
-            self._refuse(op)
+        if self.broken is not None or self.held is not None:
+            self._admit(op)
         if self._inner is None:
             self._owner.connect(self)
         put_in = args[telling] if telling < len(args) else args[0] if args else ()
@@ -300,6 +306,7 @@ class WatchedGroup(ProcessGroup):
         timeout: of its collectives, unless the call brings its own.
         options: NCCL options that the user gave; None without.
         broken: why it cannot be used now; None while it can. Set by whoever breaks it, in any thread.
+        held: what a collective waits for before it begins; None: nothing.
         links: its real backends.
     """
 
@@ -321,6 +328,7 @@ class WatchedGroup(ProcessGroup):
         self.timeout = timeout
         self.options = options
         self.broken: Break | None = None
+        self.held: threading.Event | None = None
         self.links: tuple[Link, ...] = ()
         self._owner = owner
         self._store = store
@@ -390,11 +398,27 @@ class WatchedGroup(ProcessGroup):
         for promise in promised:
             promise.fail(cause.raised() or GroupBroken(cause.reason))
 
-    def _refuse(self, op: str) -> NoReturn:
-        assert self.broken is not None
+    def _admit(self, op: str) -> None:
+        """Let a collective begin, perhaps after a moment.
+
+        Raises:
+            CollectiveAborted: the group was broken because a member has left the call that runs.
+            GroupBroken: it cannot be used, or whether it can is not known in time.
+        """
+        held = self.held
+        if held is not None and self.broken is None and not held.wait(_HELD_S) and self.broken is None:
+            raise GroupBroken(
+                f"{op} cannot run: the call before this one did not end well on this rank, and is not over on other "
+                "ranks, so that nobody knows yet whether their collectives would match. Wait for it, or stop it"
+            )
+        cause = self.broken
+        if cause is None:
+            return
+        if isinstance(cause.error, CollectiveAborted):
+            raise cause.raised() or cause.error
         raise GroupBroken(
             f"{op} cannot run: the process group of {name_ranks(self.label.ranks)} is broken "
-            f"({self.broken.reason}). It is formed again before the next cell: run the cell again. "
+            f"({cause.reason}). It is formed again before the next cell: run the cell again. "
             "If a rank is gone, that takes a new mesh: %mesh stop, then %mesh start"
         )
 
@@ -446,18 +470,22 @@ class WatchedGroup(ProcessGroup):
 
     def _wait_slice_by_slice(self, work: Any, timeout: timedelta) -> None:
         deadline = time.monotonic() + timeout.total_seconds() if timeout else float("inf")
-        ended = False
+        failed = False
         while True:
-            left = deadline - time.monotonic()
+            began = time.monotonic()
+            left = deadline - began
+            slice_s = SLICE_S if left > SLICE_S else max(left, 0.001)
             try:
-                work.wait(SLICE if left > SLICE_S else timedelta(seconds=max(left, 0.001)))
+                work.wait(SLICE if left > SLICE_S else timedelta(seconds=slice_s))
                 return
             except RuntimeError:
-                # The slice ran out, or the operation failed. Asked again after its end, it says which.
+                # The slice ran out, or the operation failed. gloo's `is_completed` does not tell which: of a
+                # reduce_scatter it is False for ever. But a failed operation raises at once, and so again.
                 severed = self.broken is not None and self.broken.error is not None
-                if ended or severed or left <= SLICE_S:
+                at_once = time.monotonic() - began < slice_s / 2
+                if severed or left <= SLICE_S or (failed and at_once):
                     raise
-                ended = work.is_completed()
+                failed = at_once
 
     def _tell_begun(self, record: Collective, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         arguments = (*args, *kwargs.values())
@@ -513,21 +541,28 @@ class WatchedGroup(ProcessGroup):
             raise told
 
     def _start_coalescing(self, device: torch.device) -> None:
-        if self.broken is not None:
-            self._refuse("a coalesced collective")
+        self._admit("a coalesced collective")
         self.inner._start_coalescing(device)
         self._coalescing = []
 
     def _end_coalescing(self, device: torch.device) -> Any:
         records, self._coalescing = self._coalescing or [], None
-        work = self.inner._end_coalescing(device)
+        try:
+            work = self.inner._end_coalescing(device)
+        except BaseException as error:
+            for record in records:
+                self._ring.finish(record, error)
+            if records and self.broken is None:  # what of the batch was sent is not known
+                self.broken = Break(f"{records[-1].op} #{records[-1].seq} failed: {one_line(error)}")
+            raise
         if work is None or not records:
             for record in records:
                 self._ring.finish(record)
             return work
+        watched = WatchedWork(self, records[-1], work, None, None)
         for record in records[:-1]:
-            self._ring.settle_by(record, work.is_completed, on_device=True)
-        return WatchedWork(self, records[-1], work, None, None)
+            self._ring.settle_by(record, watched.finished, on_device=True)
+        return watched
 
     # ---- what torch asks a group
 
@@ -555,8 +590,7 @@ class WatchedGroup(ProcessGroup):
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
         """gloo's barrier that names who is missing. Blocks, without slices; severing ends it."""
-        if self.broken is not None:
-            self._refuse("monitored_barrier")
+        self._admit("monitored_barrier")
         inner = self.inner
         record, age = self._ring.begin("monitored_barrier", self.label), self._age
         try:
@@ -584,8 +618,7 @@ class WatchedGroup(ProcessGroup):
 
         All members call it; those that are not named get None.
         """
-        if self.broken is not None:
-            self._refuse("split_group")
+        self._admit("split_group")
         if self.rank() not in new_ranks:
             return None
         name = str(group_name or f"{self.label.name}/split/{'-'.join(map(str, new_ranks))}")
@@ -641,6 +674,7 @@ class WatchedWork(Work):
             # Dropped without a wait: nobody can ask any more, and nobody minds.
             return watched is None or bool(watched._work.is_completed())
 
+        self.finished = finished
         group._ring.settle_by(record, finished, on_device=slices is None)
 
     def wait(self, timeout: timedelta = _FOREVER) -> bool:

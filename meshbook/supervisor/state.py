@@ -19,6 +19,7 @@ from meshbook.fold.lines import FoldMerger, OutputBudget
 from meshbook.fold.outcomes import merge_parts
 from meshbook.ids import Ranks, format_ranks, name_ranks
 from meshbook.supervisor.history import History
+from meshbook.supervisor.instep import has_left, out_of_step, positions_of
 from meshbook.supervisor.seeing import Seeing
 from meshbook.supervisor.stalls import STALL_S
 from meshbook.supervisor.steps import Alarm as Alarm
@@ -36,6 +37,10 @@ from meshbook.wire.stop import ABANDON_AFTER_S, HOLD_S
 ORPHAN_TTL_S = 1800.0
 # Seconds after which a call has reached its ranks' host, so that what the host says of them is said in the knowledge.
 _REACHED_S = 0.5
+# Seconds that hosts have to tell what survivors of a lost rank came to.
+_CONCLUDE_S = 0.5
+# Seconds until ranks that are done with a call, and may still take part in its collectives, are asked again.
+_LEFT_AGAIN_S = 1.0
 _FLUSH_S = 0.05
 _FLUSH_CHARS = 32 << 10  # characters that one flush may show; see host.agent
 _SETUP_CELLS = 1000
@@ -78,6 +83,12 @@ class Call:
     asking: set[int] = field(default_factory=set)  # ranks that wait for input()
     back_by: float = 0.0  # told to stop, it has until then to come back
     held: ToHosts | None = None  # not sent yet
+    about: str = ""  # the call that it asks ranks about, if it is a question of ours
+    done: set[int] = field(default_factory=set)  # ranks whose part is known to be over
+    left: set[int] = field(default_factory=set)  # ... and of which the others know that they have left
+    asks_left: bool = False  # ranks are being asked whether they have
+    holding: bool = False  # ranks wait with collectives that come after it
+    stopped: bool = False  # all that still run it were told to stop
 
 
 class State:
@@ -100,6 +111,8 @@ class State:
         self._told_at: dict[int, float] = {}  # when their hosts told it
         self._exited: dict[int, messages.RankExited] = {}
         self._groups = "none"
+        self._formed_badly = False  # tried, and failed: tried again when somebody wants to use them
+        self._num_questions = 0
         self._backend: str | None = None
         self._epoch = 0
         self._calls: dict[str, Call] = {}
@@ -217,7 +230,12 @@ class State:
         if kind == "orphan" and what == str(self._orphaned):
             return [Shutdown("no client was left")]
         if kind == "abandon" and (call := self._calls.get(what)) is not None:
+            conclude = messages.Conclude(call=call.id)  # type: ignore[arg-type]
+            return [ToHosts(tuple(sorted(call.waiting)), conclude), Alarm(f"concluded {call.id}", _CONCLUDE_S)]
+        if kind == "concluded" and (call := self._calls.get(what)) is not None:
             return self._abandon(call, now)
+        if kind == "left" and (call := self._calls.get(what)) is not None:
+            return self._ask_who_left(call, now)
         if kind == "flush" and (call := self._calls.get(what)) is not None:
             call.flush_at = None
             return self._flush(call, now)
@@ -357,8 +375,14 @@ class State:
             text = f"{error.ename}: {error.evalue}" if error is not None else failed[0].outcome.status
             if self._start is not None:
                 return self._fail_start(f"the process group was not formed: {name_ranks(failed[0].ranks)}: {text}")
-            self._groups = "broken"
-            return [ToClient(None, messages.RanksChanged(info=self.info()))]
+            self._groups, self._formed_badly = "broken", True
+            notice = messages.Notice(
+                f"the process groups could not be formed anew: {name_ranks(failed[0].ranks)}: {text}\nThey are formed "
+                "again with the next cell. If that fails too, start a new mesh: %mesh stop, then %mesh start"
+            )
+            said = messages.CallOutput(call=call.id, items=(messages.RankDisplay(call.ranks, notice),))  # type: ignore[arg-type]
+            changed = messages.RanksChanged(info=self.info())
+            return [ToClient(None, changed), ToClient(None, said), *self._release(now)]
         if self._groups == "forming":
             self._groups = "ready"
         self._backend = parts[0].outcome.answer.get("backend") if parts and parts[0].outcome.answer else None
@@ -413,10 +437,15 @@ class State:
         send = ToHosts(self._hosts(command.ranks), command, body)
         if not call.main_thread:
             return [send]
-        if self._is_stopping_calls(now):
+        if self._is_stopping_calls(now) or self._is_comparing():
             call.held = send
             return []
-        return self._send(call, send, now)
+        forming: list[Step] = []
+        if self._formed_badly and isinstance(command, messages.RunCell | messages.CallFunction | messages.RunOps):
+            call.held = send  # does not count as busy
+            self._formed_badly = False
+            forming = self._mend_groups(now)  # goes before it
+        return [*forming, *self._send(call, send, now)]
 
     def _send(self, call: Call, send: ToHosts, now: float) -> list[Step]:
         call.held = None
@@ -429,9 +458,13 @@ class State:
         others are still in the call before it, and find the process groups broken."""
         return any(now < call.back_by for call in self._calls.values())
 
+    def _is_comparing(self) -> bool:
+        """Whether ranks are asked if they are in step. What begins meanwhile could compute wrong numbers."""
+        return any(call.id.startswith("compare-") for call in self._calls.values())
+
     def _release(self, now: float) -> list[Step]:
         """Send what was held, if the ranks are back from every Stop, or have had their time for it."""
-        if self._is_stopping_calls(now):
+        if self._is_stopping_calls(now) or self._is_comparing():
             return []
         held = [(call, call.held) for call in self._calls.values() if call.held is not None]
         return [step for call, send in held if send is not None for step in self._send(call, send, now)]
@@ -502,7 +535,10 @@ class State:
     def _call_progressed(self, host: int, report: messages.CallProgressed, now: float) -> list[Step]:
         call = self._calls.get(report.call)
         self._seeing.part_ended(report.call, report.done, now)
-        return [ToClient(call.client, report)] if call is not None and call.client else []
+        if call is None:
+            return []
+        call.done.update(report.done)
+        return [*([ToClient(call.client, report)] if call.client else []), *self._ask_who_left(call, now)]
 
     def _ranks_stuck(self, host: int, report: messages.RanksStuck, now: float) -> list[Step]:
         call = self._calls.get(report.call)
@@ -533,8 +569,10 @@ class State:
         call.waiting.discard(host)
         call.parts.append(parts)
         self._seeing.part_ended(call.id, (rank for part in parts for rank in part.ranks), now)
+        call.done.update(rank for part in parts for rank in part.ranks)
         if call.waiting:
-            return self._flush(call, now) if call.merger is not None else []
+            flushed = self._flush(call, now) if call.merger is not None else []
+            return [*flushed, *self._ask_who_left(call, now)]
         if call.merger is not None:
             items = tuple(call.merger.flush(now, final=True))
         return self._settle(call, call.parts[0] if len(call.parts) == 1 else merge_parts(call.parts), items, now)
@@ -551,6 +589,10 @@ class State:
         del self._calls[call.id]
         if call.id.startswith("form-"):
             return self._groups_formed(call, parts, now)
+        if call.id.startswith("compare-"):
+            return self._compared(call, parts, now)
+        if call.id.startswith("left-"):
+            return self._who_left(call, parts, now)
         for part in parts:
             for name in part.outcome.bound:
                 self._names[name] = None
@@ -560,6 +602,11 @@ class State:
             self._names.popitem(last=False)
         if call.entry is not None:
             self._close_entry(call, parts)
+        broken = any(part.outcome.groups_broken for part in parts) and self._groups == "ready"
+        if broken:
+            self._groups = "broken"
+            if notice := self._what_to_discard(call):
+                items = (*items, notice)
         small = len(call.ranks) <= 64
         last = tuple(call.budget.admit(items, now, final=True))
         self._seeing.call_said(call.id, last, now)
@@ -573,15 +620,93 @@ class State:
             items=last,
         )
         steps: list[Step] = [ToClient(call.client, finished)]
-        if any(part.outcome.groups_broken for part in parts) and self._groups == "ready":
-            self._groups = "broken"
+        badly = call.held is None and (call.holding or any(part.outcome.status != "ok" for part in parts))
+        if call.main_thread and self._groups == "ready" and badly:
+            return steps + self._compare(call, now)
         steps += self._mend_groups(now)
         return steps + self._release(now)
+
+    # ---- in step, or not
+
+    def _ask(self, kind: str, about: str, ranks: Ranks, now: float) -> list[Step]:
+        """Ask ranks for their positions. The answer is the end of a call of ours, within a second."""
+        self._num_questions += 1
+        call = self._open(f"{kind}-{self._num_questions}", "", kind, ranks, now)
+        call.main_thread, call.about = False, about
+        ask = messages.AskPositions(call=call.id, ranks=ranks, about=about)  # type: ignore[arg-type]
+        return [ToHosts(self._hosts(ranks), ask)]
+
+    def _compare(self, call: Call, now: float) -> list[Step]:
+        """A call did not end well on some rank: where have all come to in their collectives?"""
+        question = self._ask("compare", call.id, tuple(sorted(self._ranks)), now)
+        asked = self._calls[f"compare-{self._num_questions}"]
+        asked.label, asked.client, asked.done = call.label, call.client, set(call.ranks)
+        return question
+
+    def _compared(self, asked: Call, parts: tuple[Part, ...], now: float) -> list[Step]:
+        steps: list[Step] = []
+        if self._groups == "ready":
+            found = out_of_step(positions_of(parts), asked.done)
+            checked = messages.GroupsChecked(
+                ranks=asked.ranks,
+                about=asked.about,  # type: ignore[arg-type]
+                epoch=self._epoch,
+                broken=tuple(found),
+                reason=next(iter(found.values()), ""),
+            )
+            steps.append(ToHosts(self._hosts(asked.ranks), checked))
+            if found:
+                self._groups = "broken"
+                if notice := self._what_to_discard(asked):
+                    said = messages.CallOutput(call=asked.about, items=(notice,))  # type: ignore[arg-type]
+                    steps.append(ToClient(asked.client or None, said))
+        return [*steps, *self._mend_groups(now), *self._release(now)]
+
+    def _what_to_discard(self, call: Call) -> messages.RankDisplay | None:
+        """What the user is told where work that was enqueued behind an aborted collective may have run all the same."""
+        if self._backend is None or "nccl" not in self._backend:
+            return None
+        return messages.RankDisplay(ranks=call.ranks, item=messages.Notice(discard_notice(call.label)))
+
+    def _ask_who_left(self, call: Call, now: float) -> list[Step]:
+        """Some ranks are done with a call in which others go on. Have they certainly left its collectives?"""
+        news = tuple(rank for rank in call.ranks if rank in call.done - call.left and rank not in self._exited)
+        has_groups = self._groups in ("ready", "broken") and not self._exited
+        wanted = self._spec is not None and self._spec.end_on_error and not call.stopped
+        if (
+            not has_groups
+            or not wanted
+            or not call.main_thread
+            or call.asks_left
+            or not news
+            or len(call.done) >= len(call.ranks)
+        ):
+            return []
+        call.asks_left = True
+        return self._ask("left", call.id, news, now)
+
+    def _who_left(self, asked: Call, parts: tuple[Part, ...], now: float) -> list[Step]:
+        call = self._calls.get(asked.about)
+        if call is None:
+            return []
+        call.asks_left = False
+        left = tuple(
+            position for position in positions_of(parts).values() if has_left(position, call.id) and not call.stopped
+        )
+        call.left.update(position.rank for position in left)
+        staying = tuple(rank for rank in call.ranks if rank not in call.done and rank not in self._exited)
+        steps: list[Step] = []
+        if left and staying:
+            told = messages.RanksLeft(call=call.id, ranks=staying, left=left)  # type: ignore[arg-type]
+            steps.append(ToHosts(self._hosts(staying), told))
+        if call.done - call.left:
+            steps.append(Alarm(f"left {call.id}", _LEFT_AGAIN_S))
+        return steps
 
     def _mend_groups(self, now: float) -> list[Step]:
         """Re-form the process groups once nobody uses them. With a rank gone that has to wait for a new one."""
         busy = any(call.main_thread and call.held is None for call in self._calls.values())
-        if self._groups != "broken" or busy or self._exited or self._stopping:
+        if self._groups != "broken" or self._formed_badly or busy or self._exited or self._stopping:
             return []
         return self._form_groups(now)
 
@@ -654,7 +779,12 @@ class State:
             if call.held is not None:
                 steps += self._settle(call, (Part(call.ranks, Outcome(status="interrupted")),), (), now)
             elif call.client:
+                call.stopped = call.stopped or set(call.ranks) - call.done <= set(ranks)
                 call.back_by = now + HOLD_S
+                if self._groups == "ready" and not call.holding:
+                    call.holding = True
+                    hold = messages.HoldGroups(ranks=call.ranks, about=call.id)  # type: ignore[arg-type]
+                    steps.append(ToHosts(self._hosts(call.ranks), hold))
                 steps.append(Alarm(f"release {call.id}", HOLD_S))
         return steps
 
@@ -746,6 +876,15 @@ def spread(world_size: int, num_hosts: int) -> dict[int, int]:
     fewest, more = divmod(world_size, num_hosts)
     sizes = [fewest + (host < more) for host in range(num_hosts)]
     return dict(enumerate(host for host, size in enumerate(sizes) for _ in range(size)))
+
+
+def discard_notice(label: str) -> str:
+    """What to do where the process groups of NCCL are formed anew."""
+    return (
+        f"the process groups are formed anew. Work that {label or 'the call'} had enqueued behind a collective that "
+        f"was given up may have run on the GPU with garbage: discard the step in which {label or 'it'} ended (run it "
+        "again from the state before it, or load the last checkpoint)"
+    )
 
 
 def _never(step: Step) -> bool:

@@ -95,6 +95,21 @@ SLICED = ["all_reduce", "async", "async with a limit", "barrier", "objects", "fu
 WHOLE = ["recv", "monitored_barrier", "future", "ddp"]
 
 
+def scatter_sums(here: Here, kind: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    if here.rank == here.size - 1:
+        return
+    whole = torch.ones(here.size)
+    if kind == "async":
+        work = dist.reduce_scatter_tensor(torch.zeros(1), whole, async_op=True)
+        assert work is not None
+        work.wait()
+    else:
+        dist.reduce_scatter_tensor(torch.zeros(1), whole)
+
+
 def sever(here: Here, error: BaseException) -> None:
     here.groups.sever(error)
 
@@ -232,6 +247,109 @@ def wait_until_reaching(here: Here) -> None:
         pause.wait(0.005)
     assert here.groups.waiting
     assert here.ring.running() == ()
+
+
+@pytest.mark.parametrize("kind", ["at once", "async"])
+def test_a_reduce_scatter_ends_when_the_rank_that_it_waits_for_has_severed_its_connections(
+    trio: World, kind: str
+) -> None:
+    # gloo's Work of a reduce_scatter says for ever that it is not completed, so that this is no sign of a slice's end.
+    for member in trio.members:
+        member.begin(scatter_sums, kind)
+    trio.members[-1].result()
+    for member in trio.members[:-1]:
+        member.wait_until_stuck()
+    trio.members[-1].ask(sever, RankLost("gone"))
+    for member in trio.members[:-1]:
+        assert isinstance(member.error(), RuntimeError)
+    trio.form()
+    assert trio.run(total) == [18.0] * 3
+
+
+def hold(here: Here) -> None:
+    here.groups.hold()
+
+
+def go_on(here: Here) -> None:
+    here.groups.go_on()
+
+
+def break_the_world(here: Here) -> None:
+    import torch.distributed as dist
+
+    name = dist.group.WORLD.group_name
+    here.groups.break_named((name,), "out of step", epoch=here.groups.epoch)
+    here.groups.go_on()
+
+
+def wait_until_held(here: Here) -> None:
+    """Until the main thread waits to begin a collective."""
+    main = threading.main_thread().ident
+    assert main is not None
+    pause = threading.Event()
+    deadline = time.monotonic() + SOON_S
+    while time.monotonic() < deadline:
+        frame: Any = sys._current_frames()[main]
+        while frame is not None and frame.f_code.co_name != "_admit":
+            frame = frame.f_back
+        if frame is not None:
+            return
+        pause.wait(0.005)
+    raise AssertionError("no collective waits to begin")
+
+
+def test_a_collective_that_is_held_begins_when_it_is_known_that_ranks_are_in_step(trio: World) -> None:
+    for member in trio.members:
+        member.ask(hold)
+        member.begin(total)
+    for member in trio.members:
+        member.ask(wait_until_held)
+    for member in trio.members:
+        member.ask(go_on)
+    assert [member.result() for member in trio.members] == [18.0] * 3
+
+
+def test_a_collective_that_is_held_is_refused_when_its_group_is_out_of_step(trio: World) -> None:
+    for member in trio.members:
+        member.ask(hold)
+        member.begin(try_again)
+    for member in trio.members:
+        member.ask(wait_until_held)
+        member.ask(break_the_world)
+        error = member.error()
+        assert type(error).__name__ == "GroupBroken"
+        assert "out of step" in str(error)
+    trio.form()
+    assert trio.run(total) == [18.0] * 3
+
+
+def fail_a_batch(here: Here) -> tuple[bool, int]:
+    """A coalesced call whose end raises: what the ring says, and whether the group counts as broken."""
+    import torch
+    import torch.distributed as dist
+
+    group: Any = dist.group.WORLD
+
+    class Failing:
+        def _end_coalescing(self, device: Any) -> Any:
+            raise RuntimeError("out of memory")
+
+    record = here.ring.begin("all_reduce", group.label, [torch.ones(1)])
+    inner, group._inner = group._inner, Failing()
+    group._coalescing = [record]
+    try:
+        group._end_coalescing(torch.device("cpu"))
+    except RuntimeError:
+        pass
+    finally:
+        group._inner = inner
+    return group.broken is not None, len(here.ring.running())
+
+
+def test_a_batch_whose_end_raises_is_not_under_way_any_more_and_breaks_its_group(trio: World) -> None:
+    assert trio.run(fail_a_batch) == [(True, 0)] * 3
+    trio.form()
+    assert trio.run(total) == [18.0] * 3
 
 
 def test_after_a_break_collectives_are_refused_with_the_reason_and_the_next_step(trio: World) -> None:

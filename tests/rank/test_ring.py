@@ -315,3 +315,36 @@ def test_while_a_graph_is_captured_the_device_is_asked_nothing() -> None:
     assert ring.running() == (collective,)
     ring.num_captures = 0
     assert (ring.running(), asked) == ((), [1])
+
+
+def test_what_a_rank_has_begun_is_counted_by_group_and_by_peer_and_anew_with_new_connections() -> None:
+    ring, label = Ring(), Label("world", (0, 1, 2))
+    for _ in range(3):
+        ring.begin("all_reduce", label)
+    sends = [ring.begin("send", label, peer=1), ring.begin("send", label, peer=2), ring.begin("send", label, peer=1)]
+    ring.begin("recv", label)
+    assert label.num_begun == 3
+    assert [one.pair_seq for one in sends] == [1, 1, 2]
+    assert label.transfers == {(True, 1): 2, (True, 2): 1, (False, None): 1}
+    label.restart(2)
+    assert (label.num_begun, label.transfers) == (0, {})
+
+
+def test_threads_beside_the_main_one_that_begin_collectives_are_known_while_they_live() -> None:
+    ring, label = Ring(), Label("world", (0, 1))
+    began, ends = threading.Event(), threading.Event()
+
+    def run() -> None:
+        ring.begin("all_reduce", label)
+        began.set()
+        ends.wait(10)
+
+    thread = threading.Thread(target=run)
+    ring.begin("all_reduce", label)
+    assert ring.other_threads() == ()
+    thread.start()
+    began.wait(10)
+    assert ring.other_threads() == (thread,)
+    ends.set()
+    thread.join()
+    assert ring.other_threads() == ()

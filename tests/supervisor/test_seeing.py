@@ -290,4 +290,5 @@ def test_a_stop_of_other_ranks_leaves_a_cell_that_waits_behind_a_stop_alone() ->
     world.say(messages.Interrupt(ranks=EVERYONE, target="c1"))
     world.run("c2", ranks=(2, 3))
     assert not messages_of(world.say(messages.Interrupt(ranks=(0, 1))), messages.CallFinished)
-    assert messages_of(world.finish("c1", status="interrupted"), messages.RunCell)[0].call == "c2"
+    ended = world.finish("c1", status="interrupted")
+    assert messages_of(world.in_step(ended), messages.RunCell)[0].call == "c2"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
 
 from meshbook.supervisor import state as s
@@ -60,6 +61,29 @@ class World:
         ranks = tuple(range(self.spec.axes["rank"])) if ranks is None else ranks
         part = Part(ranks, Outcome(**{"status": "ok", **outcome}))
         return self.host(messages.CallFinished(call=call, parts=(part,), seconds=0.1), host)
+
+    def position(self, rank: int, *, num_begun: int = 5, **changes: Any) -> dict[str, Any]:
+        """What a rank answers that has run c1 and made some collectives."""
+        everyone = tuple(range(self.spec.axes["rank"]))
+        group = messages.GroupPosition(name="0", ranks=everyone, num_begun=num_begun, moved=True)
+        position = messages.RankPosition(
+            rank=rank, call="c1", status="error", cause="", at_rest=True, idle=True, may_join=False, num_named=1,
+            groups=(group,),
+        )  # fmt: skip
+        answer: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(position, **changes))
+        return answer
+
+    def answer(self, steps: Iterable[s.Step], positions: dict[int, dict[str, Any]]) -> list[s.Step]:
+        """The ranks answer the one question about their positions among `steps`."""
+        (ask,) = messages_of(steps, messages.AskPositions)
+        parts = [Part((rank,), Outcome(status="ok", answer=positions[rank])) for rank in ask.ranks if rank in positions]
+        silent = tuple(rank for rank in ask.ranks if rank not in positions)
+        if silent:
+            parts.append(Part(silent, Outcome(status="skipped")))
+        return self.host(messages.CallFinished(call=ask.call, parts=tuple(parts), seconds=0.0))
+
+    def in_step(self, steps: Iterable[s.Step]) -> list[s.Step]:
+        return self.answer(steps, {rank: self.position(rank) for rank in range(self.spec.axes["rank"])})
 
     def kill(self, rank: int) -> list[s.Step]:
         exited = messages.RankExited(
@@ -155,12 +179,33 @@ def test_a_call_that_lost_a_rank_says_which_in_its_end() -> None:
     assert [exited.rank for exited in finished.lost] == [2]
 
 
-def test_survivors_that_do_not_come_back_are_not_waited_for() -> None:
+def test_survivors_that_do_not_come_back_are_not_waited_for_and_what_the_others_came_to_is_told() -> None:
     world = World()
     world.run()
     alarm = steps_of(world.kill(2), s.Alarm)[0]
     assert alarm.delay_s < 2.0
-    finished = messages_of(world.state.alarm(alarm.name, alarm.delay_s), messages.CallFinished)[0]
+    (conclude,) = messages_of(world.state.alarm(alarm.name, alarm.delay_s), messages.Conclude)
+    assert conclude.call == "c1"
+    line = messages.Line(ranks=(0,), stream="stdout", text="saved")
+    parts = (
+        Part((0,), Outcome(status="ok", bound=("x",))),
+        Part((1, 3), Outcome(status="skipped")),
+        Part((2,), Outcome(status="lost")),
+    )
+    told = messages.CallFinished(call="c1", parts=parts, seconds=1.0, items=(line,))
+    (finished,) = messages_of(world.host(told), messages.CallFinished)
+    assert finished.parts == parts
+    assert finished.items == (line,)
+    assert [exited.rank for exited in finished.lost] == [2]
+    assert world.state.info().names == ("x",)
+
+
+def test_a_host_that_does_not_conclude_a_call_is_not_waited_for() -> None:
+    world = World()
+    world.run()
+    alarm = steps_of(world.kill(2), s.Alarm)[0]
+    last = steps_of(world.state.alarm(alarm.name, alarm.delay_s), s.Alarm)[0]
+    finished = messages_of(world.state.alarm(last.name, 2.0), messages.CallFinished)[0]
     assert {part.outcome.status: part.ranks for part in finished.parts} == {"lost": (2,), "skipped": (0, 1, 3)}
     assert world.finish("c1") == []  # their late word is nobody's any more
 
@@ -391,3 +436,218 @@ def test_names_that_are_told_are_bounded() -> None:
     world.finish("c1", bound=tuple(f"x{number}" for number in range(20_000)))
     names = world.state.info().names
     assert (len(names), names[-1]) == (10_000, "x19999")
+
+
+# ---- in step
+
+
+@pytest.mark.parametrize("status", ["error", "interrupted"])
+def test_after_a_cell_that_did_not_end_well_all_ranks_are_asked_for_their_positions(status: str) -> None:
+    world = World()
+    world.run(ranks=(0, 1))
+    (ask,) = messages_of(world.finish("c1", ranks=(0, 1), status=status), messages.AskPositions)
+    assert (ask.ranks, ask.about) == ((0, 1, 2, 3), "c1")
+
+
+def test_a_cell_that_ended_well_costs_no_question() -> None:
+    world = World()
+    world.run()
+    assert [type(step) for step in world.finish("c1")] == [s.ToClient]
+
+
+def test_a_mesh_without_process_groups_is_not_asked() -> None:
+    world = World(start=False)
+    world.spec = messages.MeshSpec(axes={"rank": 4}, process_group=False)
+    world.say(messages.StartMesh(call="start", spec=world.spec))
+    world.host(messages.HostReady(host=0, hostname="box", pid=3))
+    world.finish("form-1", answer={"backend": None})
+    world.run()
+    assert not messages_of(world.finish("c1", status="error"), messages.AskPositions)
+
+
+def test_ranks_that_are_in_step_keep_their_groups() -> None:
+    world = World()
+    world.run()
+    steps = world.in_step(world.finish("c1", status="error"))
+    (checked,) = messages_of(steps, messages.GroupsChecked)
+    assert (checked.about, checked.broken) == ("c1", ())
+    assert not messages_of(steps, messages.FormGroups)
+
+
+def test_ranks_that_are_out_of_step_have_their_groups_formed_anew() -> None:
+    world = World()
+    world.run()
+    positions = {rank: world.position(rank, num_begun=6 if rank == 2 else 5) for rank in range(4)}
+    steps = world.answer(world.finish("c1", status="error"), positions)
+    (checked,) = messages_of(steps, messages.GroupsChecked)
+    assert checked.broken == ("0",)
+    assert "6 collectives on rank 2 and 5 on rank 0" in checked.reason
+    assert messages_of(steps, messages.FormGroups)[0].epoch == 2
+
+
+def test_a_rank_that_cannot_be_asked_counts_as_out_of_step() -> None:
+    world = World()
+    world.run()
+    positions = {rank: world.position(rank) for rank in range(3)}
+    assert messages_of(world.answer(world.finish("c1", status="error"), positions), messages.FormGroups)
+
+
+def test_what_begins_while_ranks_are_asked_waits_and_comes_after_the_groups() -> None:
+    world = World()
+    world.run()
+    asked = world.finish("c1", status="error")
+    assert not world.run("c2")
+    positions = {rank: world.position(rank, num_begun=rank) for rank in range(4)}
+    sent = [step.message for step in world.answer(asked, positions) if isinstance(step, s.ToHosts)]
+    assert [type(message).__name__ for message in sent] == ["GroupsChecked", "FormGroups", "RunCell"]
+
+
+def test_groups_out_of_step_are_formed_anew_when_the_ranks_that_run_another_cell_are_done() -> None:
+    world = World()
+    world.run("c1", ranks=(0, 1))
+    world.run("c2", ranks=(2, 3))
+    asked = world.finish("c1", ranks=(0, 1), status="error")
+    positions = {rank: world.position(rank, at_rest=rank < 2, idle=rank < 2) for rank in range(4)}
+    assert not messages_of(world.answer(asked, positions), messages.FormGroups)
+    assert world.state.info().groups == "broken"
+    assert messages_of(world.finish("c2", ranks=(2, 3)), messages.FormGroups)
+
+
+def test_a_rank_lost_while_ranks_are_asked_ends_the_question() -> None:
+    world = World()
+    world.run()
+    asked = world.finish("c1", status="error")
+    world.kill(3)
+    steps = world.answer(asked, {rank: world.position(rank) for rank in range(3)})
+    assert not messages_of(steps, messages.GroupsChecked)
+    assert not messages_of(steps, messages.FormGroups)
+
+
+def test_groups_that_could_not_be_formed_are_tried_again_with_the_next_cell_and_not_before() -> None:
+    world = World()
+    world.run()
+    world.finish("c1", status="interrupted", groups_broken=True)
+    error = messages.RankError(ename="RuntimeError", evalue="timed out", traceback=())
+    steps = world.finish("form-2", status="error", error=error)
+    (said,) = messages_of(steps, messages.CallOutput)
+    assert "ranks 0-3: RuntimeError: timed out" in said.items[0].item.text
+    assert "again with the next cell" in said.items[0].item.text
+    assert not messages_of(steps, messages.FormGroups)
+    world.say(messages.Complete(call="q", ranks=(0,), code="x", cursor=1))
+    assert not messages_of(world.finish("q", ranks=(0,)), messages.FormGroups)
+    sent = [step.message for step in world.run("c2") if isinstance(step, s.ToHosts)]
+    assert [type(message).__name__ for message in sent] == ["FormGroups", "RunCell"]
+
+
+@pytest.mark.parametrize(("backend", "is_told"), [("gloo", False), ("nccl", True)])
+def test_where_nccl_may_have_computed_with_garbage_the_step_to_discard_is_named(backend: str, is_told: bool) -> None:
+    world = World(start=False)
+    world.say(messages.StartMesh(call="start", spec=world.spec))
+    world.host(messages.HostReady(host=0, hostname="box", pid=3))
+    world.host(messages.StoreServed(host=0, address="127.0.0.1", port=29))
+    world.finish("form-1", answer={"backend": backend})
+    world.run()
+    (ended,) = messages_of(world.finish("c1", status="interrupted", groups_broken=True), messages.CallFinished)
+    assert (len(ended.items) == 1) is is_told
+    world.finish("form-2", answer={"backend": backend})
+    world.run()
+    asked = world.finish("c1", status="error")
+    steps = world.answer(asked, {rank: world.position(rank, num_begun=rank) for rank in range(4)})
+    said = messages_of(steps, messages.CallOutput)
+    assert bool(said) is is_told
+    for item in [item for message in [*said, ended] for item in message.items]:
+        assert "discard the step in which cell 1 ended" in item.item.text
+
+
+def test_ranks_of_a_call_that_is_stopped_hold_their_collectives_until_it_is_over_everywhere() -> None:
+    world = World()
+    world.run()
+    stopped = world.say(messages.Interrupt(ranks=(0, 1, 2, 3), target="c1"))
+    assert [(hold.ranks, hold.about) for hold in messages_of(stopped, messages.HoldGroups)] == [((0, 1, 2, 3), "c1")]
+    again = world.say(messages.Interrupt(ranks=(0, 1, 2, 3), target="c1", hard=True))
+    assert not messages_of(again, messages.HoldGroups)
+    # The Stop came too late to end anything: the ranks are let go on all the same.
+    steps = world.in_step(world.finish("c1"))
+    assert [checked.about for checked in messages_of(steps, messages.GroupsChecked)] == ["c1"]
+
+
+# ---- ranks that leave a call in which others go on
+
+
+def progressed(world: World, *done: int) -> list[s.Step]:
+    return world.host(messages.CallProgressed(call="c1", done=done))
+
+
+def test_ranks_that_are_done_while_others_go_on_are_asked_and_the_others_are_told_who_has_left() -> None:
+    world = World()
+    world.run()
+    steps = progressed(world, 1)
+    assert messages_of(steps, messages.AskPositions)[0].ranks == (1,)
+    (told,) = messages_of(
+        world.answer(steps, {1: world.position(1, cause="rank 1 raised ValueError: no")}), messages.RanksLeft
+    )
+    assert (told.call, told.ranks) == ("c1", (0, 2, 3))
+    assert [(left.rank, left.cause) for left in told.left] == [(1, "rank 1 raised ValueError: no")]
+
+
+def test_a_rank_is_told_of_once_and_those_that_leave_later_too() -> None:
+    world = World()
+    world.run()
+    world.answer(progressed(world, 1), {1: world.position(1)})
+    assert not messages_of(progressed(world, 1), messages.AskPositions)
+    steps = progressed(world, 1, 3)
+    assert messages_of(steps, messages.AskPositions)[0].ranks == (3,)
+    assert messages_of(world.answer(steps, {3: world.position(3)}), messages.RanksLeft)[0].ranks == (0, 2)
+
+
+def test_a_rank_that_may_still_take_part_is_asked_again_later() -> None:
+    world = World()
+    world.run()
+    steps = world.answer(progressed(world, 1), {1: world.position(1, may_join=True)})
+    assert not messages_of(steps, messages.RanksLeft)
+    (alarm,) = steps_of(steps, s.Alarm)
+    again = world.state.alarm(alarm.name, alarm.delay_s)
+    assert messages_of(world.answer(again, {1: world.position(1)}), messages.RanksLeft)
+
+
+def test_nobody_is_told_who_has_left_a_call_that_is_being_stopped() -> None:
+    world = World()
+    world.run()
+    steps = progressed(world, 1)
+    world.say(messages.Interrupt(ranks=(0, 1, 2, 3), target="c1"))
+    assert not messages_of(world.answer(steps, {1: world.position(1)}), messages.RanksLeft)
+    assert not messages_of(progressed(world, 1, 2), messages.AskPositions)
+
+
+def test_a_stop_of_one_rank_leaves_the_others_to_be_released() -> None:
+    world = World()
+    world.run()
+    world.say(messages.Interrupt(ranks=(1,), target="c1"))
+    steps = progressed(world, 1)
+    assert messages_of(world.answer(steps, {1: world.position(1, status="interrupted")}), messages.RanksLeft)
+
+
+def test_it_can_be_switched_off() -> None:
+    world = World(start=False)
+    world.spec = messages.MeshSpec(axes={"rank": 4}, end_on_error=False)
+    world.come_up()
+    world.run()
+    assert not messages_of(progressed(world, 1), messages.AskPositions)
+
+
+def test_ranks_of_a_host_that_is_done_are_asked_when_another_host_goes_on() -> None:
+    world = World(num_hosts=2)
+    world.finish("form-1", ranks=(2, 3), host=1, answer={"backend": "gloo"})
+    world.run()
+    steps = world.finish("c1", ranks=(0, 1), host=0, status="error")
+    assert messages_of(steps, messages.AskPositions)[0].ranks == (0, 1)
+    told = messages_of(world.answer(steps, {0: world.position(0), 1: world.position(1)}), messages.RanksLeft)
+    assert told[0].ranks == (2, 3)
+
+
+def test_the_end_of_the_call_is_the_end_of_the_question() -> None:
+    world = World()
+    world.run()
+    steps = progressed(world, 1)
+    world.in_step(world.finish("c1", status="error"))
+    assert world.answer(steps, {1: world.position(1)}) == []

@@ -2,6 +2,8 @@
 
 A hang stands when `mesh.why()` says twice in a row who is to blame; what is asserted is that it says so of the right
 rank, line and kind, within three seconds of being asked. Then Stop ends the cell, and the next one works.
+
+A mesh ends by itself what some ranks have left and others wait in; here that is switched off, but for the last test.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import pytest
 from meshbook.controller.console import Console
 from meshbook.controller.looking import Why
 from meshbook.controller.mesh import Mesh, create_mesh
-from meshbook.errors import RankLost
+from meshbook.errors import CellError, RankLost
 from tests.zoo.hangs import HANGS, Hang
 
 # Seconds in which a hang must be standing and explained; a crowded machine needs a few.
@@ -29,7 +31,7 @@ ANSWER_WITHIN_S = 3.0
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Mesh]:
-    with create_mesh(3) as mesh:
+    with create_mesh(3, end_on_error=False) as mesh:
         yield mesh
 
 
@@ -140,3 +142,20 @@ def test_sizes_for_which_gloo_ends_a_process_are_told_as_a_mismatch() -> None:
         assert isinstance(let_loose(mesh, source).exception(20.0), RankLost)
         finding = mesh.why().findings[0]
         assert (finding.kind, finding.ranks, finding.line) == ("shape-mismatch", (2,), 2), mesh.why().text
+
+
+# Hangs in which a rank has left the cell, and nothing else of it will come to the collective.
+LEFT = {"raised-before-collective", "left-early", "send-without-receive", "alone-in-collective"}
+
+
+def test_where_a_rank_has_left_the_cell_the_others_are_released_and_nobody_need_ask() -> None:
+    hangs = [hang for hang in HANGS if hang.kind in LEFT]
+    assert {hang.kind for hang in hangs} == LEFT
+    with create_mesh(3) as mesh:
+        for hang in hangs:
+            error = let_loose(mesh, hang.source).exception(30.0)
+            assert isinstance(error, CellError), (hang.name, error)
+            waiting = {rank for one in error.released for rank in one.ranks}
+            assert waiting == set(hang.waiting or hang.ranks), (hang.name, str(error))
+            works = mesh.run("t = torch.ones(1); dist.all_reduce(t); int(t.item())", timeout=20.0, echo=False)
+            assert set(works.values.values()) == {3}

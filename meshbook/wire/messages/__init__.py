@@ -65,6 +65,11 @@ HostCommand = (
     | KillRanks
     | AskLogs
     | Unblock
+    | AskPositions
+    | HoldGroups
+    | GroupsChecked
+    | RanksLeft
+    | Conclude
     | Exit
     | TakeSnapshots
 )
@@ -83,6 +88,10 @@ RankCommand = (
     | Release
     | ReplyInput
     | Unblock
+    | AskPositions
+    | HoldGroups
+    | GroupsChecked
+    | RanksLeft
     | Interrupt
     | Exit
     | TakeSnapshots

@@ -93,6 +93,7 @@ class RankError(Struct, frozen=True, gc=False):
     frames: tuple[Frame, ...] = ()  # outermost first; what equal failures are recognised by
     pickled: bytes | None = None  # the exception itself, when it can be pickled and is small
     notes: tuple[str, ...] = ()
+    released: str | None = None  # "all_reduce at line 4": it waited there for ranks that had left the call
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -202,6 +203,35 @@ class MeshSpec(Struct, frozen=True, gc=False):
     sys_path: tuple[str, ...] = ()  # what the controller's sys.path has beyond the interpreter's own
     group_timeout_s: float = 1800.0
     threads_per_rank: int | None = None  # OMP_NUM_THREADS; None: cores / ranks on the host
+    end_on_error: bool = True  # ranks that wait in a collective for one that has left the call are released
+
+
+class GroupPosition(Struct, frozen=True, gc=False, omit_defaults=True):
+    """How far a rank has come in one process group, counted from the last time that the group was formed."""
+
+    name: str
+    ranks: Ranks
+    num_begun: int  # collectives, sends and receives not counted
+    failed: tuple[int, ...] = ()  # numbers of those that raised on this rank: it has no part in them
+    sent: dict[int, int] = {}  # peer -> number of sends to it
+    received: dict[int, int] = {}  # peer -> number of receives from it
+    received_from_any: int = 0
+    num_open: int = 0  # of all of these: under way
+    moved: bool = False  # some were begun in the call that is asked about
+
+
+class RankPosition(Struct, frozen=True, gc=False, omit_defaults=True):
+    """Where a rank is in the order of its collectives."""
+
+    rank: int
+    call: CallId | None  # that ended last on the main thread
+    status: str  # how that ended
+    cause: str  # "rank 1 raised ValueError: no at line 3"; "" if it went well
+    at_rest: bool  # the main thread begins no collective: it runs nothing, or is held until `GroupsChecked`
+    idle: bool  # the main thread runs nothing
+    may_join: bool  # a thread beside the main one may begin collectives: it did before, or is an actor's
+    num_named: int  # how many groups torch has made here
+    groups: tuple[GroupPosition, ...]
 
 
 class RankInfo(Struct, frozen=True, gc=False):
@@ -439,6 +469,48 @@ class Unblock(Message):
     ranks: Ranks
     reason: str
     interrupt: bool = False  # the waiter sees KeyboardInterrupt, not GroupBroken
+
+
+class AskPositions(Message):
+    """To ranks' service threads, after a call that did not end well on all its ranks, or on ranks that have left one in
+    which others go on: where they are in the order of their collectives. The answer is a `RankPosition`."""
+
+    call: CallId
+    ranks: Ranks
+    about: CallId
+
+
+class HoldGroups(Message):
+    """To ranks' service threads: a call is being stopped. From its end on collectives wait for `GroupsChecked`, also on
+    ranks that are done with it already: what they begin could meet what others have not yet been stopped in."""
+
+    ranks: Ranks
+    about: CallId
+
+
+class GroupsChecked(Message):
+    """To ranks' service threads: a call that did not end well is over everywhere, and these groups are out of step.
+    Ranks whose next collective waits for this word go on."""
+
+    ranks: Ranks
+    about: CallId
+    epoch: int
+    broken: tuple[str, ...] = ()
+    reason: str = ""
+
+
+class RanksLeft(Message):
+    """To ranks that work on a call: others have left it, and come to no collective of it any more."""
+
+    call: CallId
+    ranks: Ranks
+    left: tuple[RankPosition, ...]
+
+
+class Conclude(Message):
+    """To a host: end its part of this call now. Ranks that have not come back from it are told as skipped."""
+
+    call: CallId
 
 
 class Exit(Message):

@@ -1,0 +1,371 @@
+"""After a call that did not end well the next one computes right numbers, whatever was under way; and where one rank
+fails, those that wait for it are released, with the cause first.
+
+Three real ranks, which all of these tests share: what one leaves behind would show in the next.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.errors import CellError, CellInterrupted, Failure, RankLost, Released
+
+# Seconds that show that something ends at all.
+DEADLINE_S = 30.0
+
+SETUP = """
+import time, copy
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+sharded = copy.deepcopy(net)
+for layer in (sharded[0], sharded[2], sharded):
+    fully_shard(layer)
+ddp = DistributedDataParallel(copy.deepcopy(net))
+batch = torch.full((2, 8), float(rank + 1))
+
+def whole(parameter):
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+
+def gradients(model):
+    model.zero_grad()
+    model(batch).square().mean().backward()
+    return [whole(p.grad).clone() for p in model.parameters()]
+
+def train_the_same():
+    now = [gradients(ddp), gradients(sharded)]
+    return all(torch.allclose(a, b) for was, new in zip(expected, now) for a, b in zip(was, new))
+
+def sums():
+    out = []
+    for i in range(3):
+        y = torch.full((4,), 100.0 * i + rank + 1)
+        dist.all_reduce(y)
+        out.append(y[0].item())
+    z = torch.full((2,), 5.0) if rank == 0 else torch.zeros(2)
+    dist.broadcast(z, 0)
+    out.append(z[0].item())
+    told = torch.zeros(1)
+    requests = [dist.isend(torch.full((1,), 10.0 + rank), (rank + 1) % 3), dist.irecv(told, (rank - 1) % 3)]
+    for request in requests:
+        request.wait()
+    return [*out, told.item()]
+"""
+
+# What a cell has under way when it ends: each leaves ranks at different places in the order of their collectives.
+UNDER_WAY = {
+    "an asynchronous all_reduce of one rank": """
+x = torch.full((4,), 7.0)
+if rank == 0: work = dist.all_reduce(x, async_op=True)
+""",
+    "one that nobody holds": "x = torch.full((4,), 7.0)\nif rank == 0: dist.all_reduce(x, async_op=True)",
+    "a send that is not received": "x = torch.full((1,), 7.0)\nif rank == 0: work = dist.isend(x, 1)",
+    "a receive that is not sent": "x = torch.full((1,), 7.0)\nif rank == 1: work = dist.irecv(x, 0)",
+    "the forward pass of FSDP": "if rank == 0: sharded(batch)",
+    "the backward pass of FSDP": "loss = sharded(batch).sum()\nif rank == 0: loss.backward()",
+    "the backward pass of DDP": "loss = ddp(batch).sum()\nif rank == 0: loss.backward()",
+    "a group of some of them": """
+pair = dist.new_group([0, 1])
+if rank == 0: work = dist.all_reduce(torch.ones(4), group=pair, async_op=True)
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Mesh]:
+    with create_mesh(3) as mesh:
+        mesh.run(SETUP, echo=False)
+        mesh.run("expected = [gradients(ddp), gradients(sharded)]", echo=False)
+        yield mesh
+
+
+def until(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    pause = threading.Event()
+    while not what():
+        assert time.monotonic() < deadline, "this did not come about"
+        pause.wait(0.02)
+
+
+def works(mesh: Mesh) -> None:
+    """The next cell's numbers are right, and models that were in the middle of a step train."""
+    got = mesh.run("sums()", echo=False, timeout=DEADLINE_S).values
+    assert dict(got) == {rank: [6.0, 306.0, 606.0, 5.0, 10.0 + (rank - 1) % 3] for rank in range(3)}
+    same = mesh.run("train_the_same()", echo=False, timeout=DEADLINE_S).values
+    assert set(same.values()) == {True}
+    assert mesh.status().groups == "ready"
+
+
+def failure_of(mesh: Mesh, source: str, **options: Any) -> Any:
+    with pytest.raises((CellError, RankLost)) as caught:
+        mesh.run(source, echo=False, timeout=DEADLINE_S, **options)
+    return caught.value
+
+
+@pytest.mark.parametrize("ends", ["Stop", "an exception"])
+@pytest.mark.parametrize("under_way", UNDER_WAY)
+def test_the_cell_after_one_that_did_not_end_well_computes_right_numbers(mesh: Mesh, under_way: str, ends: str) -> None:
+    if ends == "Stop":
+        waits = "import time\nprint('here', flush=True)\nwhile True: time.sleep(0.01)"
+        source = f"if rank == 2: print('there')\n{UNDER_WAY[under_way]}\n{waits}"
+        before = mesh.logs(1).count("here")
+        future = mesh.run(source, wait=False, echo=False)
+        until(lambda: mesh.logs(1).count("here") > before)
+        future.interrupt()
+        assert isinstance(future.exception(DEADLINE_S), CellInterrupted)
+    else:
+        error = failure_of(mesh, f"{UNDER_WAY[under_way]}\nraise ValueError('bad batch')")
+        assert error.failures[0].ename == "ValueError"
+    works(mesh)
+
+
+def test_ranks_that_fail_in_step_keep_their_groups(mesh: Mesh) -> None:
+    works(mesh)
+    epoch = mesh.status().epoch
+    failure_of(mesh, "sums()\nraise ValueError('after the step')")
+    works(mesh)
+    assert mesh.status().epoch == epoch
+
+
+def test_work_that_cells_leave_open_while_all_goes_well_is_left_alone(mesh: Mesh) -> None:
+    works(mesh)
+    epoch = mesh.status().epoch
+    mesh.run(
+        "late = torch.full((1,), float(rank))\nif rank == 0: open_work = dist.all_reduce(late, async_op=True)",
+        echo=False,
+    )
+    mesh.run("if rank: dist.all_reduce(late)", echo=False, timeout=DEADLINE_S)
+    assert set(mesh.run("if rank == 0: open_work.wait()\nlate.item()", echo=False).values.values()) == {3.0}
+    works(mesh)
+    assert mesh.status().epoch == epoch
+
+
+def test_a_cell_of_some_ranks_that_fails_out_of_step_leaves_all_of_them_right(mesh: Mesh) -> None:
+    failure_of(
+        mesh, "if rank == 0: work = dist.all_reduce(torch.ones(4), async_op=True)\nraise ValueError", ranks=(0, 2)
+    )
+    works(mesh)
+
+
+def test_cells_sent_ahead_never_compute_with_ranks_out_of_step(mesh: Mesh) -> None:
+    source = UNDER_WAY["an asynchronous all_reduce of one rank"] + "if rank == 1: raise ValueError('no')"
+    first = mesh.run(source, wait=False, echo=False)
+    second = mesh.run("ahead = sums()", wait=False, echo=False)
+    assert isinstance(first.exception(DEADLINE_S), CellError)
+    error = second.exception(DEADLINE_S)  # it may come so late that the groups are formed anew before it
+    if error is None:
+        ahead = mesh.run("ahead", echo=False).values
+        assert dict(ahead) == {rank: [6.0, 306.0, 606.0, 5.0, 10.0 + (rank - 1) % 3] for rank in range(3)}
+    works(mesh)
+
+
+def test_a_failure_that_a_user_caught_in_a_cell_that_ended_well_has_groups_formed_anew(mesh: Mesh) -> None:
+    source = "if rank == 1: raise KeyError('a')\ntry: dist.barrier()\nexcept RuntimeError as error: said = str(error)"
+    failure_of(mesh, source)
+    works(mesh)
+
+
+# ---- one rank's error ends the cell
+
+
+def test_the_cause_comes_first_and_those_who_waited_are_one_line(mesh: Mesh) -> None:
+    error = failure_of(mesh, "if rank == 1:\n    raise ValueError('no')\nx = torch.ones(1)\ndist.all_reduce(x)")
+    assert [(one.ranks, one.ename, one.evalue) for one in error.failures] == [((1,), "ValueError", "no")]
+    assert error.released == (Released((0, 2), "all_reduce at line 4"),)
+    released = "ranks 0,2 waited in all_reduce at line 4 and were released; their variables are kept"
+    assert str(error) == f"rank 1: ValueError: no; {released}"
+    shown = "\n".join(error.rendered)
+    assert shown.index("ValueError") < shown.index(released)
+    assert "distributed_c10d" not in shown
+    assert "KeyboardInterrupt" not in shown
+    assert set(mesh.run("x.shape[0]", ranks=(0, 2), echo=False).values.values()) == {1}
+    works(mesh)
+
+
+WAITS = {
+    "all_reduce": "dist.all_reduce(torch.ones(1))",
+    "an asynchronous one": "dist.all_reduce(torch.ones(1), async_op=True).wait()",
+    "reduce_scatter": "dist.reduce_scatter_tensor(torch.zeros(1), torch.ones(3))",
+    "recv": "dist.recv(torch.ones(1), 1)",
+    "monitored_barrier": "dist.monitored_barrier()",
+    "objects": "dist.all_gather_object([None] * 3, rank)",
+    "a group that is made": "dist.new_group([0, 1, 2])",
+    "a future": "dist.all_reduce(torch.ones(1), async_op=True).get_future().wait()",
+    "FSDP": "sharded(batch)",
+    "DDP": "ddp(batch).sum().backward()",
+}
+
+
+@pytest.mark.parametrize("waits", WAITS)
+def test_whatever_ranks_wait_in_is_broken_when_one_has_raised(mesh: Mesh, waits: str) -> None:
+    error = failure_of(mesh, f"if rank == 1: raise ValueError('no')\n{WAITS[waits]}")
+    assert [(one.ranks, one.ename) for one in error.failures] == [((1,), "ValueError")]
+    assert [one.ranks for one in error.released] == [(0, 2)]
+    works(mesh)
+
+
+def test_a_rank_that_ended_without_coming_is_named(mesh: Mesh) -> None:
+    error = failure_of(mesh, "for i in range(2 if rank == 2 else 3):\n    dist.all_reduce(torch.ones(1))")
+    assert [(one.ranks, one.ename) for one in error.failures] == [((0, 1), "CollectiveAborted")]
+    assert "rank 2 ended the cell without coming to it" in str(error)
+    assert error.succeeded == (2,)
+    works(mesh)
+
+
+def test_a_collective_that_the_rank_had_joined_before_it_raised_is_completed(mesh: Mesh) -> None:
+    error = failure_of(
+        mesh,
+        "x = torch.full((1,), float(rank + 1))\n"
+        "work = dist.all_reduce(x, async_op=True)\n"
+        "if rank == 1: raise ValueError('no')\n"
+        "time.sleep(1.0)\n"  # the others come to it when it is known that rank 1 has left
+        "work.wait()\njoined = x.item()",
+    )
+    assert (error.succeeded, error.released) == ((0, 2), ())
+    assert set(mesh.run("joined", ranks=(0, 2), echo=False).values.values()) == {6.0}
+    works(mesh)
+
+
+def test_ranks_that_compute_go_on_to_their_end(mesh: Mesh) -> None:
+    source = "if rank == 1: raise ValueError('no')\nif rank == 0: dist.barrier()\ntime.sleep(1.0)\nfar = rank"
+    error = failure_of(mesh, source)
+    assert (error.succeeded, error.released) == ((2,), (Released((0,), "barrier at line 2"),))
+    assert mesh.run("far", ranks=2, echo=False).values[2] == 2
+    works(mesh)
+
+
+def test_a_rank_that_waits_for_one_that_was_released_is_told_the_first_cause(mesh: Mesh) -> None:
+    error = failure_of(
+        mesh,
+        "pair = dist.new_group([0, 2])\n"
+        "if rank == 1: raise ValueError('no')\n"
+        "try:\n    dist.barrier() if rank == 0 else dist.all_reduce(torch.ones(1), group=pair)\n"
+        "except RuntimeError as error:\n    why = error\n    raise",
+    )
+    assert [(one.ranks, one.ename) for one in error.failures] == [((1,), "ValueError")]
+    assert {rank for one in error.released for rank in one.ranks} == {0, 2}
+    told = mesh.run("[why.cause, why.ranks]", ranks=2, echo=False).values[2]
+    assert told[0] == "rank 1 raised ValueError: no at line 2"
+    works(mesh)
+
+
+def test_an_except_around_the_collective_sees_the_cause_and_so_does_the_next_collective(mesh: Mesh) -> None:
+    source = """
+from meshbook.errors import CollectiveAborted
+said = []
+if rank == 1:
+    raise ValueError("no")
+for _ in range(2):
+    try:
+        dist.barrier()
+    except CollectiveAborted as error:
+        said.append([str(error), error.ranks, error.cause, error.where])
+"""
+    error = failure_of(mesh, source)
+    assert error.succeeded == (0, 2)
+    first, second = mesh.run("said", ranks=0, echo=False).values[0]
+    assert first == second
+    assert first[0].endswith("cannot be completed: rank 1 raised ValueError: no at line 4")
+    assert first[1:] == [(1,), "rank 1 raised ValueError: no at line 4", "barrier at line 7"]
+    works(mesh)
+
+
+def test_a_function_on_ranks_that_fails_on_one_ends_on_all(mesh: Mesh) -> None:
+    def step(here: int) -> None:
+        import torch.distributed as dist
+
+        if dist.get_rank() == here:
+            raise ValueError("no")
+        dist.barrier()
+
+    with pytest.raises(CellError) as caught:
+        mesh.execute(step, 1)
+    assert [(one.ranks, one.ename) for one in caught.value.failures] == [((1,), "ValueError")]
+    assert [one.ranks for one in caught.value.released] == [(0, 2)]
+    works(mesh)
+
+
+def test_a_cell_of_some_ranks_ends_too_when_one_of_them_fails(mesh: Mesh) -> None:
+    source = """
+pair = dist.new_group([0, 2], use_local_synchronization=True)
+if rank == 2: raise ValueError("no")
+dist.barrier(group=pair)
+"""
+    error = failure_of(mesh, source, ranks=(0, 2))
+    assert [(one.ranks, one.ename) for one in error.failures] == [((2,), "ValueError")]
+    assert error.released == (Released((0,), "barrier at line 3"),)
+    works(mesh)
+
+
+def test_a_thread_that_still_takes_part_for_its_rank_is_waited_for(mesh: Mesh) -> None:
+    source = """
+import threading
+go = threading.Event()
+
+def join_in():
+    dist.all_reduce(torch.ones(1))
+    go.wait(20)
+    time.sleep(2.0)
+    dist.all_reduce(torch.ones(1))
+
+if rank == 1:
+    thread = threading.Thread(target=join_in)
+    thread.start()
+else:
+    dist.all_reduce(torch.ones(1))
+    dist.all_reduce(torch.ones(1))
+if rank == 1: go.set()
+"""
+    mesh.run(source, echo=False, timeout=DEADLINE_S)
+    mesh.run("if rank == 1: thread.join()", echo=False, timeout=DEADLINE_S)
+    works(mesh)
+
+
+def test_what_was_stopped_is_told_after_what_was_raised_and_without_its_tracebacks() -> None:
+    with create_mesh(3, end_on_error=False) as mesh:
+        future = mesh.run(
+            "if rank == 1: raise ValueError('no')\nprint('waits')\ndist.barrier()", wait=False, echo=False
+        )
+        until(lambda: any(rank.rank == 1 and rank.state == "idle" for rank in mesh.status().ranks))
+        until(lambda: "waits" in mesh.logs(0) and "waits" in mesh.logs(2))
+        until(lambda: mesh.why().findings[0].kind == "raised-before-collective")
+        future.interrupt()
+        error = future.exception(DEADLINE_S)
+        assert isinstance(error, CellError)
+        assert error.failures[0].ranks == (1,)
+        assert error.failures[1] == Failure((0, 2), "KeyboardInterrupt", "")
+        assert str(error) == "rank 1: ValueError: no; ranks 0,2: KeyboardInterrupt"
+        assert "distributed_c10d" not in "\n".join(error.rendered)
+
+
+def test_survivors_that_had_finished_when_a_rank_died_keep_what_they_came_to() -> None:
+    with create_mesh(3, process_group=False) as mesh:
+        source = """
+import os, signal, time
+if rank == 0:
+    found = "kept"
+    print("saved")
+elif rank == 1:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    deadline = time.monotonic() + 4
+    while time.monotonic() < deadline:
+        try: time.sleep(0.1)
+        except KeyboardInterrupt: pass
+else:
+    time.sleep(0.5)
+    os.kill(os.getpid(), 9)
+"""
+        future = mesh.run(source, wait=False, echo=False)
+        error = future.exception(DEADLINE_S)
+        assert isinstance(error, RankLost)
+        assert error.ranks == (2,)
+        assert "Rank 1 had not come back from it yet" in str(error)
+        assert "found" in mesh.status().names
