@@ -426,7 +426,7 @@ def test_a_stop_of_what_runs_leaves_another_clients_waiting_cell_alone_and_takes
     stopped = world.say(messages.Interrupt(ranks=(0, 1, 2, 3)))
     assert [ended.call for ended in messages_of(stopped, messages.CallFinished)] == ["one-2"]
     assert messages_of(stopped, messages.Interrupt)[0].client == "one"
-    sent = messages_of(world.finish("one-1", status="interrupted"), messages.RunCell)
+    sent = messages_of(world.in_step(world.finish("one-1", status="interrupted")), messages.RunCell)
     assert [cell.call for cell in sent] == ["two-2"]
 
 
