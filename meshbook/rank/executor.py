@@ -174,10 +174,26 @@ class Executor:
             and groups.on_nccl
         ):  # an aborted collective of NCCL returns as if all were well, and what was computed from it is garbage
             outcome = Outcome(status="error", error=self.shell.describe_error(cause.error))
+        outcome = self._with_cause(call, outcome)
         if outcome.status != "ok" or self._held_for == call:
             self._held_for = call
             groups.hold()
         return msgspec.structs.replace(outcome, groups_broken=True) if groups.broken else outcome
+
+    def _with_cause(self, call: CallId, outcome: Outcome) -> Outcome:
+        """A rank that waited for one that had left may hear first that a third one, released before it, has closed its
+        connections. That says nothing to anybody; the cause does."""
+        error, lefts = outcome.error, self._left.get(call)
+        closed = error is not None and error.ename == "RuntimeError" and "gloo/transport" in error.evalue
+        if error is None or not lefts or not closed:
+            return outcome
+        for one in reversed(self.ring.since(self._begins.get(call, 0))):
+            for left in lefts.values():
+                if one.error is not None and positions.is_hopeless(one, left, self.told.rank):
+                    told = self._aborted(one.op, f"{one.op} #{one.group_seq}", one.line, left)
+                    self._because = self._because or told
+                    return msgspec.structs.replace(outcome, error=self.shell.describe_error(told))
+        return outcome
 
     # ---- commands
 

@@ -250,7 +250,9 @@ class Ring:
         return tuple(
             thread
             for thread in threading.enumerate()
-            if thread.ident in self._threads and not isinstance(thread, threading._DummyThread)
+            if thread.ident in self._threads
+            and not isinstance(thread, threading._DummyThread)
+            and not thread.name.startswith("meshbook-")  # an identifier is used again when its thread has ended
         )
 
     def skip(self, path: str | os.PathLike[str]) -> None:
