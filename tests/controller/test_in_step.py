@@ -294,12 +294,7 @@ def test_a_function_on_ranks_that_fails_on_one_ends_on_all(mesh: Mesh) -> None:
 
 
 def test_a_cell_of_some_ranks_ends_too_when_one_of_them_fails(mesh: Mesh) -> None:
-    source = """
-pair = dist.new_group([0, 2], use_local_synchronization=True)
-if rank == 2: raise ValueError("no")
-dist.barrier(group=pair)
-"""
-    error = failure_of(mesh, source, ranks=(0, 2))
+    error = failure_of(mesh, "if rank == 2: raise ValueError('no')\n\ndist.barrier()", ranks=(0, 2))
     assert [(one.ranks, one.ename) for one in error.failures] == [((2,), "ValueError")]
     assert error.released == (Released((0,), "barrier at line 3"),)
     works(mesh)
