@@ -611,7 +611,7 @@ def test_an_actor_that_is_in_an_endpoint_while_no_cell_runs_is_told_with_its_lin
     finding = only(waiting[0], asleep, waiting[1], earlier=[waiting[0], asleep, waiting[1]])
     assert (finding.kind, finding.ranks, finding.others) == ("missing-from-collective", (1,), (0, 2))
     assert f"at {at_line} 10 in reduce and has not come to all_reduce #5" in finding.title
-    assert "nterrupt" not in finding.next_step
+    assert "Interrupt the cell" not in finding.next_step  # there is none
     assert f"[0,2] > {at_line} 12 in reduce" in stacks_as_text(merge([waiting[0], asleep, waiting[1]]))
 
 
