@@ -585,7 +585,10 @@ class State:
         self, call: Call, parts: tuple[Part, ...], items: tuple[messages.FoldedItem, ...], now: float
     ) -> list[Step]:
         if self._stopping and any(part.outcome.status == "lost" for part in parts):
-            return []  # whoever waits for it is told why the mesh has ended, by MeshStopped
+            # Whoever waits for it is told why the mesh has ended, by MeshStopped; and now what its ranks said last.
+            last = tuple(call.budget.admit(items, now, final=True))
+            said = messages.CallOutput(call=call.id, items=last)  # type: ignore[arg-type]
+            return [ToClient(call.client, said)] if last else []
         del self._calls[call.id]
         if call.id.startswith("form-"):
             return self._groups_formed(call, parts, now)
