@@ -58,7 +58,7 @@ _SCANS = {
 }  # fmt: skip
 
 
-# Places of elements, which DTensor counts along one axis of the mesh, in pieces of one length.
+# Places of elements: of equal ones DTensor takes the first rank's, and it fails where pieces differ in length.
 _PLACES = {aten.argmax.default, aten.argmin.default}
 
 # torch's words for what Meshbook says in the mesh's.
@@ -90,6 +90,9 @@ _REDUCTIONS = {
     aten.var_mean.correction: 1, aten.std_mean.correction: 1, aten.linalg_vector_norm.default: 2,
     aten.norm.ScalarOpt_dim: 2, aten.norm.ScalarOpt_dim_dtype: 2,
 }  # fmt: skip
+
+# What may be done on each part of a sum by itself, by name.
+_LINEAR = ("mul", "div", "neg", "positive", "clone", "_to_copy", "to", "copy", "zero", "conj", "_conj_physical")
 
 # What is right on empty pieces, too, beside what works on each element by itself.
 _PIECE_BY_PIECE = {
@@ -318,6 +321,10 @@ class Planner:
                     return found
             raise self._told(function, error, inputs) from None
         made = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, DTensor)]
+        unary = len(inputs) == 1 and torch.Tag.pointwise in getattr(function, "tags", ())
+        linear = not unary or all(_is_linear(function, place) for leaf in made for place in leaf.placements)
+        if not linear and (moves := self._made_whole(inputs)):
+            return Template(0, None, (), "none", first=moves, special=True)
         if isinstance(function, torch._ops.OpOverload) and any(
             not may_stay(place, leaf.dtype) for leaf in made for place in leaf.placements
         ):
@@ -581,16 +588,8 @@ def _to_be_moved(
         dims = {dim % rank for dim in (named if isinstance(named, (list, tuple)) else [named]) if isinstance(dim, int)}
         if function in (aten.roll.default,):
             dims = {dim % rank for dim in (args[2] if len(args) > 2 else range(rank))}
-        if function in _PLACES:
-            if named is None:
-                dims = set(range(rank))
-            cuts = [place.dim for place in spec.placements if _is_cut(place)]
-            even = all(
-                spec.shape[place.dim] % size == 0
-                for place, size in zip(spec.placements, mesh.shape, strict=True)
-                if _is_cut(place)
-            )
-            dims = {dim for dim in dims if not even or cuts.count(dim) > 1}
+        if function in _PLACES and named is None:
+            dims = set(range(rank))
         if function is aten.kthvalue.default or function is aten.renorm.default:
             dims = set(range(rank))
         places = tuple(
@@ -702,6 +701,14 @@ def _not_in_place(function: Any) -> Template:
             "placements first, y.redistribute(x.placements)"
         )
     return Template(0, None, (), "none", instead=other, special=True)
+
+
+def _is_linear(function: Any, place: Any) -> bool:
+    """Whether the operation, of one tensor and numbers, may be done on each of such parts by itself. What DTensor has
+    cached of other operands now and then says so of `x + 0.5`, which then is added in every part."""
+    name = function._opname.removesuffix("_").removeprefix("_foreach_")
+    shifts = ("add", "sub", "rsub") if getattr(place, "reduce_op", None) == "avg" else ()
+    return not place.is_partial() or name in (*_LINEAR, *shifts)
 
 
 def _is_cut(place: Any) -> bool:

@@ -323,11 +323,10 @@ class _Maker:
         return unlike(value, other, 0.3, grain) is None
 
     def _backward(self) -> None:
-        outs = [
-            name
-            for name in self.pool
-            if self.plain.names[name].grad_fn is not None and self.plain.names[name].is_floating_point()
-        ]
+        try:
+            outs = [name for name in self.pool if _has_history(self.plain.names[name])]
+        except RuntimeError:  # a view that torch has made invalid
+            return
         if not outs:
             return
         chosen = {*self.random.sample(outs, min(len(outs), 2)), outs[-1]}
@@ -443,6 +442,10 @@ def _is_of(letter: str, tensor: torch.Tensor) -> bool:
     return True
 
 
+def _has_history(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.grad_fn is not None
+
+
 def _broadcast(one: torch.Tensor, other: torch.Tensor) -> bool:
     try:
         torch.broadcast_shapes(one.shape, other.shape)
@@ -516,7 +519,7 @@ def check(chain: Chain, mesh: meshbook.Mesh, refusals: Counter[str] | None = Non
     Args:
         refusals: counts the operations that are refused; the chain goes on with plain torch's values in their place.
     """
-    at = 0
+    at, refused = 0, False
     try:
         with at_most(limit_s):
             plain, there = Plain(), OnMesh(mesh)
@@ -526,6 +529,7 @@ def check(chain: Chain, mesh: meshbook.Mesh, refusals: Counter[str] | None = Non
                 try:
                     got = there.run(line)
                 except (NotImplementedError, PlacementError) as error:
+                    refused = True
                     if refusals is None:
                         refusals = Counter()
                     refusals[_kind_of(line, error)] += 1
@@ -544,7 +548,7 @@ def check(chain: Chain, mesh: meshbook.Mesh, refusals: Counter[str] | None = Non
                 if text := _difference(plain.names[name] if changed else wanted, got, grain):
                     return Failure("wrong", at, text)
             for number, (one, other) in enumerate(zip(plain.leaves, there.leaves, strict=True)):
-                if one.grad is not None:
+                if one.grad is not None and not refused:  # plain values in place of what is refused have no history
                     text = "no gradient" if other.grad is None else _difference(one.grad, other.grad, grain)
                     if text:
                         return Failure("wrong", len(chain) - 1, f"gradient of leaf {number}: {text}")

@@ -42,6 +42,7 @@ TWO_RANKS: dict[str, Chain] = {
         "v3 = v0.amin() + v0.median()",
         "v4 = v0.diff().sum().item()",
     ],
+    "the first of equal ones": ["v0 = leaf((5, 3, 2), 'float32', [S(2)], 156)", "v4 = v0.argmax()"],
     "no element at all": ["v0 = leaf((2, 4, 1), 'bool', [S(1)], 720)", "v1 = v0[:0].diff().flatten()[:1].sum().item()"],
     "in place, of another dtype": [
         "v0 = leaf((4,), 'int32', [S(0)], 635)",
