@@ -403,11 +403,11 @@ class Planner:
         return last[dim] == 0
 
     def _unlike_means(
-        self, inputs: Sequence[Any], placements: Sequence[Any]
+        self, function: Any, inputs: Sequence[Any], placements: Sequence[Any]
     ) -> tuple[tuple[int, tuple[Any, ...]], ...]:
         """What makes inputs whole along an axis where DTensor would take the mean of means of pieces unlike in size."""
         means = [axis for axis, place in enumerate(placements) if getattr(place, "reduce_op", None) == "avg"]
-        for axis in means:
+        for axis in means if isinstance(function, torch._ops.OpOverload) else ():
             if all(tensor._spec.placements[axis].is_replicate() for tensor in inputs):  # DTensor has cut it by itself
                 return self._made_whole(inputs)
         moves: list[tuple[int, tuple[Any, ...]]] = []
@@ -453,7 +453,7 @@ class Planner:
                         for before, after in zip(inputs[0]._spec.placements, placements, strict=True)
                     )
                     return Template(0, None, (), "none", first=((0, whole),), special=True)
-                if moves := self._unlike_means(inputs, placements):
+                if moves := self._unlike_means(function, inputs, placements):
                     return Template(0, None, (), "none", first=moves, special=True)
                 stride = _strides_as_laid_out(result)
                 outputs.append(self.spec(result.shape, stride, 0, result.dtype, placements))

@@ -57,6 +57,10 @@ TWO_RANKS: dict[str, Chain] = {
     ],
 }  # fmt: skip
 FOUR_RANKS: dict[str, Chain] = {
+    "a mean in parts, beside another cut": [
+        "v2 = leaf((4, 5, 2), 'float32', [S(0), S(2)], 499, True)",
+        "v7 = F.rms_norm(v2, (2,))",
+    ],
     "places in pieces of two lengths": [
         "v1 = leaf((3, 4), 'float32', [S(0), S(1)], 957)",
         "v3 = v1.argmax(-1)",
