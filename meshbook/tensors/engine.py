@@ -463,6 +463,8 @@ class Engine:
             with self._putting:
                 self._break_hold()
                 self._free_ids()
+                if not self._waiting and not self._uploads and not self._fed and fetch is None:
+                    return None  # templates that came, and those to be forgotten, go with the next batch
                 waiting, self._waiting = self._waiting, []
                 templates, self._templates = self._templates, []
                 forgotten, self._forgotten = self._forgotten, []
@@ -475,8 +477,6 @@ class Engine:
             freed = [id for word in words if not word[0] for id in word[2:]]
             command = None
             try:
-                if not waiting and not uploads and not fed and fetch is None:
-                    return None
                 command = messages.RunOps(
                     call=self.session.connection.next_call(),
                     ranks=self.ranks,
@@ -502,6 +502,7 @@ class Engine:
                     self._ahead.pop(command.call, None)
                 with self._putting:
                     self._templates[:0] = templates
+                    self._forgotten[:0] = forgotten
                     # Stop in the middle of sending: maybe it has gone out, and nothing may be done twice.
                     if command is None or isinstance(error, Exception):
                         self._waiting[:0] = waiting

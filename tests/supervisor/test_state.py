@@ -544,7 +544,6 @@ def test_where_nccl_may_have_computed_with_garbage_the_step_to_discard_is_named(
     world = World(start=False)
     world.say(messages.StartMesh(call="start", spec=world.spec))
     world.host(messages.HostReady(host=0, hostname="box", pid=3))
-    world.host(messages.StoreServed(host=0, address="127.0.0.1", port=29))
     world.finish("form-1", answer={"backend": backend})
     world.run()
     (ended,) = messages_of(world.finish("c1", status="interrupted", groups_broken=True), messages.CallFinished)

@@ -47,7 +47,7 @@ ALLOWED = {torch.float32: 1e-3, torch.float64: 1e-9, torch.bfloat16: 6e-2}
 # {a} any tensor, {x} one with a gradient's dtype, {m} a mask, {i} integers, {b} and {c} something that broadcasts with
 # the first, {s} something of the first's shape, {w} a matrix that it can be multiplied by; {d}, {e} dims of it, {n} one
 # of its lengths' indices, {z} a small whole number, {q} a number with a fraction, {k} a truth value, {t} a dtype, {y}
-# placements.
+# placements. Made contiguous before median, because torch's own reads beside the memory of an expanded tensor (2.13).
 VALUES = """
 {a} + {b} | {a} - {b} | {a} * {b} | {a} / ({b} + 7.5) | {a} // 2 | {a} % 3 | {a} + {z} | {a} * {q} | {q} - {a} | -{x}
 {x}.abs() | {x}.exp() | {x}.sigmoid() | {x}.tanh() | F.relu({x}) | F.gelu({x}) | F.silu({x}) | {x}.sin() | {x}.sqrt()
@@ -72,7 +72,8 @@ torch.linalg.vector_norm({x}, float("inf")) | {x}.var({d}) | torch.linalg.vector
 {x}.std({d}) | torch.var_mean({x}, {d})[1] | {x}.var({d}, correction=0) | {a}.cumsum({d}) | {x}.cumprod({d})
 {x}.cummax({d}).values | {x}.cummax({d}).indices | {x}.logcumsumexp({d}) | {a}.count_nonzero()
 {a}.count_nonzero({d}) | {x}.logsumexp({d}) | {x}.logsumexp(({d}, {e})) | {x}.softmax({d}) | {x}.log_softmax({d})
-{x}.nansum({d}) | {x}.median() | {x}.median({d}).values | F.softmax({x}.masked_fill({s} > 1, float("-inf")), {d})
+{x}.nansum({d}) | {x}.median() | {x}.contiguous().median({d}).values
+F.softmax({x}.masked_fill({s} > 1, float("-inf")), {d})
 F.normalize({x}, dim={d}) | F.cosine_similarity({x}, {s}, dim={d}) | {x} @ {w} | torch.matmul({x}, {w})
 {x} @ {s}.transpose(-1, -2) | F.linear({x}, {w}.t()) | F.linear({x}, {w}.t(), {w}[0]) | {x}.mv({w}[:, 0])
 torch.mm({x}, {w}) | torch.bmm({x}, {s}.transpose(1, 2)) | torch.einsum("ij,jk->ik", {x}, {w})
