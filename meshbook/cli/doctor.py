@@ -41,6 +41,7 @@ _PACKAGES = {
     "cloudpickle": (">=3", "sending functions to the ranks"),
     "psutil": (">=5.9", "watching the ranks"),
     "numpy": (">=1.26", "sending arrays"),
+    "nvidia-ml-py": (">=12", "what GPUs there are"),
     "anywidget": (">=0.9.13", "the dashboard"),
     "py-spy": (">=0.4", "stacks of ranks that do not answer"),
     "textual": (">=1.0", "meshbook top"),

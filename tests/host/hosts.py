@@ -38,16 +38,17 @@ class Host:
         spec = messages.MeshSpec(axes={"rank": size}, torch=torch, process_group=torch, cwd=str(Path.cwd()))
         start = messages.StartRanks(spec=spec, ranks=self.ranks, world_size=size)  # type: ignore[arg-type]
         self.tell(start)
-        self._epochs = itertools.count(1)
+        self._epoch = 0
         self._store = StoreServer(self.loop, self._context, f"ipc://{self._folder}/store.sock", "token")
         self.form_groups()
 
     def form_groups(self) -> None:
         """The process groups, the first time or again."""
+        self._epoch += 1
         form = messages.FormGroups(
             call=self.call(),  # type: ignore[arg-type]
             ranks=self.ranks,  # type: ignore[arg-type]
-            epoch=next(self._epochs),
+            epoch=self._epoch,
             store=self._store.address,
         )
         self.tell(form)
@@ -94,7 +95,10 @@ class Host:
         return call
 
     def run(self, source: str) -> messages.CallFinished:
-        return self.wait_for(messages.CallFinished, self.begin(source))  # type: ignore[no-any-return]
+        call = self.begin(source)
+        finished: messages.CallFinished = self.wait_for(messages.CallFinished, call)
+        self._let_go_on(call)
+        return finished
 
     def say_begun(self, source: str, ranks: tuple[int, ...] | None = None, label: str = "cell 1") -> str:
         """Start a cell whose first line says `begun`, and wait until all its ranks have."""
@@ -115,8 +119,14 @@ class Host:
         return call
 
     def interrupt(self, call: str) -> messages.CallFinished:
+        """Stop a call; its ranks may begin collectives again, as the supervisor lets them once they are in step."""
         self.tell(messages.Interrupt(ranks=self.ranks, target=call))  # type: ignore[arg-type]
-        return self.wait_for(messages.CallFinished, call)  # type: ignore[no-any-return]
+        finished: messages.CallFinished = self.wait_for(messages.CallFinished, call)
+        self._let_go_on(call)
+        return finished
+
+    def _let_go_on(self, call: str) -> None:
+        self.tell(messages.GroupsChecked(ranks=self.ranks, about=call, epoch=self._epoch))  # type: ignore[arg-type]
 
     def look(self, ranks: tuple[int, ...] | None = None, **options: Any) -> dict[int, messages.RankSnapshot]:
         """Snapshots by rank."""

@@ -246,7 +246,7 @@ def test_a_runtime_folder_that_is_open_to_others_is_told_of_and_not_used(run: ob
         assert cell.reply["ename"] == "StartError"
         assert f"run chmod 700 {tmp_path}/meshbook" in cell.traceback
         assert front.run("%%controller\n1 + 1").result == "2"
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.rglob("*")) == [tmp_path / "meshbook"]
 
 
 @pytest.mark.parametrize(
