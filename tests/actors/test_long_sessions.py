@@ -126,11 +126,14 @@ def test_all_answers_of_a_call_are_heard_on_one_thread(procs: ProcMesh, monkeypa
     monkeypatch.setattr(answers.Gather, "arrived", arrived)
     monkeypatch.setattr(answers.Gather, "lost", lost)
     assert list(mixed.add.call().get(WAIT_S).values()) == [1, 1]
+    both = mixed._ref.addresses
     mixed._ref.addresses, mixed._ref._peers = (here().address, lost_one), [None, None]
     with pytest.raises(SupervisionError, match="rank 1 of 'mixed' is lost"):
         mixed.add.call().get(WAIT_S)
     assert len(heard_on) >= 3
     assert set(heard_on) == {"meshbook-post"}
+    mixed._ref.addresses, mixed._ref._peers = both, [None, None]
+    mixed.stop().get(WAIT_S)
 
 
 def test_answers_that_come_on_two_threads_at_once_wait_for_each_other() -> None:

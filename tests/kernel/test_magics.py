@@ -115,7 +115,8 @@ def test_a_mesh_name_in_use_is_refused_with_the_ways_out(fresh: Terminal, runnin
 
 def test_more_ranks_than_gpus_are_refused_with_the_sum(fresh: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    with pytest.raises(StartError, match=r"2 ranks on cuda need 2 GPUs, and [01] are visible here; ask for fewer ranks"):
+    said = r"2 ranks on cuda need 2 GPUs, and [01] are visible here; ask for fewer ranks"
+    with pytest.raises(StartError, match=said):
         fresh("%mesh start -n 2 --device cuda")
     assert fresh.notebook.mesh is None
 
