@@ -14,6 +14,7 @@ import termios
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from meshbook import create_mesh
 from tests.cli.commands import Done, meshbook
@@ -43,8 +44,8 @@ def test_axes_and_a_name_may_be_given(run: object) -> None:
     assert "Mesh named: 2 ranks (dp=2, tp=1), process group ready" in done.out
 
 
-def test_it_works_where_jupyter_does_not_know_the_kernel(run: object) -> None:
-    env = {"JUPYTER_PATH": "", "JUPYTER_DATA_DIR": "/nowhere"}
+def test_it_works_where_jupyter_does_not_know_the_kernel(run: object, tmp_path: Path) -> None:
+    env = {"JUPYTER_PATH": "", "JUPYTER_DATA_DIR": str(tmp_path)}
     done = meshbook("repl", "--simple", "-n", "1", text="world_size\nexit\n", env=env)
     assert "Out[1]: 1" in plain(done.out), done.err
 

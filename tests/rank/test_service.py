@@ -140,15 +140,17 @@ def test_a_message_that_cannot_be_read_does_not_end_the_thread(host: Host) -> No
     host.hear(messages.RankBeat)
 
 
-def test_a_rank_that_cannot_measure_itself_goes_on_beating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = Rank()
-    monkeypatch.setattr(rank.pool, "trim", lambda idle_s: os.stat("/nowhere"))
-    host = Host(tmp_path, rank)
-    monkeypatch.setattr(host.thread._probes, "measure", lambda device, moves: [][0])
+def test_a_rank_that_cannot_measure_itself_goes_on_beating(
+    host: Host, rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: object) -> None:
+        raise OSError("no")
+
+    monkeypatch.setattr(rank.pool, "trim", fails)
+    monkeypatch.setattr(host.thread._probes, "measure", fails)
     told = {host.hear(messages.ServiceFailed).doing for _ in range(2)}
     assert told == {"giving back shared memory", "measuring"}
     assert host.hear(messages.RankBeat).measured is None
-    host.close()
 
 
 def test_a_question_that_raises_anything_is_answered(host: Host, rank: Rank) -> None:
