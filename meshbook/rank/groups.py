@@ -144,13 +144,12 @@ class Groups:
                 self._severed = cause
             members = list(self._members.values())
             links = [link for group in members for link in group.links]
-            reaching = self._num_reaching > 0
+            if self._num_reaching > 0 and isinstance(self._store, MeshStore):
+                self._store.give_up()
         for group in members:
             group.break_off(cause)
         self.go_on()
         self._cut(links)
-        if reaching:
-            self._give_up_waiting()
 
     @property
     def severed_with(self) -> Break | None:
@@ -207,10 +206,6 @@ class Groups:
     def waiting(self) -> bool:
         """True while a thread is in a collective, or waits for the others to form a group. Any thread."""
         return self._num_reaching > 0 or bool(self.ring.running())
-
-    def _give_up_waiting(self) -> None:
-        if isinstance(self._store, MeshStore):
-            self._store.give_up()
 
     def _cut(self, links: Iterable[Link]) -> None:
         """End what is stuck in these backends. Does not wait."""
@@ -407,12 +402,7 @@ class Groups:
             BaseException: what the groups were severed with meanwhile.
         """
         assert self._store is not None
-        if self._severed is not None:
-            forming = self._join_timeout_s is not None
-            raise (self._severed.raised() if forming else None) or GroupBroken(
-                f"a process group cannot be connected while all are broken ({self._severed.reason}). They are formed "
-                "again before the next cell: run the cell again"
-            )
+        self._refuse_severed()
         if self._held_by is not None:
             group.held = self._held_by
             group._admit("making a process group")
@@ -474,18 +464,30 @@ class Groups:
     @contextlib.contextmanager
     def _reaching(self) -> Iterator[None]:
         """Around whatever waits for the store or for peers, so that `sever` ends it, with its own error."""
-        with self._lock:
-            self._num_reaching += 1
-        try:
-            yield
-        except RuntimeError:
-            told = self._severed.raised() if self._severed is not None else None
-            if told is not None:
-                raise told from None
-            raise
-        finally:
+        store = self._store
+        with store.one_wait() if isinstance(store, MeshStore) else contextlib.nullcontext():
             with self._lock:
-                self._num_reaching -= 1
+                self._refuse_severed()
+                self._num_reaching += 1
+            try:
+                yield
+            except RuntimeError:
+                told = self._severed.raised() if self._severed is not None else None
+                if told is not None:
+                    raise told from None
+                raise
+            finally:
+                with self._lock:
+                    self._num_reaching -= 1
+
+    def _refuse_severed(self) -> None:
+        """Raises: what all groups were severed with, while they are formed; GroupBroken at other times."""
+        if self._severed is not None:
+            forming = self._join_timeout_s is not None
+            raise (self._severed.raised() if forming else None) or GroupBroken(
+                f"a process group cannot be connected while all are broken ({self._severed.reason}). They are formed "
+                "again before the next cell: run the cell again"
+            )
 
     # ---- making every group of this process one of ours
 

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -55,6 +55,15 @@ class MeshStore(Store):
     def give_up(self) -> None:
         """End every wait for keys that has begun, in whichever thread. Does not wait."""
         self._num_given_up += 1
+
+    @contextlib.contextmanager
+    def one_wait(self) -> Iterator[None]:
+        """Around several questions of this thread: `give_up` ends them all, also when it comes between two."""
+        self._mine.given_up_before = self._num_given_up
+        try:
+            yield
+        finally:
+            del self._mine.given_up_before
 
     def close(self) -> None:
         """Close all connections. No thread may be asking."""
@@ -111,7 +120,8 @@ class MeshStore(Store):
 
     def _ask(self, command: Any, timeout: timedelta | None = None) -> StoreAnswered:
         """Raises: DistStoreError, given up, or no answer in time."""
-        socket, since = self._socket(), self._num_given_up
+        socket = self._socket()
+        since = getattr(self._mine, "given_up_before", self._num_given_up)
         socket.send_multipart(codec.encode(command))
         deadline = time.monotonic() + (timeout or self.timeout).total_seconds()  # type: ignore[attr-defined]
         try:

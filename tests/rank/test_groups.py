@@ -21,7 +21,7 @@ from tests.rank.worlds import Forker, Here, Member, World
 
 # Seconds in which a stuck wait must be over. The promise is 0.15 s for a signal and 0.2 s for severing; a test asserts
 # what cannot be an accident of a busy machine: far less than the 1,800 s that gloo itself would wait.
-SOON_S = 10.0
+SOON_S = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -238,6 +238,31 @@ def test_a_rank_that_waits_for_others_to_make_a_group_is_freed_too(trio: World) 
         assert type(member.error(SOON_S)) is RankLost
     trio.form()
     assert trio.run(total) == [18.0] * 3
+
+
+def test_a_rank_severed_between_two_questions_to_the_store_waits_for_nobody(trio: World) -> None:
+    for member in trio.members:
+        member.begin(sever_while_reaching)
+    assert trio.members[-1].result() == "stayed away"
+    for member in trio.members[:-1]:
+        assert type(member.error(SOON_S)) is RankLost
+    trio.form()
+    assert trio.run(total) == [18.0] * 3
+
+
+def sever_while_reaching(here: Here) -> str:
+    link = here.groups._link
+
+    def ask_and_be_severed(kind: str, store: Any, group: Any) -> Any:
+        store.set("asked", "1")
+        here.groups.sever(RankLost("gone"))
+        return link(kind, store, group)
+
+    here.groups._link = ask_and_be_severed
+    try:
+        return wait_in(here, "new_group")
+    finally:
+        here.groups._link = link
 
 
 def wait_until_reaching(here: Here) -> None:

@@ -18,7 +18,7 @@ import pytest
 from tests.rank.worlds import Forker, Here, World
 
 # Seconds that a wait which works never takes.
-SOON_S = 10.0
+SOON_S = 30.0
 
 
 @pytest.fixture(scope="module")
