@@ -1,4 +1,5 @@
-"""Stop, pressed while three ranks wait in an all_reduce that the fourth never joins; while all sleep; all compute.
+"""Stop, pressed while three ranks wait in an all_reduce that the fourth never joins; while all sleep; all compute. And
+what ends a cell by itself there: the fourth rank raises, or is killed.
 
 Two times are taken: until every rank is back, and until an all_reduce over the same four ranks has given the right sum
 again. Names that were bound before must still be there. A mesh's first Stop of a kind is told apart from those after
@@ -9,15 +10,19 @@ it: what shows where it stopped may read and parse the files of torch for the fi
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
 
 from benchmarks import workbench
 from benchmarks.report import Report
 from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.errors import RankLost
 
 RANKS = 4
 LIMIT_S = 1.0
+LOST_LIMIT_S = 2.0
 
 # Each is at its second line when Stop is pressed.
 CELLS = {
@@ -28,6 +33,7 @@ CELLS = {
     "time.sleep": "import time\ntime.sleep(1000)",
     "a loop in Python": "n = 0\nwhile True: n += 1",
 }
+WAITS = "import time\nt = torch.ones(1)\ndist.all_reduce(t) if rank != world_size - 1 else "
 AGAIN = "t = torch.ones(1) * (rank + 1)\ndist.all_reduce(t)\n(t.item(), kept)"
 
 _STUCK_TIMEOUT_S = 30.0
@@ -47,7 +53,38 @@ def measure(quick: bool, folder: Path) -> Report:
         report.add(f"{what}, {nth}: all ranks are back", back, "s")
         seconds = report.add(f"{what}, {nth}: an all_reduce has worked again", usable, "s")
         report.promise(f"Stop on {what}, {nth}, until the group is usable", seconds, LIMIT_S, "s")
+    raised, killed = [], []
+    for _ in range(1 if quick else 5):
+        with create_mesh(RANKS, orphan_ttl_s=workbench.ORPHAN_TTL_S) as mesh:
+            raised.append(raise_once(mesh))
+            killed.append(kill_once(mesh))
+    seconds = report.add("one rank raises while the others wait for it: the cell has ended", raised, "s")
+    report.promise("a cell whose one rank raises while the others wait for it", seconds, LIMIT_S, "s")
+    seconds = report.add("a rank is killed while the others wait for it: the cell has ended", killed, "s")
+    report.promise("a cell whose one rank is killed while the others wait for it", seconds, LOST_LIMIT_S, "s")
     return report
+
+
+def raise_once(mesh: Mesh) -> float:
+    """Seconds from a rank's error, by its own clock, until the cell has ended."""
+    future = mesh.run(WAITS + "(time.sleep(1), setattr(time, 'raised', time.monotonic()), 1 / 0)", wait=False)
+    if "ZeroDivisionError" not in str(future.exception(_STUCK_TIMEOUT_S)):
+        raise RuntimeError("the cell did not end with the rank's error")
+    ended = time.monotonic()
+    return ended - float(mesh.run("time.raised", ranks=[RANKS - 1]).values.same())
+
+
+def kill_once(mesh: Mesh) -> float:
+    """Seconds from a rank's death until the cell has ended."""
+    pid = mesh.status().ranks[-1].pid
+    assert pid is not None
+    future = mesh.run(WAITS + "time.sleep(1000)", wait=False)
+    wait_until_at_line(mesh, 3)
+    killed = time.perf_counter()
+    os.kill(pid, signal.SIGKILL)
+    if not isinstance(future.exception(_STUCK_TIMEOUT_S), RankLost):
+        raise RuntimeError("the cell did not end with the loss of the rank")
+    return time.perf_counter() - killed
 
 
 def stop_once(mesh: Mesh, source: str) -> tuple[float, float]:

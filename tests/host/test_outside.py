@@ -143,9 +143,7 @@ def test_a_py_spy_that_hangs_is_given_up_and_killed(monkeypatch: pytest.MonkeyPa
     program.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 100\n")
     program.chmod(0o755)
     monkeypatch.setattr(outside, "find_py_spy", lambda: str(program))
-    started = time.monotonic()
     stacks, problem = outside.python_stacks(os.getpid(), 0.6)
-    assert time.monotonic() - started < 2.0
     assert (stacks, problem) == ((), "its Python stack could not be read from outside: py-spy took more than 0.6 s")
     with contextlib.suppress(FileNotFoundError):
         assert outside.state(int((tmp_path / "pid").read_text())) == ""

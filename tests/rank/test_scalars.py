@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -162,16 +161,6 @@ def test_a_hostile_name_is_plain_text(log: ScalarLog) -> None:
     name = log.drain()[0][0].name
     name.encode()
     assert len(name) <= 200
-
-
-def test_a_call_costs_less_than_two_microseconds(log: ScalarLog) -> None:
-    def once() -> float:
-        started = time.perf_counter()
-        for _ in range(2000):
-            meshbook.log(loss=1.0, lr=0.1)
-        return (time.perf_counter() - started) / 2000
-
-    assert min(once() for _ in range(20)) < 2e-6  # the best of many: the machine is shared, the function is not
 
 
 def test_it_is_found_without_torch() -> None:
