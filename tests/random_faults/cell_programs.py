@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import time
-from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
 from typing import Any
 
 import psutil
 
-from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.controller.mesh import Mesh
 from meshbook.errors import CellError, MeshTimeout, RankLost
 from tests.random_faults.cells import NAMES, Cell, Names, World, random_cell
+from tests.random_faults.harness import HUNG_S, WORLD_SIZE, SharedMesh, Wrong, wait_until
 
-WORLD_SIZE = 3
-# Seconds after which a cell counts as hung: every fault here ends, or is ended by Stop, in a few.
-HUNG_S = 60.0
 # Rounds of a cell that Stop hits somewhere: more than it can run until then.
 MANY = 20_000
 
@@ -34,41 +29,28 @@ FAULTS = {
 }
 
 
-class Wrong(AssertionError):
-    """What the mesh did and must not."""
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + HUNG_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise Wrong(f"{what}: not within {HUNG_S:g} s")
-        time.sleep(0.01)
+# How often each comes: what kills a rank costs a new mesh.
+WEIGHTS = (4, 4, 3, 3, 3, 1, 3)
 
 
 class CellPrograms:
-    """One mesh, and one program after the other on it. After a program that killed a rank, a new mesh."""
+    """Cells without a fault, one with, and again one without."""
 
-    def __init__(self) -> None:
-        self.mesh: Mesh | None = None
+    def __init__(self, shared: SharedMesh) -> None:
+        self._shared = shared
+        self._mesh: Mesh | None = None  # whose names are `world`
         self.world = World(WORLD_SIZE)
 
     def close(self) -> None:
-        if self.mesh is not None:
-            self.mesh.stop()
-            self.mesh = None
+        self._mesh = None
 
     def run(self, seed: int) -> str:
-        """One program: cells without a fault, then one with. Gives the name of the fault.
-
-        Raises:
-            Wrong: numbers that differ from the reference's, a hang, an error that does not name its cause.
-        """
+        """See `Programs`."""
         draw = random.Random(seed)
         mesh = self._ready()
         for _ in range(draw.randint(1, 2)):
             self._run_whole(mesh, random_cell(draw, WORLD_SIZE))
-        kind = draw.choice(list(FAULTS))
+        (kind,) = draw.choices(list(FAULTS), WEIGHTS)
         cell = random_cell(draw, WORLD_SIZE, rounds=MANY if kind == "stop anywhere" else draw.choice([1, 1, 3]))
         cell = replace(
             cell,
@@ -82,18 +64,17 @@ class CellPrograms:
         at = dict(mesh.pull("at"))
         self.world.run(cell, [at.get(rank) for rank in range(WORLD_SIZE)])
         self._compare(mesh)
-        if kind == "kill":
-            self.close()
-        else:
+        if kind != "kill":
             self._run_whole(mesh, self._mend())
             self._run_whole(mesh, random_cell(draw, WORLD_SIZE))
         return kind
 
     def _ready(self) -> Mesh:
-        if self.mesh is None:
-            self.mesh, self.world = create_mesh(WORLD_SIZE), World(WORLD_SIZE)
-            self._run_whole(self.mesh, self.world.fill())
-        return self.mesh
+        mesh = self._shared.get()
+        if self._mesh is not mesh:
+            self._mesh, self.world = mesh, World(WORLD_SIZE)
+            self._run_whole(mesh, self.world.fill())
+        return mesh
 
     def _mend(self) -> Cell:
         """Bind anew what is in doubt, and nothing else: what was kept goes on being used."""
@@ -144,24 +125,3 @@ class CellPrograms:
         found: dict[int, Names] = {rank: dict(zip(NAMES, pulled[rank], strict=True)) for rank in living}
         if differences := self.world.differences(found):
             raise Wrong("\n".join(differences))
-
-
-def main(count: int, seed: int) -> None:
-    """Run `count` programs, the first with `seed`; says which failed, and goes on with a new mesh."""
-    programs = CellPrograms()
-    kinds: dict[str, int] = {}
-    wrong: dict[int, str] = {}
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in range(seed, seed + count):
-        began = time.monotonic()
-        try:
-            kind = programs.run(number)
-            kinds[kind] = kinds.get(kind, 0) + 1
-            print(f"{number}: {kind}, {time.monotonic() - began:.1f} s", flush=True)
-        except Exception as error:
-            wrong[number] = f"{type(error).__name__}: {error}"
-            print(f"{number}: WRONG, {time.monotonic() - began:.1f} s\n{wrong[number]}", flush=True)
-            programs.close()
-    programs.close()
-    print(f"{sum(kinds.values())} right {kinds}, {len(wrong)} wrong: {sorted(wrong)}")

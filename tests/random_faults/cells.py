@@ -89,7 +89,7 @@ def _broadcast(name: str, root: int) -> Statement:
 
 def _all_gather(name: str, other: str) -> Statement:
     def apply(world: list[Names]) -> None:
-        gathered = sum((index + 1) * names[other] for index, names in enumerate(world))
+        gathered = torch.stack([(index + 1) * names[other] for index, names in enumerate(world)]).sum(0)
         for names in world:
             names[name] = gathered % PRIME
 

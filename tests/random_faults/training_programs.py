@@ -15,7 +15,7 @@ from torch import nn
 
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import CellError, MeshTimeout, RankLost
-from tests.random_faults.cell_programs import HUNG_S, WORLD_SIZE, Wrong, wait_until
+from tests.random_faults.harness import HUNG_S, WORLD_SIZE, SharedMesh, Wrong, wait_until
 
 ROWS = 2 * WORLD_SIZE
 STEPS = 2  # after the fault
@@ -92,13 +92,27 @@ def expected(seed: int) -> list[torch.Tensor]:
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)).double()
     for turn in range(STEPS):
         x, y = data(seed + turn)
-        (model(x) - y).square().mean().backward()  # type: ignore[no-untyped-call]
+        (model(x) - y).square().mean().backward()
         with torch.no_grad():
             for parameter in model.parameters():
                 assert parameter.grad is not None
-                parameter -= 0.1 * parameter.grad
+                parameter.sub_(0.1 * parameter.grad)
                 parameter.grad = None
     return [parameter.detach() for parameter in model.parameters()]
+
+
+class TrainingPrograms:
+    """One step with a fault, and then as many steps as are compared."""
+
+    def __init__(self, shared: SharedMesh) -> None:
+        self._shared = shared
+
+    def run(self, seed: int) -> str:
+        """See `Programs`."""
+        return run(self._shared.get(), seed)
+
+    def close(self) -> None:
+        pass
 
 
 def run(mesh: Mesh, seed: int) -> str:

@@ -1,0 +1,167 @@
+"""What all random programs share: a mesh that is made anew once it has lost a rank, and a deadline with stacks.
+
+A program is a function of its seed. It raises `Wrong` where the mesh did what it must not; a program that does not end
+is broken off by the deadline, with the stacks of this process and of the ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any, Protocol
+
+from meshbook.controller.mesh import Mesh, create_mesh
+
+WORLD_SIZE = 3
+# Seconds after which one call counts as hung: every fault here ends, or is ended by Stop, in a few.
+HUNG_S = 60.0
+# Seconds for a whole program, and then for the main thread to hear of it.
+DEADLINE_S, LAST_S = 100.0, 20.0
+
+
+class Wrong(AssertionError):
+    """What the mesh did and must not."""
+
+
+class Hung(BaseException):
+    """A program that did not end. Not an Exception: nothing on the way may take it for a fault that was put in."""
+
+
+class Programs(Protocol):
+    """Programs of one kind."""
+
+    def run(self, seed: int) -> str:
+        """One program. Gives the name of its fault.
+
+        Raises:
+            Wrong: numbers that differ from the reference's, an error that does not name its cause.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class SharedMesh:
+    """A mesh of `WORLD_SIZE` ranks for one program after the other, and a new one after a program that lost a rank."""
+
+    def __init__(self) -> None:
+        self.mesh: Mesh | None = None
+
+    def get(self) -> Mesh:
+        if self.mesh is not None and self.mesh.session.lost:
+            self.discard()
+        if self.mesh is None:
+            self.mesh = create_mesh({"dp": WORLD_SIZE})
+        return self.mesh
+
+    def discard(self) -> None:
+        mesh, self.mesh = self.mesh, None
+        if mesh is not None:
+            mesh.stop()
+
+
+def wait_until(condition: Callable[[], Any], what: str) -> None:
+    """Look again and again until something is the case.
+
+    Raises:
+        Wrong: it did not come about.
+    """
+    deadline = time.monotonic() + HUNG_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise Wrong(f"{what}: not within {HUNG_S:g} s")
+        time.sleep(0.01)
+
+
+@contextmanager
+def stop_when(mesh: Mesh, condition: Callable[[], Any], what: str) -> Iterator[None]:
+    """Press Stop once the main thread waits for the mesh and something is the case; or once the block has ended, never.
+
+    Raises:
+        Wrong: the block ended, or went on waiting, and Stop was not pressed.
+    """
+    over, pressed = threading.Event(), threading.Event()
+
+    def press() -> None:
+        while not over.is_set():
+            if mesh.session._running is not None and condition() and mesh.session.press_stop():
+                pressed.set()
+                return
+            over.wait(0.01)
+
+    thread = threading.Thread(target=press, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(HUNG_S)
+    if not pressed.is_set():
+        raise Wrong(f"the program ended before {what}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def deadline(mesh: Callable[[], Mesh | None], seconds: float = DEADLINE_S) -> Iterator[None]:
+    """Break off what has not ended in time. Main thread only.
+
+    Raises:
+        Hung: with the stacks of all threads here and on the ranks.
+    """
+    main = threading.main_thread().ident or 0
+    over = threading.Event()
+    told: list[str] = []
+
+    def hung(number: int, frame: FrameType | None) -> None:
+        raise Hung("".join(told))
+
+    def watch() -> None:
+        if over.wait(seconds):
+            return
+        told.append(f"not at its end after {seconds:g} s\n{stacks(mesh())}")
+        signal.pthread_kill(main, signal.SIGUSR2)
+        if not over.wait(LAST_S):  # something has caught it: without a supervisor every wait ends
+            print("".join(told), file=sys.stderr, flush=True)
+            end_supervisor(mesh())
+
+    before = signal.signal(signal.SIGUSR2, hung)
+    thread = threading.Thread(target=watch, daemon=True, name="deadline")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        signal.signal(signal.SIGUSR2, before)
+
+
+def stacks(mesh: Mesh | None) -> str:
+    """Of all threads here, and of the ranks with what the mesh says of itself."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    own = [
+        f"thread {names.get(ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+    ]
+    told = [f"--- this process\n{''.join(own)}"]
+    if mesh is not None:
+        for name, ask in (("why", mesh.why), ("stacks", mesh.stacks)):
+            try:
+                told.append(f"--- {name}\n{ask().text}")
+            except Exception as error:
+                told.append(f"--- {name}: {error!r}")
+    return "\n".join(told)
+
+
+def end_supervisor(mesh: Mesh | None) -> None:
+    if mesh is not None:
+        with suppress(OSError):
+            os.kill(mesh.session.info.supervisor_pid, signal.SIGKILL)
