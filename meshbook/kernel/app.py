@@ -9,6 +9,7 @@ beside a running cell, and meshes that outlive a restart.
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 from typing import Any
@@ -39,6 +40,9 @@ class MeshKernel(IPythonKernel):
         magics.register(self.shell)
         self._quick = QuickAnswers(self)
         self._running: dict[str, Any] | None = None  # the request whose cell runs on the main thread
+        self._handling = False  # the main thread handles a message
+        self._deferring = False  # ... of a cell that does not run yet, or not any more
+        self._deferred = False  # SIGINT came meanwhile
 
     @property
     def banner(self) -> str:  # type: ignore[override]  # as IPythonKernel's own is
@@ -54,29 +58,76 @@ class MeshKernel(IPythonKernel):
 
     # ---- cells
 
+    async def execute_request(self, stream: Any, ident: Any, parent: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            await super().execute_request(stream, ident, parent)
+            return
+        self._deferring, self._deferred = True, False
+        try:
+            await super().execute_request(stream, ident, parent)
+        finally:
+            self._deferring = False
+
     async def do_execute(
         self, code: str, silent: bool, store_history: bool = True, *args: Any, **kwargs: Any
     ) -> Any:
         outermost = self._running is None and threading.current_thread() is threading.main_thread()
-        if outermost:
-            # What was found of the mesh from before is there for every cell, also for those that stay here.
-            self.notebook.settle()
-            self._running = self.get_parent("shell")
-            if store_history and not silent:
-                self.notebook.tell_news()
         broadcast = self.notebook.num_broadcast
         try:
+            if outermost:
+                self._deferring = False
+                if self._deferred:
+                    raise KeyboardInterrupt
+                # What was found of the mesh from before is there for every cell, also for those that stay here.
+                self.notebook.settle()
+                self._running = self.get_parent("shell")
+                if store_history and not silent:
+                    self.notebook.tell_news()
             return await super().do_execute(code, silent, store_history, *args, **kwargs)
+        except KeyboardInterrupt:  # not from the cell's code, whose errors IPython shows: from before or behind it
+            self._deferring = True
+            return self._interrupted()
         finally:
             # ipykernel sleeps before each reply, for output still in its own streams; the ranks' goes elsewhere.
             self._execute_sleep = 0.0 if self.notebook.num_broadcast > broadcast else _REPLY_SLEEP_S
             if outermost:
                 self._running = None
+                self._deferring = True
+
+    def _interrupted(self) -> dict[str, Any]:
+        """The reply to a cell that Stop ended outside its code. ipykernel would send none, and whoever sent the cell
+        would wait for it for ever."""
+        assert self.shell is not None
+        error = {"ename": "KeyboardInterrupt", "evalue": "", "traceback": ["KeyboardInterrupt"]}
+        self.send_response(self.iopub_socket, "error", error)
+        count = self.shell.execution_count - 1
+        return {"status": "error", **error, "execution_count": count, "user_expressions": {}, "payload": []}
+
+    # ---- Stop
+
+    def pre_handler_hook(self) -> None:
+        super().pre_handler_hook()  # fails on other threads than the main one
+        signal.signal(signal.SIGINT, self._on_sigint)
+        self._handling = True
+
+    def post_handler_hook(self) -> None:
+        super().post_handler_hook()
+        self._handling = False
+
+    def _on_sigint(self, signum: int, frame: Any) -> None:
+        if self._deferring:
+            self._deferred = True
+        else:
+            signal.default_int_handler(signum, frame)
 
     async def interrupt_request(self, stream: Any, ident: Any, parent: Any) -> None:
         """Runs in the control channel's thread: the ranks are told even when this process's main thread sits in C."""
+        handling = self._handling
         self.notebook.press_stop()
-        await super().interrupt_request(stream, ident, parent)
+        if handling:
+            await super().interrupt_request(stream, ident, parent)
+        elif self.session:  # no signal: it would come to a cell that begins now, which nobody has stopped
+            self.session.send(stream, "interrupt_reply", {"status": "ok"}, parent, ident=ident)
 
     def do_shutdown(self, restart: bool) -> Any:
         self.notebook.close(restart=restart)

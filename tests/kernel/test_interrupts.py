@@ -225,6 +225,39 @@ def test_a_rank_in_c_code_that_does_not_come_back_leaves_the_kernel_usable_and_a
         assert front.run("x").result == "0"
 
 
+@pytest.mark.parametrize(
+    ("owner", "name", "ends"),
+    [
+        ("kernel", "_publish_execute_input", "KeyboardInterrupt"),
+        ("kernel", "do_execute", "KeyboardInterrupt"),
+        ("kernel.shell", "transform_cell", "KeyboardInterrupt"),
+        ("kernel.shell.payload_manager", "read_payload", "KeyboardInterrupt"),
+        ("kernel", "finish_metadata", None),  # too late: the cell has ended well
+    ],
+)
+def test_a_signal_outside_the_code_of_a_cell_loses_no_reply(
+    front: FrontEnd, owner: str, name: str, ends: str | None
+) -> None:
+    arm = (
+        "%%controller\n"
+        "import os, signal\n"
+        "kernel = get_ipython().kernel\n"
+        f"before = {owner}.{name}\n"
+        "def armed(*args, **kwargs):\n"
+        "    if kernel.shell.user_ns.pop('skips', 0):\n"
+        "        return before(*args, **kwargs)\n"
+        f"    setattr({owner}, {name!r}, before)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return before(*args, **kwargs)\n"
+        f"skips = {name in ('read_payload', 'finish_metadata')}\n"  # what comes behind this very cell
+        f"setattr({owner}, {name!r}, armed)"
+    )
+    assert front.run(arm).status == "ok"
+    cell = front.run("1 + 1")
+    assert cell.reply.get("ename") == ends
+    assert front.run("'next'").result == "'next'"
+
+
 def test_a_supervisor_that_is_stopped_is_named_and_stop_lets_it_go_on(front: FrontEnd) -> None:
     supervisor = front.pids()["supervisor"]
     cell = front.send("kept = rank\nprint('at it', flush=True)\ntime.sleep(60)")
