@@ -20,12 +20,12 @@ import os
 import select
 import sys
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Final, Literal, NoReturn
 
+from meshbook.clock import monotonic, sleep
 from meshbook.wire.messages import Display, Notice, OutputItem, Text
 
 StreamName = Literal["stdout", "stderr"]
@@ -226,7 +226,7 @@ class Output:
             full = self._size() > self._limit
             found = self._read_pipes(READ_BYTES if full else VISIT_BYTES)
         if full and found:
-            time.sleep(FLOOD_PAUSE_S)
+            sleep(FLOOD_PAUSE_S)
         return found
 
     def drain(self) -> None:
@@ -238,6 +238,8 @@ class Output:
         _flush(saved.stdout, saved.stderr, sys.__stdout__, sys.__stderr__)
         if not self._pipes:
             return
+        for pipe in self._pipes:
+            pipe.reopen()
         with self._lock:
             self._read_pipes()  # first, so that the flush below finds room in the pipe
         _flush_libc()
@@ -330,9 +332,9 @@ class Output:
     def _make_room(self) -> None:
         """The buffer is over its limit: wait until somebody takes; if nobody does, or this thread would, cut."""
         if threading.get_ident() != self._pumper:
-            deadline = time.monotonic() + self._patience_s
+            deadline = monotonic() + self._patience_s
             while self._size() > self._limit and not self._cutting:
-                left = deadline - time.monotonic()
+                left = deadline - monotonic()
                 if left <= 0:
                     self._cutting = True
                 else:
@@ -464,12 +466,21 @@ class _Pipe:
 
     def __init__(self, fd: int, number: int, stream: StreamName) -> None:
         self.fd = fd
+        self.number = number
         self.stream: StreamName = stream
         # A write end of our own: user code may close descriptor 1, and a pipe that nobody can write to is readable for
         # ever, which would keep every poller awake.
         self.keep = os.dup(number)
         os.set_inheritable(self.keep, False)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def reopen(self) -> None:
+        """Have the descriptor again if user code has closed it: the next file that is opened would get its number, and
+        what C code and subprocesses print."""
+        try:
+            os.fstat(self.number)
+        except OSError:
+            os.dup2(self.keep, self.number)
 
     def decode(self, data: bytes, *, final: bool = False) -> str:
         text = self._decoder.decode(data, final)

@@ -11,9 +11,9 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 from collections.abc import Iterator
 
+from meshbook.clock import monotonic
 from meshbook.rank.interrupt import InterruptGate
 from meshbook.wire.stop import COMMAND_GRACE_S
 
@@ -97,11 +97,11 @@ def _chunks(master: int, process: subprocess.Popen[bytes]) -> Iterator[bytes]:
 
 def _end_command(process: subprocess.Popen[bytes], master: int) -> None:
     """SIGINT to the command and its children, as Ctrl-C would; SIGKILL if that does not help soon."""
-    deadline = time.monotonic() + COMMAND_GRACE_S
+    deadline = monotonic() + COMMAND_GRACE_S
     for number in (signal.SIGINT, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
-        while process.poll() is None and time.monotonic() < deadline:
+        while process.poll() is None and monotonic() < deadline:
             readable, _, _ = select.select([master], [], [], 0.02)
             if readable:
                 with contextlib.suppress(OSError):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from types import CodeType
@@ -17,6 +16,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from meshbook.clock import monotonic, perf_counter
 from meshbook.diagnose.code import cell_of, is_user
 from meshbook.errors import CollectiveAborted, RankLost, StartError, TransferError
 from meshbook.ids import CallId
@@ -114,11 +114,11 @@ class Executor:
                 traceback.print_exception(error)
 
     def _do(self, command: Any, act: Callable[[Any], Outcome]) -> None:
-        started = time.perf_counter()
+        started = perf_counter()
         self._gate.rest()  # a Stop at the very end of the last call may have left it open
         self.running = self._reporter.call = self._gate.name = command.call
         label = getattr(command, "label", "")
-        self.doing = Doing(command.call, label, time.monotonic())
+        self.doing = Doing(command.call, label, monotonic())
         self._words.restart()
         last = self.ring.last
         _remember(self._begins, command.call, 0 if last is None else last.seq)
@@ -131,7 +131,7 @@ class Executor:
             outcome = Outcome(status="interrupted")
         except BaseException as error:
             outcome = Outcome(status="error", error=self.shell.describe_error(error))
-        seconds = time.perf_counter() - started
+        seconds = perf_counter() - started
         try:
             self._finish(command.call, label, outcome, seconds)
         except BaseException as error:  # a signal handler's, as in `serve`; or what cannot be encoded
@@ -144,7 +144,7 @@ class Executor:
             outcome = self._with_groups(call, outcome)
         self._output.drain()
         items, seq = self._reporter.take_rest()
-        self.done = Done(call, label, outcome, time.monotonic())
+        self.done = Done(call, label, outcome, monotonic())
         self._left_because = self._why_it_left(outcome)
         self.running = self.doing = None
         self._left.pop(call, None)

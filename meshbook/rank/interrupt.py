@@ -11,11 +11,11 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+from meshbook.clock import monotonic
 from meshbook.wire.stop import SAME_STOP_S
 
 # What wakes the main thread when it was told by name: nobody else's, so that it is never taken for a SIGINT. None where
@@ -73,9 +73,12 @@ class InterruptGate:
         """A call begins on the main thread. Nests. A Stop that ended the call before it says nothing about this one."""
         if not self._depth:
             self._raised_at = float("-inf")
-            if self._installed and signal.getsignal(signal.SIGINT) != self._on_sigint:
-                # User code left its own handler there, and a rank that cannot be stopped is worse.
-                signal.signal(signal.SIGINT, self._on_sigint)
+            if self._installed:
+                # User code left its own handlers there, and a rank that cannot be stopped is worse.
+                if signal.getsignal(signal.SIGINT) != self._on_sigint:
+                    signal.signal(signal.SIGINT, self._on_sigint)
+                if not self._hears_its_name():
+                    signal.signal(_TOLD_BY_NAME, self._on_told)  # type: ignore[arg-type]
         self._depth += 1
 
     def end(self) -> None:
@@ -102,8 +105,12 @@ class InterruptGate:
         A call that a SIGINT has ended already, or that caught its KeyboardInterrupt and goes on, is not ended again.
         """
         self._stop = name
-        if self._installed and _TOLD_BY_NAME is not None and self.name == name:
+        if self._installed and _TOLD_BY_NAME is not None and self.name == name and self._hears_its_name():
             signal.pthread_kill(threading.main_thread().ident or 0, _TOLD_BY_NAME)
+
+    def _hears_its_name(self) -> bool:
+        """Whether the signal's handler is ours, or there is none: the default one would end the process."""
+        return _TOLD_BY_NAME is None or signal.getsignal(_TOLD_BY_NAME) == self._on_told
 
     def arm(self) -> None:
         """User code follows.
@@ -137,7 +144,7 @@ class InterruptGate:
                 self.arm()
 
     def _on_sigint(self, _number: int, _frame: FrameType | None) -> None:
-        if self._stopped == self.name and time.monotonic() - self._raised_at < SAME_STOP_S:
+        if self._stopped == self.name and monotonic() - self._raised_at < SAME_STOP_S:
             self.missed += 1
         elif self._armed:
             self._raise()
@@ -156,5 +163,5 @@ class InterruptGate:
     def _raise(self) -> None:
         self.raised += 1
         self._stopped = self.name
-        self._raised_at = time.monotonic()
+        self._raised_at = monotonic()
         raise KeyboardInterrupt

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
+from meshbook.clock import monotonic, process_time
 from meshbook.rank.ring import Collective, Ring
 from meshbook.rank.scalars import ScalarLog
 from meshbook.wire.messages import CollectiveSeen, Frame, Gpu, Health, Measured
@@ -44,8 +44,8 @@ class Probes:
         ring: Ring,
         scalars: ScalarLog,
         *,
-        clock: Callable[[], float] = time.monotonic,
-        cpu_clock: Callable[[], float] = time.process_time,
+        clock: Callable[[], float] = monotonic,
+        cpu_clock: Callable[[], float] = process_time,
     ) -> None:
         self._rank, self._ring, self._scalars = rank, ring, scalars
         self._clock, self._cpu_clock = clock, cpu_clock

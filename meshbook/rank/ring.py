@@ -14,13 +14,13 @@ import itertools
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from threading import get_ident
 from types import CodeType
 from typing import Any, NamedTuple, Protocol
 
+from meshbook.clock import monotonic
 from meshbook.ids import name_ranks
 from meshbook.wire.messages import POINT_TO_POINT, RECORDED_STEP
 
@@ -178,7 +178,7 @@ class Collective:
         """How long it took, or has been running at monotonic time `now` (default: this moment)."""
         end = self.t_end
         if end is None:
-            end = time.monotonic() if now is None else now
+            end = monotonic() if now is None else now
         return end - self.t_start
 
     def __repr__(self) -> str:
@@ -214,7 +214,7 @@ class Ring:
         size: int = 1000,
         *,
         skip: Iterable[str | os.PathLike[str]] = (),
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = monotonic,
         detailed: bool = True,
     ) -> None:
         if size < 1:

@@ -7,11 +7,11 @@ are done by the service thread when it drains. Knows nothing of torch: a tensor 
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from meshbook.clock import monotonic
 from meshbook.errors import UsageError
 from meshbook.wire.messages import Scalar
 
@@ -41,7 +41,7 @@ class ScalarLog:
         num_steps: steps begun since the rank started: calls that did not name the step of the call before.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
         self._calls: deque[Call] = deque(maxlen=_KEPT_CALLS)
         self._step = -1

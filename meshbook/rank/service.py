@@ -14,7 +14,6 @@ import resource
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import zmq
 
+from meshbook.clock import monotonic, sleep
 from meshbook.ids import CallId
 from meshbook.rank import questions, scalars, snapshot
 from meshbook.rank.capture import Output
@@ -112,7 +112,7 @@ class Service:
         scalars.install(log)
         self._probes = Probes(told.rank, executor.ring, log) if switched_on() else None
         self._budget = float(_BURST_BYTES)
-        self._budget_at = time.monotonic()
+        self._budget_at = monotonic()
         self._ending = self._said_last = False
         self._heard_out = threading.Event()  # the host has everything
         self._on_device = False  # this thread's CUDA device is the rank's
@@ -189,13 +189,13 @@ class Service:
             self._next_flush(_GATHER_S)
 
     def _next_flush(self, delay_s: float) -> None:
-        self._flush_due = time.monotonic() + delay_s
+        self._flush_due = monotonic() + delay_s
         self._loop.call_later(delay_s, self._flush)
 
     def _flush(self) -> None:
         """Send output if the budget allows; if not, try again later."""
         self._doing = "sending output"
-        now = time.monotonic()
+        now = monotonic()
         self._woke(self._flush_due)
         self._flush_due = None
         self._budget = min(_BURST_BYTES, self._budget + (now - self._budget_at) * _BYTES_PER_S)
@@ -303,7 +303,7 @@ class Service:
     # ---- beats
 
     def _next_beat(self, delay_s: float) -> None:
-        due = time.monotonic() + delay_s
+        due = monotonic() + delay_s
         self._loop.call_later(delay_s, lambda: self._beat(due))
 
     def _beat(self, due: float) -> None:
@@ -334,7 +334,7 @@ class Service:
     def _woke(self, due: float | None) -> None:
         """This thread wanted to run at monotonic time `due`. It runs late when another keeps the GIL."""
         if self._probes is not None and due is not None:
-            self._probes.woke(time.monotonic() - due)
+            self._probes.woke(monotonic() - due)
 
     def _moves(self) -> bool:
         """Whether the main thread has nothing to do, or gets on with it: it is somewhere else some moments later."""
@@ -342,7 +342,7 @@ class Service:
             return True
         before = self._place()
         for _ in range(_MOVES_LOOKS):
-            time.sleep(_MOVES_LOOK_S)
+            sleep(_MOVES_LOOK_S)
             if self._place() != before:
                 return True
         return False

@@ -29,13 +29,12 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from functools import partial
-from types import CodeType, TracebackType
+from types import BuiltinFunctionType, CodeType, ModuleType, TracebackType
 from typing import Any, Final, Literal, NoReturn
 
 # Imported for the ranks that are forked from a process that has imported this file: IPython itself would import these
@@ -61,6 +60,7 @@ from IPython.core.profiledir import ProfileDir
 from IPython.utils.text import LSString, SList
 from traitlets.config import Config
 
+from meshbook.clock import perf_counter
 from meshbook.errors import MeshbookError
 from meshbook.ids import CallId
 from meshbook.rank import commands, failures, questions
@@ -68,7 +68,7 @@ from meshbook.rank.capture import Output
 from meshbook.rank.interrupt import InterruptGate
 from meshbook.rank.names import Names
 from meshbook.rank.preview import plain_data, plain_mime, preview, type_name
-from meshbook.wire.messages import ClearOutput, Display, Preview, RankError, RunCell
+from meshbook.wire.messages import ClearOutput, Display, Notice, Preview, RankError, RunCell
 
 __all__ = ["CellRun", "InterruptGate", "RankShell", "preload"]
 
@@ -78,6 +78,12 @@ NUMBERED_NAMES: Final = 200
 _INLINE_BACKEND: Final = "module://matplotlib_inline.backend_inline"
 # Views of widgets: the objects behind them are on the rank, where no front end reaches them.
 _WIDGET_VIEW: Final = "application/vnd.jupyter.widget-view+json"
+
+# Kept apart, since the next lines are for when they are missing.
+_is_callable: Final = callable
+_BUILTINS: Final = [
+    (name, thing) for name, thing in vars(builtins).items() if isinstance(thing, type | BuiltinFunctionType)
+]
 
 # What IPython's input transformations may have something to say about: magics, shell commands, help, pasted prompts,
 # quoting calls, an indented beginning. A superset, so a match costs time and nothing else; without a match the text is
@@ -147,6 +153,7 @@ class RankShell(InteractiveShell):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._undo: list[Callable[[], object]] = []
         self._preset: dict[str, Any] = {}
+        self._modules: dict[str, ModuleType] = {}  # that were there when the presets were made
         self._numbered: deque[str] = deque()
         with _no_database():
             # display_page: what would go to a pager is displayed, for `less` would wait for a terminal for ever.
@@ -237,6 +244,7 @@ class RankShell(InteractiveShell):
     def preset(self, **names: Any) -> None:
         """Bind names that are there from the start: `%who` does not list them, and they are not news of any cell."""
         self._preset.update(names)
+        self._modules = dict(sys.modules)
         self.push(names, interactive=False)
         self._names.settle()
 
@@ -264,10 +272,13 @@ class RankShell(InteractiveShell):
 
         A SIGINT ends it with status "interrupted", unless its code catches KeyboardInterrupt and goes on.
         """
-        started = time.perf_counter()
+        started = perf_counter()
         self._last_cell, self._num_displays = cell.call, 0
         self.allow_input = cell.allow_input
         self._names.settle()
+        if "_oh" not in self.user_ns:  # a cell has cleared its globals()
+            self.init_user_ns()
+            self.push(self._preset, interactive=False)
         gate = self.gate
         gate.begin()
         try:
@@ -280,19 +291,20 @@ class RankShell(InteractiveShell):
             gate.end()
             self.allow_input = False
         run.bound, run.unbound = self._names.changes(codes)
-        run.seconds = time.perf_counter() - started
+        run.seconds = perf_counter() - started
         return run
 
     def call(self, function: Callable[[], Any]) -> CellRun:
         """Call a function of the user's as a cell is run: interruptible, its exception told, its value the result."""
-        started = time.perf_counter()
+        started = perf_counter()
         gate = self.gate
         gate.begin()
         try:
             try:
                 try:
                     gate.arm()
-                    result = function()
+                    with _ForkedChildrenEnd():
+                        result = function()
                 finally:
                     gate.disarm()
             except BaseException as error:
@@ -302,7 +314,7 @@ class RankShell(InteractiveShell):
                 run = CellRun("ok", has_result=True, result=result)
         finally:
             gate.end()
-        run.seconds = time.perf_counter() - started
+        run.seconds = perf_counter() - started
         return run
 
     def preview(self, value: Any) -> Preview:
@@ -371,11 +383,39 @@ class RankShell(InteractiveShell):
         return run, codes
 
     def _execute(self, codes: list[CodeType]) -> None:
-        if any(map(_awaits, codes)):
-            self.run_coroutine(self._execute_in_loop(codes))
-            return
-        for code in codes:
-            exec(code, self.user_ns)
+        try:
+            with _ForkedChildrenEnd():
+                if any(map(_awaits, codes)):
+                    self.run_coroutine(self._execute_in_loop(codes))
+                    return
+                for code in codes:
+                    exec(code, self.user_ns)
+        finally:
+            self._put_back()
+
+    def _put_back(self) -> None:
+        """Put back what this process, its libraries and Meshbook in it, cannot go on without, where user code has made
+        away with it: built-in functions that cannot be called any more, and modules if all are gone. A function of the
+        user's in the place of a built-in one stays."""
+        now = builtins.__dict__
+        lost = [name for name, was in _BUILTINS if now.get(name) is not was and not _is_callable(now.get(name))]
+        if lost:
+            now.update([(name, was) for name, was in _BUILTINS if name in lost])
+            self.out.put(
+                Notice(
+                    f"put back what the cell had made of builtins: {', '.join(lost)} could not be called any more, and "
+                    "all code of this process needs them"
+                )
+            )
+        if "sys" not in sys.modules:
+            for name, module in self._modules.items():
+                sys.modules.setdefault(name, module)
+            self.out.put(
+                Notice(
+                    "put modules back into sys.modules: the cell had cleared it, and without `sys` in it Python cannot "
+                    "import anything. importlib.reload(module) loads one anew"
+                )
+            )
 
     async def _execute_in_loop(self, codes: list[CodeType]) -> None:
         for code in codes:
@@ -827,6 +867,35 @@ def _execution_info(cell: RunCell) -> Any:
     info.store_history, info.silent, info.shell_futures = cell.store_history, cell.silent, True
     info.cell_id = info.cell_meta = None
     return info
+
+
+class _ForkedChildrenEnd:
+    """A process that user code forks in this block ends at the block's end, as it would at the end of a script. It
+    would go on as a second rank otherwise, on the first one's sockets."""
+
+    def __enter__(self) -> None:
+        self._pid = os.getpid()
+
+    def __exit__(self, _kind: object, error: BaseException | None, _tb: object) -> None:
+        if os.getpid() != self._pid:
+            _end_child(error)
+
+
+def _end_child(error: BaseException | None) -> NoReturn:
+    """End this process with the status that Python's own end would have."""
+    status = 0
+    try:
+        if isinstance(error, SystemExit):
+            code = error.code
+            status = 0 if code is None else code if isinstance(code, int) else 1
+            if isinstance(code, str):
+                print(code, file=sys.stderr)
+        elif error is not None:
+            status = 1
+            failures.cut_own_frames(error)
+            traceback.print_exception(error)
+    finally:
+        os._exit(status & 0xFF)
 
 
 def _awaits(code: CodeType) -> bool:

@@ -11,11 +11,11 @@ import asyncio
 import os
 import sys
 import threading
-import time
 from collections import deque
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from meshbook.clock import monotonic
 from meshbook.ids import CallId
 from meshbook.rank import locks
 from meshbook.rank.probes import plain, seen
@@ -77,7 +77,7 @@ def take(
         num_collectives: of the ring, beside the open ones.
         endpoints: that the rank's actors are in.
     """
-    now = time.monotonic()
+    now = monotonic()
     doing, done, file = executor.doing, executor.done, executor.shell.running_file
     cell = None if doing is None else doing.label or None
     operation = executor.under_way

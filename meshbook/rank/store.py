@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,6 +18,7 @@ import zmq
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 
+from meshbook.clock import monotonic
 from meshbook.wire import codec, keys, messages
 from meshbook.wire.messages import StoreAnswered
 
@@ -123,10 +123,10 @@ class MeshStore(Store):
         socket = self._socket()
         since = getattr(self._mine, "given_up_before", self._num_given_up)
         socket.send_multipart(codec.encode(command))
-        deadline = time.monotonic() + (timeout or self.timeout).total_seconds()  # type: ignore[attr-defined]
+        deadline = monotonic() + (timeout or self.timeout).total_seconds()  # type: ignore[attr-defined]
         try:
             while self._num_given_up == since:
-                left_ms = int((deadline - time.monotonic()) * 1000)
+                left_ms = int((deadline - monotonic()) * 1000)
                 if socket.poll(max(0, min(_SLICE_MS, left_ms))):
                     frames = socket.recv_multipart(zmq.NOBLOCK)
                     answer = codec.store_answers.decode(frames)

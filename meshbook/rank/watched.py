@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -38,6 +37,7 @@ from torch._C._distributed_c10d import (
     Work,
 )
 
+from meshbook.clock import monotonic
 from meshbook.errors import CollectiveAborted, MeshbookError
 from meshbook.ids import name_ranks
 from meshbook.rank.backends import Link
@@ -469,10 +469,10 @@ class WatchedGroup(ProcessGroup):
             raise
 
     def _wait_slice_by_slice(self, work: Any, timeout: timedelta) -> None:
-        deadline = time.monotonic() + timeout.total_seconds() if timeout else float("inf")
+        deadline = monotonic() + timeout.total_seconds() if timeout else float("inf")
         failed = False
         while True:
-            began = time.monotonic()
+            began = monotonic()
             left = deadline - began
             slice_s = SLICE_S if left > SLICE_S else max(left, 0.001)
             try:
@@ -482,7 +482,7 @@ class WatchedGroup(ProcessGroup):
                 # The slice ran out, or the operation failed. gloo's `is_completed` does not tell which: of a
                 # reduce_scatter it is False for ever. But a failed operation raises at once, and so again.
                 severed = self.broken is not None and self.broken.error is not None
-                at_once = time.monotonic() - began < slice_s / 2
+                at_once = monotonic() - began < slice_s / 2
                 if severed or left <= SLICE_S or (failed and at_once):
                     raise
                 failed = at_once

@@ -6,6 +6,7 @@ all of our own work (benchmarks/message_round_trip.py), so the hot path polls zm
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import logging
@@ -139,7 +140,8 @@ class Loop:
                 else:
                     log.exception("a callback failed; the loop goes on")
             except Exception:
-                log.exception("a callback failed, and so did telling of it; the loop goes on")
+                with contextlib.suppress(Exception):  # user code may have rebound what logging needs
+                    log.exception("a callback failed, and so did telling of it; the loop goes on")
 
 
 def _is_open(fd: int) -> bool:

@@ -27,7 +27,6 @@ import functools
 import io
 import pickle
 import sys
-import time
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -36,6 +35,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import cloudpickle
 
+from meshbook.clock import monotonic
 from meshbook.errors import TransferError
 from meshbook.wire.buffers import SegmentPool, SegmentReader, copy_to_fresh
 from meshbook.wire.codec import MAX_MESSAGE_BYTES
@@ -650,7 +650,7 @@ class _Search:
 
     def __init__(self, persistent: Persistent | None, error: Exception) -> None:
         self._persistent = persistent
-        self._deadline = time.monotonic() + BLAME_BUDGET_S
+        self._deadline = monotonic() + BLAME_BUDGET_S
         self._settled: dict[int, object] = {}  # by id; kept, so that the ids stay theirs
         self.path = ""
         self.culprit: object = None
@@ -674,7 +674,7 @@ class _Search:
         owner = self.culprit
         try:
             for path, part in parts:
-                if time.monotonic() > self._deadline:
+                if monotonic() > self._deadline:
                     return False
                 error = self._error_of(part)
                 if error is not None:
@@ -709,7 +709,7 @@ class _Probe(_Pickler):
         self._deadline = deadline
 
     def write(self, piece: bytes | memoryview) -> int:
-        if time.monotonic() > self._deadline:
+        if monotonic() > self._deadline:
             raise _OutOfTime
         return len(piece)
 

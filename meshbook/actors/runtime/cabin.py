@@ -12,7 +12,6 @@ import contextlib
 import inspect
 import logging
 import threading
-import time
 import traceback
 import types
 from collections import deque
@@ -31,6 +30,7 @@ from meshbook.actors.runtime.peer import PeerGone
 from meshbook.actors.runtime.ports import Port
 from meshbook.actors.runtime.post import encode
 from meshbook.actors.shape import Extent, Point
+from meshbook.clock import monotonic, wall
 from meshbook.wire import messages
 from meshbook.wire.messages import MAX_END_FRAMES, AnswerAwaited, EndpointSeen, Frame
 
@@ -67,7 +67,7 @@ class Cabin:
         self.point = Point(word.place, Extent(word.names, word.sizes))
         self.actor: Any = None
         self.home: Home | None = None  # once it is there
-        self.born_at = time.time()
+        self.born_at = wall()
         self.class_name = "?"
         self.state = "starting"  # "living", "failed", "stopped"
         self.is_told_to_stop = False  # also while it still works off what it was sent before; its name is free
@@ -182,14 +182,14 @@ class Cabin:
             "state": self.state,
             "mailbox": self._inbox.qsize(),
             "running": running.method if running else None,
-            "seconds": time.monotonic() - running.since if running else None,
+            "seconds": monotonic() - running.since if running else None,
             "messages": self.num_messages,
             "last_error": self.last_error,
         }
 
     def endpoints(self, node: str, awaited: Mapping[tuple[str, Key], Sequence[AnswerAwaited]]) -> list[EndpointSeen]:
         """The messages that are being worked on, and for whose answers they wait. From any thread."""
-        now = time.monotonic()
+        now = monotonic()
         return [
             EndpointSeen(
                 actor=self.id,
@@ -366,7 +366,7 @@ class Cabin:
     def _prepare(self, peer: Any, word: messages.CallActor, key: Key) -> tuple[Callable[..., Any], Any, Any]:
         self.num_messages += 1
         task = asyncio.current_task() if self._loop is not None else None
-        self.running[key] = Running(word.method, time.monotonic(), task, peer.address.node)
+        self.running[key] = Running(word.method, monotonic(), task, peer.address.node)
         message.set(key)
         if self.failure is not None:
             self.life.post.parcels.discard(peer, word)

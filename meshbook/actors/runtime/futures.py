@@ -11,7 +11,6 @@ import contextlib
 import logging
 import sysconfig
 import threading
-import time
 import traceback
 from _thread import allocate_lock, get_ident
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -19,6 +18,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
+from meshbook.clock import monotonic
 from meshbook.errors import MeshTimeout
 
 log = logging.getLogger("meshbook.actors")
@@ -288,11 +288,11 @@ def _interrupt(calls: Sequence[Future[Any]]) -> str:
 
 
 def _wait_for_end(futures: Sequence[Future[Any]], seconds: float) -> None:
-    due = time.monotonic() + seconds
+    due = monotonic() + seconds
     for future in futures:
         arrived = threading.Event()
         future.add_done_callback(lambda _, arrived=arrived: arrived.set())  # type: ignore[misc]
-        if not arrived.wait(max(0.0, due - time.monotonic())):
+        if not arrived.wait(max(0.0, due - monotonic())):
             return
 
 
@@ -321,13 +321,13 @@ def as_completed(futures: Iterable[Future[R]], timeout: float | None = None) -> 
     arrived: SimpleQueue[Future[R]] = SimpleQueue()
     for future in waiting:
         future.add_done_callback(arrived.put)
-    deadline = None if timeout is None else time.monotonic() + timeout
+    deadline = None if timeout is None else monotonic() + timeout
     me = get_ident()
     for count in range(len(waiting)):
         if me in MUST_NOT_WAIT and arrived.empty():
             raise RuntimeError(MUST_NOT_WAIT[me])
         try:
-            found = arrived.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+            found = arrived.get(timeout=None if deadline is None else max(0.0, deadline - monotonic()))
         except KeyboardInterrupt:
             raise stopped([future for future in waiting if not future.done()]) from None
         except Empty:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ from meshbook.actors.runtime.parcels import NONE
 from meshbook.actors.runtime.peer import PeerGone
 from meshbook.actors.runtime.post import Post, encode, for_user_code, here
 from meshbook.actors.runtime.remembered import Remembered
+from meshbook.clock import monotonic
 from meshbook.wire import messages
 from meshbook.wire.lifeline import ACTORS_GRACE_S
 
@@ -135,7 +135,7 @@ class Life:
         cabins = list(self.actors.values())
         for cabin in cabins:
             cabin.stop(reason)
-        told_at = time.monotonic()
+        told_at = monotonic()
         _wait_for(cabins, told_at + _WORK_S)
         for cabin in cabins:
             cabin.interrupt(None)
@@ -224,7 +224,7 @@ class Life:
 
 def _wait_for(cabins: list[Cabin], due: float) -> None:
     for cabin in cabins:
-        cabin.ended.wait(max(0.0, due - time.monotonic()))
+        cabin.ended.wait(max(0.0, due - monotonic()))
 
 
 class Owned:

@@ -24,7 +24,6 @@ import socket as sockets
 import struct
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
@@ -35,6 +34,7 @@ from meshbook.actors.runtime.futures import MUST_NOT_WAIT
 from meshbook.actors.runtime.parcels import NONE, Parcels
 from meshbook.actors.runtime.peer import Loopback, Peer, PeerGone, frame
 from meshbook.actors.runtime.remembered import Remembered
+from meshbook.clock import monotonic
 from meshbook.errors import ProtocolError
 from meshbook.wire import codec, keys, messages
 from meshbook.wire.messages import Address
@@ -220,7 +220,7 @@ class Post:
 
     def call_later(self, delay_s: float, act: Callable[[], None]) -> None:
         """Call `act` on the reading thread, where it must not wait."""
-        heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._numbers), act))
+        heapq.heappush(self._timers, (monotonic() + delay_s, next(self._numbers), act))
         self._wake()
 
     def call_soon(self, act: Callable[[], None]) -> None:
@@ -249,14 +249,14 @@ class Post:
             "this thread hears the answers of actors and cannot wait for one; use a callback"
         )
         while not self._closed:
-            wait_s = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
+            wait_s = max(0.0, self._timers[0][0] - monotonic()) if self._timers else None
             for key, events in self._selector.select(wait_s):
                 try:
                     self._ready(key, events)
                 except Exception:
                     log.exception("a message between actors could not be handled; listening goes on")
             self._work_off()
-            while self._timers and self._timers[0][0] <= time.monotonic():
+            while self._timers and self._timers[0][0] <= monotonic():
                 _guarded(heapq.heappop(self._timers)[2])
 
     def _ready(self, key: selectors.SelectorKey, events: int) -> None:

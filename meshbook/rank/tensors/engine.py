@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-import time
 import traceback
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -31,6 +30,7 @@ import torch.distributed.tensor._random as dtensor_random
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils import _pytree as pytree
 
+from meshbook.clock import monotonic, sleep
 from meshbook.rank.tensors import agreement, feeding, reading, rules
 from meshbook.rank.tensors.agreement import Steps
 from meshbook.rank.tensors.calls import FLOAT, FUNCTIONS, MESH, TENSOR, Sent, find
@@ -504,12 +504,12 @@ class Tensors:
             if len(self._told_faults) > _MAX_TOLD_FAULTS:
                 del self._told_faults[next(iter(self._told_faults))]
             store.add(key, 1)
-        deadline = time.monotonic() + _SAME_FAULT_S
+        deadline = monotonic() + _SAME_FAULT_S
         while store.add(key, 0) < everybody:
-            if time.monotonic() > deadline:
+            if monotonic() > deadline:
                 groups.sever(RuntimeError(f"rank {self.rank} cannot take part: {poison.ename}: {poison.evalue}"))
                 return
-            time.sleep(0.01)
+            sleep(0.01)
 
     def _adopt(self, key: str, shape: tuple[int, ...], dtype: str, is_global: bool, mesh: Any) -> torch.Tensor:
         """A tensor that a cell made, for operations of the controller: the same storage, without autograd's history.
