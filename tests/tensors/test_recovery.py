@@ -79,7 +79,7 @@ def made(kind: str, mesh: Mesh) -> Training:
     return Training(meshbook.distribute(Net, mesh, strategy=kind), mesh)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "tp", "here"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "tp", "here"])
 @pytest.mark.parametrize("looks", [True, False], ids=["the loss is read", "nobody looks"])
 def test_a_bad_batch_of_one_rank_leaves_a_model_that_trains_on(mesh: Mesh, kind: str, looks: bool) -> None:
     training = made(kind, mesh)
