@@ -8,6 +8,7 @@ backward. Its parameters are here as RemoteTensors of the same storage, so any o
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import pickle
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -174,7 +175,7 @@ def distribute_module(
     finished = session.foreground(command)
     session.conclude(finished, ranks, label="distribute")
     resident = handles.kept(session, command.call, ranks, session.values_of(finished.parts), "module")
-    told = _asked(engine, modules.describe, resident)
+    told = _asked(engine, modules.describe, resident)[0]
     if not isinstance(source, nn.Module):
         torch.set_rng_state(told["numbers"])  # as if it had been made here
     name = strategy if isinstance(strategy, str) else getattr(strategy, "__name__", "a strategy")
@@ -189,23 +190,24 @@ def _batch_axis(mesh: Mesh) -> str:
     raise UsageError(f"this mesh has the axes {', '.join(mesh.axes)}; say over which batches are cut with axis=…")
 
 
-def _asked(engine: Engine, function: Callable[..., Any], *args: Any) -> Any:
-    """What a function gives on the ranks, which all say the same. Blocks."""
+def _asked(engine: Engine, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """What a function gives on each of the ranks. Blocks."""
     session = engine.session
     command = session.call_command(function, args, {}, engine.ranks, label=function.__name__, inline_limit=1 << 30)
     finished = session.foreground(command)
     session.conclude(finished, engine.ranks, label=function.__name__)
     values = session.values_of(finished.parts)
-    return values[engine.ranks[0]]
+    return [values[rank] for rank in engine.ranks]
 
 
 class _Plan:
     """What is known of a forward of one kind: which tensors it gives, and how they make up the result."""
 
-    def __init__(self, told: Mapping[str, Any], engine: Engine) -> None:
-        self.specs = [_spec(engine, *tensor) for tensor in told["tensors"]]
-        self.outline, self.differentiable = told["result"], told["differentiable"]
-        self.draws: bool = told["draws"]  # random numbers
+    def __init__(self, told: Sequence[Mapping[str, Any]], engine: Engine) -> None:
+        first = told[0]
+        self.specs = [_spec(engine, *tensor) for tensor in first["tensors"]]
+        self.outline, self.differentiable = first["result"], first["differentiable"]
+        self.draws: bool = any(rank["draws"] for rank in told)  # random numbers
         self.used: list[int] | None = None  # places of parameters that get a gradient; None: not seen yet
 
     def result(self, tensors: Iterable[Any]) -> Any:
@@ -305,6 +307,8 @@ class _There:
         self.parameters = list(dict.fromkeys(place for _, place, is_parameter in told["names"] if is_parameter))
         self.local: bool = told["local"]
         self._plans: dict[Any, _Plan] = {}
+        self.changing: tuple[int, ...] = ()  # places of buffers that forwards have changed
+        self._firsts = itertools.count(1)
         self._ticket = engine.planner.spec((0,), (1,), 0, torch.float32, None)
         outputs = [*self.specs, self._ticket]
         *made, self._keeper = self._issue(("tensors",), "module_tensors", (key,), [], [], outputs, is_view=True)
@@ -377,20 +381,44 @@ class _There:
         casting = _name(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else None
         kind = (training, casting, trained, str(shape), *map(_hashable, leaves))
         found = (*kind, *(tensor._spec for tensor in tensors))
-        plan = self._plans.get(found)
-        if plan is None:
-            left = iter(tensors)
-            given = pytree.tree_map(
-                lambda leaf: next(left).detach() if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
-            )
-            told = _asked(self.engine, modules.module_outline, self.key, training, casting, *given)
-            plan = self._plans[found] = _Plan(told, self.engine)
         grad = torch.is_grad_enabled() and (bool(trained) or any(t.requires_grad for t in tensors))
-        call = _Forward(self, plan, kind, (training, casting, *marks), trained, floats)
+        plan = self._plans.get(found)
+        number = None
+        if plan is None:
+            left, floats_left = iter(tensors), iter(floats)
+            given = pytree.tree_map(
+                lambda leaf: next(left).detach() if leaf is TENSOR else next(floats_left) if leaf is FLOAT else leaf,
+                marks,
+            )
+            wanting = tuple(at for at, tensor in enumerate(tensors) if tensor.requires_grad) if grad else None
+            number = next(self._firsts)
+            plan = self._plans[found] = self._first(number, training, casting, wanting, trained, given)
+        call = _Forward(self, plan, kind, (training, casting, *marks), trained, floats, number)
         if not grad:
             return plan.result(call.issue(tensors, None)[0])
         parameters = [self.tensors[place] for place in trained]
         return plan.result(_Through.apply(call, len(tensors), *tensors, *parameters))  # type: ignore[no-untyped-call]
+
+    def _first(
+        self,
+        number: int,
+        training: bool,
+        casting: str | None,
+        wanting: tuple[int, ...] | None,
+        trained: tuple[int, ...],
+        given: Any,
+    ) -> _Plan:
+        """Run the first forward of a kind, which tells what those after it give. The ranks keep what it gave."""
+        before = torch.get_rng_state()
+        seed = remote.new_seed()
+        made_trained = None if wanting is None else trained
+        how = (self.key, number, training, casting, wanting, made_trained, self.changing, seed)
+        told = _asked(self.engine, modules.module_first, *how, *given)
+        plan = _Plan(told, self.engine)
+        if not plan.draws:
+            torch.set_rng_state(before)
+        self.changing = tuple(sorted({*self.changing, *(place for rank in told for place in rank["changed"])}))
+        return plan
 
     def _here(self, tensor: Any) -> Any:
         """An input as a tensor of this mesh; local ones go whole to every rank."""
@@ -412,21 +440,36 @@ class _Forward:
     """One forward and its backward."""
 
     def __init__(
-        self, there: _There, plan: _Plan, kind: Any, given: Any, trained: tuple[int, ...], floats: list[float]
+        self,
+        there: _There,
+        plan: _Plan,
+        kind: Any,
+        given: Any,
+        trained: tuple[int, ...],
+        floats: list[float],
+        number: int | None,
     ) -> None:
         self.there, self.plan, self.kind, self.given, self.floats = there, plan, kind, given, floats
         self.trained = trained  # places of parameters
+        self.number = number  # of a forward that the ranks have run already, and keep
 
     def issue(self, tensors: list[Any], wanting: tuple[int, ...] | None) -> tuple[list[Any], Any]:
         """The outputs and, with a graph, the ticket."""
         training, casting, args, kwargs = self.given
-        plan = self.plan
+        plan, there = self.plan, self.there
+        outputs = plan.specs if wanting is None else [*plan.specs, there._ticket]
+        if self.number is not None:
+            kept = float(self.number)
+            made = there._issue((*self.kind, wanting), "module_kept", (there.key, FLOAT), [], [kept], outputs)
+            return (made, None) if wanting is None else (made[:-1], made[-1])
         promised = tuple(tuple(spec.shape) for spec in plan.specs)
         seeds = [remote.new_seed()] if plan.draws else []
         trained = None if wanting is None else self.trained
-        args = (self.there.key, training, casting, wanting, trained, promised, FLOAT if seeds else None, args, kwargs)
-        outputs = plan.specs if wanting is None else [*plan.specs, self.there._ticket]
-        made = self.there._issue((*self.kind, wanting), "module_forward", args, tensors, seeds + self.floats, outputs)
+        seed = FLOAT if seeds else None
+        changing = there.changing
+        args = (there.key, training, casting, wanting, trained, changing, promised, seed, args, kwargs)
+        kind = (*self.kind, wanting, changing)
+        made = there._issue(kind, "module_forward", args, tensors, seeds + self.floats, outputs)
         return (made, None) if wanting is None else (made[:-1], made[-1])
 
 
@@ -461,7 +504,7 @@ class _Through(torch.autograd.Function):
         outs = tuple(at for at, grad in enumerate(grads) if grad is not None)
         given = [grad for grad in grads if grad is not None]
         if plan.used is None:
-            plan.used = _asked(there.engine, modules.module_used, there.key, given, outs, ticket)
+            plan.used = _asked(there.engine, modules.module_used, there.key, given, outs, ticket)[0]
         specs = [_settled(spec, there.engine) for spec in ctx.specs] + [there.specs[place] for place in plan.used]
         args = (there.key, tuple(plan.used), [TENSOR] * len(given), outs, TENSOR)
         kind = (*call.kind, tuple(plan.used), outs)

@@ -327,6 +327,7 @@ ELSEWHERE = {
     "forget_replay": "replay",
     "module_tensors": "modules",
     "module_forward": "modules",
+    "module_kept": "modules",
     "module_backward": "modules",
     "begin_step": "agreement",
     "end_step": "agreement",

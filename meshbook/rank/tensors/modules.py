@@ -6,6 +6,9 @@ needs is kept on the rank by a small tensor, the *ticket*, that the controller h
 
 Gradients mean what they would in one process: of the loss of the whole batch. FSDP2 and DDP average over ranks what is
 to be a sum of the ranks' parts, so gradients that come in are multiplied by their number: exact, for powers of two.
+
+Buffers that a forward changes, such as a batch norm's running statistics, are changed by each rank from its own rows.
+As with DDP, the first rank's count; they are copied to the others, so that replicas stay alike.
 """
 
 from __future__ import annotations
@@ -17,9 +20,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
@@ -53,6 +58,73 @@ class Resident:
         self._all = [place for place in range(len(self.tensors)) if kinds[place]]
         self.own_places = [building.as_dtensor(tensor, mesh).placements for tensor in self.tensors]
         self.numbers_after = building.last_numbers()
+        self.buffers = [place for place in range(len(self.tensors)) if not kinds[place]]
+        self._persistent, self.of_norms = self._where_buffers_are(places)
+        # What the first forward of a kind gave, by its number, until the operation for it comes.
+        self.first: tuple[int, list[Any]] | None = None
+
+    def _where_buffers_are(self, places: dict[int, int]) -> tuple[list[tuple[dict[str, Any], str, int]], set[int]]:
+        """Of those that are saved: the dict each is in, its name there, and its place. And the places of statistics of
+        torch's norms, which no backward reads that follows a forward that changed them."""
+        persistent, of_norms = [], set()
+        for part in self.module.modules():
+            for name, buffer in part._buffers.items():
+                if buffer is None or id(buffer) not in places:
+                    continue
+                if name not in part._non_persistent_buffers_set:
+                    persistent.append((part._buffers, name, places[id(buffer)]))
+                if isinstance(part, _NormBase):
+                    of_norms.add(places[id(buffer)])
+        return persistent, of_norms
+
+    def check_buffers(self) -> None:
+        """
+        Raises:
+            RuntimeError: forward has put another tensor in a buffer's place, which nobody outside would see.
+        """
+        for kept, name, place in self._persistent:
+            if kept.get(name) is not self.tensors[place]:
+                kept[name] = self.tensors[place]
+                raise RuntimeError(
+                    f"forward binds the buffer {name} to a new tensor (self.{name} = ...); the notebook has the one "
+                    f"from before, and would not see it. Write into it instead: self.{name}.copy_(...)"
+                )
+
+    def copy_buffers(self, places: Sequence[int]) -> None:
+        """Have these buffers be those of the first rank along the batch axis. Every rank takes part."""
+        if not places:
+            return
+        local = [self._own(place) for place in places]
+        # Summed with zeros, byte by byte: unlike a broadcast this ends on no rank if one of them does not come.
+        flat = torch.cat([buffer.contiguous().reshape(-1).view(torch.uint8) for buffer in local])
+        is_first = self.mesh.get_local_rank(self.axis) == 0
+        if not is_first:
+            flat.zero_()
+        dist.all_reduce(flat, group=self.mesh.get_group(self.axis))
+        if is_first:
+            return
+        pieces = torch.split(flat, [buffer.numel() * buffer.element_size() for buffer in local])
+        for place, buffer, piece in zip(places, local, pieces, strict=True):
+            came = piece.clone().view(buffer.dtype).reshape(buffer.shape)
+            # A norm saves its statistics for backward, where it was not trained: autograd need not know of it.
+            (buffer.data if place in self.of_norms else buffer).copy_(came)
+
+    def changed_buffers(self, before: Sequence[torch.Tensor]) -> list[int]:
+        """Places of those that a forward has changed, on this rank or another along the batch axis."""
+        now = [self._own(place) for place in self.buffers]
+        changed = [not torch.equal(old, new) for old, new in zip(before, now, strict=True)]
+        if self.averages and changed:
+            word = torch.tensor(changed, dtype=torch.uint8, device=self.mesh.device_type)
+            dist.all_reduce(word, dist.ReduceOp.MAX, group=self.mesh.get_group(self.axis))
+            changed = word.tolist()
+        return [place for place, is_changed in zip(self.buffers, changed, strict=True) if is_changed]
+
+    def values_of_buffers(self) -> list[torch.Tensor]:
+        return [self._own(place).clone() for place in self.buffers]
+
+    def _own(self, place: int) -> torch.Tensor:
+        buffer = self.tensors[place]
+        return buffer.to_local() if isinstance(buffer, DTensor) else buffer
 
     def describe(self) -> dict[str, Any]:
         """What the controller must know, as plain data."""
@@ -143,6 +215,7 @@ class _Graph:
     inputs: list[torch.Tensor]  # those that want a gradient
     input_places: list[list[Placement]]
     scale: float
+    buffers: Sequence[int]  # places of those to be copied once it has been used
 
 
 def module_forward(
@@ -151,6 +224,7 @@ def module_forward(
     casting: str | None,
     wanting: Sequence[int] | None,
     trained: Sequence[int] | None,
+    changing: Sequence[int],
     promised: Any,
     seed: float | None,
     args: Any,
@@ -161,6 +235,7 @@ def module_forward(
     Args:
         casting: the dtype of the controller's autocast; None: it has none.
         trained: places of the parameters that get a gradient.
+        changing: places of the buffers that forwards of this module have been seen to change.
         wanting: which tensors among the arguments want a gradient; None for the whole: run without a graph.
         promised: shapes of the outputs, which the controller has counted on.
         seed: of the random numbers that it draws; None: it draws none.
@@ -170,7 +245,7 @@ def module_forward(
     """
     if trained is not None:
         _find(key).train(trained)
-    tensors, _ = _forward(key, training, casting, wanting, seed, args, kwargs)
+    tensors, _ = _forward(key, training, casting, wanting, changing, seed, args, kwargs)
     got = tuple(tuple(tensor.shape) for tensor in tensors[: len(promised)])
     if got != promised:
         raise RuntimeError(
@@ -180,24 +255,46 @@ def module_forward(
     return tensors
 
 
-def module_outline(key: str, training: bool, casting: str | None, args: Any, kwargs: Any) -> dict[str, Any]:
-    """What a forward gives, as plain data; it is run for it, without a graph and leaving buffers as they were.
+def module_first(
+    key: str,
+    number: int,
+    training: bool,
+    casting: str | None,
+    wanting: Sequence[int] | None,
+    trained: Sequence[int] | None,
+    changing: Sequence[int],
+    seed: float,
+    args: Any,
+    kwargs: Any,
+) -> dict[str, Any]:
+    """The first forward of a kind. What it gives is kept here until `module_kept` asks for it by this number.
 
-    Every rank takes part, and all say the same.
+    Returns:
+        As plain data: which tensors it gives, whether it draws random numbers, which buffers it changes.
     """
     resident = _find(key)
-    kept = [(buffer, buffer.clone()) for buffer in resident.module.buffers()]
-    try:
-        with torch.no_grad(), rules.numbers_from(0):
-            before = [source.get_state() for source in rules.generators()]
-            tensors, outline = _forward(key, training, casting, None, None, args, kwargs)
-            after = [source.get_state() for source in rules.generators()]
-    finally:
-        with torch.no_grad():
-            for buffer, values in kept:
-                buffer.copy_(values)
-    outline["draws"] = not all(map(torch.equal, before, after))
-    return outline | {"tensors": [_outline(tensor) for tensor in tensors]}
+    if trained is not None:
+        resident.train(trained)
+    before = resident.values_of_buffers()
+    with torch.no_grad():
+        tensors, outline = _forward(key, training, casting, wanting, changing, seed, args, kwargs, is_first=True)
+        changed = resident.changed_buffers(before)
+        if resident.averages:
+            resident.copy_buffers([place for place in changed if place in resident.of_norms or wanting is None])
+            if wanting is not None:
+                tensors[-1]._meshbook_graph.buffers = [place for place in changed if place not in resident.of_norms]
+    resident.first = number, tensors
+    seen = tensors if wanting is None else tensors[:-1]
+    return outline | {"tensors": [_outline(tensor) for tensor in seen], "changed": changed}
+
+
+def module_kept(key: str, number: float) -> list[Any]:
+    """What `module_first` gave."""
+    resident = _find(key)
+    kept, resident.first = resident.first, None
+    if kept is None or kept[0] != int(number):
+        raise RuntimeError("what this forward gave is gone: a Stop came in between; call the module again")
+    return kept[1]
 
 
 def _outline(tensor: Any) -> tuple[Any, ...]:
@@ -211,9 +308,12 @@ def _forward(
     training: bool,
     casting: str | None,
     wanting: Sequence[int] | None,
+    changing: Sequence[int],
     seed: float | None,
     args: Any,
     kwargs: Any,
+    *,
+    is_first: bool = False,
 ) -> tuple[list[Any], dict[str, Any]]:
     resident = _find(key)
     module = resident.module
@@ -248,8 +348,20 @@ def _forward(
     if seed is not None:  # other rows draw others, whoever computes the same draws the same
         place = resident.mesh.get_local_rank(resident.axis) if cut else 0
         drawing = rules.numbers_from(rules.mix(int(seed), place))
-    with resident.step(), torch.set_grad_enabled(wanting is not None), cast, drawing:
-        result = module(*args, **kwargs)
+    copied = changing if resident.averages else ()
+    later = [place for place in copied if place not in resident.of_norms] if wanting is not None else []
+    draws = False
+    with resident.step():
+        if copied and not isinstance(module, DistributedDataParallel):  # which does so by itself
+            resident.copy_buffers(copied)
+        with torch.set_grad_enabled(wanting is not None), cast, drawing:
+            before = [source.get_state() for source in rules.generators()] if is_first else []
+            result = module(*args, **kwargs)
+            if is_first:
+                draws = not all(map(torch.equal, before, (source.get_state() for source in rules.generators())))
+        resident.check_buffers()
+        if training:
+            resident.copy_buffers([place for place in copied if place not in later])
     flat = pytree.tree_leaves(result)
     outputs: list[Any] = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
     if resident.local:  # of a part of the mesh
@@ -272,12 +384,15 @@ def _forward(
     outline = {
         "result": pytree.tree_map(lambda leaf: TENSOR if isinstance(leaf, torch.Tensor) else leaf, result),
         "differentiable": [output.is_floating_point() or output.is_complex() for output in outputs],
+        "draws": draws,
     }
     if wanting is None:
         return seen, outline
     ticket = torch.empty(0, device=resident.mesh.device_type)
     scale = float(resident.num_places) if resident.local and cut else 1.0
-    ticket._meshbook_graph = _Graph(outputs, places_of, inputs, input_places, scale)  # type: ignore[attr-defined]
+    ticket._meshbook_graph = _Graph(  # type: ignore[attr-defined]
+        outputs, places_of, inputs, input_places, scale, later if training else ()
+    )
     return [*seen, ticket], outline
 
 
@@ -378,6 +493,8 @@ def _backward(key: str, grads: Sequence[Any], outs: Sequence[int], ticket: Any) 
         incoming.append(grad)
     with resident.step(), torch.enable_grad():
         torch.autograd.backward(outputs, incoming)
+        with torch.no_grad():
+            resident.copy_buffers(graph.buffers)
     inputs = []
     for tensor, places in zip(graph.inputs, graph.input_places, strict=True):
         grad, tensor.grad = tensor.grad, None
@@ -396,5 +513,5 @@ def _backward(key: str, grads: Sequence[Any], outs: Sequence[int], ticket: Any) 
     return inputs, found
 
 
-for _function in (module_tensors, module_forward, module_backward):
+for _function in (module_tensors, module_forward, module_kept, module_backward):
     FUNCTIONS[_function.__name__] = _function

@@ -1,0 +1,207 @@
+"""Training of modules on the ranks: buffers, norms and convolutions, beside real DDP and one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.nn import functional as F
+
+import meshbook
+from meshbook.controller.mesh import Mesh
+from meshbook.errors import CellError
+
+
+class Block(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.relu(x + self.norm(self.conv(x)))
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 6, 3, stride=2)
+        self.blocks = nn.Sequential(Block(6), Block(6))
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+class Codes(nn.Module):
+    """Has buffers that follow the data, which its own backward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4, 5)
+        self.register_buffer("codes", torch.ones(4))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        found = self.layer(x).mean((2, 3))
+        if self.training:
+            self.codes.mul_(0.5).add_(found.detach().mean(0))  # type: ignore[operator]
+            self.seen += int((found > 0).sum())
+        return self.head(found * self.codes)
+
+
+def batches(num: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(0)
+    return [(torch.randn(8, 3, 10, 10), torch.randint(0, 5, (8,))) for _ in range(num)]
+
+
+def train(model: Any, data: Any, cut: Callable[[Any], Any]) -> list[Any]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for x, y in data:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(cut(x)), cut(y))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def as_torchrun_would(model: nn.Module, data: Any, train: Any) -> Any:
+    """Real DDP in the ranks' own processes: losses, and what the first rank saves."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    ddp = DistributedDataParallel(model)
+    losses = torch.stack(train(ddp, data, lambda tensor: tensor.chunk(size)[rank]))
+    dist.all_reduce(losses)
+    return losses / size, {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def rows_on(mesh: Mesh) -> Callable[[torch.Tensor], Any]:
+    return lambda tensor: meshbook.distribute(tensor, mesh, [Shard(0)])
+
+
+def differing(model: Any) -> list[str]:
+    """Tensors of which ranks have copies that are not alike."""
+    return [
+        name
+        for name, tensor in model.state_dict().items()
+        if tensor.placements == (Replicate(),) and not torch.equal(tensor.local(0), tensor.local(1))
+    ]
+
+
+@pytest.mark.parametrize("kind", [Residual, Codes])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_norms_and_other_buffers_are_those_of_real_ddp(mesh2: Mesh, strategy: str, kind: type[nn.Module]) -> None:
+    torch.manual_seed(1)
+    source, data = kind(), batches(4)
+    losses, saved = mesh2.execute(as_torchrun_would, copy.deepcopy(source), data, train)[0]
+    model = meshbook.distribute(copy.deepcopy(source), mesh2, strategy=strategy)
+    got = train(model, data, rows_on(mesh2))
+    torch.testing.assert_close(torch.stack([loss.full_tensor() for loss in got]), losses)
+    for name, tensor in model.state_dict(full=True).items():
+        torch.testing.assert_close(tensor, saved[name], rtol=1e-6, atol=1e-7, msg=name)
+    assert differing(model) == []
+
+    model.eval()
+    alone = kind()
+    alone.load_state_dict(model.state_dict(full=True))
+    x = data[0][0]
+    with torch.no_grad():
+        torch.testing.assert_close(model(rows_on(mesh2)(x)).full_tensor(), alone.eval()(x))
+
+
+@pytest.mark.parametrize("strategy", ["replicate", "here"])
+def test_norms_of_tensors_that_are_one_are_those_of_one_process(mesh2: Mesh, strategy: str) -> None:
+    torch.manual_seed(1)
+    alone, data = Residual(), batches(3)
+    copied = copy.deepcopy(alone)
+    model: Any = (
+        meshbook.module_to_mesh(copied, mesh2)
+        if strategy == "here"
+        else meshbook.distribute(copied, mesh2, strategy=strategy)
+    )
+    got, wanted = train(model, data, rows_on(mesh2)), train(alone, data, lambda tensor: tensor)
+    torch.testing.assert_close(torch.stack([loss.full_tensor() for loss in got]), torch.stack(wanted))
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(tensor.full_tensor(), alone.state_dict()[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_statistics_are_alike_as_soon_as_the_forward_is_over(mesh2: Mesh, strategy: str) -> None:
+    model = meshbook.distribute(Residual, mesh2, strategy=strategy)
+    for x, _ in batches(2):
+        model(rows_on(mesh2)(x))
+        assert differing(model) == []
+
+
+class Counts(nn.Module):
+    """Tells how often its forward has run, and draws if it is to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+        self.num = 0
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, drawing: bool = False) -> Any:
+        self.num += 1
+        self.calls += 1
+        noise = torch.rand(()) if drawing else 0.0
+        return {"out": self.layer(x) - y + noise, "num": torch.tensor(float(self.num))}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "replicate"])
+@pytest.mark.parametrize("with_graph", [True, False])
+def test_the_first_forward_runs_once(mesh2: Mesh, strategy: str, with_graph: bool) -> None:
+    model = meshbook.distribute(Counts, mesh2, strategy=strategy)
+    x, y = (meshbook.distribute(torch.rand(4, 4), mesh2) for _ in range(2))
+    with torch.set_grad_enabled(with_graph):
+        for turn in range(1, 4):
+            given = model(x, y)
+            assert given["num"].full_tensor().item() == turn
+            assert model.calls.full_tensor().item() == turn
+            if with_graph:
+                given["out"].sum().backward()
+    assert (model.layer.weight.grad is not None) == with_graph
+
+
+def test_the_first_forward_draws_once_and_from_the_seed_that_is_set_here(mesh2: Mesh) -> None:
+    model = meshbook.distribute(Counts, mesh2, strategy="ddp")
+    x, y = (meshbook.distribute(torch.rand(4, 4), mesh2) for _ in range(2))
+    torch.manual_seed(3)
+    model(x, y)  # draws nothing
+    after = torch.rand(1)
+    torch.manual_seed(3)
+    assert torch.equal(torch.rand(1), after)
+    drawn = []
+    for _ in range(2):  # the first of its kind, and one after it
+        torch.manual_seed(3)
+        drawn.append((model(x, y, True)["out"].full_tensor(), torch.rand(1)))
+    assert torch.equal(drawn[0][0], drawn[1][0])
+    assert torch.equal(drawn[0][1], drawn[1][1])
+
+
+class Binds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("average", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.average = 0.9 * self.average + x.mean(0)
+        return self.layer(x)
+
+
+def test_a_buffer_that_is_bound_to_another_tensor_is_refused(mesh2: Mesh) -> None:
+    model = meshbook.distribute(Binds, mesh2, strategy="ddp")
+    with pytest.raises(CellError, match=r"binds the buffer average to a new tensor.*self.average.copy_"):
+        model(meshbook.distribute(torch.rand(4, 4), mesh2))
