@@ -82,6 +82,7 @@ class Call:
     flush_at: float | None = None  # when an alarm will look for output that waits
     asking: set[int] = field(default_factory=set)  # ranks that wait for input()
     back_by: float = 0.0  # told to stop, it has until then to come back
+    stopping: set[int] = field(default_factory=set)  # ranks that were told to stop it
     held: ToHosts | None = None  # not sent yet
     about: str = ""  # the call that it asks ranks about, if it is a question of ours
     done: set[int] = field(default_factory=set)  # ranks whose part is known to be over
@@ -437,7 +438,7 @@ class State:
         send = ToHosts(self._hosts(command.ranks), command, body)
         if not call.main_thread:
             return [send]
-        if self._is_stopping_calls(now) or self._is_comparing():
+        if self._must_wait(call.ranks, now):
             call.held = send
             return []
         forming: list[Step] = []
@@ -453,21 +454,33 @@ class State:
         users = waits or call.entry is not None or isinstance(send.message, messages.CallFunction)
         return [send, *(self._seeing.call_began(call.id, call.client, call.ranks, now) if users else [])]
 
-    def _is_stopping_calls(self, now: float) -> bool:
-        """Whether ranks are on their way back from a Stop. What is sent meanwhile would begin on some of them while
-        others are still in the call before it, and find the process groups broken."""
-        return any(now < call.back_by for call in self._calls.values())
+    def _must_wait(self, ranks: Ranks, now: float) -> bool:
+        """Whether a call of these ranks would begin on some of them while others are still in a call that was stopped,
+        and find the process groups broken. All calls wait HOLD_S for such ranks; one of the very ranks, until they are
+        back or dead."""
+        stopped = [call for call in self._calls.values() if call.stopping]
+        late = {rank for call in stopped for rank in call.stopping - call.done} - self._exited.keys()
+        waiting = {rank for call in self._calls.values() if call.held is not None for rank in call.ranks}
+        soon = any(now < call.back_by for call in stopped)
+        return soon or self._is_comparing() or not (late | waiting).isdisjoint(ranks)
 
     def _is_comparing(self) -> bool:
         """Whether ranks are asked if they are in step. What begins meanwhile could compute wrong numbers."""
         return any(call.id.startswith("compare-") for call in self._calls.values())
 
     def _release(self, now: float) -> list[Step]:
-        """Send what was held, if the ranks are back from every Stop, or have had their time for it."""
-        if self._is_stopping_calls(now) or self._is_comparing():
-            return []
+        """Send what was held and need not wait any more, in the order in which it came."""
         held = [(call, call.held) for call in self._calls.values() if call.held is not None]
-        return [step for call, send in held if send is not None for step in self._send(call, send, now)]
+        for call, _ in held:
+            call.held = None
+        steps: list[Step] = []
+        for call, send in held:
+            assert send is not None
+            if self._must_wait(call.ranks, now):
+                call.held = send
+            else:
+                steps += self._send(call, send, now)
+        return steps
 
     def _refuse_ranks(self, client: Client, command: Any) -> list[Step]:
         """For a command that names ranks which are not in this mesh, or none."""
@@ -538,7 +551,8 @@ class State:
         if call is None:
             return []
         call.done.update(report.done)
-        return [*([ToClient(call.client, report)] if call.client else []), *self._ask_who_left(call, now)]
+        released = self._release(now) if call.stopping else []
+        return [*released, *([ToClient(call.client, report)] if call.client else []), *self._ask_who_left(call, now)]
 
     def _ranks_stuck(self, host: int, report: messages.RanksStuck, now: float) -> list[Step]:
         call = self._calls.get(report.call)
@@ -784,6 +798,7 @@ class State:
             elif call.client:
                 call.stopped = call.stopped or set(call.ranks) - call.done <= set(ranks)
                 call.back_by = now + HOLD_S
+                call.stopping.update(set(ranks) & set(call.ranks))
                 if self._groups == "ready" and not call.holding:
                     call.holding = True
                     hold = messages.HoldGroups(ranks=call.ranks, about=call.id)  # type: ignore[arg-type]

@@ -16,7 +16,8 @@ Times count from there.
 | COMMAND_GRACE_S | rank       | SIGKILL to a command that ignores SIGINT    | runs `!command`                   |
 | STUCK_AFTER_S   | host       | names the ranks that are not back, and why; | none: C code, or code that        |
 |                 |            | the cell ends without them                  | catches KeyboardInterrupt         |
-| HOLD_S          | supervisor | sends what was held back for such ranks     |                                   |
+| HOLD_S          | supervisor | sends what was held back, but for what      |                                   |
+|                 |            | needs those very ranks                      |                                   |
 
 A press after that, or within SECOND_PRESS_S of the first, is a second one; presses within SAME_PRESS_S are one.
 
@@ -53,7 +54,8 @@ UNBLOCK_AFTER_S: Final = 0.3
 COMMAND_GRACE_S: Final = 0.3
 # Longer than all of the above; the promise is that the cell has ended, or says who does not come, within 3 s.
 STUCK_AFTER_S: Final = 2.0
-# Commands sent after a Stop wait this long for the ranks that have not come back from it.
+# Commands sent after a Stop wait this long for the ranks that have not come back from it; those of such a rank itself,
+# until it has.
 HOLD_S: Final = STUCK_AFTER_S
 KILL_AFTER_S: Final = 1.0
 LAST_RESORT_S: Final = KILL_AFTER_S + 2.0

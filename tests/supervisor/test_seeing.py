@@ -255,9 +255,30 @@ def test_a_cell_behind_a_stop_waits_no_longer_than_a_stubborn_rank_is_given() ->
     world = Scenery()
     world.run("c1")
     stopped = world.say(messages.Interrupt(ranks=EVERYONE))
+    world.host(messages.CallProgressed(call="c1", done=(0,)))
     world.run("c2", ranks=(0,))
     released = world.ring(stopped, "release")
     assert [message.call for message in messages_of(released, messages.RunCell)] == ["c2"]
+
+
+@pytest.mark.parametrize("end", ["back", "gone"])
+def test_a_cell_of_a_stubborn_rank_itself_waits_until_it_is_back_or_dead(end: str) -> None:
+    world = Scenery()
+    world.run("c1")
+    stopped = world.say(messages.Interrupt(ranks=EVERYONE))
+    world.host(messages.CallProgressed(call="c1", done=(0, 2, 3)))
+    world.run("c2")
+    world.run("c3", ranks=(0,))
+    world.run("c4", ranks=(1, 2))
+    assert not messages_of(world.ring(stopped, "release"), messages.RunCell)
+    if end == "back":
+        steps = world.finish("c1", status="interrupted", groups_broken=True)
+        assert [type(message) for message in messages_of(steps, messages.FormGroups)] == [messages.FormGroups]
+    else:
+        lost = {"exit_code": None, "signal": 9, "host": "box1", "last_lines": (), "last_collective": None}
+        world.host(messages.RankExited(rank=1, pid=101, **lost))  # type: ignore[arg-type]
+        steps = world.finish("c1", status="interrupted", ranks=(0, 2, 3))
+    assert [message.call for message in messages_of(steps, messages.RunCell)] == ["c2", "c3", "c4"]
 
 
 def test_a_cell_behind_two_stops_waits_until_the_second_has_had_its_time_too() -> None:
@@ -267,7 +288,7 @@ def test_a_cell_behind_two_stops_waits_until_the_second_has_had_its_time_too() -
     first = world.say(messages.Interrupt(ranks=(0,), target="c1"))
     world.now += 1.5
     second = world.say(messages.Interrupt(ranks=(1,), target="c2"))
-    world.run("c3", ranks=(0,))
+    world.run("c3", ranks=(2,))
     world.now -= 1.5  # `ring` waits for an alarm from where it was set
     assert not messages_of(world.ring(first, "release"), messages.RunCell)
     world.now -= 0.5
