@@ -29,6 +29,7 @@ def distribute(
     strategy: Any = "fsdp",
     precision: str | None = None,
     axis: str | None = None,
+    **strategy_options: Any,
 ) -> RemoteModule: ...
 
 
@@ -41,6 +42,7 @@ def distribute(
     strategy: Any = None,
     precision: str | None = None,
     axis: str | None = None,
+    **strategy_options: Any,
 ) -> Any:
     """Bring a tensor to a mesh, or build a module there.
 
@@ -53,6 +55,8 @@ def distribute(
         strategy: of a module: "fsdp" (the default), "ddp", "replicate", or a function of (module, DeviceMesh).
         precision: of a module: "bf16" computes in it; parameters and gradients stay as they are.
         axis: of a module: over which batches are cut.
+        strategy_options: of a module: DistributedDataParallel's (`find_unused_parameters=True`) or fully_shard's
+            (`reshard_after_forward=False`), passed on to it.
 
     Returns:
         RemoteTensor, a leaf with the tensor's `requires_grad`; or RemoteModule.
@@ -63,8 +67,11 @@ def distribute(
         UsageError: what is meant for a tensor, given with a module, or the other way round.
     """
     if isinstance(thing, torch.Tensor):
-        if strategy is not None or precision is not None or axis is not None:
-            raise UsageError("strategy, precision and axis are for modules; a tensor takes placements or sharding_spec")
+        if strategy is not None or precision is not None or axis is not None or strategy_options:
+            raise UsageError(
+                f"{', '.join(strategy_options) or 'strategy, precision and axis'} are for modules; a tensor takes "
+                "placements or sharding_spec"
+            )
         return creation.distribute(thing, mesh, placements, sharding_spec=sharding_spec)
     if not isinstance(thing, nn.Module) and not callable(thing):
         raise UsageError(
@@ -76,4 +83,6 @@ def distribute(
             "placements and sharding_spec are for tensors; a module takes a strategy, or goes by "
             "meshbook.module_to_mesh(module, mesh, placements)"
         )
-    return modules.distribute_module(thing, mesh, strategy=strategy or "fsdp", precision=precision, axis=axis)
+    return modules.distribute_module(
+        thing, mesh, strategy=strategy or "fsdp", precision=precision, axis=axis, options=strategy_options
+    )

@@ -128,6 +128,7 @@ def distribute_module(
     strategy: Any = "fsdp",
     precision: str | None = None,
     axis: str | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> RemoteModule:
     """Build a module on the ranks, spread over an axis. Blocks until it is there.
 
@@ -137,10 +138,11 @@ def distribute_module(
         strategy: "fsdp", "ddp", "replicate", or a function of (module, DeviceMesh) that is called on every rank.
         precision: "bf16" computes in it and keeps parameters and gradients as they are; None: as the parameters are.
         axis: over which batches are cut (dim 0); needed where the mesh has more than one and none is called "dp".
+        options: of the strategy's class in torch.
 
     Raises:
         CellError: building it failed on ranks, with their traceback.
-        UsageError: no such strategy or precision.
+        UsageError: no such strategy, precision or option.
     """
     if strategy == "auto":
         raise NotImplementedError(
@@ -154,6 +156,8 @@ def distribute_module(
         raise UsageError(
             f"there is no precision {precision!r}; known: bf16, fp32 (fp16 would need its gradients scaled)"
         )
+    options = dict(options or {})
+    building.check_options(strategy, options, precision)
     axis = _batch_axis(mesh) if axis is None else axis
     mesh.size(axis)
     engine = engine_of(mesh)
@@ -165,7 +169,7 @@ def distribute_module(
     dtype = _PRECISIONS[precision]
     command = session.call_command(
         modules.settle,
-        (key, source, strategy, dtype, here, axis, torch.get_rng_state()),
+        (key, source, strategy, dtype, here, axis, torch.get_rng_state(), options),
         {},
         ranks,
         keep_always=True,

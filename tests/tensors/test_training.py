@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import meshbook
 from meshbook.controller.mesh import Mesh
-from meshbook.errors import CellError
+from meshbook.errors import CellError, OperationFailed, UsageError
 
 
 class Block(nn.Module):
@@ -205,3 +205,88 @@ def test_a_buffer_that_is_bound_to_another_tensor_is_refused(mesh2: Mesh) -> Non
     model = meshbook.distribute(Binds, mesh2, strategy="ddp")
     with pytest.raises(CellError, match=r"binds the buffer average to a new tensor.*self.average.copy_"):
         model(meshbook.distribute(torch.rand(4, 4), mesh2))
+
+
+class HalfUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.used(x)
+
+
+def _steps(model: Any, x: Any, num: int = 3) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for turn in range(num):
+        loss = model(x).square().mean()
+        loss.backward()
+        if turn % 2:  # gradients of two steps are summed, and stay
+            optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+        {"find_unused_parameters": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 1},
+        {"find_unused_parameters": True, "broadcast_buffers": True},
+    ],
+    ids=lambda options: next(iter(options)) + str(len(options)),
+)
+def test_options_of_ddp_are_passed_on_and_gradients_stay_ones_own(mesh2: Mesh, options: Any) -> None:
+    torch.manual_seed(2)
+    alone, x = HalfUsed(), torch.rand(4, 4)
+    model = meshbook.distribute(copy.deepcopy(alone), mesh2, strategy="ddp", **options)
+    there = rows_on(mesh2)(x)
+    torch.testing.assert_close(_steps(model, there, 5), _steps(alone, x, 5))
+    model.used.bias.requires_grad_(False)  # DDP is made anew for it, with the same options
+    alone.used.bias.requires_grad_(False)
+    torch.testing.assert_close(_steps(model, there), _steps(alone, x))
+
+
+def test_options_of_fsdp_are_passed_on(mesh2: Mesh) -> None:
+    alone = nn.Linear(4, 6)
+    model = meshbook.distribute(
+        copy.deepcopy(alone),
+        mesh2,
+        strategy="fsdp",
+        reshard_after_forward=False,
+        shard_placement_fn=lambda parameter: Shard(parameter.dim() - 1),
+    )
+    assert model.weight.placements == (Shard(1),)
+    x = torch.rand(4, 4)
+    torch.testing.assert_close(_steps(model, rows_on(mesh2)(x)), _steps(alone, x))
+
+
+def test_ddp_that_misses_a_gradient_says_what_to_pass(mesh2: Mesh) -> None:
+    model = meshbook.distribute(HalfUsed, mesh2, strategy="ddp")
+    with pytest.raises(OperationFailed, match=r'distribute\(\.\.\., strategy="ddp", find_unused_parameters=True\)'):
+        _steps(model, rows_on(mesh2)(torch.rand(4, 4)))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "sentence"),
+    [
+        ("ddp", {"find_unused": True}, "have no option find_unused; the strategy has .*find_unused_parameters"),
+        ("fsdp", {"find_unused_parameters": True}, 'strategy="fsdp" have no option find_unused_parameters'),
+        ("ddp", {"process_group": None}, "process_group is not an option here: say axis="),
+        ("fsdp", {"mp_policy": None, "precision": "bf16"}, 'say precision="bf16"'),
+        ("replicate", {"static_graph": True}, "has no options"),
+        (lambda module, mesh: module, {"static_graph": True}, "bind them to it with functools.partial"),
+    ],
+)
+def test_options_that_a_strategy_does_not_have_are_refused(
+    mesh2: Mesh, strategy: Any, options: Any, sentence: str
+) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        meshbook.distribute(nn.Linear(2, 2), mesh2, strategy=strategy, **options)
+
+
+def test_options_are_of_modules(mesh2: Mesh) -> None:
+    with pytest.raises(UsageError, match="find_unused_parameters are for modules"):
+        meshbook.distribute(torch.ones(2), mesh2, find_unused_parameters=True)

@@ -8,8 +8,9 @@ way (it fills parameters itself, keeps tensors that are no parameters, ties them
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_module, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshbook.errors import UsageError
 
 Source = nn.Module | Callable[[], nn.Module]
 Strategy = str | Callable[[nn.Module, Any], nn.Module | None]
@@ -30,8 +33,58 @@ STRATEGIES = {
 }
 
 
+# Options that are told otherwise, and how.
+_TOLD_OTHERWISE = {
+    "module": "it is the first argument",
+    "device_ids": "each rank has its own device",
+    "output_device": "each rank has its own device",
+    "dim": "batches are cut along dim 0",
+    "process_group": "say axis=, over which batches are cut",
+    "device_mesh": "say axis=, over which batches are cut",
+    "mesh": "say axis=, over which batches are cut",
+    "dp_mesh_dims": "say axis=, over which batches are cut",
+    "delay_all_reduce_named_params": "parameters of the ranks cannot be named here",
+    "param_to_hook_all_reduce": "parameters of the ranks cannot be named here",
+    "ignored_params": "parameters of the ranks cannot be named here",
+    "mp_policy": 'say precision="bf16"',
+    "mixed_precision": 'say precision="bf16"',
+}
+_OPTIONS_OF: dict[str, Callable[..., Any]] = {"ddp": DistributedDataParallel.__init__, "fsdp": fully_shard}
+
+
+def check_options(strategy: Strategy, options: Mapping[str, Any], precision: str | None) -> None:
+    """
+    Raises:
+        UsageError: the strategy does not take one of them, or it is told otherwise.
+    """
+    if not options:
+        return
+    name = ", ".join(options)
+    if callable(strategy):
+        raise UsageError(f"{name}: a strategy of your own gets (module, mesh); bind them to it with functools.partial")
+    function = _OPTIONS_OF.get(strategy)
+    if function is None:
+        raise UsageError(f'{name}: strategy="{strategy}" has no options')
+    known = [known for known in inspect.signature(function).parameters if known != "self"]
+    for option in options:
+        reason = _TOLD_OTHERWISE.get(option) if option in known else None
+        if option == "mp_policy" and precision is None:
+            continue
+        if reason is not None:
+            raise UsageError(f"{option} is not an option here: {reason}; or give a strategy of your own")
+        if option not in known:
+            given = ", ".join(known for known in known if known not in _TOLD_OTHERWISE)
+            raise UsageError(f'distribute and strategy="{strategy}" have no option {option}; the strategy has {given}')
+
+
 def build(
-    source: Source, strategy: Strategy, dtype: torch.dtype | None, mesh: DeviceMesh, axis: str, numbers: Any
+    source: Source,
+    strategy: Strategy,
+    dtype: torch.dtype | None,
+    mesh: DeviceMesh,
+    axis: str,
+    numbers: Any,
+    options: Mapping[str, Any],
 ) -> nn.Module:
     """The module on this rank.
 
@@ -39,6 +92,7 @@ def build(
         dtype: what forward computes in; None: what the parameters are.
         axis: over which batches are sharded.
         numbers: state of the generator that the module's first values are drawn from.
+        options: of the strategy's class in torch.
     """
     device = (
         torch.device(mesh.device_type, torch.cuda.current_device())
@@ -49,7 +103,7 @@ def build(
     torch.set_rng_state(numbers)
     try:
         if not isinstance(source, nn.Module) and strategy == "fsdp" and (started := _on_meta(source)) is not None:
-            module = _fsdp(started, mesh[axis], dtype, device)
+            module = _fsdp(started, mesh[axis], dtype, device, options)
             torch.set_rng_state(numbers)  # what the meta device drew does not count
             fill(module, device)
             return module
@@ -62,7 +116,7 @@ def build(
                 "this module is on the meta device and has no values; pass the function that makes it instead, or "
                 "materialise it first with module.to_empty(device='cpu') and initialise it"
             )
-        return spread(module, strategy, mesh, axis, dtype, device)
+        return spread(module, strategy, mesh, axis, dtype, device, options)
     finally:
         _last_numbers.append(torch.get_rng_state())
         torch.set_rng_state(before)
@@ -76,32 +130,40 @@ def last_numbers() -> torch.Tensor:
 
 
 def spread(
-    module: nn.Module, strategy: Strategy, mesh: DeviceMesh, axis: str, dtype: torch.dtype | None, device: torch.device
+    module: nn.Module,
+    strategy: Strategy,
+    mesh: DeviceMesh,
+    axis: str,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    options: Mapping[str, Any],
 ) -> nn.Module:
     """A module that has its values, by a strategy. What came through shared memory becomes this rank's own."""
     if callable(strategy):
         return strategy(module.to(device), mesh) or module
     if strategy == "fsdp":
-        return _fsdp(module, mesh[axis], dtype, device)
+        return _fsdp(module, mesh[axis], dtype, device, options)
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.data = tensor.data.to(device, copy=True)
     if strategy == "ddp":
         if not any(parameter.requires_grad for parameter in module.parameters()):
             raise ValueError("no parameter of the module requires a gradient; use strategy='replicate' for inference")
-        return ddp(module, mesh, axis)
+        return ddp(module, mesh, axis, options)
     if strategy == "replicate":
         return distribute_module(module, mesh)
     raise ValueError(f"there is no strategy {strategy!r}; known: {', '.join(STRATEGIES)}, or a function")
 
 
-def ddp(module: nn.Module, mesh: DeviceMesh, axis: str | int) -> nn.Module:
+def ddp(module: nn.Module, mesh: DeviceMesh, axis: str | int, options: Mapping[str, Any]) -> nn.Module:
     """With gradients averaged of those parameters that want one now."""
-    return DistributedDataParallel(module, process_group=mesh.get_group(axis))
+    return DistributedDataParallel(module, process_group=mesh.get_group(axis), **options)
 
 
-def _fsdp(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None, device: torch.device) -> nn.Module:
-    options: dict[str, Any] = {"mesh": mesh}
+def _fsdp(
+    module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None, device: torch.device, given: Mapping[str, Any]
+) -> nn.Module:
+    options: dict[str, Any] = {**given, "mesh": mesh}
     if dtype is not None:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for block in blocks_of(module):

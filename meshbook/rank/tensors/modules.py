@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,8 +37,16 @@ from meshbook.rank.unfinished import forget_unfinished_step
 class Resident:
     """A module on this rank."""
 
-    def __init__(self, key: str, module: nn.Module, mesh: Any, axis: str, dtype: torch.dtype | None) -> None:
-        self.key, self.module, self.mesh = key, module, mesh
+    def __init__(
+        self,
+        key: str,
+        module: nn.Module,
+        mesh: Any,
+        axis: str,
+        dtype: torch.dtype | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.key, self.module, self.mesh, self.options = key, module, mesh, options
         self.axis = mesh.mesh_dim_names.index(axis)
         self.num_places = mesh.size(self.axis)
         self.local, self.averages = building.runs_locally(module, mesh), building.averages(module)
@@ -57,6 +65,8 @@ class Resident:
         self.trained = [place for place, tensor in enumerate(self.tensors) if kinds[place] and tensor.requires_grad]
         self._all = [place for place in range(len(self.tensors)) if kinds[place]]
         self.own_places = [building.as_dtensor(tensor, mesh).placements for tensor in self.tensors]
+        # DDP's gradients are pieces of what its next backward writes to.
+        self.reuses_gradients = bool(options.get("gradient_as_bucket_view"))
         self.numbers_after = building.last_numbers()
         self.buffers = [place for place in range(len(self.tensors)) if not kinds[place]]
         self._persistent, self.of_norms = self._where_buffers_are(places)
@@ -150,7 +160,7 @@ class Resident:
             if isinstance(part, FSDPModule):  # what it has gathered follows when it gathers anew
                 part.reshard()
         if isinstance(self.module, DistributedDataParallel) and places:  # it looks once, when it is made
-            self.module = building.ddp(self.module.module, self.mesh, self.axis)
+            self.module = building.ddp(self.module.module, self.mesh, self.axis, self.options)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -158,10 +168,15 @@ class Resident:
         gathered, nor a gradient that the next backward would add to."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             forget_unfinished_step(self.module)
             for tensor in self.tensors:
                 tensor.grad = None
+            if isinstance(error, RuntimeError) and "`find_unused_parameters=True`" in str(error):
+                raise RuntimeError(
+                    "a parameter got no gradient in the step before; where that is as it should be: "
+                    f'meshbook.distribute(..., strategy="ddp", find_unused_parameters=True). {error}'
+                ) from error
             raise
 
     def place(self, on_axis: Placement) -> list[Placement]:
@@ -174,11 +189,20 @@ class Resident:
 RESIDENTS: weakref.WeakValueDictionary[str, Resident] = weakref.WeakValueDictionary()
 
 
-def settle(key: str, source: Any, strategy: Any, dtype: str | None, mesh: Any, axis: str, numbers: Any) -> Resident:
+def settle(
+    key: str,
+    source: Any,
+    strategy: Any,
+    dtype: str | None,
+    mesh: Any,
+    axis: str,
+    numbers: Any,
+    options: Mapping[str, Any],
+) -> Resident:
     """Build the module here; it stays as long as the controller keeps what this gives."""
     kind = None if dtype is None else getattr(torch, dtype)
-    module = building.build(source, strategy, kind, mesh, axis, numbers)
-    resident = RESIDENTS[key] = Resident(key, module, mesh, axis, kind)
+    module = building.build(source, strategy, kind, mesh, axis, numbers, options)
+    resident = RESIDENTS[key] = Resident(key, module, mesh, axis, kind, options)
     return resident
 
 
@@ -352,7 +376,7 @@ def _forward(
     later = [place for place in copied if place not in resident.of_norms] if wanting is not None else []
     draws = False
     with resident.step():
-        if copied and not isinstance(module, DistributedDataParallel):  # which does so by itself
+        if copied and not (isinstance(module, DistributedDataParallel) and module.broadcast_buffers):
             resident.copy_buffers(copied)
         with torch.set_grad_enabled(wanting is not None), cast, drawing:
             before = [source.get_state() for source in rules.generators()] if is_first else []
@@ -509,6 +533,8 @@ def _backward(key: str, grads: Sequence[Any], outs: Sequence[int], ticket: Any) 
     for place in resident.trained:
         parameter = resident.tensors[place]
         grad, parameter.grad = parameter.grad, None
+        if grad is not None and resident.reuses_gradients:
+            grad = grad.clone()
         found[place] = None if grad is None else _as_own(grad, resident, place)
     return inputs, found
 
