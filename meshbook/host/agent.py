@@ -660,7 +660,7 @@ class HostAgent:
             self._relieve(link)
         self._tell_beat()
         now = self._loop.clock.monotonic()
-        for tally in self._tallies.values():
+        for tally in list(self._tallies.values()):  # what is told may begin a question to ranks at once
             if now - tally.opened_at > _PROGRESS_AFTER_S:
                 self._tell_progress(tally)
 

@@ -80,3 +80,24 @@ def test_a_stop_without_a_name_takes_back_what_waits_of_its_own_client_only(benc
     bench.agent.handle(stop, codec.encode_body(stop))
     assert [queued.call for queued in bench.links[0].queue] == ["b-1"]
     assert [report.call for report in bench.reports if isinstance(report, messages.CallFinished)] == ["a-1", "a-2"]
+
+
+def test_what_is_told_of_progress_may_begin_a_question_at_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for call in ("a-1", "a-2"):
+        command = messages.RunCell(call=call, ranks=(0, 1), source="x")  # type: ignore[arg-type]
+        bench.agent.handle(command, codec.encode_body(command))
+        bench.agent._tallies[call].opened_at = 0.0
+        bench.agent._tallies[call].outcomes[0] = messages.Outcome(status="ok")
+    told = []
+
+    def ask(report: Any) -> None:
+        if isinstance(report, messages.CallProgressed):
+            told.append(report.call)
+            question = messages.AskPositions(call=f"left-{len(told)}", ranks=(0,), about=report.call)  # type: ignore[arg-type]
+            bench.agent.handle(question, codec.encode_body(question))
+
+    monkeypatch.setattr(bench.agent, "_report", ask)
+    bench.agent._tick()
+    assert told == ["a-1", "a-2"]
