@@ -670,7 +670,9 @@ class HostAgent:
         done = len(tally.outcomes)
         if done != tally.progress_told and self._tallies.get(tally.call) is tally:
             tally.progress_told = done
-            self._report(messages.CallProgressed(call=tally.call, done=tuple(sorted(tally.outcomes))))  # type: ignore[arg-type]
+            failed = _failed(tally) if isinstance(tally.command, messages.FormGroups) else ""
+            told = messages.CallProgressed(call=tally.call, done=tuple(sorted(tally.outcomes)), failed=failed)  # type: ignore[arg-type]
+            self._report(told)
 
     def _tell_beat(self) -> None:
         ranks = tuple(self._info(link) for link in self._links.values())
@@ -897,6 +899,14 @@ def _tail(path: Path) -> str:
             return file.read().decode("utf-8", "replace")
     except OSError:
         return ""
+
+
+def _failed(tally: Tally) -> str:
+    """The first part that did not end well, with its error; "" if none did."""
+    for rank, outcome in sorted(tally.outcomes.items()):
+        if outcome.status != "ok" and (error := outcome.error) is not None:
+            return f"rank {rank}: {error.ename}: {error.evalue}"
+    return ""
 
 
 def _is_meant(command: messages.Interrupt, waiting: str) -> bool:

@@ -20,7 +20,7 @@ from meshbook.clock import monotonic, perf_counter
 from meshbook.diagnose.code import cell_of, is_user
 from meshbook.errors import CollectiveAborted, RankLost, StartError, TransferError
 from meshbook.ids import CallId
-from meshbook.rank import failures, paths, positions, probes
+from meshbook.rank import failures, limits, paths, positions, probes
 from meshbook.rank.capture import Output
 from meshbook.rank.kept import Kept
 from meshbook.rank.ring import Collective, Ring, UserLine
@@ -89,7 +89,7 @@ class Executor:
             messages.Evaluate: self._evaluate,
             messages.SetNames: self._set_names,
             messages.DeleteNames: self._delete_names,
-            messages.FormGroups: self._form_groups,
+            messages.FormGroups: self._form_groups_or_say_why_not,
         }
 
     # ---- the loop
@@ -272,6 +272,15 @@ class Executor:
         for name in command.names:
             self.shell.user_ns.pop(name, None)
         return Outcome(status="ok", unbound=command.names)
+
+    def _form_groups_or_say_why_not(self, command: messages.FormGroups) -> Outcome:
+        try:
+            return self._form_groups(command)
+        except Exception as error:
+            lacking = limits.shortage_behind(error)
+            if lacking is None:
+                raise
+            raise lacking from error
 
     def _form_groups(self, command: messages.FormGroups) -> Outcome:
         """The process groups of this epoch, and with the first of them the names that user code finds."""

@@ -286,7 +286,9 @@ class Groups:
         except BaseException as error:
             with self._lock:
                 if self._severed is None:
-                    self._severed = Break(f"forming epoch {epoch} failed: {type(error).__name__}")
+                    said = str(error).splitlines()
+                    why = f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
+                    self._severed = Break(f"it could not be formed: {why}")
             for group in self._members.values():
                 group.break_off(self._severed)
             raise

@@ -90,6 +90,7 @@ class Call:
     asks_left: bool = False  # ranks are being asked whether they have
     holding: bool = False  # ranks wait with collectives that come after it
     stopped: bool = False  # all that still run it were told to stop
+    failed: str = ""  # of process groups: the first rank that could not form them, and why
 
 
 class State:
@@ -374,11 +375,12 @@ class State:
         if failed:
             error = failed[0].outcome.error
             text = f"{error.ename}: {error.evalue}" if error is not None else failed[0].outcome.status
+            text = call.failed or f"{name_ranks(failed[0].ranks)}: {text}"
             if self._start is not None:
-                return self._fail_start(f"the process group was not formed: {name_ranks(failed[0].ranks)}: {text}")
+                return self._fail_start(f"the process group was not formed: {text}")
             self._groups, self._formed_badly = "broken", True
             notice = messages.Notice(
-                f"the process groups could not be formed anew: {name_ranks(failed[0].ranks)}: {text}\nThey are formed "
+                f"the process groups could not be formed anew: {text}\nThey are formed "
                 "again with the next cell. If that fails too, start a new mesh: %mesh stop, then %mesh start"
             )
             said = messages.CallOutput(call=call.id, items=(messages.RankDisplay(call.ranks, notice),))  # type: ignore[arg-type]
@@ -551,6 +553,12 @@ class State:
         if call is None:
             return []
         call.done.update(report.done)
+        if report.failed and not call.failed:
+            call.failed = report.failed
+            # The others would wait for it until their time is up.
+            if staying := tuple(rank for rank in call.ranks if rank not in call.done):
+                told = messages.Unblock(ranks=staying, reason=f"groups were not formed: {report.failed}")
+                return [ToHosts(self._hosts(staying), told)]
         released = self._release(now) if call.stopping else []
         return [*released, *([ToClient(call.client, report)] if call.client else []), *self._ask_who_left(call, now)]
 

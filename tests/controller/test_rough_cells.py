@@ -99,6 +99,27 @@ def test_a_forked_process_ends_where_its_cell_ends_with_the_status_of_a_script(r
     assert_usable(rough)
 
 
+def test_a_rank_without_file_descriptors_says_so_and_groups_are_formed_once_it_has_some(rough: Mesh) -> None:
+    """Forming groups takes descriptors, and the others would wait for a minute for the rank that has none."""
+    take = (
+        "import resource\nlimits = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "if rank == 1:\n"
+        "    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir('/proc/self/fd'))), limits[1]))\n"
+        "    held = []\n"
+        "    try:\n        while True: held.append(os.open('/dev/null', 0))\n"
+        "    except OSError: pass\n"
+    )
+    rough.run(take)
+    assert dict(rough.run("kept").values) == {0: 0, 1: 1}
+    with pytest.raises(CellError, match="ValueError"):
+        rough.run("if rank: raise ValueError\ndist.barrier()")
+    with pytest.raises(CellError, match=r"no file descriptors left \(its limit is \d+\): close files"):
+        rough.run(REDUCED)
+    assert dict(rough.run("kept").values) == {0: 0, 1: 1}
+    rough.run("resource.setrlimit(resource.RLIMIT_NOFILE, limits)\nfor fd in globals().pop('held', ()): os.close(fd)")
+    assert_usable(rough)
+
+
 def test_what_runs_on_ranks_takes_its_time_from_where_user_code_does_not_rebind_it() -> None:
     package = Path(meshbook.__file__).parent
     places = [

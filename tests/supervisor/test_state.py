@@ -539,6 +539,21 @@ def test_groups_that_could_not_be_formed_are_tried_again_with_the_next_cell_and_
     assert [type(message).__name__ for message in sent] == ["FormGroups", "RunCell"]
 
 
+def test_ranks_do_not_wait_for_one_that_cannot_form_its_groups_and_its_reason_is_told() -> None:
+    world = World()
+    world.run()
+    world.finish("c1", status="interrupted", groups_broken=True)
+    steps = world.host(messages.CallProgressed(call="form-2", done=(1,), failed="rank 1: OSError: no descriptors"))
+    (told,) = messages_of(steps, messages.Unblock)
+    assert (told.ranks, told.interrupt) == ((0, 2, 3), False)
+    assert "rank 1: OSError: no descriptors" in told.reason
+    again = messages.CallProgressed(call="form-2", done=(1, 2), failed="rank 1: OSError: no descriptors")
+    assert not messages_of(world.host(again), messages.Unblock)
+    error = messages.RankError(ename="RankLost", evalue="groups were not formed", traceback=())
+    (said,) = messages_of(world.finish("form-2", status="error", error=error), messages.CallOutput)
+    assert "could not be formed anew: rank 1: OSError: no descriptors" in said.items[0].item.text
+
+
 @pytest.mark.parametrize(("backend", "is_told"), [("gloo", False), ("nccl", True)])
 def test_where_nccl_may_have_computed_with_garbage_the_step_to_discard_is_named(backend: str, is_told: bool) -> None:
     world = World(start=False)

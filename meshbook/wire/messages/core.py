@@ -637,6 +637,7 @@ class CallProgressed(Message):
 
     call: CallId
     done: Ranks
+    failed: str = ""  # of process groups that are being formed: which rank could not, and why
 
 
 class Pong(Message):
