@@ -7,6 +7,7 @@ values, and lets go of what nobody holds any more. It shows nothing itself: outp
 from __future__ import annotations
 
 import queue
+import signal
 import threading
 import time
 import weakref
@@ -18,6 +19,7 @@ from typing import Any
 
 from meshbook.controller.connection import Connection, notice_of
 from meshbook.controller.futures import MeshFuture
+from meshbook.controller.presses import Presses
 from meshbook.controller.results import CellResult, RankValues, error_of
 from meshbook.errors import CellError, CellInterrupted, MeshbookError, MeshTimeout, NotAttached, RankLost, StartError
 from meshbook.fold import words
@@ -32,6 +34,9 @@ Ask = Callable[[messages.InputRequested], str | None]
 
 _STOP_TIMEOUT_S = 15.0
 _PULL_INLINE_BYTES = 1 << 16
+
+
+_WAKE = object()  # in a call's inbox: a SIGINT has been noted
 
 
 @dataclass(frozen=True)
@@ -242,42 +247,67 @@ class Session:
         self.connection.listen_to(command.call, on_output=on_output, on_input=inbox.put, on_stuck=inbox.put)
         if self.connection.silent:
             inbox.put(_Silence(True))
+        presses = Presses(wake=lambda: inbox.put(_WAKE))
         try:
-            future.add_done_callback(lambda _: inbox.put(None))
-            while True:
-                try:
-                    thing = inbox.get(timeout=1.0 if self._hard_at is not None else None)
-                    if thing is None:
-                        break
-                    if isinstance(thing, messages.InputRequested):
-                        self._answer(thing, ask)
-                    elif isinstance(thing, messages.RanksStuck):
-                        if self.was_stopped(command.call):
-                            raise self._leave(command, future, thing.ranks, thing.reason)
-                        show(notice_of(thing).items)
-                    elif isinstance(thing, _Silence):
-                        if thing.silent and self.was_stopped(command.call):
-                            raise self._leave(command, future, command.ranks, self.connection.describe_silence())
-                        show((self._news_of(thing, command.ranks),))
-                    else:
-                        show(thing)
-                except queue.Empty:
-                    if self._hard_at is not None and time.monotonic() - self._hard_at > stop.LAST_RESORT_S:
-                        reason = f"{name_ranks(command.ranks)} did not come back and could not be killed"
-                        raise self._leave(command, future, command.ranks, reason) from None
-                except CellInterrupted:
-                    raise
-                except KeyboardInterrupt:
-                    if time.monotonic() > self._signal_until:
-                        self.press_stop()
-                    self._signal_until = float("-inf")
-                    if future.done():  # what get() had in its hands when the signal came is lost, maybe the end itself
-                        inbox.put(None)
+            with presses:
+                self._show_until_done(command, future, inbox, show, ask, presses)
+            # Stop reaches a notebook twice, and the second half may come when the call has ended.
+            if presses.take() and time.monotonic() > self._signal_until:
+                signal.raise_signal(signal.SIGINT)
         finally:
             self._running = self._inbox = self._hard_at = None
             self._signal_until = float("-inf")
         finished: messages.CallFinished = future.result()
         return finished
+
+    def _show_until_done(
+        self,
+        command: Any,
+        future: Future[Any],
+        inbox: queue.SimpleQueue[Any],
+        show: Sink,
+        ask: Ask | None,
+        presses: Presses,
+    ) -> None:
+        future.add_done_callback(lambda _: inbox.put(None))
+        while True:
+            try:
+                thing = inbox.get(timeout=1.0 if self._hard_at is not None else None)
+                if thing is None:
+                    break
+                if presses.take():
+                    self._signalled()
+                if thing is _WAKE:
+                    continue
+                if isinstance(thing, messages.InputRequested):
+                    self._answer(thing, ask, presses)
+                elif isinstance(thing, messages.RanksStuck):
+                    if self.was_stopped(command.call):
+                        raise self._leave(command, future, thing.ranks, thing.reason)
+                    show(notice_of(thing).items)
+                elif isinstance(thing, _Silence):
+                    if thing.silent and self.was_stopped(command.call):
+                        raise self._leave(command, future, command.ranks, self.connection.describe_silence())
+                    show((self._news_of(thing, command.ranks),))
+                else:
+                    show(thing)
+            except queue.Empty:
+                if self._hard_at is not None and time.monotonic() - self._hard_at > stop.LAST_RESORT_S:
+                    reason = f"{name_ranks(command.ranks)} did not come back and could not be killed"
+                    raise self._leave(command, future, command.ranks, reason) from None
+            except CellInterrupted:
+                raise
+            except KeyboardInterrupt:  # of a second press while the first was not looked at, or on another thread
+                presses.take()
+                self._signalled()
+                if future.done():  # what was in hand when the signal came is lost, maybe the end itself
+                    inbox.put(None)
+
+    def _signalled(self) -> None:
+        """A SIGINT has come: a press of Stop, or the other half of one that a message told of."""
+        if time.monotonic() > self._signal_until:
+            self.press_stop()
+        self._signal_until = float("-inf")
 
     def _leave(self, command: Any, future: Future[Any], ranks: Ranks, reason: str) -> CellInterrupted:
         """Wait no longer for a call that was stopped. What its ranks still print is shown as what comes late."""
@@ -360,11 +390,13 @@ class Session:
     def interrupt(self, ranks: Ranks, *, target: str | None = None, hard: bool = False) -> None:
         self.connection.send(messages.Interrupt(ranks=ranks, target=target, hard=hard))  # type: ignore[arg-type]
 
-    def _answer(self, question: messages.InputRequested, ask: Ask | None) -> None:
+    def _answer(self, question: messages.InputRequested, ask: Ask | None, presses: Presses) -> None:
         # Other ranks' questions may be on their way still when Stop ends one.
         text, interrupted = None, question.call == self._pressed
         try:
-            text = ask(question) if ask is not None and not interrupted else None
+            if ask is not None and not interrupted:
+                with presses.raised():
+                    text = ask(question)
         except EOFError:
             pass
         except KeyboardInterrupt:

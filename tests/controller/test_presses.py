@@ -1,0 +1,70 @@
+"""Ctrl-C while a call is waited for in the foreground."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.presses import Presses
+from meshbook.errors import CellInterrupted
+from meshbook.wire import messages
+
+
+def press() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_press_while_a_report_is_handled_loses_nothing_of_it_and_stops_the_call(mesh: Mesh) -> None:
+    session, shown = mesh.session, []
+
+    def show(items: tuple[messages.FoldedItem, ...]) -> None:
+        if not shown:
+            press()
+        shown.append("".join(str(item) for item in items))
+
+    command = session.cell_command("import time\nprint('first')\ntime.sleep(0.3)\ntime.sleep(1000)", mesh.ranks)
+    finished = session.foreground(command, sink=show)
+    with pytest.raises(CellInterrupted):
+        session.conclude(finished, mesh.ranks, label="the call")
+    assert "first" in shown[0]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_press_that_comes_as_the_call_ends_raises_behind_it(mesh: Mesh) -> None:
+    session = mesh.session
+    command = session.cell_command("print('only')", mesh.ranks)
+    future = session.request(command)
+    future.result(30)
+    future.add_done_callback = lambda done: (done(future), press())  # type: ignore[method-assign, func-returns-value]
+    with pytest.raises(KeyboardInterrupt):
+        session.attend(command, future)
+    assert session.press_stop(kill=False) is False
+
+
+def test_a_press_is_noted_and_a_second_raises_while_nobody_has_looked() -> None:
+    woken = []
+    with Presses(lambda: woken.append(1)) as presses:
+        press()
+        assert (woken, presses.take(), presses.take()) == ([1], True, False)
+        press()
+        with pytest.raises(KeyboardInterrupt):
+            press()
+        assert presses.take()
+        with pytest.raises(KeyboardInterrupt), presses.raised():
+            press()
+        press()
+        assert presses.take()
+
+
+def test_a_handler_of_the_users_that_raises_nothing_is_called_and_stops_nothing() -> None:
+    called = []
+    before = signal.signal(signal.SIGINT, lambda *_: called.append(1))
+    try:
+        with Presses(lambda: called.append(2)) as presses:
+            press()
+            assert (called, presses.take()) == ([1], False)
+    finally:
+        signal.signal(signal.SIGINT, before)
