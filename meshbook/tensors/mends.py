@@ -139,7 +139,14 @@ def _to_copy(func: Any, args: Any, kwargs: Any) -> Any:
 def _reshaped(func: Any, args: Any, kwargs: Any) -> Any:
     """A shape that changes in place: that of the view, which the tensor then is."""
     tensor = args[0]
-    view = getattr(torch, func._opname.removesuffix("_"))(*args, **kwargs)
+    name = func._opname
+    # Autograd would make its views anew, of the new shape.
+    if tensor.requires_grad and tensor._handle.changes is not None:
+        raise NotImplementedError(
+            f"{name} of a tensor with a gradient, that is a view or has views: use the one that makes a view, "
+            f"x = x.{name.removesuffix('_')}(...)"
+        )
+    view = getattr(torch, name.removesuffix("_"))(*args, **kwargs)
     torch.Tensor.data.__set__(tensor, view)  # type: ignore[attr-defined]
     tensor._handle = view._handle
     return tensor
@@ -157,6 +164,15 @@ def _batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
     mean.lerp_(made[1].to(mean.dtype), momentum)
     var.lerp_(((made[2] ** -2 - eps) * (number / max(number - 1, 1))).to(var.dtype), momentum)
     return made
+
+
+def _median(func: Any, args: Any, kwargs: Any) -> Any:
+    """torch's CPU kernel (2.13) reads and writes beside the memory of a tensor that is expanded along the dim: wrong
+    numbers, or a process that ends with a damaged heap."""
+    tensor = args[0]
+    if any(step == 0 and length > 1 for step, length in zip(tensor.stride(), tensor.shape, strict=True)):
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    return dispatch_as_is(func, (tensor, *args[1:]), kwargs)
 
 
 def _allclose(func: Any, args: Any, kwargs: Any) -> bool:
@@ -290,6 +306,8 @@ MENDS: dict[Any, Special] = {
     aten._fused_adagrad_.tensor_lr: _not_fused,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
+    aten.median.dim: _median,
+    aten.nanmedian.dim: _median,
     aten.nonzero.default: _refused(_HERE),
     aten.masked_select.default: _refused(_MASK),
     aten._unique2.default: _refused(_HERE),

@@ -11,11 +11,11 @@ import contextlib
 import itertools
 import pickle
 import re
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -323,7 +323,8 @@ class Planner:
         made = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, DTensor)]
         unary = len(inputs) == 1 and torch.Tag.pointwise in getattr(function, "tags", ())
         linear = not unary or all(_is_linear(function, place) for leaf in made for place in leaf.placements)
-        if not linear and (moves := self._made_whole(inputs)):
+        trusted = linear and not self._is_other_kind(function, args, kwargs, made)
+        if not trusted and (moves := self._made_whole(inputs)):
             return Template(0, None, (), "none", first=moves, special=True)
         if isinstance(function, torch._ops.OpOverload) and any(
             not may_stay(place, leaf.dtype) for leaf in made for place in leaf.placements
@@ -391,6 +392,19 @@ class Planner:
             if wanted != places:
                 moves.append((at, wanted))
         return tuple(moves)
+
+    def _is_other_kind(self, function: Any, args: Any, kwargs: Any, made: Sequence[Any]) -> bool:
+        """Whether DTensor has made another dtype of parts than torch does. Integers beside parts of a sum it divides by
+        the number of ranks."""
+        in_parts = [leaf for leaf in made if any(place.is_partial() for place in leaf.placements)]
+        if len(in_parts) != 1 or torch.Tag.pointwise not in getattr(function, "tags", ()):
+            return False
+        try:
+            with _disable_current_modes(), torch.no_grad():
+                whole = function(*(pytree.tree_map(_without_data, args)), **pytree.tree_map(_without_data, kwargs))
+        except Exception:
+            return False
+        return isinstance(whole, torch.Tensor) and whole.dtype != in_parts[0].dtype
 
     def _lacks_rows(self, spec: Spec, dim: int) -> bool:
         """Whether some rank has no row of this dim."""
@@ -662,19 +676,21 @@ def _goes_on_one_process(function: Any, args: Any, kwargs: Any) -> bool:
     if not isinstance(function, torch._ops.OpOverload):
         return False
 
-    def without_data(leaf: Any) -> Any:
-        spec = getattr(leaf, "_spec", None)
-        if spec is not None:
-            return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
-        return torch.device("meta") if isinstance(leaf, torch.device) else leaf
-
     try:
         with _disable_current_modes(), torch.no_grad():
-            whole_args, whole_kwargs = pytree.tree_map(without_data, (args, kwargs))
+            whole_args, whole_kwargs = pytree.tree_map(_without_data, (args, kwargs))
             function(*whole_args, **whole_kwargs)
     except Exception:
         return False
     return True
+
+
+def _without_data(leaf: Any) -> Any:
+    """A tensor like this remote one, of all of its rows, without data; anything else as it is."""
+    spec = getattr(leaf, "_spec", None)
+    if spec is not None:
+        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
+    return torch.device("meta") if isinstance(leaf, torch.device) else leaf
 
 
 def _that_makes_a_new_one(function: Any) -> Any:
@@ -753,15 +769,25 @@ def _storage(tensor: Any) -> int:
     return found
 
 
+_as_rank_0_lock = threading.RLock()  # of two threads that plan, one would put back what the other has put there
+
+
 @contextlib.contextmanager
 def _as_rank_0() -> Iterator[None]:
     """DTensor asks for its own rank in the default group here and there; this process is in none."""
-    with contextlib.ExitStack() as patches:
-        if not dist.is_initialized():
-            for module in (dist, device_mesh):
-                patches.enter_context(mock.patch.object(module, "get_rank", return_value=0))
-            patches.enter_context(mock.patch.object(dist, "get_world_size", return_value=1))
+    if dist.is_initialized():
         yield
+        return
+    with _as_rank_0_lock:
+        asked: Any = ((dist, "get_rank", 0), (device_mesh, "get_rank", 0), (dist, "get_world_size", 1))
+        before = [getattr(module, name) for module, name, _ in asked]
+        for module, name, answer in asked:
+            setattr(module, name, lambda *_, answer=answer, **__: answer)
+        try:
+            yield
+        finally:
+            for (module, name, _), own in zip(asked, before, strict=True):
+                setattr(module, name, own)
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+import torch
+from torch.distributed.tensor import Shard
 
+import meshbook
 from meshbook.controller.mesh import Mesh
 from tests.tensors.chains import Chain, chain_of, check
 
@@ -50,6 +53,13 @@ TWO_RANKS: dict[str, Chain] = {
         "v1 = leaf((2,), 'float32', [S(0)], 311).mean(-1)",
         "v1.logical_not_()",
     ],
+    "a median of what is expanded": [
+        "v0 = leaf((2, 3), 'float32', [S(0)], 5, True)",
+        "v1 = median(v0.expand(64, 2, 3), 0)",
+        "v2 = nanmedian(v0.expand(64, 2, 3), 0)",
+        "v3 = median(v0.t()[..., None].expand(3, 2, 7), -1)",
+        "backward(v1, v2, v3)",
+    ],
     "a loss of truth values": [
         "v0 = leaf((3,), 'float32', [S(0)], 1)",
         "v1 = leaf((3,), 'bool', [S(0)], 3)",
@@ -60,6 +70,15 @@ FOUR_RANKS: dict[str, Chain] = {
     "a mean in parts, beside another cut": [
         "v2 = leaf((4, 5, 2), 'float32', [S(0), S(2)], 499, True)",
         "v7 = F.rms_norm(v2, (2,))",
+    ],
+    "integers beside a sum in parts": [
+        "v0 = leaf((2,), 'bfloat16', [S(0), R], 2)",
+        "v1 = leaf((0,), 'bool', [R, R], 1)",
+        "v2 = v1 + v0.sum(0)",
+    ],
+    "a view of what lies otherwise than DTensor says": [
+        "v0 = leaf((6, 6), 'bool', [S(1), S(0)], 807)",
+        "v1 = v0.rot90().diff().flatten()[:1].sum().item()",
     ],
     "places in pieces of two lengths": [
         "v1 = leaf((3, 4), 'float32', [S(0), S(1)], 957)",
@@ -98,6 +117,17 @@ def test_a_chain_that_was_wrong_is_right(name: str, mesh2: Mesh) -> None:
 @pytest.mark.parametrize("name", FOUR_RANKS)
 def test_a_chain_that_was_wrong_on_two_axes_is_right(name: str, mesh22: Mesh) -> None:
     holds(FOUR_RANKS[name], mesh22)
+
+
+def test_a_shape_is_not_changed_in_place_under_views_that_autograd_knows(mesh2: Mesh) -> None:
+    weight = meshbook.distribute(torch.arange(4.0).reshape(2, 2), mesh2, [Shard(0)]).requires_grad_()
+    product = weight * 2
+    view = product.t()
+    with pytest.raises(NotImplementedError, match=r"x = x.t\("):
+        product.t_()
+    view[0].sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [[2, 0], [2, 0]]
 
 
 @pytest.mark.parametrize("first", [0, 60])

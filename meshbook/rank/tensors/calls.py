@@ -92,7 +92,7 @@ def find(name: str) -> Callable[..., Any]:
     operator, _, overload = rest.rpartition(".")
     found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, space), operator), overload)
     rules.tell_numbers_apart(found)
-    return found
+    return AsLaidOut(found) if found in _VIEWS else found
 
 
 def name_of(function: Any) -> str:
@@ -102,6 +102,28 @@ def name_of(function: Any) -> str:
     if isinstance(function, (Whole, Reduced)):
         return f"{function.space}::{name_of(function.function)}"
     return f"meshbook::{function.__name__}"
+
+
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+
+
+class AsLaidOut:
+    """A view. A DTensor now and then says other strides than its piece has, and refuses a view for them."""
+
+    def __init__(self, function: Any) -> None:
+        self.function, self._schema, self.tags = function, function._schema, function.tags
+
+    def __call__(self, tensor: Any, size: Sequence[int]) -> Any:
+        try:
+            return self.function(tensor, size)
+        except RuntimeError as error:
+            if "Cannot view a tensor" not in str(error) or not isinstance(tensor, DTensor):
+                raise
+        # The controller has planned it for a tensor that lies as its shape says.
+        strides = torch.empty(tensor.shape, device="meta").stride()
+        local, mesh, places = settled(tensor), tensor.device_mesh, tensor.placements
+        there = DTensor.from_local(local, mesh, places, run_check=False, shape=tensor.shape, stride=strides)
+        return self.function(there, size)
 
 
 class Whole:
