@@ -492,7 +492,7 @@ def in_background(act: Callable[[], Any], label: str) -> Future[None]:
     def run() -> None:
         try:
             act()
-        except Exception as error:
+        except BaseException as error:  # nobody else would ever settle it
             future.fail(error)
         else:
             future.settle(lambda: None)

@@ -17,7 +17,6 @@ import msgspec
 from meshbook.controller.connection import Connection
 from meshbook.controller.session import Session
 from meshbook.controller.tables import Table, describe_size, format_age
-from meshbook.errors import MeshbookError
 from meshbook.wire import keys, messages
 
 # A supervisor answers in milliseconds; one that has not after this long is stopped, swapped out or stuck.
@@ -96,18 +95,18 @@ def list_meshes(timeout_s: float = _ANSWER_TIMEOUT_S) -> MeshList:
         timeout_s: seconds to wait for all of them together; who has not answered then is listed as not answering.
     """
     connections = keys.list_connections()
-    answers: queue.SimpleQueue[tuple[str, messages.MeshInfo | MeshbookError]] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[tuple[str, messages.MeshInfo | Exception]] = queue.SimpleQueue()
 
     def ask(connection: keys.Connection) -> None:
         try:
             answers.put((connection.name, look_at(connection)))
-        except MeshbookError as error:
+        except Exception as error:  # shown as what is wrong with that mesh
             answers.put((connection.name, error))
 
     for connection in connections:
         # Daemons: one that waits for a stuck supervisor must not keep a command from ending.
         threading.Thread(target=ask, args=(connection,), name=f"ask-{connection.name}", daemon=True).start()
-    heard: dict[str, messages.MeshInfo | MeshbookError] = {}
+    heard: dict[str, messages.MeshInfo | Exception] = {}
     deadline = time.monotonic() + timeout_s
     while len(heard) < len(connections) and (left := deadline - time.monotonic()) > 0:
         try:
@@ -118,7 +117,7 @@ def list_meshes(timeout_s: float = _ANSWER_TIMEOUT_S) -> MeshList:
     found = []
     for connection in connections:
         said = heard.get(connection.name)
-        trouble = str(said) if isinstance(said, MeshbookError) else "" if said else "does not answer"
+        trouble = str(said) if isinstance(said, Exception) else "" if said else "does not answer"
         info = said if isinstance(said, messages.MeshInfo) else None
         found.append(FoundMesh(connection.name, connection.pid, connection.started_at, connection.owner, info, trouble))
     return MeshList(found)

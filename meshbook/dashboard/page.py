@@ -77,7 +77,12 @@ class Server:
         ready.result(_START_TIMEOUT_S)
 
     def _run(self, ready: Future[None]) -> None:
-        asyncio.run(self._serve(ready))
+        try:
+            asyncio.run(self._serve(ready))
+        except BaseException as error:
+            if ready.done():
+                raise
+            ready.set_exception(error)  # who made the page waits for it
 
     async def _serve(self, ready: Future[None]) -> None:
         self._loop = IOLoop.current()

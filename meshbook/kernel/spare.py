@@ -76,7 +76,7 @@ class Readiness:
     def _run(self) -> None:
         try:
             self._look()
-        except MeshbookError as error:  # of the folder in which meshes are found; the first cell will say it
+        except Exception as error:  # of the folder in which meshes are found, say; the first cell will say it
             log.warning("no mesh from before could be looked for: %s", error)
         finally:
             self._looked.set()
@@ -84,7 +84,7 @@ class Readiness:
             try:
                 found = launch_supervisor(free_name(mesh_stem(self._owner)), owner=self._owner)
                 self._spare = connect(found, kind=self._kind, orphan_ttl_s=SPARE_TTL_S)
-            except MeshbookError as error:
+            except Exception as error:  # the first cell starts one then, or says what is wrong
                 log.warning("no supervisor could be started ahead of time: %s", error)
 
     def _look(self) -> None:

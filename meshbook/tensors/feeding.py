@@ -264,6 +264,15 @@ class _Pump:
             _close(self._source)
 
     def _run(self) -> None:
+        try:
+            self._send_ahead()
+        except BaseException as error:  # who waits for a batch would wait for ever
+            with self._change:
+                self._ready.append(_Sent("", (), None, error=error))
+                self._done = True
+                self._change.notify_all()
+
+    def _send_ahead(self) -> None:
         under_way: deque[_Sent] = deque()
         while True:
             with self._change:

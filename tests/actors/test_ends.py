@@ -15,6 +15,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -266,10 +267,13 @@ def test_an_async_endpoint_may_spawn_on_processes_that_it_has_just_started() -> 
     founder.stop().get(WAIT_S)
 
 
-def test_a_callback_that_raises_holds_up_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("raises", [lambda _: operator.truediv(1, 0), lambda _: sys.exit(3)], ids=["error", "exit"])
+def test_a_callback_that_raises_holds_up_nobody_else(
+    caplog: pytest.LogCaptureFixture, raises: Callable[[Any], Any]
+) -> None:
     home = this_proc().spawn("called back", Gate)
     future = home.wait.call_one("a")
-    future.add_done_callback(lambda _: operator.truediv(1, 0))
+    future.add_done_callback(raises)
     heard = threading.Event()
     future.add_done_callback(lambda _: heard.set())
     home.let_go.call_one().get(WAIT_S)

@@ -21,6 +21,7 @@ import torch
 from meshbook.controller import batches
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import OperationFailed, PlacementError, TransferError, UsageError
+from meshbook.tensors import feeding
 from meshbook.tensors.creation import engine_of
 from tests.tensors.test_remote import live, spaces_of_this_rank
 
@@ -109,6 +110,17 @@ def test_what_the_source_raises_comes_up_in_the_loop_after_the_batches_before_it
     with pytest.raises(ValueError, match="no more disk"):
         loop()
     assert seen == [2.0]
+
+
+def test_what_ends_the_thread_that_sends_comes_up_in_the_loop(
+    mesh2: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def arrived(pump: Any, sent: Any) -> bool:
+        raise SystemExit("of the library that reads the source")
+
+    monkeypatch.setattr(feeding._Pump, "_arrived", arrived)
+    with pytest.raises(SystemExit, match="of the library"):
+        list(mesh2.feed([torch.ones(2)] * 20))
 
 
 def test_the_source_is_never_far_ahead_of_the_loop(mesh2: Mesh) -> None:

@@ -259,7 +259,10 @@ class Cabin:
                 self._end(peer, word)
                 return
             else:
-                self._perform(peer, word)
+                try:
+                    self._perform(peer, word)
+                except BaseException:  # of telling how the call ended: the actor lives on for the calls behind it
+                    log.exception("the end of a call of actor %s could not be told", self.name)
             del word
             self.life.post.let_go()
 

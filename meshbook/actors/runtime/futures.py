@@ -105,7 +105,7 @@ class Future(Generic[R]):
         for callback in callbacks:
             try:
                 callback(self)
-            except Exception:  # others wait for this answer too, and for those behind it
+            except BaseException:  # others wait for this answer too, and for those behind it; sys.exit() ends nothing
                 log.exception("a callback of %s failed", self.label)
 
     def fail(self, error: BaseException) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import heapq
 import hmac
 import itertools
@@ -253,7 +254,7 @@ class Post:
             for key, events in self._selector.select(wait_s):
                 try:
                     self._ready(key, events)
-                except Exception:
+                except BaseException:  # SystemExit of a user's callback among them
                     log.exception("a message between actors could not be handled; listening goes on")
             self._work_off()
             while self._timers and self._timers[0][0] <= monotonic():
@@ -289,7 +290,7 @@ class Post:
                         raise
                     except PeerGone:
                         pass  # it has not waited for what it asked
-                    except Exception:  # those behind it are other people's
+                    except BaseException:  # those behind it are other people's
                         log.exception("a message between actors could not be handled; listening goes on")
             except (ProtocolError, msgspec.MsgspecError) as error:
                 log.warning("process %s was cut off: %s", peer.address and peer.address.pid, error)
@@ -298,7 +299,11 @@ class Post:
     def _accept(self) -> None:
         try:
             socket, _ = self._listener.accept()
-        except OSError:
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # it stays readable, and this thread would do nothing else
+                log.warning("another process of the mesh cannot be heard: %s; it is tried again every second", error)
+                self._selector.unregister(self._listener)
+                self.call_later(1.0, self._listen_again)
             return
         if not _is_of_this_user(socket):
             socket.close()
@@ -306,6 +311,9 @@ class Post:
         peer = Peer(socket, None, self._wants_to_write, lambda: self._thread.ident or 0)
         self._connections.add(peer)
         self._selector.register(socket, selectors.EVENT_READ, peer)
+
+    def _listen_again(self) -> None:
+        self._selector.register(self._listener, selectors.EVENT_READ, None)
 
     def _hear(self, peer: Any, body: memoryview) -> None:
         word = _decode(body)
@@ -439,7 +447,7 @@ def _guarded(act: Callable[[], None]) -> None:
         act()
     except PeerGone:
         pass  # it has not waited for what it asked
-    except Exception:
+    except BaseException:
         log.exception("a callback between actors failed; listening goes on")
 
 
