@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import zmq
 
 from meshbook.errors import ProtocolError, VersionMismatch, describe_exit
@@ -67,6 +68,7 @@ class Queued:
 
     call: str
     body: bytes
+    stopped: bool = False  # the call is over, and the rank only hears that it was not run
 
 
 @dataclass
@@ -359,9 +361,16 @@ class HostAgent:
     def _interrupt(self, command: messages.Interrupt) -> None:
         told: list[tuple[Link, Queued]] = []
         continued: list[Link] = []
+        unheard: dict[str, Queued] = {}
         for link in self._living(command.ranks):
-            for queued in [queued for queued in link.queue if _is_meant(command, queued.call)]:
-                link.queue.remove(queued)
+            for queued in [one for one in link.queue if _is_meant(command, one.call) and not one.stopped]:
+                tally = self._tallies.get(queued.call)
+                if tally is not None and isinstance(tally.command, messages.RunOps):
+                    # Other ranks may have changed tensors by it: this one must know that it has not.
+                    unheard[queued.call] = unheard.get(queued.call) or _stopped(tally.command)
+                    link.queue[link.queue.index(queued)] = unheard[queued.call]
+                else:
+                    link.queue.remove(queued)
                 self._end_part(queued.call, link.rank, Outcome(status="interrupted"))
             if link.running is not None and command.target in (None, link.running.call):
                 # By its name, which counts also before the rank has taken the command from its socket; and by a signal,
@@ -914,6 +923,12 @@ def _is_meant(command: messages.Interrupt, waiting: str) -> bool:
     if command.target is not None:
         return command.target == waiting
     return command.client in (None, client_of(waiting))
+
+
+def _stopped(command: messages.RunOps) -> Queued:
+    """The same, for ranks that are not to run it."""
+    told = msgspec.structs.replace(command, fetch=None, stopped=True)
+    return Queued(command.call, codec.encode_body(told), stopped=True)
 
 
 def unread_bytes(fd: int) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
@@ -82,9 +83,7 @@ def test_a_stop_without_a_name_takes_back_what_waits_of_its_own_client_only(benc
     assert [report.call for report in bench.reports if isinstance(report, messages.CallFinished)] == ["a-1", "a-2"]
 
 
-def test_what_is_told_of_progress_may_begin_a_question_at_once(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_told_of_progress_may_begin_a_question_at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     for call in ("a-1", "a-2"):
         command = messages.RunCell(call=call, ranks=(0, 1), source="x")  # type: ignore[arg-type]
         bench.agent.handle(command, codec.encode_body(command))
@@ -101,3 +100,16 @@ def test_what_is_told_of_progress_may_begin_a_question_at_once(
     monkeypatch.setattr(bench.agent, "_report", ask)
     bench.agent._tick()
     assert told == ["a-1", "a-2"]
+
+
+def test_a_rank_hears_of_operations_that_a_stop_has_taken_back(bench: Bench) -> None:
+    for call in ("a-1", "a-2"):
+        command = messages.RunOps(call=call, ranks=(0, 1), engine="a|", first=1, ops=b"\x90")  # type: ignore[arg-type]
+        bench.agent.handle(command, codec.encode_body(command))
+    stop = messages.Interrupt(ranks=(0,), target="a-1")  # type: ignore[arg-type]
+    for _ in range(2):
+        bench.agent.handle(stop, codec.encode_body(stop))
+    assert [(queued.call, queued.stopped) for queued in bench.links[0].queue] == [("a-1", True), ("a-2", False)]
+    told = msgspec.msgpack.decode(bench.links[0].queue[0].body)
+    assert (told["call"], told["stopped"]) == ("a-1", True)
+    assert not any(queued.stopped for queued in bench.links[1].queue)

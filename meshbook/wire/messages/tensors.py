@@ -77,4 +77,5 @@ class RunOps(Message):
     fetch: Fetch | None = None
     forget: tuple[int, ...] = ()  # numbers of templates that nothing after this batch uses
     issued: bytes = b""  # an `Issued`; what is fetched counts as one more operation
+    stopped: bool = False  # not to be run: it waited for the rank when Stop came, which notes what it leaves out
     label: str = "tensor operations"
