@@ -509,6 +509,7 @@ class Planner:
             seeded=seeded,
             default=_default_of(inputs, outputs, kwargs),
             overwrites=bool(mutates) and overwrites(function),
+            views=is_view and shares,
         )
         return Template(
             number=number,

@@ -233,8 +233,15 @@ class Shape:
         known = self._engine.templates
         place = {name: at for at, name in enumerate(self._given)}
         changed, at = set(), 0
+        of: dict[int, int] = {}  # of views that the step makes, what they are views of
         for kind, (num_in, num_new, _) in zip(self._kinds, self._counts, strict=True):
-            changed |= {place[name] for index in known[kind].mutates if (name := self._row[at + index]) in place}
+            template, names = known[kind], self._row[at : at + num_in + num_new]
+            if template.is_view and template.shares and num_in:
+                of.update(dict.fromkeys(names[num_in:], of.get(names[0], names[0])))
+            for index in template.mutates:
+                for name in (names[index], of.get(names[index])):
+                    if name in place:
+                        changed.add(place[name])
             at += num_in + num_new
         return changed
 

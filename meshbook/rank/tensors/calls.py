@@ -61,6 +61,7 @@ class Sent:
         seeded: its last float is a seed for the random numbers it draws.
         default: torch's default dtype, where its result is of that and it is not the usual one.
         overwrites: of what it changes it leaves nothing.
+        views: what it makes shares the storage of its first tensor.
     """
 
     number: int
@@ -74,6 +75,7 @@ class Sent:
     seeded: bool
     default: str | None = None
     overwrites: bool = False
+    views: bool = False
 
 
 def find(name: str) -> Callable[..., Any]:

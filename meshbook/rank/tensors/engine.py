@@ -75,6 +75,8 @@ class Poison:
     kept: Any = field(default=None, compare=False)  # the tensor; None: there was none
     skipped: int = 0  # operations that were to change it and were not begun
     begun: bool = False  # one was, and may have written a part
+    # Of a view that was not made:
+    base: int | None = field(default=None, compare=False)  # the id of what it would be a view of
 
     def told(self) -> dict[str, Any]:
         names = ("number", "ename", "evalue", "trace", "interrupted", "secondary")
@@ -82,7 +84,9 @@ class Poison:
 
     def alone(self) -> Poison:
         """Of a tensor that there is not."""
-        return self if self.kept is None and not self.skipped else replace(self, kept=None, skipped=0, begun=False)
+        if self.kept is None and not self.skipped and self.base is None:
+            return self
+        return replace(self, kept=None, skipped=0, begun=False, base=None)
 
 
 class Poisoned(Exception):
@@ -107,7 +111,7 @@ class Template:
 
     __slots__ = (
         "build", "call", "communicates", "default", "kwargs", "mutates", "name", "new", "num_floats", "num_in",
-        "num_new", "outputs", "overwrites", "plain", "returns", "seeded",
+        "num_new", "outputs", "overwrites", "plain", "returns", "seeded", "views",
     )  # fmt: skip
 
     def __init__(self, sent: Sent, mesh: DeviceMesh | None, device: torch.device) -> None:
@@ -117,6 +121,7 @@ class Template:
         self.call = function if self.default is None else _with_default(function, self.default)
         self.outputs, self.returns, self.mutates = sent.outputs, sent.returns, sent.mutates
         self.communicates, self.seeded, self.overwrites = sent.communicates, sent.seeded, sent.overwrites
+        self.views = sent.views
         self.new = [index for index, output in enumerate(sent.outputs) if output == -1]
         self.num_new = len(self.new)
 
@@ -223,6 +228,9 @@ class Space:
     refused: Poison | None = None
     faulty: bool = False
     extras: dict[str, Any] = field(default_factory=dict)
+    # Ids by the storage of their tensors, while there are faults; and those that are in it.
+    _by_storage: dict[int, list[int]] = field(default_factory=dict)
+    _indexed: set[int] = field(default_factory=set)
 
     def take(self, id: int) -> Any:
         """The tensor of that id.
@@ -237,19 +245,51 @@ class Space:
             raise Poisoned(value)
         return value
 
-    def fault(self, id: int, poison: Poison) -> None:
-        """The tensor of that id could not be computed."""
-        self.values[id] = poison.alone()
+    def fault(self, id: int, poison: Poison, *, base: int | None = None) -> None:
+        """The tensor of that id could not be computed.
+
+        Args:
+            base: the id of what it would be a view of; None: it would be none.
+        """
+        if base is not None:
+            below = self.values.get(base)
+            base = below.base if isinstance(below, Poison) and below.base is not None else base
+            self.values[id] = replace(poison.alone(), base=base)
+        else:
+            self.values[id] = poison.alone()
         self.faulty = True
 
     def spare(self, id: int, poison: Poison, *, begun: bool = False) -> None:
-        """The tensor of that id was to be changed, and was not; or, begun, maybe in part."""
-        now = self.values.get(id)
+        """The tensor of that id was to be changed, and was not; or, begun, maybe in part. So was whatever shares its
+        storage."""
         self.faulty = True
+        now = self.values.get(id)
+        if isinstance(now, Poison) and now.kept is None and now.base is not None:
+            self._spare(id, poison, begun)
+            id = now.base
+        for other in self._sharing(id):
+            self._spare(other, poison, begun)
+
+    def _spare(self, id: int, poison: Poison, begun: bool) -> None:
+        now = self.values.get(id)
         if isinstance(now, Poison):
             self.values[id] = replace(now, skipped=now.skipped + 1, begun=now.begun or begun)
         else:
-            self.values[id] = replace(poison, kept=now, skipped=1, begun=begun)
+            self.values[id] = replace(poison, kept=now, skipped=1, begun=begun, base=None)
+
+    def _sharing(self, id: int) -> list[int]:
+        """The id, and those of all tensors on the same storage."""
+        storage = _storage(self.values.get(id))
+        if storage is None:
+            return [id]
+        for new in reversed(self.values):  # what is new in a dict is at its end
+            if new in self._indexed:
+                break
+            self._indexed.add(new)
+            if (its := _storage(self.values[new])) is not None:
+                self._by_storage.setdefault(its, []).append(new)
+        others = self._by_storage.get(storage, ())
+        return [id, *(other for other in others if other != id and _storage(self.values.get(other)) == storage)]
 
     def clear(self, ids: Sequence[int]) -> None:
         """Who asks for these tensors again knows that they were not changed."""
@@ -272,6 +312,8 @@ class Space:
                     if value.begun:
                         of["begun"].append(id)
         self.faulty = bool(found)
+        if not found:
+            self._by_storage, self._indexed = {}, set()
         return list(found.values())
 
 
@@ -603,7 +645,7 @@ def execute(
                 shared_fault(poison)
             if poison is not None:
                 for id in stream[middle:stop]:
-                    space.fault(id, poison)
+                    space.fault(id, poison, base=stream[start] if template.views else None)
                 for index in template.mutates:
                     space.spare(stream[start + index], poison, begun=begun)
                 if template.name == agreement.BEGIN:
@@ -660,6 +702,18 @@ def _local(tensor: Any) -> Any:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def _storage(value: Any) -> int | None:
+    """The storage that a tensor lies on, as a number; None: it has none of its own here."""
+    tensor = _local(value.kept if isinstance(value, Poison) else value)
+    if tensor is None:
+        return None
+    try:
+        found: int = tensor.untyped_storage()._cdata
+    except (AttributeError, NotImplementedError, RuntimeError):  # sparse, for one
+        return None
+    return found
+
+
 def _refuse(space: Space, poison: Poison) -> None:
     """Tell the others that this rank cannot take part in a step; they hear nothing where the groups are broken."""
     try:
@@ -682,7 +736,7 @@ def _stopped_in(
     middle = start + template.num_in
     for id in stream[middle : middle + template.num_new]:
         if values.get(id) is None:
-            space.fault(id, poison)
+            space.fault(id, poison, base=stream[start] if template.views else None)
     changed = bool(template.mutates) and _versions(template, ins) != versions
     if not changed or template.name == _REPLAY:
         for index in template.mutates:
@@ -701,7 +755,7 @@ def _skip(space: Space, stream: list[Any], at: int, values: MutableMapping[int, 
         middle = start + template.num_in
         stop = middle + template.num_new
         for id in stream[middle:stop]:
-            space.fault(id, poison)
+            space.fault(id, poison, base=stream[start] if template.views else None)
         for index in template.mutates:
             space.spare(stream[start + index], poison)
         at = stop + template.num_floats
