@@ -163,6 +163,11 @@ class Session:
     def lost(self) -> Ranks:
         return tuple(rank.rank for rank in self.info.ranks if rank.state == "dead")
 
+    @property
+    def is_free(self) -> bool:
+        """Whether no call is in the foreground."""
+        return self._running is None
+
     def living(self, ranks: Ranks) -> Ranks:
         lost = set(self.lost)
         return tuple(rank for rank in ranks if rank not in lost) if lost else ranks

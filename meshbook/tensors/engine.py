@@ -159,6 +159,7 @@ class _Batch:
     command: messages.RunOps
     ordinal: int = 0  # among all batches
     steps: list[Step] = field(default_factory=list)  # of optimizers, which end in it
+    future: Future[Any] | None = None  # None: it is about to be sent
 
 
 @dataclass
@@ -436,11 +437,32 @@ class Engine:
         if self._drain:
             limit = 1
         if len(self._ahead) >= limit and threading.current_thread() is not self.session.connection.thread:
+            if threading.current_thread() is threading.main_thread() and self.session.is_free:
+                self._wait_for_oldest(limit)
             with self._changed:
                 while len(self._ahead) >= limit and self._ended is None:
                     self._changed.wait(1.0)
             self._check()
             self._drain = self._drain and bool(self._ahead)
+
+    def _wait_for_oldest(self, limit: int) -> None:
+        """Wait as for a cell, so that Stop reaches ranks that do not get on.
+
+        Raises:
+            CellInterrupted: Stop.
+        """
+        while len(self._ahead) >= limit and self._ended is None:
+            batch = next(iter(self._ahead.values()), None)
+            if batch is None or batch.future is None:
+                return
+            sink = Console(self.ranks, echo=True)
+            finished = self.session.attend(batch.command, batch.future, sink=sink)
+            if self.session.was_stopped(batch.command.call):
+                error = error_of(finished, "an operation on tensors")
+                if not isinstance(error, RankLost):
+                    raise CellInterrupted((), self.ranks, summary="operations on tensors were stopped")
+            with self._changed:  # the acknowledgement is noted by the thread that listens
+                self._changed.wait_for(lambda: batch.command.call not in self._ahead, 5.0)  # noqa: B023
 
     def _check(self) -> None:
         if self._ended is not None:
@@ -497,6 +519,7 @@ class Engine:
                 self.num_ops += len(waiting) - len(words)
                 self.num_batches += 1
                 future = self.session.connection.request(command, **handlers)
+                self._ahead[command.call].future = future
             except BaseException as error:
                 if command is not None:
                     self._ahead.pop(command.call, None)

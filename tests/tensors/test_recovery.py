@@ -17,6 +17,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import meshbook
 from meshbook.controller.mesh import Mesh, create_mesh
 from meshbook.errors import CellInterrupted, OperationFailed, UsageError
+from meshbook.rank.tensors.calls import TENSOR, Sent
+from meshbook.rank.tensors.engine import Poison, Space, Template, _skip
 from meshbook.tensors.creation import engine_of
 
 GOOD = torch.tensor([1, 5, 3, 7, 2, 6, 4, 0])
@@ -192,6 +194,34 @@ def test_a_stop_in_the_first_step_leaves_a_model_that_trains_on(mesh: Mesh, tmp_
     torch.testing.assert_close(torch.tensor(got), torch.tensor(alone(3)), rtol=1e-4, atol=1e-5)
 
 
+def test_a_stop_reaches_ranks_that_python_waits_for_before_it_sends_more(mesh: Mesh, tmp_path: Path) -> None:
+    x, opened = meshbook.distribute(torch.ones(4), mesh), tmp_path / "opened"
+    engine, session = engine_of(mesh), mesh.session
+    mesh.run("import os, time")
+    busy = mesh.run(f"while not os.path.exists({str(opened)!r}): time.sleep(0.01)", wait=False)
+    y = x + 1
+    engine.flush()  # behind the cell
+    engine._drain = True  # as where groups have broken: one batch after the other
+
+    def press() -> None:
+        while session.is_free:  # until it waits for the batch
+            threading.Event().wait(0.01)
+        session.press_stop()
+        opened.touch()
+
+    pressing = threading.Thread(target=press)
+    pressing.start()
+    z = x + 2
+    with pytest.raises(CellInterrupted):
+        engine.flush()
+    pressing.join(30)
+    busy.result(30)
+    with pytest.raises(OperationFailed, match="stopped"):
+        y.sum().item()
+    assert (x + 1).sum().item() == 8
+    assert z.sum().item() == 12
+
+
 def test_a_stop_while_python_issues_a_step_takes_all_of_it_back(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     training = made("here", mesh)
     engine = engine_of(mesh)
@@ -248,6 +278,35 @@ def test_what_was_changed_on_some_ranks_only_is_refused_until_recover_has_told(m
     report = meshbook.recover(parts)
     assert report.half_written == ("tensor (4,)",)
     assert parts.local(1).tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_what_was_changed_through_a_view_on_some_ranks_only_is_refused(mesh: Mesh) -> None:
+    copy = meshbook.distribute(torch.arange(4.0), mesh)
+    mesh.run("ids, table = torch.tensor([9 if rank else 1]), torch.ones(4, 4)")
+    ids, table = mesh["ids"], mesh["table"]
+    with engine_of(mesh)._sending:  # in one batch
+        copy.as_local()[:2].add_(torch.nn.functional.embedding(ids, table)[0, :2])  # fails on rank 1 alone
+    with pytest.raises(OperationFailed, match="index out of range"):
+        copy.local(1)
+    with pytest.raises(OperationFailed, match="changed on some ranks and not on others"):
+        copy.local(0)
+    assert meshbook.recover(copy).restored == (("tensor (4,)", 0),)
+    assert copy.local(1).tolist() == [1.0, 2.0, 2.0, 3.0]
+
+
+def test_a_tensor_is_spared_with_the_view_that_a_stop_kept_from_being_made() -> None:
+    space, zeros = Space("client|dp|", None, torch.device("cpu")), torch.zeros(4)
+    view = Sent(1, "aten::slice.Tensor", (TENSOR, 0, 0, 2), {}, (-1,), "one", (), False, False, views=True)
+    change = Sent(2, "aten::neg_.default", (TENSOR,), {}, (0,), "one", (0,), False, False)
+    space.templates = {sent.number: Template(sent, None, space.device) for sent in (view, change)}
+    space.values[1] = zeros
+    stream = [1, 1, 2, 1, 2, 3, 2, 3]  # a view 2 of 1, a view 3 of 2, and a change of 3
+    stopped = Poison(7, "KeyboardInterrupt", "stopped by the user", "", interrupted=True)
+    _skip(space, stream, 0, space.values, stopped)
+    (told,) = space.faulted()
+    assert (told["lost"], told["spared"]) == ([2, 3], {1: 1})
+    space.clear([1])
+    assert space.values[1] is zeros
 
 
 def test_recover_says_what_it_takes() -> None:
