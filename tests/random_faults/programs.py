@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 from tests.random_faults.cell_programs import CellPrograms
 from tests.random_faults.harness import Hung, Programs, SharedMesh, deadline, end_supervisor, stacks
+from tests.random_faults.tensor_programs import TensorPrograms
 from tests.random_faults.training_programs import TrainingPrograms
 
 KINDS: dict[str, Callable[[SharedMesh], Programs]] = {
     "cells": CellPrograms,
     "training": TrainingPrograms,
+    "tensors": TensorPrograms,
 }
 
 

@@ -12,6 +12,7 @@ from tests.random_faults.programs import Runner
 SEEDS = {
     "cells": range(8),
     "training": range(5),
+    "tensors": range(8, 16),
 }
 
 
