@@ -27,6 +27,7 @@ from meshbook.errors import MeshbookError, NotAttached, StartError, UsageError, 
 from meshbook.mesh import MeshAxes
 from meshbook.version import __version__
 from meshbook.wire import keys
+from meshbook.wire.lifeline import is_stopped
 
 # Seconds that a supervisor may take to answer, and a mesh to end when it was asked or sent a signal. It gives its ranks
 # 1 s.
@@ -321,6 +322,9 @@ def end(connection: keys.Connection) -> str:
             answered.set()
             session.stop()
 
+    if is_stopped(connection.pid):  # by SIGSTOP: it could not end in good order
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(connection.pid, signal.SIGCONT)
     # A daemon: one that waits for a stuck supervisor must not keep us from killing it.
     threading.Thread(target=ask, name=f"end-{connection.name}", daemon=True).start()
     if answered.wait(_ANSWER_TIMEOUT_S) and _is_gone(connection, _STOP_GRACE_S):

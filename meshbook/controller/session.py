@@ -132,6 +132,7 @@ class Session:
             NotAttached: it did not answer; this process has left it all the same.
         """
         self._at_exit.detach()
+        self.connection.let_go_on()
         call = self.connection.next_call()
         try:
             self.connection.request(messages.Detach(call=call, orphan_ttl_s=orphan_ttl_s)).result(_STOP_TIMEOUT_S)
@@ -573,6 +574,7 @@ def _end(connection: Connection, gone: threading.Event, stop: bool) -> None:
     """At exit, or when nobody holds the session: stop the mesh, or just leave it. Must not refer to the session."""
     try:
         if stop and not connection.closed and not gone.is_set():
+            connection.let_go_on()  # one that is stopped (SIGSTOP) could not end
             connection.request(messages.StopMesh(call=connection.next_call(), now=True))
             gone.wait(_STOP_TIMEOUT_S)
     except MeshbookError:
