@@ -59,6 +59,7 @@ _FREE_AT_ONCE = 16
 # Faults whose lines are remembered.
 _MAX_FAULTS = 1000
 _MAX_USER_FRAMES = 3
+_LOST_TOLD = 4  # lost ranks of which is said how they ended
 # Code objects of which it is known whose they are, and lines that operations came from.
 _MAX_CODES, _MAX_LINES = 4096, 4096
 # Templates that are kept for sure; as many older ones go when there are more, here and on the ranks. A whole training
@@ -469,12 +470,16 @@ class Engine:
             raise self._ended.with_traceback(None)
         if self.session.ended is not None:
             self.session.check()
-        lost = [rank for rank in self.session.lost if rank in self.ranks]
+        lost = [rank for rank in self.session.info.ranks if rank.state == "dead" and rank.rank in self.ranks]
         if lost:
+            how = "; ".join(
+                f"rank {rank.rank} (pid {rank.pid} on {rank.host}) {rank.exit}" for rank in lost[:_LOST_TOLD]
+            )
+            more = f", and {len(lost) - _LOST_TOLD} more ended" if len(lost) > _LOST_TOLD else ""
             self._ended = RankLost(
-                f"{name_ranks(lost)} {'is' if len(lost) == 1 else 'are'} gone, and with that a part of every tensor of "
-                "this mesh; make them anew on a new mesh",
-                ranks=lost,
+                f"{how}{more}. With {'it' if len(lost) == 1 else 'them'} a part of every tensor of this mesh is gone: "
+                "make them anew on a new mesh (%mesh restart)",
+                ranks=[rank.rank for rank in lost],
                 survivors=self.session.living(self.ranks),
             )
             raise self._ended

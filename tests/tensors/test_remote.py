@@ -25,6 +25,7 @@ from meshbook.tensors import engine as engines
 from meshbook.tensors.creation import distribute, engine_of
 from meshbook.tensors.engine import Engine, Where, here
 from meshbook.tensors.remote import RemoteTensor
+from tests.controller.test_run import when
 
 
 def live(mesh: Mesh) -> set[int]:
@@ -508,6 +509,21 @@ def train_for_ever(x: torch.Tensor) -> None:
     for _ in range(100_000):
         x = x @ x.t() / 64
         x.sum().item()
+
+
+def test_a_signal_that_ends_idle_ranks_is_named_by_the_next_operation_on_their_tensors() -> None:
+    with create_mesh({"dp": 3}) as mesh:
+        x = distribute(torch.ones(4, 4), mesh, [Shard(0)])
+        x.sum().item()
+        pids = dict(mesh.execute(os.getpid))
+        for rank, number in ((0, signal.SIGALRM), (1, signal.SIGUSR2), (2, signal.SIGUSR1)):
+            os.kill(pids[rank], number)
+            when(lambda rank=rank: rank in mesh.session.lost)
+        with pytest.raises(RankLost, match="With them a part of every tensor of this mesh is gone") as raised:
+            (x + 1).sum().item()
+        for rank, name in ((0, "SIGALRM"), (1, "SIGUSR2"), (2, "SIGUSR1")):
+            assert f"rank {rank} (pid {pids[rank]} on" in str(raised.value)
+            assert f"was killed by {name}" in str(raised.value)
 
 
 def test_a_killed_rank_is_told_at_the_next_wait() -> None:
