@@ -31,6 +31,7 @@ from meshbook.fold.lines import LineFolder
 from meshbook.fold.outcomes import fold_outcomes
 from meshbook.host import outside
 from meshbook.host.cores import cgroup_quota, num_cores, threads_per_rank
+from meshbook.host.descriptors import limit_of_users
 from meshbook.host.logring import LogRing, last_lines_of
 from meshbook.host.looking import Looker, Subject
 from meshbook.host.starter import Child, ForkStarter, FreshStarter, Starter
@@ -265,6 +266,7 @@ class HostAgent:
                     threads=threads,
                     blas_threads=None if "OPENBLAS_NUM_THREADS" in {*os.environ, *spec.env} else threads,
                     host_pid=os.getpid(),
+                    max_files=limit_of_users(),
                 )
                 starter.start_rank(told, lambda child, link=link: self._started(link, child))  # type: ignore[misc]
         except OSError as error:

@@ -16,6 +16,7 @@ import zmq
 from meshbook.errors import TransferError
 from meshbook.fold.outcomes import in_place_of
 from meshbook.host.agent import HostAgent
+from meshbook.host.descriptors import raise_limit
 from meshbook.wire import codec, keys, messages
 from meshbook.wire.lifeline import die_with_parent
 from meshbook.wire.loop import Loop
@@ -28,6 +29,7 @@ _LINGER_MS = 500
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
+    raise_limit()
     folder, host, address = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     token = sys.stdin.read().strip()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -13,6 +13,7 @@ import multiprocessing
 import multiprocessing.context
 import os
 import random
+import resource
 import signal
 import sys
 import traceback
@@ -69,6 +70,10 @@ def _settle(told: birth.RankBirth) -> None:
     lead_a_group()
     be_readable_by(told.host_pid)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if told.max_files is not None:
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (told.max_files, hard))
     os.environ.update(told.spec.env)
     os.environ.update(
         RANK=str(told.rank),

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from meshbook.errors import MeshbookError
+from meshbook.host.descriptors import raise_limit
 from meshbook.supervisor.driver import Driver
 from meshbook.wire import keys
 
@@ -26,6 +27,7 @@ def serve(arguments: list[str]) -> None:
     parser.add_argument("--source")  # a fork server to branch off
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise_limit()
     folder: Path = options.folder
     try:
         _settle()

@@ -25,6 +25,7 @@ class RankBirth(Struct, frozen=True):
     threads: int  # for torch's own thread pool
     blas_threads: int | None = None  # for NumPy's; None: as the user's environment says
     host_pid: int = 0  # of the agent; what it starts may look at this rank from outside
+    max_files: int | None = None  # soft limit on open files; None: the one that it inherits
 
 
 class ForkRank(Struct, tag=True, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import meshbook
 from meshbook.controller.mesh import Mesh, create_mesh
 from meshbook.errors import CellError, CellInterrupted
+from meshbook.host.descriptors import WANTED
 from tests.controller.test_run import when
 
 REDUCED = "t = torch.ones(1)\ndist.all_reduce(t)\nt.item()"
@@ -19,7 +21,10 @@ REDUCED = "t = torch.ones(1)\ndist.all_reduce(t)\nt.item()"
 @pytest.fixture(scope="module")
 def rough() -> Iterator[Mesh]:
     """Ranks that have been through all that cells of other tests here did to them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1000, soft), hard))  # a usual one
     with create_mesh(2) as mesh:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         mesh.run("import builtins, os, signal, sys, time\nkept = rank")
         yield mesh
 
@@ -118,6 +123,14 @@ def test_a_rank_without_file_descriptors_says_so_and_groups_are_formed_once_it_h
     assert dict(rough.run("kept").values) == {0: 0, 1: 1}
     rough.run("resource.setrlimit(resource.RLIMIT_NOFILE, limits)\nfor fd in globals().pop('held', ()): os.close(fd)")
     assert_usable(rough)
+
+
+def test_the_supervisor_may_open_more_files_than_the_ranks_whose_limit_is_their_users(rough: Mesh) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    limits = rough.run("import resource\nresource.getrlimit(resource.RLIMIT_NOFILE)").values
+    assert dict(limits) == {0: (1000, hard), 1: (1000, hard)}
+    supervisor = resource.prlimit(rough.session.info.supervisor_pid, resource.RLIMIT_NOFILE)
+    assert supervisor == (min(WANTED, hard), hard)
 
 
 def test_what_runs_on_ranks_takes_its_time_from_where_user_code_does_not_rebind_it() -> None:
