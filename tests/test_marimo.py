@@ -245,6 +245,17 @@ def test_an_error_on_the_ranks_is_the_cells_and_says_where_a_missing_name_lives(
     wait_until(lambda: not list_meshes(), 20, "the end of the mesh")
 
 
+def test_a_marked_cell_in_which_ranks_wait_for_one_that_failed_ends_with_its_error(tmp_path: Path) -> None:
+    from meshbook.errors import CellError
+
+    failing = "# mesh\nmesh\nif rank == 1: raise ValueError('no')\ndist.all_reduce(torch.ones(1))"
+    with pytest.raises(CellError, match=r"^rank 1: ValueError: no; rank 0 waited in all_reduce .* was released"):
+        load(notebook(tmp_path, MAKE, failing)).app.run()
+    for mesh in list_meshes():
+        os.kill(mesh.pid, signal.SIGTERM)
+    wait_until(lambda: not list_meshes(), 20, "the end of the mesh")
+
+
 # ---- in a server
 
 

@@ -230,6 +230,17 @@ def test_a_script_that_fails_ends_with_status_1(tmp_path: Path) -> None:
     assert "ranks 0-1: ValueError: not so" in done.err
 
 
+def test_a_notebook_in_which_ranks_wait_for_one_that_failed_ends_with_that_ones_error_first(tmp_path: Path) -> None:
+    path = notebook(tmp_path, "if rank == 1: raise ValueError('no')\ndist.all_reduce(torch.ones(1))", "print('never')")
+    done = meshbook("run", str(path), "-n", "2", cwd=tmp_path)
+    assert done.status == 1
+    assert done.err.startswith("cell 1 of 2 failed:\n")
+    released = done.err.index("rank 0 waited in all_reduce at line 2 and was released")
+    assert done.err.index("rank 1: ValueError") < released
+    assert "never" not in done.out
+    assert "torch/distributed" not in done.err
+
+
 def test_marks_are_read_as_editors_write_them() -> None:
     source = "import os\n#%%\na = 1\n# %% A title\nb = 2\n# %% [md]\n# text\n# more\n# %%time is a remark\nc = 3\n"
     cells = notebook_of(source).cells

@@ -6,8 +6,8 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshbook.errors import Failure
-from meshbook.fold.outcomes import fold_errors, fold_outcomes, merge_parts, ranks_with
+from meshbook.errors import Failure, Released
+from meshbook.fold.outcomes import fold_errors, fold_outcomes, fold_released, merge_parts, ranks_with
 from meshbook.wire.messages import Frame, Outcome, Part, Preview, RankError, Value
 
 # The same examples in every run, however slow the machine.
@@ -111,3 +111,20 @@ def test_ranks_are_looked_up_by_how_they_ended():
     parts = fold(ok("1"), Outcome("lost"), ok("2"), failed("E", ""))
     assert ranks_with(parts, "ok") == (0, 2)
     assert ranks_with(parts, "lost", "error") == (1, 3)
+
+
+def waited(where):
+    return Outcome("error", error=RankError("CollectiveAborted", "rank 1 raised", ("Traceback",), released=where))
+
+
+def test_ranks_that_waited_for_others_are_grouped_by_where_and_are_no_failures():
+    barrier, gather = waited("barrier at line 2"), waited("gather at line 4")
+    parts = fold(barrier, failed("ValueError", "no"), gather, barrier)
+    assert fold_released(parts) == (Released((0, 3), "barrier at line 2"), Released((2,), "gather at line 4"))
+    assert [failure.ranks for failure in fold_errors(parts)] == [(1,)]
+    assert fold_released(fold(ok("1"), failed("ValueError", "no"))) == ()
+
+
+def test_ranks_that_waited_at_one_line_on_two_hosts_are_one_group():
+    parts = merge_parts([fold_outcomes([(rank, waited("barrier at line 2"))]) for rank in (2, 0)])
+    assert fold_released(parts) == (Released((0, 2), "barrier at line 2"),)

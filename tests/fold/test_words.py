@@ -8,9 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshbook.errors import Failure
+from meshbook.errors import Failure, Released
 from meshbook.fold.outcomes import fold_outcomes
-from meshbook.fold.words import LiveBoard, clean, html_values, plain, show_errors, show_line, show_values
+from meshbook.fold.words import (
+    LiveBoard,
+    clean,
+    html_values,
+    plain,
+    show_errors,
+    show_line,
+    show_released,
+    show_values,
+)
 from meshbook.wire.messages import Display, Line, Outcome, Preview, RankDisplay, Value
 
 # The same examples in every run, however slow the machine.
@@ -279,3 +288,22 @@ def test_a_wiped_bar_and_a_display_leave_nothing_behind():
     assert not board.take(RankDisplay((0,), Display({})))
     assert board.take(line("", 0, live=True))
     assert board.text((0,)) == ""
+
+
+@pytest.mark.parametrize(
+    ("released", "text"),
+    [
+        ([((0,), "barrier at line 2")], "rank 0 waited in barrier at line 2 and was released; its variables are kept"),
+        (
+            [((0, 2, 3), "all_reduce at line 4")],
+            "ranks 0,2-3 waited in all_reduce at line 4 and were released; their variables are kept",
+        ),
+        (
+            [((0,), "barrier at line 2"), ((2, 3), "gather at line 3")],
+            "rank 0 waited in barrier at line 2; ranks 2-3 waited in gather at line 3; they were released, and their "
+            "variables are kept",
+        ),
+    ],
+)
+def test_ranks_that_were_released_are_one_line(released, text):
+    assert show_released([Released(*one) for one in released]) == text

@@ -385,6 +385,16 @@ def test_a_failure_of_one_rank_names_it_and_those_that_succeeded(shared: FrontEn
     assert "rank 0 ran to its end" in cell.traceback
 
 
+def test_ranks_that_wait_for_one_that_raised_end_with_its_error_and_keep_what_they_hold(shared: FrontEnd) -> None:
+    cell = shared.run("held = rank\nif rank == 1: raise ValueError('no')\ndist.all_reduce(torch.ones(1))")
+    assert cell.reply["ename"] == "ValueError"
+    assert cell.reply["evalue"].startswith("rank 1: ValueError: no; rank 0 waited in all_reduce at line 3")
+    released = cell.traceback.index("rank 0 waited in all_reduce at line 3 and was released; its variables are kept")
+    assert cell.traceback.index("rank 1: ValueError") < released
+    assert "distributed_c10d" not in cell.traceback
+    assert shared.run("t = torch.full((1,), held + 1.)\ndist.all_reduce(t)\nt.item()").result == "3.0"
+
+
 def test_different_failures_come_under_one_name(shared: FrontEnd) -> None:
     cell = shared.run("1 / 0 if rank else int('x')")
     assert cell.reply["ename"] == "CellError"

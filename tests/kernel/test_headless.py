@@ -39,22 +39,30 @@ def test_a_notebook_runs_to_its_end_and_keeps_what_it_showed(run: object) -> Non
 
 
 def test_run_all_stops_at_a_cell_that_fails_on_one_rank(run: object) -> None:
-    made = notebook("x = 1", "if rank == 1: raise KeyError('left')", "ran = True")
+    made = notebook("x = 1", "if rank == 1: raise KeyError('left')\ndist.all_reduce(torch.ones(1))", "ran = True")
     with pytest.raises(CellExecutionError, match="KeyError") as caught:
         execute(made)
     assert caught.value.ename == "KeyError"
+    assert "rank 0 waited in all_reduce at line 2 and was released" in caught.value.traceback
     assert made.cells[2].outputs == []
     assert made.cells[2].execution_count is None
 
 
-def test_papermill_sets_parameters_on_the_ranks(run: object, tmp_path: Path) -> None:
+def test_papermill_sets_parameters_on_the_ranks_and_ends_with_the_error_that_ranks_wait_for(
+    run: object, tmp_path: Path
+) -> None:
     papermill = pytest.importorskip("papermill")
-    made = notebook("lr = 0.1", "lr * 2")
+    made = notebook("lr = 0.1", "lr * 2", "if rank == 1: raise ValueError(lr)\ndist.barrier()", "ran = True")
     made.cells[0].metadata["tags"] = ["parameters"]
     source, result = tmp_path / "in.ipynb", tmp_path / "out.ipynb"
     nbformat.write(made, source)
     with patch.dict(os.environ, {"MESHBOOK_RANKS": "2"}), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # papermill's own, of its own libraries
-        papermill.execute_notebook(source, result, parameters={"lr": 0.5}, progress_bar=False)
-    done = nbformat.read(result, as_version=4)
-    assert texts(done.cells[-1]) == ["1.0"]
+        with pytest.raises(papermill.PapermillExecutionError, match="ValueError") as raised:
+            papermill.execute_notebook(source, result, parameters={"lr": 0.5}, progress_bar=False)
+    assert raised.value.ename == "ValueError"
+    assert raised.value.evalue.startswith("rank 1: ValueError: 0.5; rank 0 waited in barrier at line 2")
+    written = nbformat.read(result, as_version=4).cells
+    *_, doubled, _, after = (cell for cell in written if cell.cell_type == "code")  # it adds remarks of its own
+    assert texts(doubled) == ["1.0"]
+    assert after.outputs == []
