@@ -9,6 +9,9 @@ import importlib.util
 import os
 import shutil
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,6 +82,32 @@ def run() -> Iterator[Run]:
     run.clean()
     if left:
         pytest.fail("the test run left something behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+# Tests that start meshes. Importing torch is most of what a start costs, so one fork server does it for all of them.
+MESHES = ("actors", "browser", "cli", "controller", "engines", "kernel", "random_faults", "tensors", "zoo")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fork_server(run: Run, request: pytest.FixtureRequest) -> Iterator[None]:
+    """What all meshes of the run branch their fork servers off; until it listens, they start their own."""
+    folders = {item.path.relative_to(ROOT / "tests").parts[0] for item in request.session.items}
+    if folders.isdisjoint(MESHES):
+        yield
+        return
+    from meshbook.controller.launch import FORK_SERVER
+    from meshbook.host.starter import rank_environment
+
+    listen = run.home / "fork.sock"
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        with theirs:
+            command = [sys.executable, "-P", "-m", "meshbook.rank.forkserver", str(theirs.fileno()), str(listen)]
+            server = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=rank_environment())
+        os.environ[FORK_SERVER] = str(listen)
+        yield
+        del os.environ[FORK_SERVER]
+    assert server.wait(30) == 0
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,9 @@ from pathlib import Path
 from meshbook.errors import StartError
 from meshbook.wire import keys
 
+# The socket of a fork server that has imported torch, for programs that start many meshes one after the other, as test
+# suites do: importing torch is most of what a start costs.
+FORK_SERVER = "MESHBOOK_FORK_SERVER"
 
 def launch_supervisor(
     name: str,
@@ -29,12 +32,15 @@ def launch_supervisor(
         owner: what a restarted notebook will look for.
         listen: a tcp address to listen on, with CURVE; None: a socket in the mesh's own folder.
         light: warm up to fork ranks that have no torch.
-        source: the socket of a living mesh's fork server, of the same kind; ours is branched off it.
+        source: the socket of a living mesh's fork server, of the same kind; ours is branched off it. None: the one
+            that MESHBOOK_FORK_SERVER names, if it has torch as ours will.
 
     Raises:
         MeshInUse: the name is taken.
         StartError: it did not come up; the message says why.
     """
+    if source is None and not light:
+        source = os.environ.get(FORK_SERVER)
     folder = keys.claim_folder(name)
     ready, theirs = os.pipe()
     # -P: a torch.py in the user's folder must not be taken for torch; ranks get the user's own path later.

@@ -111,7 +111,10 @@ def _fork_for(host: socket.socket, listener: socket.socket, _rank_main: object) 
                 os.read(children, 4096)
             _reap(host)
         if host.fileno() in readable:
-            data, descriptors, _, _ = socket.recv_fds(host, birth.MAX_BIRTH_BYTES, 6)
+            try:
+                data, descriptors, _, _ = socket.recv_fds(host, birth.MAX_BIRTH_BYTES, 6)
+            except ConnectionError:  # the host was killed
+                data = b""
             if not data:
                 os._exit(0)
             command = birth.fork_commands.decode(data)

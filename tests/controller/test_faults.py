@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from meshbook.controller.launch import FORK_SERVER
 from meshbook.controller.mesh import Mesh, create_mesh
 from meshbook.errors import CellError, CellInterrupted, NotAttached, RankLost, StartError
 from meshbook.wire import keys, messages
@@ -195,6 +196,7 @@ def test_a_torch_that_cannot_be_imported_fails_the_start_with_its_reason_and_lea
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('this torch is broken')")
+    monkeypatch.delenv(FORK_SERVER)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     with pytest.raises(StartError, match="this torch is broken"):
         create_mesh(2)

@@ -13,7 +13,7 @@ import pytest
 
 from meshbook.controller import listing
 from meshbook.controller.connection import Connection
-from meshbook.controller.launch import launch_supervisor
+from meshbook.controller.launch import FORK_SERVER, launch_supervisor
 from meshbook.controller.mesh import attach, create_mesh
 from meshbook.controller.session import Session
 from meshbook.errors import MeshInUse, MeshNameError, NotAttached, StartError
@@ -27,7 +27,8 @@ def processes_of(pid: int) -> list[psutil.Process]:
     return [process, *process.children(recursive=True)]
 
 
-def test_stop_leaves_no_process_no_folder_and_no_shared_memory() -> None:
+def test_stop_leaves_no_process_no_folder_and_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(FORK_SERVER)
     before = set(os.listdir("/dev/shm"))
     mesh = create_mesh(2)
     processes = processes_of(mesh.session.info.supervisor_pid)
