@@ -103,7 +103,9 @@ def fork_server(run: Run, request: pytest.FixtureRequest) -> Iterator[None]:
     with ours:
         with theirs:
             command = [sys.executable, "-P", "-m", "meshbook.rank.forkserver", str(theirs.fileno()), str(listen)]
-            server = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=rank_environment())
+            server = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], env=rank_environment(), start_new_session=True
+            )
         os.environ[FORK_SERVER] = str(listen)
         yield
         del os.environ[FORK_SERVER]
