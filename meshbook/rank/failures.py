@@ -21,6 +21,7 @@ import IPython
 
 from meshbook.diagnose.code import is_user
 from meshbook.errors import CollectiveAborted
+from meshbook.rank import limits
 from meshbook.wire.messages import Frame, RankError
 
 # A message of a CUDA or compiler error can be megabytes; a notebook shows the beginning and the end of it.
@@ -65,6 +66,9 @@ def describe(error: BaseException, renderer: Renderer) -> RankError:
             pickled=_pickled(error),
             released=error.where,
         )
+    if (full := limits.full_folder_behind(text)) is not None:
+        with contextlib.suppress(Exception):
+            error.add_note(full)
     try:
         with _few_frames(error):
             rendered = renderer.render(error)

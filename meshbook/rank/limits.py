@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import tempfile
+
+_ALMOST_FULL = 0.05  # what is written in vain is mostly taken back before somebody looks
 
 
 def shortage_behind(error: BaseException) -> OSError | None:
@@ -17,3 +20,23 @@ def shortage_behind(error: BaseException) -> OSError | None:
         "with resource.setrlimit(resource.RLIMIT_NOFILE, ...) in a cell"
     )
     return OSError(errno.EMFILE, text)
+
+
+def full_folder_behind(text: str) -> str | None:
+    """Which folder has no space left, where an error's text says that one has none, and what lies there; None: it does
+    not, or none of those that a program writes to unasked is full."""
+    if os.strerror(errno.ENOSPC) not in text:
+        return None
+    told = []
+    for folder, holds in (
+        ("/dev/shm", "what processes share lies there, tensors of DataLoader workers for example"),
+        (tempfile.gettempdir(), "another disk can be named in TMPDIR before the mesh starts"),
+    ):
+        try:
+            found = os.statvfs(folder)
+        except OSError:
+            continue
+        free, size = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+        if size and free < _ALMOST_FULL * size:
+            told.append(f"{folder} is full ({free >> 20:,} of {size >> 20:,} MiB are free): {holds}")
+    return ". ".join(told) or None
