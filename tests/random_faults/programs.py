@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tests.random_faults.cell_programs import CellPrograms
 from tests.random_faults.harness import Hung, Programs, SharedMesh, deadline, end_supervisor, stacks
+from tests.random_faults.module_programs import ModulePrograms
 from tests.random_faults.tensor_programs import TensorPrograms
 from tests.random_faults.training_programs import TrainingPrograms
 
@@ -14,6 +15,7 @@ KINDS: dict[str, Callable[[SharedMesh], Programs]] = {
     "cells": CellPrograms,
     "training": TrainingPrograms,
     "tensors": TensorPrograms,
+    "modules": ModulePrograms,
 }
 
 

@@ -13,6 +13,7 @@ SEEDS = {
     "cells": range(8),
     "training": range(5),
     "tensors": range(8, 16),
+    "modules": (1, 2, 3, 5, 14),
 }
 
 
@@ -22,6 +23,7 @@ def runner() -> Iterator[Runner]:
         yield runner
 
 
+@pytest.mark.timeout(400)  # several programs, each with a deadline of its own that tells more
 @pytest.mark.parametrize("kind", SEEDS)
 def test_after_a_fault_the_next_numbers_are_right_or_the_mesh_has_said_what_is_lost(kind: str, runner: Runner) -> None:
     failures = [(seed, verdict.failure) for seed in SEEDS[kind] if (verdict := runner.run(kind, seed)).failure]

@@ -536,7 +536,8 @@ class Tensors:
         fault nobody waits; if they have not, they wait for this rank, and are freed by breaking the groups."""
         groups = self._groups
         store = None if groups is None else groups._store
-        if groups is None or store is None or groups.broken:
+        # A group that broke because of a neighbour's closed connection still keeps other neighbours waiting.
+        if groups is None or store is None or groups.severed_with is not None:
             return
         everybody = space.mesh.size() if space.mesh is not None else 1
         key = f"meshbook/fault/{groups.epoch}/{space.name}/{poison.number}/{poison.ename}"
@@ -634,11 +635,12 @@ def execute(
                     sure = poison.secondary or template.name == _REPLAY
                     begun = not sure or _versions(template, ins) != running[3]
                     space.faults.append(poison)
-                    if template.name != agreement.BEGIN:  # there the others have answered
-                        if not template.num_new and not template.mutates and space.sticky is None:
-                            space.sticky = poison
-                        if template.communicates:
-                            shared_fault(poison)
+                    begins = template.name == agreement.BEGIN
+                    if not begins and not template.num_new and not template.mutates and space.sticky is None:
+                        space.sticky = poison
+                    # Those that refuse a step have answered each other; a closed connection has told this rank alone.
+                    if template.communicates and not isinstance(error, agreement.StepRefused):
+                        shared_fault(poison)
             elif template.name == agreement.BEGIN:
                 _refuse(space, poison)
             elif template.communicates:

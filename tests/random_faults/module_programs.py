@@ -1,0 +1,300 @@
+"""Training steps of modules and optimizers on the ranks, one with a fault, against one process that leaves it out.
+
+Whatever the fault hits, a step of the optimizer was taken by all ranks or by none, and the model trains on with the
+numbers of one process. A fault inside an optimizer of the user's own is no such step: then what `meshbook.recover` says
+of the parameters must be so.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import meshbook
+from meshbook.controller.mesh import Mesh
+from meshbook.errors import CellInterrupted, OperationFailed, RankLost
+from tests.random_faults import operators
+from tests.random_faults.harness import WORLD_SIZE, SharedMesh, Wrong, stop_when
+from tests.random_faults.operators import Net
+
+ROWS = 2 * WORLD_SIZE
+PLACES = ("before forward", "inside forward", "after forward", "inside backward", "in the step")
+# How often each comes: what kills a rank costs a new mesh.
+FAULTS = {"raise": 5, "raise everywhere": 2, "stop": 4, "freeze": 2, "kill": 1, "stop anywhere": 4}
+
+
+def in_parts(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return parallelize_module(module, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+STRATEGIES: dict[str, Any] = {"ddp": "ddp", "fsdp": "fsdp", "tp": in_parts}
+
+
+class Plain(torch.optim.Optimizer):
+    """A user's own: one change in place after the other, and a fault at the second where it has one."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.fault: tuple[str, int, int] | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for number, parameter in enumerate(self.param_groups[0]["params"]):
+            gradient = parameter.grad
+            if self.fault is not None and number == 1:
+                placements = list(gradient.placements)
+                gradient = operators.faulty(gradient.as_local(), *self.fault).as_global(placements) - 1
+            parameter.sub_(gradient, alpha=0.1)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "Adam, one by one": lambda parameters: torch.optim.Adam(parameters, lr=0.01, foreach=False),
+    "own": Plain,
+}
+
+
+class Trainer:
+    """A model with its optimizer, on a mesh or here."""
+
+    def __init__(self, seed: int, optimizer: str, mesh: Mesh | None = None, strategy: str = "") -> None:
+        torch.manual_seed(seed)
+        self.mesh, self.placements = mesh, None if strategy == "tp" else [Shard(0)]
+        self.model: Any = Net() if mesh is None else meshbook.distribute(Net, mesh, strategy=STRATEGIES[strategy])
+        self.opt = OPTIMIZERS[optimizer](self.model.parameters())
+
+    def step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if self.mesh is not None:
+            x, y = (meshbook.distribute(one, self.mesh, self.placements) for one in (x, y))
+        self.opt.zero_grad()
+        loss: torch.Tensor = (self.model(x) - y).square().mean()
+        loss.backward()
+        self.opt.step()
+        return loss.detach()
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Whole, from the ranks together.
+
+        Raises:
+            Wrong: ranks that have the same piece have other numbers in it.
+        """
+        if self.mesh is None:
+            return [parameter.detach().clone() for parameter in self.model.parameters()]
+        return [_whole(name, parameter.detach()) for name, parameter in self.model.named_parameters()]
+
+
+def _whole(name: str, tensor: Any) -> torch.Tensor:
+    (place,) = tensor.placements
+    own = [tensor.local(rank) for rank in range(WORLD_SIZE)]
+    if place.is_shard():
+        return torch.cat(own, place.dim)
+    if not all(torch.equal(one, own[0]) for one in own):
+        raise Wrong(f"{name} is whole on every rank, and differs: {own}")
+    return own[0]
+
+
+def _alike(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(torch.allclose(one, other, rtol=1e-9, atol=1e-11) for one, other in zip(some, others, strict=True))
+
+
+class ModulePrograms:
+    """Steps without a fault, one with, what is left of the model, and steps without a fault."""
+
+    def __init__(self, shared: SharedMesh) -> None:
+        self._shared = shared
+
+    def close(self) -> None:
+        pass
+
+    def run(self, seed: int) -> str:
+        """See `Programs`."""
+        return _Program(self._shared.get(), seed).run()
+
+
+class _Program:
+    def __init__(self, mesh: Mesh, seed: int) -> None:
+        self.mesh, self.seed = mesh, seed
+        self.draw = draw = random.Random(seed)
+        (self.kind,) = draw.choices(list(FAULTS), list(FAULTS.values()))
+        self.strategy, self.optimizer = draw.choice(list(STRATEGIES)), draw.choice(list(OPTIMIZERS))
+        self.place = draw.choice(PLACES)
+        if self.place == "in the step" and not self.kind.startswith("raise"):
+            self.place = "inside backward"  # in a step a Stop waits
+        if self.place == "in the step":
+            self.optimizer = "own"
+        self.guilty = draw.randrange(WORLD_SIZE)
+        self.numbers = torch.Generator().manual_seed(seed)
+        self.name = f"{self.kind}{'' if self.kind == 'stop anywhere' else ' ' + self.place}"
+        self.what = f"{self.strategy}, {self.optimizer}, {self.name} on rank {self.guilty}"
+
+    def run(self) -> str:
+        try:
+            self._run()
+        except Wrong as wrong:
+            raise Wrong(f"{self.what}: {wrong}") from wrong
+        return self.name
+
+    def _run(self) -> None:
+        self.mesh.execute(operators.arm, "", "", 0, 0)
+        there = Trainer(self.seed, self.optimizer, self.mesh, self.strategy)
+        here = Trainer(self.seed, self.optimizer)
+        for _ in range(self.draw.randint(1, 2)):
+            self._step_both(there, here)
+        bad, more = self._batch(), [self._batch() for _ in range(self.draw.randint(0, 2))]
+        error = self._steps_with_fault(there, bad, more)
+        self.mesh_is_armed_no_more()
+        if self.kind == "kill":
+            if not isinstance(error, RankLost) or error.ranks != (self.guilty,):
+                raise Wrong(f"it was killed, and what is said is {error!r}")
+            return
+        self._judge(error)
+        if self.place == "in the step":
+            self._recover_in_part(there)
+            return
+        here = self._which(there, here, bad, more)
+        report = meshbook.recover(there.model, there.opt)
+        if not report.complete or report.restored:
+            raise Wrong(f"every step was taken by all or none, and recover says {report}")
+        for _ in range(2):
+            self._step_both(there, here)
+
+    def mesh_is_armed_no_more(self) -> None:
+        if self.kind != "kill":
+            self.mesh.execute(operators.arm, "", "", 0, 0)
+
+    def _batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        shapes = (ROWS, 4), (ROWS, 2)
+        x, y = (torch.randn(shape, dtype=torch.float64, generator=self.numbers) for shape in shapes)
+        return x, y
+
+    def _step_both(self, there: Trainer, here: Trainer) -> None:
+        batch = self._batch()
+        got, wanted = there.step(*batch).item(), here.step(*batch).item()
+        if abs(got - wanted) > 1e-9 * max(1.0, abs(wanted)):
+            raise Wrong(f"the loss is {got}, and one process has {wanted}")
+        if not _alike(got_all := there.parameters(), wanted_all := here.parameters()):
+            raise Wrong(f"the parameters are {got_all}, and one process has {wanted_all}")
+
+    def _steps_with_fault(self, there: Trainer, bad: Any, more: Any) -> BaseException | None:
+        if self.kind == "stop anywhere":
+            return self._until_stopped(there, bad)
+        what = "raise" if self.kind == "raise everywhere" else self.kind
+        guilty = -1 if self.kind == "raise everywhere" else self.guilty
+        if self.place == "in the step":
+            assert isinstance(there.opt, Plain)
+            self.mesh.run("from tests.random_faults import operators", echo=False)
+            there.opt.fault = (what, guilty, self.seed)
+        else:
+            self.mesh.execute(operators.arm, self.place, what, guilty, self.seed)
+
+        def do() -> None:
+            loss = there.step(*bad)
+            for batch in more:  # nobody looks
+                loss = there.step(*batch)
+            loss.item()
+            for parameter in there.model.parameters():
+                parameter.detach().sum().item()
+
+        try:
+            if self.kind in ("stop", "freeze"):
+                with stop_when(self.mesh, self._held(), "Stop was pressed"):
+                    do()
+            else:
+                do()
+        except (OperationFailed, CellInterrupted, RankLost) as error:
+            return error
+        return None
+
+    def _held(self) -> Callable[[], bool]:
+        if self.kind == "stop":
+            return lambda: f"held {self.seed}" in self.mesh.logs(self.guilty)
+        process = psutil.Process(self.mesh.status().ranks[self.guilty].pid)
+        return lambda: process.status() == psutil.STATUS_STOPPED
+
+    def _until_stopped(self, there: Trainer, batch: Any) -> BaseException:
+        """Steps on one batch without end, and Ctrl-C somewhere in it."""
+        begun, main = threading.Event(), threading.main_thread().ident or 0
+        after, looks = self.draw.uniform(0.0, 0.3), self.draw.random() < 0.5
+
+        def press() -> None:
+            begun.wait()
+            threading.Event().wait(after)
+            signal.pthread_kill(main, signal.SIGINT)
+
+        thread = threading.Thread(target=press, daemon=True)
+        thread.start()
+        try:
+            while True:
+                begun.set()
+                loss = there.step(*batch)
+                if looks:
+                    loss.item()
+        except KeyboardInterrupt as error:
+            return error
+        finally:
+            thread.join()
+
+    def _judge(self, error: BaseException | None) -> None:
+        if self.kind.startswith("raise") and f"the seeded fault {self.seed}" not in str(error):
+            raise Wrong(f"the cause is not named: {error!r}")
+        if self.kind in ("stop", "freeze") and not isinstance(error, KeyboardInterrupt):
+            raise Wrong(f"Stop is not named: {error!r}")
+
+    def _which(self, there: Trainer, here: Trainer, bad: Any, more: Any) -> Trainer:
+        """One process that has taken the steps that all ranks have taken."""
+        found = there.parameters()
+        tries: list[Trainer] = []
+        if self.kind == "stop anywhere":
+            tries = [copy.deepcopy(here)]
+            for _ in range(3000):
+                if _alike(found, tries[-1].parameters()):
+                    return tries[-1]
+                tries[-1].step(*bad)
+            raise Wrong(f"the parameters are {found}, which no number of steps leads to from {here.parameters()}")
+        for batches in ([*more], [bad, *more]):
+            one = copy.deepcopy(here)
+            tries.append(copy.deepcopy(one))
+            for batch in batches:
+                one.step(*batch)
+                tries.append(copy.deepcopy(one))
+            if self.kind.startswith("raise"):
+                break  # that step cannot have been taken
+        for one in tries:
+            if _alike(found, one.parameters()):
+                return one
+        raise Wrong(f"the parameters are {found}, and must be one of {[one.parameters() for one in tries]}")
+
+    def _recover_in_part(self, there: Trainer) -> None:
+        """After a fault inside the user's own optimizer: of which parameters recover says that they can be used."""
+        report = meshbook.recover(there.model, there.opt)
+        fit = {*report.whole, *(name for name, _ in report.restored), *report.half_written}
+        for name, parameter in there.model.named_parameters():
+            if name not in fit:
+                raise Wrong(f"recover does not say that {name} can be used: {report}")
+            value = _whole(name, parameter.detach())
+            if name not in report.half_written and not torch.isfinite(value).all():
+                raise Wrong(f"{name} is {value}")
+        names = [name for name, _ in there.model.named_parameters()]
+        if self.kind == "raise" and not {*report.half_written, *(name for name, _ in report.restored)} & {names[1]}:
+            raise Wrong(f"{names[1]} was changed on some ranks and not on one, and recover says {report}")
+        torch.manual_seed(self.seed + 1)
+        anew = Net()
+        there.model.load_state_dict(anew.state_dict())
+        assert isinstance(there.opt, Plain)
+        there.opt.fault = None
+        here = Trainer(self.seed, self.optimizer)
+        here.model.load_state_dict(anew.state_dict())
+        for _ in range(2):
+            self._step_both(there, here)
