@@ -36,6 +36,8 @@ from meshbook.controller.session import Session, render
 from meshbook.errors import CellInterrupted, Failure, MeshbookError, NotAttached, OperationFailed, RankLost
 from meshbook.ids import Ranks, name_ranks
 from meshbook.mesh import MeshAxes
+from meshbook.rank.tensors.modes import Modes
+from meshbook.rank.tensors.modes import now as modes_now
 from meshbook.tensors.plan import Planner, Spec, Template
 from meshbook.wire import messages
 
@@ -81,6 +83,7 @@ _encoder = msgspec.msgpack.Encoder()
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _getframe = sys._getframe
+_is_deterministic = torch._C._get_deterministic_algorithms
 # Whose code it is, by id: a code object's own hash goes through all of it. The user's own, or torch's or ours; and the
 # user's with nothing of theirs behind it: a module, or a cell, which IPython runs.
 _OTHERS, _USERS, _OUTERMOST = range(3)
@@ -232,6 +235,8 @@ class Engine:
         self._steps_ended: list[Step] = []  # ... and not sent
         self._open_steps: dict[int, Step] = {}  # of which is not known that all ranks have taken them
         self._ended: MeshbookError | None = None
+        self._modes: Modes | None = ()  # that the ranks have been told; None: not known
+        self._is_deterministic = False  # of these
         self._number = 1
         self._due = _BATCHES[0]
         self._woken = threading.Event()
@@ -254,6 +259,9 @@ class Engine:
             raise self._ended.with_traceback(None)
         if self.trouble:
             self._look_out(numbers)
+        # All of them are looked at once per batch: it takes as long as half an operation.
+        if not self._waiting or _is_deterministic() is not self._is_deterministic:
+            self.follow_modes()
         if len(self.freed) >= _FREE_AT_ONCE and self._held is None:
             self._free_ids()
         with self._putting:
@@ -263,6 +271,16 @@ class Engine:
             self.flush()
         elif size == 1:
             self._woken.set()
+
+    def follow_modes(self) -> None:
+        """Have the ranks do what comes now as torch is set here."""
+        modes = modes_now()
+        if modes == self._modes:
+            return
+        key = ("set_modes", modes)
+        template = self.cache.get(key) or self.learn(key, self.planner.plan_none, "set_modes", (modes,))
+        self._modes, self._is_deterministic = modes, _is_deterministic()
+        self.put([([template.number], here())])
 
     def put(self, issued: Iterable[Issued]) -> None:
         """Operations for the next batch, which is not sent for their sake."""
@@ -541,6 +559,7 @@ class Engine:
                         self._fed[:0] = fed
                     else:
                         self.freed.extend(freed)
+                        self._modes = None
                 raise
             if self._held is None:
                 self._due = self._size_of_next()
@@ -583,6 +602,7 @@ class Engine:
             with self._putting:
                 self._templates[:0] = batch.templates
             self.freed.extend(batch.freed)
+            self._modes = None
             self._unsettled = True
         else:
             self._note_faulted(batch, finished.parts)
@@ -783,6 +803,7 @@ class Engine:
                 if not numbers[0]:
                     self.freed.extend(numbers[2:])  # type: ignore[arg-type]
             del self._waiting[first:]
+            self._modes = None  # perhaps among it
             return True
 
     def _calls_ahead(self) -> list[str]:

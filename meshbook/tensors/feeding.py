@@ -221,7 +221,7 @@ def _as_tensor(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.detach().contiguous()
     if type(leaf).__module__.partition(".")[0] == "numpy" and hasattr(leaf, "dtype") and hasattr(leaf, "__array__"):
-        return torch.as_tensor(leaf if leaf.flags.writeable else leaf.copy()).contiguous()
+        return torch.as_tensor(leaf if leaf.flags.writeable else leaf.copy(), device="cpu").contiguous()
     return leaf
 
 

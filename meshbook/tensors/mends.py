@@ -38,7 +38,7 @@ def _fill_with_number(func: Any, args: Any, kwargs: Any) -> Any:
     target, value = args
     if not any(place.is_partial() for place in target._spec.placements or ()):
         return dispatch_as_is(func, args, kwargs)
-    return target.copy_(torch.tensor(value, dtype=target.dtype))
+    return target.copy_(torch.tensor(value, dtype=target.dtype, device="cpu"))
 
 
 def _put(func: Any, args: Any, kwargs: Any) -> Any:

@@ -22,7 +22,7 @@ from meshbook.controller import remote as handles
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import PlacementError, UsageError
 from meshbook.rank import paths
-from meshbook.rank.tensors import building, modules
+from meshbook.rank.tensors import building, modes, modules
 from meshbook.rank.tensors.calls import FLOAT, TENSOR, Sent
 from meshbook.tensors import remote
 from meshbook.tensors.creation import distribute, engine_of, tensor_of
@@ -70,7 +70,23 @@ def module_to_mesh(module: nn.Module, mesh: Mesh, placements: Placements = None)
                     except PlacementError as error:
                         raise PlacementError(f"{full}: {error}") from None
                 kind[name] = moved[id(tensor)]
+    module.register_forward_pre_hook(_refuse_foreign_autocast)
     return module
+
+
+# Devices whose autocast says nothing of remote tensors.
+_FOREIGN = ("cuda", "xpu", "mps")
+
+
+def _refuse_foreign_autocast(*_: Any) -> None:
+    """Asked before a forward: operations do not see it, for torch hides it from what is below autograd."""
+    for device in _FOREIGN:
+        if torch.is_autocast_enabled(device):
+            raise NotImplementedError(
+                f'torch.autocast("{device}") does not reach remote tensors, which are a CPU\'s here wherever their '
+                'numbers are: use torch.autocast("cpu", dtype=torch.bfloat16), which has the ranks cast, or '
+                'precision="bf16" of meshbook.distribute'
+            )
 
 
 def _brought(tensor: torch.Tensor, mesh: Mesh, placements: Any) -> Any:
@@ -169,7 +185,7 @@ def distribute_module(
     dtype = _PRECISIONS[precision]
     command = session.call_command(
         modules.settle,
-        (key, source, strategy, dtype, here, axis, torch.get_rng_state(), options),
+        (key, source, strategy, dtype, here, axis, torch.get_rng_state(), options, modes.now()),
         {},
         ranks,
         keep_always=True,
@@ -341,6 +357,7 @@ class _There:
     ) -> list[Any]:
         """An operation of ours; `kind` tells those with the same template from others."""
         engine = self.engine
+        engine.follow_modes()
         key = ("module", self.key, function, *kind, *(tensor._spec for tensor in tensors), *outputs)
         template = engine.cache.get(key)
         if template is None:
@@ -376,6 +393,7 @@ class _There:
                 return FLOAT
             return leaf
 
+        _refuse_foreign_autocast()
         if self.engine.trouble:
             self.engine.look_at([tensor._handle.id for tensor in self.tensors])
         marks = pytree.tree_map(mark, (args, kwargs))
@@ -416,7 +434,7 @@ class _There:
         before = torch.get_rng_state()
         seed = remote.new_seed()
         made_trained = None if wanting is None else trained
-        how = (self.key, number, training, casting, wanting, made_trained, self.changing, seed)
+        how = (modes.now(), self.key, number, training, casting, wanting, made_trained, self.changing, seed)
         told = _asked(self.engine, modules.module_first, *how, *given)
         plan = _Plan(told, self.engine)
         if not plan.draws:
@@ -508,7 +526,8 @@ class _Through(torch.autograd.Function):
         outs = tuple(at for at, grad in enumerate(grads) if grad is not None)
         given = [grad for grad in grads if grad is not None]
         if plan.used is None:
-            plan.used = _asked(there.engine, modules.module_used, there.key, given, outs, ticket)[0]
+            how = (modes.now(), there.key, given, outs, ticket)
+            plan.used = _asked(there.engine, modules.module_used, *how)[0]
         specs = [_settled(spec, there.engine) for spec in ctx.specs] + [there.specs[place] for place in plan.used]
         args = (there.key, tuple(plan.used), [TENSOR] * len(given), outs, TENSOR)
         kind = (*call.kind, tuple(plan.used), outs)

@@ -441,6 +441,12 @@ class Planner:
         sent = Sent(number, f"meshbook::{name}", args, {}, (-1,), "one", (), False, False)
         return Template(number, output, (output,), "one", body=pickle.dumps(sent, 5), name=sent.function)
 
+    def plan_none(self, name: str, args: tuple[Any, ...]) -> Template:
+        """A template of a function of ours that takes no tensor and makes none."""
+        number = next(self._numbers)
+        sent = Sent(number, f"meshbook::{name}", args, {}, (), "none", (), False, False)
+        return Template(number, None, (), "none", body=pickle.dumps(sent, 5), name=sent.function)
+
     def _template(
         self,
         function: Any,

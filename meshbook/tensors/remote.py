@@ -8,6 +8,7 @@ engine. Floats are carried and not part of the key, or every step's bias correct
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from operator import attrgetter
@@ -29,6 +30,7 @@ aten = torch.ops.aten
 SEND_ALONG_BYTES = 1 << 20
 
 _make = torch.Tensor._make_wrapper_subclass
+_is_inference = torch.is_inference_mode_enabled
 _default_dtype = torch.get_default_dtype  # what an operation on integers, or a factory, gives
 # Seeds fit a float, which is how they travel.
 _SEEDS = 1 << 52
@@ -340,7 +342,7 @@ def arrive(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     if template is None:
         template = engine.learn(found, engine.planner.plan, func, args, kwargs or {}, tensors)
     spec = template.quick
-    if spec is None:
+    if spec is None or (template.is_view and _is_inference()):
         return perform(engine, template, func, args, kwargs, numbers, tensors, floats)
     # What `perform` does, for the common case: one new tensor, nothing to look out for.
     result = _make(*(spec.making or _how_to_make(spec)))
@@ -385,6 +387,8 @@ def perform(
         if template.seeded:
             floats.append(float(torch.randint(_SEEDS, (), device="cpu")))
     numbers[0] = template.number
+    # In inference mode, too, a view of a tensor that autograd may follow is one that it may follow.
+    as_usual = template.is_view and _is_inference() and not tensors[0].is_inference()
     results: list[Any] = []
     for output in template.outputs:
         if output.__class__ is int:
@@ -394,7 +398,8 @@ def perform(
         else:
             handle = engine.new_handle()
             numbers.append(handle.id)
-            results.append(wrap(output, handle))  # type: ignore[arg-type]
+            with torch.inference_mode(False) if as_usual else contextlib.nullcontext():
+                results.append(wrap(output, handle))  # type: ignore[arg-type]
     if floats:
         numbers += floats
     engine.emit(numbers, here())

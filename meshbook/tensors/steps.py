@@ -35,16 +35,16 @@ class Book:
 
     def find(self, stream: list[int | float], wheres: list[Where]) -> Shape | None:
         """The step that these are, all of it and nothing more."""
+        merge = self._merges()
         for kinds, shape in reversed(self.shapes.items()):
-            if shape.is_same(stream, wheres):
+            if shape.merge == merge and shape.is_same(stream, wheres):
                 self.shapes[kinds] = self.shapes.pop(kinds)
                 return shape
         return None
 
     def add(self, stream: list[int | float], wheres: list[Where]) -> None:
         """A step, to be recorded when it comes again; unless other things than operations are among it."""
-        # Merged sums have another order, unless they are of two parts.
-        merge = not torch.are_deterministic_algorithms_enabled() or all(size <= 2 for size in self.engine.axes.shape)
+        merge = self._merges()
         try:
             kinds = tuple(self._kinds_of(stream))
             shape = Shape(self.engine, stream, wheres, [self.counts(kind) for kind in kinds], merge)
@@ -56,6 +56,10 @@ class Book:
         self.shapes[kinds] = shape
         while len(self.shapes) > _MAX_VARIANTS:
             self.shapes.pop(next(iter(self.shapes))).drop()
+
+    def _merges(self) -> bool:
+        """Whether all-reduces may be merged: merged sums have another order, unless they are of two parts."""
+        return not torch.are_deterministic_algorithms_enabled() or all(size <= 2 for size in self.engine.axes.shape)
 
     def forget(self) -> None:
         for shape in self.shapes.values():
@@ -103,6 +107,7 @@ class Shape:
         num_tapes: times that it was told to the ranks.
         ids_of: of its numbers, the id of each tensor.
         made, results: of those ids, which the step makes, and which of them outlive it.
+        merge: whether its all-reduces may be merged.
     """
 
     def __init__(
@@ -115,7 +120,7 @@ class Shape:
     ) -> None:
         self.tape: Template | None = None
         self.num_tapes = 0
-        self._merge = merge
+        self.merge = merge
         self.num_ops = len(counts)
         self._engine, self._wheres, self._counts = engine, wheres, counts
         self._key = ""
@@ -203,7 +208,7 @@ class Shape:
             bodies={kind: known[kind].body for kind in set(self._kinds)},
             results=tuple(place[name] for name in self._live),
             lines=tuple(map(engines.innermost, self._wheres)),
-            merge=self._merge,
+            merge=self.merge,
         )
         sent = Sent(
             number=next(engine.planner._numbers),

@@ -96,7 +96,7 @@ def read(
     whole: torch.Tensor | None
     if room is None:
         sent = fetch(tensor, how, ranks)
-        whole = torch.empty(shape, dtype=dtype) if len(sent) > 1 else None
+        whole = torch.empty(shape, dtype=dtype, device="cpu") if len(sent) > 1 else None
     else:
         with room:
             sent = fetch(tensor, how, ranks, messages.Room(room.place, shape, boxes))

@@ -523,7 +523,7 @@ class _TensorsReceived:
             raise TransferError(_cannot_import("torch", error)) from error
         storages, self._table = table
         for place in storages:
-            flat = torch.empty(0, dtype=torch.uint8)
+            flat = torch.empty(0, dtype=torch.uint8, device="cpu")  # whatever torch.set_default_device says
             if isinstance(place, int):  # stays where it is
                 flat = torch.frombuffer(views[place], dtype=torch.uint8)
             elif place:  # torch's own memory: aligned, resizable
@@ -534,7 +534,8 @@ class _TensorsReceived:
         import torch
 
         storage, dtype, offset, size, stride, requires_grad, is_parameter = self._table[index]
-        tensor = torch.empty(0, dtype=getattr(torch, dtype)).set_(self._storages[storage], offset, size, stride)
+        empty = torch.empty(0, dtype=getattr(torch, dtype), device="cpu")
+        tensor = empty.set_(self._storages[storage], offset, size, stride)
         if is_parameter:
             return torch.nn.Parameter(tensor, requires_grad)
         return tensor.requires_grad_(requires_grad)

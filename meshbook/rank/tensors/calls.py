@@ -353,6 +353,7 @@ ELSEWHERE = {
     "module_forward": "modules",
     "module_kept": "modules",
     "module_backward": "modules",
+    "set_modes": "modes",
     "begin_step": "agreement",
     "end_step": "agreement",
 }

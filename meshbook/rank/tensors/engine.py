@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils import _pytree as pytree
 
 from meshbook.clock import monotonic, sleep
-from meshbook.rank.tensors import agreement, feeding, reading, rules
+from meshbook.rank.tensors import agreement, feeding, modes, reading, rules
 from meshbook.rank.tensors.agreement import Steps
 from meshbook.rank.tensors.calls import FLOAT, FUNCTIONS, MESH, TENSOR, Sent, find
 from meshbook.wire.messages import Frame, Issued, Rows, RunOps
@@ -225,6 +225,7 @@ class Space:
     number: int = 0
     doing: Template | None = None
     steps: Steps = field(default_factory=Steps)
+    modes: modes.Batches = field(default_factory=modes.Batches)
     refused: Poison | None = None
     faulty: bool = False
     extras: dict[str, Any] = field(default_factory=dict)
@@ -391,11 +392,13 @@ class Tensors:
         self._unbegun = None
         space = self.space(command.engine)
         space.number, space.doing, self._running = command.first, None, (command, space)
-        agreement.current = space.steps
+        agreement.current, modes.current = space.steps, space.modes
         try:
+            space.modes.begin()
             return self._run(command, space)
         finally:
-            self._running = agreement.current = None
+            space.modes.end()
+            self._running = agreement.current = modes.current = None
             space.steps.end()
             client = command.engine.partition("|")[0]
             if client in self._gone:

@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from meshbook.rank.tensors import building, rules
+from meshbook.rank.tensors import modes as torch_modes
 from meshbook.rank.tensors.calls import FUNCTIONS, TENSOR
 from meshbook.rank.tensors.lowering import settled
 from meshbook.rank.unfinished import forget_unfinished_step
@@ -198,10 +199,12 @@ def settle(
     axis: str,
     numbers: Any,
     options: Mapping[str, Any],
+    modes: torch_modes.Modes,
 ) -> Resident:
     """Build the module here; it stays as long as the controller keeps what this gives."""
     kind = None if dtype is None else getattr(torch, dtype)
-    module = building.build(source, strategy, kind, mesh, axis, numbers, options)
+    with torch_modes.applied(modes):
+        module = building.build(source, strategy, kind, mesh, axis, numbers, options)
     resident = RESIDENTS[key] = Resident(key, module, mesh, axis, kind, options)
     return resident
 
@@ -280,6 +283,7 @@ def module_forward(
 
 
 def module_first(
+    modes: torch_modes.Modes,
     key: str,
     number: int,
     training: bool,
@@ -300,7 +304,7 @@ def module_first(
     if trained is not None:
         resident.train(trained)
     before = resident.values_of_buffers()
-    with torch.no_grad():
+    with torch.no_grad(), torch_modes.applied(modes):
         tensors, outline = _forward(key, training, casting, wanting, changing, seed, args, kwargs, is_first=True)
         changed = resident.changed_buffers(before)
         if resident.averages:
@@ -487,9 +491,12 @@ def module_backward(key: str, used: Sequence[int], grads: Sequence[Any], outs: S
     return [*inputs, *(found[place] for place in used)]
 
 
-def module_used(key: str, grads: Sequence[Any], outs: Sequence[int], ticket: Any) -> list[int]:
+def module_used(
+    modes: torch_modes.Modes, key: str, grads: Sequence[Any], outs: Sequence[int], ticket: Any
+) -> list[int]:
     """Which parameters get a gradient: this backward is done, and waits for `module_backward` to ask for it."""
-    inputs, found = _backward(key, grads, outs, ticket)
+    with torch_modes.applied(modes):
+        inputs, found = _backward(key, grads, outs, ticket)
     ticket._meshbook_gradients = inputs, found
     return [place for place, grad in found.items() if grad is not None]
 
