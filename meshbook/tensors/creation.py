@@ -169,7 +169,7 @@ def adopt(mesh: Mesh, key: str, meta: TensorMeta) -> remote.RemoteTensor | None:
     wanted = ("adopt", key, spec)
     template = engine.cache.get(wanted)
     if template is None:
-        told = (key, tuple(meta.shape), meta.dtype, placements is not None, calls.MESH)
+        told = (key, tuple(meta.shape), meta.dtype, placements, calls.MESH)
         template = engine.learn(wanted, engine.planner.plan_own, "adopt", told, spec)
     handle = engine.new_handle()
     handle.changes = engine.others  # another name, or the same one looked up again, may be of the same storage

@@ -20,9 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup, _register_process_group
-from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, _tp_conv
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -776,25 +775,49 @@ def _storage(tensor: Any) -> int:
     return found
 
 
-_as_rank_0_lock = threading.RLock()  # of two threads that plan, one would put back what the other has put there
+class _Planning(threading.local):
+    """Whether this thread plans an operation."""
+
+    now = False
+
+
+_planning = _Planning()
 
 
 @contextlib.contextmanager
 def _as_rank_0() -> Iterator[None]:
     """DTensor asks for its own rank in the default group here and there; this process is in none."""
-    if dist.is_initialized():
+    before, _planning.now = _planning.now, True
+    try:
         yield
-        return
-    with _as_rank_0_lock:
-        asked: Any = ((dist, "get_rank", 0), (device_mesh, "get_rank", 0), (dist, "get_world_size", 1))
-        before = [getattr(module, name) for module, name, _ in asked]
-        for module, name, answer in asked:
-            setattr(module, name, lambda *_, answer=answer, **__: answer)
-        try:
-            yield
-        finally:
-            for (module, name, _), own in zip(asked, before, strict=True):
-                setattr(module, name, own)
+    finally:
+        _planning.now = before
+
+
+class _Distributed:
+    """`torch.distributed` as DTensor's convolutions see it, which have no other way to be told a rank."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def get_rank(self, group: Any = None) -> int:
+        return 0 if _planning.now and not dist.is_initialized() else dist.get_rank(group)
+
+    def get_world_size(self, group: Any = None) -> int:
+        return 1 if _planning.now and not dist.is_initialized() else dist.get_world_size(group)
+
+
+_tp_conv.dist = _Distributed()  # type: ignore[assignment, attr-defined]
+
+
+class _EmptyMesh(DeviceMesh):
+    """A mesh that this process is the first place of, whatever it is in."""
+
+    def get_rank(self) -> int:
+        return 0
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        return 0
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -835,7 +858,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _empty_mesh(axes: MeshAxes) -> DeviceMesh:
     """A DeviceMesh of these axes with groups that carry nothing. This process joins no group: `dist` stays unused."""
-    mesh = DeviceMesh(
+    mesh = _EmptyMesh(
         "cpu",
         torch.arange(axes.size).reshape(axes.shape or (1,)),
         mesh_dim_names=axes.names or ("rank",),

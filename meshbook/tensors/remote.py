@@ -526,6 +526,8 @@ def _sent_along(func: Any, args: Any, kwargs: Any) -> Any:
                         "x.full_tensor()"
                     )
 
+    numbers: dict[Any, RemoteTensor] = {}  # a fused optimizer gives one for each parameter, all alike
+
     def send(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or isinstance(leaf, RemoteTensor):
             return leaf
@@ -538,7 +540,12 @@ def _sent_along(func: Any, args: Any, kwargs: Any) -> Any:
                 f"{SEND_ALONG_BYTES:,} are sent along with an operation; place it on the mesh once, "
                 "meshbook.distribute(t, mesh, sharding_spec=[...]), and use that"
             )
-        return upload(engine, leaf, placements)
+        if leaf.numel() != 1 or not leaf.is_floating_point():
+            return upload(engine, leaf, placements)
+        key = leaf.dtype, leaf.shape, leaf.item()
+        if key not in numbers:
+            numbers[key] = upload(engine, leaf, placements)
+        return numbers[key]
 
     return pytree.tree_map(send, (args, kwargs))
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import meshbook
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import CellError, OperationFailed, UsageError
+from meshbook.tensors.engine import Engine
 
 
 class Block(nn.Module):
@@ -290,3 +291,29 @@ def test_options_that_a_strategy_does_not_have_are_refused(
 def test_options_are_of_modules(mesh2: Mesh) -> None:
     with pytest.raises(UsageError, match="find_unused_parameters are for modules"):
         meshbook.distribute(torch.ones(2), mesh2, find_unused_parameters=True)
+
+
+def test_a_fused_optimizer_sends_its_counts_of_steps_once(mesh2: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(4)
+    alone = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+    model = meshbook.module_to_mesh(copy.deepcopy(alone), mesh2)
+    sent = 0
+    upload = Engine.upload
+
+    def counted(self: Engine, *args: Any) -> Any:
+        nonlocal sent
+        sent += 1
+        return upload(self, *args)
+
+    x = torch.rand(4, 3)
+    there = meshbook.distribute(x, mesh2)
+    monkeypatch.setattr(Engine, "upload", counted)
+    for module, given in ((alone, x), (model, there)):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, fused=True)
+        for _ in range(3):
+            optimizer.zero_grad()
+            module(given).square().mean().backward()
+            optimizer.step()
+    assert sent == 3  # one in each step
+    for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach().full_tensor(), other.detach())  # type: ignore[attr-defined]

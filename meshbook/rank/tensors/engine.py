@@ -395,7 +395,8 @@ class Tensors:
         agreement.current, modes.current = space.steps, space.modes
         try:
             space.modes.begin()
-            return self._run(command, space)
+            with rules.ours():
+                return self._run(command, space)
         finally:
             space.modes.end()
             self._running = agreement.current = modes.current = None
@@ -557,8 +558,13 @@ class Tensors:
                 return
             sleep(0.01)
 
-    def _adopt(self, key: str, shape: tuple[int, ...], dtype: str, is_global: bool, mesh: Any) -> torch.Tensor:
+    def _adopt(
+        self, key: str, shape: tuple[int, ...], dtype: str, placements: tuple[Any, ...] | None, mesh: Any
+    ) -> torch.Tensor:
         """A tensor that a cell made, for operations of the controller: the same storage, without autograd's history.
+
+        Args:
+            placements: None: it was a plain tensor.
 
         Raises:
             TypeError: it is not what it was said to be any more.
@@ -571,13 +577,19 @@ class Tensors:
             raise TypeError(
                 f"{name} lies on {tensor.device_mesh}, not on all of this mesh; take x.to_local() in a cell"
             )
-        now = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), isinstance(tensor, DTensor))
-        if now != (shape, dtype, is_global):
+        places = tuple(tensor.placements) if isinstance(tensor, DTensor) else None
+        now = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), places)
+        if now != (shape, dtype, placements):
             raise TypeError(
-                f"{name} has changed on rank {self.rank} since it was looked up: it was {shape} of {dtype}, and is "
-                f"{now[0]} of {now[1]}; look it up again, mesh[{name!r}]"
+                f"{name} has changed on rank {self.rank} since it was looked up: it was "
+                f"{_like(shape, dtype, placements)}, and is {_like(*now)}; look it up again, mesh[{name!r}]"
             )
         return tensor.detach()
+
+
+def _like(shape: tuple[int, ...], dtype: str, placements: tuple[Any, ...] | None) -> str:
+    lies = "each rank's own" if placements is None else f"placed ({', '.join(map(str, placements))})"
+    return f"{shape} of {dtype}, {lies}"
 
 
 def execute(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -34,12 +35,34 @@ def install() -> None:
         _installed = True
         _register_attention()
         _register_others()
-        # That gloo moves a cut from dim to dim by gathering, that two axes are reduced one after the other: true, said
-        # by every rank, and of no use to anybody.
         for name in ("_collective_utils", "_redistribute"):
-            logging.getLogger(f"torch.distributed.tensor.{name}").setLevel(logging.ERROR)
+            logging.getLogger(f"torch.distributed.tensor.{name}").addFilter(_is_of_others)
     if dtensor_random._rng_tracker is None:
         dtensor_random._rng_tracker = ShardedNumbers()  # type: ignore[assignment]
+
+
+class _Ours(threading.local):
+    """Whether this thread carries out, or plans, an operation of a remote tensor."""
+
+    depth = 0
+
+
+_ours = _Ours()
+
+
+@contextlib.contextmanager
+def ours() -> Iterator[None]:
+    """What torch warns of inside is not passed on: that gloo moves a cut from dim to dim by gathering, that two axes
+    are reduced one after the other. True, said by every rank, and of no use to anybody. Of other DTensors it warns."""
+    _ours.depth += 1
+    try:
+        yield
+    finally:
+        _ours.depth -= 1
+
+
+def _is_of_others(record: logging.LogRecord) -> bool:
+    return not _ours.depth or record.levelno >= logging.ERROR
 
 
 def _register_attention() -> None:
@@ -214,7 +237,7 @@ def quiet() -> Iterator[None]:
     before = logger.disabled
     logger.disabled = True
     try:
-        with warnings.catch_warnings():
+        with ours(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:

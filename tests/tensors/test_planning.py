@@ -1,0 +1,73 @@
+"""What planning and running operations leave alone in this process, and what they do not take for granted."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+import meshbook
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.remote import look_up
+from meshbook.errors import OperationFailed
+from meshbook.rank.tensors import rules
+from meshbook.tensors import plan
+from meshbook.tensors.creation import adopt
+
+
+def test_torchs_own_functions_stay_in_their_places_while_an_operation_is_planned(
+    mesh2: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def now() -> Any:
+        return dist.get_rank, dist.get_world_size, device_mesh.get_rank
+
+    own, seen = now(), []
+    watch = plan._Watch.__torch_dispatch__
+
+    def looked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(now())
+        return watch(self, *args, **kwargs)
+
+    monkeypatch.setattr(plan._Watch, "__torch_dispatch__", looked)
+    x = meshbook.distribute(torch.ones(2, 6, 5, 7), mesh2, [Shard(0)])
+    weight = meshbook.distribute(torch.ones(6, 6, 3, 3), mesh2)
+    assert x.redistribute([Shard(1)]).sum().item() == 420
+    assert torch.nn.functional.conv2d(x, weight).sum().item() == 2 * 6 * 3 * 5 * 54
+    assert seen
+    assert all(one == own for one in seen)
+
+
+@pytest.mark.parametrize("name", ["_collective_utils", "_redistribute"])
+def test_torch_warns_of_dtensors_that_are_not_ours(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    rules.install()
+    logger = logging.getLogger(f"torch.distributed.tensor.{name}")
+    assert logger.isEnabledFor(logging.WARNING)
+    with rules.ours():
+        logger.warning("of ours")
+    logger.warning("of a user's")
+    assert [record.getMessage() for record in caplog.records] == ["of a user's"]
+
+
+def _bind(placements: Any) -> None:
+    from torch.distributed.tensor import distribute_tensor
+
+    import __main__
+
+    __main__.bound = distribute_tensor(torch.arange(4.0), __main__.mesh, placements)
+
+
+def test_a_name_that_a_cell_has_placed_otherwise_since_is_not_taken_for_what_it_was(mesh2: Mesh) -> None:
+    mesh2.execute(_bind, [Shard(0)])
+    before = look_up(mesh2.session, "bound", mesh2.ranks)
+    assert before is not None
+    mesh2.execute(_bind, [Replicate()])
+    taken = adopt(mesh2, "name:bound", before)
+    assert taken is not None
+    with pytest.raises(OperationFailed, match=r"placed \(S\(0\)\), and is .* placed \(R\); look it up again"):
+        taken.full_tensor()
+    assert mesh2["bound"].full_tensor().tolist() == [0.0, 1.0, 2.0, 3.0]
