@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import operator
 import pickle
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -124,6 +125,7 @@ class Shape:
         self.num_ops = len(counts)
         self._engine, self._wheres, self._counts = engine, wheres, counts
         self._key = ""
+        self._forget: Callable[[], Any] = lambda: None
         float_at: list[int] = []
         names: dict[Any, int] = {}
         self._kinds: list[Any] = []
@@ -231,6 +233,8 @@ class Shape:
         body = pickle.dumps(sent, 5)
         self.tape = Template(sent.number, None, (), "list", body=body, name=sent.function, communicates=True)
         engine.add_template(body)
+        forget = self._forget = weakref.finalize(self, _forget, weakref.ref(engine), self._key, sent.number)
+        forget.atexit = False  # the ranks forget all of a client that ends
         return True
 
     def _changed(self) -> set[int]:
@@ -252,15 +256,21 @@ class Shape:
 
     def drop(self) -> None:
         """The ranks may forget it."""
-        if self.tape is None:
-            return
-        engine = self._engine
-        number = next(engine.planner._numbers)
-        sent = Sent(number, "meshbook::forget_replay", (self._key,), {}, (), "none", (), False, False)
-        engine.add_template(pickle.dumps(sent, 5))
-        engine.put([([number], ())])
-        engine.forget([number, self.tape.number])
-        self.tape = None
+        if self.tape is not None:
+            self._forget()
+            self.tape = None
+
+
+def _forget(engine_of: weakref.ref[Engine], key: str, tape: int) -> None:
+    """A recording is not used any more. By a finalizer, too: any thread, at any moment."""
+    engine = engine_of()
+    if engine is None or not engine.is_open:
+        return
+    number = next(engine.planner._numbers)
+    sent = Sent(number, "meshbook::forget_replay", (key,), {}, (), "none", (), False, False)
+    engine.add_template(pickle.dumps(sent, 5))
+    engine.put([([number], ())])
+    engine.forget([number, tape])
 
 
 _keys = itertools.count(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -164,9 +165,7 @@ def test_views_of_another_dtype_norms_of_other_orders_and_other_ranks_tensors_ar
     assert norm.stats().replayed == 1
 
 
-def test_a_local_operand_does_not_end_the_holding_back_of_a_step(
-    mesh2: Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_local_operand_does_not_end_the_holding_back_of_a_step(mesh2: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     # As when ranks have enough to do.
     monkeypatch.setattr("meshbook.tensors.engine.Engine._is_due_as_steps", lambda self: False)
 
@@ -365,6 +364,26 @@ def test_forgetting_leaves_nothing_on_the_ranks(mesh2: Mesh) -> None:
     assert told() == before + 1
     step.forget()
     assert told() == before
+
+
+def test_a_recorded_function_that_is_gone_leaves_nothing_on_the_ranks(mesh2: Mesh) -> None:
+    forget(mesh2)
+    x = meshbook.distribute(torch.ones(4), mesh2)
+
+    def run() -> None:
+        @meshbook.record
+        def step(x: Any) -> Any:
+            return (x + 1).sum()
+
+        for _ in range(3):
+            made = step(x)
+        assert made.item() == 8.0
+        assert len(players(mesh2)) == 1
+
+    run()
+    gc.collect()
+    assert players(mesh2) == []
+    assert (x + 1).sum().item() == 8.0
 
 
 @pytest.fixture
