@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import linecache
+import math
 import os
 import queue
 import secrets
@@ -20,7 +21,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -606,12 +607,30 @@ class Engine:
             self._unsettled = True
         else:
             self._note_faulted(batch, finished.parts)
+            self._check_in_step(batch, finished.parts)
         if error is None and not self._faulted:
             for step in batch.steps:
                 self._open_steps.pop(step.serial, None)
         if any(part.outcome.groups_broken for part in finished.parts):
             self._drain = True
         self.trouble = bool(self._unsettled or self._faulted or self._half)
+
+    def _check_in_step(self, batch: _Batch, parts: Sequence[messages.Part]) -> None:
+        """After a batch without a fault all ranks of a group have begun as many collectives. Where they have not, the
+        next one would take another's numbers."""
+        answers = [part.outcome.answer or {} for part in parts]
+        if len(parts) == 1 or any(answer.keys() & {"faults", "faulted", "poison"} for answer in answers):
+            return
+        met = {rank: answer.get("met", []) for part, answer in zip(parts, answers, strict=True) for rank in part.ranks}
+        how = out_of_step(self.axes, met)
+        if how is not None and self._ended is None:
+            lines = describe(batch.wheres[-1]) if batch.wheres else ""
+            self._ended = OperationFailed(
+                (),
+                summary=f"operations on tensors left the ranks out of step: {how}. Their numbers may be wrong, and the "
+                f"next collective would wait for ever: start the mesh anew, %mesh restart"
+                + (f"\nin the batch that ends with:\n{lines}" if lines else ""),
+            )
 
     def _note_faulted(self, batch: _Batch, parts: Sequence[messages.Part]) -> None:
         """What ranks have no values for, as of the end of a batch."""
@@ -1077,3 +1096,22 @@ def _send_when_idle(held: weakref.ref[Engine], woken: threading.Event) -> None:
                 stacklevel=1,
             )
         del engine
+
+
+def out_of_step(axes: MeshAxes, met: Mapping[int, Sequence[int]]) -> str | None:
+    """Which ranks of one group have begun unlike numbers of collectives in a batch, in words; None: none.
+
+    Args:
+        met: how many each rank has begun, by axis; empty: none at all.
+    """
+    for axis, name in enumerate(axes.names):
+        step = math.prod(axes.shape[axis + 1 :])
+        groups: dict[int, list[int]] = {}
+        for place, rank in enumerate(axes.ranks):
+            groups.setdefault(place - place // step % axes.shape[axis] * step, []).append(rank)
+        for ranks in groups.values():
+            counts = {rank: met[rank][axis] if met[rank] else 0 for rank in ranks if rank in met}
+            if len(set(counts.values())) > 1:
+                told = ", ".join(f"rank {rank} {count}" for rank, count in counts.items())
+                return f"of the collectives along {name}, {told}"
+    return None

@@ -77,7 +77,13 @@ def _by_torchs_own(func: Any, args: Any, kwargs: Any) -> Any:
     all, also where shards differ in size, and tells a shard the sizes of the whole."""
     from torch._decomp import decomposition_table  # takes a while to import
 
-    return decomposition_table[func](*args, **kwargs)
+    made = decomposition_table[func](*args, **kwargs)
+    if func in _OF_THE_FIRSTS_DTYPE and isinstance(made, torch.Tensor):
+        made = made.to(args[0].dtype)
+    return made
+
+
+_OF_THE_FIRSTS_DTYPE = (aten.huber_loss.default, aten.soft_margin_loss.default)
 
 
 def _from_the_front(func: Any, args: Any, kwargs: Any) -> Any:

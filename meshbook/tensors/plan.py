@@ -221,13 +221,7 @@ class Planner:
         if spec.placements is None:
             return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
         local = local_shape(spec.shape, spec.placements, self.axes)
-        order = sorted(range(len(local)), key=lambda dim: (-spec.stride[dim], -(spec.shape[dim] != 1), dim))
-        strides, step = [0] * len(local), 1
-        for dim in reversed(order):
-            if spec.stride[dim] == 0 and local[dim] != 1:
-                continue
-            strides[dim] = step
-            step *= max(local[dim], 1)
+        strides = list(spec.stride) if local == tuple(spec.shape) else _dense(local, spec)
         piece = torch.empty_strided(local, strides, dtype=spec.dtype, device="meta")
         meta = TensorMeta(torch.Size(spec.shape), tuple(spec.stride), spec.dtype)
         place = DTensorSpec(self.mesh, spec.placements, tensor_meta=meta)
@@ -879,6 +873,18 @@ def _empty_mesh(axes: MeshAxes) -> DeviceMesh:
     mesh._dim_group_names = names
     mesh._meshbook_groups = groups  # type: ignore[attr-defined]  # torch's registry holds them weakly
     return mesh
+
+
+def _dense(local: Sequence[int], spec: Spec) -> list[int]:
+    """Strides of a piece of this shape that leaves no room between elements, its dims in the whole tensor's order."""
+    order = sorted(range(len(local)), key=lambda dim: (-spec.stride[dim], -(spec.shape[dim] != 1), dim))
+    strides, step = [0] * len(local), 1
+    for dim in reversed(order):
+        if spec.stride[dim] == 0 and local[dim] != 1:
+            continue
+        strides[dim] = step
+        step *= max(local[dim], 1)
+    return strides
 
 
 def local_shape(shape: Sequence[int], placements: Sequence[Any], axes: MeshAxes, place: int = 0) -> tuple[int, ...]:

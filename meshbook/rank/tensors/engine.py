@@ -393,10 +393,14 @@ class Tensors:
         space = self.space(command.engine)
         space.number, space.doing, self._running = command.first, None, (command, space)
         agreement.current, modes.current = space.steps, space.modes
+        before = _met(space.mesh)
         try:
             space.modes.begin()
             with rules.ours():
-                return self._run(command, space)
+                answer = self._run(command, space)
+            if (met := _met(space.mesh)) != before:
+                answer["met"] = [now - then for now, then in zip(met, before, strict=True)]
+            return answer
         finally:
             space.modes.end()
             self._running = agreement.current = modes.current = None
@@ -590,6 +594,14 @@ class Tensors:
 def _like(shape: tuple[int, ...], dtype: str, placements: tuple[Any, ...] | None) -> str:
     lies = "each rank's own" if placements is None else f"placed ({', '.join(map(str, placements))})"
     return f"{shape} of {dtype}, {lies}"
+
+
+def _met(mesh: DeviceMesh | None) -> list[int]:
+    """How many collectives this rank has begun, by axis of the mesh."""
+    if mesh is None:
+        return []
+    labels = [getattr(mesh.get_group(axis), "label", None) for axis in range(mesh.ndim)]
+    return [0 if label is None else label.num_begun for label in labels]
 
 
 def execute(
