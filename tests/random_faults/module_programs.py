@@ -44,9 +44,10 @@ STRATEGIES: dict[str, Any] = {"ddp": "ddp", "fsdp": "fsdp", "tp": in_parts}
 class Plain(torch.optim.Optimizer):
     """A user's own: one change in place after the other, and a fault at the second where it has one."""
 
+    fault: tuple[str, int, int] | None = None  # of the class: a copy of an optimizer has no attributes of its own
+
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
-        self.fault: tuple[str, int, int] | None = None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
