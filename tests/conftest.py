@@ -92,7 +92,7 @@ MESHES = ("actors", "browser", "cli", "controller", "engines", "kernel", "random
 def fork_server(run: Run, request: pytest.FixtureRequest) -> Iterator[None]:
     """What all meshes of the run branch their fork servers off; until it listens, they start their own."""
     folders = {item.path.relative_to(ROOT / "tests").parts[0] for item in request.session.items}
-    if folders.isdisjoint(MESHES):
+    if folders.isdisjoint(MESHES) or importlib.util.find_spec("torch") is None:
         yield
         return
     from meshbook.controller.launch import FORK_SERVER
