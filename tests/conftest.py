@@ -109,7 +109,8 @@ def fork_server(run: Run, request: pytest.FixtureRequest) -> Iterator[None]:
         os.environ[FORK_SERVER] = str(listen)
         yield
         del os.environ[FORK_SERVER]
-    assert server.wait(30) == 0
+    server.kill()  # it may still import torch
+    server.wait(30)
 
 
 @pytest.fixture(scope="session")

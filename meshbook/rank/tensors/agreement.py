@@ -2,8 +2,9 @@
 
 The controller puts `begin_step` before the operations of a step, and `end_step` after them. In the first one the ranks
 ask each other whether all of them have what the step needs: one small all-reduce, on the CPU. If one of them lacks a
-gradient, no rank runs the step, and parameters stay as they were. From there to `end_step` a Stop waits: the operations
-are local and short, and a step of which some ranks did a half cannot be undone.
+gradient, no rank runs the step, and parameters stay as they were. From the question to `end_step` a Stop waits: a rank
+that left between the others' answer and its own would leave them to take the step alone, and the operations are local
+and short. Where the question is not answered, breaking the groups ends it.
 
 Which steps were taken is remembered here, by the controller's numbers of them.
 """
@@ -72,11 +73,18 @@ def begin_step(tensors: Sequence[torch.Tensor], mesh: Any, serial: float) -> Non
 
     Raises:
         StepRefused: another one has not.
+        KeyboardInterrupt: a Stop came before all had answered.
     """
-    if not agree(mesh, True):
-        raise StepRefused("another rank could not take part in this step of the optimizer, so no rank has taken it")
-    if current is not None:
-        current.begin(hold)
+    steps = current
+    if steps is not None:
+        steps.begin(hold)
+    try:
+        if not agree(mesh, True):
+            raise StepRefused("another rank could not take part in this step of the optimizer, so no rank has taken it")
+    except BaseException:
+        if steps is not None:
+            steps.end()
+        raise
 
 
 def end_step(serial: float) -> None:
