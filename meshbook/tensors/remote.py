@@ -501,7 +501,8 @@ def _not_in_place(func: Any, template: Template, args: Any, kwargs: Any) -> Any:
     if made._spec.placements != target._spec.placements:
         made = made.to(target._spec.dtype)  # truth values are in no parts of a sum
         made = _move(made, target._spec.placements)
-    return dispatch(aten.copy_.default, (target, made), None)
+    changed = dispatch(aten.copy_.default, (target, made), None)
+    return changed if func._schema.returns else None  # as torch's own operators, or as a custom one
 
 
 # ---------------------------------------------------------------------------------------------------------------------

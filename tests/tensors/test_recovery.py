@@ -56,7 +56,12 @@ class Training:
         self.opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     def step(self, ids: torch.Tensor) -> torch.Tensor:
-        x = ids if self.mesh is None else meshbook.distribute(ids, self.mesh, [Shard(0)] if self.cut else None)
+        return self.step_on(self.placed(ids))
+
+    def placed(self, ids: torch.Tensor) -> Any:
+        return ids if self.mesh is None else meshbook.distribute(ids, self.mesh, [Shard(0)] if self.cut else None)
+
+    def step_on(self, x: Any) -> torch.Tensor:
         loss = self.model(x).square().mean()
         loss.backward()
         self.opt.step()
@@ -98,6 +103,24 @@ def test_a_bad_batch_of_one_rank_leaves_a_model_that_trains_on(mesh: Mesh, kind:
     assert told.value.failures[0].ranks == (0,)
     got += [training.step(GOOD).item() for _ in range(3)]
     torch.testing.assert_close(torch.tensor(got), torch.tensor(alone(5)), rtol=1e-4, atol=1e-5)
+    report = meshbook.recover(training.model, training.opt)
+    assert report.complete
+    assert not report.restored
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "tp", "here"])
+def test_a_bad_batch_of_one_rank_in_a_recorded_step_leaves_a_model_that_trains_on(mesh: Mesh, kind: str) -> None:
+    training = made(kind, mesh)
+    step = meshbook.record(training.step_on)
+    good, bad = training.placed(GOOD), training.placed(BAD)
+    got = [step(good).item() for _ in range(5)]
+    replayed = step.stats().replayed
+    with pytest.raises(OperationFailed, match="index out of range"):
+        step(bad).item()
+    got += [step(good).item() for _ in range(4)]
+    assert replayed > 0
+    assert step.stats().replayed > replayed
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(alone(9)), rtol=1e-4, atol=1e-5)
     report = meshbook.recover(training.model, training.opt)
     assert report.complete
     assert not report.restored
@@ -170,13 +193,16 @@ def test_what_overwrites_heals(mesh: Mesh, overwrite: Callable[[Any], Any]) -> N
     assert w.sum().item() == 0
 
 
-def test_a_stop_in_the_first_step_leaves_a_model_that_trains_on(mesh: Mesh, tmp_path: Path) -> None:
+@pytest.mark.parametrize("recorded", [False, True], ids=["the first step", "a recorded step"])
+def test_a_stop_in_a_step_leaves_a_model_that_trains_on(mesh: Mesh, tmp_path: Path, recorded: bool) -> None:
     training = made("here", mesh)
+    step, good = meshbook.record(training.step_on), training.placed(GOOD)
+    before = [step(good).item() for _ in range(5)] if recorded else []
     opened = tmp_path / "opened"
     mesh.run("import os, time")
     busy = mesh.run(f"while not os.path.exists({str(opened)!r}): time.sleep(0.01)", wait=False)
     session = mesh.session
-    loss = training.step(GOOD)  # behind the cell
+    loss = step(good) if recorded else training.step(GOOD)  # behind the cell
 
     def press() -> None:
         while session._running is None:  # until it waits for the loss
@@ -190,8 +216,9 @@ def test_a_stop_in_the_first_step_leaves_a_model_that_trains_on(mesh: Mesh, tmp_
         loss.item()
     pressing.join(30)
     busy.result(30)
-    got = [training.step(GOOD).item() for _ in range(3)]
-    torch.testing.assert_close(torch.tensor(got), torch.tensor(alone(3)), rtol=1e-4, atol=1e-5)
+    got = [*before, *[(step(good) if recorded else training.step(GOOD)).item() for _ in range(3)]]
+    assert bool(step.stats().replayed) == recorded
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(alone(len(got))), rtol=1e-4, atol=1e-5)
 
 
 def test_a_stop_reaches_ranks_that_python_waits_for_before_it_sends_more(mesh: Mesh, tmp_path: Path) -> None:

@@ -145,6 +145,30 @@ def test_an_operator_that_only_the_notebook_knows_fails_alone_and_works_once_the
     assert torch.ops.meshbook_tests.twice(x).sum().item() == 24.0
 
 
+def test_an_operator_in_place_that_returns_nothing_may_be_done_by_one_that_makes_a_new_tensor(mesh2: Mesh) -> None:
+    define = """
+        import torch
+        @torch.library.custom_op("meshbook_tests::shift", mutates_args=())
+        def shift(x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+        @shift.register_fake
+        def _(x):
+            return torch.empty_like(x)
+        @torch.library.custom_op("meshbook_tests::shift_", mutates_args={"x"})
+        def shift_(x: torch.Tensor) -> None:
+            x.add_(1)
+        @shift_.register_fake
+        def _(x):
+            return None
+        """
+    exec(textwrap.dedent(define), {})
+    mesh2.run(define)
+    x = distribute(torch.ones(4, 3), mesh2, [Shard(0)])
+    assert torch.ops.meshbook_tests.shift_(x) is None
+    assert torch.ops.meshbook_tests.shift_(x[1:3]) is None  # across the pieces
+    assert x.full_tensor().sum(1).tolist() == [6.0, 9.0, 9.0, 6.0]
+
+
 def test_shape_and_placement_errors_are_raised_at_their_line(mesh2: Mesh) -> None:
     x = distribute(torch.ones(6, 4), mesh2, [Shard(1)])
     with pytest.raises(RuntimeError, match=r"\[6, 4\] X \[3, 3\].*on a mesh of dp=2"):
