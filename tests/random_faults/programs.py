@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tests.random_faults.actor_programs import ActorPrograms
 from tests.random_faults.cell_programs import CellPrograms
 from tests.random_faults.harness import Hung, Programs, SharedMesh, deadline, end_supervisor, stacks
 from tests.random_faults.module_programs import ModulePrograms
@@ -16,6 +17,7 @@ KINDS: dict[str, Callable[[SharedMesh], Programs]] = {
     "training": TrainingPrograms,
     "tensors": TensorPrograms,
     "modules": ModulePrograms,
+    "actors": ActorPrograms,
 }
 
 

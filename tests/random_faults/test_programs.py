@@ -14,6 +14,7 @@ SEEDS = {
     "training": range(5),
     "tensors": range(8, 16),
     "modules": (1, 2, 3, 5, 14),
+    "actors": range(1, 9),
 }
 
 
