@@ -18,6 +18,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.wire import keys
 from tests.cli.commands import meshbook
 from tests.kernel.frontend import is_gone, wait_until
+from tests.tracing import held
 
 
 @pytest.fixture(scope="module")
@@ -113,28 +114,10 @@ def test_stop_ends_a_mesh_and_all_that_is_on_it(run: object) -> None:
     assert not (keys.runtime_folder() / "to-be-stopped").exists()
 
 
-# Stops a process as a debugger does: SIGCONT does not continue it, SIGKILL ends it.
-DEBUGGER = """
-import ctypes, os, sys
-pid, traced = int(sys.argv[1]), 0x40000000
-libc = ctypes.CDLL(None, use_errno=True)
-if libc.ptrace(16, pid, None, None) or not os.WIFSTOPPED(os.waitpid(pid, traced)[1]):
-    sys.exit(os.strerror(ctypes.get_errno()))
-print("held", flush=True)
-while os.WIFSTOPPED(os.waitpid(pid, traced)[1]): pass
-"""
-
-
 def test_a_supervisor_that_does_not_answer_is_ended_all_the_same(run: object) -> None:
     mesh = create_mesh(1, name="stuck")
     rank = mesh.run("import os; os.getpid()").values[0]
-    command = [sys.executable, "-c", DEBUGGER, str(mesh.session.info.supervisor_pid)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as debugger:
-        assert debugger.stdout is not None
-        assert debugger.stderr is not None
-        if debugger.stdout.readline() != "held\n":
-            mesh.stop()
-            pytest.skip(f"this machine lets nobody trace a process: {debugger.stderr.read()}")
+    with held(mesh.session.info.supervisor_pid):
         assert "does not answer" in meshbook("list").out
         done = meshbook("stop", "stuck")
     assert (done.status, done.out) == (0, "stuck did not answer and was killed\n")

@@ -20,6 +20,7 @@ from meshbook.errors import MeshInUse, MeshNameError, NotAttached, StartError
 from meshbook.wire import keys
 from meshbook.wire.messages import MeshInfo
 from tests.controller.test_run import when
+from tests.tracing import held
 
 
 def processes_of(pid: int) -> list[psutil.Process]:
@@ -132,13 +133,9 @@ def test_leaving_a_mesh_that_does_not_answer_is_told_and_done(monkeypatch: pytes
     mesh = create_mesh(1, process_group=False)
     other, pid = attach(mesh.name), mesh.session.info.supervisor_pid
     monkeypatch.setattr("meshbook.controller.session._STOP_TIMEOUT_S", 0.3)
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        with pytest.raises(NotAttached, match=rf"did not answer .* `meshbook stop {mesh.name}`"):
-            other.detach()
-    finally:
-        os.kill(pid, signal.SIGCONT)
-        monkeypatch.undo()
+    with held(pid), pytest.raises(NotAttached, match=rf"did not answer .* `meshbook stop {mesh.name}`"):
+        other.detach()
+    monkeypatch.undo()
     assert other.session.connection.closed
     with pytest.raises(NotAttached, match="this process has left it"):
         other.run("1")
