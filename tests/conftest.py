@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -57,8 +58,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+# Tests that start meshes. Importing torch is most of what a start costs, so one fork server does it for all of them.
+MESHES = ("actors", "browser", "cli", "controller", "engines", "kernel", "random_faults", "tensors", "zoo")
+
+
+@contextmanager
+def fork_server(folder: Path) -> Iterator[None]:
+    """What all meshes of the run branch their fork servers off; until it listens, they start their own."""
+    from meshbook.controller.launch import FORK_SERVER
+    from meshbook.host.starter import rank_environment
+
+    listen = folder / "fork.sock"
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        with theirs:
+            command = [sys.executable, "-P", "-m", "meshbook.rank.forkserver", str(theirs.fileno()), str(listen)]
+            server = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], env=rank_environment(), start_new_session=True
+            )
+        os.environ[FORK_SERVER] = str(listen)
+        yield
+        del os.environ[FORK_SERVER]
+    server.kill()  # it may still import torch
+    server.wait(30)
+
+
 @pytest.fixture(scope="session", autouse=True)
-def run() -> Iterator[Run]:
+def run(request: pytest.FixtureRequest) -> Iterator[Run]:
     """This run's own surroundings, for every process that a test starts.
 
     It is the first fixture to be set up and so the last to be torn down, when tests and fixtures have all ended what
@@ -77,40 +103,14 @@ def run() -> Iterator[Run]:
     os.environ["JUPYTER_CONFIG_DIR"] = str(run.home / "jupyter-config")
     os.environ["JUPYTER_DATA_DIR"] = str(run.home / "jupyter-data")
     os.environ["JUPYTER_RUNTIME_DIR"] = str(run.home / "jupyter-run")
-    yield run
+    folders = {item.path.relative_to(ROOT / "tests").parts[0] for item in request.session.items}
+    with_meshes = not folders.isdisjoint(MESHES) and importlib.util.find_spec("torch") is not None
+    with fork_server(run.home) if with_meshes else nullcontext():
+        yield run
     left = run.wait_until_clean(float(os.environ.get("MESHBOOK_LEAK_GRACE_S", GRACE_S)))
     run.clean()
     if left:
         pytest.fail("the test run left something behind:\n  " + "\n  ".join(left), pytrace=False)
-
-
-# Tests that start meshes. Importing torch is most of what a start costs, so one fork server does it for all of them.
-MESHES = ("actors", "browser", "cli", "controller", "engines", "kernel", "random_faults", "tensors", "zoo")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def fork_server(run: Run, request: pytest.FixtureRequest) -> Iterator[None]:
-    """What all meshes of the run branch their fork servers off; until it listens, they start their own."""
-    folders = {item.path.relative_to(ROOT / "tests").parts[0] for item in request.session.items}
-    if folders.isdisjoint(MESHES) or importlib.util.find_spec("torch") is None:
-        yield
-        return
-    from meshbook.controller.launch import FORK_SERVER
-    from meshbook.host.starter import rank_environment
-
-    listen = run.home / "fork.sock"
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours:
-        with theirs:
-            command = [sys.executable, "-P", "-m", "meshbook.rank.forkserver", str(theirs.fileno()), str(listen)]
-            server = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], env=rank_environment(), start_new_session=True
-            )
-        os.environ[FORK_SERVER] = str(listen)
-        yield
-        del os.environ[FORK_SERVER]
-    server.kill()  # it may still import torch
-    server.wait(30)
 
 
 @pytest.fixture(scope="session")

@@ -437,6 +437,8 @@ class Executor:
             return
         self._groups.break_named(command.broken, command.reason, epoch=command.epoch)
         if self._held_for == command.about:
+            # Its host may have taken it back before it came here, and tell of it by its name: then it holds nothing.
+            self._held_for = None
             self._groups.go_on()
 
     def ranks_left(self, command: messages.RanksLeft) -> None:

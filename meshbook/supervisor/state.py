@@ -7,6 +7,7 @@ failures in a millisecond, and a saved list of events replays to the same state.
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -440,7 +441,7 @@ class State:
         send = ToHosts(self._hosts(command.ranks), command, body)
         if not call.main_thread:
             return [send]
-        if self._must_wait(call.ranks, now):
+        if self._must_wait(call, now):
             call.held = send
             return []
         forming: list[Step] = []
@@ -456,15 +457,23 @@ class State:
         users = waits or call.entry is not None or isinstance(send.message, messages.CallFunction)
         return [send, *(self._seeing.call_began(call.id, call.client, call.ranks, now) if users else [])]
 
-    def _must_wait(self, ranks: Ranks, now: float) -> bool:
-        """Whether a call of these ranks would begin on some of them while others are still in a call that was stopped,
-        and find the process groups broken. All calls wait HOLD_S for such ranks; one of the very ranks, until they are
-        back or dead."""
-        stopped = [call for call in self._calls.values() if call.stopping]
-        late = {rank for call in stopped for rank in call.stopping - call.done} - self._exited.keys()
-        waiting = {rank for call in self._calls.values() if call.held is not None for rank in call.ranks}
-        soon = any(now < call.back_by for call in stopped)
-        return soon or self._is_comparing() or not (late | waiting).isdisjoint(ranks)
+    def _must_wait(self, call: Call, now: float) -> bool:
+        """Whether a call would begin on some ranks while others are still in a call that was stopped, or before broken
+        process groups are formed anew.
+
+        All calls wait HOLD_S for ranks to come back from a Stop, and while all are back and only the word of it is on
+        its way. One of a rank that is not back waits for it; and so does one that comes behind others on its ranks,
+        where the groups are broken: they are formed anew when those have ended.
+        """
+        before = list(itertools.takewhile(lambda other: other is not call, self._calls.values()))
+        stopped = [other for other in self._calls.values() if other.stopping]
+        soon = any(now < other.back_by or self._exited.keys() | other.done >= set(other.ranks) for other in stopped)
+        late = {rank for other in stopped for rank in other.stopping - other.done} - self._exited.keys()
+        late.update(rank for other in before if other.held is not None for rank in other.ranks)
+        if self._groups == "broken" and not self._exited and not self._formed_badly:
+            busy = [other for other in before if other.main_thread and other.held is None]
+            late.update(rank for other in busy for rank in set(other.ranks) - other.done)
+        return soon or self._is_comparing() or not late.isdisjoint(call.ranks)
 
     def _is_comparing(self) -> bool:
         """Whether ranks are asked if they are in step. What begins meanwhile could compute wrong numbers."""
@@ -472,16 +481,10 @@ class State:
 
     def _release(self, now: float) -> list[Step]:
         """Send what was held and need not wait any more, in the order in which it came."""
-        held = [(call, call.held) for call in self._calls.values() if call.held is not None]
-        for call, _ in held:
-            call.held = None
         steps: list[Step] = []
-        for call, send in held:
-            assert send is not None
-            if self._must_wait(call.ranks, now):
-                call.held = send
-            else:
-                steps += self._send(call, send, now)
+        for call in list(self._calls.values()):
+            if call.held is not None and not self._must_wait(call, now):
+                steps += self._send(call, call.held, now)
         return steps
 
     def _refuse_ranks(self, client: Client, command: Any) -> list[Step]:

@@ -261,6 +261,29 @@ def test_a_cell_behind_a_stop_waits_no_longer_than_a_stubborn_rank_is_given() ->
     assert [message.call for message in messages_of(released, messages.RunCell)] == ["c2"]
 
 
+def test_a_cell_behind_a_slow_stop_waits_for_the_groups_although_all_ranks_are_known_to_be_back() -> None:
+    world = Scenery()
+    world.run("c1")
+    stopped = world.say(messages.Interrupt(ranks=EVERYONE))
+    world.run("c2")
+    assert not messages_of(world.ring(stopped, "release"), messages.RunCell)
+    assert not messages_of(world.host(messages.CallProgressed(call="c1", done=EVERYONE)), messages.RunCell)
+    sent = steps_of(world.finish("c1", status="interrupted", groups_broken=True), s.ToHosts)
+    assert [type(step.message) for step in sent] == [messages.FormGroups, messages.RunCell]
+
+
+def test_a_cell_behind_another_waits_for_it_where_a_stop_has_broken_the_groups_meanwhile() -> None:
+    world = Scenery()
+    world.run("c1")
+    world.run("c2")
+    world.say(messages.Interrupt(ranks=EVERYONE, target="c2"))
+    world.finish("c2", status="interrupted", groups_broken=True)
+    assert not messages_of(world.run("c3"), messages.RunCell)  # it would come behind c1, and before the groups
+    assert [message.call for message in messages_of(world.run("c4", ranks=(0,)), messages.RunCell)] == []
+    sent = steps_of(world.finish("c1"), s.ToHosts)
+    assert [getattr(step.message, "call", "")[:2] for step in sent] == ["fo", "c3", "c4"]
+
+
 @pytest.mark.parametrize("end", ["back", "gone"])
 def test_a_cell_of_a_stubborn_rank_itself_waits_until_it_is_back_or_dead(end: str) -> None:
     world = Scenery()

@@ -208,13 +208,15 @@ def test_a_stop_in_a_step_leaves_a_model_that_trains_on(mesh: Mesh, tmp_path: Pa
         while session._running is None:  # until it waits for the loss
             threading.Event().wait(0.01)
         session.press_stop()
-        opened.touch()
 
     pressing = threading.Thread(target=press)
     pressing.start()
     with pytest.raises(CellInterrupted):
         loss.item()
     pressing.join(30)
+    for _ in range(2):  # behind the word that ranks are in step, which they hear beside the cell
+        mesh.stacks()
+    opened.touch()  # and only now they hear of what has been taken back
     busy.result(30)
     got = [*before, *[(step(good) if recorded else training.step(GOOD)).item() for _ in range(3)]]
     assert bool(step.stats().replayed) == recorded

@@ -1,0 +1,40 @@
+"""Collectives that wait, after a call was stopped, until it is over everywhere: one rank's executor without a mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshbook.ids import CallId
+from meshbook.rank.executor import Executor
+from meshbook.rank.groups import Groups
+from meshbook.rank.ring import Ring
+from meshbook.wire.messages import GroupsChecked, Outcome
+
+STOPPED = CallId("a-1")
+
+
+def at_rest() -> Executor:
+    """An executor between two calls; it has what concerns process groups, and none of these."""
+    executor: Any = Executor.__new__(Executor)
+    executor._groups, executor._left, executor._held_for, executor.running = Groups(Ring()), {}, None, None
+    made: Executor = executor
+    return made
+
+
+def test_collectives_after_a_call_that_is_stopped_wait_until_it_is_over_everywhere() -> None:
+    executor = at_rest()
+    executor.running = STOPPED
+    executor.hold_after(STOPPED)
+    executor._with_groups(STOPPED, Outcome(status="ok"))
+    assert executor._groups.is_held
+    executor.groups_checked(GroupsChecked(ranks=(0,), about=STOPPED, epoch=1))
+    assert not executor._groups.is_held
+
+
+def test_a_call_that_was_taken_back_holds_nothing_when_the_rank_hears_of_it_at_last() -> None:
+    executor = at_rest()
+    executor.hold_after(STOPPED)
+    assert executor._groups.is_held
+    executor.groups_checked(GroupsChecked(ranks=(0,), about=STOPPED, epoch=1))
+    executor._with_groups(STOPPED, Outcome(status="ok"))
+    assert not executor._groups.is_held
