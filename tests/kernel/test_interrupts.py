@@ -177,12 +177,12 @@ def test_one_stop_brings_back_a_rank_that_stops_itself(front: FrontEnd, source: 
 def test_one_stop_brings_back_a_rank_that_was_stopped_before_it_was_given_the_cell(front: FrontEnd) -> None:
     pids = front.pids()
     os.kill(pids["rank 1"], signal.SIGSTOP)
-    cell = front.send("print('at it', flush=True)\nbegan = True")
+    cell = front.send("print('at it', flush=True)\ntime.sleep(60 * rank)\nended = True")
     front.until(cell, lambda cell: "at it" in cell.stdout)
     front.interrupt()
     assert front.wait(cell).reply["ename"] == "KeyboardInterrupt"
     assert "rank 0 had ended already" in cell.reply["evalue"]
-    assert front.run("'began' in globals()").result == "[0] True\n[1] False"
+    assert front.run("'ended' in globals()").result == "[0] True\n[1] False"
 
 
 def test_a_rank_in_c_code_that_does_not_come_back_leaves_the_kernel_usable_and_a_second_stop_ends_it(
