@@ -16,6 +16,7 @@ from meshbook.wire import keys
 # suites do: importing torch is most of what a start costs.
 FORK_SERVER = "MESHBOOK_FORK_SERVER"
 
+
 def launch_supervisor(
     name: str,
     *,

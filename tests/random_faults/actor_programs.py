@@ -19,7 +19,7 @@ import meshbook.actor
 from meshbook.actor import Actor, ActorError, SupervisionError, endpoint, pull
 from meshbook.controller.mesh import Mesh
 from tests.actors.cast import press_stop_when
-from tests.random_faults.harness import HUNG_S, WORLD_SIZE, SharedMesh, Wrong, wait_until
+from tests.random_faults.harness import HUNG_S, WORLD_SIZE, OnSharedMesh, Wrong, wait_until
 
 PRIME = 997
 PLACES = range(WORLD_SIZE)
@@ -73,18 +73,12 @@ class Asker(Actor):
         return sum((await self.asked.read.call()).values())
 
 
-class ActorPrograms:
+class ActorPrograms(OnSharedMesh):
     """Calls without a fault, one with, and calls without a fault."""
-
-    def __init__(self, shared: SharedMesh) -> None:
-        self._shared = shared
-
-    def close(self) -> None:
-        pass
 
     def run(self, seed: int) -> str:
         """See `Programs`."""
-        return _Program(self._shared.get(), seed).run()
+        return _Program(self.shared.get(), seed).run()
 
 
 class _Program:

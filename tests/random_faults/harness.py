@@ -67,6 +67,16 @@ class SharedMesh:
             mesh.stop()
 
 
+class OnSharedMesh:
+    """Programs that need nothing but the shared mesh."""
+
+    def __init__(self, shared: SharedMesh) -> None:
+        self.shared = shared
+
+    def close(self) -> None:
+        pass
+
+
 def wait_until(condition: Callable[[], Any], what: str) -> None:
     """Look again and again until something is the case.
 

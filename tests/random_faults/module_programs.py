@@ -25,7 +25,7 @@ import meshbook
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import CellInterrupted, OperationFailed, RankLost
 from tests.random_faults import operators
-from tests.random_faults.harness import WORLD_SIZE, SharedMesh, Wrong, stop_when
+from tests.random_faults.harness import WORLD_SIZE, OnSharedMesh, Wrong, stop_when
 from tests.random_faults.operators import Net
 
 ROWS = 2 * WORLD_SIZE
@@ -110,18 +110,12 @@ def _alike(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return all(torch.allclose(one, other, rtol=1e-9, atol=1e-11) for one, other in zip(some, others, strict=True))
 
 
-class ModulePrograms:
+class ModulePrograms(OnSharedMesh):
     """Steps without a fault, one with, what is left of the model, and steps without a fault."""
-
-    def __init__(self, shared: SharedMesh) -> None:
-        self._shared = shared
-
-    def close(self) -> None:
-        pass
 
     def run(self, seed: int) -> str:
         """See `Programs`."""
-        return _Program(self._shared.get(), seed).run()
+        return _Program(self.shared.get(), seed).run()
 
 
 class _Program:

@@ -24,7 +24,7 @@ import meshbook
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import CellInterrupted, OperationFailed, RankLost
 from tests.random_faults import operators
-from tests.random_faults.harness import WORLD_SIZE, SharedMesh, Wrong, stop_when
+from tests.random_faults.harness import WORLD_SIZE, OnSharedMesh, Wrong, stop_when
 
 NAMES = ("t0", "t1", "t2", "t3")
 SIZE = 2 * WORLD_SIZE
@@ -150,18 +150,12 @@ class Story:
     changed_at: list[int] = field(default_factory=list)
 
 
-class TensorPrograms:
+class TensorPrograms(OnSharedMesh):
     """Lines without a fault, some with one, reading, recovery, and lines without a fault on what there is."""
-
-    def __init__(self, shared: SharedMesh) -> None:
-        self._shared = shared
-
-    def close(self) -> None:
-        pass
 
     def run(self, seed: int) -> str:
         """See `Programs`."""
-        mesh = self._shared.get()
+        mesh = self.shared.get()
         mesh.run("from tests.random_faults import operators", echo=False)
         return _Program(mesh, seed).run()
 
