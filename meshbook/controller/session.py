@@ -224,17 +224,20 @@ class Session:
         handlers: dict[str, Any] = {"on_input": inbox.put}
         if sink is not None:
             handlers["on_output"] = inbox.put
-        self._running = (command.call, command.ranks)
-        try:
-            future = self.request(command, **handlers)
-        except KeyboardInterrupt:  # whether it has been sent is not known
-            self.interrupt(command.ranks, target=command.call)
-            self._running = None
-            raise
-        except BaseException:
-            self._running = None
-            raise
-        return self.attend(command, future, inbox=inbox, sink=sink, ask=ask)
+        presses = Presses(wake=lambda: inbox.put(_WAKE))
+        with presses:
+            self._running = (command.call, command.ranks)
+            try:
+                future = self.request(command, **handlers)
+            except KeyboardInterrupt:  # whether it has been sent is not known
+                self.interrupt(command.ranks, target=command.call)
+                self._running = None
+                raise
+            except BaseException:
+                self._running = None
+                raise
+            self._attend(command, future, inbox, sink, ask, presses)
+        return self._result(future, presses)
 
     def attend(
         self,
@@ -247,22 +250,40 @@ class Session:
     ) -> messages.CallFinished:
         """Wait for a command that has been sent as the foreground call; `foreground` tells the rest."""
         inbox = inbox if inbox is not None else queue.SimpleQueue()
-        self._running, self._inbox = (command.call, command.ranks), inbox
-        show = sink if sink is not None else lambda items: None
-        on_output = inbox.put if sink is not None else None
-        self.connection.listen_to(command.call, on_output=on_output, on_input=inbox.put, on_stuck=inbox.put)
-        if self.connection.silent:
-            inbox.put(_Silence(True))
         presses = Presses(wake=lambda: inbox.put(_WAKE))
+        with presses:
+            self._attend(command, future, inbox, sink, ask, presses)
+        return self._result(future, presses)
+
+    def _attend(
+        self,
+        command: Any,
+        future: Future[Any],
+        inbox: queue.SimpleQueue[Any],
+        sink: Sink | None,
+        ask: Ask | None,
+        presses: Presses,
+    ) -> None:
         try:
-            with presses:
-                self._show_until_done(command, future, inbox, show, ask, presses)
-            # Stop reaches a notebook twice, and the second half may come when the call has ended.
-            if presses.take() and time.monotonic() > self._signal_until:
-                signal.raise_signal(signal.SIGINT)
+            self._running, self._inbox = (command.call, command.ranks), inbox
+            show = sink if sink is not None else lambda items: None
+            on_output = inbox.put if sink is not None else None
+            self.connection.listen_to(command.call, on_output=on_output, on_input=inbox.put, on_stuck=inbox.put)
+            if self.connection.silent:
+                inbox.put(_Silence(True))
+            self._show_until_done(command, future, inbox, show, ask, presses)
+        except BaseException:
+            self._signal_until = float("-inf")
+            raise
         finally:
             self._running = self._inbox = self._hard_at = None
-            self._signal_until = float("-inf")
+
+    def _result(self, future: Future[Any], presses: Presses) -> messages.CallFinished:
+        """Of a call that has ended, once SIGINT is no longer its Stop."""
+        until, self._signal_until = self._signal_until, float("-inf")
+        # Stop reaches a notebook twice, and the second half may come when the call has ended.
+        if presses.take() and time.monotonic() > until:
+            signal.raise_signal(signal.SIGINT)
         finished: messages.CallFinished = future.result()
         return finished
 

@@ -18,6 +18,7 @@ import queue
 import secrets
 import sys
 import threading
+import time
 import warnings
 import weakref
 from collections import deque
@@ -32,6 +33,7 @@ import msgspec
 import torch
 
 from meshbook.controller.console import Console
+from meshbook.controller.presses import uninterrupted
 from meshbook.controller.results import error_of
 from meshbook.controller.session import Session, render
 from meshbook.errors import CellInterrupted, Failure, MeshbookError, NotAttached, OperationFailed, RankLost
@@ -102,15 +104,16 @@ _lines: dict[int, tuple[CodeType, messages.Frame]] = {}
 class Handle:
     """A tensor's life on the ranks: when it dies here, its id is freed there.
 
-    An object of its own: torch may bring a tensor's Python object back to life after `__del__`. Each engine has a class
-    of it, and no `__init__` is called: one is made for every operation.
+    An object of its own: torch may bring a tensor's Python object back to life after `__del__`. No `__init__` is
+    called: one is made for every operation. The finalizer is C code, in a slot: a KeyboardInterrupt that comes in a
+    finalizer in Python is dropped, and with it the Stop that somebody pressed.
     """
 
-    __slots__ = ("changes", "id", "spec")
+    __slots__ = ("__del__", "changes", "id", "spec")
 
+    __del__: Callable[[], None]
     id: int
     spec: Spec  # what the tensor is like
-    free: Callable[[int], None]  # the engine's
     changes: list[int] | None  # of a view, and of what it is one of
     is_part = False  # a view that DTensor had to copy (`parts`)
 
@@ -119,12 +122,6 @@ class Handle:
         if self.changes is None:
             self.changes = [0]
         return self.changes
-
-    def __del__(self) -> None:
-        try:  # noqa: SIM105
-            self.free(self.id)
-        except AttributeError:  # a Stop came before it had one
-            pass
 
 
 @dataclass
@@ -209,7 +206,7 @@ class Engine:
         self.freed: deque[int] = deque()  # by finalizers, at any moment
         # How often tensors may have changed whose storage is not known here alone, such as a cell's: one family.
         self.others: list[int] = session.extras.setdefault("changes", [0])
-        self.handle: type[Handle] = type("Handle", (Handle,), {"__slots__": (), "free": self.freed.append})
+        self.free = self.freed.append
         self.num_ops = self.num_batches = 0
         self._waiting: list[Issued] = []  # operations that have not been sent
         self._held: Held | None = None  # the last of them, where they wait for a step's end
@@ -218,10 +215,11 @@ class Engine:
         self._uploads: list[messages.Upload] = []
         self._fed: list[tuple[messages.Rows, Future[Any]]] = []
         self._ahead: dict[str, _Batch] = {}
-        self._changed = threading.Condition()
+        self._changing = threading.RLock()  # to be entered by this name: a Stop in `with condition:` leaves it locked
+        self._changed = threading.Condition(self._changing)
         self._sending = threading.RLock()
         self._faults: dict[tuple[int, str], Fault] = {}
-        # What ranks said last of ids that have faults; `_changed` is held to write it.
+        # What ranks said last of ids that have faults; `_changing` is held to write it.
         self._faulted: dict[int, Fault] = {}
         self._spared: dict[int, dict[int, int]] = {}  # id -> rank -> operations that were to change it and did not
         self._begun: set[int] = set()
@@ -240,7 +238,7 @@ class Engine:
         self._is_deterministic = False  # of these
         self._number = 1
         self._due = _BATCHES[0]
-        self._woken = threading.Event()
+        self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()  # C code: a Stop leaves no lock of it taken
         session.before_call.append(_weak(self._before_call))
         session.ahead.append(_weak(self._calls_ahead))
         thread = threading.Thread(
@@ -271,7 +269,7 @@ class Engine:
         if size >= self._due:
             self.flush()
         elif size == 1:
-            self._woken.set()
+            self._woken.put(None)
 
     def follow_modes(self) -> None:
         """Have the ranks do what comes now as torch is set here."""
@@ -280,8 +278,9 @@ class Engine:
             return
         key = ("set_modes", modes)
         template = self.cache.get(key) or self.learn(key, self.planner.plan_none, "set_modes", (modes,))
-        self._modes, self._is_deterministic = modes, _is_deterministic()
-        self.put([([template.number], here())])
+        with uninterrupted():
+            self._modes, self._is_deterministic = modes, _is_deterministic()
+            self.put([([template.number], here())])
 
     def put(self, issued: Iterable[Issued]) -> None:
         """Operations for the next batch, which is not sent for their sake."""
@@ -289,14 +288,16 @@ class Engine:
             self._waiting += issued
 
     def _free_ids(self) -> None:
-        ids = _drained(self.freed)
-        if ids:
-            self.put([([0, len(ids), *ids], ())])
+        with uninterrupted():
+            ids = _drained(self.freed)
+            if ids:
+                self.put([([0, len(ids), *ids], ())])
 
     def new_handle(self) -> Handle:
         """Of a tensor that there will be: with an id that no other has, and no spec yet."""
-        handle = self.handle()
-        handle.id = self.next_id()
+        handle = Handle()
+        handle.id = made = self.next_id()
+        handle.__del__ = partial(self.free, made)
         handle.changes = None
         return handle
 
@@ -310,7 +311,8 @@ class Engine:
         with self._putting:
             template = self._older.pop(key, None)
         if template is None:
-            template = plan(*args)
+            with uninterrupted():  # torch's modes are others meanwhile
+                template = plan(*args)
             if template.body:  # before anybody can find it and send an operation of it
                 self.add_template(template.body)
         with self._putting:
@@ -342,7 +344,7 @@ class Engine:
             if self._waiting and self._held is None:
                 self.flush()
             self._uploads.append(messages.Upload(id=handle.id, payload=payload))
-        self._woken.set()
+        self._woken.put(None)
         return handle
 
     def feed(self, tensors: Sequence[torch.Tensor], placements: Sequence[Any]) -> tuple[list[Handle], Future[Any]]:
@@ -360,7 +362,7 @@ class Engine:
         rows, done = messages.Rows(ids=tuple(handle.id for handle in handles), payload=payload), Future[Any]()
         with self._putting:
             self._fed.append((rows, done))
-        self._woken.set()
+        self._woken.put(None)
         return handles, done
 
     # ---- steps that are held back
@@ -386,19 +388,20 @@ class Engine:
         Args:
             exchange: asked what becomes of them, if they have not been sent; None: they are sent as they are.
         """
-        try:
-            with self._putting:
-                if exchange is not None and self._held is held:
-                    self._exchange(held.first, exchange)
-        finally:
-            with self._putting:
-                if self._held is held:
-                    self._held, self._due = None, self._size_of_next()
+        with uninterrupted():
+            try:
+                with self._putting:
+                    if exchange is not None and self._held is held:
+                        self._exchange(held.first, exchange)
+            finally:
+                with self._putting:
+                    if self._held is held:
+                        self._held, self._due = None, self._size_of_next()
         if exchange is not None and self._is_due_as_steps():
             self._keep_near(_MAX_STEPS_AHEAD)
             self.flush()
         elif self._uploads or self._fed or not self.has_enough:
-            self._woken.set()
+            self._woken.put(None)
 
     def _exchange(self, first: int, exchange: Exchange) -> None:
         last = len(self._waiting)
@@ -450,7 +453,8 @@ class Engine:
 
     def _before_call(self) -> None:
         self.others[0] += 1  # by whatever is called
-        self.flush()
+        if self.is_open and not self.session.lost:  # else whoever uses these tensors is told, and cells go on
+            self.flush()
 
     def _keep_near(self, limit: int = _MAX_AHEAD) -> None:
         self._check()
@@ -459,7 +463,7 @@ class Engine:
         if len(self._ahead) >= limit and threading.current_thread() is not self.session.connection.thread:
             if threading.current_thread() is threading.main_thread() and self.session.is_free:
                 self._wait_for_oldest(limit)
-            with self._changed:
+            with self._changing:
                 while len(self._ahead) >= limit and self._ended is None:
                     self._changed.wait(1.0)
             self._check()
@@ -481,7 +485,7 @@ class Engine:
                 error = error_of(finished, "an operation on tensors")
                 if not isinstance(error, RankLost):
                     raise CellInterrupted((), self.ranks, summary="operations on tensors were stopped")
-            with self._changed:  # the acknowledgement is noted by the thread that listens
+            with self._changing:  # the acknowledgement is noted by the thread that listens
                 self._changed.wait_for(lambda: batch.command.call not in self._ahead, 5.0)  # noqa: B023
 
     def _check(self) -> None:
@@ -505,7 +509,7 @@ class Engine:
 
     def _send(self, fetch: messages.Fetch | None, **handlers: Any) -> tuple[messages.RunOps, Future[Any]] | None:
         """Make up a batch and send it, in one piece whatever happens."""
-        with self._sending:
+        with uninterrupted(), self._sending:
             with self._putting:
                 self._break_hold()
                 self._free_ids()
@@ -544,31 +548,26 @@ class Engine:
                 self.num_batches += 1
                 future = self.session.connection.request(command, **handlers)
                 self._ahead[command.call].future = future
-            except BaseException as error:
+            except BaseException:
                 if command is not None:
                     self._ahead.pop(command.call, None)
                 with self._putting:
                     self._templates[:0] = templates
                     self._forgotten[:0] = forgotten
-                    # Stop in the middle of sending: maybe it has gone out, and nothing may be done twice.
-                    if command is None or isinstance(error, Exception):
-                        self._waiting[:0] = waiting
-                        self._steps_ended[:0] = steps
-                        if self._held is not None:
-                            self._held.first += len(waiting)
-                        self._uploads[:0] = uploads
-                        self._fed[:0] = fed
-                    else:
-                        self.freed.extend(freed)
-                        self._modes = None
+                    self._waiting[:0] = waiting
+                    self._steps_ended[:0] = steps
+                    if self._held is not None:
+                        self._held.first += len(waiting)
+                    self._uploads[:0] = uploads
+                    self._fed[:0] = fed
                 raise
             if self._held is None:
                 self._due = self._size_of_next()
-        call = command.call
-        future.add_done_callback(lambda done: self._acknowledged(call, done))
-        for _, arrived in fed:
-            future.add_done_callback(partial(_pass_on, arrived))
-        return command, future
+            call = command.call
+            future.add_done_callback(lambda done: self._acknowledged(call, done))
+            for _, arrived in fed:
+                future.add_done_callback(partial(_pass_on, arrived))
+            return command, future
 
     def _acknowledged(self, call: str, done: Future[Any]) -> None:
         """A batch has ended on every rank. Called by the thread that listens."""
@@ -581,13 +580,13 @@ class Engine:
             self._ended = error
         else:
             self._take_note(batch, finished)
-        with self._changed:
+        with self._changing:
             del self._ahead[call]
             if self._held is None:
                 self._due = self._size_of_next()
             self._changed.notify_all()
         if self._waiting and not self.has_enough:  # held back while they had
-            self._woken.set()
+            self._woken.put(None)
 
     def _size_of_next(self) -> int:
         return _BATCHES[min(len(self._ahead), len(_BATCHES) - 1)]
@@ -635,7 +634,7 @@ class Engine:
     def _note_faulted(self, batch: _Batch, parts: Sequence[messages.Part]) -> None:
         """What ranks have no values for, as of the end of a batch."""
         told = [(part.ranks, of) for part in parts for of in (part.outcome.answer or {}).get("faulted", ())]
-        with self._changed:
+        with self._changing:
             self._healed = {id: ordinal for id, ordinal in self._healed.items() if ordinal > batch.ordinal}
             faulted: dict[int, Fault] = {}
             spared: dict[int, dict[int, int]] = {}
@@ -716,7 +715,7 @@ class Engine:
 
     def _heal(self, ids: Iterable[int]) -> None:
         """The next batch leaves these without a fault."""
-        with self._changed:
+        with self._changing:
             for id in ids:
                 self._healed[id] = self.num_batches
                 self._faulted.pop(id, None)
@@ -735,7 +734,15 @@ class Engine:
             answers = self.state(())
         finally:
             self._settling = False
-        with self._changed:
+        with uninterrupted():
+            self._settled([set(answer["done"]) for answer in answers.values()])
+
+    def _settled(self, done: list[set[int]]) -> None:
+        """
+        Args:
+            done: the steps of optimizers that each rank has taken.
+        """
+        with self._changing:
             self._unsettled = False
             whole: list[int] = []
             for id, fault in self._faulted.items():
@@ -747,7 +754,6 @@ class Engine:
                 else:
                     self._half[id] = fault
         self.clear(whole)
-        done = [set(answer["done"]) for answer in answers.values()]
         for serial, step in reversed(list(self._open_steps.items())):
             if step in self._steps_ended:
                 continue
@@ -761,7 +767,7 @@ class Engine:
         """Which steps of optimizers each rank has taken, and hashes of its own pieces of these tensors. What it says of
         faults is noted. Blocks."""
         answers = self.fetch(messages.Fetch(how="state", ids=tuple(ids)))
-        with self._changed:  # the acknowledgement is noted by the thread that listens
+        with self._changing:  # the acknowledgement is noted by the thread that listens
             self._changed.wait_for(lambda: not self._ahead, 30.0)
         return answers
 
@@ -797,10 +803,12 @@ class Engine:
             self._open_steps[step.serial] = step
             self._steps_ended.append(step)
             self._step = None
+        self._woken.put(None)
+
+    def send_if_due(self) -> None:
+        """Send what there is, if it is enough for a batch. Waits like `flush`."""
         if len(self._waiting) >= self._due:
             self.flush()
-        else:
-            self._woken.set()
 
     @property
     def is_in_step(self) -> bool:
@@ -875,7 +883,7 @@ class Engine:
                     if part.outcome.value is not None and part.outcome.value.payload is not None:
                         answers[rank]["value"] = self.session.load(part.outcome.value.payload)
         if poisons:
-            with self._changed:  # the line that issued it is noted with the acknowledgement, which has come by now
+            with self._changing:  # the line that issued it is noted with the acknowledgement, which has come by now
                 self._changed.wait_for(lambda: command.call not in self._ahead, 5.0)
             found = [self._fault(None, [rank for rank, _ in told], told[0][1]) for told in poisons.values()]
             raise self._failure(min(found, key=lambda fault: (fault.secondary, fault.interrupted, fault.number)))
@@ -1070,18 +1078,21 @@ def _weak(method: Callable[[], Any]) -> Callable[[], Any]:
     return call
 
 
-def _send_when_idle(held: weakref.ref[Engine], woken: threading.Event) -> None:
+def _send_when_idle(engine_of: weakref.ref[Engine], woken: queue.SimpleQueue[None]) -> None:
     """The thread that sends a batch which nobody fills: it must not keep the engine alive."""
     while True:
-        if not woken.wait(5.0):
-            engine = held()
+        try:
+            woken.get(timeout=5.0)
+        except queue.Empty:
+            engine = engine_of()
             if engine is None or engine.session.connection.closed:
                 return
             del engine
             continue
-        woken.clear()
-        threading.Event().wait(_IDLE_S)
-        engine = held()
+        time.sleep(_IDLE_S)
+        while not woken.empty():
+            woken.get()
+        engine = engine_of()
         if engine is None:
             return
         try:

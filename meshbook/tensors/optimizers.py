@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from meshbook.controller.presses import uninterrupted
 from meshbook.errors import OperationFailed
 from meshbook.rank.tensors.calls import FLOAT, MESH, TENSOR, Sent
 from meshbook.tensors.engine import AFTER_FAULT, Engine, here
@@ -136,19 +137,21 @@ def _whole(step: Callable[..., Any]) -> Callable[..., Any]:
         except OperationFailed:
             forget_lost(self, engine)
             raise
-        taken = OptimizerStep(self)
-        engine.begin_step(taken)
-        try:
-            _begin(engine, ids, taken.serial)
-            result = step(self, **kwargs)
-            _end(engine, taken.serial)
-        except BaseException:
-            if engine.drop_step():
-                taken.undo()
-            else:
-                engine.end_step(taken)
-            raise
-        engine.end_step(taken)
+        with uninterrupted():
+            taken = OptimizerStep(self)
+            engine.begin_step(taken)
+            try:
+                _begin(engine, ids, taken.serial)
+                result = step(self, **kwargs)
+                _end(engine, taken.serial)
+            except BaseException:
+                if engine.drop_step():
+                    taken.undo()
+                else:
+                    engine.end_step(taken)
+                raise
+            engine.end_step(taken)
+        engine.send_if_due()
         engine.look_at(ids)
         return result
 

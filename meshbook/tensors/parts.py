@@ -20,6 +20,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils._python_dispatch import _disable_current_modes
 
+from meshbook.controller.presses import uninterrupted
 from meshbook.rank.tensors import calls
 from meshbook.tensors.engine import Engine, Handle, here
 from meshbook.tensors.plan import Spec, Template, contiguous
@@ -100,7 +101,7 @@ def follow(made: Sequence[Any], of: Any, function: Any, args: Any, kwargs: Any, 
 def _places(function: Any, spec: Spec, args: Any, kwargs: Any) -> list[Where | None]:
     if function in _OTHER_ELEMENTS:
         return []
-    with _disable_current_modes(), torch.no_grad():
+    with uninterrupted(), _disable_current_modes(), torch.no_grad():
         whole = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
         found = function(whole, *args[1:], **(kwargs or {}))
     views = found if isinstance(found, (list, tuple)) else [found]

@@ -94,10 +94,10 @@ class Recorded(Generic[P, T]):
             if not engine.hold(held):  # a part of another recorded function's call
                 return self._function(*args, **kwargs)
             result = self._function(*args, **kwargs)
+            self._end(engine, held)
         except BaseException:
             engine.release(held, None)
             raise
-        self._end(engine, held)
         return result
 
     def stats(self) -> Stats:

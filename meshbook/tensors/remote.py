@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -19,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from meshbook.controller.mesh import Mesh
+from meshbook.controller.presses import uninterrupted
 from meshbook.rank.tensors import calls
 from meshbook.tensors import parts, values, views
 from meshbook.tensors.engine import Engine, Handle, here
@@ -34,6 +36,7 @@ _is_inference = torch.is_inference_mode_enabled
 _default_dtype = torch.get_default_dtype  # what an operation on integers, or a factory, gives
 # Seeds fit a float, which is how they travel.
 _SEEDS = 1 << 52
+_NOTHING_HELD = contextlib.nullcontext()
 
 
 class RemoteTensor(torch.Tensor):
@@ -212,7 +215,7 @@ class RemoteTensor(torch.Tensor):
             return found
         if not self.is_leaf:
             raise RuntimeError("only tensors that autograd did not compute can be copied deeply; detach() it first")
-        with torch.no_grad():
+        with uninterrupted(), torch.no_grad():
             copied: Any = self.detach().clone()
         copied.requires_grad_(self.requires_grad)
         if getattr(self, "_is_param", False):
@@ -346,9 +349,10 @@ def arrive(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return perform(engine, template, func, args, kwargs, numbers, tensors, floats)
     # What `perform` does, for the common case: one new tensor, nothing to look out for.
     result = _make(*(spec.making or _how_to_make(spec)))
-    result._handle = handle = engine.handle()
+    result._handle = handle = Handle()
     handle.spec = spec
     handle.id = made = engine.next_id()
+    handle.__del__ = partial(engine.free, made)
     handle.changes = tensors[0]._handle.family() if template.is_view else None
     numbers[0] = template.number
     numbers.append(made)
@@ -402,11 +406,13 @@ def perform(
                 results.append(wrap(output, handle))  # type: ignore[arg-type]
     if floats:
         numbers += floats
-    engine.emit(numbers, here())
-    if template.is_view:
-        _follow(template, results, func, args, kwargs, tensors)
-    for at in template.mutates:
-        _changed(tensors[at])
+    counted = any(tensors[at]._handle.changes is not None for at in template.mutates)
+    with uninterrupted() if counted else _NOTHING_HELD:
+        engine.emit(numbers, here())
+        if template.is_view:
+            _follow(template, results, func, args, kwargs, tensors)
+        for at in template.mutates:
+            _changed(tensors[at])
     if template.returns == "one":
         return results[0]
     if template.returns == "none":

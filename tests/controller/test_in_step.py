@@ -127,6 +127,99 @@ def test_the_cell_after_one_that_did_not_end_well_computes_right_numbers(mesh: M
     works(mesh)
 
 
+# A step of a model that all ranks leave at the same place: nobody waits, and no collective tells them apart.
+LEFT = {
+    "the forward pass of FSDP": "hook = sharded[2].register_forward_pre_hook(leave)\nsharded(batch)",
+    "the backward pass of FSDP": (
+        "hook = sharded[0].register_full_backward_hook(leave)\nsharded(batch).sum().backward()"
+    ),
+    "the backward pass of DDP": (
+        "hook = ddp.module[0].register_full_backward_hook(leave)\nddp(batch).sum().backward()"
+    ),
+}
+AFTER_LEAVING = """
+hook.remove()
+ddp.zero_grad()
+with torch.no_grad():
+    for model in (net, ddp, sharded):
+        for p in model.parameters(): p.mul_(2)
+    alike = all(torch.allclose(model(batch), net(batch)) for model in (ddp, sharded))
+    for model in (net, ddp, sharded):
+        for p in model.parameters(): p.mul_(0.5)
+alike
+"""
+
+
+@pytest.mark.parametrize("ends", ["Stop", "an exception"])
+@pytest.mark.parametrize("left", LEFT)
+def test_a_model_whose_step_all_ranks_leave_at_one_place_starts_the_next_one_afresh(
+    mesh: Mesh, left: str, ends: str
+) -> None:
+    if ends == "Stop":
+        leave = "def leave(*_):\n    print('in the step', flush=True)\n    while True: time.sleep(0.01)\n"
+        before = [mesh.logs(rank).count("in the step") for rank in range(3)]
+        future = mesh.run(leave + LEFT[left], wait=False, echo=False)
+        until(lambda: all(mesh.logs(rank).count("in the step") > before[rank] for rank in range(3)))
+        future.interrupt()
+        assert isinstance(future.exception(DEADLINE_S), CellInterrupted)
+    else:
+        error = failure_of(mesh, "def leave(*_): raise ValueError('in the step')\n" + LEFT[left])
+        assert error.failures[0].ename == "ValueError"
+    # What had been gathered is of other weights than the model has now.
+    assert set(mesh.run(AFTER_LEAVING, echo=False, timeout=DEADLINE_S).values.values()) == {True}
+    works(mesh)
+
+
+def test_a_stop_that_torch_makes_into_a_runtime_error_is_a_stop(mesh: Mesh) -> None:
+    source = """
+import io, os, signal, types, torch._jit_internal
+
+def pressed():  # what DDP's backward pass in C++ calls opens a file
+    torch._jit_internal.io = io
+    os.kill(os.getpid(), signal.SIGINT)
+    return io.BytesIO()
+
+torch._jit_internal.io = types.SimpleNamespace(BytesIO=pressed)
+ddp(batch).sum().backward()
+"""
+    with pytest.raises(CellInterrupted):
+        mesh.run(source, echo=False, timeout=DEADLINE_S)
+    works(mesh)
+
+
+def test_a_stop_leaves_autograd_as_the_cell_found_it(mesh: Mesh) -> None:
+    source = "import os, signal\ntorch.set_grad_enabled(False)\nos.kill(os.getpid(), signal.SIGINT)\nrank"
+    with pytest.raises(CellInterrupted):
+        mesh.run(source, echo=False)
+    assert set(mesh.run("torch.is_grad_enabled()", echo=False).values.values()) == {True}
+    works(mesh)
+
+
+def test_a_stop_in_the_first_forward_pass_of_fsdp_leaves_a_model_that_trains(mesh: Mesh) -> None:
+    source = """
+import os, signal
+from torch.distributed.fsdp._fully_shard import _fsdp_state
+first = copy.deepcopy(net)
+for layer in (first[0], first[2], first):
+    fully_shard(layer)
+init = _fsdp_state.FSDPState._init_fqns
+
+def pressed(state):
+    _fsdp_state.FSDPState._init_fqns = init
+    if rank == 2: os.kill(os.getpid(), signal.SIGINT)
+    return init(state)
+
+_fsdp_state.FSDPState._init_fqns = pressed
+first(batch)
+"""
+    with pytest.raises(CellInterrupted):
+        mesh.run(source, echo=False, timeout=DEADLINE_S)
+    mesh.run("first(batch).square().mean().backward()", echo=False, timeout=DEADLINE_S)
+    same = mesh.run("torch.allclose(first(batch), net(batch))", echo=False, timeout=DEADLINE_S).values
+    assert set(same.values()) == {True}
+    works(mesh)
+
+
 def test_ranks_that_fail_in_step_keep_their_groups(mesh: Mesh) -> None:
     works(mesh)
     epoch = mesh.status().epoch

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from meshbook.controller.mesh import Mesh
-from meshbook.controller.presses import Presses
+from meshbook.controller.presses import Presses, uninterrupted
 from meshbook.errors import CellInterrupted
 from meshbook.wire import messages
 
@@ -68,3 +68,40 @@ def test_a_handler_of_the_users_that_raises_nothing_is_called_and_stops_nothing(
             assert (called, presses.take()) == ([1], False)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_lines_that_must_be_done_whole_are_and_the_press_raises_behind_them() -> None:
+    done = []
+
+    def act() -> None:
+        with uninterrupted():
+            press()
+            with uninterrupted():
+                press()
+            done.append("all")
+
+    with pytest.raises(KeyboardInterrupt):
+        act()
+    assert done == ["all"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_wait_inside_such_lines_hears_of_presses_and_so_does_one_inside_a_wait() -> None:
+    with uninterrupted(), Presses(lambda: None) as presses:
+        press()
+        assert presses.take()
+        with Presses(lambda: None) as inner:
+            press()
+            assert (inner.take(), presses.take()) == (True, False)
+
+
+def test_a_stop_pressed_as_the_call_is_sent_stops_it(mesh: Mesh) -> None:
+    session = mesh.session
+    session.before_call.append(press)
+    try:
+        command = session.cell_command("import time; time.sleep(1000)", mesh.ranks)
+        finished = session.foreground(command)
+    finally:
+        session.before_call.remove(press)
+    with pytest.raises(CellInterrupted):
+        session.conclude(finished, mesh.ranks, label="the call")

@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import signal
+import sys
 import textwrap
 import threading
 import time
@@ -333,6 +334,14 @@ def test_placements_may_change_under_autograd(mesh22: Mesh) -> None:
 # ---- the two views
 
 
+@pytest.mark.parametrize("places", [[Replicate()], [Shard(0)]], ids=["whole", "cut"])
+def test_a_sum_of_a_dtype_of_its_own_is_of_that_dtype_on_the_ranks_too(mesh2: Mesh, places: Any) -> None:
+    x = distribute(torch.tensor([1, 2]), mesh2, places)
+    assert x.sum(0).item() == 3
+    y = x.sum(0, dtype=torch.float64)
+    assert torch.nn.functional.mse_loss(y, y + 1).item() == 1.0  # DTensor had a mean of integers here
+
+
 def test_what_a_factory_or_a_division_gives_follows_from_its_numbers_and_the_default_dtype(mesh2: Mesh) -> None:
     with mesh2.activate():
         for stop in (5.0, 7.0):  # printing and reading work in there, too
@@ -573,6 +582,8 @@ def test_a_killed_rank_is_told_at_the_next_wait() -> None:
         assert not mesh.session._pool._rooms
         with pytest.raises(RankLost):
             x + x
+        del x, large  # ids that nobody can be told of any more
+        assert mesh.run("rank + 1", ranks=0, echo=False).values[0] == 1
 
 
 # ---- memory
@@ -631,7 +642,7 @@ def test_a_batch_that_stop_meets_on_its_way_out_is_not_sent_twice(
 
     def stopped(command: Any) -> None:
         send(command)
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
     x.add_(1.0)
     with monkeypatch.context() as patch:
@@ -640,6 +651,15 @@ def test_a_batch_that_stop_meets_on_its_way_out_is_not_sent_twice(
             engine.flush()
     assert x.tolist() == [1.0] * 4
     assert not engine._ahead
+
+
+def test_no_python_runs_as_a_tensor_is_let_go_of_where_a_ctrl_c_would_be_dropped(mesh2: Mesh) -> None:
+    x = distribute(torch.zeros(4), mesh2) + 1
+    seen: list[str] = []
+    sys.setprofile(lambda frame, event, arg: seen.append(f"{event} {frame.f_code.co_name}"))
+    del x
+    sys.setprofile(None)
+    assert [one for one in seen if one.startswith("call")] == []
 
 
 def test_python_does_not_run_away_from_the_ranks(mesh2: Mesh) -> None:
