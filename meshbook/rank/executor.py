@@ -5,6 +5,7 @@ Knows the shell, the groups and the object store; knows nothing of other ranks.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -110,8 +111,9 @@ class Executor:
                 # A signal handler of the user's raises wherever the main thread is: an alarm of a cell that is over,
                 # or DataLoader's when a worker was killed. That must not end the rank.
                 self._gate.rest()
-                failures.cut_own_frames(error)
-                traceback.print_exception(error)
+                with contextlib.suppress(Exception):
+                    failures.cut_own_frames(error)
+                    traceback.print_exception(error)
 
     def _do(self, command: Any, act: Callable[[Any], Outcome]) -> None:
         started = perf_counter()
@@ -125,12 +127,16 @@ class Executor:
         self._because = None
         if command.call in self._left:
             self._watch_left()
+        torch: Any = sys.modules.get("torch")
+        with_gradients = torch is None or torch.is_grad_enabled()
         try:
             outcome = act(command)
         except KeyboardInterrupt:  # between two lines of ours, where no user code is left to end
             outcome = Outcome(status="interrupted")
         except BaseException as error:
             outcome = Outcome(status="error", error=self.shell.describe_error(error))
+        if outcome.status == "interrupted" and torch is not None:
+            torch.set_grad_enabled(with_gradients)  # a Stop can end `no_grad` before it has put back what was
         seconds = perf_counter() - started
         try:
             self._finish(command.call, label, outcome, seconds)
@@ -175,6 +181,7 @@ class Executor:
         ):  # an aborted collective of NCCL returns as if all were well, and what was computed from it is garbage
             outcome = Outcome(status="error", error=self.shell.describe_error(cause.error))
         outcome = self._with_cause(call, outcome)
+        groups.call_ended(well=outcome.status == "ok")
         if outcome.status != "ok" or self._held_for == call:
             self._held_for = call
             groups.hold()
@@ -208,11 +215,11 @@ class Executor:
         tensors = self.tensors
         tensors.expect(command)
         if command.stopped:
-            tensors.give_up()
+            tensors.give_up(command)
             return Outcome(status="ok")
         ran = self.shell.call(lambda: tensors.run(command))
         if ran.status != "ok":
-            tensors.give_up()
+            tensors.give_up(command)
             return Outcome(status=ran.status, error=ran.error)
         answer: dict[str, Any] = ran.result
         payload = answer.pop("value", None)
@@ -316,6 +323,7 @@ class Executor:
                 self._groups = Groups(self.ring, collective_timeout_s=spec.group_timeout_s)
                 if probes.switched_on():
                     self._groups.observers.append(_Noting(self._words, self.shell))
+            self._held_for = None  # nobody asks any more about calls of the groups before
             names["mesh"] = self._groups.form(
                 command.epoch,
                 rank=self.told.rank,
@@ -431,6 +439,11 @@ class Executor:
         if self.running is None:
             self._groups.hold()
 
+    def complete_futures(self) -> None:
+        """Of collectives that have ended unnoticed."""
+        if self._groups is not None:
+            self._groups.complete_futures()
+
     def groups_checked(self, command: messages.GroupsChecked) -> None:
         """The call that was asked about is over everywhere, and these groups are out of step."""
         if self._groups is None:
@@ -513,9 +526,9 @@ class Executor:
             )
         self._output.drain()
         self._reporter.say(work)
-        self._reporter.send(messages.RankAsked(rank=self.told.rank, call=call, prompt=prompt, password=password))
-        self.asking = True
+        self.asking = True  # before anybody hears of it
         try:
+            self._reporter.send(messages.RankAsked(rank=self.told.rank, call=call, prompt=prompt, password=password))
             while True:
                 work.poll()  # a SIGINT raises here, with no message half taken
                 reply = codec.rank_commands.decode(work.recv_multipart())

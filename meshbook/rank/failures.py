@@ -148,7 +148,9 @@ def _without_own(tb: TracebackType | None) -> TracebackType | None:
 def _rebuilt(links: list[TracebackType]) -> TracebackType | None:
     rebuilt: TracebackType | None = None
     for link in reversed(links):
-        rebuilt = TracebackType(rebuilt, link.tb_frame, link.tb_lasti, link.tb_lineno)
+        # A Stop may come at an instruction that has no line.
+        line = -1 if link.tb_lineno is None else link.tb_lineno
+        rebuilt = TracebackType(rebuilt, link.tb_frame, link.tb_lasti, line)
     return rebuilt
 
 

@@ -37,7 +37,7 @@ from meshbook.rank import backends
 from meshbook.rank.backends import Link
 from meshbook.rank.ring import Label, Ring, one_line
 from meshbook.rank.store import MeshStore
-from meshbook.rank.unfinished import forget_unfinished_steps
+from meshbook.rank.unfinished import forget_unfinished_steps, is_in_a_step, num_rearranged
 from meshbook.rank.watched import Break, GroupBroken, Observer, WatchedGroup
 
 __all__ = ["GroupBroken", "Groups", "Observer", "WatchedGroup"]
@@ -105,6 +105,7 @@ class Groups:
         self._aborting: threading.Thread | None = None
         self._held_by: threading.Event | None = None
         self._joining: list[Label] = []
+        self._left_backward = False  # a backward pass of the call that runs did not come to its end
         self._num_reaching = 0  # threads that wait for the store or for peers to connect
         self._replaced: list[tuple[Any, str, Any]] = []  # module, name, torch's own
         ring.skip(Path(torch.__file__).parent)
@@ -151,6 +152,11 @@ class Groups:
         self.go_on()
         self._cut(links)
 
+    def complete_futures(self) -> None:
+        """Of collectives that have ended unnoticed. Any thread; does not wait."""
+        for group in self.members():
+            group.complete_futures()
+
     @property
     def severed_with(self) -> Break | None:
         """What all groups were severed with since they were formed."""
@@ -174,6 +180,17 @@ class Groups:
     @property
     def is_held(self) -> bool:
         return self._held_by is not None
+
+    def call_ended(self, *, well: bool) -> None:
+        """A call is over. A model that it left in the middle of a step would go on from another point on each rank:
+        then the groups are to be formed again, which has all ranks forget the step. To be called when no user code
+        runs."""
+        left_backward, self._left_backward = self._left_backward, False
+        if well or self.broken or not is_in_a_step(left_backward=left_backward):
+            return
+        cause = Break("a model was left in the middle of a step")
+        for group in self.members():
+            group.break_off(cause)
 
     def break_named(self, names: Iterable[str], reason: str, *, epoch: int) -> None:
         """Refuse these groups until they are formed again; a no-op when another epoch's are there. Any thread."""
@@ -335,36 +352,43 @@ class Groups:
         c10d._world.pg_map[world] = name, PrefixStore(f"e{self.epoch}", store)
         c10d._world.pg_coalesce_state.clear()  # left full, it refuses every later coalesced call
         others = sorted(set(self._members) - self._formed)  # one order for all ranks, or two could wait for each other
-        self._agree(others, c10d._world.group_count)
+        alike = self._agree(others, c10d._world.group_count, num_rearranged())
         for name in others:
             group = self._members[name]
             if self._held[name].issuperset(group.label.ranks):
                 self.connect(group)
-        forget_unfinished_steps()
+        forget_unfinished_steps(alike=alike)
 
-    def _agree(self, names: list[str] | tuple[()], num_named: int | None) -> None:
+    def _agree(self, names: list[str] | tuple[()], num_named: int | None, rearranged: int = 0) -> bool:
         """Learn which ranks have which groups besides those that all have, and level the numbers that torch names
         groups by: where some ranks alone made a group, all would wait for each other in the next one for ever.
 
         Args:
             num_named: how many groups torch has named here; None in a new process, which has those of the user's still
                 to make, under the names that they have elsewhere.
+            rearranged: how many models have other buckets than at the beginning.
+
+        Returns:
+            Whether all ranks told the same number of such models.
         """
         assert self._store is not None
         assert self._place is not None
         store = PrefixStore(f"e{self.epoch}/held", self._store)
         with self._reaching():
-            store.set(str(self._place.rank), json.dumps([names, num_named]))
+            store.set(str(self._place.rank), json.dumps([names, num_named, rearranged]))
             told = store.multi_get([str(rank) for rank in range(self._place.world_size)])
         numbers: list[int] = []
+        models: set[int] = set()
         for rank, text in enumerate(told):
-            held, number = json.loads(text)
+            held, number, has_rearranged = json.loads(text)
+            models.add(has_rearranged)
             if number is not None:
                 numbers.append(number)
             for name in held:
                 self._held.setdefault(name, set()).add(rank)
         if len(numbers) == len(told):
             c10d._world.group_count = max(numbers)
+        return len(models) == 1
 
     def _cut_all(self, reason: str) -> None:
         """End what may still be under way in the background, before its connections are replaced or dropped."""
@@ -556,16 +580,22 @@ class Groups:
         return group, store
 
     def _run_backward(self, backward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Autograd's engine. DDP waits inside it in C++, where every error becomes a RuntimeError."""
-        before = self._severed
+        """Autograd's engine. DDP waits inside it in C++, where every error becomes a RuntimeError, a Stop's too."""
+        before, ended = self._severed, False
         try:
-            return backward(*args, **kwargs)
+            result = backward(*args, **kwargs)
+            ended = True
+            return result
         except RuntimeError as error:
             cause = self._severed
             told = cause.raised() if cause is not None and cause is not before else None
+            if told is None and "KeyboardInterrupt: " in str(error):
+                told = KeyboardInterrupt()
             if told is None or isinstance(error, GroupBroken):
                 raise
             raise told from None
+        finally:
+            self._left_backward = self._left_backward or not ended
 
     def _create(self, told: Any, options: Any = None) -> WatchedGroup:
         """Called by torch's helper to create a group."""

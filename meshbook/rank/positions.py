@@ -39,6 +39,7 @@ def _position(label: Label, kept: tuple[Collective, ...], since: int, forgotten:
         sent={peer: count for (sends, peer), count in transfers.items() if sends and peer is not None},
         received={peer: count for (sends, peer), count in transfers.items() if not sends and peer is not None},
         received_from_any=transfers.get((False, None), 0),
+        is_doubtful=label.is_doubtful,
         num_open=sum(one.t_end is None for one in mine),
         moved=forgotten or any(one.seq > since for one in mine),
     )
@@ -58,7 +59,7 @@ def is_hopeless(one: Collective, left: RankPosition, me: int) -> bool:
     if left.rank not in one.group_ranks or (transfer and one.peer != left.rank):
         return False
     group = next((g for g in left.groups if g.name == one.group and g.ranks == one.group_ranks), None)
-    if group is None:
+    if group is None or group.is_doubtful:
         return True
     if not transfer:
         return one.group_seq > group.num_begun or one.group_seq in group.failed

@@ -47,9 +47,10 @@ class Label:
     Attributes:
         members: its ranks in words.
         epoch: which connections of the group these are; the counters start again with each.
+        is_doubtful: a signal came as a collective was noted: it may count here, and has not begun.
     """
 
-    __slots__ = ("_pairs", "_seqs", "epoch", "members", "name", "next_seq", "next_transfer", "ranks")
+    __slots__ = ("_pairs", "_seqs", "epoch", "is_doubtful", "members", "name", "next_seq", "next_transfer", "ranks")
 
     def __init__(self, name: str, ranks: Iterable[int]) -> None:
         self.name = name
@@ -60,6 +61,7 @@ class Label:
     def restart(self, epoch: int) -> None:
         """Count from 1 again: after a break, members would go on from where each had come to, which differs."""
         self.epoch = epoch
+        self.is_doubtful = False
         self._seqs = itertools.count(1)
         self._pairs: dict[tuple[bool, int | None], itertools.count[int]] = {}
         self.next_seq: Callable[[], int] = self._seqs.__next__  # atomic: collectives come from several threads

@@ -312,6 +312,7 @@ class Service:
         self._woke(due)
         self._next_beat(BEAT_S)
         self._attempt("choosing the GPU of this thread", self._use_device)
+        self._attempt("completing futures", self._executor.complete_futures)
         self._attempt("giving back shared memory", lambda: self._executor.pool.trim(_IDLE_SEGMENT_S))
         probes, device = self._probes, self._executor.device
         measured = None

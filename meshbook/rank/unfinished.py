@@ -11,14 +11,52 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 
-def forget_unfinished_steps() -> None:
-    """For every model of this process. To be called when no collective is under way."""
+def is_in_a_step(*, left_backward: bool) -> bool:
+    """Whether a model of this process is in the middle of a step. To be called when none runs.
+
+    Args:
+        left_backward: whether a backward pass did not come to its end; DDP does not tell.
+    """
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if not left_backward and (fsdp is None or not fsdp.FSDPModule.__subclasses__()):
+        return False
+    return any(
+        left_backward if isinstance(model, DistributedDataParallel) else _is_fsdp_in_a_step(model._get_fsdp_state())
+        for model in _models()
+    )
+
+
+def num_rearranged() -> int:
+    """How many models of DDP have put their gradients into other buckets since they forgot a step, which they do once,
+    before the second one."""
+    return sum(isinstance(model, DistributedDataParallel) and model._has_rebuilt_buckets for model in _models())
+
+
+def forget_unfinished_steps(*, alike: bool = True) -> None:
+    """For every model of this process. To be called when no collective is under way.
+
+    Args:
+        alike: whether all ranks gave the same `num_rearranged`. Where they did not, gradients lie in other buckets on
+            some, and the next step begins with buckets in the order of the parameters, on all.
+    """
+    for model in _models():
+        if isinstance(model, DistributedDataParallel):
+            _reset_ddp(model)
+            if not alike:
+                model.reducer._push_all_rebuilt_params()
+        else:
+            _reset_fsdp(model._get_fsdp_state())
+
+
+def _models() -> Iterator[Any]:
+    """All models of DDP, and FSDP2's with their parts."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # imported by whoever uses it
     kinds = (DistributedDataParallel, *([fsdp.FSDPModule] if fsdp is not None else []))
     concerned: dict[type, bool] = {}  # asked once per class: a process has some hundred thousand objects
@@ -26,35 +64,38 @@ def forget_unfinished_steps() -> None:
         kind = type(candidate)
         if kind not in concerned:
             concerned[kind] = issubclass(kind, kinds)
-        if not concerned[kind]:
-            continue
-        if isinstance(candidate, DistributedDataParallel):
-            _reset_ddp(candidate)
-        else:
-            _reset_fsdp(candidate._get_fsdp_state())
+        if concerned[kind]:
+            yield candidate
 
 
 def forget_unfinished_step(model: torch.nn.Module) -> None:
-    """For one model, and what an FSDP2 model had of gradients before they were reduced."""
+    """For one model."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     for part in model.modules():
         if isinstance(part, DistributedDataParallel):
             _reset_ddp(part)
         elif fsdp is not None and isinstance(part, fsdp.FSDPModule):
-            state: Any = part._get_fsdp_state()
-            for group in _param_groups(state):
-                for parameter in group.fsdp_params:
-                    _set(parameter, "unsharded_accumulated_grad", None)
-                    unsharded = getattr(parameter, "_unsharded_param", None)
-                    if unsharded is not None:
-                        unsharded.grad = None
-            _reset_fsdp(state)
+            _reset_fsdp(part._get_fsdp_state())
+
+
+def _is_fsdp_in_a_step(state: Any) -> bool:
+    if state._training_state != type(state._training_state).IDLE:
+        return True
+    if not state._is_root:
+        return False
+    context = state._state_ctx
+    return (
+        context.iter_forward_root is not None
+        or context.post_backward_final_callback_queued
+        or not _is_initialized(state)
+    )
 
 
 def _reset_ddp(model: Any) -> None:
     reducer = model.__dict__.get("reducer")
     if hasattr(reducer, "_reset_state"):
         reducer._reset_state()
+        model._has_rebuilt_buckets = False
 
 
 def _reset_fsdp(state: Any) -> None:
@@ -62,7 +103,12 @@ def _reset_fsdp(state: Any) -> None:
 
     Names that a version of torch does not have are passed over.
     """
+    state._training_state = type(state._training_state).IDLE
+    _clear(state, "_modules_to_run_forward")
     if not state._is_root:  # None before the first forward pass, False for the parts of a model
+        return
+    if not _is_initialized(state):
+        _initialize_again(state)
         return
     context, communication = state._state_ctx, state._comm_ctx
     for name in ("all_gather_state", "reduce_scatter_state"):
@@ -70,8 +116,6 @@ def _reset_fsdp(state: Any) -> None:
     for name in ("reduce_scatter_states", "_last_post_reduce_events", "post_forward_order"):
         _clear(communication, name)
     for part in context.all_states:
-        part._training_state = type(part._training_state).IDLE
-        _clear(part, "_modules_to_run_forward")
         for group in _param_groups(part):
             for name in (
                 "_all_gather_result",
@@ -82,10 +126,49 @@ def _reset_fsdp(state: Any) -> None:
             ):
                 _set(group, name, None)
             _clear(group, "_post_forward_indices")
+            for parameter in group.fsdp_params:  # gradients that were not reduced: the next step's would be added
+                _set(parameter, "unsharded_accumulated_grad", None)
+                unsharded = getattr(parameter, "_unsharded_param", None)
+                if unsharded is not None:
+                    unsharded.grad = None
             group._training_state = type(group._training_state).IDLE
             group._to_sharded()
     context.iter_forward_root = None
     context.post_backward_final_callback_queued = False
+
+
+def _parts(root: Any) -> list[Any]:
+    """The states of a root's modules, itself among them."""
+    found: dict[int, Any] = {id(root): root}
+    for whole in root._modules:
+        for module in whole.modules():
+            state = getattr(module, "_get_fsdp_state", lambda: None)()
+            if state is not None:
+                found[id(state)] = state
+    return list(found.values())
+
+
+def _is_initialized(root: Any) -> bool:
+    """Whether what FSDP2 does in a model's first forward pass has come to its end, which registers hooks."""
+    for state in _parts(root):
+        for group in _param_groups(state):
+            modules = {parameter._module_info.module for parameter in group.fsdp_params}
+            hooks = getattr(group, "_module_to_pre_load_state_dict_hook_handle", None)
+            if hooks is not None and len(hooks) < len(modules):
+                return False
+    return True
+
+
+def _initialize_again(root: Any) -> None:
+    """Have the next forward pass do from the beginning what was cut short in the first."""
+    for state in _parts(root):
+        state._is_root = None
+        for group in _param_groups(state):
+            for name in ("_module_to_pre_save_state_dict_hook_handle", "_module_to_pre_load_state_dict_hook_handle"):
+                for handle in getattr(group, name, {}).values():
+                    handle.remove()
+                _clear(group, name)
+    root._state_ctx.all_states.clear()
 
 
 def _param_groups(state: Any) -> Any:

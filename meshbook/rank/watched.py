@@ -251,12 +251,12 @@ def _collective(method: str) -> Callable[..., Any]:
         else:
             tensors = _tensors(put_in)
         peer = self.label.ranks[int(args[1])] if names_peer and len(args) > 1 else None
-        record = self._ring.begin(op, self.label, tensors, peer)
-        arguments = self._tell_begun(record, args, kwargs) if self._owner.observers else None
-        options = kwargs.get("opts") if kwargs else args[-1] if args else None
-        on_nccl = self._has_nccl and self._goes_to_nccl(op, tensors, options)
-        age, work = self._age, None
+        age, work, record = self._age, None, None
         try:
+            record = self._ring.begin(op, self.label, tensors, peer)
+            arguments = self._tell_begun(record, args, kwargs) if self._owner.observers else None
+            options = kwargs.get("opts") if kwargs else args[-1] if args else None
+            on_nccl = self._has_nccl and self._goes_to_nccl(op, tensors, options)
             work = getattr(self._inner, method)(*args, **kwargs)
             if on_nccl:
                 return self._launched(record, work, arguments)
@@ -269,6 +269,9 @@ def _collective(method: str) -> Callable[..., Any]:
             else:
                 work.wait()
         except BaseException as error:
+            if record is None:
+                self._cut_short(op, error)
+                raise
             try:
                 told = self._outcome(record, error, age, work, launched=work is not None)
             except BaseException as signalled:  # one that came during the wait is delivered only here
@@ -398,6 +401,11 @@ class WatchedGroup(ProcessGroup):
         for promise in promised:
             promise.fail(cause.raised() or GroupBroken(cause.reason))
 
+    def complete_futures(self) -> None:
+        """Of operations that have ended unnoticed. Any thread; does not wait."""
+        for promise in list(self._promised.values()):
+            promise.look()
+
     def _admit(self, op: str) -> None:
         """Let a collective begin, perhaps after a moment.
 
@@ -421,6 +429,16 @@ class WatchedGroup(ProcessGroup):
             f"({cause.reason}). It is formed again before the next cell: run the cell again. "
             "If a rank is gone, that takes a new mesh: %mesh stop, then %mesh start"
         )
+
+    def _cut_short(self, op: str, error: BaseException) -> None:
+        """A signal has come as a collective was noted, so that it may count and has not begun: out of step."""
+        if isinstance(error, Exception):
+            return
+        self.label.is_doubtful = True
+        self.broken = self.broken or Break(f"{op} was interrupted as it began")
+        last = self._ring.last
+        if last is not None and last.label is self.label:
+            self._ring.finish(last, error)
 
     def _outcome(
         self, record: Collective, error: BaseException, age: int, work: Any, *, launched: bool
@@ -755,12 +773,19 @@ class _Promise:
     def __init__(self, group: WatchedGroup, record: Collective, work: Any) -> None:
         self._group, self._record, self._age = group, record, group._age
         self.future: torch.futures.Future[Any] = torch.futures.Future()
+        self._inner: Any = None
         with group._lock:
             group._promised[record.seq] = self
             cause = group.broken
         if cause is not None:
             self.fail(cause.raised() or GroupBroken(cause.reason))
-        work.get_future().add_done_callback(self._ended)
+        self._inner = work.get_future()
+        self._inner.add_done_callback(self._ended)
+
+    def look(self) -> None:
+        """Complete it if gloo's has ended and this one has not heard: a KeyboardInterrupt in a callback is dropped."""
+        if self._inner is not None and self._inner.done():
+            self._ended(self._inner)
 
     def fail(self, error: BaseException) -> None:
         if self._mine():

@@ -473,6 +473,7 @@ class State:
         if self._groups == "broken" and not self._exited and not self._formed_badly:
             busy = [other for other in before if other.main_thread and other.held is None]
             late.update(rank for other in busy for rank in set(other.ranks) - other.done)
+            soon = soon or any(other.done >= set(other.ranks) for other in busy)
         return soon or self._is_comparing() or not late.isdisjoint(call.ranks)
 
     def _is_comparing(self) -> bool:

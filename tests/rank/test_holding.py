@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
+import torch
 
 from meshbook.ids import CallId
 from meshbook.rank.executor import Executor
 from meshbook.rank.groups import Groups
 from meshbook.rank.ring import Ring
-from meshbook.wire.messages import GroupsChecked, Outcome
+from meshbook.wire.messages import FormGroups, GroupsChecked, Outcome
 
 STOPPED = CallId("a-1")
 
@@ -36,5 +40,20 @@ def test_a_call_that_was_taken_back_holds_nothing_when_the_rank_hears_of_it_at_l
     executor.hold_after(STOPPED)
     assert executor._groups.is_held
     executor.groups_checked(GroupsChecked(ranks=(0,), about=STOPPED, epoch=1))
+    executor._with_groups(STOPPED, Outcome(status="ok"))
+    assert not executor._groups.is_held
+
+
+def test_a_call_that_was_taken_back_before_groups_were_formed_anew_holds_nothing_behind_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    executor: Any = at_rest()
+    executor.hold_after(STOPPED)
+    spec = SimpleNamespace(torch=True, process_group=True, axes={"dp": 1})
+    executor.told, executor.device = SimpleNamespace(spec=spec, rank=0, local_rank=0, world_size=1), "cpu"
+    executor.shell, executor._store = SimpleNamespace(preset=lambda **names: None, user_ns={}), None
+    monkeypatch.setattr(Groups, "form", lambda groups, *_, **__: groups.go_on())
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "gloo")
+    executor._form_groups(FormGroups(call=CallId("form-1"), ranks=(0,), epoch=2, store=""))
     executor._with_groups(STOPPED, Outcome(status="ok"))
     assert not executor._groups.is_held

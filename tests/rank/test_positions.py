@@ -81,6 +81,15 @@ def test_a_collective_that_the_other_rank_began_and_failed_in_is_waited_for_in_v
     assert positions.is_hopeless(waiting.begin(), gone.left(), 0)
 
 
+def test_a_collective_that_a_signal_cut_short_as_it_was_noted_is_waited_for_in_vain() -> None:
+    waiting, gone = Rank(0), Rank(1)
+    gone.begin()
+    gone.label.is_doubtful = True
+    assert positions.is_hopeless(waiting.begin(), gone.left(), 0)
+    gone.label.restart(2)
+    assert not gone.group().is_doubtful
+
+
 def test_a_collective_of_a_group_without_the_rank_that_left_goes_on() -> None:
     waiting, gone = Rank(0, size=2), Rank(2, size=3)
     assert not positions.is_hopeless(waiting.begin(), gone.left(), 0)

@@ -43,6 +43,9 @@ class Rank:
         self.released: list[str] = []
         self.fails: BaseException | None = None
 
+    def complete_futures(self) -> None:
+        pass
+
     def release(self, refs: tuple[str, ...], segments: tuple[str, ...]) -> None:
         if self.fails is not None:
             raise self.fails

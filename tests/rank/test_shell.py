@@ -540,6 +540,16 @@ def test_a_call_gives_its_value_or_its_failure(rank: Rank) -> None:
     assert called.error.frames[-1].file == __file__
 
 
+def test_a_failure_at_an_instruction_that_has_no_line_is_told(rank: Rank) -> None:
+    def fail() -> None:
+        raise ValueError("no")
+
+    fail.__code__ = fail.__code__.replace(co_linetable=b"")
+    called = rank.shell.call(fail)
+    assert called.error is not None
+    assert (called.error.ename, called.error.evalue) == ("ValueError", "no")
+
+
 def test_a_call_is_interruptible(rank: Rank) -> None:
     def spin() -> None:
         rank.output.write("stdout", "ready")

@@ -284,6 +284,18 @@ def test_a_cell_behind_another_waits_for_it_where_a_stop_has_broken_the_groups_m
     assert [getattr(step.message, "call", "")[:2] for step in sent] == ["fo", "c3", "c4"]
 
 
+def test_a_cell_behind_another_whose_end_is_on_its_way_waits_for_the_groups() -> None:
+    world = Scenery()
+    world.run("c1")
+    world.run("c2")
+    world.say(messages.Interrupt(ranks=EVERYONE, target="c2"))
+    world.finish("c2", status="interrupted", groups_broken=True)
+    world.host(messages.CallProgressed(call="c1", done=EVERYONE))
+    assert not messages_of(world.run("c3"), messages.RunCell)
+    sent = steps_of(world.finish("c1"), s.ToHosts)
+    assert [type(step.message) for step in sent] == [messages.FormGroups, messages.RunCell]
+
+
 @pytest.mark.parametrize("end", ["back", "gone"])
 def test_a_cell_of_a_stubborn_rank_itself_waits_until_it_is_back_or_dead(end: str) -> None:
     world = Scenery()

@@ -212,6 +212,7 @@ class Space:
         faults: failures since the last report.
         refused: why no operation of the optimizer's step that is under way is run.
         faulty: whether any value may be poison.
+        unbegun: whether a batch is about to run, and `execute` does not answer for its operations yet.
     """
 
     name: str
@@ -228,6 +229,7 @@ class Space:
     modes: modes.Batches = field(default_factory=modes.Batches)
     refused: Poison | None = None
     faulty: bool = False
+    unbegun: bool = False
     extras: dict[str, Any] = field(default_factory=dict)
     # Ids by the storage of their tensors, while there are faults; and those that are in it.
     _by_storage: dict[int, list[int]] = field(default_factory=dict)
@@ -345,7 +347,6 @@ class Tensors:
         self._running: tuple[RunOps, Space] | None = None
         self._told_faults: dict[str, None] = {}  # those of late
         self._gone: set[str] = set()  # clients; what they had sent before may still come
-        self._unbegun: RunOps | None = None
         FUNCTIONS["adopt"] = self._adopt
         agreement.hold = hold
         rules.install()
@@ -389,7 +390,6 @@ class Tensors:
         Raises:
             KeyboardInterrupt: Stop. What had not run yet is poison.
         """
-        self._unbegun = None
         space = self.space(command.engine)
         space.number, space.doing, self._running = command.first, None, (command, space)
         agreement.current, modes.current = space.steps, space.modes
@@ -410,15 +410,15 @@ class Tensors:
                 self.drop(client)
 
     def expect(self, command: RunOps) -> None:
-        """`run` is about to be called with this batch, unless a Stop comes before."""
-        self._unbegun = command
+        """`run` is about to be called with this batch, unless a Stop comes before its operations are begun."""
+        self.space(command.engine).unbegun = True
 
-    def give_up(self) -> None:
-        """Remember that the batch that was expected is not run, if it was not begun."""
-        command, self._unbegun = self._unbegun, None
-        if command is None:
-            return
+    def give_up(self, command: RunOps) -> None:
+        """Remember that the batch that was expected is not run, if none of its operations was begun."""
         space = self.space(command.engine)
+        if not space.unbegun:
+            return
+        space.unbegun = False
         self._learn(command, space)
         poison = Poison(command.first, "KeyboardInterrupt", "stopped by the user", "", interrupted=True)
         for upload in command.uploads:
@@ -621,6 +621,7 @@ def execute(
     at, end, number = 0, len(stream), first
     running: tuple[Template, int, list[Any], list[int]] | None = None
     try:
+        space.unbegun = False
         while at < end:
             which = stream[at]
             if which <= FREE:
@@ -673,19 +674,19 @@ def execute(
             elif template.communicates:
                 shared_fault(poison)
             if poison is not None:
-                for id in stream[middle:stop]:
-                    space.fault(id, poison, base=stream[start] if template.views else None)
-                for index in template.mutates:
-                    space.spare(stream[start + index], poison, begun=begun)
-                if template.name == agreement.BEGIN:
-                    space.refused = poison.alone()
-                elif template.name == agreement.END:
-                    space.refused = None
-            running, at = None, past
-            number += 1
+                with agreement.hold():  # a Stop between two of these lines would have them done twice
+                    _pass_on(space, stream, template, start, poison, begun=begun)
+                    if template.name == agreement.BEGIN:
+                        space.refused = poison.alone()
+                    elif template.name == agreement.END:
+                        space.refused = None
+                    running, at, number = None, past, number + 1
+            else:
+                running, at, number = None, past, number + 1
         space.num_ops += number - first
         space.number, space.doing = number, None
     except KeyboardInterrupt:
+        space.unbegun = False
         poison = Poison(number, "KeyboardInterrupt", "stopped by the user", "", interrupted=True)
         if running is not None:
             _stopped_in(space, values, stream, poison, *running)
@@ -767,6 +768,9 @@ def _stopped_in(
         if values.get(id) is None:
             space.fault(id, poison, base=stream[start] if template.views else None)
     changed = bool(template.mutates) and _versions(template, ins) != versions
+    if changed and template.overwrites:
+        for index in template.mutates:
+            values[stream[start + index]] = ins[index]
     if not changed or template.name == _REPLAY:
         for index in template.mutates:
             space.spare(stream[start + index], poison, begun=changed)
@@ -780,14 +784,20 @@ def _skip(space: Space, stream: list[Any], at: int, values: MutableMapping[int, 
             at = _let_go(space, values, stream, at)
             continue
         template = space.templates[int(stream[at])]
-        start = at + 1
-        middle = start + template.num_in
-        stop = middle + template.num_new
-        for id in stream[middle:stop]:
-            space.fault(id, poison, base=stream[start] if template.views else None)
-        for index in template.mutates:
-            space.spare(stream[start + index], poison)
-        at = stop + template.num_floats
+        _pass_on(space, stream, template, at + 1, poison)
+        at += 1 + template.num_in + template.num_new + template.num_floats
+
+
+def _pass_on(
+    space: Space, stream: list[Any], template: Template, start: int, poison: Poison, *, begun: bool = False
+) -> None:
+    """The operation whose tensors are listed from `start` on was not run, or failed: poison in place of what it makes,
+    and beside what it changes."""
+    middle = start + template.num_in
+    for id in stream[middle : middle + template.num_new]:
+        space.fault(id, poison, base=stream[start] if template.views else None)
+    for index in template.mutates:
+        space.spare(stream[start + index], poison, begun=begun)
 
 
 def plain_name(function: str) -> str:

@@ -166,11 +166,13 @@ class Resident:
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """A forward or a backward. One that does not come to its end leaves nothing behind: neither what it had
-        gathered, nor a gradient that the next backward would add to."""
+        gathered, nor a gradient that the next backward would add to. A Stop may have come on some ranks only: what
+        they have gathered they forget together, when their groups are formed again (`Groups.call_ended`)."""
         try:
             yield
         except BaseException as error:
-            forget_unfinished_step(self.module)
+            if isinstance(error, Exception):
+                forget_unfinished_step(self.module)
             for tensor in self.tensors:
                 tensor.grad = None
             if isinstance(error, RuntimeError) and "`find_unused_parameters=True`" in str(error):
@@ -522,10 +524,14 @@ def _backward(key: str, grads: Sequence[Any], outs: Sequence[int], ticket: Any) 
                 grad = grad * graph.scale
         outputs.append(output)
         incoming.append(grad)
-    with resident.step(), torch.enable_grad():
-        torch.autograd.backward(outputs, incoming)
-        with torch.no_grad():
-            resident.copy_buffers(graph.buffers)
+    with resident.step():  # until all gradients are taken: one that is left would be added to the next step's
+        with torch.enable_grad():
+            torch.autograd.backward(outputs, incoming)
+        resident.copy_buffers(graph.buffers)
+        return _gradients_of_inputs(resident, graph), _gradients(resident)
+
+
+def _gradients_of_inputs(resident: Resident, graph: _Graph) -> list[Any]:
     inputs = []
     for tensor, places in zip(graph.inputs, graph.input_places, strict=True):
         grad, tensor.grad = tensor.grad, None
@@ -536,6 +542,11 @@ def _backward(key: str, grads: Sequence[Any], outs: Sequence[int], ticket: Any) 
             seen = places if cut or graph.scale == 1.0 else resident.place(Partial())
             grad = DTensor.from_local(grad, resident.mesh, seen, run_check=False)
         inputs.append(grad.redistribute(placements=places))
+    return inputs
+
+
+def _gradients(resident: Resident) -> dict[int, Any]:
+    """Those of the parameters that want one, by place, taken from them."""
     found: dict[int, Any] = {}
     for place in resident.trained:
         parameter = resident.tensors[place]
@@ -543,7 +554,7 @@ def _backward(key: str, grads: Sequence[Any], outs: Sequence[int], ticket: Any) 
         if grad is not None and resident.reuses_gradients:
             grad = grad.clone()
         found[place] = None if grad is None else _as_own(grad, resident, place)
-    return inputs, found
+    return found
 
 
 for _function in (module_tensors, module_forward, module_kept, module_backward):

@@ -141,8 +141,9 @@ _told_apart: set[Any] = set()
 
 
 def tell_numbers_apart(operator: Any) -> None:
-    """DTensor takes `topk(3)` for the `topk(2)` that it has seen: the key to what it knows of operations leaves out
-    what comes after the tensors, unless it is told. Integers and booleans tell shapes: they belong to it."""
+    """DTensor takes `topk(3)` for the `topk(2)` that it has seen, and `sum(dtype=torch.float64)` for a `sum()`: the key
+    to what it knows of operations leaves out what comes after the tensors, unless it is told. Integers and booleans
+    tell shapes: they belong to it, and so does a dtype."""
     if operator in _told_apart or not isinstance(operator, torch._ops.OpOverload):
         return
     _told_apart.add(operator)
@@ -153,11 +154,15 @@ def tell_numbers_apart(operator: Any) -> None:
     elif operator not in propagator.op_strategy_funcs:
         return
     info = told.get(operator) or RuntimeSchemaInfo()
+    first, names = info.static_argnum, list(info.static_kwargkey or ())
     for at, argument in enumerate(operator._schema.arguments):
-        if any(kind in str(argument.type) for kind in ("int", "bool")) and not argument.kwarg_only:
-            if at < info.static_argnum:
-                told[operator] = dataclasses.replace(info, static_argnum=at)
-            return
+        if argument.kwarg_only:
+            if argument.name == "dtype" and "dtype" not in names:
+                names.append("dtype")
+        elif any(kind in str(argument.type) for kind in ("int", "bool")):
+            first = min(first, at)
+    if (wanted := dataclasses.replace(info, static_argnum=first, static_kwargkey=names or None)) != info:
+        told[operator] = wanted
 
 
 def _first_dims(tensor: Any, ways: Any) -> Any:

@@ -216,6 +216,7 @@ class GroupPosition(Struct, frozen=True, gc=False, omit_defaults=True):
     sent: dict[int, int] = {}  # peer -> number of sends to it
     received: dict[int, int] = {}  # peer -> number of receives from it
     received_from_any: int = 0
+    is_doubtful: bool = False  # one of these was cut short as it began
     num_open: int = 0  # of all of these: under way
     moved: bool = False  # some were begun in the call that is asked about
 
