@@ -91,6 +91,7 @@ class CellPrograms:
         self._compare(mesh)
 
     def _run_with_fault(self, mesh: Mesh, cell: Cell, kind: str, draw: random.Random) -> BaseException | None:
+        mesh.run("at = 0", echo=False)  # a Stop may come before the cell's first line
         future: Any = mesh.run(cell.source, wait=False, echo=False)
         guilty = cell.guilty[0]
         if kind == "stop":

@@ -18,6 +18,8 @@ from types import FrameType
 from typing import Any, Protocol
 
 from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.wire.stop import SECOND_PRESS_S
+from tests.random_faults import operators
 
 WORLD_SIZE = 3
 # Seconds after which one call counts as hung: every fault here ends, or is ended by Stop, in a few.
@@ -115,6 +117,67 @@ def stop_when(mesh: Mesh, condition: Callable[[], Any], what: str) -> Iterator[N
         thread.join(HUNG_S)
     if not pressed.is_set():
         raise Wrong(f"the program ended before {what}")
+
+
+@contextmanager
+def ctrl_c_after(seconds: float) -> Iterator[threading.Event]:
+    """SIGINT to this process so long after the event that this gives is set. It comes again, as people press again:
+    Python drops one that comes in a finalizer."""
+    begun, over, main = threading.Event(), threading.Event(), threading.main_thread().ident or 0
+
+    def press() -> None:
+        begun.wait()
+        over.wait(seconds)
+        while not over.is_set():
+            signal.pthread_kill(main, signal.SIGINT)
+            over.wait(SECOND_PRESS_S + 1)
+
+    thread = threading.Thread(target=press, daemon=True)
+    thread.start()
+    with _finalizers_may_drop_it():
+        try:
+            yield begun
+        finally:
+            over.set()
+            begun.set()
+            thread.join()
+
+
+@contextmanager
+def sigint_at(mesh: Mesh, call: int, rank: int | None) -> Iterator[None]:
+    """SIGINT in this block, as this process, or a rank, comes to the call of that number."""
+    with _finalizers_may_drop_it():
+        try:
+            if rank is None:
+                operators.press_at(call)
+            else:
+                mesh.execute(operators.press_at, call, rank)
+            yield
+        finally:
+            operators.press_at(0)
+    mesh.execute(operators.press_at, 0)  # it has not come
+
+
+@contextmanager
+def _finalizers_may_drop_it() -> Iterator[None]:
+    """Python drops a KeyboardInterrupt in a finalizer or a weak reference's callback. Only Meshbook's own must not.
+
+    Raises:
+        Wrong: one of Meshbook's finalizers dropped it, or one dropped something else.
+    """
+    dropped: list[tuple[type[BaseException], str]] = []
+
+    def note(one: Any) -> None:  # no object is kept: what is being finalized must go
+        dropped.append((one.exc_type, f"{getattr(one.object, '__module__', '')}: {one.object!r}, {one.exc_value!r}"))
+
+    before, sys.unraisablehook = sys.unraisablehook, note
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+    for error, what in dropped:
+        if not issubclass(error, KeyboardInterrupt) or "meshbook" in what:
+            raise Wrong(f"a finalizer has dropped {what}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import copy
 import random
-import signal
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -25,13 +23,20 @@ import meshbook
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import CellInterrupted, OperationFailed, RankLost
 from tests.random_faults import operators
-from tests.random_faults.harness import WORLD_SIZE, OnSharedMesh, Wrong, stop_when
+from tests.random_faults.harness import WORLD_SIZE, OnSharedMesh, Wrong, ctrl_c_after, sigint_at, stop_when
 from tests.random_faults.operators import Net
 
 ROWS = 2 * WORLD_SIZE
 PLACES = ("before forward", "inside forward", "after forward", "inside backward", "in the step")
 # How often each comes: what kills a rank costs a new mesh.
-FAULTS = {"raise": 5, "raise everywhere": 2, "stop": 4, "freeze": 2, "kill": 1, "stop anywhere": 4}
+FAULTS = {
+    "raise": 5, "raise everywhere": 2, "stop": 4, "freeze": 2, "kill": 1, "stop anywhere": 4,
+    "stop at a call": 4, "stop at a call of a rank": 4,
+}  # fmt: skip
+# Calls of Python in two steps: some thousands here, and on a rank.
+MOST_CALLS = 20_000
+# Steps after which a SIGINT has come, or never will: it came between two batches, or in a finalizer of torch's.
+ENOUGH_STEPS = 40
 
 
 def in_parts(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -131,7 +136,8 @@ class _Program:
             self.optimizer = "own"
         self.guilty = draw.randrange(WORLD_SIZE)
         self.numbers = torch.Generator().manual_seed(seed)
-        self.name = f"{self.kind}{'' if self.kind == 'stop anywhere' else ' ' + self.place}"
+        self.is_anywhere = self.kind.startswith("stop a")
+        self.name = self.kind if self.is_anywhere else f"{self.kind} {self.place}"
         self.what = f"{self.strategy}, {self.optimizer}, {self.name} on rank {self.guilty}"
 
     def run(self) -> str:
@@ -160,7 +166,9 @@ class _Program:
             return
         here = self._which(there, here, bad, more)
         report = meshbook.recover(there.model, there.opt)
-        if not report.complete or report.restored:
+        # A gradient that a Stop left on some ranks and not on others is restored; a parameter need not be.
+        restored = [name for name, _ in report.restored if not name.startswith("gradient of ")]
+        if not report.complete or restored:
             raise Wrong(f"every step was taken by all or none, and recover says {report}")
         for _ in range(2):
             self._step_both(there, here)
@@ -185,6 +193,8 @@ class _Program:
     def _steps_with_fault(self, there: Trainer, bad: Any, more: Any) -> BaseException | None:
         if self.kind == "stop anywhere":
             return self._until_stopped(there, bad)
+        if self.is_anywhere:
+            return self._until_at_call(there, bad)
         what = "raise" if self.kind == "raise everywhere" else self.kind
         guilty = -1 if self.kind == "raise everywhere" else self.guilty
         if self.place == "in the step":
@@ -220,26 +230,30 @@ class _Program:
 
     def _until_stopped(self, there: Trainer, batch: Any) -> BaseException:
         """Steps on one batch without end, and Ctrl-C somewhere in it."""
-        begun, main = threading.Event(), threading.main_thread().ident or 0
         after, looks = self.draw.uniform(0.0, 0.3), self.draw.random() < 0.5
+        with ctrl_c_after(after) as begun:
+            try:
+                while True:
+                    begun.set()
+                    loss = there.step(*batch)
+                    if looks:
+                        loss.item()
+            except KeyboardInterrupt as error:
+                return error
 
-        def press() -> None:
-            begun.wait()
-            threading.Event().wait(after)
-            signal.pthread_kill(main, signal.SIGINT)
-
-        thread = threading.Thread(target=press, daemon=True)
-        thread.start()
+    def _until_at_call(self, there: Trainer, batch: Any) -> BaseException | None:
+        """Steps on one batch, with a SIGINT when this process, or one rank, comes to a certain call."""
+        call = int(MOST_CALLS ** self.draw.random())
         try:
-            while True:
-                begun.set()
-                loss = there.step(*batch)
-                if looks:
-                    loss.item()
-        except KeyboardInterrupt as error:
+            with sigint_at(self.mesh, call, None if self.kind == "stop at a call" else self.guilty):
+                for number in range(ENOUGH_STEPS):
+                    loss = there.step(*batch)
+                    if number % 4 == 3:
+                        loss.item()
+                there.parameters()
+        except (KeyboardInterrupt, OperationFailed) as error:
             return error
-        finally:
-            thread.join()
+        return None
 
     def _judge(self, error: BaseException | None) -> None:
         if self.kind.startswith("raise") and f"the seeded fault {self.seed}" not in str(error):
@@ -251,7 +265,7 @@ class _Program:
         """One process that has taken the steps that all ranks have taken."""
         found = there.parameters()
         tries: list[Trainer] = []
-        if self.kind == "stop anywhere":
+        if self.is_anywhere:
             tries = [copy.deepcopy(here)]
             for _ in range(3000):
                 if _alike(found, tries[-1].parameters()):

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
+from types import FrameType
 from typing import Any
 
 import torch
@@ -28,6 +30,23 @@ def have_fault(what: str, guilty: int, seed: int) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def press_at(call: int, guilty: int = -1) -> None:
+    """SIGINT to this process, if it is that rank, at the call of that number from here on: as a function of Python's
+    begins, or one of C's has ended, where Python delivers signals. 0 takes it back."""
+    if guilty not in (-1, dist.get_rank() if dist.is_initialized() else -1):
+        return
+
+    def count(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal call
+        if event in ("call", "c_return"):
+            call -= 1
+            if call == 0:
+                sys.setprofile(None)
+                signal.raise_signal(signal.SIGINT)
+
+    sys.setprofile(count if call else None)
 
 
 @torch.library.custom_op("faults::faulty", mutates_args=())
