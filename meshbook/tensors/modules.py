@@ -524,7 +524,11 @@ class _Through(torch.autograd.Function):
         ticket, ctx.ticket = ctx.ticket, None
         sources, ctx.sources = ctx.sources, None
         outs = tuple(at for at, grad in enumerate(grads) if grad is not None)
-        given = [grad for grad in grads if grad is not None]
+        given = [
+            grad if isinstance(grad, remote.RemoteTensor) else remote.place_like(spec, grad)  # as of `out.gt_(0)`
+            for spec, grad in zip(plan.specs, grads, strict=True)
+            if grad is not None
+        ]
         if plan.used is None:
             how = (modes.now(), there.key, given, outs, ticket)
             plan.used = _asked(there.engine, modules.module_used, *how)[0]

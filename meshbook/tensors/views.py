@@ -105,17 +105,31 @@ def check_even(shape: Sequence[int], placements: Sequence[Any], axes: MeshAxes) 
             left[place.dim] //= size
 
 
+def _made(ctx: Any, result: Any) -> Any:
+    """What a function gives, noted for its backward."""
+    ctx.spec = result._spec
+    return result
+
+
+def _on_mesh(ctx: Any, grad: Any) -> Any:
+    """The gradient of that. For a tensor that became a mask in place (`gt_`), and for one that nothing has used, torch
+    makes zeros in this process."""
+    from meshbook.tensors.remote import RemoteTensor, place_like
+
+    return grad if isinstance(grad, RemoteTensor) else place_like(ctx.spec, grad)
+
+
 class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any, placements: tuple[Any, ...]) -> Any:
         ctx.before = tensor._spec.placements
-        return tensor._run(calls.redistribute, tensor, placements)
+        return _made(ctx, tensor._run(calls.redistribute, tensor, placements))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         # A part of a sum has the gradient of the sum, whole; a gradient that is in parts stays so where it may.
         wanted = tuple(Replicate() if place.is_partial() else place for place in ctx.before)
-        return move(grad, wanted), None
+        return move(_on_mesh(ctx, grad), wanted), None
 
 
 def move(tensor: Any, placements: tuple[Any, ...]) -> Any:
@@ -147,12 +161,12 @@ class _AsGlobal(torch.autograd.Function):
         ctx.placements = placements
         sizes = zip(placements, tensor.engine.axes.shape, strict=False)  # a mesh of one rank has no axes
         ctx.num_copies = math.prod(size for place, size in sizes if place.is_replicate())
-        return tensor._run(calls.as_global, tensor, calls.MESH, placements)
+        return _made(ctx, tensor._run(calls.as_global, tensor, calls.MESH, placements))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         wanted = tuple(Replicate() if place.is_partial() else place for place in ctx.placements)
-        own: Any = _AsLocal.apply(move(grad, wanted))  # type: ignore[no-untyped-call]
+        own: Any = _AsLocal.apply(move(_on_mesh(ctx, grad), wanted))  # type: ignore[no-untyped-call]
         # The ranks' copies are tensors of their own, whose gradients add up to the one's: as `_AsLocal` adds them up.
         return own if ctx.num_copies == 1 else own / ctx.num_copies, None
 
@@ -161,7 +175,7 @@ class _AsLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Any:
         ctx.placements = tensor._spec.placements
-        return tensor._run(calls.as_local, tensor)
+        return _made(ctx, tensor._run(calls.as_local, tensor))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -169,7 +183,7 @@ class _AsLocal(torch.autograd.Function):
         wanted = tuple(Partial() if place.is_replicate() else place for place in ctx.placements)
         wanted = tuple(Replicate() if place.is_partial() and not before.is_replicate() else place
                        for place, before in zip(wanted, ctx.placements, strict=True))  # fmt: skip
-        return _AsGlobal.apply(grad, wanted)  # type: ignore[no-untyped-call]
+        return _AsGlobal.apply(_on_mesh(ctx, grad), wanted)  # type: ignore[no-untyped-call]
 
 
 def as_global(tensor: remote.RemoteTensor, placements: Any) -> remote.RemoteTensor:
@@ -190,13 +204,13 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any, axis: int, op: str) -> Any:
         ctx.axis, ctx.op, ctx.size = axis, op, tensor.engine.axes.shape[axis]
-        return tensor._run(calls.reduce_local, tensor, calls.MESH, axis, op)
+        return _made(ctx, tensor._run(calls.reduce_local, tensor, calls.MESH, axis, op))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         if ctx.op not in ("sum", "avg"):
             raise NotImplementedError(f"the gradient of reduce(op={ctx.op!r}); reduce a detached tensor")
-        total: Any = _Reduce.apply(grad, ctx.axis, "sum")  # type: ignore[no-untyped-call]
+        total: Any = _Reduce.apply(_on_mesh(ctx, grad), ctx.axis, "sum")  # type: ignore[no-untyped-call]
         return (total / ctx.size if ctx.op == "avg" else total), None, None
 
 
@@ -213,11 +227,11 @@ class _Slice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any, axis: int, place: int) -> Any:
         ctx.axis, ctx.place = axis, place
-        return tensor._run(calls.slice_local, tensor, calls.MESH, axis, place)
+        return _made(ctx, tensor._run(calls.slice_local, tensor, calls.MESH, axis, place))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        total = _Reduce.apply(grad, ctx.axis, "sum")  # type: ignore[no-untyped-call]
+        total = _Reduce.apply(_on_mesh(ctx, grad), ctx.axis, "sum")  # type: ignore[no-untyped-call]
         return _KeepAt.apply(total, ctx.axis, ctx.place), None, None  # type: ignore[no-untyped-call]
 
 
@@ -225,11 +239,11 @@ class _KeepAt(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any, axis: int, place: int) -> Any:
         ctx.axis, ctx.place = axis, place
-        return tensor._run(calls.keep_at, tensor, calls.MESH, axis, place)
+        return _made(ctx, tensor._run(calls.keep_at, tensor, calls.MESH, axis, place))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return _KeepAt.apply(grad, ctx.axis, ctx.place), None, None  # type: ignore[no-untyped-call]
+        return _KeepAt.apply(_on_mesh(ctx, grad), ctx.axis, ctx.place), None, None  # type: ignore[no-untyped-call]
 
 
 def slice_mesh(tensor: remote.RemoteTensor, which: Mapping[str, int]) -> remote.RemoteTensor:

@@ -397,6 +397,8 @@ class _Maker:
                 first = names[chosen[letter]]
                 break
         dims = 0 if first is None else first.dim()
+        # What torch writes from the memory that it reads is undefined, and of these two it does not say so.
+        apart = re.search(r"index_add_|scatter_\(", pattern) is not None
 
         def fill(match: re.Match[str]) -> str:
             letter = match[1]
@@ -406,7 +408,7 @@ class _Maker:
             if letter in "axmiv":
                 raise ValueError
             elif letter in "bcs":
-                pick = self._other(first, same=letter == "s")
+                pick = self._other(first, same=letter == "s", apart=apart)
             elif letter == "w":
                 pick = chosen[letter] = self._leaf(
                     (first.shape[-1], self.random.choice(LENGTHS)), str(first.dtype)[6:], first.requires_grad
@@ -437,10 +439,13 @@ class _Maker:
 
         return re.sub(r"{(\w)}", fill, pattern)
 
-    def _other(self, first: Any, *, same: bool) -> str:
+    def _other(self, first: Any, *, same: bool, apart: bool) -> str:
         names = self.plain.names
         fitting = [
-            name for name in self.pool if (names[name].shape == first.shape if same else _broadcast(names[name], first))
+            name
+            for name in self.pool
+            if (names[name].shape == first.shape if same else _broadcast(names[name], first))
+            and not (apart and names[name].untyped_storage().data_ptr() == first.untyped_storage().data_ptr())
         ]
         if fitting and self.random.random() < 0.6:
             return self.random.choice(fitting)

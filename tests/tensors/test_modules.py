@@ -105,6 +105,12 @@ def test_weights_can_be_brought_and_put_back(mesh2: Mesh) -> None:
     assert all(torch.equal(tensor.full_tensor(), full[name]) for name, tensor in model.state_dict().items())
 
 
+def test_an_output_that_becomes_a_mask_in_place_has_no_slope(mesh2: Mesh) -> None:
+    model = meshbook.distribute(nn.Linear(3, 2), mesh2)
+    model(meshbook.distribute(torch.ones(4, 3), mesh2, [Shard(0)])).gt_(0).sum().backward()
+    assert all(torch.equal(mine.grad.full_tensor(), torch.zeros(mine.shape)) for mine in model.parameters())
+
+
 class WithLoss(nn.Module):
     """Gives a loss and more, from tensors in a dict; trained or not makes a difference."""
 

@@ -331,6 +331,23 @@ def test_placements_may_change_under_autograd(mesh22: Mesh) -> None:
     assert mine.grad.placements == mine.placements
 
 
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda x: x.redistribute([Replicate()]).clone().gt_(2),
+        lambda x: x.as_local().clone().gt_(2).as_global([Shard(0)]),
+        lambda x: x.as_local().as_global([Shard(0)]).clone().gt_(2),
+        lambda x: x.as_local().reduce("dp").clone().gt_(2).as_global([Replicate()]),
+        lambda x: x.as_local().slice_mesh(dp=1).clone().gt_(2).as_global([Replicate()]),
+    ],
+    ids=["redistribute", "as_local", "as_global", "reduce", "slice_mesh"],
+)
+def test_the_zeros_that_torch_makes_here_for_a_gradient_are_taken_along(way: Callable[[Any], Any], mesh2: Mesh) -> None:
+    x = distribute(torch.arange(6.0), mesh2, [Shard(0)]).requires_grad_()
+    way(x * 1.0).sum().backward()
+    assert torch.equal(x.grad.full_tensor(), torch.zeros(6))
+
+
 # ---- the two views
 
 
