@@ -78,24 +78,28 @@ class Part:
         return self.changes
 
 
-def follow(made: Sequence[Any], of: Any, function: Any, args: Any, kwargs: Any, *, shares: bool, issue: Any) -> None:
+def follow(
+    made: Sequence[Any], of: Any, same: Any, function: Any, args: Any, kwargs: Any, *, shares: bool, issue: Any
+) -> None:
     """Have these results of a view of `of` be parts of it.
 
     Args:
+        same: another object for the tensor that `of` is now; `of` may become another (`unsqueeze_`, `data =`).
         shares: they share its storage; it is a part itself.
         issue: runs the operation again, (function, args, kwargs) -> its results.
     """
+    args = tuple(same if arg is of else arg for arg in args)
 
     def again(at: int) -> Any:
         found = issue(function, args, kwargs)
         return (found[at] if isinstance(found, (list, tuple)) else found)._handle
 
-    places = [None] * len(made) if shares else _places(function, of._spec, args, kwargs)
+    places = [None] * len(made) if shares else _places(function, same._spec, args, kwargs)
     for at, tensor in enumerate(made):
         where = places[at] if at < len(places) else None
         if not shares and where is None:  # of elements that are not in it
             continue
-        tensor._handle = Part(tensor._handle, of, where, functools.partial(again, at))
+        tensor._handle = Part(tensor._handle, same, where, functools.partial(again, at))
 
 
 def _places(function: Any, spec: Spec, args: Any, kwargs: Any) -> list[Where | None]:

@@ -60,6 +60,9 @@ _SCANS = {
 # Places of elements: of equal ones DTensor takes the first rank's, and it fails where pieces differ in length.
 _PLACES = {aten.argmax.default, aten.argmin.default}
 
+# What DTensor asks each part of a sum, or of a product, as if the sum were not 0 where a part is not.
+_TRUTHS = {aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims}
+
 # torch's words for what Meshbook says in the mesh's.
 _UNEVEN = re.compile(
     r"output dimension (?P<dim>\d+) \(size (?P<length>\d+)\) is not evenly divisible by mesh dimension (?P<axis>\d+)"
@@ -595,6 +598,8 @@ def _to_be_moved(
     if function in _ALL_ALIKE and len({tensor._spec.placements for tensor in inputs}) > 1:
         everywhere = (Replicate(),) * mesh.ndim
         return tuple((at, everywhere) for at, tensor in enumerate(inputs) if tensor._spec.placements != everywhere)
+    if function in _TRUTHS and inputs and any(place.is_partial() for place in inputs[0]._spec.placements or ()):
+        return ((0, tuple(Replicate() if place.is_partial() else place for place in inputs[0]._spec.placements)),)
     if (function in _SCANS or function in _PLACES) and inputs and inputs[0]._spec.placements is not None:
         spec = inputs[0]._spec
         rank = max(len(spec.shape), 1)

@@ -446,7 +446,8 @@ def _follow(
     of = tensors[0]
     if of._handle.is_part or not template.shares:
         issue = dispatch if isinstance(func, torch._ops.OpOverload) else _call_again
-        parts.follow(results, of, func, args, kwargs, shares=template.shares, issue=issue)
+        same = wrap(of._spec, of._handle)
+        parts.follow(results, of, same, func, args, kwargs, shares=template.shares, issue=issue)
     else:
         for result in results:
             result._handle.changes = of._handle.family()
@@ -489,7 +490,8 @@ def _moved_first(template: Template, func: Any, args: Any, kwargs: Any, tensors:
         made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, RemoteTensor)]
         for leaf in made:
             leaf._handle.spec = leaf.engine.planner.copied(leaf._spec)
-        parts.follow(made, tensors[0], func, args, kwargs, shares=False, issue=dispatch)
+        of = tensors[0]
+        parts.follow(made, of, wrap(of._spec, of._handle), func, args, kwargs, shares=False, issue=dispatch)
     return result
 
 

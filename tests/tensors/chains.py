@@ -261,6 +261,8 @@ class OnMesh(Plain):
     def parts(self, tensor: Any, seed: int) -> Any:
         one = torch.ones((2,) + (1,) * tensor.dim(), dtype=tensor.dtype)
         one[seed % 2] = 0
+        if tensor.dtype in (torch.float32, torch.float64, torch.int64, torch.int32) and seed % 3:
+            one[seed % 2], one[1 - seed % 2] = 3, -2  # no part is like the sum
         num_axes = len(tensor.placements)
         shards = meshbook.distribute(
             one, self._mesh, [Shard(0) if axis == seed % num_axes else Replicate() for axis in range(num_axes)]
@@ -709,17 +711,17 @@ def main() -> int:
         def fails(other: Chain, kind: str = failure.kind) -> bool:
             nonlocal mesh
             found = check(other, mesh, None, 10)
-            if found is not None and found.kind == "hang":
+            if found is not None and (found.kind == "hang" or mesh.session.lost):
                 mesh = _anew(mesh, options.ranks)
             return found is not None and found.kind == kind
 
-        if failure.kind == "hang":
+        if failure.kind == "hang" or mesh.session.lost:
             mesh = _anew(mesh, options.ranks)
         short = chain[: failure.line + 1] if fails(chain[: failure.line + 1]) else chain
         if not options.long:
             short = shorter(short, fails)
         last = check(short, mesh, None, 10)
-        if last is not None and last.kind == "hang":
+        if last is not None and (last.kind == "hang" or mesh.session.lost):
             mesh = _anew(mesh, options.ranks)
         told = (last or failure).text
         print(

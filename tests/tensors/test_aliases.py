@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import meshbook
 from meshbook.controller.mesh import Mesh
@@ -47,6 +47,15 @@ CHANGES: dict[str, Callable[[Any, float], Any]] = {
     "data": lambda x, number: x.data.add_(number),
 }
 
+# A tensor that becomes another: its views stay those of what it was.
+BECOMES: dict[str, Callable[[Any, Any], Any]] = {
+    "unsqueeze_": lambda x, other: x.unsqueeze_(0) if x.dim() < 3 else None,
+    "squeeze_": lambda x, other: x.squeeze_(),
+    "t_": lambda x, other: x.t_() if x.dim() == 2 else None,
+    "data of": lambda x, other: setattr(x, "data", other),
+    "rows of": lambda x, other: setattr(x, "data", other[1:3]) if other.dim() and other.shape[0] > 3 else None,
+}
+
 
 def same(there: list[Any], here: list[torch.Tensor], story: list[str]) -> None:
     for at, (mine, reference) in enumerate(zip(there, here, strict=True)):
@@ -57,16 +66,17 @@ def same(there: list[Any], here: list[torch.Tensor], story: list[str]) -> None:
 def program(mesh: Mesh, seed: int, way: str) -> None:
     choose = random.Random(seed)
     mesh.run(CELL.format(WAYS[way]))
-    here = [torch.arange(24.0).reshape(6, 4)]
+    w = torch.arange(24.0).reshape(6, 4)
+    here = [w.detach()]
     there: list[Any] = [mesh["w"]]
     story: list[str] = []
     for _ in range(14):
-        what = choose.choice(["name", "view", "view", "change", "change", "read", "cell"])
+        what = choose.choice(["name", "view", "view", "change", "change", "becomes", "read", "cell"])
         at = choose.randrange(len(here))
         if what == "name":
             name = choose.choice(["w", "first", "again"])
             there.append(mesh[name])
-            here.append(here[0])
+            here.append(w.detach())
             story.append(f"{len(here) - 1} = mesh[{name!r}]")
         elif what == "view":
             name = choose.choice(list(VIEWS))
@@ -80,9 +90,14 @@ def program(mesh: Mesh, seed: int, way: str) -> None:
             CHANGES[name](here[at], number)
             CHANGES[name](there[at], number)
             story.append(f"{name} of {at} with {number}")
+        elif what == "becomes":
+            name, other = choose.choice(list(BECOMES)), choose.randrange(len(here))
+            BECOMES[name](here[at], here[other])
+            BECOMES[name](there[at], there[other])
+            story.append(f"{at} {name} {other}")
         elif what == "cell":
             mesh.run("w.add_(1.0)")
-            here[0].add_(1.0)
+            w.add_(1.0)
             story.append("a cell adds 1")
         else:
             same(there[at : at + 1], here[at : at + 1], story)
@@ -94,6 +109,24 @@ def program(mesh: Mesh, seed: int, way: str) -> None:
 def test_random_programs_on_aliases_give_what_plain_torch_gives(mesh2: Mesh, way: str) -> None:
     for seed in range(12):
         program(mesh2, seed, way)
+
+
+@pytest.mark.parametrize("way", WAYS.values())
+def test_views_stay_those_of_what_a_tensor_was(mesh2: Mesh, way: str) -> None:
+    def run(x: Any, other: Any) -> Any:
+        rows, kept = x[1:3], x[:, 1:3]
+        x.data = other
+        rows.fill_(-1.0)  # not of the other
+        other.unsqueeze_(0)
+        row = rows[-1]
+        row.unsqueeze_(0)
+        row.mul_(3.0)
+        return x, rows, kept, other, row
+
+    x, other = torch.arange(24.0).reshape(6, 4), torch.ones(6, 4)
+    places = [eval(way, {"Shard": Shard, "Replicate": Replicate})]
+    there = run(meshbook.distribute(x, mesh2, places), meshbook.distribute(other, mesh2, places))
+    same(list(there), list(run(x, other)), [])
 
 
 def test_a_view_taken_by_one_look_at_a_name_follows_a_change_by_another(mesh2: Mesh) -> None:

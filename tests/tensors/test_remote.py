@@ -359,6 +359,14 @@ def test_a_sum_of_a_dtype_of_its_own_is_of_that_dtype_on_the_ranks_too(mesh2: Me
     assert torch.nn.functional.mse_loss(y, y + 1).item() == 1.0  # DTensor had a mean of integers here
 
 
+def test_a_sum_of_nothing_but_parts_that_are_something_is_false(mesh2: Mesh) -> None:
+    x = distribute(torch.tensor([[1.0, -2.0], [-1.0, 2.0]]), mesh2, [Shard(0)]).sum(0)
+    assert x.placements == (Partial(),)
+    for truth in (x.any(), x.any(0), torch.any(x, (0,)), x.any(0, keepdim=True), x.all(), x.all(0)):
+        assert not truth.item()  # DTensor asks each rank's part
+    assert (x + 1).all().item()
+
+
 def test_what_a_factory_or_a_division_gives_follows_from_its_numbers_and_the_default_dtype(mesh2: Mesh) -> None:
     with mesh2.activate():
         for stop in (5.0, 7.0):  # printing and reading work in there, too
