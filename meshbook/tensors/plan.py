@@ -320,7 +320,7 @@ class Planner:
         unary = len(inputs) == 1 and torch.Tag.pointwise in getattr(function, "tags", ())
         linear = not unary or all(_is_linear(function, place) for leaf in made for place in leaf.placements)
         trusted = linear and not self._is_other_kind(function, args, kwargs, made)
-        if not trusted and (moves := self._made_whole(inputs)):
+        if moves := _summed(inputs) if _is_coarser(inputs, made) else () if trusted else self._made_whole(inputs):
             return Template(0, None, (), "none", first=moves, special=True)
         if isinstance(function, torch._ops.OpOverload) and any(
             not may_stay(place, leaf.dtype) for leaf in made for place in leaf.placements
@@ -598,8 +598,15 @@ def _to_be_moved(
     if function in _ALL_ALIKE and len({tensor._spec.placements for tensor in inputs}) > 1:
         everywhere = (Replicate(),) * mesh.ndim
         return tuple((at, everywhere) for at, tensor in enumerate(inputs) if tensor._spec.placements != everywhere)
-    if function in _TRUTHS and inputs and any(place.is_partial() for place in inputs[0]._spec.placements or ()):
-        return ((0, tuple(Replicate() if place.is_partial() else place for place in inputs[0]._spec.placements)),)
+    if function in _TRUTHS:
+        return _summed(inputs[:1])
+    if function is aten.embedding.default and Shard(0) in (inputs[0]._spec.placements or ()):
+        # DTensor cuts the indices as it likes then, and now and then masks rows by those of another cut.
+        weight, indices = (tensor._spec.placements for tensor in inputs)
+        uncut = tuple(
+            there if here.is_replicate() else Replicate() for here, there in zip(weight, indices, strict=True)
+        )
+        return ((1, uncut),) if uncut != indices else ()
     if (function in _SCANS or function in _PLACES) and inputs and inputs[0]._spec.placements is not None:
         spec = inputs[0]._spec
         rank = max(len(spec.shape), 1)
@@ -618,6 +625,30 @@ def _to_be_moved(
         if places != spec.placements:
             return ((0, places),)
     return ()
+
+
+def _summed(inputs: Sequence[Any]) -> tuple[tuple[int, tuple[Any, ...]], ...]:
+    """What sums up those of these tensors that are in parts."""
+    return tuple(
+        (at, tuple(Replicate() if place.is_partial() else place for place in tensor._spec.placements))
+        for at, tensor in enumerate(inputs)
+        if any(place.is_partial() for place in tensor._spec.placements or ())
+    )
+
+
+def _is_coarser(inputs: Sequence[Any], made: Sequence[Any]) -> bool:
+    """Whether parts of a sum become parts of a dtype with fewer digits: what those lose, the sum need not have lost."""
+    digits = [
+        torch.finfo(tensor._spec.dtype).eps
+        for tensor in inputs
+        if _is_inexact(tensor._spec) and any(place.is_partial() for place in tensor._spec.placements or ())
+    ]
+    return bool(digits) and any(
+        (leaf.dtype.is_floating_point or leaf.dtype.is_complex)
+        and torch.finfo(leaf.dtype).eps > min(digits)
+        and any(place.is_partial() for place in leaf.placements)
+        for leaf in made
+    )
 
 
 def _drawn_alike(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[tuple[int, tuple[Any, ...]], ...]:

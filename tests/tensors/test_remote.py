@@ -367,6 +367,34 @@ def test_a_sum_of_nothing_but_parts_that_are_something_is_false(mesh2: Mesh) -> 
     assert (x + 1).all().item()
 
 
+@pytest.mark.parametrize("number_first", [True, False], ids=["a number first", "a tensor first"])
+def test_a_number_is_not_taken_for_a_tensor_without_dims(mesh2: Mesh, number_first: bool) -> None:
+    x, y = distribute(torch.ones(()), mesh2), distribute(torch.ones((), dtype=torch.float64), mesh2)
+    operator = torch.fmod if number_first else torch.mul  # what DTensor has seen, it knows
+    for other in (0.5, y) if number_first else (y, 0.5):
+        made = operator(x, other)
+        assert torch.lerp(made, y if other is y else x, 0.5).full_tensor().dtype == made.dtype
+
+
+def test_parts_of_a_sum_do_not_lose_digits_that_the_sum_keeps(mesh2: Mesh) -> None:
+    local = torch.tensor([300.0, 0.25, -300.0, 0.5])
+    x = distribute(local, mesh2, [Shard(0)])
+    small = distribute(torch.full((3,), 3.0, dtype=torch.bfloat16), mesh2)
+    for run in (lambda x, y: x.sum() * y, lambda x, y: x.sum().bfloat16(), lambda x, y: x.sum().bfloat16() * y):
+        here = run(local, torch.full((3,), 3.0, dtype=torch.bfloat16))
+        assert torch.equal(run(x, small).full_tensor(), here)
+
+
+@pytest.mark.parametrize("rows", [2, 3, 4])
+def test_rows_of_a_weight_that_is_cut_both_ways_are_looked_up(mesh22: Mesh, rows: int) -> None:
+    weight, indices = torch.arange(12.0).view(4, 3), torch.arange(rows)
+    there = distribute(weight, mesh22, [Shard(1), Shard(0)]).requires_grad_()
+    found = torch.nn.functional.embedding(distribute(indices, mesh22, [Shard(0), Replicate()]), there)
+    assert torch.equal(found.full_tensor(), weight[indices])
+    found.sum().backward()
+    assert torch.equal(there.grad.full_tensor(), (torch.arange(4) < rows).float()[:, None].expand(4, 3))
+
+
 def test_what_a_factory_or_a_division_gives_follows_from_its_numbers_and_the_default_dtype(mesh2: Mesh) -> None:
     with mesh2.activate():
         for stop in (5.0, 7.0):  # printing and reading work in there, too

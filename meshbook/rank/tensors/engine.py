@@ -650,6 +650,10 @@ def execute(
                         result = template.call(*args, **kwargs)
                     if template.num_new:
                         if template.returns == "one":
+                            if result.__class__ is DTensor:
+                                meta = result._spec.tensor_meta
+                                if meta is not None and meta.dtype is not result._local_tensor.dtype:
+                                    result = rules.as_computed(result)
                             values[stream[middle]] = result
                         else:
                             for id, index in zip(stream[middle:stop], template.new, strict=True):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed.tensor._random as dtensor_random
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import register_sharding as _register_sharding
 
@@ -163,6 +164,15 @@ def tell_numbers_apart(operator: Any) -> None:
             first = min(first, at)
     if (wanted := dataclasses.replace(info, static_argnum=first, static_kwargkey=names or None)) != info:
         told[operator] = wanted
+
+
+def as_computed(tensor: DTensor) -> DTensor:
+    """A result as the dtype that it has. DTensor's cache takes a number, `x * 0.5`, for the tensor without dims of
+    float64 that it has seen in its place, or that for the number, and says the other's dtype of what it computes."""
+    spec = tensor._spec
+    meta = spec.tensor_meta._replace(dtype=tensor._local_tensor.dtype)  # type: ignore[union-attr]
+    made = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
+    return DTensor(tensor._local_tensor, made, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def _first_dims(tensor: Any, ways: Any) -> Any:
