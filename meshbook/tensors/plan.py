@@ -74,8 +74,11 @@ _ALONG = re.compile(
 # What gives other tensors on some machines than it says here, and what counts on where elements lie in memory.
 _NOT_ON_THE_WHOLE = {aten.mkldnn_rnn_layer.default, aten.as_strided.default}
 
-# What DTensor's rule looks for a divisor of the dims for, without end where one is 0.
-_ENDLESS = {aten.view.default, aten._unsafe_view.default}
+# What DTensor's rules fail at where a dim has length 0: of a view they look for a divisor of it without end, and a
+# squeeze drops it.
+_NOT_OF_NOTHING = {
+    aten.view.default, aten._unsafe_view.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
+}  # fmt: skip
 
 # What can only be computed, and not be told the shape of without data: it is that of this input.
 _SHAPED_AS = {
@@ -271,7 +274,7 @@ class Planner:
         if first:
             return Template(0, None, (), "none", first=first, special=True)
         if (
-            function in _ENDLESS
+            function in _NOT_OF_NOTHING
             and 0 in inputs[0]._spec.shape
             and (found := self._on_the_whole(function, args, kwargs, inputs))
         ):

@@ -395,6 +395,12 @@ def test_rows_of_a_weight_that_is_cut_both_ways_are_looked_up(mesh22: Mesh, rows
     assert torch.equal(there.grad.full_tensor(), (torch.arange(4) < rows).float()[:, None].expand(4, 3))
 
 
+def test_a_squeeze_keeps_the_dims_of_a_tensor_without_rows(mesh2: Mesh) -> None:
+    x = distribute(torch.ones(0, 5), mesh2, [Shard(1)])
+    for squeezed in (x.squeeze(), x.squeeze(0), x[None].squeeze((0, 1))):
+        assert squeezed.mv(distribute(torch.ones(5), mesh2)).full_tensor().shape == (0,)
+
+
 def test_what_a_factory_or_a_division_gives_follows_from_its_numbers_and_the_default_dtype(mesh2: Mesh) -> None:
     with mesh2.activate():
         for stop in (5.0, 7.0):  # printing and reading work in there, too
