@@ -395,6 +395,17 @@ def test_rows_of_a_weight_that_is_cut_both_ways_are_looked_up(mesh22: Mesh, rows
     assert torch.equal(there.grad.full_tensor(), (torch.arange(4) < rows).float()[:, None].expand(4, 3))
 
 
+@pytest.mark.parametrize("places", [[Replicate()], [Shard(0)]], ids=["whole", "cut"])
+def test_an_index_that_no_rank_has_a_row_for_is_an_error_and_not_a_row_of_zeros(mesh2: Mesh, places: Any) -> None:
+    x = distribute(torch.ones(6, 4), mesh2, [Shard(0)])
+    for index in (6, -1):
+        rows = distribute(torch.tensor([[0, 1], [index, 3]]), mesh2, places)
+        with pytest.raises(OperationFailed, match=f"index out of range: {index}, and dim 0 has 6 rows"):
+            torch.nn.functional.embedding(rows, x).full_tensor()
+    with pytest.raises(OperationFailed, match="out of"):
+        x.gather(0, distribute(torch.tensor([[0, 1], [9, 3]]), mesh2, places)).full_tensor()
+
+
 def test_a_squeeze_keeps_the_dims_of_a_tensor_without_rows(mesh2: Mesh) -> None:
     x = distribute(torch.ones(0, 5), mesh2, [Shard(1)])
     for squeezed in (x.squeeze(), x.squeeze(0), x[None].squeeze((0, 1))):

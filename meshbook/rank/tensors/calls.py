@@ -168,6 +168,8 @@ class Reduced:
         self.function, self._schema, self.tags = function, function._schema, function.tags
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.function in _MASKED:
+            _check_indices(self.function, *args[:3])
         truth = self.function._opname in ("any", "all")  # of bytes they are bytes
         return pytree.tree_map(lambda leaf: _reduced(leaf, truth), self.function(*args, **kwargs))
 
@@ -182,6 +184,27 @@ def may_stay(place: Any, dtype: torch.dtype) -> bool:
         return True
     exact = not (dtype.is_floating_point or dtype.is_complex)
     return type(place) is Partial and place.reduce_op in ("sum", "avg") and not exact
+
+
+# What DTensor does with the rows that a rank has, and takes the others' for zeros.
+_MASKED = (aten.embedding.default, aten.gather.default)
+
+
+def _check_indices(function: Any, tensor: Any, *args: Any) -> None:
+    """An index that is in no rank's rows would be taken for another rank's, and give zeros.
+
+    Raises:
+        IndexError: there is one. On a GPU the device says so, as with torch's own.
+    """
+    dim, indices = (0, args[0]) if function is aten.embedding.default else args
+    local, rows = settled(indices), tensor.shape[dim] if tensor.dim() else 1
+    if local.is_meta:
+        return
+    wrong = (local < 0) | (local >= rows)
+    if local.device.type != "cpu":
+        torch._assert_async(~wrong.any(), f"index out of range: dim {dim} has {rows} rows")
+    elif wrong.any():
+        raise IndexError(f"index out of range: {int(local[wrong][0])}, and dim {dim} has {rows} rows")
 
 
 def _reduced(tensor: Any, truth: bool) -> Any:
