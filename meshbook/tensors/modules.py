@@ -525,7 +525,7 @@ class _Through(torch.autograd.Function):
         sources, ctx.sources = ctx.sources, None
         outs = tuple(at for at, grad in enumerate(grads) if grad is not None)
         given = [
-            grad if isinstance(grad, remote.RemoteTensor) else remote.place_like(spec, grad)  # as of `out.gt_(0)`
+            grad if isinstance(grad, remote.RemoteTensor) else remote.RemoteTensor._like(spec, grad)  # as of `y.gt_(0)`
             for spec, grad in zip(plan.specs, grads, strict=True)
             if grad is not None
         ]

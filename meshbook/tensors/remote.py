@@ -167,8 +167,16 @@ class RemoteTensor(torch.Tensor):
     def backward(self, gradient: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> None:
         """As torch's. A local gradient is cut as this tensor is."""
         if gradient is not None and not isinstance(gradient, RemoteTensor) and gradient.shape == self.shape:
-            gradient = place_like(self._spec, gradient)
+            gradient = self._like(self._spec, gradient)
         super().backward(gradient, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def _like(spec: Spec, local: torch.Tensor) -> RemoteTensor:
+        """A local gradient, placed as the tensor of this spec is; of a sum in parts, whole. Does not wait."""
+        places = spec.placements
+        if places is not None:
+            places = tuple(torch.distributed.tensor.Replicate() if place.is_partial() else place for place in places)
+        return upload(spec.engine, local.detach(), places)
 
     @property
     def data(self) -> RemoteTensor:
@@ -241,7 +249,7 @@ def settle_grad(leaf: Any) -> None:
     """Bring a gradient to its tensor's placements, once: every operation of an optimizer would do it again."""
     grad = leaf.grad
     if isinstance(grad, torch.Tensor) and not isinstance(grad, RemoteTensor):
-        leaf.grad = place_like(leaf._spec, grad)  # autograd was given a local gradient
+        leaf.grad = leaf._like(leaf._spec, grad)  # autograd was given a local gradient
         return
     if grad is None or grad._spec.placements is None:
         return
@@ -257,14 +265,6 @@ def settle_grad(leaf: Any) -> None:
             return
         template = engine.learn(key, engine.planner.plan, calls.redistribute, (grad, wanted), {}, [grad])
     leaf.grad = perform(engine, template, calls.redistribute, (grad, wanted), {}, [0, grad._handle.id], [grad], [])
-
-
-def place_like(spec: Spec, local: torch.Tensor) -> RemoteTensor:
-    """A local gradient, placed as the tensor of this spec is; of a sum in parts, whole. Does not wait for the ranks."""
-    places = spec.placements
-    if places is not None:
-        places = tuple(torch.distributed.tensor.Replicate() if place.is_partial() else place for place in places)
-    return upload(spec.engine, local.detach(), places)
 
 
 def wrap(spec: Spec, handle: Handle, requires_grad: bool = False) -> RemoteTensor:

@@ -107,16 +107,14 @@ def check_even(shape: Sequence[int], placements: Sequence[Any], axes: MeshAxes) 
 
 def _made(ctx: Any, result: Any) -> Any:
     """What a function gives, noted for its backward."""
-    ctx.spec = result._spec
+    ctx.spec, ctx.kind = result._spec, type(result)
     return result
 
 
 def _on_mesh(ctx: Any, grad: Any) -> Any:
     """The gradient of that. For a tensor that became a mask in place (`gt_`), and for one that nothing has used, torch
     makes zeros in this process."""
-    from meshbook.tensors.remote import RemoteTensor, place_like
-
-    return grad if isinstance(grad, RemoteTensor) else place_like(ctx.spec, grad)
+    return grad if isinstance(grad, ctx.kind) else ctx.kind._like(ctx.spec, grad)
 
 
 class _Redistribute(torch.autograd.Function):
