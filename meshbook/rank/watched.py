@@ -40,6 +40,7 @@ from torch._C._distributed_c10d import (
 from meshbook.clock import monotonic
 from meshbook.errors import CollectiveAborted, MeshbookError
 from meshbook.ids import name_ranks
+from meshbook.rank import coalesced
 from meshbook.rank.backends import Link
 from meshbook.rank.ring import Collective, Label, Ring, one_line
 from meshbook.wire.stop import REASON_S, SLICE_S
@@ -238,6 +239,7 @@ def _collective(method: str) -> Callable[..., Any]:
     op, telling = COLLECTIVES[method]
     names_peer = method in ("send", "recv")  # as the second argument, by rank in the group
     slices = method not in _POINT_TO_POINT
+    on_gloo = coalesced.ON_GLOO.get(method)
 
     def collective(self: WatchedGroup, *args: Any, **kwargs: Any) -> Any:
         # Every collective of a training step pays for each line here; helpers are called only for what is rare.
@@ -257,7 +259,10 @@ def _collective(method: str) -> Callable[..., Any]:
             arguments = self._tell_begun(record, args, kwargs) if self._owner.observers else None
             options = kwargs.get("opts") if kwargs else args[-1] if args else None
             on_nccl = self._has_nccl and self._goes_to_nccl(op, tensors, options)
-            work = getattr(self._inner, method)(*args, **kwargs)
+            if on_gloo is not None and not on_nccl and len(args) >= 2:
+                work = on_gloo(self._inner, *args, **kwargs)
+            else:
+                work = getattr(self._inner, method)(*args, **kwargs)
             if on_nccl:
                 return self._launched(record, work, arguments)
             # torch.distributed's functions wait at once for what is not async, and take None for "has waited". Waiting

@@ -491,6 +491,45 @@ def test_a_wait_with_a_limit_of_the_users_own_can_be_taken_up_again(watched: Wor
     assert watched.run(is_broken) == [False] * 4
 
 
+def coalesced_gathers(here: Here) -> set[str]:
+    """What gloo takes them for, by the names of its `OpType`."""
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import OpType
+
+    group: Any = dist.group.WORLD
+    given = [torch.full((2,), float(here.rank)) for _ in range(8)]
+    expected = [float(rank) for rank in range(here.size) for _ in "ab"]
+    names = set()
+    for apart in [True, False] * 10:
+        wholes = [torch.empty(2 * here.size) for _ in given]
+        lists = [[torch.empty(2) for _ in given] for _ in range(here.size)]
+        works = [group.allgather_coalesced(lists, given)]
+        if apart:
+            pairs = zip(wholes, given, strict=True)
+            works += [group.allgather_into_tensor_coalesced([whole], [one]) for whole, one in pairs]
+        else:
+            works.append(group.allgather_into_tensor_coalesced(wholes, given))
+        names |= {
+            OpType(each._get_op_type()).name
+            for work in works
+            for each in getattr(work._work, "_works", [work._work])
+        }
+        for work in works:
+            work.wait()
+            assert work.is_completed()
+            assert len(work.get_future().wait()) == len(work.result())
+        assert [whole.tolist() for whole in wholes] == [expected] * len(given)
+        assert all(one.tolist() == [float(rank)] * 2 for rank, of_rank in enumerate(lists) for one in of_rank)
+    return names
+
+
+def test_coalesced_gathers_have_no_name_that_two_workers_free_twice(watched: World) -> None:
+    (names,) = {frozenset(names) for names in watched.run(coalesced_gathers)}
+    assert names
+    assert max(len(name) for name in names) <= 15
+
+
 def wrong_call(here: Here) -> bool:
     import torch
     import torch.distributed as dist
