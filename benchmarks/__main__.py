@@ -1,6 +1,6 @@
 """Runs benchmarks one after the other, each in a process of its own, and writes what they found to build/bench.json.
 
-    python -m benchmarks [NAME ...] [--quick] [--peers]
+python -m benchmarks [NAME ...] [--quick] [--peers]
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.workbench import ORPHAN_TTL_S
-from meshbook.wire.lifeline import die_with_parent
+from meshbook.wire.process_control import die_with_parent
 
 _SPAWN = multiprocessing.get_context("spawn")  # nothing is shared but what is sent
 
@@ -132,6 +132,7 @@ def ray_system(ranks: int, folder: Path) -> Iterator[Any]:
 @contextlib.contextmanager
 def ray(ranks: int, folder: Path) -> Iterator[Calls]:
     """A method of so many actors."""
+
     class Idle:
         def __init__(self) -> None:
             self.names: dict[str, Any] = {}

@@ -20,8 +20,8 @@ from benchmarks import workbench
 from benchmarks.pictures import Training
 from benchmarks.report import Report
 from meshbook.controller.mesh import Mesh
-from meshbook.dashboard.desk import Audience, Desk
-from meshbook.dashboard.page import Server
+from meshbook.dashboard.hub import DashboardClient, DashboardHub
+from meshbook.dashboard.web_server import DashboardServer
 
 AXES = {"dp": 32, "tp": 32}
 PERIOD_S = 0.5
@@ -57,27 +57,27 @@ class PretendDesk:
     """Tells its audiences of a training run that is not there."""
 
     def __init__(self, training: Training) -> None:
-        self.training, self.audiences = training, list[Audience]()
+        self.training, self.audiences = training, list[DashboardClient]()
         self.sizes: list[int] = []
         self.view_ms: list[float] = []
 
-    def join(self, audience: Audience) -> None:
+    def join(self, audience: DashboardClient) -> None:
         self.audiences.append(audience)
 
-    def leave(self, audience: Audience) -> None:
+    def leave(self, audience: DashboardClient) -> None:
         if audience in self.audiences:
             self.audiences.remove(audience)
 
-    def hear(self, audience: Audience, message: Any) -> None:
+    def hear(self, audience: DashboardClient, message: Any) -> None:
         if message["kind"] == "ready":
-            audience.wants_everything = True
+            audience.needs_full_update = True
 
     def tell(self) -> None:
         picture = self.training.step(PERIOD_S)
         for audience in tuple(self.audiences):
-            whole, audience.wants_everything = audience.wants_everything, False
+            whole, audience.needs_full_update = audience.needs_full_update, False
             began = time.perf_counter()
-            messages = audience.view.everything(picture) if whole else audience.view.news(picture)
+            messages = audience.encoder.full_update(picture) if whole else audience.encoder.updates(picture)
             if not whole:
                 self.view_ms.append((time.perf_counter() - began) * 1000)
                 self.sizes.append(sum(len(json.dumps(message, separators=(",", ":"))) for message in messages))
@@ -93,7 +93,7 @@ def measure(quick: bool, folder: Path) -> Report:
     training = Training(AXES)
     desk = PretendDesk(training)
     mesh = cast(Mesh, SimpleNamespace(ranks=tuple(range(training.size)), axes=AXES))
-    server = Server(cast(Desk, desk), mesh)
+    server = DashboardServer(cast(DashboardHub, desk), mesh)
     try:
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(

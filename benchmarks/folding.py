@@ -97,7 +97,7 @@ def flood(say: Say, seconds: float = 2.0, bytes_per_s: float = 10e6) -> tuple[fl
 
 
 def outcome(text: str) -> Outcome:
-    return Outcome("ok", value=Value(Preview("plain", "int", text)), bound=("x", "loss"))
+    return Outcome("ok", value=Value(Preview("plain", "int", text)), bound_names=("x", "loss"))
 
 
 def outcomes_seconds(num_ranks: int, *, distinct: bool) -> tuple[float, float]:

@@ -68,19 +68,19 @@ def be_rank(rank: int, address: str, rounds: int, answer: Any) -> None:
     import torch.distributed as dist
     import zmq
 
-    from meshbook.rank.groups import Groups
-    from meshbook.rank.ring import Label, Ring
+    from meshbook.rank.groups import ProcessGroups
+    from meshbook.rank.ring import CollectiveRing, GroupLabel
     from meshbook.rank.store import MeshStore
 
-    ring = Ring()
-    groups = Groups(ring)
+    ring = CollectiveRing()
+    groups = ProcessGroups(ring)
     device = torch.device("cpu")
     store = MeshStore(zmq.Context(), address, "token")
     place = {"rank": rank, "world_size": NUM_RANKS, "store": store, "device": device}
     groups.form(1, **place, timeout_s=60.0, axes={"rank": NUM_RANKS})  # type: ignore[arg-type]
     watched: Any = dist.group.WORLD
     x = torch.ones(10)
-    label = Label("0", range(NUM_RANKS))
+    label = GroupLabel("0", range(NUM_RANKS))
 
     def synchronous(group: Any) -> None:
         for _ in range(BLOCK):

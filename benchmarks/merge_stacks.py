@@ -14,8 +14,8 @@ from pathlib import Path
 from benchmarks import workbench
 from benchmarks.report import Report
 from meshbook.diagnose.findings import explain
-from meshbook.diagnose.tree import as_text, merge
-from meshbook.wire.messages import CollectiveSeen, Frame, RankSnapshot, ThreadStack
+from meshbook.diagnose.stack_tree import as_text, merge
+from meshbook.wire.messages import CollectiveInfo, Frame, RankSnapshot, ThreadStack
 
 RANKS, DEPTH = 1024, 60
 LIMIT_MS = 300.0
@@ -40,17 +40,17 @@ def snapshots(kind: str) -> list[RankSnapshot]:
             frames.append(Frame(file, rank if own is not None and depth >= own else 7, f"function{depth}"))
         line = Frame("/home/me/project/file0.py", 7, "function0")
         done = [
-            CollectiveSeen("all_reduce", "0", tuple(range(RANKS)), seq, ((8,),), "float32", line, None, 3.2, 3.1)
+            CollectiveInfo("all_reduce", "0", tuple(range(RANKS)), seq, ((8,),), "float32", line, None, 3.2, 3.1)
             for seq in range(1, 64)
         ]
-        op = CollectiveSeen("all_reduce", "0", tuple(range(RANKS)), 64, ((8,),), "float32", line, began_s=3.0)
+        op = CollectiveInfo("all_reduce", "0", tuple(range(RANKS)), 64, ((8,),), "float32", line, began_s_ago=3.0)
         made.append(
             RankSnapshot(
                 rank,
                 source="inside",
                 call="c",  # type: ignore[arg-type]
                 cell="cell 7",
-                stacks=(ThreadStack("MainThread", tuple(frames), main=True),),
+                stacks=(ThreadStack("MainThread", tuple(frames), is_main=True),),
                 collectives=tuple(done) if rank == RANKS // 2 else (*done, op),
             )
         )

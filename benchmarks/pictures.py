@@ -1,5 +1,4 @@
-"""Pictures of meshes that are not there: as large as wanted, changing as a training run does. No processes, no clocks.
-"""
+"""Pictures of meshes that are not there: as large as wanted, changing as in a training run. No processes, no clocks."""
 
 from __future__ import annotations
 
@@ -8,10 +7,10 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from meshbook.controller.onlooker import Picture
+from meshbook.controller.subscription import MeshSnapshot
 from meshbook.diagnose.findings import Finding
 from meshbook.supervisor.series import Curves, Series
-from meshbook.supervisor.watching import CallNow, CollectiveNow, RankNow
+from meshbook.supervisor.telemetry import CallStatus, CollectiveStatus, RankStatus
 
 GIB = 1 << 30
 
@@ -30,21 +29,28 @@ class Training:
         self.at = 1_800_000_000.0
         self._line = [12] * self.size
         self._memory = [int((38 + 6 * self.random.random()) * GIB) for _ in range(self.size)]
-        self.picture = Picture(
-            at=self.at, name="train-7b", axes=axes, groups="ready", backend="nccl" if gpus else "gloo", cells_run=7,
-            series=Series(), scalars=Curves(), calls=(CallNow("c-7", "cell 7", tuple(range(self.size)), self.at - 40),),
+        self.picture = MeshSnapshot(
+            at=self.at,
+            name="train-7b",
+            axes=axes,
+            groups="ready",
+            backend="nccl" if gpus else "gloo",
+            cells_run=7,
+            series=Series(),
+            scalars=Curves(),
+            calls=(CallStatus("c-7", "cell 7", tuple(range(self.size)), self.at - 40),),
         )
         for _ in range(60):
             self.step(0.5)
 
-    def step(self, seconds: float = 0.5) -> Picture:
+    def step(self, seconds: float = 0.5) -> MeshSnapshot:
         """The next picture."""
         self.tick += 1
         self.at += seconds
         hang = self.stuck is not None and self.tick > 60 + self.stuck_after
         ranks = tuple(self._rank(rank, hang) for rank in range(self.size))
         old = self.picture
-        old.series.saw(self.at, ranks)
+        old.series.sample(self.at, ranks)
         if not hang:
             for rank in ranks:
                 loss = 3 * math.exp(-self.tick / 60) + 1.2 + 0.05 * self.random.random()
@@ -55,7 +61,7 @@ class Training:
         )
         return self.picture
 
-    def _rank(self, rank: int, hang: bool) -> RankNow:
+    def _rank(self, rank: int, hang: bool) -> RankStatus:
         if not hang and self.random.random() < 0.35:
             self._line[rank] = self.random.choice((12, 13, 14, 17))
         if self.random.random() < 0.1:
@@ -64,21 +70,33 @@ class Training:
         gpu: dict[str, Any] = {}
         if self.gpus:
             gpu = {
-                "gpu": "NVIDIA H100", "gpu_allocated_bytes": self._memory[rank], "gpu_total_bytes": 80 * GIB,
-                "gpu_reserved_bytes": self._memory[rank] + 2 * GIB, "gpu_utilisation": 0 if hang else 96,
+                "gpu": "NVIDIA H100",
+                "gpu_allocated_bytes": self._memory[rank],
+                "gpu_total_bytes": 80 * GIB,
+                "gpu_reserved_bytes": self._memory[rank] + 2 * GIB,
+                "gpu_utilisation": 0 if hang else 96,
             }
-        return RankNow(
-            rank=rank, state="busy", host=f"node{rank // 8}", pid=4000 + rank,
-            device=f"cuda:{rank % 8}" if self.gpus else "cpu", call="c-7", cell="cell 7",
+        return RankStatus(
+            rank=rank,
+            state="busy",
+            host=f"node{rank // 8}",
+            pid=4000 + rank,
+            device=f"cuda:{rank % 8}" if self.gpus else "cpu",
+            call="c-7",
+            cell="cell 7",
             line=9 if hang and not waits else 14 if waits else self._line[rank],
-            rss_bytes=self._memory[rank] // 12, peak_rss_bytes=4 * GIB, cpu_percent=100,
-            collectives_per_s=0 if hang else 12, steps_per_s=0 if hang else 2.0,
+            rss_bytes=self._memory[rank] // 12,
+            peak_rss_bytes=4 * GIB,
+            cpu_percent=100,
+            collectives_per_s=0 if hang else 12,
+            steps_per_s=0 if hang else 2.0,
             waits_in=f"all_reduce #{self.stuck_after + 60}" if waits else None,
-            waits_since=self.at if waits else None, **gpu,
+            waits_since=self.at if waits else None,
+            **gpu,
         )
 
-    def _collectives(self, hang: bool) -> dict[int, tuple[CollectiveNow, ...]]:
-        known: dict[int, tuple[CollectiveNow, ...]] = {}
+    def _collectives(self, hang: bool) -> dict[int, tuple[CollectiveStatus, ...]]:
+        known: dict[int, tuple[CollectiveStatus, ...]] = {}
         last = min(self.tick, 60 + self.stuck_after) if self.stuck is not None else self.tick
         everyone = tuple(range(self.size))
         for rank in range(min(self.size, 64)):
@@ -89,9 +107,16 @@ class Training:
                 if is_open and rank == self.stuck:
                     continue
                 some.append(
-                    CollectiveNow(
-                        rank=rank, group="default", seq=seq, op="all_reduce", began_at=began, file="cell", line=14,
-                        ended_at=None if is_open else began + 0.3 - 0.02 * (rank % 5), group_ranks=everyone,
+                    CollectiveStatus(
+                        rank=rank,
+                        group="default",
+                        seq=seq,
+                        op="all_reduce",
+                        began_at=began,
+                        file="cell",
+                        line=14,
+                        ended_at=None if is_open else began + 0.3 - 0.02 * (rank % 5),
+                        group_ranks=everyone,
                     )
                 )
             known[rank] = tuple(some)
@@ -103,7 +128,11 @@ class Training:
         others = tuple(rank for rank in range(self.size) if rank != self.stuck)
         return (
             Finding(
-                kind="straggler", ranks=(self.stuck,), others=others, cell="cell 7", line=9,
+                kind="straggler",
+                ranks=(self.stuck,),
+                others=others,
+                cell="cell 7",
+                line=9,
                 title=f"Rank {self.stuck} sleeps at cell 7, line 9 (time.sleep), and all others wait for it in "
                 f"all_reduce #{self.stuck_after + 60}",
                 evidence=(

@@ -30,7 +30,7 @@ from pathlib import Path
 from benchmarks import workbench
 from benchmarks.report import Report
 from meshbook.controller.mesh import Mesh, create_mesh
-from meshbook.dashboard.desk import Audience, Desk
+from meshbook.dashboard.hub import DashboardClient, DashboardHub
 
 RANKS = 4
 LIMIT, DASHBOARD_LIMIT = 1.01, 1.02
@@ -157,14 +157,14 @@ def watching(mesh: Mesh, pairs: int, steps: int) -> dict[str, list[float]]:
 
     for number in range(2 * pairs):
         watched = (number % 2) ^ (number // 2 % 2)  # ABBA
-        audience = Audience(mesh, send)
+        audience = DashboardClient(mesh, send)
         if watched:
-            Desk.of(mesh.session).join(audience)
+            DashboardHub.of(mesh.session).add_client(audience)
         others = workbench.cpu_s(supervisor) + time.process_time()
         spent = [cpu for cpu, _ in dict(mesh.run(f"block({steps}, True)").values).values()]
         others = workbench.cpu_s(supervisor) + time.process_time() - others
         if watched:
-            Desk.of(mesh.session).leave(audience)
+            DashboardHub.of(mesh.session).remove_client(audience)
         name = " watched" if watched else ""
         found[f"ranks{name}"].append(sum(spent) / steps)
         found[f"others{name}"].append(others / steps)

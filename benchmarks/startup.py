@@ -22,11 +22,11 @@ import psutil
 
 from benchmarks import workbench
 from benchmarks.report import Report
-from meshbook.controller.connection import Connection
+from meshbook.controller.connection import SupervisorConnection
 from meshbook.controller.launch import launch_supervisor
-from meshbook.controller.mesh import Mesh, create_mesh, free_name, make_spec
+from meshbook.controller.mesh import Mesh, create_mesh, generate_mesh_name, make_spec
 from meshbook.controller.session import Session
-from meshbook.mesh import MeshAxes
+from meshbook.mesh_axes import MeshAxes
 
 RANKS = 4
 FROM_NOTHING_S, WARM_S, PSS_MIB = 3.0, 0.5, 60.0
@@ -111,7 +111,7 @@ def from_warm_server() -> float:
     """As a kernel does it: its supervisor is launched with it, and the ranks are asked for at the first cell."""
     grid = MeshAxes.of(RANKS)
     with a_session() as session:
-        wait_until_warm(session.connection.found.pid)
+        wait_until_warm(session.connection.connection_info.pid)
         started = time.perf_counter()
         session.start(grid, make_spec(grid), timeout_s=60.0)
         Mesh.of(session, grid).run(READY)
@@ -121,8 +121,10 @@ def from_warm_server() -> float:
 @contextlib.contextmanager
 def a_session() -> Iterator[Session]:
     """A supervisor without ranks, and a line to it."""
-    found = launch_supervisor(free_name())
-    session = Session(Connection(found, kind="script", orphan_ttl_s=workbench.ORPHAN_TTL_S), stop_at_exit=True)
+    found = launch_supervisor(generate_mesh_name())
+    session = Session(
+        SupervisorConnection(found, kind="script", orphan_ttl_s=workbench.ORPHAN_TTL_S), stop_at_exit=True
+    )
     try:
         yield session
     finally:

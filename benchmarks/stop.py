@@ -27,8 +27,7 @@ LOST_LIMIT_S = 2.0
 # Each is at its second line when Stop is pressed.
 CELLS = {
     "an all_reduce that one rank never joins": (
-        "t = torch.ones(1)\n"
-        "dist.all_reduce(t) if rank != world_size - 1 else __import__('time').sleep(1000)"
+        "t = torch.ones(1)\ndist.all_reduce(t) if rank != world_size - 1 else __import__('time').sleep(1000)"
     ),
     "time.sleep": "import time\ntime.sleep(1000)",
     "a loop in Python": "n = 0\nwhile True: n += 1",

@@ -165,7 +165,7 @@ class TorchsPart:
         self._step = step
         self._given: list[Any] = []
         self._inside = False
-        with self._in_place_of_ours(self._noting(remote.arrive), self._noting(remote.perform)):
+        with self._in_place_of_ours(self._noting(remote.torch_dispatch), self._noting(remote.execute_template)):
             step()
 
     def seconds(self) -> float:
@@ -214,7 +214,7 @@ class TorchsPart:
 def _like(given: Any) -> Any:
     if isinstance(given, list):
         return tuple(map(_like, given))
-    return given and remote.wrap(given.spec, given)
+    return given and remote.wrap_handle(given.spec, given)
 
 
 def native_step() -> float:

@@ -82,7 +82,7 @@ def pull(steps: Steps, kind: str, owner: Connection, own: SegmentReader) -> None
     value.sum()
     steps.add(f"{kind} from one: here and summed", start)
     del value
-    ask([owner], ("release", kind, own.take_released()))
+    ask([owner], ("release", kind, own.drain_released()))
 
 
 def ask(readers: Sequence[Connection], request: object) -> list[Any]:
@@ -109,7 +109,7 @@ def serve(connection: Connection) -> None:
                 value += 1
             case "drop":
                 value = None
-                answer = reader.take_released()
+                answer = reader.drain_released()
             case "own", kind, nbytes:
                 own[kind] = KINDS[kind](nbytes)
             case "give", kind:

@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks import workbench
 from benchmarks.report import Report
 from meshbook.controller.mesh import Mesh, create_mesh
-from meshbook.controller.onlooker import Onlooker
+from meshbook.controller.subscription import MeshSubscription
 from meshbook.wire.messages import FoldedItem, Notice, RankDisplay
 from tests.zoo.hangs import HANGS, Hang
 
@@ -94,7 +94,7 @@ def answers_to(mesh: Mesh, hang: Hang) -> Answers:
             told_at.append(time.monotonic())
             told.set()
 
-    with Onlooker(mesh.session, per_s=2.0) as onlooker:
+    with MeshSubscription(mesh.session, max_updates_per_s=2.0) as onlooker:
         options: dict[str, Any] = {"on_input": lambda _: None} if hang.asks else {}
         command = mesh.session.cell_command(hang.source, mesh.ranks, allow_input=hang.asks, label="the cell")
         began = time.monotonic()
@@ -103,7 +103,7 @@ def answers_to(mesh: Mesh, hang: Hang) -> Answers:
             asked, named_after = ask(mesh, hang, began)
             if stands_still(hang):
                 told.wait(max(0.1, began + _PATIENCE_S - time.monotonic()))
-            kinds = [finding.kind for finding in onlooker.picture.findings]
+            kinds = [finding.kind for finding in onlooker.snapshot.findings]
         finally:
             mesh.session.interrupt(mesh.ranks, target=command.call)
             future.result(_PATIENCE_S)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from meshbook.controller.mesh import Mesh, attach, create_mesh
     from meshbook.controller.results import RankValues
     from meshbook.rank.scalars import log
-    from meshbook.tensors.doors import distribute
+    from meshbook.tensors.api import distribute
     from meshbook.tensors.modules import module_to_mesh
     from meshbook.tensors.recording import record
     from meshbook.tensors.recovery import recover
@@ -42,7 +42,7 @@ _WHERE = {
     "create_mesh": "meshbook.controller.mesh",
     "list_meshes": "meshbook.controller.listing",
     "log": "meshbook.rank.scalars",
-    "distribute": "meshbook.tensors.doors",
+    "distribute": "meshbook.tensors.api",
     "module_to_mesh": "meshbook.tensors.modules",
     "record": "meshbook.tensors.recording",
     "recover": "meshbook.tensors.recovery",
@@ -53,7 +53,7 @@ extensions.provide(
     {
         "activate": "meshbook.tensors.creation:activate",
         "actor_state": "meshbook.actors.state:state_of",
-        "actors": "meshbook.actors.overview:actors_on",
+        "actors": "meshbook.actors.listing:actors_on",
         "dashboard": "meshbook.dashboard.widget:dashboard",
         "feed": "meshbook.tensors.feeding:feed",
         "spawn": "meshbook.actors.procs:spawn_on",

@@ -24,7 +24,6 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from meshbook.actors.base import Actor, EndpointProperty, endpoint
 from meshbook.actors.buffer import Buffer, RDMABuffer
-from meshbook.actors.client import unhandled_fault_hook
 from meshbook.actors.mesh import ActorEndpoint as Endpoint
 from meshbook.actors.mesh import ActorMesh, as_endpoint, interrupt, send
 from meshbook.actors.procs import (
@@ -42,6 +41,7 @@ from meshbook.actors.runtime.futures import Future, as_completed
 from meshbook.actors.runtime.ports import Channel, Port, PortReceiver
 from meshbook.actors.shape import Extent, Point
 from meshbook.actors.state import pull
+from meshbook.actors.unhandled_faults import unhandled_fault_hook
 from meshbook.actors.values import Accumulator, ValueMesh
 
 P = ParamSpec("P")
@@ -145,15 +145,15 @@ def returns_future(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P,
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> Future[T]:
         future: Future[T] = Future(function.__name__)
-        here = copy_context()
+        caller_context = copy_context()
 
         def run() -> None:
             try:
-                value = here.run(asyncio.run, function(*args, **kwargs))
+                value = caller_context.run(asyncio.run, function(*args, **kwargs))
             except BaseException as error:
                 future.fail(error)
             else:
-                future.settle(lambda: value)
+                future.resolve(lambda: value)
 
         threading.Thread(target=run, name=function.__name__, daemon=True).start()
         return future

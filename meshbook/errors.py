@@ -83,14 +83,14 @@ class CollectiveAborted(MeshbookError, RuntimeError):
         self.where = where
 
 
-def describe_exit(number: int | None, code: int | None) -> str:
+def describe_exit(signal_number: int | None, exit_code: int | None) -> str:
     """How a process ended, in words: `was killed by SIGKILL`, or `exited with status 3`."""
-    if number is None:
-        return f"exited with status {code}"
+    if signal_number is None:
+        return f"exited with status {exit_code}"
     try:
-        return f"was killed by {signal.Signals(number).name}"
+        return f"was killed by {signal.Signals(signal_number).name}"
     except ValueError:
-        return f"was killed by signal {number}"
+        return f"was killed by signal {signal_number}"
 
 
 @dataclass(frozen=True)

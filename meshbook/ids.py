@@ -30,12 +30,12 @@ class CallIds:
     def next(self) -> CallId:
         return CallId(f"{self._prefix}-{next(self._counter)}")
 
-    def gave(self, call: str) -> bool:
+    def issued(self, call: str) -> bool:
         """Whether an id is one of this client's."""
         return call.startswith(f"{self._prefix}-")
 
 
-def client_of(call: str) -> str:
+def client_of_call(call: str) -> str:
     """The id of the client whose call it is."""
     return call.rpartition("-")[0]
 

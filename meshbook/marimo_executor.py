@@ -37,32 +37,32 @@ class MeshExecutor:
     name = "meshbook"
 
     def __init__(self) -> None:
-        self._local = DefaultExecutor()
+        self._default_executor = DefaultExecutor()
 
     def execute_cell(self, cell: Any, glbls: dict[str, Any]) -> Any:
         """What marimo calls for a cell; gives the cell's value. Blocks, and the Stop button reaches the ranks."""
         if not is_marked(cell.code):
-            return self._local.execute_cell(cell, glbls)
+            return self._default_executor.execute_cell(cell, glbls)
         try:
-            mesh = _mesh_for(cell, glbls)
-            return _bind(cell, glbls, mesh, mesh.run(cell.code))
+            mesh = _mesh_for_cell(cell, glbls)
+            return _bind_names(cell, glbls, mesh, mesh.run(cell.code))
         except BaseException as error:
-            _raise(error, glbls)
+            _raise_for_marimo(error, glbls)
 
     async def execute_cell_async(self, cell: Any, glbls: dict[str, Any]) -> Any:
         """The same, on marimo's event loop. A cell with `await` in it must not block that loop: marimo stops such a
         cell by cancelling its task, any other by raising KeyboardInterrupt in it."""
         if not is_marked(cell.code):
-            return await self._local.execute_cell_async(cell, glbls)
+            return await self._default_executor.execute_cell_async(cell, glbls)
         if not cell.is_coroutine():
             return self.execute_cell(cell, glbls)
         try:
-            mesh = _mesh_for(cell, glbls)
-            return _bind(cell, glbls, mesh, await _run(mesh, cell.code))
+            mesh = _mesh_for_cell(cell, glbls)
+            return _bind_names(cell, glbls, mesh, await _run_async(mesh, cell.code))
         except asyncio.CancelledError:
             raise
         except BaseException as error:
-            _raise(error, glbls)
+            _raise_for_marimo(error, glbls)
 
 
 def is_marked(code: str) -> bool:
@@ -70,9 +70,9 @@ def is_marked(code: str) -> bool:
     return MARKER.fullmatch(code.lstrip().partition("\n")[0].rstrip()) is not None
 
 
-async def _run(mesh: Mesh, source: str) -> CellResult:
+async def _run_async(mesh: Mesh, source: str) -> CellResult:
     """`mesh.run` for a coroutine: output is printed by the cell's own task, where marimo knows whose it is."""
-    session, ranks = mesh.session, mesh.choose(None)
+    session, ranks = mesh.session, mesh.resolve_ranks(None)
     console = Console(ranks, echo=True)
     loop = asyncio.get_running_loop()
     inbox: asyncio.Queue[tuple[messages.FoldedItem, ...] | None] = asyncio.Queue()
@@ -93,11 +93,11 @@ async def _run(mesh: Mesh, source: str) -> CellResult:
     if cancelled:
         raise asyncio.CancelledError
     finished = future.result()
-    session.conclude(finished, ranks, label=_LABEL)
-    return session.result_of(finished, console.text)
+    session.raise_for_status(finished, ranks, label=_LABEL)
+    return session.cell_result(finished, console.text)
 
 
-def _mesh_for(cell: Any, glbls: Mapping[str, Any]) -> Mesh:
+def _mesh_for_cell(cell: Any, glbls: Mapping[str, Any]) -> Mesh:
     """The mesh that the cell names, or whose handles it uses; else the notebook's latest; else a new one."""
     for name in sorted(cell.refs):
         value = glbls.get(name)
@@ -107,12 +107,16 @@ def _mesh_for(cell: Any, glbls: Mapping[str, Any]) -> Mesh:
             session = value._meshbook_session
             if session.axes is not None and session.ended is None:  # an earlier mesh's handle may still be about
                 return Mesh.of(session, session.axes)
-    place = marimo.running_cell()
-    latest = marimo.latest(place.owner) if place is not None else None
-    return Mesh.of(latest, latest.axes) if latest is not None and latest.axes is not None else create_mesh()
+    running = marimo.running_cell()
+    latest_session = marimo.latest_session(running.owner) if running is not None else None
+    return (
+        Mesh.of(latest_session, latest_session.axes)
+        if latest_session is not None and latest_session.axes is not None
+        else create_mesh()
+    )
 
 
-def _bind(cell: Any, glbls: dict[str, Any], mesh: Mesh, result: CellResult) -> Any:
+def _bind_names(cell: Any, glbls: dict[str, Any], mesh: Mesh, result: CellResult) -> Any:
     """Bind the names that marimo knows the cell for; gives what the cell shows."""
     for name in sorted(cell.defs):
         try:
@@ -122,12 +126,12 @@ def _bind(cell: Any, glbls: dict[str, Any], mesh: Mesh, result: CellResult) -> A
     if not len(result.values):
         return None
     # marimo shows a cell's value in the place of what it displayed before; then the value is shown below that instead.
-    if marimo.has_shown() and marimo.show(result.values._mime_(), None):
+    if marimo.has_output() and marimo.append_output(result.values._mime_(), None):
         return None
     return result.values
 
 
-def _raise(error: BaseException, glbls: Mapping[str, Any]) -> NoReturn:
+def _raise_for_marimo(error: BaseException, glbls: Mapping[str, Any]) -> NoReturn:
     """Raise it the way marimo wants to be told of a cell's own errors."""
     if isinstance(error, MeshbookError):
         error.__traceback__ = None  # no frame in it is the user's; the ranks' tracebacks are in its notes

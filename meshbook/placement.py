@@ -39,7 +39,7 @@ Placement = Shard | Replicate | Partial
 Span = tuple[int, int]  # start and stop along one dim; equal where a piece is empty
 
 _OPS = ("sum", "avg", "product", "max", "min", "band", "bor", "bxor")
-_WORD = re.compile(
+_PLACEMENT_PATTERN = re.compile(
     r"(?:Shard|S)\((?:dim=)?(?P<dim>-?\d+)\)|(?P<whole>Replicate\(\)|R\b)|(?:Partial|P)(?:\((?P<op>\w*)\)|\b)"
 )
 
@@ -50,7 +50,7 @@ def shard_spans(length: int, num_shards: int) -> tuple[Span, ...]:
     As torch.chunk and DTensor cut: ceil(length / num_shards) for each piece; the last ones may be shorter, or empty.
     """
     step = -(-length // num_shards)
-    return tuple((min(place * step, length), min((place + 1) * step, length)) for place in range(num_shards))
+    return tuple((min(index * step, length), min((index + 1) * step, length)) for index in range(num_shards))
 
 
 def local_spans(
@@ -73,11 +73,11 @@ def local_spans(
             f"{len(placements)} placements for a mesh of {len(mesh_shape)} axes {tuple(mesh_shape)}; give one per axis"
         )
     spans = [(0, length) for length in shape]
-    for placement, num_shards, place in zip(placements, mesh_shape, point, strict=True):
+    for placement, num_shards, coordinate in zip(placements, mesh_shape, point, strict=True):
         if isinstance(placement, Shard):
             dim = check_dim(placement.dim, shape)
             start, stop = spans[dim]
-            low, high = shard_spans(stop - start, num_shards)[place]
+            low, high = shard_spans(stop - start, num_shards)[coordinate]
             spans[dim] = (start + low, start + high)
     return tuple(spans)
 
@@ -100,25 +100,25 @@ def parse_placements(text: str) -> tuple[Placement, ...]:
     Raises:
         PlacementError: a placement that is none of these three, such as a strided shard.
     """
-    inside = text.strip()
-    if inside.startswith("("):
-        inside = inside[1:].removesuffix(")")
+    body = text.strip()
+    if body.startswith("("):
+        body = body[1:].removesuffix(")")
     placements: list[Placement] = []
     at = 0
-    while at < len(inside):
-        word = _WORD.match(inside, at)
-        if word is None:
-            raise PlacementError(f"{text} has a placement other than Shard, Replicate and Partial: {inside[at:]}")
-        if word["dim"] is not None:
-            placements.append(Shard(int(word["dim"])))
-        elif word["whole"]:
+    while at < len(body):
+        match = _PLACEMENT_PATTERN.match(body, at)
+        if match is None:
+            raise PlacementError(f"{text} has a placement other than Shard, Replicate and Partial: {body[at:]}")
+        if match["dim"] is not None:
+            placements.append(Shard(int(match["dim"])))
+        elif match["whole"]:
             placements.append(Replicate())
         else:
-            op = word["op"] or "sum"
+            op = match["op"] or "sum"
             if op not in _OPS:
                 raise PlacementError(f"Partial({op}) is not a reduction; use one of {', '.join(_OPS)}")
             placements.append(Partial(op))
-        at = word.end()
-        while at < len(inside) and inside[at] in ", ":
+        at = match.end()
+        while at < len(body) and body[at] in ", ":
             at += 1
     return tuple(placements)

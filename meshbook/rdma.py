@@ -20,16 +20,16 @@ class RDMAAction:
     """Several copies that are started together: `RDMAAction().read_remote(dst, buffer).submit().get()`."""
 
     def __init__(self) -> None:
-        self._copies: list[tuple[Any, Any]] = []  # method, argument
+        self._copy_calls: list[tuple[Any, Any]] = []  # method, argument
 
     def read_remote(self, dst: Any, src: Buffer) -> Self:
         """Add `src.read_into(dst)`."""
-        self._copies.append((src.read_into, dst))
+        self._copy_calls.append((src.read_into, dst))
         return self
 
     def write_remote(self, dst: Buffer, src: Any) -> Self:
         """Add `dst.write_from(src)`."""
-        self._copies.append((dst.write_from, src))
+        self._copy_calls.append((dst.write_from, src))
         return self
 
     def submit(self, *, timeout: float = 60) -> Future[None]:
@@ -39,23 +39,23 @@ class RDMAAction:
         Raises:
             TransferError: one does not fit; those before it are under way.
         """
-        copies = [method(argument, timeout=timeout) for method, argument in self._copies]
+        copies = [method(argument, timeout=timeout) for method, argument in self._copy_calls]
         done: Future[None] = Future(f"{len(copies)} copies")
-        waiting, lock = len(copies), threading.Lock()
+        num_pending, lock = len(copies), threading.Lock()
         if not copies:
-            done.settle(lambda: None)
+            done.resolve(lambda: None)
 
         def take() -> None:
             for copy in copies:
                 copy.get()
 
         def one_less(_: Future[None]) -> None:
-            nonlocal waiting
+            nonlocal num_pending
             with lock:
-                waiting -= 1
-                is_last = waiting == 0
+                num_pending -= 1
+                is_last = num_pending == 0
             if is_last:
-                done.settle(take)
+                done.resolve(take)
 
         for copy in copies:
             copy.add_done_callback(one_less)

@@ -35,7 +35,7 @@ os.environ["JUPYTER_PLATFORM_DIRS"] = "1"
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
-def missing(marker: str) -> str | None:
+def reason_to_skip(marker: str) -> str | None:
     """Why tests with this marker cannot run here; None: they can."""
     match marker:
         case "gpu" if not Path("/dev/nvidiactl").exists():  # the driver's own file: asks without initialising CUDA
@@ -54,18 +54,18 @@ def missing(marker: str) -> str | None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for marker in ("gpu", "browser", "monarch", "ray"):
-            if item.get_closest_marker(marker) and (reason := missing(marker)):
+            if item.get_closest_marker(marker) and (reason := reason_to_skip(marker)):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
 # Tests that start meshes. Importing torch is most of what a start costs, so one fork server does it for all of them.
-MESHES = ("actors", "browser", "cli", "controller", "engines", "kernel", "random_faults", "tensors", "zoo")
+FOLDERS_WITH_MESHES = ("actors", "browser", "cli", "controller", "engines", "kernel", "random_faults", "tensors", "zoo")
 
 
 @contextmanager
 def fork_server(folder: Path) -> Iterator[None]:
     """What all meshes of the run branch their fork servers off; until it listens, they start their own."""
-    from meshbook.controller.launch import FORK_SERVER
+    from meshbook.controller.launch import FORK_SERVER_VARIABLE
     from meshbook.host.starter import rank_environment
 
     listen = folder / "fork.sock"
@@ -76,9 +76,9 @@ def fork_server(folder: Path) -> Iterator[None]:
             server = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], env=rank_environment(), start_new_session=True
             )
-        os.environ[FORK_SERVER] = str(listen)
+        os.environ[FORK_SERVER_VARIABLE] = str(listen)
         yield
-        del os.environ[FORK_SERVER]
+        del os.environ[FORK_SERVER_VARIABLE]
     server.kill()  # it may still import torch
     server.wait(30)
 
@@ -104,7 +104,7 @@ def run(request: pytest.FixtureRequest) -> Iterator[Run]:
     os.environ["JUPYTER_DATA_DIR"] = str(run.home / "jupyter-data")
     os.environ["JUPYTER_RUNTIME_DIR"] = str(run.home / "jupyter-run")
     folders = {item.path.relative_to(ROOT / "tests").parts[0] for item in request.session.items}
-    with_meshes = not folders.isdisjoint(MESHES) and importlib.util.find_spec("torch") is not None
+    with_meshes = not folders.isdisjoint(FOLDERS_WITH_MESHES) and importlib.util.find_spec("torch") is not None
     with fork_server(run.home) if with_meshes else nullcontext():
         yield run
     left = run.wait_until_clean(float(os.environ.get("MESHBOOK_LEAK_GRACE_S", GRACE_S)))

@@ -24,7 +24,7 @@ FLOORS = {
     "exceptions": 1,  # the names of `errors` that Monarch's users know
     "clock": 0,
     "version": 0,
-    "mesh": 1,
+    "mesh_axes": 1,
     "placement": 1,
     "wire.messages": 1,  # words only, so that folding, which is about words, needs no sockets
     "wire": 2,
@@ -81,8 +81,9 @@ CONFINED = {
 
 # Modules that decide and do not act: a test drives them without a process, a socket or a clock of their own.
 PURE = (
-    "ids", "errors", "mesh", "placement", "wire.messages", "wire.codec", "fold", "diagnose", "supervisor.state",
-    "supervisor.seeing", "supervisor.looks", "supervisor.series", "supervisor.stalls", "supervisor.watching",
+    "ids", "errors", "mesh_axes", "placement", "wire.messages", "wire.codec", "fold", "diagnose", "supervisor.state",
+    "supervisor.monitoring", "supervisor.snapshot_requests", "supervisor.series", "supervisor.stalls",
+    "supervisor.telemetry",
 )  # fmt: skip
 ACTING = {"asyncio", "multiprocessing", "os", "select", "selectors", "socket", "subprocess", "threading", "time", "zmq"}
 
@@ -188,7 +189,7 @@ def circles(sources: Mapping[str, str]) -> list[str]:
 
     def walk(name: str, path: tuple[str, ...]) -> None:
         if name in path:
-            found.append(" -> ".join([*path[path.index(name):], name]))
+            found.append(" -> ".join([*path[path.index(name) :], name]))
         elif name not in done:
             for target in sorted(edges[name]):
                 walk(target, (*path, name))
@@ -226,7 +227,11 @@ def test_every_entry_of_the_table_stands_for_something() -> None:
         ("host.agent", "from meshbook.rank import main", "floor 3 (host) imports meshbook.rank.main of floor 3"),
         ("fold.lines", "from meshbook.wire.codec import encode", "(fold) imports meshbook.wire.codec of floor 2"),
         ("fold.lines", "from meshbook.wire import codec", "(fold) imports meshbook.wire.codec of floor 2"),
-        ("mesh", "from meshbook.wire.messages import Hello", "(mesh) imports meshbook.wire.messages of floor 1"),
+        (
+            "mesh_axes",
+            "from meshbook.wire.messages import Hello",
+            "(mesh_axes) imports meshbook.wire.messages of floor 1",
+        ),
         ("rank.main", "import meshbook", "floor 3 (rank) imports meshbook of floor 9"),
         ("rank.main", "from meshbook import Mesh", "floor 3 (rank) imports meshbook of floor 9"),
         ("attic", "", "meshbook.attic has no floor"),

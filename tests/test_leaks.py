@@ -52,7 +52,9 @@ def daemon(run: Run, **environment: str) -> Iterator[tuple[int, IO[str]]]:
     with subprocess.Popen(
         [sys.executable, "-c", DAEMON],
         env={**os.environ, **run.environment, **environment},
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as parent:
         assert parent.stdin is not None
         assert parent.stdout is not None
@@ -100,7 +102,9 @@ def test_the_processes_of_another_run_are_not_ours(fresh: Run, other: Run) -> No
 def test_a_child_that_was_forked_before_it_could_inherit_the_marker_is_ours() -> None:
     done = subprocess.run(
         [sys.executable, "-c", FORKS],
-        env={name: value for name, value in os.environ.items() if name != MARKER}, capture_output=True, text=True,
+        env={name: value for name, value in os.environ.items() if name != MARKER},
+        capture_output=True,
+        text=True,
         timeout=60,
     )
     assert done.stdout == "True\n", done.stderr
@@ -135,7 +139,10 @@ def test_a_test_run_that_leaves_something_behind_fails_and_says_what() -> None:
     example = Path(__file__).with_name("leaky_example.py")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(example)],
-        cwd=example.parent.parent, env={**os.environ, "MESHBOOK_LEAK_GRACE_S": "0"}, capture_output=True, text=True,
+        cwd=example.parent.parent,
+        env={**os.environ, "MESHBOOK_LEAK_GRACE_S": "0"},
+        capture_output=True,
+        text=True,
         timeout=60,
     )
     assert done.returncode == 1, done.stdout

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from tests.kernel.frontend import is_gone, wait_until
+from tests.kernel.frontend import has_exited, wait_until
 
 pytest.importorskip("marimo")
 websockets = pytest.importorskip("websockets.sync.connection")
@@ -510,5 +510,5 @@ def test_a_script_that_ends_takes_its_mesh_with_it(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=True, timeout=60)
     found = re.search(r"pid (\d+)", done.stdout)
     assert found is not None
-    assert is_gone(int(found[1]))
+    assert has_exited(int(found[1]))
     assert mesh_names() == []

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshbook.errors import MeshbookError, MeshShapeError
-from meshbook.mesh import MAX_RANKS, MeshAxes
+from meshbook.mesh_axes import MAX_RANKS, MeshAxes
 
 # The same examples in every run, however slow the machine.
 steady = settings(deadline=None, derandomize=True, database=None)
@@ -269,9 +269,7 @@ def test_a_slice_holds_exactly_the_ranks_at_its_places(mesh, data):
         with pytest.raises(MeshShapeError, match="leaves nothing"):
             mesh.slice(**which)
         return
-    expected = tuple(
-        mesh.rank_at(**dict(zip(mesh.names, point, strict=True))) for point in itertools.product(*places)
-    )
+    expected = tuple(mesh.rank_at(**dict(zip(mesh.names, point, strict=True))) for point in itertools.product(*places))
     part = mesh.slice(**which)
     assert part.ranks == expected
     assert part.names == tuple(name for name in mesh.names if not isinstance(which.get(name), int))

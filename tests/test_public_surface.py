@@ -28,31 +28,84 @@ PUBLIC = {
 }  # fmt: skip
 
 ERRORS = {
-    "CellError", "CellInterrupted", "CollectiveAborted", "Failure", "MeshInUse", "MeshNameError", "MeshShapeError",
-    "MeshTimeout", "MeshbookError", "NotAttached", "OperationFailed", "PlacementError", "ProtocolError", "RankLost",
-    "Released", "StartError", "TransferError", "UsageError", "ValuesDiffer", "VersionMismatch",
+    "CellError",
+    "CellInterrupted",
+    "CollectiveAborted",
+    "Failure",
+    "MeshInUse",
+    "MeshNameError",
+    "MeshShapeError",
+    "MeshTimeout",
+    "MeshbookError",
+    "NotAttached",
+    "OperationFailed",
+    "PlacementError",
+    "ProtocolError",
+    "RankLost",
+    "Released",
+    "StartError",
+    "TransferError",
+    "UsageError",
+    "ValuesDiffer",
+    "VersionMismatch",
 }
 
 # At least these, on every mesh and slice of one.
 MESH = {
     # what it is
-    "axes", "flatten", "name", "ranks", "rename", "size", "slice",
+    "axes",
+    "flatten",
+    "name",
+    "ranks",
+    "rename",
+    "size",
+    "slice",
     # running code on it
-    "cell", "execute", "remote", "run",
+    "cell",
+    "execute",
+    "remote",
+    "run",
     # moving values
-    "feed", "gather", "pull", "push", "scatter",
+    "feed",
+    "gather",
+    "pull",
+    "push",
+    "scatter",
     # tensors and actors on it
-    "activate", "actors", "spawn",
+    "activate",
+    "actors",
+    "spawn",
     # its life
-    "detach", "history", "interrupt", "kill", "logs", "status", "stop",
+    "detach",
+    "history",
+    "interrupt",
+    "kill",
+    "logs",
+    "status",
+    "stop",
     # what it says of itself
-    "dashboard", "health", "memory", "metrics", "stacks", "why",
+    "dashboard",
+    "health",
+    "memory",
+    "metrics",
+    "stacks",
+    "why",
 }
 
 # Slow to import, and each needed by some user only or not before the first mesh: not paid for by `import meshbook`.
 NOT_ON_IMPORT = {
-    "IPython", "ipykernel", "jupyter_client", "marimo", "matplotlib", "monarch", "nbclient", "nbconvert", "numpy",
-    "pandas", "ray", "torch",
+    "IPython",
+    "ipykernel",
+    "jupyter_client",
+    "marimo",
+    "matplotlib",
+    "monarch",
+    "nbclient",
+    "nbconvert",
+    "numpy",
+    "pandas",
+    "ray",
+    "torch",
 }
 
 

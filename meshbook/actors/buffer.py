@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshbook.actors.runtime.futures import Future
 from meshbook.errors import TransferError
-from meshbook.wire.regions import Region, RegionReader, Regions, memory_file
+from meshbook.wire.regions import Region, RegionPublisher, RegionReader, create_memory_file
 
 if TYPE_CHECKING:
     import torch
@@ -71,12 +71,12 @@ class Buffer:
         _check_tensor(tensor, "a Buffer is made of")
         self._layout = _Layout(str(tensor.dtype), tuple(tensor.shape), tensor.numel() * tensor.element_size())
         if tensor.device.type == "cuda":
-            self._place: Region | _CudaPlace = _offer_cuda(tensor)
+            self._region: Region | _CudaRegion = _publish_cuda(tensor)
         elif tensor.device.type == "cpu":
-            self._place = _offer_shared(tensor, self._layout.nbytes)
+            self._region = _publish_shared(tensor, self._layout.nbytes)
         else:
             raise TransferError(f"a Buffer is made of a CPU or CUDA tensor, and this one is on {tensor.device}")
-        self._keeps: Any = tensor.untyped_storage()  # a temporary tensor's, for as long as this object is here
+        self._storage: Any = tensor.untyped_storage()  # a temporary tensor's, for as long as this object is here
 
     @staticmethod
     def empty(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -90,7 +90,7 @@ class Buffer:
 
         dtype = dtype or torch.get_default_dtype()
         nbytes = prod(shape) * dtype.itemsize
-        fd = memory_file(max(nbytes, 1))
+        fd = create_memory_file(max(nbytes, 1))
         try:
             new_storage: Any = torch.UntypedStorage._new_shared_fd_cpu  # type: ignore[attr-defined]  # not in its stubs
             storage = new_storage(fd, max(nbytes, 1))  # takes a descriptor of its own
@@ -121,12 +121,12 @@ class Buffer:
     @property
     def backend(self) -> str:
         """How it is read: "shared memory" or "cuda ipc"."""
-        return "shared memory" if isinstance(self._place, Region) else "cuda ipc"
+        return "shared memory" if isinstance(self._region, Region) else "cuda ipc"
 
     @property
     def owner(self) -> str:
         """The process whose memory it is."""
-        return f"process {self._place.pid}"
+        return f"process {self._region.pid}"
 
     # ---------------------------------------------------------------------------------------------
 
@@ -144,50 +144,52 @@ class Buffer:
             TransferError: at once, if `dst` does not fit. From the future: the buffer was dropped, its owner is gone,
                 or it is on another machine.
         """
-        side = _Side.of(dst, self._layout, writable=True, offset=offset, verb="read")
-        return _copied(side.nbytes, lambda: self._copy(side, reading=True))
+        memory = _LocalMemory.of(dst, self._layout, writable=True, offset=offset, verb="read")
+        return _start_copy(memory.nbytes, lambda: self._copy(memory, reading=True))
 
     def write_from(self, src: Any, *, offset: int | None = None, timeout: float = 60) -> Future[None]:
         """Copy `src` into the buffer, from its start or from `offset` bytes on. As `read_into`, the other way round;
         `src` may be shorter than the buffer."""
-        side = _Side.of(src, self._layout, writable=False, offset=offset, verb="write")
-        return _copied(side.nbytes, lambda: self._copy(side, reading=False))
+        memory = _LocalMemory.of(src, self._layout, writable=False, offset=offset, verb="write")
+        return _start_copy(memory.nbytes, lambda: self._copy(memory, reading=False))
 
     def drop(self) -> Future[None]:
         """Nobody can read or write it any more, and the owner's memory is the tensor's alone again. Whoever has the
         buffer may drop it; twice is the same as once."""
-        self._keeps = None
-        if isinstance(self._place, Region):
-            if self._place.pid == os.getpid():
-                _offered.drop(self._place)
+        self._storage = None
+        if isinstance(self._region, Region):
+            if self._region.pid == os.getpid():
+                _published.drop(self._region)
             else:
-                _reader.drop(self._place)
+                _reader.drop(self._region)
         else:
-            _drop_cuda(self._place)
+            _drop_cuda(self._region)
         return Future.of(None)
 
-    def _copy(self, side: _Side, *, reading: bool) -> None:
-        if not isinstance(self._place, Region):
+    def _copy(self, memory: _LocalMemory, *, reading: bool) -> None:
+        if not isinstance(self._region, Region):
             try:
-                _copy_cuda(self._place, side, reading=reading)
+                _copy_cuda(self._region, memory, reading=reading)
             except TransferError:
-                _cuda_opened.pop(self._place.sign, None)  # dropped, or its owner is gone: no reason to keep it mapped
+                _opened_cuda_storages.pop(
+                    self._region.marker, None
+                )  # dropped, or its owner is gone: no reason to keep it mapped
                 raise
             return
-        with _reader.use(self._place) as address:
-            address += side.offset
-            if side.address is not None:
-                ends = (side.address, address) if reading else (address, side.address)
-                ctypes.memmove(*ends, side.nbytes)  # without the GIL
+        with _reader.map_region(self._region) as address:
+            address += memory.offset
+            if memory.address is not None:
+                ends = (memory.address, address) if reading else (address, memory.address)
+                ctypes.memmove(*ends, memory.nbytes)  # without the GIL
                 return
             import torch
 
-            there = torch.frombuffer((ctypes.c_ubyte * side.nbytes).from_address(address), dtype=torch.uint8)
-            here = side.as_bytes()
-            (here if reading else there).copy_(there if reading else here)
+            remote_bytes = torch.frombuffer((ctypes.c_ubyte * memory.nbytes).from_address(address), dtype=torch.uint8)
+            local_bytes = memory.as_bytes()
+            (local_bytes if reading else remote_bytes).copy_(remote_bytes if reading else local_bytes)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrived, (self._place, self._layout)
+        return _rebuild_buffer, (self._region, self._layout)
 
     def __repr__(self) -> str:
         what = f"{list(self._layout.shape)}, {self._layout.dtype}, {self._layout.nbytes:,} bytes"
@@ -197,17 +199,17 @@ class Buffer:
 RDMABuffer = Buffer  # the name that programs written for Monarch use
 
 
-def _arrived(place: Region | _CudaPlace, layout: _Layout) -> Buffer:
+def _rebuild_buffer(region: Region | _CudaRegion, layout: _Layout) -> Buffer:
     buffer = object.__new__(Buffer)
-    buffer._place = place
+    buffer._region = region
     buffer._layout = layout
-    buffer._keeps = None
+    buffer._storage = None
     return buffer
 
 
 # What a process offers and has mapped is a matter of the process, like its descriptors and its address space: actors of
 # several meshes in one process share it.
-_offered = Regions()
+_published = RegionPublisher()
 _reader = RegionReader()
 
 
@@ -217,16 +219,16 @@ class _Layout(NamedTuple):
     nbytes: int
 
 
-class _Side(NamedTuple):
+class _LocalMemory(NamedTuple):
     """What is copied into or from, here, and which part of the buffer it corresponds to."""
 
-    owner: Any  # kept alive: the memory is its
+    keep_alive: Any  # kept alive: the memory is its
     address: int | None  # None: not on the CPU
     nbytes: int  # to copy
     offset: int  # in the buffer
 
     @staticmethod
-    def of(thing: Any, layout: _Layout, *, writable: bool, offset: int | None, verb: str) -> _Side:
+    def of(thing: Any, layout: _Layout, *, writable: bool, offset: int | None, verb: str) -> _LocalMemory:
         """
         Raises:
             TransferError: it does not fit, and why.
@@ -239,28 +241,28 @@ class _Side(NamedTuple):
                     f"the buffer has {layout.dtype} and this tensor {thing.dtype}; bytes are copied as they are, so "
                     f"give a tensor of {layout.dtype}, or .view(torch.uint8) for the bare bytes"
                 )
-            has_bytes = thing.numel() * thing.element_size()
+            local_nbytes = thing.numel() * thing.element_size()
             address = thing.data_ptr() if thing.device.type == "cpu" else None
-            owner = thing
+            keep_alive = thing
         else:
-            owner, address, has_bytes = _plain_memory(thing, writable)
+            keep_alive, address, local_nbytes = _buffer_protocol_memory(thing, writable)
         start = offset or 0
-        rest = layout.nbytes - start
-        if start < 0 or rest < 0:
+        available = layout.nbytes - start
+        if start < 0 or available < 0:
             raise TransferError(f"offset {start:,} is outside this buffer of {layout.nbytes:,} bytes")
-        nbytes = rest if writable and offset is None else has_bytes
-        if nbytes > (has_bytes if writable and offset is None else rest):
+        nbytes = available if writable and offset is None else local_nbytes
+        if nbytes > (local_nbytes if writable and offset is None else available):
             raise TransferError(
-                f"the buffer has {layout.nbytes:,} bytes{f', {rest:,} from offset {start:,} on' if start else ''} "
+                f"the buffer has {layout.nbytes:,} bytes{f', {available:,} from offset {start:,} on' if start else ''} "
                 f"({layout.dtype}, {list(layout.shape)}), and what it is {verb if verb == 'read' else 'written'} "
-                f"{preposition} has {has_bytes:,}"
+                f"{preposition} has {local_nbytes:,}"
             )
-        return _Side(owner, address, nbytes, start)
+        return _LocalMemory(keep_alive, address, nbytes, start)
 
     def as_bytes(self) -> torch.Tensor:
         import torch
 
-        flat: torch.Tensor = self.owner.detach().view(-1).view(torch.uint8)
+        flat: torch.Tensor = self.keep_alive.detach().view(-1).view(torch.uint8)
         return flat[: self.nbytes]
 
 
@@ -293,7 +295,7 @@ def _check_tensor(tensor: Any, use: str) -> None:
         raise TransferError(f"{use} a tensor that has elements, and this one has shape {list(tensor.shape)}")
 
 
-def _plain_memory(thing: Any, writable: bool) -> tuple[Any, int, int]:
+def _buffer_protocol_memory(thing: Any, writable: bool) -> tuple[Any, int, int]:
     """What speaks the buffer protocol: something to keep alive, its address, its bytes."""
     try:
         view = memoryview(thing)
@@ -319,12 +321,14 @@ def _plain_memory(thing: Any, writable: bool) -> tuple[Any, int, int]:
 # Copies, beside the caller's work
 
 
-_threads: ThreadPoolExecutor | None = None
-_threads_lock = threading.Lock()
-_moving = threading.Lock()  # held while a storage goes into shared memory: two may want that of one at the same moment
+_copy_executor: ThreadPoolExecutor | None = None
+_copy_executor_lock = threading.Lock()
+_move_lock = (
+    threading.Lock()
+)  # held while a storage goes into shared memory: two may want that of one at the same moment
 
 
-def _copied(nbytes: int, copy: Callable[[], None]) -> Future[None]:
+def _start_copy(nbytes: int, copy: Callable[[], None]) -> Future[None]:
     """The copy's future: small ones are done when this returns, large ones go on in a thread, so that an event loop may
     turn meanwhile."""
     future: Future[None] = Future("the copy")
@@ -335,72 +339,72 @@ def _copied(nbytes: int, copy: Callable[[], None]) -> Future[None]:
         except Exception as error:
             future.fail(error)
         else:
-            future.settle(lambda: None)
+            future.resolve(lambda: None)
 
     if nbytes > INLINE_BYTES:
-        _pool().submit(work)
+        _get_copy_executor().submit(work)
     else:
         work()
     return future
 
 
-def _pool() -> ThreadPoolExecutor:
-    global _threads
-    with _threads_lock:
-        if _threads is None:
+def _get_copy_executor() -> ThreadPoolExecutor:
+    global _copy_executor
+    with _copy_executor_lock:
+        if _copy_executor is None:
             # Two: what limits a copy is the memory, not the processor.
-            _threads = ThreadPoolExecutor(2, thread_name_prefix="meshbook-copy")
-        return _threads
+            _copy_executor = ThreadPoolExecutor(2, thread_name_prefix="meshbook-copy")
+        return _copy_executor
 
 
-def _forget_threads() -> None:
+def _reset_after_fork() -> None:
     """After a fork, in the child: threads do not come along, and a lock may be held for ever."""
-    global _threads, _threads_lock, _moving
-    _threads, _threads_lock, _moving = None, threading.Lock(), threading.Lock()
+    global _copy_executor, _copy_executor_lock, _move_lock
+    _copy_executor, _copy_executor_lock, _move_lock = None, threading.Lock(), threading.Lock()
 
 
-os.register_at_fork(after_in_child=_forget_threads)
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Shared memory
 
 
-def _offer_shared(tensor: torch.Tensor, nbytes: int) -> Region:
+def _publish_shared(tensor: torch.Tensor, nbytes: int) -> Region:
     storage = tensor.untyped_storage()
-    with _moving:
+    with _move_lock:
         if not storage.is_shared():
-            _move(storage)
-    fd, _ = _shared_file(storage)
+            _move_to_shared_memory(storage)
+    fd, _ = _share_storage(storage)
     if fd < 0:
         raise TransferError(
             "the memory of this tensor is a mapped file that is not open for others; Buffer(tensor.clone()), or copy "
             "it into a tensor made by Buffer.empty(...)"
         )
-    return _offered.offer(fd, int(tensor.storage_offset()) * tensor.element_size(), nbytes, storage)
+    return _published.publish(fd, int(tensor.storage_offset()) * tensor.element_size(), nbytes, storage)
 
 
-def _shared_file(storage: torch.UntypedStorage) -> tuple[int, int]:
+def _share_storage(storage: torch.UntypedStorage) -> tuple[int, int]:
     """The descriptor of the file that a storage is a mapping of, which is the storage's own. Moves the storage, in
     place, if it is not in shared memory yet; the strategy that is set for torch's own queues does not matter here."""
     try:
-        found: tuple[int, int] = storage._share_fd_cpu_()
+        fd_and_size: tuple[int, int] = storage._share_fd_cpu_()
     except RuntimeError as error:
         raise TransferError(
             f"the {storage.nbytes():,} bytes of this tensor's storage cannot be moved into shared memory: {error}"
         ) from error
-    return found
+    return fd_and_size
 
 
-def _move(storage: torch.UntypedStorage) -> None:
+def _move_to_shared_memory(storage: torch.UntypedStorage) -> None:
     """Into shared memory. The memory it had stays for as long as the storage lives: a numpy array, a DLPack capsule or
     a kernel that runs on another thread may still look at it."""
     import torch
 
-    _check_room(storage.nbytes())
-    whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+    _check_shm_space(storage.nbytes())
+    flat = torch.empty(0, dtype=torch.uint8).set_(storage)
     try:
-        before = torch._lazy_clone(whole)  # shares the memory until one of the two is written or, as here, moved
+        original = torch._lazy_clone(flat)  # shares the memory until one of the two is written or, as here, moved
     except RuntimeError as error:
         raise TransferError(
             "the memory of this tensor is not torch's own (torch.from_numpy, torch.frombuffer, a mapped file), and "
@@ -408,8 +412,8 @@ def _move(storage: torch.UntypedStorage) -> None:
             "into a tensor made by Buffer.empty(...)"
         ) from error
     has_array = not storage.resizable()  # torch's own mark: .numpy() was called
-    _shared_file(storage)
-    weakref.finalize(storage, _let_go, before).atexit = False
+    _share_storage(storage)
+    weakref.finalize(storage, _release_original, original).atexit = False
     if has_array:
         warnings.warn(
             f"the {storage.nbytes():,} bytes of this tensor's storage were moved into shared memory, and a numpy array "
@@ -419,20 +423,20 @@ def _move(storage: torch.UntypedStorage) -> None:
         )
 
 
-def _let_go(before: torch.Tensor) -> None:
+def _release_original(original: torch.Tensor) -> None:
     """The argument was the last that held it."""
 
 
-def _check_room(nbytes: int) -> None:
+def _check_shm_space(nbytes: int) -> None:
     """
     Raises:
         TransferError: /dev/shm is too small. Writing behind its end would kill this process.
     """
     try:
-        room = os.statvfs("/dev/shm")
+        filesystem = os.statvfs("/dev/shm")
     except OSError:
         return
-    free = room.f_bavail * room.f_frsize
+    free = filesystem.f_bavail * filesystem.f_frsize
     if free < nbytes:
         raise TransferError(
             f"this tensor's storage has {nbytes:,} bytes, and /dev/shm has {free:,} free; make it larger (docker run "
@@ -444,50 +448,53 @@ def _check_room(nbytes: int) -> None:
 # CUDA IPC
 
 
-class _CudaPlace(NamedTuple):
+class _CudaRegion(NamedTuple):
     """Where a CUDA tensor's memory is, in `UntypedStorage._share_cuda_`'s words. A region of one byte stands for it on
     the owner's board, and tells whether it is still offered."""
 
     pid: int
-    sign: Region
+    marker: Region
     handle: tuple[Any, ...]
     offset: int  # bytes in the storage
 
 
-_cuda_opened: dict[Region, Any] = {}  # storages of others, mapped here
+_opened_cuda_storages: dict[Region, Any] = {}  # storages of others, mapped here
 
 
-def _offer_cuda(tensor: torch.Tensor) -> _CudaPlace:
+def _publish_cuda(tensor: torch.Tensor) -> _CudaRegion:
     storage = tensor.untyped_storage()
     handle = storage._share_cuda_()  # type: ignore[no-untyped-call]
-    sign = _offered.sign(storage)
-    return _CudaPlace(os.getpid(), sign, tuple(handle), int(tensor.storage_offset()) * tensor.element_size())
+    marker = _published.publish_token(storage)
+    return _CudaRegion(os.getpid(), marker, tuple(handle), int(tensor.storage_offset()) * tensor.element_size())
 
 
-def _copy_cuda(place: _CudaPlace, side: _Side, *, reading: bool) -> None:
+def _copy_cuda(region: _CudaRegion, memory: _LocalMemory, *, reading: bool) -> None:
     import torch
 
-    with _reader.use(place.sign):
-        if place.pid == os.getpid():
+    with _reader.map_region(region.marker):
+        if region.pid == os.getpid():
             raise TransferError("this buffer is this process's own CUDA memory: copy from the tensor it was made of")
-        storage = _cuda_opened.get(place.sign)
+        storage = _opened_cuda_storages.get(region.marker)
         if storage is None:
-            storage = torch.UntypedStorage._new_shared_cuda(*place.handle)
-            _cuda_opened[place.sign] = storage
-        start = place.offset + side.offset
-        there = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[start : start + side.nbytes]
-        if side.address is None:
-            here = side.as_bytes()
+            storage = torch.UntypedStorage._new_shared_cuda(*region.handle)
+            _opened_cuda_storages[region.marker] = storage
+        start = region.offset + memory.offset
+        remote_bytes = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[
+            start : start + memory.nbytes
+        ]
+        if memory.address is None:
+            local_bytes = memory.as_bytes()
         else:
-            here = torch.frombuffer((ctypes.c_ubyte * side.nbytes).from_address(side.address), dtype=torch.uint8)
-        (here if reading else there).copy_(there if reading else here)
+            local_bytes = torch.frombuffer(
+                (ctypes.c_ubyte * memory.nbytes).from_address(memory.address), dtype=torch.uint8
+            )
+        (local_bytes if reading else remote_bytes).copy_(remote_bytes if reading else local_bytes)
         torch.cuda.synchronize(storage.device)  # the future says that the bytes are there
 
 
-def _drop_cuda(place: _CudaPlace) -> None:
-    _cuda_opened.pop(place.sign, None)
-    if place.pid == os.getpid():
-        _offered.drop(place.sign)
+def _drop_cuda(region: _CudaRegion) -> None:
+    _opened_cuda_storages.pop(region.marker, None)
+    if region.pid == os.getpid():
+        _published.drop(region.marker)
     else:
-        _reader.drop(place.sign)
-
+        _reader.drop(region.marker)

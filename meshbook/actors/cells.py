@@ -14,27 +14,27 @@ from typing import Any
 import msgspec
 
 from meshbook.actors.mesh import ActorMesh
-from meshbook.controller.results import bundle_of, mime_of
-from meshbook.fold import words
-from meshbook.wire.messages import Outcome, Part, Preview, Value
+from meshbook.controller.results import marimo_mime, mime_bundle
+from meshbook.fold import rendering
+from meshbook.wire.messages import Outcome, OutcomeGroup, Preview, Value
 
-_numbers = itertools.count(1)
+_cell_numbers = itertools.count(1)
 
 
 class ActorCellValues:
     """What the last expression of a cell gave in each actor, to be shown."""
 
-    def __init__(self, parts: tuple[Part, ...], places: tuple[int, ...]) -> None:
-        self.parts, self._places = parts, places
+    def __init__(self, parts: tuple[OutcomeGroup, ...], ranks: tuple[int, ...]) -> None:
+        self.parts, self._ranks = parts, ranks
 
     def __repr__(self) -> str:
-        return words.show_values(self.parts, self._places, colour=False)
+        return rendering.render_values(self.parts, self._ranks, colour=False)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return bundle_of(self.parts, self._places)
+        return mime_bundle(self.parts, self._ranks)
 
     def _mime_(self) -> tuple[str, Any]:
-        return mime_of(self._repr_mimebundle_())
+        return marimo_mime(self._repr_mimebundle_())
 
 
 def run_in_actors(actors: ActorMesh, source: str) -> ActorCellValues | None:
@@ -49,19 +49,19 @@ def run_in_actors(actors: ActorMesh, source: str) -> ActorCellValues | None:
         SyntaxError: before anything is sent.
         ActorError: it raised, with the traceback of the cell and the ranks.
     """
-    number = next(_numbers)
+    number = next(_cell_numbers)
     file_name = f"<cell {number} in {actors._ref.name}>"
     compile(source, file_name, "exec", ast.PyCF_ONLY_AST)
-    answers = list(actors._apply(run_cell, source, file_name).get().values())
-    if all(answer is None for answer in answers):
+    previews = list(actors._apply(run_cell, source, file_name).get().values())
+    if all(answer is None for answer in previews):
         return None
     parts: dict[bytes, tuple[list[int], Outcome]] = {}
-    for place, raw in enumerate(answers):
+    for rank, raw in enumerate(previews):
         preview = Preview(kind="none", type="NoneType", text="None") if raw is None else msgspec.convert(raw, Preview)
         outcome = Outcome(status="ok", value=Value(preview))
-        parts.setdefault(msgspec.msgpack.encode(preview), ([], outcome))[0].append(place)
-    folded = tuple(Part(tuple(places), outcome) for places, outcome in parts.values())
-    return ActorCellValues(folded, tuple(range(len(answers))))
+        parts.setdefault(msgspec.msgpack.encode(preview), ([], outcome))[0].append(rank)
+    folded = tuple(OutcomeGroup(tuple(ranks), outcome) for ranks, outcome in parts.values())
+    return ActorCellValues(folded, tuple(range(len(previews))))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -73,33 +73,33 @@ _namespaces: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDic
 def run_cell(actor: Any, source: str, file_name: str) -> Any:
     """A preview of what the last expression gives, as plain data. In an actor with an event loop the cell may
     await, and then this is a coroutine."""
-    names = _namespace_of(actor)
+    namespace = _namespace_of(actor)
     linecache.cache[file_name] = (len(source), None, source.splitlines(keepends=True), file_name)
     tree = ast.parse(source, file_name)
     last: ast.expr | None = None
     if tree.body and isinstance(tree.body[-1], ast.Expr):
         last = tree.body.pop().value  # type: ignore[attr-defined]
-    steps = [compile(tree, file_name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)]
+    code_objects = [compile(tree, file_name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)]
     if last is not None:
-        steps.append(compile(ast.Expression(last), file_name, "eval", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT))
-    if any(step.co_flags & inspect.CO_COROUTINE for step in steps):
-        return _run_awaiting(steps, names)
+        code_objects.append(compile(ast.Expression(last), file_name, "eval", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT))
+    if any(code.co_flags & inspect.CO_COROUTINE for code in code_objects):
+        return _run_async(code_objects, namespace)
     value = None
-    for step in steps:
-        value = eval(step, names)
-    return _shown(value if last is not None else None)
+    for code in code_objects:
+        value = eval(code, namespace)
+    return _preview_or_none(value if last is not None else None)
 
 
-async def _run_awaiting(steps: list[Any], names: dict[str, Any]) -> Any:
+async def _run_async(code_objects: list[Any], namespace: dict[str, Any]) -> Any:
     value = None
-    for step in steps:
-        value = eval(step, names)
-        if step.co_flags & inspect.CO_COROUTINE:
+    for code in code_objects:
+        value = eval(code, namespace)
+        if code.co_flags & inspect.CO_COROUTINE:
             value = await value
-    return _shown(value if len(steps) > 1 else None)
+    return _preview_or_none(value if len(code_objects) > 1 else None)
 
 
-def _shown(value: Any) -> dict[str, Any] | None:
+def _preview_or_none(value: Any) -> dict[str, Any] | None:
     if value is None:
         return None
     from meshbook.rank.preview import preview
@@ -110,8 +110,8 @@ def _shown(value: Any) -> dict[str, Any] | None:
 
 def _namespace_of(actor: Any) -> dict[str, Any]:
     """Where an actor's cells keep their names. What the rank's cells have bound since, and these have not, is there."""
-    names = _namespaces.setdefault(actor, {"__builtins__": builtins, "__name__": "__main__"})
+    namespace = _namespaces.setdefault(actor, {"__builtins__": builtins, "__name__": "__main__"})
     for name, value in vars(sys.modules["__main__"]).items():
-        names.setdefault(name, value)
-    names["self"] = actor
-    return names
+        namespace.setdefault(name, value)
+    namespace["self"] = actor
+    return namespace

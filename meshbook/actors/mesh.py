@@ -12,22 +12,21 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshbook.actors import base
-from meshbook.actors.answers import Expected, Gather, Stream
-from meshbook.actors.runtime.context import Home, context
+from meshbook.actors.replies import GatherCollector, ReplyCollector, StreamCollector
+from meshbook.actors.runtime.context import ProcMeshRef, context
 from meshbook.actors.runtime.futures import Future
-from meshbook.actors.runtime.life import life
-from meshbook.actors.runtime.peer import PeerGone
+from meshbook.actors.runtime.peer import PeerLost
 from meshbook.actors.runtime.ports import Port
-from meshbook.actors.runtime.post import Post, encode, here
+from meshbook.actors.runtime.registry import local_registry
+from meshbook.actors.runtime.transport import Transport, encode, local_transport
 from meshbook.actors.shape import MeshTrait
 from meshbook.actors.values import ValueMesh
 from meshbook.controller import extensions
-from meshbook.mesh import MeshAxes
+from meshbook.mesh_axes import MeshAxes
 from meshbook.wire import messages
 
 if TYPE_CHECKING:
-    from meshbook.wire.messages import Address
-
+    from meshbook.wire.messages import NodeAddress
 
 
 class ActorRef:
@@ -40,41 +39,41 @@ class ActorRef:
         class_name: str,
         endpoints: dict[str, base.EndpointInfo],
         methods: frozenset[str],
-        addresses: tuple[Address, ...],
-        home: Home | None,
+        addresses: tuple[NodeAddress, ...],
+        procs_ref: ProcMeshRef | None,
         Class: type | None = None,
     ) -> None:
         self.id, self.name, self.class_name = id, name, class_name
         self.endpoints, self.methods = endpoints, methods
-        self.addresses, self.home = addresses, home
+        self.addresses, self.procs_ref = addresses, procs_ref
         self.Class = Class  # where it was spawned; not sent along
-        self.lend: Any = None  # `grounds.Lender`: what these ranks have themselves
-        self.ranks: tuple[int, ...] = ()  # of the mesh that `lend` is of
+        self.references: Any = None  # `grounds.Lender`: what these ranks have themselves
+        self.mesh_ranks: tuple[int, ...] = ()  # of the mesh that `lend` is of
         self._peers: list[Any] = [None] * len(addresses)
 
-    def peer(self, place: int) -> Any:
+    def peer(self, rank: int) -> Any:
         """The connection to the actor at a place; for one that is gone, something that says so when it is sent to."""
-        found = self._peers[place]
-        if found is None or found.gone is not None:
+        found = self._peers[rank]
+        if found is None or found.lost_reason is not None:
             try:
-                found = here().peer(self.addresses[place])
-            except PeerGone as error:
-                found = _Gone(place, str(error), self.addresses[place], getattr(found, "leaving", None))
-            self._peers[place] = found
+                found = local_transport().peer(self.addresses[rank])
+            except PeerLost as error:
+                found = _LostPeer(rank, str(error), self.addresses[rank], getattr(found, "announced_exit", None))
+            self._peers[rank] = found
         return found
 
     def __reduce__(self) -> Any:
         return ActorRef, (
-            self.id, self.name, self.class_name, self.endpoints, self.methods, self.addresses, self.home,
+            self.id, self.name, self.class_name, self.endpoints, self.methods, self.addresses, self.procs_ref,
         )  # fmt: skip
 
 
-class _Gone:
-    def __init__(self, place: int, reason: str, address: Address, leaving: str | None) -> None:
-        self.number, self.gone, self.address, self.leaving = -1 - place, reason, address, leaving
+class _LostPeer:
+    def __init__(self, rank: int, reason: str, address: NodeAddress, announced_exit: str | None) -> None:
+        self.id, self.lost_reason, self.address, self.announced_exit = -1 - rank, reason, address, announced_exit
 
-    def send(self, frame: bytes) -> None:
-        raise PeerGone(self.gone)
+    def send(self, data: bytes) -> None:
+        raise PeerLost(self.lost_reason)
 
 
 class ActorMesh(MeshTrait):
@@ -110,35 +109,35 @@ class ActorMesh(MeshTrait):
         Returns:
             A future, done when they have ended. Later calls raise ActorStopped.
         """
-        owned = life().owned.get(self._ref.id)
+        owned = local_registry().owned.get(self._ref.id)
         if owned is not None and self._axes.size == len(self._ref.addresses):
             owned.stopped = True
         future: Future[None] = Future(f"{self._ref.name}.stop()")
-        gather = Gather(self, "stop", future, lambda values: None, ignore_lost=True)
-        self._post(lambda number: messages.StopActor(number, self._ref.id, reason), gather)
+        gather = GatherCollector(self, "stop", future, lambda values: None, ignore_lost=True)
+        self._send_control(lambda number: messages.StopActor(number, self._ref.id, reason), gather)
         return future
 
     @property
     def initialized(self) -> Future[None]:
         """A future, done when every `__init__` has run; it raises what one of them raised."""
         future: Future[None] = Future(f"the start of {self._ref.name}")
-        self._send("=apply", (_nothing,), {}, Gather(self, "__init__", future, lambda values: None))
+        self._send("=apply", (_no_op,), {}, GatherCollector(self, "__init__", future, lambda values: None))
         return future
 
     def _apply(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[ValueMesh[Any]]:
         """Run `function(actor, …)` in each actor, as a message among others: in order, on the actor's own thread."""
         return self._run_in_actor("=apply", function, args, kwargs)
 
-    def _apply_now(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[ValueMesh[Any]]:
+    def _apply_concurrently(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[ValueMesh[Any]]:
         """Run `function(actor, …)` beside whatever each actor is doing, on a thread of the process. For looking."""
         return self._run_in_actor("=now", function, args, kwargs)
 
     def _run_in_actor(self, method: str, function: Any, args: Any, kwargs: Any) -> Future[ValueMesh[Any]]:
         future: Future[ValueMesh[Any]] = Future(f"{self._ref.name}.{getattr(function, '__name__', 'function')}")
         axes = self._axes
-        gather = Gather(self, future.label.partition(".")[2], future, lambda values: ValueMesh(axes, values))
+        gather = GatherCollector(self, future.label.partition(".")[2], future, lambda values: ValueMesh(axes, values))
         if method == "=apply":
-            future._interrupt = gather.interrupt
+            future._interrupt_call = gather.interrupt
         self._send(method, (function, *args), kwargs, gather)
         return future
 
@@ -149,51 +148,56 @@ class ActorMesh(MeshTrait):
         method: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        expected: Expected | None,
+        collector: ReplyCollector | None,
         *,
         port: messages.PortAddress | None = None,
-        places: Sequence[int] | None = None,
+        ranks: Sequence[int] | None = None,
     ) -> None:
-        """One message to every actor of this mesh (or to those at `places`): packed once, the same bytes to each."""
+        """One message to every actor of this mesh (or to those at `ranks`): packed once, the same bytes to each."""
         ref = self._ref
-        peers = [ref.peer(place) for place in (self._axes.ranks if places is None else places)]
-        post = here()
-        living = [peer for peer in peers if peer.gone is None]
-        lent: list[Any] = []
-        lend = ref.lend and ref.lend.to([ref.ranks[place] for place in places or self._axes.ranks], lent)
-        plain, payload = post.parcels.pack_arguments(args, kwargs, living, lend=lend)
-        view = self._view()
-        number = 0
-        if expected is not None:
-            expected.index = {peer.number: index for index, peer in enumerate(peers)}
-            if places is not None:  # a message knows its place in the whole mesh, and says so through a port
+        peers = [ref.peer(rank) for rank in (self._axes.ranks if ranks is None else ranks)]
+        transport = local_transport()
+        living = [peer for peer in peers if peer.lost_reason is None]
+        pinned: list[Any] = []
+        persistent_id = ref.references and ref.references.persistent_id_for(
+            [ref.mesh_ranks[rank] for rank in ranks or self._axes.ranks], pinned
+        )
+        plain, payload = transport.payloads.pack_arguments(args, kwargs, living, persistent_id=persistent_id)
+        view = self._make_view()
+        call_id = 0
+        if collector is not None:
+            collector.pending_by_peer = {peer.id: index for index, peer in enumerate(peers)}
+            if ranks is not None:  # a message knows its place in the whole mesh, and says so through a port
                 order = self._axes.ranks
-                expected.index = {peer.number: order.index(at) for peer, at in zip(peers, places, strict=True)}
-            number = expected.number = post.expect(expected)
-        word = messages.CallActor(ref.id, method, number, plain, payload, port, view)
-        _deliver(post, encode(word), peers, expected, number)
-        if lent:
-            self._keep(lent)
+                collector.pending_by_peer = {peer.id: order.index(at) for peer, at in zip(peers, ranks, strict=True)}
+            call_id = collector.call_id = transport.add_reply_handler(collector)
+        message = messages.CallActor(ref.id, method, call_id, plain, payload, port, view)
+        _send_to_all(transport, encode(message), peers, collector, call_id)
+        if pinned:
+            self._pin_until_received(pinned)
 
-    def _keep(self, lent: list[Any]) -> None:
+    def _pin_until_received(self, pinned: list[Any]) -> None:
         """Have things live here until the actors have taken up what was sent before this."""
         future: Future[list[Any]] = Future("the arguments' arrival")
-        ActorMesh._send(self, "=apply", (_nothing,), {}, Gather(self, "=apply", future, lambda values: lent))
+        ActorMesh._send(self, "=apply", (_no_op,), {}, GatherCollector(self, "=apply", future, lambda values: pinned))
 
-    def _post(self, word: Callable[[int], messages.PeerWord], expected: Expected) -> None:
-        peers = [self._ref.peer(place) for place in self._axes.ranks]
-        post = here()
-        expected.index = {peer.number: index for index, peer in enumerate(peers)}
-        number = post.expect(expected)
-        _deliver(post, encode(word(number)), peers, expected, number)
+    def _send_control(self, make_message: Callable[[int], messages.ActorMessage], collector: ReplyCollector) -> None:
+        peers = [self._ref.peer(rank) for rank in self._axes.ranks]
+        transport = local_transport()
+        collector.pending_by_peer = {peer.id: index for index, peer in enumerate(peers)}
+        call_id = transport.add_reply_handler(collector)
+        _send_to_all(transport, encode(make_message(call_id)), peers, collector, call_id)
 
-    def _view(self) -> messages.View | None:
+    def _make_view(self) -> messages.ActorMeshSlice | None:
         axes = self._axes
-        home = self._ref.home
-        whole = home is not None and (axes.names, axes.shape) == (home.names, home.sizes)
-        if whole and axes.size == len(self._ref.addresses):
+        procs_ref = self._ref.procs_ref
+        has_all_axes = procs_ref is not None and (axes.names, axes.shape) == (
+            procs_ref.axis_names,
+            procs_ref.axis_sizes,
+        )
+        if has_all_axes and axes.size == len(self._ref.addresses):
             return None
-        return messages.View(axes.names, axes.shape, axes.ranks)
+        return messages.ActorMeshSlice(axes.names, axes.shape, axes.ranks)
 
     def __reduce__(self) -> Any:
         return ActorMesh, (self._ref, self._axes)
@@ -208,17 +212,19 @@ class ActorMesh(MeshTrait):
         return f"<ActorMesh {self._ref.name!r} of {self._ref.class_name}: {str(self._axes) or 'one'}>"
 
 
-def _deliver(post: Post, frame: bytes, peers: Sequence[Any], expected: Expected | None, number: int) -> None:
+def _send_to_all(
+    transport: Transport, frame: bytes, peers: Sequence[Any], collector: ReplyCollector | None, call_id: int
+) -> None:
     for peer in peers:
         try:
             peer.send(frame)
-        except PeerGone as error:
-            post.parcels.pool.forget_reader(peer.number)
-            if expected is not None:
-                post.lost(number, peer, str(error))
+        except PeerLost as error:
+            transport.payloads.pool.remove_reader(peer.id)
+            if collector is not None:
+                transport.report_lost_peer(call_id, peer, str(error))
 
 
-def _nothing(actor: Any) -> None:
+def _no_op(actor: Any) -> None:
     pass
 
 
@@ -234,52 +240,52 @@ class ActorEndpoint:
         self._name = info.name
         self._label = f"{mesh._ref.name}.{info.name}"
         self._class = mesh._ref.Class
-        self._signature, self._plain_counts = _signature_of(self._class, info)
+        self._signature, self._positional_range = _signature_of(self._class, info)
 
-    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises TypeError as the method itself would, before anything is sent."""
         if self._class is not self._mesh._ref.Class:
-            self._read_again()
+            self._refresh_signature()
         if self._signature is None:
             return
-        low, high = self._plain_counts
+        low, high = self._positional_range
         if kwargs or not low <= len(args) <= high:
             try:
                 self._signature.bind(*args, **kwargs)
             except TypeError as error:
                 raise TypeError(f"{self._label}{self._info.signature}: {error}") from None
 
-    def _read_again(self) -> None:
+    def _refresh_signature(self) -> None:
         """The class was defined anew."""
         ref = self._mesh._ref
         info = ref.endpoints.get(self._name)
         if info is None:
             raise AttributeError(base.no_such_endpoint(ref.class_name, list(ref.endpoints), self._name))
         self._info, self._class = info, ref.Class
-        self._signature, self._plain_counts = _signature_of(ref.Class, info)
+        self._signature, self._positional_range = _signature_of(ref.Class, info)
 
-    def _future(self) -> Future[Any]:
+    def _make_future(self) -> Future[Any]:
         future: Future[Any] = Future(self._label)
-        me = context().actor_instance.cabin
-        if me is not None and me.id == self._mesh._ref.id:
-            mine = here().address.node
-            if any(self._mesh._ref.addresses[place].node == mine for place in self._mesh._axes.ranks):
-                future.waits_for = me.thread_id
+        runner = context().actor_instance.runner
+        if runner is not None and runner.id == self._mesh._ref.id:
+            own_node = local_transport().address.node
+            if any(self._mesh._ref.addresses[rank].node == own_node for rank in self._mesh._axes.ranks):
+                future.answering_thread = runner.thread_id
         return future
 
     def call(self, *args: Any, **kwargs: Any) -> Future[ValueMesh[Any]]:
         """Call every actor of the mesh; a Future of a ValueMesh. Does not wait."""
         mesh = self._mesh
-        return self._gather(args, kwargs, lambda values: ValueMesh(mesh._axes, values))
+        return self._call_and_gather(args, kwargs, lambda values: ValueMesh(mesh._axes, values))
 
-    def _gather(
-        self, args: Any, kwargs: Any, finish: Callable[[list[Any]], Any], places: Sequence[int] | None = None
+    def _call_and_gather(
+        self, args: Any, kwargs: Any, make_result: Callable[[list[Any]], Any], ranks: Sequence[int] | None = None
     ) -> Future[Any]:
-        self._check(args, kwargs)
-        future = self._future()
-        gather = Gather(self._mesh, self._name, future, finish)
-        future._interrupt = gather.interrupt
-        self._mesh._send(self._name, args, kwargs, gather, places=places)
+        self._check_arguments(args, kwargs)
+        future = self._make_future()
+        gather = GatherCollector(self._mesh, self._name, future, make_result)
+        future._interrupt_call = gather.interrupt
+        self._mesh._send(self._name, args, kwargs, gather, ranks=ranks)
         return future
 
     def call_one(self, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -294,25 +300,25 @@ class ActorEndpoint:
                 f"call_one is for a mesh of one actor, and {mesh._ref.name!r} has {mesh._axes.size} here "
                 f"({mesh._axes}); slice it first, or use call() or choose()"
             )
-        return self._gather(args, kwargs, _only)
+        return self._call_and_gather(args, kwargs, _single_value)
 
     def choose(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call one actor of the mesh, picked at random; a Future of its value."""
-        return self._gather(args, kwargs, _only, places=(random.choice(self._mesh._axes.ranks),))
+        return self._call_and_gather(args, kwargs, _single_value, ranks=(random.choice(self._mesh._axes.ranks),))
 
     def stream(self, *args: Any, **kwargs: Any) -> Iterator[Future[Any]]:
         """Call every actor; Futures of their values, in the order in which the values come."""
-        self._check(args, kwargs)
+        self._check_arguments(args, kwargs)
         mesh = self._mesh
-        expected = Stream(mesh, self._name, mesh._axes.size)
-        for future in expected.futures:
-            future._interrupt = expected.interrupt
-        mesh._send(self._name, args, kwargs, expected)
-        return iter(expected.futures)
+        collector = StreamCollector(mesh, self._name, mesh._axes.size)
+        for future in collector.futures:
+            future._interrupt_call = collector.interrupt
+        mesh._send(self._name, args, kwargs, collector)
+        return iter(collector.futures)
 
     def broadcast(self, *args: Any, **kwargs: Any) -> None:
         """Send to every actor and expect no answer. A failure goes to whoever spawned the mesh (`__supervise__`)."""
-        self._check(args, kwargs)
+        self._check_arguments(args, kwargs)
         self._mesh._send(self._name, args, kwargs, None)
 
     def rref(self, *args: Any, **kwargs: Any) -> Any:
@@ -351,9 +357,7 @@ class NotAnEndpoint:
         return f"<{self._mesh._ref.class_name}.{self._name}, not an endpoint>"
 
 
-def as_endpoint(
-    method: Any, *, propagate: Any = None, explicit_response_port: bool = False
-) -> ActorEndpoint:
+def as_endpoint(method: Any, *, propagate: Any = None, explicit_response_port: bool = False) -> ActorEndpoint:
     """A method of an actor's class that is not marked, as an endpoint: `as_endpoint(mesh.method).call(…)`.
 
     Raises:
@@ -365,37 +369,37 @@ def as_endpoint(
         raise TypeError(f"as_endpoint takes a method of a mesh of actors, `mesh.method`, not a {type(method).__name__}")
     if explicit_response_port:
         raise TypeError("mark the method with @endpoint(explicit_response_port=True); only then it gets a port")
-    return _Unmarked(method._mesh, method._name)
+    return _UnmarkedEndpoint(method._mesh, method._name)
 
 
-class _Unmarked(ActorEndpoint):
+class _UnmarkedEndpoint(ActorEndpoint):
     """Called like an endpoint, without being marked as one."""
 
     def __init__(self, mesh: ActorMesh, name: str) -> None:
-        self._mesh, self._info = _Calling(mesh, name), base.EndpointInfo(name, False, "(…)")
+        self._mesh, self._info = _UnmarkedMethodMesh(mesh, name), base.EndpointInfo(name, False, "(…)")
         self._name, self._label = name, f"{mesh._ref.name}.{name}"
         self._signature = None
 
-    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         pass  # the method will say
 
 
-class _Calling(ActorMesh):
+class _UnmarkedMethodMesh(ActorMesh):
     """A mesh whose messages call one unmarked method."""
 
     def __init__(self, mesh: ActorMesh, method: str) -> None:
         super().__init__(mesh._ref, mesh._axes)
-        self._unmarked = method
+        self._method = method
 
-    def _send(self, method: str, args: Any, kwargs: Any, expected: Any, **options: Any) -> None:
-        super()._send("=apply", (_call_method, self._unmarked, *args), kwargs, expected, **options)
+    def _send(self, method: str, args: Any, kwargs: Any, collector: Any, **options: Any) -> None:
+        super()._send("=apply", (_call_method, self._method, *args), kwargs, collector, **options)
 
 
 def _call_method(actor: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     return getattr(actor, name)(*args, **kwargs)
 
 
-def _only(values: list[Any]) -> Any:
+def _single_value(values: list[Any]) -> Any:
     return values[0]
 
 
@@ -404,8 +408,8 @@ def interrupt(actors: ActorMesh) -> None:
     cancelled), what waits is dropped. Who waits for an answer gets an ActorError; the actors live. Does not wait, and a
     `time.sleep` or a long call into C ends first."""
     ref = actors._ref
-    word = encode(messages.InterruptActor(ref.id, 0))
-    _deliver(here(), word, [ref.peer(place) for place in actors._axes.ranks], None, 0)
+    message = encode(messages.InterruptActor(ref.id, 0))
+    _send_to_all(local_transport(), message, [ref.peer(rank) for rank in actors._axes.ranks], None, 0)
 
 
 def send(
@@ -421,11 +425,9 @@ def send(
         selection: "all", or "choose" for one actor picked at random.
     """
     mesh = endpoint._mesh
-    endpoint._check(args, kwargs)
-    places = (random.choice(mesh._axes.ranks),) if selection == "choose" else None
-    mesh._send(
-        endpoint._name, args, kwargs, None, port=port._address if port is not None else None, places=places
-    )
+    endpoint._check_arguments(args, kwargs)
+    ranks = (random.choice(mesh._axes.ranks),) if selection == "choose" else None
+    mesh._send(endpoint._name, args, kwargs, None, port=port._address if port is not None else None, ranks=ranks)
 
 
 def _signature_of(Class: type | None, info: base.EndpointInfo) -> tuple[inspect.Signature | None, tuple[int, int]]:

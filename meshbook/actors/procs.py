@@ -14,30 +14,37 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from meshbook.actors.answers import Gather
-from meshbook.actors.grounds import Known, Procs, Ranks, Started, in_background, prepare_client
 from meshbook.actors.mesh import ActorMesh, ActorRef, describe_class
-from meshbook.actors.runtime.context import Home, context
+from meshbook.actors.proc_backends import (
+    ProcBackend,
+    RankProcBackend,
+    RefProcBackend,
+    SpawnedProcBackend,
+    prepare_client,
+    run_in_background,
+)
+from meshbook.actors.replies import GatherCollector
+from meshbook.actors.runtime.context import ProcMeshRef, context
 from meshbook.actors.runtime.futures import Future
-from meshbook.actors.runtime.life import Owned, life
-from meshbook.actors.runtime.peer import PeerGone
-from meshbook.actors.runtime.post import encode, here
+from meshbook.actors.runtime.peer import PeerLost
+from meshbook.actors.runtime.registry import OwnedMesh, local_registry
+from meshbook.actors.runtime.transport import encode, local_transport
 from meshbook.actors.shape import MeshTrait
 from meshbook.errors import MeshTimeout, UsageError
-from meshbook.mesh import MeshAxes
+from meshbook.mesh_axes import MeshAxes
 from meshbook.wire import messages, pickling
 
 if TYPE_CHECKING:
     from meshbook.controller.mesh import Mesh
 
-_ONE = MeshAxes((), (), (0,))
-_ANSWER_S = 30.0  # for a process to say where it is, or that it has registered an actor: it has only to look up
+_NO_AXES = MeshAxes((), (), (0,))
+_REPLY_TIMEOUT_S = 30.0  # for a process to say where it is, or that it has registered an actor: it has only to look up
 
 
 class HostMesh(MeshTrait):
     """Machines. Here: this one."""
 
-    def __init__(self, axes: MeshAxes = _ONE) -> None:
+    def __init__(self, axes: MeshAxes = _NO_AXES) -> None:
         self._axes = axes
 
     def _with_axes(self, axes: MeshAxes) -> HostMesh:
@@ -68,8 +75,8 @@ class HostMesh(MeshTrait):
         if proc_bind is not None or bootstrap_command is not None:
             raise UsageError("proc_bind and bootstrap_command are not here: processes are forked from one warm server")
         per_host = dict(per_host or {})
-        axes = MeshAxes.of(per_host) if per_host else _ONE
-        return ProcMesh(Started(name or "procs", axes, bootstrap, device, dict(env or {})), axes)
+        axes = MeshAxes.of(per_host) if per_host else _NO_AXES
+        return ProcMesh(SpawnedProcBackend(name or "procs", axes, bootstrap, device, dict(env or {})), axes)
 
     @property
     def initialized(self) -> Future[bool]:
@@ -103,27 +110,27 @@ class HostMesh(MeshTrait):
 class ProcMesh(MeshTrait):
     """Processes, or a part of them, on which actors can be spawned. As an async context manager: stopped at the end."""
 
-    def __init__(self, procs: Procs, axes: MeshAxes) -> None:
-        self._procs, self._axes = procs, axes
+    def __init__(self, backend: ProcBackend, axes: MeshAxes) -> None:
+        self._backend, self._axes = backend, axes
 
     @classmethod
-    def of_home(cls, home: Home, places: tuple[int, ...] | None = None) -> ProcMesh:
-        """The processes that an actor was told it lives on; with `places`, some of them as a mesh without axes."""
-        axes = MeshAxes(home.names, home.sizes, tuple(range(len(home.addresses))))
-        return cls(Known(home), axes if places is None else MeshAxes((), (), places))
+    def from_ref(cls, procs_ref: ProcMeshRef, ranks: tuple[int, ...] | None = None) -> ProcMesh:
+        """The processes that an actor was told it lives on; with `ranks`, some of them as a mesh without axes."""
+        axes = MeshAxes(procs_ref.axis_names, procs_ref.axis_sizes, tuple(range(len(procs_ref.addresses))))
+        return cls(RefProcBackend(procs_ref), axes if ranks is None else MeshAxes((), (), ranks))
 
     @classmethod
-    def of_mesh(cls, mesh: Mesh) -> ProcMesh:
+    def from_mesh(cls, mesh: Mesh) -> ProcMesh:
         """The ranks of a Meshbook mesh, or of a view of one."""
         grid = mesh.session.axes
         assert grid is not None
-        found = mesh.session.extras.get("actors")
-        if found is None:
-            found = mesh.session.extras["actors"] = Ranks(mesh.session, grid)
-        return cls(found, mesh.grid)
+        backend = mesh.session.extras.get("actors")
+        if backend is None:
+            backend = mesh.session.extras["actors"] = RankProcBackend(mesh.session, grid)
+        return cls(backend, mesh.grid)
 
     def _with_axes(self, axes: MeshAxes) -> ProcMesh:
-        return ProcMesh(self._procs, axes)
+        return ProcMesh(self._backend, axes)
 
     @property
     def host_mesh(self) -> HostMesh:
@@ -132,11 +139,11 @@ class ProcMesh(MeshTrait):
     @property
     def initialized(self) -> Future[bool]:
         """A future, done when the processes run."""
-        return self._procs.ready
+        return self._backend.ready
 
     @property
     def name(self) -> str:
-        return self._procs.home().name
+        return self._backend.procs_ref().name
 
     def spawn(self, name: str, Class: type, *args: Any, **kwargs: Any) -> ActorMesh:
         """Make an actor of `Class` in each process. Waits for the processes, not for `Class.__init__`.
@@ -152,68 +159,68 @@ class ProcMesh(MeshTrait):
             SupervisionError: a process is gone.
         """
         endpoints, methods = describe_class(Class)
-        self._procs.meant_for(Class, args, kwargs)
-        home = self._procs.home()
-        places = self._axes.ranks
-        addresses = tuple(home.addresses[place] for place in places)
-        lived_in = Home(home.name, self._axes.names, self._axes.shape, addresses, home.mesh)
+        self._backend.hint_spawn(Class, args, kwargs)
+        procs_ref = self._backend.procs_ref()
+        ranks = self._axes.ranks
+        addresses = tuple(procs_ref.addresses[rank] for rank in ranks)
+        spawned_on = ProcMeshRef(procs_ref.name, self._axes.names, self._axes.shape, addresses, procs_ref.mesh)
         ref = ActorRef(
-            f"{name}-{secrets.token_hex(4)}", name, Class.__name__, endpoints, methods, addresses, lived_in, Class
+            f"{name}-{secrets.token_hex(4)}", name, Class.__name__, endpoints, methods, addresses, spawned_on, Class
         )
-        ref.lend, ref.ranks = self._procs.lend, places
-        mesh = ActorMesh(ref, MeshAxes(self._axes.names, self._axes.shape, tuple(range(len(places)))))
-        self._spawn(mesh, (Class, args, kwargs, lived_in))
+        ref.references, ref.mesh_ranks = self._backend.references, ranks
+        mesh = ActorMesh(ref, MeshAxes(self._axes.names, self._axes.shape, tuple(range(len(ranks)))))
+        self._spawn(mesh, (Class, args, kwargs, spawned_on))
         return mesh
 
-    def _spawn(self, mesh: ActorMesh, made_of: tuple[Any, ...]) -> None:
-        ref, post, alive = mesh._ref, here(), life()
+    def _spawn(self, mesh: ActorMesh, class_and_arguments: tuple[Any, ...]) -> None:
+        ref, transport, registry = mesh._ref, local_transport(), local_registry()
         instance = context().actor_instance
         owner = instance.address
-        peers = [ref.peer(place) for place in range(len(ref.addresses))]
-        lent: list[Any] = []
+        peers = [ref.peer(rank) for rank in range(len(ref.addresses))]
+        pinned: list[Any] = []
         payload = pickling.dump(
-            made_of,
-            pool=post.parcels.pool,
-            readers=[peer.number for peer in peers],
-            persistent=ref.lend and ref.lend.to(ref.ranks, lent),
+            class_and_arguments,
+            pool=transport.payloads.pool,
+            readers=[peer.id for peer in peers],
+            persistent=ref.references and ref.references.persistent_id_for(ref.mesh_ranks, pinned),
             name=("the class", "args", "kwargs", "the mesh"),
         )
         if payload.buffers:
-            post.parcels.first_borrowed()
-        alive.owned[ref.id] = Owned(
-            ref.name, owner.actor, {address.node: place for place, address in enumerate(ref.addresses)}
+            transport.payloads.on_segments_used()
+        registry.owned[ref.id] = OwnedMesh(
+            ref.name, owner.actor, {address.node: rank for rank, address in enumerate(ref.addresses)}
         )
-        alive.owned[ref.id].ref = ref
-        alive.owned[ref.id].ends_with = self._procs.ends
+        registry.owned[ref.id].ref = ref
+        registry.owned[ref.id].are_procs_stopping = self._backend.is_stopping
         done: Future[None] = Future(f"the spawn of {ref.name!r}")
-        gather = Gather(mesh, "spawn", done, lambda values: None)
-        gather.index = {peer.number: place for place, peer in enumerate(peers)}
-        number = post.expect(gather)
-        for place, peer in enumerate(peers):
-            word = messages.SpawnActor(
-                number, ref.id, ref.name, payload, mesh._axes.names, mesh._axes.shape, place, owner
+        gather = GatherCollector(mesh, "spawn", done, lambda values: None)
+        gather.pending_by_peer = {peer.id: rank for rank, peer in enumerate(peers)}
+        call_id = transport.add_reply_handler(gather)
+        for rank, peer in enumerate(peers):
+            request = messages.SpawnActor(
+                call_id, ref.id, ref.name, payload, mesh._axes.names, mesh._axes.shape, rank, owner
             )
             try:
-                peer.send(encode(word))
-            except PeerGone as error:
-                post.parcels.pool.forget_reader(peer.number)
-                post.lost(number, peer, str(error))
+                peer.send(encode(request))
+            except PeerLost as error:
+                transport.payloads.pool.remove_reader(peer.id)
+                transport.report_lost_peer(call_id, peer, str(error))
         try:
-            _wait_here(done, ref)
+            _wait_until_registered(done, ref)
         except Exception:
             mesh.stop("it could not be spawned everywhere")  # its name is free again where it was
             raise
-        if lent:
-            mesh._keep(lent)
+        if pinned:
+            mesh._pin_until_received(pinned)
 
     def to_table(self) -> str:
         """The processes as a table, for people."""
-        home = self._procs.home()
+        procs_ref = self._backend.procs_ref()
         rows = [["place", "process"]]
-        for index, place in enumerate(self._axes.ranks):
+        for index, rank in enumerate(self._axes.ranks):
             axes = self._axes
             point = ", ".join(f"{k}={v}" for k, v in axes.point(axes.ranks[index]).items())
-            rows.append([point or "-", f"{home.name}, pid {home.addresses[place].pid}"])
+            rows.append([point or "-", f"{procs_ref.name}, pid {procs_ref.addresses[rank].pid}"])
         width = max(len(row[0]) for row in rows)
         return "\n".join(f"{left:<{width}}  {right}" for left, right in rows)
 
@@ -223,11 +230,11 @@ class ProcMesh(MeshTrait):
         Returns:
             A future, done when they are gone.
         """
-        return self._procs.stop(reason)
+        return self._backend.stop(reason)
 
     def activate(self) -> Any:
         """`with procs.activate():` torch operations run on every process; see `Mesh.activate`."""
-        mesh = self._procs.mesh()
+        mesh = self._backend.mesh()
         if mesh is None:
             raise UsageError("only the program that started these processes can activate them")
         return mesh.activate()
@@ -245,8 +252,8 @@ class ProcMesh(MeshTrait):
             aggregate_window_sec: taken for Monarch's sake; equal lines are folded over ranks as they come.
             level: of the processes' loggers.
         """
-        self._procs.logging_option(stream_to_client)
-        home = self._procs.home()
+        self._backend.logging_option(stream_to_client)
+        home = self._backend.procs_ref()
         setters = self.spawn(f"logging-{secrets.token_hex(3)}", _logging_actor())
         try:
             await setters._apply(_set_level, level)
@@ -261,26 +268,26 @@ class ProcMesh(MeshTrait):
         await self.stop()
 
     def __reduce__(self) -> Any:
-        return _rebuild, (self._procs.home(), self._axes)
+        return _rebuild, (self._backend.procs_ref(), self._axes)
 
     def __repr__(self) -> str:
         return f"<ProcMesh: {str(self._axes) or 'one'}>"
 
 
-def _rebuild(home: Home, axes: MeshAxes) -> ProcMesh:
-    return ProcMesh(Known(home), axes)
+def _rebuild(procs_ref: ProcMeshRef, axes: MeshAxes) -> ProcMesh:
+    return ProcMesh(RefProcBackend(procs_ref), axes)
 
 
-def _wait_here(done: Future[None], ref: ActorRef) -> None:
+def _wait_until_registered(done: Future[None], ref: ActorRef) -> None:
     """Until the processes have registered an actor: a lookup in each, so also where nothing slow may be waited for."""
     registered = threading.Event()
     done.add_done_callback(lambda _: registered.set())
-    if not registered.wait(_ANSWER_S):
-        raise MeshTimeout(f"the processes did not take {ref.name!r} within {_ANSWER_S:.0f} s; are they stopped?")
+    if not registered.wait(_REPLY_TIMEOUT_S):
+        raise MeshTimeout(f"the processes did not take {ref.name!r} within {_REPLY_TIMEOUT_S:.0f} s; are they stopped?")
     try:
         done.get()
     except Exception as error:
-        life().owned.pop(ref.id, None)
+        local_registry().owned.pop(ref.id, None)
         if getattr(error, "message", "").startswith("an actor named"):
             raise ValueError(error.message) from None  # type: ignore[attr-defined]
         raise
@@ -310,23 +317,25 @@ def this_proc() -> ProcMesh:
     """This process, as a mesh of one: actors spawned on it live beside the code that spawned them."""
     prepare_client()
     instance = context().actor_instance
-    home = instance.home
-    mine = here().address
-    mesh_name = home.mesh if home is not None else None
-    return ProcMesh(Known(Home(f"process {mine.pid}", (), (), (mine,), mesh_name)), _ONE)
+    procs_ref = instance.procs_ref
+    own_address = local_transport().address
+    mesh_name = procs_ref.mesh if procs_ref is not None else None
+    return ProcMesh(
+        RefProcBackend(ProcMeshRef(f"process {own_address.pid}", (), (), (own_address,), mesh_name)), _NO_AXES
+    )
 
 
 def spawn_on(mesh: Mesh, name: str, Class: type, *args: Any, **kwargs: Any) -> ActorMesh:
     """`Mesh.spawn`: actors on the ranks of the notebook's mesh, beside its cells."""
-    return ProcMesh.of_mesh(mesh).spawn(name, Class, *args, **kwargs)
+    return ProcMesh.from_mesh(mesh).spawn(name, Class, *args, **kwargs)
 
 
 def get_or_spawn_controller(name: str, Class: type, *args: Any, **kwargs: Any) -> Future[ActorMesh]:
     """The one actor of that name in this process; made when it is asked for the first time."""
-    alive = life()
-    found = alive.kept.get(f"controller {name}")
+    registry = local_registry()
+    found = registry.started_here.get(f"controller {name}")
     if found is None:
-        found = alive.kept[f"controller {name}"] = this_proc().spawn(name, Class, *args, **kwargs)
+        found = registry.started_here[f"controller {name}"] = this_proc().spawn(name, Class, *args, **kwargs)
     return Future.of(found)
 
 
@@ -336,34 +345,38 @@ def shutdown_context(host_timeout: float | None = None) -> Future[None]:
 
 
 def _stop_all() -> Future[None]:
-    stops = [kept.stop("shut down") for kept in list(life().kept.values()) if isinstance(kept, Started)]
+    stops = [
+        backend.stop("shut down")
+        for backend in list(local_registry().started_here.values())
+        if isinstance(backend, SpawnedProcBackend)
+    ]
 
     def wait() -> None:
         for stop in stops:
             stop.get()
 
-    return in_background(wait, "the shutdown")
+    return run_in_background(wait, "the shutdown")
 
 
-def survey(where: Any, *, timeout: float = 2.0) -> list[dict[str, Any]]:
+def list_actors(procs_or_mesh: Any, *, timeout: float = 2.0) -> list[dict[str, Any]]:
     """One row for each actor that lives on a ProcMesh or a Mesh: what it runs, what waits, its last error.
 
     Returns:
         dicts with rank, actor, id, class, place, point, state, mailbox, running, seconds, messages, last_error. Ranks
         that are gone, or do not answer within `timeout` seconds, are left out.
     """
-    procs = where if isinstance(where, ProcMesh) else ProcMesh.of_mesh(where)
-    home = procs._procs.home()
-    asked = []
+    procs = procs_or_mesh if isinstance(procs_or_mesh, ProcMesh) else ProcMesh.from_mesh(procs_or_mesh)
+    procs_ref = procs._backend.procs_ref()
+    pending = []
     for rank in procs._axes.ranks:
-        ref = ActorRef("", "the process", "", {}, frozenset(), (home.addresses[rank],), None)
+        ref = ActorRef("", "the process", "", {}, frozenset(), (procs_ref.addresses[rank],), None)
         future: Future[Any] = Future("the rows")
-        one = ActorMesh(ref, _ONE)
-        one._send("=rows", (), {}, Gather(one, "rows", future, lambda values: values[0]))
-        asked.append((rank, future))
+        process = ActorMesh(ref, _NO_AXES)
+        process._send("=rows", (), {}, GatherCollector(process, "rows", future, lambda values: values[0]))
+        pending.append((rank, future))
     deadline = time.monotonic() + timeout
     rows = []
-    for rank, future in asked:
+    for rank, future in pending:
         try:
             rows += [{"rank": rank, **row} for row in future.get(max(0.0, deadline - time.monotonic()))]
         except Exception:
@@ -372,6 +385,12 @@ def survey(where: Any, *, timeout: float = 2.0) -> list[dict[str, Any]]:
 
 
 __all__ = [
-    "HostMesh", "ProcMesh", "get_or_spawn_controller", "shutdown_context", "spawn_on", "survey",
-    "this_host", "this_proc",
+    "HostMesh",
+    "ProcMesh",
+    "get_or_spawn_controller",
+    "list_actors",
+    "shutdown_context",
+    "spawn_on",
+    "this_host",
+    "this_proc",
 ]  # fmt: skip

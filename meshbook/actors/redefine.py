@@ -14,10 +14,10 @@ from typing import Any
 
 from meshbook.actors import base
 from meshbook.actors.mesh import ActorMesh, describe_class
-from meshbook.actors.runtime.life import life
-from meshbook.actors.runtime.post import is_open
+from meshbook.actors.runtime.registry import local_registry
+from meshbook.actors.runtime.transport import has_local_transport
 from meshbook.errors import MeshTimeout
-from meshbook.mesh import MeshAxes
+from meshbook.mesh_axes import MeshAxes
 
 # Seconds to wait for actors to say that they are what they were told to be. Later messages come after in any case, so
 # an actor in the middle of a long endpoint need not be waited for.
@@ -43,7 +43,7 @@ class Redefined:
     removed: tuple[str, ...] = ()
     init_changed: bool = False
     refused: str | None = None
-    is_later: bool = False
+    is_pending: bool = False
 
     def __str__(self) -> str:
         if self.refused is not None:
@@ -54,7 +54,7 @@ class Redefined:
             if names
         ]
         text = f"{self.name} runs the new {self.class_name} ({'; '.join(parts) or 'nothing differs'})"
-        if self.is_later:
+        if self.is_pending:
             text += ", after what it is running"
         return text + ("; its __init__ is for actors spawned from now on" if self.init_changed else "")
 
@@ -72,7 +72,7 @@ def redefine(Class: type) -> list[Redefined]:
     """
     describe_class(Class)
     done = []
-    for owned in list(life().owned.values()):
+    for owned in list(local_registry().owned.values()):
         ref = owned.ref
         if ref is None or owned.stopped or ref.Class in (None, Class):
             continue
@@ -84,23 +84,28 @@ def redefine(Class: type) -> list[Redefined]:
 def redefine_from(namespace: Mapping[str, Any]) -> list[Redefined]:
     """The same for every class of a live actor that a namespace (a notebook's) has another definition of by now."""
     done: list[Redefined] = []
-    if not is_open():
+    if not has_local_transport():
         return done
-    found: set[int] = set()
-    for owned in list(life().owned.values()):
+    visited: set[int] = set()
+    for owned in list(local_registry().owned.values()):
         ref = owned.ref
         if ref is None or ref.Class is None or owned.stopped or ref.Class.__module__ != "__main__":
             continue
-        now = namespace.get(ref.Class.__qualname__)
-        if isinstance(now, type) and now is not ref.Class and id(now) not in found and issubclass(now, base.Actor):
-            found.add(id(now))
-            done += redefine(now)
+        current_class = namespace.get(ref.Class.__qualname__)
+        if (
+            isinstance(current_class, type)
+            and current_class is not ref.Class
+            and id(current_class) not in visited
+            and issubclass(current_class, base.Actor)
+        ):
+            visited.add(id(current_class))
+            done += redefine(current_class)
     return done
 
 
 def _redefine(ref: Any, Class: type) -> Redefined:
     old = ref.Class
-    told: dict[str, Any] = _differences(old, Class)
+    differences: dict[str, Any] = _differences(old, Class)
     if base.runs_on_loop(old) != base.runs_on_loop(Class):
         ref.Class = Class  # asked once, answered once
         was = "async def" if base.runs_on_loop(old) else "plain def"
@@ -108,28 +113,30 @@ def _redefine(ref: Any, Class: type) -> Redefined:
             ref.name, Class.__name__, refused=f"its endpoints were {was}, and what they run on was made for that; "
             f"stop it and spawn it anew"
         )  # fmt: skip
-    mesh = ActorMesh(ref, MeshAxes(ref.home.names, ref.home.sizes, tuple(range(len(ref.addresses)))))
-    future = mesh._apply(become, Class)
-    is_later = False
+    mesh = ActorMesh(
+        ref, MeshAxes(ref.procs_ref.axis_names, ref.procs_ref.axis_sizes, tuple(range(len(ref.addresses))))
+    )
+    future = mesh._apply(swap_class, Class)
+    is_pending = False
     try:
         future.get(_WAIT_S)
     except MeshTimeout:
-        is_later = True
+        is_pending = True
     except Exception as error:
         ref.Class = Class
         return Redefined(ref.name, Class.__name__, refused=str(error).splitlines()[0])
     ref.endpoints, ref.methods = describe_class(Class)
     ref.Class = Class
-    return Redefined(ref.name, Class.__name__, **told, is_later=is_later)
+    return Redefined(ref.name, Class.__name__, **differences, is_pending=is_pending)
 
 
-def become(actor: Any, Class: type) -> None:
+def swap_class(actor: Any, Class: type) -> None:
     """In the actor's process, on its thread."""
     actor.__class__ = Class
 
 
 def _differences(old: type, new: type) -> dict[str, Any]:
-    before, after = _parts(old), _parts(new)
+    before, after = _user_attributes(old), _user_attributes(new)
     changed = [name for name in after if name in before and not _equal(before[name], after[name])]
     return {
         "changed": tuple(name for name in changed if name != "__init__"),
@@ -139,12 +146,12 @@ def _differences(old: type, new: type) -> dict[str, Any]:
     }
 
 
-def _parts(Class: type) -> dict[str, Any]:
+def _user_attributes(Class: type) -> dict[str, Any]:
     """What a class of the user's defines, base classes of the user's included."""
     found: dict[str, Any] = {}
-    for part in reversed(Class.__mro__):
-        if part not in (object, base.Actor):
-            found.update(vars(part))
+    for base_class in reversed(Class.__mro__):
+        if base_class not in (object, base.Actor):
+            found.update(vars(base_class))
     return {
         name: thing for name, thing in found.items()
         if name == "__init__" or not (name.startswith("__") and name.endswith("__"))
@@ -156,13 +163,15 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, base.EndpointProperty) and isinstance(other, base.EndpointProperty):
         return one.explicit_response_port == other.explicit_response_port and _equal(one.method, other.method)
     if isinstance(one, types.FunctionType) and isinstance(other, types.FunctionType):
-        return _code(one.__code__) == _code(other.__code__) and one.__defaults__ == other.__defaults__
+        return _code_identity(one.__code__) == _code_identity(other.__code__) and one.__defaults__ == other.__defaults__
     with contextlib.suppress(Exception):
         return bool(one == other)
     return one is other
 
 
-def _code(code: types.CodeType) -> tuple[Any, ...]:
+def _code_identity(code: types.CodeType) -> tuple[Any, ...]:
     """A function's code without the lines it stands on."""
-    constants = tuple(_code(part) if isinstance(part, types.CodeType) else repr(part) for part in code.co_consts)
+    constants = tuple(
+        _code_identity(part) if isinstance(part, types.CodeType) else repr(part) for part in code.co_consts
+    )
     return code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars

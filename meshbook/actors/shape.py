@@ -1,6 +1,6 @@
 """Points, extents, and the arithmetic that every mesh of actors, processes, hosts and values shares.
 
-A thin layer of Monarch's names over `meshbook.mesh.MeshAxes`. Knows nothing of what stands at the points.
+A thin layer of Monarch's names over `meshbook.mesh_axes.MeshAxes`. Knows nothing of what stands at the points.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 from meshbook.errors import MeshShapeError
-from meshbook.mesh import MeshAxes
+from meshbook.mesh_axes import MeshAxes
 
 
 class Extent(Mapping[str, int]):

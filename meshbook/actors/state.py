@@ -12,25 +12,25 @@ from typing import Any
 
 import msgspec
 
-from meshbook.actors.grounds import part_of_mesh
 from meshbook.actors.mesh import ActorMesh
-from meshbook.actors.runtime import held
+from meshbook.actors.proc_backends import mesh_slice_of
+from meshbook.actors.runtime import object_paths
 from meshbook.actors.runtime.context import current_rank
 from meshbook.actors.runtime.faults import ActorError
 from meshbook.actors.values import ValueMesh
 from meshbook.controller import extensions
-from meshbook.controller.remote import same_tensor
-from meshbook.controller.results import bundle_of, mime_of
+from meshbook.controller.remote import common_tensor_meta
+from meshbook.controller.results import marimo_mime, mime_bundle
 from meshbook.errors import TransferError, ValuesDiffer
-from meshbook.fold import words
+from meshbook.fold import rendering
 from meshbook.ids import name_ranks
-from meshbook.wire.messages import Outcome, Part, Preview, Value
+from meshbook.wire.messages import Outcome, OutcomeGroup, Preview, Value
 
-Step = tuple[str, Any]  # "attr", its name; or "item", its key
+PathStep = tuple[str, Any]  # "attr", its name; or "item", its key
 
 PREVIEW_CHARS = 400
 # Seconds for an actor's process to say what it holds. It looks on a thread that runs nothing else.
-_LOOK_S = 20.0
+_PREVIEW_TIMEOUT_S = 20.0
 # What libraries probe for on any object; a handle must not look as if it had them.
 _PROBES = ("_repr_", "_ipython_", "__")
 
@@ -45,9 +45,9 @@ class ActorState:
     __slots__ = ("__weakref__", "_meshbook_mesh", "_meshbook_steps")
 
     _meshbook_mesh: ActorMesh
-    _meshbook_steps: tuple[Step, ...]
+    _meshbook_steps: tuple[PathStep, ...]
 
-    def __init__(self, mesh: ActorMesh, steps: tuple[Step, ...] = ()) -> None:
+    def __init__(self, mesh: ActorMesh, steps: tuple[PathStep, ...] = ()) -> None:
         object.__setattr__(self, "_meshbook_mesh", mesh)
         object.__setattr__(self, "_meshbook_steps", steps)
 
@@ -57,95 +57,97 @@ class ActorState:
         if name.startswith(_PROBES):
             raise AttributeError(name)
         found = ActorState(self._meshbook_mesh, (*self._meshbook_steps, ("attr", name)))
-        looks = list(_looks(found).values())
-        if all(preview is None for preview, _ in looks):
-            raise AttributeError(_no_such(self, name, looks[0][1]))
-        return _as_remote_tensor(found, [preview for preview, _ in looks if preview is not None])
+        results = list(_get_previews(found).values())
+        if all(preview is None for preview, _ in results):
+            raise AttributeError(_no_such_attribute(self, name, results[0][1]))
+        return _as_remote_tensor(found, [preview for preview, _ in results if preview is not None])
 
     def __setattr__(self, name: str, value: Any) -> None:
-        _act(self, _assign, "attr", name, value)
+        _run_in_order(self, _assign, "attr", name, value)
 
     def __getitem__(self, key: Any) -> Any:
         found = ActorState(self._meshbook_mesh, (*self._meshbook_steps, ("item", key)))
-        looks = list(_looks(found).values())
-        if all(preview is None for preview, _ in looks):
-            raise LookupError(f"{_spelt(found)} is on no rank: {'; '.join(looks[0][1])}")
-        return _as_remote_tensor(found, [preview for preview, _ in looks if preview is not None])
+        results = list(_get_previews(found).values())
+        if all(preview is None for preview, _ in results):
+            raise LookupError(f"{_format_path(found)} is on no rank: {'; '.join(results[0][1])}")
+        return _as_remote_tensor(found, [preview for preview, _ in results if preview is not None])
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        _act(self, _assign, "item", key, value)
+        _run_in_order(self, _assign, "item", key, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> ValueMesh[Any]:
         """Call it in each actor, on the actor's thread, between its messages; a ValueMesh of what it gives. Blocks."""
-        return _act(self, _call, args, kwargs)
+        return _run_in_order(self, _call, args, kwargs)
 
     def __dir__(self) -> list[str]:
-        return sorted({name for _, names in _looks(self, names=True).values() for name in names})
+        return sorted({name for _, names in _get_previews(self, names=True).values() for name in names})
 
     # ---- one value of all actors
 
     def __bool__(self) -> bool:
-        return bool(_same(self))
+        return bool(_agreed_value(self))
 
     def __int__(self) -> int:
-        return int(_same(self))
+        return int(_agreed_value(self))
 
     def __float__(self) -> float:
-        return float(_same(self))
+        return float(_agreed_value(self))
 
     def __index__(self) -> int:
-        return int(_same(self).__index__())
+        return int(_agreed_value(self).__index__())
 
     def __len__(self) -> int:
-        return len(_same(self))
+        return len(_agreed_value(self))
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(_same(self))
+        return iter(_agreed_value(self))
 
     def __contains__(self, thing: Any) -> bool:
-        return thing in _same(self)
+        return thing in _agreed_value(self)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         import numpy
 
-        return numpy.asarray(_same(self), dtype=dtype)
+        return numpy.asarray(_agreed_value(self), dtype=dtype)
 
     def __eq__(self, other: object) -> Any:
-        return _same(self) == other
+        return _agreed_value(self) == other
 
     def __ne__(self, other: object) -> Any:
-        return _same(self) != other
+        return _agreed_value(self) != other
 
     def __lt__(self, other: Any) -> Any:
-        return _same(self) < other
+        return _agreed_value(self) < other
 
     def __le__(self, other: Any) -> Any:
-        return _same(self) <= other
+        return _agreed_value(self) <= other
 
     def __gt__(self, other: Any) -> Any:
-        return _same(self) > other
+        return _agreed_value(self) > other
 
     def __ge__(self, other: Any) -> Any:
-        return _same(self) >= other
+        return _agreed_value(self) >= other
 
     __hash__ = object.__hash__
 
     # ---- how it reads
 
     def __repr__(self) -> str:
-        return words.show_values(_parts(self), _ranks(self), colour=False)
+        return rendering.render_values(_preview_parts(self), _ranks(self), colour=False)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return bundle_of(_parts(self), _ranks(self))
+        return mime_bundle(_preview_parts(self), _ranks(self))
 
     def _mime_(self) -> tuple[str, Any]:
-        return mime_of(self._repr_mimebundle_())
+        return marimo_mime(self._repr_mimebundle_())
 
     def __format__(self, spec: str) -> str:
-        return format(_same(self), spec) if spec else str(self)
+        return format(_agreed_value(self), spec) if spec else str(self)
 
     def __reduce__(self) -> Any:
-        raise TransferError(f"{_spelt(self)} is in the actors and cannot be sent; pull(…) it, and send what that gives")
+        raise TransferError(
+            f"{_format_path(self)} is in the actors and cannot be sent; pull(…) it, and send what that gives"
+        )
 
 
 def state_of(mesh: ActorMesh) -> ActorState:
@@ -161,37 +163,37 @@ def pull(what: ActorState) -> ValueMesh[Any]:
         TransferError: it cannot be pickled.
     """
     what = getattr(what, "_meshbook_state", what) if not isinstance(what, ActorState) else what
-    return _answered(what, what._meshbook_mesh._apply_now(_fetch, what._meshbook_steps))
+    return _wait_result(what, what._meshbook_mesh._apply_concurrently(_fetch, what._meshbook_steps))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Here
 
 
-def _looks(state: ActorState, *, names: bool = False) -> dict[int, tuple[Preview | None, list[str]]]:
+def _get_previews(state: ActorState, *, names: bool = False) -> dict[int, tuple[Preview | None, list[str]]]:
     """What each actor shows at the path, by its place; None where nothing is, with why, or what there is instead."""
     mesh = state._meshbook_mesh
-    answers = mesh._apply_now(look, state._meshbook_steps, names).get(_LOOK_S)
+    replies = mesh._apply_concurrently(preview_path, state._meshbook_steps, names).get(_PREVIEW_TIMEOUT_S)
     return {
-        place: (None if raw is None else msgspec.convert(raw, Preview), said)
-        for place, (raw, said) in enumerate(answers.values())
+        rank: (None if raw is None else msgspec.convert(raw, Preview), names_or_reason)
+        for rank, (raw, names_or_reason) in enumerate(replies.values())
     }
 
 
-def _parts(state: ActorState) -> tuple[Part, ...]:
+def _preview_parts(state: ActorState) -> tuple[OutcomeGroup, ...]:
     parts: dict[bytes, tuple[list[int], Outcome]] = {}
-    for place, (preview, _) in _looks(state).items():
-        shown = preview or Preview(kind="none", type="", text=f"({_spelt(state)} is not there)")
+    for rank, (preview, _) in _get_previews(state).items():
+        shown = preview or Preview(kind="none", type="", text=f"({_format_path(state)} is not there)")
         outcome = Outcome(status="ok", value=Value(shown))
-        parts.setdefault(msgspec.msgpack.encode(shown), ([], outcome))[0].append(place)
-    return tuple(Part(tuple(places), outcome) for places, outcome in parts.values())
+        parts.setdefault(msgspec.msgpack.encode(shown), ([], outcome))[0].append(rank)
+    return tuple(OutcomeGroup(tuple(ranks), outcome) for ranks, outcome in parts.values())
 
 
 def _ranks(state: ActorState) -> tuple[int, ...]:
     return tuple(range(len(state._meshbook_mesh)))
 
 
-def _same(state: ActorState) -> Any:
+def _agreed_value(state: ActorState) -> Any:
     """The value that all actors agree on.
 
     Raises:
@@ -202,23 +204,23 @@ def _same(state: ActorState) -> Any:
         equal = first == other
         if not (bool(equal.all()) if hasattr(equal, "all") else bool(equal)):
             raise ValuesDiffer(
-                f"{name_ranks(_ranks(state))} do not agree on {_spelt(state)}:\n{state!r}\n"
-                f"slice the mesh first, or take them all: pull({_spelt(state)})"
+                f"{name_ranks(_ranks(state))} do not agree on {_format_path(state)}:\n{state!r}\n"
+                f"slice the mesh first, or take them all: pull({_format_path(state)})"
             )
     return first
 
 
-def _act(state: ActorState, function: Callable[..., Any], *args: Any) -> ValueMesh[Any]:
+def _run_in_order(state: ActorState, function: Callable[..., Any], *args: Any) -> ValueMesh[Any]:
     """Something that is done to it as a message among the actor's others. Blocks."""
-    return _answered(state, state._meshbook_mesh._apply(function, state._meshbook_steps, *args))
+    return _wait_result(state, state._meshbook_mesh._apply(function, state._meshbook_steps, *args))
 
 
-def _answered(state: ActorState, future: Any) -> ValueMesh[Any]:
+def _wait_result(state: ActorState, future: Any) -> ValueMesh[Any]:
     try:
         return future.get()  # type: ignore[no-any-return]
     except ActorError as error:
         if isinstance(error.exception, AttributeError | LookupError):
-            raise type(error.exception)(f"{_spelt(state)}: {error.exception}") from None
+            raise type(error.exception)(f"{_format_path(state)}: {error.exception}") from None
         raise
 
 
@@ -228,40 +230,40 @@ def _as_remote_tensor(state: ActorState, previews: list[Preview]) -> Any:
     if any(preview.kind != "tensor" for preview in previews):
         return state
     mesh = state._meshbook_mesh
-    meta = same_tensor([msgspec.to_builtins(preview) for preview in previews], len(mesh))
-    key = held.key_of(mesh._ref.id, state._meshbook_steps)
-    ranks = None if meta is None or key is None else part_of_mesh(mesh)
+    meta = common_tensor_meta([msgspec.to_builtins(preview) for preview in previews], len(mesh))
+    key = object_paths.format_key(mesh._ref.id, state._meshbook_steps)
+    ranks = None if meta is None or key is None else mesh_slice_of(mesh)
     if ranks is None:
         return state
     try:
-        made = extensions.find("tensor_named")(ranks, f"{held.KIND}:{key}", meta)
+        tensor = extensions.find("tensor_named")(ranks, f"{object_paths.REFERENCE_KIND}:{key}", meta)
     except ImportError:  # this program has no torch
         return state
-    if made is None:
+    if tensor is None:
         return state
-    made._meshbook_state = state  # what `pull` asks for
-    return made
+    tensor._meshbook_state = state  # what `pull` asks for
+    return tensor
 
 
-def _spelt(state: ActorState) -> str:
+def _format_path(state: ActorState) -> str:
     text = f"{state._meshbook_mesh._ref.name}.state"
     for kind, key in state._meshbook_steps:
         text += f".{key}" if kind == "attr" else f"[{key!r}]"
     return text
 
 
-def _no_such(state: ActorState, name: str, there: list[str]) -> str:
-    close = difflib.get_close_matches(name, there, n=1)
-    public = [other for other in there if not other.startswith("_")]
+def _no_such_attribute(state: ActorState, name: str, known_names: list[str]) -> str:
+    close = difflib.get_close_matches(name, known_names, n=1)
+    public = [other for other in known_names if not other.startswith("_")]
     hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(public[:20]) or 'no attributes'}"
-    return f"{_spelt(state)} has no attribute {name!r} on any rank; {hint}"
+    return f"{_format_path(state)} has no attribute {name!r} on any rank; {hint}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # In the actors' processes
 
 
-def look(actor: Any, steps: tuple[Step, ...], names: bool) -> tuple[dict[str, Any] | None, list[str]]:
+def preview_path(actor: Any, steps: tuple[PathStep, ...], names: bool) -> tuple[dict[str, Any] | None, list[str]]:
     """A preview as plain data, and the names it has if they are asked for; where nothing is, None and what is there
     instead."""
     from meshbook.rank.preview import preview  # IPython with it, in processes whose state somebody looks at
@@ -284,24 +286,24 @@ def _names_of(thing: Any) -> list[str]:
     return [*own, *(name for name in dir(thing) if name not in own)]
 
 
-def _follow(actor: Any, steps: tuple[Step, ...]) -> Any:
+def _resolve_path(actor: Any, steps: tuple[PathStep, ...]) -> Any:
     for kind, key in steps:
         actor = getattr(actor, key) if kind == "attr" else actor[key]
     return actor
 
 
-def _fetch(actor: Any, steps: tuple[Step, ...]) -> Any:
-    return _follow(actor, steps)
+def _fetch(actor: Any, steps: tuple[PathStep, ...]) -> Any:
+    return _resolve_path(actor, steps)
 
 
-def _assign(actor: Any, steps: tuple[Step, ...], kind: str, key: Any, value: Any) -> None:
+def _assign(actor: Any, steps: tuple[PathStep, ...], kind: str, key: Any, value: Any) -> None:
     if isinstance(value, ValueMesh):
         value = value.get(current_rank().rank)
     if kind == "attr":
-        setattr(_follow(actor, steps), key, value)
+        setattr(_resolve_path(actor, steps), key, value)
     else:
-        _follow(actor, steps)[key] = value
+        _resolve_path(actor, steps)[key] = value
 
 
-def _call(actor: Any, steps: tuple[Step, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _follow(actor, steps)(*args, **kwargs)
+def _call(actor: Any, steps: tuple[PathStep, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _resolve_path(actor, steps)(*args, **kwargs)

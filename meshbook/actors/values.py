@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from meshbook.actors.runtime.futures import Future
 from meshbook.actors.shape import MeshTrait, Point
-from meshbook.mesh import MeshAxes
+from meshbook.mesh_axes import MeshAxes
 
 R = TypeVar("R")
 A = TypeVar("A")
@@ -36,8 +36,8 @@ class ValueMesh(MeshTrait, Generic[R]):
         """
         return self._by_rank[self._axes.rank_at(**point)]
 
-    def __getitem__(self, place: int | Point) -> R:
-        return self.get(place.rank if isinstance(place, Point) else range(len(self))[place])
+    def __getitem__(self, index: int | Point) -> R:
+        return self.get(index.rank if isinstance(index, Point) else range(len(self))[index])
 
     def items(self) -> Iterator[tuple[Point, R]]:
         """(Point, value), in grid order."""
@@ -53,9 +53,7 @@ class ValueMesh(MeshTrait, Generic[R]):
 
     def __eq__(self, other: object) -> bool:
         return (
-            isinstance(other, ValueMesh)
-            and self.extent == other.extent
-            and list(self.values()) == list(other.values())
+            isinstance(other, ValueMesh) and self.extent == other.extent and list(self.values()) == list(other.values())
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -77,7 +75,7 @@ class Accumulator(Generic[R, A]):
     def accumulate(self, *args: Any, **kwargs: Any) -> Future[A]:
         """Call the endpoint on every rank; a Future of the folded answers, in the order in which they came."""
         futures = list(self._endpoint.stream(*args, **kwargs))
-        whole: Future[A] = Future("accumulate()")
+        result: Future[A] = Future("accumulate()")
 
         def fold() -> A:
             value = self._identity
@@ -85,16 +83,16 @@ class Accumulator(Generic[R, A]):
                 value = self._combine(value, future.get())
             return value
 
-        left, lock = len(futures), threading.Lock()
+        num_pending, lock = len(futures), threading.Lock()
 
         def one_less(_: Future[Any]) -> None:
-            nonlocal left
+            nonlocal num_pending
             with lock:  # this may be the thread that hears, or, for what is here already, the caller's
-                left -= 1
-                is_last = not left
+                num_pending -= 1
+                is_last = not num_pending
             if is_last:
-                whole.settle(fold)
+                result.resolve(fold)
 
         for future in futures:
             future.add_done_callback(one_less)
-        return whole
+        return result

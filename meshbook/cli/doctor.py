@@ -59,14 +59,14 @@ _EXTRAS = {
     "ipywidgets": "pip install ipywidgets, for progress bars and widgets of the notebook's own process",
 }
 # Open files that a supervisor with some hundred ranks needs: a few per rank.
-_FILES_WANTED = 1024
+_MIN_OPEN_FILES = 1024
 # Docker gives containers 64 MiB, which NCCL and DataLoader workers fill at once.
-_SHARED_MEMORY_WANTED = 1 << 30
-_DISK_WANTED = 100 << 20
+_MIN_SHARED_MEMORY_BYTES = 1 << 30
+_MIN_FREE_DISK_BYTES = 100 << 20
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """What one check found.
 
     Attributes:
@@ -83,28 +83,28 @@ class Finding:
     remedy: str = ""
 
 
-def examine() -> list[Finding]:
+def run_checks() -> list[CheckResult]:
     """Look at everything; takes some seconds, most of them importing torch."""
-    found: list[Finding] = []
+    results: list[CheckResult] = []
     for check in CHECKS:
         try:
-            found.extend(check())
+            results.extend(check())
         except Exception as error:
-            found.append(Finding("missing", check.__name__.strip("_"), f"the check itself failed: {error!r}"))
-    return found
+            results.append(CheckResult("missing", check.__name__.strip("_"), f"the check itself failed: {error!r}"))
+    return results
 
 
-def report(findings: list[Finding]) -> str:
+def format_report(results: list[CheckResult]) -> str:
     """As text: a line for each, what to do below it, and one sentence at the end."""
     marks = {"ok": "ok", "note": "note", "poor": "POOR", "missing": "MISSING"}
-    width = max(len(finding.about) for finding in findings)
+    width = max(len(result.about) for result in results)
     lines = []
-    for finding in findings:
-        lines.append(f"{marks[finding.state]:8}{finding.about:{width}}  {finding.says}")
-        if finding.remedy:
-            lines.append(f"{'':8}{'':{width}}  -> {finding.remedy}")
-    missing = sum(finding.state == "missing" for finding in findings)
-    poor = sum(finding.state == "poor" for finding in findings)
+    for result in results:
+        lines.append(f"{marks[result.state]:8}{result.about:{width}}  {result.says}")
+        if result.remedy:
+            lines.append(f"{'':8}{'':{width}}  -> {result.remedy}")
+    missing = sum(result.state == "missing" for result in results)
+    poor = sum(result.state == "poor" for result in results)
     if missing:
         verdict = f"Meshbook cannot work here yet: {missing} {'thing is' if missing == 1 else 'things are'} missing."
     elif poor:
@@ -118,33 +118,37 @@ def report(findings: list[Finding]) -> str:
 # Checks. Each gives one finding or more.
 
 
-def _system() -> Iterator[Finding]:
+def _system() -> Iterator[CheckResult]:
     if sys.platform == "linux":
         memory = format_bytes(psutil.virtual_memory().total)
-        yield Finding("ok", "system", f"Linux {platform.release()}, {os.cpu_count()} cores, {memory}")
+        yield CheckResult("ok", "system", f"Linux {platform.release()}, {os.cpu_count()} cores, {memory}")
     else:
-        yield Finding("missing", "system", f"{sys.platform} is not Linux", "use a Linux machine, a container or WSL 2")
+        yield CheckResult(
+            "missing", "system", f"{sys.platform} is not Linux", "use a Linux machine, a container or WSL 2"
+        )
 
 
-def _python() -> Iterator[Finding]:
+def _python() -> Iterator[CheckResult]:
     # Nobody runs this with an older one: the package itself needs 3.11.
-    yield Finding("ok", "Python", f"{platform.python_version()} at {sys.executable}")
+    yield CheckResult("ok", "Python", f"{platform.python_version()} at {sys.executable}")
 
 
-def _packages() -> Iterator[Finding]:
+def _packages() -> Iterator[CheckResult]:
     wanted = {name: constraint for name, (constraint, _) in _PACKAGES.items()}
-    lacking = [(name, problem) for name, constraint in wanted.items() if (problem := _problem(name, constraint))]
+    lacking = [
+        (name, problem) for name, constraint in wanted.items() if (problem := _package_problem(name, constraint))
+    ]
     for name, problem in lacking:
-        yield Finding(
+        yield CheckResult(
             "missing", name, f"{problem}; it is for {_PACKAGES[name][1]}", f"pip install '{name}{wanted[name]}'"
         )
     if not lacking:
-        yield Finding("ok", "packages", f"all {len(wanted)} that Meshbook needs beside torch")
+        yield CheckResult("ok", "packages", f"all {len(wanted)} that Meshbook needs beside torch")
 
 
-def _torch() -> Iterator[Finding]:
+def _torch() -> Iterator[CheckResult]:
     if importlib.util.find_spec("torch") is None:
-        yield Finding(
+        yield CheckResult(
             "missing",
             "torch",
             "not installed",
@@ -155,62 +159,70 @@ def _torch() -> Iterator[Finding]:
         import torch
         import torch.distributed as dist
     except Exception as error:
-        yield Finding("missing", "torch", f"cannot be imported: {error}", "install it anew, see https://pytorch.org")
+        yield CheckResult(
+            "missing", "torch", f"cannot be imported: {error}", "install it anew, see https://pytorch.org"
+        )
         return
     if not dist.is_available() or not dist.is_gloo_available():
-        yield Finding("missing", "torch", f"{torch.__version__} has no gloo", "install a build from https://pytorch.org")
-    elif not _fits(torch.__version__, _TORCH):
-        yield Finding(
+        yield CheckResult(
+            "missing", "torch", f"{torch.__version__} has no gloo", "install a build from https://pytorch.org"
+        )
+    elif not _satisfies(torch.__version__, _TORCH):
+        yield CheckResult(
             "poor", "torch", f"{torch.__version__}; Meshbook was tested with {_TORCH}", f"pip install 'torch{_TORCH}'"
         )
     else:
-        yield Finding("ok", "torch", f"{torch.__version__}, with gloo{' and NCCL' if dist.is_nccl_available() else ''}")
+        yield CheckResult(
+            "ok", "torch", f"{torch.__version__}, with gloo{' and NCCL' if dist.is_nccl_available() else ''}"
+        )
     yield from _gpus(torch.cuda.is_available(), torch.cuda.device_count(), dist.is_nccl_available())
 
 
-def _gpus(usable: bool, seen_by_torch: int, nccl: bool) -> Iterator[Finding]:
+def _gpus(usable: bool, seen_by_torch: int, nccl: bool) -> Iterator[CheckResult]:
     seen = count_gpus()
     has_driver = Path("/dev/nvidiactl").exists()
     if not seen and not has_driver:
-        yield Finding("note", "GPUs", "no NVIDIA GPU here; ranks run on the CPU, with gloo")
+        yield CheckResult("note", "GPUs", "no NVIDIA GPU here; ranks run on the CPU, with gloo")
     elif not seen:
-        yield Finding(
+        yield CheckResult(
             "note",
             "GPUs",
             "there is an NVIDIA driver, but no GPU to be seen; ranks run on the CPU",
             "look at nvidia-smi --list-gpus and at CUDA_VISIBLE_DEVICES",
         )
     elif not usable:
-        yield Finding(
+        yield CheckResult(
             "poor",
             "GPUs",
             f"{seen} to be seen, none usable by this torch; ranks run on the CPU",
             "install a CUDA build that fits the driver, see https://pytorch.org",
         )
     elif not nccl:
-        yield Finding("poor", "GPUs", f"{seen_by_torch} usable, but torch has no NCCL", "install a build that has it")
+        yield CheckResult(
+            "poor", "GPUs", f"{seen_by_torch} usable, but torch has no NCCL", "install a build that has it"
+        )
     else:
-        yield Finding("ok", "GPUs", f"{seen_by_torch} usable, with NCCL")
+        yield CheckResult("ok", "GPUs", f"{seen_by_torch} usable, with NCCL")
 
 
-def _kernel() -> Iterator[Finding]:
+def _kernel() -> Iterator[CheckResult]:
     from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
 
     from meshbook.cli import kernels
 
     if not kernels.is_installed():
-        yield Finding(
+        yield CheckResult(
             "note",
             "meshbook",
-            f"found in {kernels.PACKAGE.parent}, not installed",
+            f"found in {kernels.PACKAGE_DIR.parent}, not installed",
             "pip install it, so that every Python of this environment finds it",
         )
     else:
-        yield Finding("ok", "meshbook", f"{importlib.metadata.version('meshbook')} in {kernels.PACKAGE.parent}")
+        yield CheckResult("ok", "meshbook", f"{importlib.metadata.version('meshbook')} in {kernels.PACKAGE_DIR.parent}")
     try:
-        spec = KernelSpecManager().get_kernel_spec(kernels.NAME)
+        spec = KernelSpecManager().get_kernel_spec(kernels.KERNEL_NAME)
     except NoSuchKernel:
-        yield Finding(
+        yield CheckResult(
             "poor",
             "kernel",
             "Jupyter does not know the kernel Meshbook; the terminal and %load_ext do without",
@@ -220,21 +232,21 @@ def _kernel() -> Iterator[Finding]:
     program = spec.argv[0]
     if os.path.isabs(program) and not os.access(program, os.X_OK):
         says = f"{spec.resource_dir} starts {program}, which is gone"
-        yield Finding("poor", "kernel", says, "meshbook install --user")
+        yield CheckResult("poor", "kernel", says, "meshbook install --user")
     else:
-        yield Finding("ok", "kernel", f"Jupyter finds it in {spec.resource_dir}")
+        yield CheckResult("ok", "kernel", f"Jupyter finds it in {spec.resource_dir}")
 
 
-def _runtime_folder() -> Iterator[Finding]:
+def _runtime_folder() -> Iterator[CheckResult]:
     try:
         folder = keys.runtime_folder()
         with tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder) as inner, socket.socket(socket.AF_UNIX) as s:
             s.bind(os.path.join(inner, "h1234-service.sock"))
     except MeshbookError as error:
-        yield Finding("missing", "runtime folder", str(error))
+        yield CheckResult("missing", "runtime folder", str(error))
         return
     except OSError as error:
-        yield Finding(
+        yield CheckResult(
             "missing",
             "runtime folder",
             f"no socket can be made in {folder}: {error.strerror or error}",
@@ -242,31 +254,31 @@ def _runtime_folder() -> Iterator[Finding]:
         )
         return
     free = shutil.disk_usage(folder).free
-    if free < _DISK_WANTED:
-        yield Finding(
+    if free < _MIN_FREE_DISK_BYTES:
+        yield CheckResult(
             "poor",
             "runtime folder",
             f"{folder} has {format_bytes(free)} left; sockets and logs go there",
             "free some space, or set MESHBOOK_RUNTIME_DIR to another disk",
         )
     else:
-        yield Finding("ok", "runtime folder", f"{folder}")
+        yield CheckResult("ok", "runtime folder", f"{folder}")
 
 
-def _shared_memory() -> Iterator[Finding]:
-    if problem := _memory_file_problem():
-        yield Finding(
+def _shared_memory() -> Iterator[CheckResult]:
+    if problem := _memfd_problem():
+        yield CheckResult(
             "missing",
             "shared memory",
             f"values go to the ranks through memory files, and {problem}",
             "a Linux of 3.17 or newer, with /proc mounted as usual",
         )
     else:
-        yield Finding("ok", "shared memory", "memory files can be handed to other processes")
+        yield CheckResult("ok", "shared memory", "memory files can be handed to other processes")
     folder = Path("/dev/shm")
     size = shutil.disk_usage(folder).total if folder.is_dir() else 0
-    if size < _SHARED_MEMORY_WANTED:
-        yield Finding(
+    if size < _MIN_SHARED_MEMORY_BYTES:
+        yield CheckResult(
             "poor",
             "/dev/shm",
             f"{format_bytes(size)}; NCCL and DataLoader workers need more" if size else "not there",
@@ -274,7 +286,7 @@ def _shared_memory() -> Iterator[Finding]:
         )
 
 
-def _memory_file_problem() -> str:
+def _memfd_problem() -> str:
     """Makes one and has a child open it by its path, as ranks do."""
     if not hasattr(os, "memfd_create"):
         return "this system has none"
@@ -296,47 +308,47 @@ def _memory_file_problem() -> str:
         os.close(fd)
 
 
-def _loopback() -> Iterator[Finding]:
+def _loopback() -> Iterator[CheckResult]:
     try:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             listener.listen(1)
             with socket.create_connection(listener.getsockname(), timeout=2):
-                yield Finding("ok", "loopback", "ranks can meet at 127.0.0.1")
+                yield CheckResult("ok", "loopback", "ranks can meet at 127.0.0.1")
     except OSError as error:
-        yield Finding(
+        yield CheckResult(
             "missing", "loopback", f"nothing can listen at 127.0.0.1: {error.strerror or error}", "ip link set lo up"
         )
 
 
-def _limits() -> Iterator[Finding]:
+def _limits() -> Iterator[CheckResult]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < _FILES_WANTED:
-        yield Finding(
+    if soft != resource.RLIM_INFINITY and soft < _MIN_OPEN_FILES:
+        yield CheckResult(
             "poor",
             "open files",
-            f"at most {soft}; some hundred ranks need {_FILES_WANTED}",
+            f"at most {soft}; some hundred ranks need {_MIN_OPEN_FILES}",
             f"ulimit -n {min(65536, hard) if hard > 0 else 65536}, before Jupyter or the terminal starts a mesh",
         )
     else:
-        yield Finding("ok", "open files", f"at most {'any number' if soft == resource.RLIM_INFINITY else soft}")
+        yield CheckResult("ok", "open files", f"at most {'any number' if soft == resource.RLIM_INFINITY else soft}")
 
 
-def _settings() -> Iterator[Finding]:
+def _settings() -> Iterator[CheckResult]:
     try:
         defaults = read_defaults()
     except MeshbookError as error:
-        yield Finding("missing", "settings", str(error), "mend it; every start of a mesh reads it")
+        yield CheckResult("missing", "settings", str(error), "mend it; every start of a mesh reads it")
     else:
-        yield Finding("ok", "settings", f"a mesh has {defaults.num_ranks()} ranks here unless you say otherwise")
+        yield CheckResult("ok", "settings", f"a mesh has {defaults.num_ranks()} ranks here unless you say otherwise")
 
 
-def _extras() -> Iterator[Finding]:
+def _extras() -> Iterator[CheckResult]:
     for name, remedy in _EXTRAS.items():
         if importlib.util.find_spec(name) is None:
-            yield Finding("note", name, "not installed; you may not need it", remedy)
+            yield CheckResult("note", name, "not installed; you may not need it", remedy)
     if shutil.which("py-spy") is None and importlib.util.find_spec("py_spy") is None:
-        yield Finding(
+        yield CheckResult(
             "note",
             "py-spy",
             "not installed; it shows where a process hangs in C code",
@@ -344,47 +356,57 @@ def _extras() -> Iterator[Finding]:
         )
 
 
-def _meshes() -> Iterator[Finding]:
+def _meshes() -> Iterator[CheckResult]:
     try:
         folder = keys.runtime_folder()
     except MeshbookError:
         return  # told already
-    dead = keys.remove_dead()
+    dead = keys.remove_stale_folders()
     living = keys.list_connections()
     if dead:
-        yield Finding("note", "dead meshes", f"removed what {', '.join(dead)} had left in {folder}")
+        yield CheckResult("note", "dead meshes", f"removed what {', '.join(dead)} had left in {folder}")
     if living:
         names = ", ".join(connection.name for connection in living)
-        yield Finding("ok", "meshes", f"{len(living)} running: {names}")
+        yield CheckResult("ok", "meshes", f"{len(living)} running: {names}")
     else:
-        yield Finding("ok", "meshes", "none running, nothing left of others")
+        yield CheckResult("ok", "meshes", "none running, nothing left of others")
 
 
 # In the order they are told. Memory files are tried before torch is imported: that check forks, and torch has threads.
-CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
-    _system, _python, _packages, _shared_memory, _torch, _kernel, _runtime_folder, _loopback, _limits, _settings,
-    _extras, _meshes,
+CHECKS: tuple[Callable[[], Iterator[CheckResult]], ...] = (
+    _system,
+    _python,
+    _packages,
+    _shared_memory,
+    _torch,
+    _kernel,
+    _runtime_folder,
+    _loopback,
+    _limits,
+    _settings,
+    _extras,
+    _meshes,
 )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _problem(name: str, constraint: str) -> str:
+def _package_problem(name: str, constraint: str) -> str:
     """What is wrong with a package; nothing when it is there and fits."""
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
-    return "" if _fits(version, constraint) else f"{version} is installed, {constraint} is wanted"
+    return "" if _satisfies(version, constraint) else f"{version} is installed, {constraint} is wanted"
 
 
-def _fits(version: str, constraint: str) -> bool:
+def _satisfies(version: str, constraint: str) -> bool:
     """Whether `2.13.0+cpu` is within `>=2.11,<2.14`. Numbers only: pre-releases count as the release."""
-    have = _numbers(version)
+    have = _version_tuple(version)
     for part in constraint.split(","):
         sign = "".join(character for character in part if character in "<>=")
-        bound = _numbers(part[len(sign) :])
+        bound = _version_tuple(part[len(sign) :])
         width = max(len(have), len(bound))
         left, right = (numbers + (0,) * (width - len(numbers)) for numbers in (have, bound))
         if (sign == ">=" and left < right) or (sign == "<" and left >= right):
@@ -392,6 +414,6 @@ def _fits(version: str, constraint: str) -> bool:
     return True
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _version_tuple(version: str) -> tuple[int, ...]:
     found = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(int(number) for number in found[0].split(".")) if found is not None else ()

@@ -18,23 +18,23 @@ from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
 
 from meshbook.errors import UsageError
 
-NAME = "meshbook"
-PACKAGE = Path(__file__).resolve().parent.parent
+KERNEL_NAME = "meshbook"
+PACKAGE_DIR = Path(__file__).resolve().parent.parent
 
 
 def kernel_spec() -> KernelSpec:
     """The kernel as this interpreter runs it."""
-    return KernelSpec(**_spec(), resource_dir=str(_resources() or ""))
+    return KernelSpec(**_kernel_json(), resource_dir=str(_find_resources() or ""))
 
 
-class OurKernel(KernelSpecManager):
+class MeshbookKernelSpecManager(KernelSpecManager):
     """Knows the Meshbook kernel under its name without looking for it; everything else as Jupyter does."""
 
     def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
-        return kernel_spec() if kernel_name == NAME else super().get_kernel_spec(kernel_name)
+        return kernel_spec() if kernel_name == KERNEL_NAME else super().get_kernel_spec(kernel_name)
 
 
-def private_connection(folder: str, name: str) -> dict[str, Any]:
+def ipc_connection_options(folder: str, name: str) -> dict[str, Any]:
     """Options of a kernel manager whose sockets are in a folder that only this user can open: no port on the machine,
     and nothing to be read on the way.
 
@@ -49,14 +49,14 @@ def private_connection(folder: str, name: str) -> dict[str, Any]:
     }
 
 
-def environment(ranks: int | None = None) -> dict[str, str]:
+def kernel_environment(ranks: int | None = None) -> dict[str, str]:
     """The kernel's: ours, but it is nobody's notebook, even if the command is run in one's terminal.
 
     Args:
         ranks: how many its mesh has unless a cell says; None: as always.
     """
-    ours = {name: value for name, value in os.environ.items() if name != "JPY_SESSION_NAME"}
-    return ours if ranks is None else {**ours, "MESHBOOK_RANKS": str(ranks)}
+    variables = {name: value for name, value in os.environ.items() if name != "JPY_SESSION_NAME"}
+    return variables if ranks is None else {**variables, "MESHBOOK_RANKS": str(ranks)}
 
 
 def install(*, user: bool = False, prefix: str | None = None) -> Path:
@@ -73,45 +73,47 @@ def install(*, user: bool = False, prefix: str | None = None) -> Path:
         UsageError: the folder cannot be written.
     """
     with tempfile.TemporaryDirectory() as draft:
-        resources = _resources()
+        resources = _find_resources()
         if resources is not None:
             for file in resources.glob("logo-*"):
                 shutil.copy(file, draft)
-        (Path(draft) / "kernel.json").write_text(json.dumps(_spec(), indent=2) + "\n")
+        (Path(draft) / "kernel.json").write_text(json.dumps(_kernel_json(), indent=2) + "\n")
         try:
-            where = KernelSpecManager().install_kernel_spec(
-                draft, NAME, user=user, prefix=None if user else prefix or sys.prefix
+            destination = KernelSpecManager().install_kernel_spec(
+                draft, KERNEL_NAME, user=user, prefix=None if user else prefix or sys.prefix
             )
         except OSError as error:
             raise UsageError(
                 f"{error.filename or 'the folder of kernels'} cannot be written ({error.strerror}); "
                 "try meshbook install --user"
             ) from error
-    return Path(where)
+    return Path(destination)
 
 
-def _spec() -> dict[str, Any]:
+def _kernel_json() -> dict[str, Any]:
     spec: dict[str, Any] = {"display_name": "Meshbook", "language": "python", "interrupt_mode": "message"}
-    resources = _resources()
+    resources = _find_resources()
     if resources is not None:
         spec |= json.loads((resources / "kernel.json").read_text())
     spec["argv"] = [sys.executable, "-m", "meshbook.kernel", "-f", "{connection_file}"]
     # The debugger that ipykernel brings warns on stderr of Python's frozen modules, and then works.
     spec["env"] = {"PYDEVD_DISABLE_FILE_VALIDATION": "1", **spec.get("env", {})}
     if not is_installed():
-        spec["env"]["PYTHONPATH"] = str(PACKAGE.parent)
+        spec["env"]["PYTHONPATH"] = str(PACKAGE_DIR.parent)
     return spec
 
 
 def is_installed() -> bool:
     """Whether this interpreter finds Meshbook without help, and not only because of the folder it was started in."""
-    places = {Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib")}
-    return PACKAGE.parent in places or any(
-        str(PACKAGE.parent) in file.read_text(errors="replace") for place in places for file in place.glob("*.pth")
+    site_packages = {Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib")}
+    return PACKAGE_DIR.parent in site_packages or any(
+        str(PACKAGE_DIR.parent) in file.read_text(errors="replace")
+        for folder in site_packages
+        for file in folder.glob("*.pth")
     )
 
 
-def _resources() -> Path | None:
+def _find_resources() -> Path | None:
     """The folder with kernel.json and the logos: of a source tree, else of the installed wheel."""
-    places = (PACKAGE.parent / "kernelspec", Path(sys.prefix) / "share" / "jupyter" / "kernels" / NAME)
-    return next((place for place in places if (place / "kernel.json").is_file()), None)
+    candidates = (PACKAGE_DIR.parent / "kernelspec", Path(sys.prefix) / "share" / "jupyter" / "kernels" / KERNEL_NAME)
+    return next((candidate for candidate in candidates if (candidate / "kernel.json").is_file()), None)

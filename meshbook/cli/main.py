@@ -17,21 +17,21 @@ from pathlib import Path
 
 import msgspec
 
-from meshbook.controller.connection import Connection
-from meshbook.controller.listing import list_meshes, look_at
+from meshbook.controller.connection import SupervisorConnection
+from meshbook.controller.listing import fetch_mesh_info, list_meshes
 from meshbook.controller.mesh import Mesh, attach
 from meshbook.controller.session import Session
 from meshbook.controller.tables import status_table
 from meshbook.diagnose import findings as diagnose
 from meshbook.errors import MeshbookError, NotAttached, StartError, UsageError, VersionMismatch
-from meshbook.mesh import MeshAxes
+from meshbook.mesh_axes import MeshAxes
 from meshbook.version import __version__
 from meshbook.wire import keys
-from meshbook.wire.lifeline import is_stopped
+from meshbook.wire.process_control import is_stopped
 
 # Seconds that a supervisor may take to answer, and a mesh to end when it was asked or sent a signal. It gives its ranks
 # 1 s.
-_ANSWER_TIMEOUT_S = 3.0
+_REPLY_TIMEOUT_S = 3.0
 _STOP_GRACE_S = 15.0
 _SIGNAL_GRACE_S = 5.0
 
@@ -48,9 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except UsageError as error:
-        return _complain(error, 2)
+        return _print_error(error, 2)
     except MeshbookError as error:
-        return _complain(error, 1)
+        return _print_error(error, 1)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `meshbook list | head`: whoever read has seen enough
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _complain(error: Exception, status: int) -> int:
+def _print_error(error: Exception, status: int) -> int:
     print(f"meshbook: {error}", file=sys.stderr)
     return status
 
@@ -197,7 +197,7 @@ def _repl(options: argparse.Namespace) -> int:
 
 
 def _attach(options: argparse.Namespace) -> int:
-    found = _find(options.name)  # before a kernel is started for nothing
+    found = _find_mesh(options.name)  # before a kernel is started for nothing
     from meshbook.cli import repl
 
     return repl.run(f"%mesh attach {found.name}", simple=options.simple)
@@ -215,7 +215,7 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    info = look_at(_find(options.name))
+    info = fetch_mesh_info(_find_mesh(options.name))
     if options.json:
         print(msgspec.json.format(msgspec.json.encode(info), indent=2).decode())
     else:
@@ -224,43 +224,43 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _why(options: argparse.Namespace) -> int:
-    with _looking_at(options.name) as mesh:
+    with _observed_mesh(options.name) as mesh:
         why = mesh.why()
     if options.json:
         print(msgspec.json.format(msgspec.json.encode(why.findings), indent=2).decode())
     else:
-        print(diagnose.as_text(why.findings, color=_colours()))
+        print(diagnose.as_text(why.findings, color=_use_color()))
     return 0
 
 
 def _stacks(options: argparse.Namespace) -> int:
-    with _looking_at(options.name) as mesh:
+    with _observed_mesh(options.name) as mesh:
         stacks = mesh.stacks(options.ranks, twice=options.twice, threads=options.threads)
     if options.json:
         print(msgspec.json.format(msgspec.json.encode(stacks.snapshots), indent=2).decode())
     else:
-        print(stacks.as_text(color=_colours()))
+        print(stacks.as_text(color=_use_color()))
     return 0
 
 
 def _top(options: argparse.Namespace) -> int:
     if options.port is not None and not options.web:
         raise UsageError("--port is the page's; write it like: meshbook top --web --port 8000")
-    found = _find(options.name)
+    found = _find_mesh(options.name)
     if options.prometheus is not None:
         from meshbook.controller.exporter import Exporter
 
-        with _looking_at(found.name) as mesh, Exporter(mesh.session, options.prometheus) as exporter:
+        with _observed_mesh(found.name) as mesh, Exporter(mesh.session, options.prometheus) as exporter:
             print(f"{mesh.name}: {exporter.address}\nCtrl-C ends it.", flush=True)
             exporter.wait()
     elif options.web:
-        from meshbook.dashboard import page
+        from meshbook.dashboard import web_server
 
-        page.serve(found.name, options.port)
+        web_server.serve(found.name, options.port)
     else:
-        from meshbook.dashboard import screen
+        from meshbook.dashboard import terminal
 
-        screen.run(found.name)
+        terminal.run(found.name)
     return 0
 
 
@@ -275,23 +275,23 @@ def _run(options: argparse.Namespace) -> int:
 def _stop(options: argparse.Namespace) -> int:
     if options.all and options.name:
         raise UsageError(f"{options.name} or --all, not both")
-    connections = keys.list_connections() if options.all else [_find(options.name)]
+    connections = keys.list_connections() if options.all else [_find_mesh(options.name)]
     if not connections:
         print("no mesh is running")
     for connection in connections:
-        print(f"{connection.name} {end(connection)}")
+        print(f"{connection.name} {end_mesh(connection)}")
     return 0
 
 
 def _doctor(options: argparse.Namespace) -> int:
     from meshbook.cli import doctor
 
-    findings = doctor.examine()
+    results = doctor.run_checks()
     if options.json:
-        print(msgspec.json.format(msgspec.json.encode(findings), indent=2).decode())
+        print(msgspec.json.format(msgspec.json.encode(results), indent=2).decode())
     else:
-        print(doctor.report(findings))
-    return int(any(finding.state == "missing" for finding in findings))
+        print(doctor.format_report(results))
+    return int(any(result.state == "missing" for result in results))
 
 
 def _install(options: argparse.Namespace) -> int:
@@ -304,7 +304,7 @@ def _install(options: argparse.Namespace) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def end(connection: keys.Connection) -> str:
+def end_mesh(connection: keys.ConnectionInfo) -> str:
     """End a mesh: by asking, then by SIGTERM, then by SIGKILL, which ends its ranks too. Blocks until it is gone.
 
     Returns:
@@ -313,13 +313,13 @@ def end(connection: keys.Connection) -> str:
     Raises:
         StartError: it lives on.
     """
-    answered = threading.Event()
+    connected = threading.Event()
 
     def ask() -> None:
         # One that speaks another version, or that is gone before it could answer, raises.
         with contextlib.suppress(NotAttached, VersionMismatch):
-            session = Session(Connection(connection, kind="cli", observer=True), stop_at_exit=False)
-            answered.set()
+            session = Session(SupervisorConnection(connection, kind="cli", observer=True), stop_at_exit=False)
+            connected.set()
             session.stop()
 
     if is_stopped(connection.pid):  # by SIGSTOP: it could not end in good order
@@ -327,22 +327,22 @@ def end(connection: keys.Connection) -> str:
             os.kill(connection.pid, signal.SIGCONT)
     # A daemon: one that waits for a stuck supervisor must not keep us from killing it.
     threading.Thread(target=ask, name=f"end-{connection.name}", daemon=True).start()
-    if answered.wait(_ANSWER_TIMEOUT_S) and _is_gone(connection, _STOP_GRACE_S):
+    if connected.wait(_REPLY_TIMEOUT_S) and _has_exited(connection, _STOP_GRACE_S):
         return "has ended"
     for number, words in ((signal.SIGTERM, "was told to end by a signal, and has"), (signal.SIGKILL, "was killed")):
-        if _is_gone(connection, 0.0):
+        if _has_exited(connection, 0.0):
             return "has ended"
         with contextlib.suppress(ProcessLookupError):
             os.kill(connection.pid, number)
-        if _is_gone(connection, _SIGNAL_GRACE_S):
+        if _has_exited(connection, _SIGNAL_GRACE_S):
             return f"did not answer and {words}"
     raise StartError(f"{connection.name} (pid {connection.pid}) cannot be ended; the system keeps its process")
 
 
-def _is_gone(connection: keys.Connection, within_s: float) -> bool:
+def _has_exited(connection: keys.ConnectionInfo, within_s: float) -> bool:
     """Whether the supervisor ends within so many seconds; what it left is then removed."""
     deadline = time.monotonic() + within_s
-    while connection.lives:
+    while connection.is_alive:
         if time.monotonic() >= deadline:
             return False
         time.sleep(0.02)  # not our child: it can only be looked at again
@@ -351,20 +351,20 @@ def _is_gone(connection: keys.Connection, within_s: float) -> bool:
 
 
 @contextlib.contextmanager
-def _looking_at(name: str | None) -> Iterator[Mesh]:
+def _observed_mesh(name: str | None) -> Iterator[Mesh]:
     """A mesh to ask about, as an observer."""
-    mesh = attach(_find(name).name, kind="cli", observer=True)
+    mesh = attach(_find_mesh(name).name, kind="cli", observer=True)
     try:
         yield mesh
     finally:
         mesh.session.close()
 
 
-def _colours() -> bool:
+def _use_color() -> bool:
     return sys.stdout.isatty() and "NO_COLOR" not in os.environ
 
 
-def _find(name: str | None) -> keys.Connection:
+def _find_mesh(name: str | None) -> keys.ConnectionInfo:
     """A mesh that runs, in a terminal's words where there is none. Raises NotAttached, MeshNameError."""
     if not keys.list_connections():
         raise NotAttached("no mesh is running; meshbook repl -n 4 starts one")

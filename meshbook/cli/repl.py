@@ -22,27 +22,31 @@ from traitlets import Unicode
 from traitlets.config import Config
 
 from meshbook.cli import kernels
-from meshbook.cli.screen import Screen
+from meshbook.cli.output import CellOutputWriter
 
 # Seconds that the kernel may take to stop its mesh and end: a supervisor gives its ranks 1 s, a loaded machine more.
-_GRACE_S = 20.0
+_SHUTDOWN_TIMEOUT_S = 20.0
 
 
-class _Manager(KernelManager):
+class _MeshbookKernelManager(KernelManager):
     """Starts the Meshbook kernel, installed or not, and talks to it through sockets of this user's alone."""
 
     def __init__(self, *, connection_file: str, **options: Any) -> None:
-        private = kernels.private_connection(os.path.dirname(connection_file), "repl")
-        ours = {"kernel_name": kernels.NAME, "kernel_spec_manager": kernels.OurKernel(), **private}
-        super().__init__(**{**options, **ours})
+        private = kernels.ipc_connection_options(os.path.dirname(connection_file), "repl")
+        kernel_options = {
+            "kernel_name": kernels.KERNEL_NAME,
+            "kernel_spec_manager": kernels.MeshbookKernelSpecManager(),
+            **private,
+        }
+        super().__init__(**{**options, **kernel_options})
 
 
-class _Shell(ZMQTerminalInteractiveShell):  # type: ignore[misc]  # jupyter_console ships no types
+class _ConsoleShell(ZMQTerminalInteractiveShell):  # type: ignore[misc]  # jupyter_console ships no types
     """The console's shell, which knows no displays that change: progress bars."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._screen = Screen(sys.stdout)
+        self._output = CellOutputWriter(sys.stdout)
 
     def init_kernel_info(self) -> None:
         """Wait for the kernel, and until its output comes here: a cell whose end passed unheard would never end."""
@@ -55,25 +59,25 @@ class _Shell(ZMQTerminalInteractiveShell):  # type: ignore[misc]  # jupyter_cons
         if not super().include_output(msg):
             return False
         if kind in ("display_data", "update_display_data") and (content.get("transient") or {}).get("display_id"):
-            return not self._screen.message(kind, content)
+            return not self._output.show_message(kind, content)
         if kind in ("stream", "display_data", "execute_result", "error") or (
             kind == "status" and content["execution_state"] == "idle"
         ):
-            self._screen.finish()
+            self._output.end_line()
         return True
 
 
-class _Console(ZMQTerminalIPythonApp):  # type: ignore[misc]  # jupyter_console ships no types
+class _ConsoleApp(ZMQTerminalIPythonApp):  # type: ignore[misc]  # jupyter_console ships no types
     """The console, with something to run before its first prompt."""
 
-    kernel_manager_class = _Manager
+    kernel_manager_class = _MeshbookKernelManager
     first_line = Unicode("", help="run before the first prompt")
 
     def init_shell(self) -> None:
         # As the console itself does it, but for the class of its shell.
         JupyterConsoleApp.initialize(self)
         signal.signal(signal.SIGINT, self.handle_sigint)
-        self.shell = _Shell.instance(
+        self.shell = _ConsoleShell.instance(
             parent=self, manager=self.kernel_manager, client=self.kernel_client, confirm_exit=self.confirm_exit
         )
         self.shell.own_kernel = True
@@ -96,7 +100,7 @@ def run(first_line: str = "", *, simple: bool = False) -> int:
     """
     os.environ.pop("JPY_SESSION_NAME", None)  # the terminal may be a notebook server's
     private = tempfile.mkdtemp(prefix="meshbook-")
-    console = _Console.instance(first_line=first_line, connection_file=os.path.join(private, "repl.json"))
+    console = _ConsoleApp.instance(first_line=first_line, connection_file=os.path.join(private, "repl.json"))
     console.update_config(
         Config({"ZMQTerminalInteractiveShell": {"banner": "{kernel_banner}\n", "simple_prompt": simple}})
     )
@@ -108,7 +112,7 @@ def run(first_line: str = "", *, simple: bool = False) -> int:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             with contextlib.suppress(Exception):  # it may be gone already
                 console.kernel_client.shutdown()
-            manager.finish_shutdown(waittime=_GRACE_S)
+            manager.finish_shutdown(waittime=_SHUTDOWN_TIMEOUT_S)
             console.kernel_client.stop_channels()
             manager.cleanup_resources()
         shutil.rmtree(private, ignore_errors=True)

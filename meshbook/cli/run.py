@@ -22,11 +22,11 @@ from nbclient.exceptions import CellExecutionError, DeadKernelError
 from nbformat import NotebookNode, v4
 
 from meshbook.cli import kernels
-from meshbook.cli.screen import Screen, plain
+from meshbook.cli.output import CellOutputWriter, strip_ansi
 from meshbook.controller.tables import first_line, format_seconds
 from meshbook.errors import UsageError
 
-INTERRUPTED = 130  # as shells count a program that SIGINT ended
+EXIT_INTERRUPTED = 130  # as shells count a program that SIGINT ended
 _CELL_MARK = re.compile(r"#\s*%%(?:\s+(?P<title>.*))?\s*")
 # Magics that editors would choke on, written as comments. Only ours: `# %%time` may well be a cell's mark.
 _COMMENTED_MAGIC = re.compile(r"#\s?(?=%%?(?:mesh|controller|local)\b)")
@@ -61,16 +61,16 @@ def run_file(
         out = Path("build")
     if out is not None and (out / path.name).resolve() == path.resolve():
         raise UsageError(f"{path} would be written over with what comes out of it; name another folder with --out")
-    printer = _Printer(sys.stdout, framed=not is_script, quiet=quiet)
+    printer = _RunPrinter(sys.stdout, framed=not is_script, quiet=quiet)
     with tempfile.TemporaryDirectory(prefix="meshbook-") as private:
-        client = _Client(notebook, printer, path.resolve(), private, ranks=ranks, timeout_s=timeout_s)
-        trouble = client.execute_all()
+        client = _NotebookRunner(notebook, printer, path.resolve(), private, ranks=ranks, timeout_s=timeout_s)
+        problem = client.execute_all()
     if out is not None:
-        for what, where in write(notebook, out, path.stem).items():
-            printer.say(f"{what}: {where}")
-    if trouble:
-        print(trouble if sys.stderr.isatty() else plain(trouble), file=sys.stderr)
-    return INTERRUPTED if client.interrupted else 1 if trouble else 0
+        for what, location in write(notebook, out, path.stem).items():
+            printer.print_notice(f"{what}: {location}")
+    if problem:
+        print(problem if sys.stderr.isatty() else strip_ansi(problem), file=sys.stderr)
+    return EXIT_INTERRUPTED if client.interrupted else 1 if problem else 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def write(notebook: NotebookNode, folder: Path, stem: str) -> dict[str, Path]:
     """
     from nbconvert import HTMLExporter  # takes most of a second to import
 
-    notebook.metadata["kernelspec"] = {"name": kernels.NAME, "display_name": "Meshbook", "language": "python"}
+    notebook.metadata["kernelspec"] = {"name": kernels.KERNEL_NAME, "display_name": "Meshbook", "language": "python"}
     exporter = HTMLExporter()  # type: ignore[no-untyped-call]
     page, _ = exporter.from_notebook_node(notebook, resources={"metadata": {"name": stem}})
     written = {"executed notebook": folder / f"{stem}.ipynb", "as a web page": folder / f"{stem}.html"}
@@ -149,13 +149,13 @@ def write(notebook: NotebookNode, folder: Path, stem: str) -> dict[str, Path]:
 # Execution
 
 
-class _Client(NotebookClient):
+class _NotebookRunner(NotebookClient):
     """nbclient on our kernel, showing output as it comes; Ctrl-C interrupts the cell, and a second one the kernel."""
 
     def __init__(
         self,
         notebook: NotebookNode,
-        printer: _Printer,
+        printer: _RunPrinter,
         path: Path,
         private: str,
         *,
@@ -167,32 +167,32 @@ class _Client(NotebookClient):
             timeout=None if timeout_s is None else max(1, round(timeout_s)),
             interrupt_on_timeout=True,
             error_on_timeout={"ename": "TimeoutError", "evalue": f"stopped after {timeout_s} s", "traceback": []},
-            kernel_name=kernels.NAME,
+            kernel_name=kernels.KERNEL_NAME,
             resources={"metadata": {"path": str(path.parent)}},
-            on_notebook_start=self._kernel_is_up,
+            on_notebook_start=self._kernel_started,
             on_cell_execute=self._cell_begins,
             on_cell_executed=self._cell_ended,
             on_cell_error=self._cell_failed,
         )
         self.interrupted = False
-        self._cell_runs = False  # the kernel has begun it
+        self._is_cell_running = False  # the kernel has begun it
         self._printer, self._ranks, self._private, self._stem = printer, ranks, private, path.stem
         self._num_cells = sum(cell.cell_type == "code" and bool(cell.source.strip()) for cell in notebook.cells)
-        self._began = 0.0
-        self._failure: dict[str, Any] = {}  # what the last cell that failed was answered
+        self._cell_started_at = 0.0
+        self._last_error_reply: dict[str, Any] = {}  # what the last cell that failed was answered
 
     def execute_all(self) -> str:
         """Run every cell, until one fails. Returns what is to be said of the failure; nothing when there was none."""
         began = time.monotonic()
         try:
-            self.execute(env=kernels.environment(self._ranks))
+            self.execute(env=kernels.kernel_environment(self._ranks))
         except CellExecutionError as error:
             if self.interrupted:
                 return "interrupted"
-            if error.ename == "TimeoutError" and not self._failure.get("traceback"):
+            if error.ename == "TimeoutError" and not self._last_error_reply.get("traceback"):
                 return f"cell {self.code_cells_executed} took longer than {self.timeout} s and was stopped (--timeout)"
-            told = "\n".join(self._failure.get("traceback", ())) or f"{error.ename}: {error.evalue}"
-            return f"cell {self.code_cells_executed} of {self._num_cells} failed:\n{told}"
+            details = "\n".join(self._last_error_reply.get("traceback", ())) or f"{error.ename}: {error.evalue}"
+            return f"cell {self.code_cells_executed} of {self._num_cells} failed:\n{details}"
         except KeyboardInterrupt:
             return "interrupted"
         except RuntimeError as error:  # what nbclient and jupyter_client call a kernel that is gone, or never came up
@@ -202,86 +202,86 @@ class _Client(NotebookClient):
                 return "the kernel has died; what it printed last is above"
             return f"the kernel did not start: {error}"
         cells = "1 cell" if self._num_cells == 1 else f"{self._num_cells} cells"
-        self._printer.say(f"{cells} in {format_seconds(time.monotonic() - began)}", apart=True)
+        self._printer.print_notice(f"{cells} in {format_seconds(time.monotonic() - began)}", blank_line_before=True)
         return ""
 
     def create_kernel_manager(self) -> AsyncKernelManager:
         self.km = AsyncKernelManager(
-            kernel_name=kernels.NAME,
-            kernel_spec_manager=kernels.OurKernel(),
-            **kernels.private_connection(self._private, self._stem),
+            kernel_name=kernels.KERNEL_NAME,
+            kernel_spec_manager=kernels.MeshbookKernelSpecManager(),
+            **kernels.ipc_connection_options(self._private, self._stem),
         )
         return self.km
 
-    def _kernel_is_up(self, notebook: NotebookNode) -> None:
+    def _kernel_started(self, notebook: NotebookNode) -> None:
         # nbclient's own handler shuts the kernel down at once, and with it goes the word of where the ranks were.
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._told_to_stop)
+            loop.add_signal_handler(number, self._stop_signalled)
 
-    def _told_to_stop(self) -> None:
+    def _stop_signalled(self) -> None:
         assert self.km is not None
         if self.interrupted:
-            self._do(self.km.shutdown_kernel())
-        elif self._cell_runs:
-            self._do(self.km.interrupt_kernel())
+            self._schedule(self.km.shutdown_kernel())
+        elif self._is_cell_running:
+            self._schedule(self.km.interrupt_kernel())
         self.interrupted = True  # a cell that the kernel has not begun yet is interrupted when it does
 
-    def _do(self, step: Any) -> None:
-        self._stopping = asyncio.ensure_future(step)
+    def _schedule(self, coroutine: Any) -> None:
+        self._stop_task = asyncio.ensure_future(coroutine)
 
     def _cell_begins(self, cell: NotebookNode, cell_index: int) -> None:
         if self.interrupted:  # the cell before was one that may fail, and it went on
             raise KeyboardInterrupt
-        self._began = time.monotonic()
-        self._printer.begin(self.code_cells_executed + 1, self._num_cells, cell.source)
+        self._cell_started_at = time.monotonic()
+        self._printer.begin_cell(self.code_cells_executed + 1, self._num_cells, cell.source)
 
     def _cell_ended(self, cell: NotebookNode, cell_index: int, execute_reply: dict[str, Any]) -> None:
-        self._cell_runs = False
+        self._is_cell_running = False
         expected = self.allow_errors or "raises-exception" in cell.metadata.get("tags", [])
-        self._printer.end(execute_reply["content"], expected, time.monotonic() - self._began)
+        self._printer.end_cell(execute_reply["content"], expected, time.monotonic() - self._cell_started_at)
 
     def _cell_failed(self, cell: NotebookNode, cell_index: int, execute_reply: dict[str, Any]) -> None:
-        self._failure = execute_reply["content"]
+        self._last_error_reply = execute_reply["content"]
 
     def process_message(self, msg: dict[str, Any], cell: NotebookNode, cell_index: int) -> NotebookNode | None:
         if msg["msg_type"] == "execute_input":
-            self._cell_runs = True
+            self._is_cell_running = True
             if self.interrupted and self.km is not None:
-                self._do(self.km.interrupt_kernel())
-        self._printer.message(msg["msg_type"], msg["content"])
+                self._schedule(self.km.interrupt_kernel())
+        self._printer.show_message(msg["msg_type"], msg["content"])
         return super().process_message(msg, cell, cell_index)
 
 
-class _Printer:
+class _RunPrinter:
     """What the user sees go by: each cell's first line, its output set in below it, and how it ended."""
 
     def __init__(self, stream: TextIO, *, framed: bool, quiet: bool) -> None:
-        self._screen = Screen(stream)
+        self._output = CellOutputWriter(stream)
         self._framed, self._quiet = framed, quiet
 
-    def say(self, text: str, *, apart: bool = False) -> None:
-        """Something of our own; `apart`: with an empty line before it, where cells were shown."""
+    def print_notice(self, text: str, *, blank_line_before: bool = False) -> None:
+        """Something of our own; `blank_line_before`: with an empty line before it, where cells were shown."""
         if self._framed:
-            self._screen.line(f"\n{text}" if apart and not self._quiet else text)
+            self._output.write_line(f"\n{text}" if blank_line_before and not self._quiet else text)
 
-    def begin(self, number: int, total: int, source: str) -> None:
+    def begin_cell(self, number: int, total: int, source: str) -> None:
         if self._framed and not self._quiet:
             head = f"[{number:{len(str(total))}}/{total}] "
-            self._screen.line(head + first_line(source))
-            self._screen.indent = " " * len(head)
+            self._output.write_line(head + first_line(source))
+            self._output.indent = " " * len(head)
 
-    def message(self, kind: str, content: dict[str, Any]) -> None:
+    def show_message(self, kind: str, content: dict[str, Any]) -> None:
         if not self._quiet:
-            self._screen.message(kind, content)
+            self._output.show_message(kind, content)
 
-    def end(self, reply: dict[str, Any], expected: bool, seconds: float) -> None:
-        self._screen.finish()
+    def end_cell(self, reply: dict[str, Any], expected: bool, seconds: float) -> None:
+        self._output.end_line()
         if not self._framed or self._quiet:
             return
         if reply["status"] == "error" and expected:
-            name, said = reply["ename"], plain(reply["evalue"])
-            said = (said if name in said else f"{name}: {said}").partition("\n")[0].rstrip(": ")
-            self._screen.line(f"{self._screen.indent}raised, as expected: {said}")
+            name, summary = reply["ename"], strip_ansi(reply["evalue"])
+            summary = (summary if name in summary else f"{name}: {summary}").partition("\n")[0].rstrip(": ")
+            self._output.write_line(f"{self._output.indent}raised, as expected: {summary}")
         if seconds >= 1:
-            self._screen.line(f"{self._screen.indent}({format_seconds(seconds)})")
+            self._output.write_line(f"{self._output.indent}({format_seconds(seconds)})")

@@ -13,10 +13,10 @@ from typing import Any
 from meshbook.errors import PlacementError, TransferError, UsageError
 from meshbook.placement import shard_spans
 
-_KINDS = "biufc"  # NumPy's letters for what a tensor can hold: bool, ints, floats, complex
+_NUMERIC_KINDS = "biufc"  # NumPy's letters for what a tensor can hold: bool, ints, floats, complex
 
 
-def batches_of(source: Any, batch_size: int | None) -> Iterator[Any]:
+def iterate_batches(source: Any, batch_size: int | None) -> Iterator[Any]:
     """The batches of an iterable; of one table, array or nest of arrays, its rows `batch_size` at a time.
 
     Raises:
@@ -28,11 +28,11 @@ def batches_of(source: Any, batch_size: int | None) -> Iterator[Any]:
     if reader is not None:  # DuckDB: a query's result, which never is in memory as a whole
         if batch_size is None:
             raise UsageError("a DuckDB result has no batches of its own; say how many rows: feed(result, batch_size=…)")
-        return _same_size(reader(batch_size), batch_size)
-    if is_rows(source) or _is_table(source) or isinstance(source, Mapping):
+        return _rebatch(reader(batch_size), batch_size)
+    if has_rows(source) or _is_table(source) or isinstance(source, Mapping):
         if batch_size is None:
             raise UsageError(f"a {type(source).__name__} is one batch; say how many rows to feed: batch_size=…")
-        return _rows_of(normal(source), batch_size)
+        return _iterate_rows(normalize(source), batch_size)
     if batch_size is not None:
         raise UsageError(f"a {type(source).__name__} comes in batches of its own; leave batch_size out")
     if not isinstance(source, Iterable):
@@ -40,7 +40,7 @@ def batches_of(source: Any, batch_size: int | None) -> Iterator[Any]:
     return iter(source)
 
 
-def normal(batch: Any) -> Any:
+def normalize(batch: Any) -> Any:
     """The batch with every table as a dict of columns; columns of fixed-size lists have two dims.
 
     Raises:
@@ -48,32 +48,32 @@ def normal(batch: Any) -> Any:
     """
     if _is_table(batch):
         return {name: _column(name, column) for name, column in _columns(batch)}
-    if _package(batch) in ("polars", "pandas") and hasattr(batch, "to_numpy"):  # a series
+    if _top_level_package(batch) in ("polars", "pandas") and hasattr(batch, "to_numpy"):  # a series
         return _array(str(getattr(batch, "name", None) or "the series"), batch.to_numpy())
     if isinstance(batch, Mapping):
-        return {key: normal(value) for key, value in batch.items()}
+        return {key: normalize(value) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(normal, batch))
+        return type(batch)(*map(normalize, batch))
     if isinstance(batch, tuple | list):
-        return type(batch)(map(normal, batch))
+        return type(batch)(map(normalize, batch))
     return batch
 
 
-def one_batch(batch: Any) -> Any:
-    """`normal(batch)`, also of a DuckDB result: all its rows. A list is a sequence of whatever it holds."""
+def materialize(batch: Any) -> Any:
+    """`normalize(batch)`, also of a DuckDB result: all its rows. A list is a sequence of whatever it holds."""
     reader = _arrow_reader(batch)
     if reader is not None:
         batch = reader().read_all()
-    return batch if isinstance(batch, list) else normal(batch)
+    return batch if isinstance(batch, list) else normalize(batch)
 
 
-def lengths(batch: Any, dim: int) -> list[int]:
+def cut_lengths(batch: Any, dim: int) -> list[int]:
     """Of everything in a batch that is to be cut along `dim`: of each array in a dict or tuple, or of a sequence.
 
     Raises:
         UsageError: it has no such dim.
     """
-    arrays = _cut_apart(batch)
+    arrays = _arrays_to_cut(batch)
     if arrays is None:
         if not isinstance(batch, Sequence):
             raise UsageError(f"a {type(batch).__name__} without rows cannot be cut; mesh.push sends all of it to all")
@@ -86,14 +86,14 @@ def lengths(batch: Any, dim: int) -> list[int]:
     return [int(array.shape[dim]) for array in arrays]
 
 
-def piece(batch: Any, dim: int, spans: list[tuple[int, int]]) -> Any:
+def slice_batch(batch: Any, dim: int, spans: list[tuple[int, int]]) -> Any:
     """The batch with each of its arrays, in order, cut to a span along `dim`."""
-    if _cut_apart(batch) is None:
+    if _arrays_to_cut(batch) is None:
         return batch[slice(*spans[0])]
-    left = iter(spans)
+    remaining = iter(spans)
     return map_leaves(
         batch,
-        lambda leaf: leaf[(slice(None),) * (dim % leaf.ndim) + (slice(*next(left)),)] if is_rows(leaf) else leaf,
+        lambda leaf: leaf[(slice(None),) * (dim % leaf.ndim) + (slice(*next(remaining)),)] if has_rows(leaf) else leaf,
     )
 
 
@@ -108,37 +108,42 @@ def map_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
     return change(batch)
 
 
-def is_rows(leaf: Any) -> bool:
+def has_rows(leaf: Any) -> bool:
     """Whether it has rows to cut: an array or a tensor of at least one dim."""
-    return _package(leaf) in ("torch", "numpy") and hasattr(leaf, "shape") and hasattr(leaf, "dtype") and leaf.ndim > 0
+    return (
+        _top_level_package(leaf) in ("torch", "numpy")
+        and hasattr(leaf, "shape")
+        and hasattr(leaf, "dtype")
+        and leaf.ndim > 0
+    )
 
 
 def leaves(batch: Any) -> list[Any]:
     """The arrays of a nest that have rows, in order."""
     found: list[Any] = []
-    map_leaves(batch, lambda leaf: found.append(leaf) if is_rows(leaf) else None)
+    map_leaves(batch, lambda leaf: found.append(leaf) if has_rows(leaf) else None)
     return found
 
 
-def is_even(batch: Any, num_places: int) -> bool:
-    return all(len(leaf) % num_places == 0 for leaf in leaves(batch))
+def is_even(batch: Any, num_shards: int) -> bool:
+    return all(len(leaf) % num_shards == 0 for leaf in leaves(batch))
 
 
-def refuse_uneven(batch: Any, number: int, axis: str, num_places: int, *, last: bool) -> PlacementError:
+def uneven_error(batch: Any, number: int, axis: str, num_shards: int, *, last: bool) -> PlacementError:
     """The error for batch `number`, with the sum in it."""
-    rows = next(len(leaf) for leaf in leaves(batch) if len(leaf) % num_places)
-    sizes = " + ".join(str(stop - start) for start, stop in shard_spans(rows, num_places))
-    cure = "drop_last=True leaves the last batch out when it is short" if last else "make its length divisible"
+    rows = next(len(leaf) for leaf in leaves(batch) if len(leaf) % num_shards)
+    sizes = " + ".join(str(stop - start) for start, stop in shard_spans(rows, num_shards))
+    remedy = "drop_last=True leaves the last batch out when it is short" if last else "make its length divisible"
     return PlacementError(
-        f"batch {number} has {rows} rows, and {rows} = {rows // num_places} * {num_places} + {rows % num_places} "
-        f"cannot be cut evenly over {axis}={num_places}; {cure}, and uneven=True cuts it as {sizes}"
+        f"batch {number} has {rows} rows, and {rows} = {rows // num_shards} * {num_shards} + {rows % num_shards} "
+        f"cannot be cut evenly over {axis}={num_shards}; {remedy}, and uneven=True cuts it as {sizes}"
     )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _cut_apart(batch: Any) -> list[Any] | None:
+def _arrays_to_cut(batch: Any) -> list[Any] | None:
     """The arrays of a batch that are cut each for itself; None of a sequence, which is cut by its items."""
     return None if isinstance(batch, list) else leaves(batch) or None
 
@@ -146,17 +151,17 @@ def _cut_apart(batch: Any) -> list[Any] | None:
 def _arrow_reader(source: Any) -> Callable[..., Any] | None:
     """What reads a DuckDB result batch by batch, or None of anything else."""
     found = getattr(source, "to_arrow_reader", None)
-    if found is None and _package(source) in ("duckdb", "_duckdb"):
+    if found is None and _top_level_package(source) in ("duckdb", "_duckdb"):
         found = getattr(source, "fetch_record_batch", None)
     return found
 
 
-def _package(thing: Any) -> str:
+def _top_level_package(thing: Any) -> str:
     return type(thing).__module__.partition(".")[0]
 
 
 def _is_table(thing: Any) -> bool:
-    return type(thing).__name__ in ("Table", "RecordBatch", "DataFrame") and _package(thing) in (
+    return type(thing).__name__ in ("Table", "RecordBatch", "DataFrame") and _top_level_package(thing) in (
         "pyarrow",
         "polars",
         "pandas",
@@ -166,12 +171,12 @@ def _is_table(thing: Any) -> bool:
 def _columns(table: Any) -> Iterator[tuple[str, Any]]:
     names = getattr(table, "column_names", None)  # Arrow
     if names is not None:
-        return ((name, table.column(place)) for place, name in enumerate(names))
+        return ((name, table.column(index)) for index, name in enumerate(names))
     return ((str(name), table[name]) for name in table.columns)
 
 
 def _column(name: str, column: Any) -> Any:
-    if _package(column) == "pyarrow":
+    if _top_level_package(column) == "pyarrow":
         if hasattr(column, "combine_chunks"):
             column = column.combine_chunks()
         if column.null_count:
@@ -181,13 +186,13 @@ def _column(name: str, column: Any) -> Any:
         if hasattr(column.type, "list_size"):
             return _array(name, column.flatten().to_numpy(zero_copy_only=False).reshape(len(column), -1))
         return _array(name, column.to_numpy(zero_copy_only=False))
-    if _package(column) == "polars" and (missing := column.null_count()):
+    if _top_level_package(column) == "polars" and (missing := column.null_count()):
         raise TransferError(f"column {name!r} has {missing} missing values; fill them first (fill_null)")
     return _array(name, column.to_numpy())
 
 
 def _array(name: str, array: Any) -> Any:
-    if array.dtype.kind not in _KINDS:
+    if array.dtype.kind not in _NUMERIC_KINDS:
         raise TransferError(
             f"column {name!r} holds {array.dtype} values, and a tensor holds numbers; encode it, or leave it "
             "out of the select"
@@ -195,41 +200,41 @@ def _array(name: str, array: Any) -> Any:
     return array if array.flags.writeable else array.view()
 
 
-def _rows_of(table: Any, batch_size: int) -> Iterator[Any]:
-    lengths = {len(leaf) for leaf in leaves(table)}
-    if len(lengths) != 1:
-        raise UsageError(f"rows of different number cannot be fed together: {', '.join(map(str, sorted(lengths)))}")
-    (length,) = lengths
+def _iterate_rows(table: Any, batch_size: int) -> Iterator[Any]:
+    row_counts = {len(leaf) for leaf in leaves(table)}
+    if len(row_counts) != 1:
+        raise UsageError(f"rows of different number cannot be fed together: {', '.join(map(str, sorted(row_counts)))}")
+    (length,) = row_counts
     for start in range(0, length, batch_size):
 
         def cut(leaf: Any, start: int = start) -> Any:
-            return leaf[start : start + batch_size] if is_rows(leaf) else leaf
+            return leaf[start : start + batch_size] if has_rows(leaf) else leaf
 
         yield map_leaves(table, cut)
 
 
-def _same_size(reader: Iterable[Any], batch_size: int) -> Iterator[Any]:
+def _rebatch(reader: Iterable[Any], batch_size: int) -> Iterator[Any]:
     """Record batches of exactly `batch_size` rows, whatever sizes they come in; the last may be shorter."""
-    held: list[Any] = []
+    pending: list[Any] = []
     rows = 0
-    for piece in reader:
-        while len(piece):
-            taken = piece.slice(0, batch_size - rows)
-            piece = piece.slice(len(taken))
-            held.append(taken)
+    for record_batch in reader:
+        while len(record_batch):
+            taken = record_batch.slice(0, batch_size - rows)
+            record_batch = record_batch.slice(len(taken))
+            pending.append(taken)
             rows += len(taken)
             if rows == batch_size:
-                yield _joined(held)
-                held, rows = [], 0
-    if held:
-        yield _joined(held)
+                yield _concatenate(pending)
+                pending, rows = [], 0
+    if pending:
+        yield _concatenate(pending)
 
 
-def _joined(pieces: list[Any]) -> Any:
+def _concatenate(pieces: list[Any]) -> Any:
     """Record batches as one dict of columns."""
     import numpy
 
-    parts = [normal(piece) for piece in pieces]
+    parts = [normalize(record_batch) for record_batch in pieces]
     if len(parts) == 1:
         return parts[0]
     return {name: numpy.concatenate([part[name] for part in parts]) for name in parts[0]}

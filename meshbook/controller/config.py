@@ -58,7 +58,7 @@ def read_defaults(start: Path | None = None, environment: dict[str, str] | None 
     found = Defaults()
     folder = (start or Path.cwd()).resolve()
     for name, table in (("pyproject.toml", "tool.meshbook"), ("meshbook.toml", "")):
-        path = next((place / name for place in (folder, *folder.parents) if (place / name).is_file()), None)
+        path = next((directory / name for directory in (folder, *folder.parents) if (directory / name).is_file()), None)
         if path is None:
             continue
         try:
@@ -67,7 +67,7 @@ def read_defaults(start: Path | None = None, environment: dict[str, str] | None 
             raise UsageError(f"{path} cannot be read: {error}") from error
         if table:
             settings = settings.get("tool", {}).get("meshbook", {})
-        found = _with(found, settings, str(path))
+        found = _override(found, settings, str(path))
     from_environment: dict[str, Any] = {}
     if ranks := environment.get("MESHBOOK_RANKS"):
         if not ranks.isdecimal():
@@ -75,14 +75,14 @@ def read_defaults(start: Path | None = None, environment: dict[str, str] | None 
         from_environment["ranks"] = int(ranks)
     if engine := environment.get("MESHBOOK_ENGINE"):
         from_environment["engine"] = engine
-    if ends := environment.get("MESHBOOK_END_ON_ERROR"):
-        if ends not in ("0", "1"):
-            raise UsageError(f"MESHBOOK_END_ON_ERROR={ends!r} is neither 0 (off) nor 1 (on)")
-        from_environment["end_on_error"] = ends == "1"
-    return _with(found, from_environment, "the environment")
+    if end_on_error := environment.get("MESHBOOK_END_ON_ERROR"):
+        if end_on_error not in ("0", "1"):
+            raise UsageError(f"MESHBOOK_END_ON_ERROR={end_on_error!r} is neither 0 (off) nor 1 (on)")
+        from_environment["end_on_error"] = end_on_error == "1"
+    return _override(found, from_environment, "the environment")
 
 
-def _with(defaults: Defaults, settings: dict[str, Any], source: str) -> Defaults:
+def _override(defaults: Defaults, settings: dict[str, Any], source: str) -> Defaults:
     known = {field.name for field in fields(Defaults)}
     for key, value in settings.items():
         if key not in known:

@@ -7,12 +7,12 @@ import sys
 import textwrap
 
 from meshbook.controller import marimo
-from meshbook.controller.results import mime_of
-from meshbook.fold import words
+from meshbook.controller.results import marimo_mime
+from meshbook.fold import rendering
 from meshbook.ids import Ranks
 from meshbook.wire import messages
 
-_MARIMO_CHARS = 80
+_MARIMO_WIDTH = 80
 
 
 class Console:
@@ -21,23 +21,25 @@ class Console:
     def __init__(self, ranks: Ranks, *, echo: bool) -> None:
         self._ranks, self._echo = ranks, echo
         self._text: list[str] = []
-        self._live = False  # the terminal's last line is a progress bar
+        self._progress_shown = False  # the terminal's last line is a progress bar
 
     def __call__(self, items: tuple[messages.FoldedItem, ...]) -> None:
         for item in items:
             if isinstance(item, messages.Line):
-                self._line(item)
+                self._write_line(item)
             elif isinstance(item.item, messages.Display):
                 text = item.item.data.get("text/plain")
-                some = item.ranks if item.ranks != self._ranks else None
-                if self._echo and marimo.show(mime_of(item.item.data), some):
+                label_ranks = item.ranks if item.ranks != self._ranks else None
+                if self._echo and marimo.append_output(marimo_mime(item.item.data), label_ranks):
                     self._text.append(f"{text}\n" if text else "")
                 elif text:
                     shown = messages.Line(ranks=item.ranks, stream="stdout", text=str(text))
-                    self._line(shown)
+                    self._write_line(shown)
             elif isinstance(item.item, messages.Notice):
                 text = item.item.text
-                self._write("stderr", f"[meshbook] {_wrapped(text) if marimo.running_cell() is not None else text}\n")
+                self._write(
+                    "stderr", f"[meshbook] {_wrap_for_marimo(text) if marimo.running_cell() is not None else text}\n"
+                )
                 self._text.append(f"[meshbook] {item.item.text}\n")
         if self._echo:
             sys.stdout.flush()
@@ -47,38 +49,38 @@ class Console:
     def text(self) -> str:
         return "".join(self._text)
 
-    def _line(self, line: messages.Line) -> None:
-        text = words.show_line(line, self._ranks, colour=_colours(line.stream))
+    def _write_line(self, line: messages.Line) -> None:
+        text = rendering.render_line(line, self._ranks, colour=_supports_color(line.stream))
         if line.live:
             self._write(line.stream, "\r" + text)
-            self._live = True
+            self._progress_shown = True
             return
-        self._write(line.stream, ("\r" if self._live else "") + text + line.end)
-        self._live = False
-        self._text.append(words.plain(text) + line.end)
+        self._write(line.stream, ("\r" if self._progress_shown else "") + text + line.end)
+        self._progress_shown = False
+        self._text.append(rendering.plain_text(text) + line.end)
 
     def _write(self, stream: str, text: str) -> None:
         if self._echo:
             (sys.stderr if stream == "stderr" else sys.stdout).write(text)
 
 
-def _wrapped(text: str) -> str:
+def _wrap_for_marimo(text: str) -> str:
     """Lines as long as a marimo cell shows them; it wraps none."""
     lines = []
     for line in text.splitlines():
         indent = " " * (len(line) - len(line.lstrip()) + 2)
-        lines += textwrap.wrap(line, _MARIMO_CHARS, subsequent_indent=indent, break_on_hyphens=False) or [""]
+        lines += textwrap.wrap(line, _MARIMO_WIDTH, subsequent_indent=indent, break_on_hyphens=False) or [""]
     return "\n".join(lines)
 
 
-def ask_on_terminal(question: messages.InputRequested) -> str | None:
+def prompt_on_terminal(request: messages.InputRequest) -> str | None:
     """Put a rank's question to whoever sits at the terminal; None when nobody does."""
-    prompt = f"[rank {question.rank}] {question.prompt}"
-    if question.password:
+    prompt = f"[rank {request.rank}] {request.prompt}"
+    if request.password:
         return getpass.getpass(prompt)
     return input(prompt)
 
 
-def _colours(stream: str) -> bool:
+def _supports_color(stream: str) -> bool:
     isatty = getattr(sys.stderr if stream == "stderr" else sys.stdout, "isatty", None)
     return bool(isatty is not None and isatty())

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
 
-from meshbook.controller.onlooker import Onlooker, Picture
 from meshbook.controller.session import Session
+from meshbook.controller.subscription import MeshSnapshot, MeshSubscription
 from meshbook.controller.tables import STATES
 from meshbook.errors import StartError, UsageError
 
-_ADDRESS = "127.0.0.1"
+_LOOPBACK = "127.0.0.1"
 
 # Attribute of RankNow, name in Prometheus, what it is. Units as Prometheus has them: bytes, seconds, ratios.
 _GAUGES = (
@@ -57,32 +57,32 @@ class Exporter:
             import prometheus_client
         except ImportError:
             raise UsageError("the endpoint needs prometheus_client: pip install prometheus-client") from None
-        self._onlooker = Onlooker(session, per_s=1.0, history_s=1e9)
+        self._subscription = MeshSubscription(session, max_updates_per_s=1.0, history_s=1e9)
         registry = prometheus_client.CollectorRegistry(auto_describe=False)
-        registry.register(_Collector(self._onlooker))
+        registry.register(_MetricsCollector(self._subscription))
         try:
-            self._server, self._thread = prometheus_client.start_http_server(port, addr=_ADDRESS, registry=registry)
+            self._server, self._thread = prometheus_client.start_http_server(port, addr=_LOOPBACK, registry=registry)
         except (OSError, OverflowError) as error:
-            self._onlooker.close()
+            self._subscription.close()
             reason = getattr(error, "strerror", None) or str(error)
-            raise StartError(f"port {port} of {_ADDRESS} cannot be served: {reason}; choose another") from error
+            raise StartError(f"port {port} of {_LOOPBACK} cannot be served: {reason}; choose another") from error
         serve = self._server.get_app()
         assert serve is not None
-        self._server.set_app(_for_this_machine(serve))
-        self.address = f"http://{_ADDRESS}:{self._server.server_port}/metrics"
+        self._server.set_app(_loopback_only(serve))
+        self.address = f"http://{_LOOPBACK}:{self._server.server_port}/metrics"
 
     def wait(self) -> None:
         """Until the mesh has ended, or Ctrl-C."""
         ended = threading.Event()
-        self._onlooker.changed.append(lambda picture: ended.set() if picture.ended is not None else None)
-        while self._onlooker.picture.ended is None and not ended.wait(1.0):
+        self._subscription.listeners.append(lambda picture: ended.set() if picture.ended is not None else None)
+        while self._subscription.snapshot.ended is None and not ended.wait(1.0):
             pass
 
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(5.0)
-        self._onlooker.close()
+        self._subscription.close()
 
     def __enter__(self) -> Exporter:
         return self
@@ -91,78 +91,80 @@ class Exporter:
         self.close()
 
 
-def _for_this_machine(serve: Any) -> Callable[..., Any]:
+def _loopback_only(serve: Any) -> Callable[..., Any]:
     """Answers only who calls this machine by a name of its own. A page of the web whose name was made to point here is
     sent by a browser that runs here, but says its own name."""
 
     def answer(request: dict[str, Any], begin: Callable[..., Any]) -> Any:
-        if re.sub(r":\d+\Z", "", request.get("HTTP_HOST", "")) in (_ADDRESS, "localhost"):
+        if re.sub(r":\d+\Z", "", request.get("HTTP_HOST", "")) in (_LOOPBACK, "localhost"):
             return serve(request, begin)
         begin("403 Forbidden", [("Content-Type", "text/plain")])
-        return [f"ask for {_ADDRESS} or localhost\n".encode()]
+        return [f"ask for {_LOOPBACK} or localhost\n".encode()]
 
     return answer
 
 
-class _Collector:
+class _MetricsCollector:
     """What prometheus_client asks at each scrape."""
 
-    def __init__(self, onlooker: Onlooker) -> None:
-        self._onlooker = onlooker
+    def __init__(self, subscription: MeshSubscription) -> None:
+        self._subscription = subscription
 
     def collect(self) -> Iterable[Any]:
-        return families(self._onlooker.picture)
+        return metric_families(self._subscription.snapshot)
 
 
-def families(picture: Picture) -> list[Any]:
+def metric_families(snapshot: MeshSnapshot) -> list[Any]:
     """A picture in Prometheus's words. Where something is not known there is no sample."""
     from prometheus_client.core import GaugeMetricFamily
 
     found = [
-        _gauge("meshbook_up", "Whether the mesh runs", ("mesh",), [((picture.name,), float(picture.ended is None))]),
-        _gauge("meshbook_cells_run", "Cells that were run", ("mesh",), [((picture.name,), float(picture.cells_run))]),
+        _gauge("meshbook_up", "Whether the mesh runs", ("mesh",), [((snapshot.name,), float(snapshot.ended is None))]),
+        _gauge("meshbook_cells_run", "Cells that were run", ("mesh",), [((snapshot.name,), float(snapshot.cells_run))]),
     ]
-    states = [rank.state for rank in picture.ranks]
+    states = [rank.state for rank in snapshot.ranks]
     found.append(
         _gauge(
             "meshbook_ranks",
             "Ranks in this state",
             ("mesh", "state"),
-            [((picture.name, state), float(states.count(state))) for state in STATES],
+            [((snapshot.name, state), float(states.count(state))) for state in STATES],
         )
     )
-    kinds = [one.kind for one in picture.findings]
+    kinds = [one.kind for one in snapshot.findings]
     found.append(
         _gauge(
             "meshbook_findings",
             "What was found unasked in the cells that run",
             ("mesh", "kind"),
-            [((picture.name, kind), float(kinds.count(kind))) for kind in sorted(set(kinds))],
+            [((snapshot.name, kind), float(kinds.count(kind))) for kind in sorted(set(kinds))],
         )
     )
     labels = ("mesh", "rank", "host", "device")
-    for attribute, name, says, factor in _GAUGES:
-        gauge = GaugeMetricFamily(name, says, labels=labels)
-        for rank in picture.ranks:
+    for attribute, name, documentation, factor in _GAUGES:
+        gauge = GaugeMetricFamily(name, documentation, labels=labels)
+        for rank in snapshot.ranks:
             value = getattr(rank, attribute)
             if value is not None:
-                gauge.add_metric((picture.name, str(rank.rank), rank.host, rank.device), float(value) * factor)
+                gauge.add_metric((snapshot.name, str(rank.rank), rank.host, rank.device), float(value) * factor)
         found.append(gauge)
     scalar = GaugeMetricFamily(
         "meshbook_scalar", "The last value given to meshbook.log", labels=("mesh", "rank", "name")
     )
-    for name in picture.scalars.names:
-        for number in picture.scalars.ranks_of(name):
-            points = picture.scalars.points(name, number)
+    for name in snapshot.scalars.names:
+        for number in snapshot.scalars.ranks_of(name):
+            points = snapshot.scalars.points(name, number)
             if points:
-                scalar.add_metric((picture.name, str(number), name), points[-1][1])
+                scalar.add_metric((snapshot.name, str(number), name), points[-1][1])
     return [*found, scalar]
 
 
-def _gauge(name: str, says: str, labels: tuple[str, ...], samples: Iterable[tuple[tuple[str, ...], float]]) -> Any:
+def _gauge(
+    name: str, documentation: str, labels: tuple[str, ...], samples: Iterable[tuple[tuple[str, ...], float]]
+) -> Any:
     from prometheus_client.core import GaugeMetricFamily
 
-    gauge = GaugeMetricFamily(name, says, labels=labels)
+    gauge = GaugeMetricFamily(name, documentation, labels=labels)
     for values, value in samples:
         gauge.add_metric(values, value)
     return gauge

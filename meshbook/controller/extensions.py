@@ -12,12 +12,12 @@ from typing import Any
 
 from meshbook.errors import UsageError
 
-_PLACES: dict[str, str] = {}
+_ENTRY_POINTS: dict[str, str] = {}
 
 
-def provide(places: dict[str, str]) -> None:
+def provide(entry_points: dict[str, str]) -> None:
     """Say where things are: name -> "package.module:attribute"."""
-    _PLACES.update(places)
+    _ENTRY_POINTS.update(entry_points)
 
 
 def find(name: str) -> Any:
@@ -26,8 +26,8 @@ def find(name: str) -> Any:
     Raises:
         UsageError: nobody provides it; `import meshbook` does.
     """
-    place = _PLACES.get(name)
-    if place is None:
+    entry_point = _ENTRY_POINTS.get(name)
+    if entry_point is None:
         raise UsageError(f"nothing here provides {name!r}; import meshbook itself, not a part of it")
-    module, _, attribute = place.partition(":")
+    module, _, attribute = entry_point.partition(":")
     return getattr(importlib.import_module(module), attribute)

@@ -23,16 +23,16 @@ class MeshFuture(Generic[T]):
         finish: Callable[[Any], T],
         *,
         interrupt: Callable[[], None],
-        deliverer: threading.Thread,
+        delivery_thread: threading.Thread,
         label: str = "call",
     ) -> None:
         self._source = source
         self._finish = finish
         self._interrupt = interrupt
-        self._deliverer = deliverer
+        self._delivery_thread = delivery_thread
         self._label = label
         self._lock = threading.Lock()
-        self._answer: tuple[T | None, BaseException | None] | None = None
+        self._outcome: tuple[T | None, BaseException | None] | None = None
 
     def done(self) -> bool:
         return self._source.done()
@@ -48,7 +48,7 @@ class MeshFuture(Generic[T]):
             MeshTimeout: the time is over; the ranks go on.
             RuntimeError: called on the thread that has to deliver the answer, where it would wait for ever.
         """
-        if threading.current_thread() is self._deliverer and not self._source.done():
+        if threading.current_thread() is self._delivery_thread and not self._source.done():
             raise RuntimeError("this thread delivers the answers of the mesh and cannot wait for one; use a callback")
         try:
             self._source.result(timeout)
@@ -57,7 +57,7 @@ class MeshFuture(Generic[T]):
                 raise MeshTimeout(
                     f"{self._label} did not end within {timeout:g} s; it goes on: wait again, or call interrupt()"
                 ) from None
-        return self._take()
+        return self._resolve()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """The error that `result()` would raise; None when there is none. Blocks."""
@@ -89,18 +89,18 @@ class MeshFuture(Generic[T]):
                 raise
             except Exception:
                 pass  # _take raises it, in the form that users know
-            return self._take()
+            return self._resolve()
 
         return wait().__await__()
 
-    def _take(self) -> T:
+    def _resolve(self) -> T:
         with self._lock:
-            if self._answer is None:
+            if self._outcome is None:
                 try:
-                    self._answer = (self._finish(self._source.result()), None)
+                    self._outcome = (self._finish(self._source.result()), None)
                 except BaseException as failure:
-                    self._answer = (None, failure)
-        value, error = self._answer
+                    self._outcome = (None, failure)
+        value, error = self._outcome
         if error is not None:
             raise error
         return value  # type: ignore[return-value]

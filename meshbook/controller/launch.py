@@ -14,7 +14,7 @@ from meshbook.wire import keys
 
 # The socket of a fork server that has imported torch, for programs that start many meshes one after the other, as test
 # suites do: importing torch is most of what a start costs.
-FORK_SERVER = "MESHBOOK_FORK_SERVER"
+FORK_SERVER_VARIABLE = "MESHBOOK_FORK_SERVER"
 
 
 def launch_supervisor(
@@ -23,9 +23,9 @@ def launch_supervisor(
     owner: str | None = None,
     listen: str | None = None,
     light: bool = False,
-    source: str | None = None,
+    fork_server_socket: str | None = None,
     timeout_s: float = 30.0,
-) -> keys.Connection:
+) -> keys.ConnectionInfo:
     """Start the daemon of a new mesh. It has no ranks yet, but warms up to fork them. Blocks, about 0.2 s.
 
     Args:
@@ -33,38 +33,43 @@ def launch_supervisor(
         owner: what a restarted notebook will look for.
         listen: a tcp address to listen on, with CURVE; None: a socket in the mesh's own folder.
         light: warm up to fork ranks that have no torch.
-        source: the socket of a living mesh's fork server, of the same kind; ours is branched off it. None: the one
-            that MESHBOOK_FORK_SERVER names, if it has torch as ours will.
+        fork_server_socket: the socket of a living mesh's fork server, of the same kind; ours is branched off it. None:
+            the one that MESHBOOK_FORK_SERVER names, if it has torch as ours will.
 
     Raises:
         MeshInUse: the name is taken.
         StartError: it did not come up; the message says why.
     """
-    if source is None and not light:
-        source = os.environ.get(FORK_SERVER)
+    if fork_server_socket is None and not light:
+        fork_server_socket = os.environ.get(FORK_SERVER_VARIABLE)
     folder = keys.claim_folder(name)
-    ready, theirs = os.pipe()
+    read_fd, write_fd = os.pipe()
     # -P: a torch.py in the user's folder must not be taken for torch; ranks get the user's own path later.
-    command = [sys.executable, "-P", "-m", "meshbook.supervisor", str(folder), name, str(theirs)]
+    command = [sys.executable, "-P", "-m", "meshbook.supervisor", str(folder), name, str(write_fd)]
     command += ["--owner", owner] if owner else []
     command += ["--listen", listen] if listen else []
     command += ["--light"] if light else []
-    command += ["--source", source] if source else []
+    command += ["--source", fork_server_socket] if fork_server_socket else []
     try:
         with open(folder / "supervisor.log", "ab") as log:
-            starter = subprocess.Popen(
-                command, pass_fds=(theirs,), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment()
+            process = subprocess.Popen(
+                command,
+                pass_fds=(write_fd,),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=_supervisor_environment(),
             )
     except OSError as error:
         keys.remove_folder(folder)
         raise StartError(f"the supervisor could not be started: {error.strerror}") from error
     finally:
-        os.close(theirs)
-    starter.wait()  # the first of two forks; the daemon is not our child
-    said = _read_until_closed(ready, time.monotonic() + timeout_s)
-    connection = keys.read_connection(folder)
-    if said != "ready" or connection is None:
-        reason = said or _last_line(folder / "supervisor.log") or f"no word within {timeout_s:.0f} s"
+        os.close(write_fd)
+    process.wait()  # the first of two forks; the daemon is not our child
+    status = _read_until_closed(read_fd, time.monotonic() + timeout_s)
+    connection = keys.read_connection_file(folder)
+    if status != "ready" or connection is None:
+        reason = status or _last_line(folder / "supervisor.log") or f"no word within {timeout_s:.0f} s"
         keys.remove_folder(folder)
         raise StartError(f"the mesh {name!r} did not come up: {reason}")
     return connection
@@ -77,13 +82,13 @@ def _last_line(path: Path) -> str:
         return ""
 
 
-def _environment() -> dict[str, str]:
+def _supervisor_environment() -> dict[str, str]:
     """Ours, with this Meshbook importable also where it was found through sys.path alone."""
     environment = dict(os.environ)
-    here = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    package_root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     paths = environment.get("PYTHONPATH", "").split(os.pathsep) if environment.get("PYTHONPATH") else []
-    if here not in paths and not here.endswith("-packages"):
-        environment["PYTHONPATH"] = os.pathsep.join([here, *paths])
+    if package_root not in paths and not package_root.endswith("-packages"):
+        environment["PYTHONPATH"] = os.pathsep.join([package_root, *paths])
     return environment
 
 

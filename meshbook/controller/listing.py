@@ -14,14 +14,14 @@ from typing import overload
 
 import msgspec
 
-from meshbook.controller.connection import Connection
+from meshbook.controller.connection import SupervisorConnection
 from meshbook.controller.session import Session
 from meshbook.controller.tables import Table, describe_size, format_age
 from meshbook.wire import keys, messages
 
 # A supervisor answers in milliseconds; one that has not after this long is stopped, swapped out or stuck.
-_ANSWER_TIMEOUT_S = 3.0
-_KIND = "onlooker"  # what the mesh calls who only asks
+_REPLY_TIMEOUT_S = 3.0
+_OBSERVER_KIND = "onlooker"  # what the mesh calls who only asks
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class MeshList(Sequence[FoundMesh]):
             (
                 mesh.name,
                 describe_size(mesh.info.spec) if mesh.info and mesh.info.spec else "",
-                mesh.trouble or _state(mesh.info),
+                mesh.trouble or _describe_state(mesh.info),
                 format_age(now - mesh.started_at),
                 "this notebook" if mesh.name in mine else "",
                 (", ".join(mesh.info.clients) or "nobody") if mesh.info else "",
@@ -88,57 +88,57 @@ class MeshList(Sequence[FoundMesh]):
         return Table("", ("name", "size", "state", "up", "of", "attached"), rows)
 
 
-def list_meshes(timeout_s: float = _ANSWER_TIMEOUT_S) -> MeshList:
+def list_meshes(timeout_s: float = _REPLY_TIMEOUT_S) -> MeshList:
     """Every mesh of this user that runs on this machine, oldest first. What dead ones left behind is removed.
 
     Args:
         timeout_s: seconds to wait for all of them together; who has not answered then is listed as not answering.
     """
     connections = keys.list_connections()
-    answers: queue.SimpleQueue[tuple[str, messages.MeshInfo | Exception]] = queue.SimpleQueue()
+    reply_queue: queue.SimpleQueue[tuple[str, messages.MeshInfo | Exception]] = queue.SimpleQueue()
 
-    def ask(connection: keys.Connection) -> None:
+    def ask(connection: keys.ConnectionInfo) -> None:
         try:
-            answers.put((connection.name, look_at(connection)))
+            reply_queue.put((connection.name, fetch_mesh_info(connection)))
         except Exception as error:  # shown as what is wrong with that mesh
-            answers.put((connection.name, error))
+            reply_queue.put((connection.name, error))
 
     for connection in connections:
         # Daemons: one that waits for a stuck supervisor must not keep a command from ending.
         threading.Thread(target=ask, args=(connection,), name=f"ask-{connection.name}", daemon=True).start()
-    heard: dict[str, messages.MeshInfo | Exception] = {}
+    replies: dict[str, messages.MeshInfo | Exception] = {}
     deadline = time.monotonic() + timeout_s
-    while len(heard) < len(connections) and (left := deadline - time.monotonic()) > 0:
+    while len(replies) < len(connections) and (left := deadline - time.monotonic()) > 0:
         try:
-            name, answer = answers.get(timeout=left)
+            name, reply = reply_queue.get(timeout=left)
         except queue.Empty:
             break
-        heard[name] = answer
+        replies[name] = reply
     found = []
     for connection in connections:
-        said = heard.get(connection.name)
-        trouble = str(said) if isinstance(said, Exception) else "" if said else "does not answer"
-        info = said if isinstance(said, messages.MeshInfo) else None
+        result = replies.get(connection.name)
+        trouble = str(result) if isinstance(result, Exception) else "" if result else "does not answer"
+        info = result if isinstance(result, messages.MeshInfo) else None
         found.append(FoundMesh(connection.name, connection.pid, connection.started_at, connection.owner, info, trouble))
     return MeshList(found)
 
 
-def look_at(connection: keys.Connection) -> messages.MeshInfo:
+def fetch_mesh_info(connection: keys.ConnectionInfo) -> messages.MeshInfo:
     """What a mesh says of itself, without those who only look on, as we do. Blocks.
 
     Raises:
         NotAttached: it does not answer.
         VersionMismatch: it is of another version of Meshbook.
     """
-    session = Session(Connection(connection, kind=_KIND, observer=True), stop_at_exit=False)
+    session = Session(SupervisorConnection(connection, kind=_OBSERVER_KIND, observer=True), stop_at_exit=False)
     try:
         info = session.status()
     finally:
         session.detach()
-    return msgspec.structs.replace(info, clients=tuple(c for c in info.clients if not c.startswith(_KIND)))
+    return msgspec.structs.replace(info, clients=tuple(c for c in info.clients if not c.startswith(_OBSERVER_KIND)))
 
 
-def _state(info: messages.MeshInfo | None) -> str:
+def _describe_state(info: messages.MeshInfo | None) -> str:
     if info is None or info.spec is None:
         return "no ranks yet"
     states = [rank.state for rank in info.ranks]

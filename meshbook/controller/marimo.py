@@ -19,8 +19,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from meshbook.controller.connection import Connection
-from meshbook.controller.listing import look_at
+from meshbook.controller.connection import SupervisorConnection
+from meshbook.controller.listing import fetch_mesh_info
 from meshbook.controller.session import Session
 from meshbook.errors import MeshbookError
 from meshbook.ids import Ranks, name_ranks
@@ -34,14 +34,14 @@ KIND = "marimo"
 EDIT_TTL_S = 300.0
 
 
-class Start(Protocol):
+class MeshStarter(Protocol):
     """Starts a mesh, as create_mesh was asked to."""
 
     def __call__(self, *, owner: str, kind: str, default_ttl_s: float | None, stop_at_exit: bool) -> Session: ...
 
 
 @dataclass(frozen=True)
-class Cell:
+class MarimoCell:
     """The cell that this thread runs.
 
     Attributes:
@@ -57,28 +57,31 @@ class Cell:
     mode: str
     execution: Any
 
-    def session(self, spec: MeshSpec, name: str | None, start: Start) -> Session:
+    def get_or_start_session(self, spec: MeshSpec, name: str | None, start: MeshStarter) -> Session:
         """The mesh that this cell's call made when it ran before, if it is alive and as asked for now; else a new one.
 
         In `marimo edit` one that is no longer as asked for is stopped: the variable that held it is gone.
         """
         with _lock:
-            key = (self.owner, self.id, self._count())
-            kept = _kept.pop(key, None)
-            if kept is not None and _serves(kept, spec, name):
-                _kept[key] = kept
-                return kept
-            if kept is not None and self.mode == "edit":
-                kept.stop()
-            session = self._adopt(spec, name) if kept is None and self.mode == "edit" else None
-            edits = self.mode == "edit"
+            key = (self.owner, self.id, self._next_index())
+            existing = _sessions.pop(key, None)
+            if existing is not None and _matches(existing, spec, name):
+                _sessions[key] = existing
+                return existing
+            if existing is not None and self.mode == "edit":
+                existing.stop()
+            session = self._reattach(spec, name) if existing is None and self.mode == "edit" else None
+            is_edit_mode = self.mode == "edit"
             session = session or start(
-                owner=self.owner, kind=KIND, default_ttl_s=EDIT_TTL_S if edits else None, stop_at_exit=not edits
+                owner=self.owner,
+                kind=KIND,
+                default_ttl_s=EDIT_TTL_S if is_edit_mode else None,
+                stop_at_exit=not is_edit_mode,
             )
-            _kept[key] = session
+            _sessions[key] = session
             return session
 
-    def _count(self) -> int:
+    def _next_index(self) -> int:
         """How many meshes this run of the cell has asked for before."""
         if self.execution is None:
             return 0
@@ -86,20 +89,20 @@ class Cell:
         self.execution._meshbook_meshes = count + 1
         return count
 
-    def _adopt(self, spec: MeshSpec, name: str | None) -> Session | None:
+    def _reattach(self, spec: MeshSpec, name: str | None) -> Session | None:
         """A mesh that a kernel of this notebook left behind, if it is as asked for and nobody else has it."""
-        mine = {session.name for session in _kept.values()}
+        own_names = {session.name for session in _sessions.values()}
         for found in keys.list_connections():
-            if found.owner != self.owner or found.name in mine or (name is not None and found.name != name):
+            if found.owner != self.owner or found.name in own_names or (name is not None and found.name != name):
                 continue
             try:
-                left = look_at(found)
-                if left.clients or left.spec is None or _essence(left.spec) != _essence(spec):
+                info = fetch_mesh_info(found)
+                if info.clients or info.spec is None or _spec_key(info.spec) != _spec_key(spec):
                     continue
-                session = Session(Connection(found, kind=KIND, orphan_ttl_s=EDIT_TTL_S), stop_at_exit=False)
+                session = Session(SupervisorConnection(found, kind=KIND, orphan_ttl_s=EDIT_TTL_S), stop_at_exit=False)
             except MeshbookError:
                 continue
-            if _serves(session, spec, name):
+            if _matches(session, spec, name):
                 return session
             session.detach(EDIT_TTL_S)
         return None
@@ -107,21 +110,21 @@ class Cell:
 
 # A module's state, because it must outlive what the user's variables hold, and because in `marimo run` every reader's
 # session is a thread of one process and all share the notebook's meshes.
-_kept: dict[tuple[str, str, int], Session] = {}
+_sessions: dict[tuple[str, str, int], Session] = {}
 _lock = threading.RLock()
 
 
-def running_cell() -> Cell | None:
+def running_cell() -> MarimoCell | None:
     """The marimo cell that this thread runs; None where it runs none."""
-    context = _ask("marimo._runtime.context.types", "safe_get_context")
+    context = _call_marimo("marimo._runtime.context.types", "safe_get_context")
     if context is None:
         return None
     id = getattr(context, "cell_id", None)
     if id is None:
         return None
     filename = getattr(context, "filename", None)
-    mode = _ask("marimo._runtime.context.utils", "get_mode")
-    return Cell(
+    mode = _call_marimo("marimo._runtime.context.utils", "get_mode")
+    return MarimoCell(
         owner=f"{KIND}:{os.path.abspath(filename)}" if filename else f"{KIND}:pid {os.getpid()}",
         id=str(id),
         mode=mode if mode in ("edit", "run") else "script",
@@ -129,14 +132,14 @@ def running_cell() -> Cell | None:
     )
 
 
-def latest(owner: str) -> Session | None:
+def latest_session(owner: str) -> Session | None:
     """The mesh that a notebook's cells made last, of those that live."""
     with _lock:
-        living = [session for (whose, _, _), session in _kept.items() if whose == owner and session.ended is None]
+        living = [session for (whose, _, _), session in _sessions.items() if whose == owner and session.ended is None]
     return living[-1] if living else None
 
 
-def show(mime: tuple[str, Any], ranks: Ranks | None) -> bool:
+def append_output(mime: tuple[str, Any], ranks: Ranks | None) -> bool:
     """Show something rich that ranks displayed below the cell that this thread runs, as `mo.output.append` does.
 
     Args:
@@ -151,18 +154,18 @@ def show(mime: tuple[str, Any], ranks: Ranks | None) -> bool:
     if append is None or cell is None or cell.mode == "script":
         return False
     if ranks is not None:
-        append(_Shown("text/html", f"<small>{name_ranks(ranks)}</small>"))
-    append(_Shown(*mime))
+        append(_MimeOutput("text/html", f"<small>{name_ranks(ranks)}</small>"))
+    append(_MimeOutput(*mime))
     return True
 
 
-def has_shown() -> bool:
+def has_output() -> bool:
     """Whether the cell that this thread runs has an output already."""
     cell = running_cell()
     return cell is not None and bool(getattr(cell.execution, "output", None))
 
 
-class _Shown:
+class _MimeOutput:
     """Something of which only its looks are known."""
 
     def __init__(self, kind: str, content: Any) -> None:
@@ -172,25 +175,25 @@ class _Shown:
         return self._mime
 
 
-def _ask(module: str, function: str) -> Any:
+def _call_marimo(module: str, function: str) -> Any:
     """What one of marimo's own functions says; None where marimo is not in use, or has it no more."""
-    known: Callable[[], Any] | None = getattr(sys.modules.get(module), function, None)
+    implementation: Callable[[], Any] | None = getattr(sys.modules.get(module), function, None)
     try:
-        return known() if known is not None else None
+        return implementation() if implementation is not None else None
     except Exception:
         return None
 
 
-def _serves(session: Session, spec: MeshSpec, name: str | None) -> bool:
+def _matches(session: Session, spec: MeshSpec, name: str | None) -> bool:
     """Whether a mesh lives, is whole, and is what would be started now."""
     if session.ended is not None or session.lost or session.info.spec is None:
         return False
     if name is not None and session.name != name:
         return False
-    return _essence(session.info.spec) == _essence(spec)
+    return _spec_key(session.info.spec) == _spec_key(spec)
 
 
-def _essence(spec: MeshSpec) -> tuple[Any, ...]:
+def _spec_key(spec: MeshSpec) -> tuple[Any, ...]:
     """What was asked for, without what depends on who asks: the folder and the path, which a cell may have changed."""
-    asked = msgspec.structs.asdict(msgspec.structs.replace(spec, cwd=None, sys_path=()))
-    return (*asked.pop("axes").items(), *sorted(asked.items()))
+    fields = msgspec.structs.asdict(msgspec.structs.replace(spec, cwd=None, sys_path=()))
+    return (*fields.pop("axes").items(), *sorted(fields.items()))

@@ -16,24 +16,24 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
-from meshbook.controller import batches, extensions, looking, marimo, remote
+from meshbook.controller import batches, extensions, marimo, remote, reports
+from meshbook.controller.background_output import background_output_of
 from meshbook.controller.config import read_defaults
-from meshbook.controller.connection import Connection
-from meshbook.controller.console import Console, ask_on_terminal
+from meshbook.controller.connection import SupervisorConnection
+from meshbook.controller.console import Console, prompt_on_terminal
 from meshbook.controller.futures import MeshFuture
-from meshbook.controller.late import late_output
 from meshbook.controller.launch import launch_supervisor
-from meshbook.controller.looking import Stacks, Why
 from meshbook.controller.remote import RemoteValue
+from meshbook.controller.reports import Stacks, Why
 from meshbook.controller.results import CellResult, RankValues
 from meshbook.controller.session import Session
 from meshbook.controller.tables import Table
 from meshbook.errors import MeshTimeout, NotAttached, RankLost, StartError, UsageError
 from meshbook.host.gpus import count_gpus
 from meshbook.ids import Ranks, format_ranks, name_ranks
-from meshbook.mesh import Cut, MeshAxes
+from meshbook.mesh_axes import MeshAxes, Slice
 from meshbook.placement import shard_spans
-from meshbook.rank import paths
+from meshbook.rank import expressions
 from meshbook.wire import keys, messages
 
 P = ParamSpec("P")
@@ -97,7 +97,7 @@ class Mesh:
         """How many ranks; with an axis, how many places it has."""
         return self._axes.size if axis is None else self._axes.size_of(axis)
 
-    def slice(self, **which: int | Cut) -> Mesh:
+    def slice(self, **which: int | Slice) -> Mesh:
         """The part at these places: an int drops the axis, a slice keeps it. Raises MeshShapeError."""
         return Mesh.of(self._session, self._axes.slice(**which))
 
@@ -110,7 +110,7 @@ class Mesh:
         return Mesh.of(self._session, self._axes.rename(**names))
 
     @overload
-    def __getitem__(self, key: int | Cut | tuple[int | Cut, ...]) -> Mesh: ...
+    def __getitem__(self, key: int | Slice | tuple[int | Slice, ...]) -> Mesh: ...
 
     @overload
     def __getitem__(self, key: str) -> RemoteValue: ...
@@ -124,10 +124,10 @@ class Mesh:
             MeshShapeError: no such place.
         """
         if isinstance(key, str):
-            self._session.check()
-            meta = remote.look_up(self._session, key, self.ranks)
+            self._session.check_attached()
+            meta = remote.name_tensor_meta(self._session, key, self.ranks)
             tensor = None if meta is None else extensions.find("tensor_named")(self, f"name:{key}", meta)
-            return tensor if tensor is not None else remote.named(self._session, key, self.ranks)
+            return tensor if tensor is not None else remote.handle_by_name(self._session, key, self.ranks)
         return Mesh.of(self._session, self._axes.select(key))
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -178,12 +178,12 @@ class Mesh:
             MeshTimeout: it was interrupted after `timeout` seconds.
             CellInterrupted: Ctrl-C.
         """
-        chosen = self.choose(ranks)
+        chosen = self.resolve_ranks(ranks)
         command = self._session.cell_command(
             textwrap.dedent(source), chosen, setup=setup, allow_input=wait, label="the cell"
         )
         console = Console(chosen, echo=echo)
-        return self._carry_out(command, console, timeout, wait)
+        return self._run_command(command, console, timeout, wait)
 
     def execute(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RankValues:
         """Call a function on every rank. Handles among the arguments arrive as the rank's own objects. Blocks.
@@ -192,18 +192,18 @@ class Mesh:
             CellError, RankLost: as `run`.
             TransferError: function or arguments cannot be pickled; the message names the part.
         """
-        ranks = self.choose(None)
+        ranks = self.resolve_ranks(None)
         label = f"{getattr(function, '__name__', 'the function')}()"
         command = self._session.call_command(function, args, kwargs, ranks, label=label)
         console = Console(ranks, echo=True)
-        result: CellResult = self._carry_out(command, console, None, True)
+        result: CellResult = self._run_command(command, console, None, True)
         return result.values
 
     def remote(self, function: Callable[P, Any]) -> RemoteFunction[P]:
         """Decorator: a function that runs on every rank when it is called, and returns RankValues."""
         return RemoteFunction(self, function)
 
-    def cell(self, function: Callable[[], Any]) -> BodyCell:
+    def cell(self, function: Callable[[], Any]) -> FunctionBodyCell:
         """Decorator: the function's body runs at once, as a cell on every rank; its names bind there.
 
         For notebooks without magics, such as marimo. Gives the CellResult; call it to run the body again.
@@ -211,24 +211,24 @@ class Mesh:
         Raises:
             UsageError: the function has parameters, or its source cannot be found.
         """
-        return BodyCell(self, function)
+        return FunctionBodyCell(self, function)
 
-    def _carry_out(self, command: Any, console: Console, timeout: float | None, wait: bool) -> Any:
+    def _run_command(self, command: Any, console: Console, timeout: float | None, wait: bool) -> Any:
         session = self._session
 
         def finish(finished: messages.CallFinished) -> CellResult:
-            session.conclude(finished, command.ranks, label=command.label)
-            return session.result_of(finished, console.text)
+            session.raise_for_status(finished, command.ranks, label=command.label)
+            return session.cell_result(finished, console.text)
 
         if not wait:
             source = session.request(command, on_output=console)
             return session.future(source, command, finish)
         if timeout is not None:
-            return self._within(timeout, command, console, finish)
-        ask = ask_on_terminal if sys.stdin is not None and sys.stdin.isatty() else None
-        return finish(session.foreground(command, sink=console, ask=ask))
+            return self._run_with_timeout(timeout, command, console, finish)
+        on_input = prompt_on_terminal if sys.stdin is not None and sys.stdin.isatty() else None
+        return finish(session.run_foreground(command, on_output=console, on_input=on_input))
 
-    def _within(
+    def _run_with_timeout(
         self, timeout: float, command: Any, console: Console, finish: Callable[[messages.CallFinished], CellResult]
     ) -> CellResult:
         source = self._session.request(command, on_output=console)
@@ -270,7 +270,7 @@ class Mesh:
         Raises:
             TransferError: a value cannot be pickled; the message names the part.
         """
-        self._session.set_names(names, self.choose(None))
+        self._session.set_names(names, self.resolve_ranks(None))
 
     def pull(self, what: str | RemoteValue, *, ranks: Sequence[int] | int | str | None = None) -> RankValues:
         """Bring what the ranks hold under a name (or behind a handle) here, by rank. Blocks.
@@ -279,15 +279,15 @@ class Mesh:
             MeshNameError: no rank has that name.
             TransferError: a value cannot be pickled.
         """
-        chosen = self.choose(ranks) if ranks is not None else self._session.living(self.ranks)
+        chosen = self.resolve_ranks(ranks) if ranks is not None else self._session.living(self.ranks)
         if isinstance(what, str):
-            self._session.check()
-            what = remote.named(self._session, what, self.ranks)
+            self._session.check_attached()
+            what = remote.handle_by_name(self._session, what, self.ranks)
         if not isinstance(what, RemoteValue):  # a remote tensor
-            command = self._session.call_command(operator.getitem, ((what,), 0), {}, chosen, keep=False, label="pull")
-            finished = self._session.foreground(command)
-            self._session.conclude(finished, chosen, label="pull")
-            return self._session.values_of(finished.parts)
+            command = self._session.call_command(operator.getitem, ((what,), 0), {}, chosen, retain=False, label="pull")
+            finished = self._session.run_foreground(command)
+            self._session.raise_for_status(finished, chosen, label="pull")
+            return self._session.rank_values(finished.outcomes)
         return remote.pull(what, chosen)
 
     @overload
@@ -313,25 +313,25 @@ class Mesh:
         Returns:
             A handle to the pieces, or with view="global" the batch with RemoteTensors in it.
         """
-        axis = self._one_axis(axis)
-        batch = batches.one_batch(batch)
+        axis = self._resolve_axis(axis)
+        batch = batches.materialize(batch)
         if view != "local":
             if dim != 0:
                 raise UsageError(f"view={view!r} cuts along dim 0; meshbook.distribute takes any placements")
             return next(self.feed([batch], axis=axis, prefetch=0, uneven=True, view=view))
-        spans = [shard_spans(length, self._axes.size_of(axis)) for length in batches.lengths(batch, dim)]
+        spans = [shard_spans(length, self._axes.size_of(axis)) for length in batches.cut_lengths(batch, dim)]
         pieces = {
-            rank: batches.piece(batch, dim, [span[self._axes.point(rank)[axis]] for span in spans])
+            rank: batches.slice_batch(batch, dim, [span[self._axes.point(rank)[axis]] for span in spans])
             for rank in self._session.living(self.ranks)
         }
-        key = RemoteValue(self._session, paths.Path(paths.Name("rank")), tuple(pieces))
+        key = RemoteValue(self._session, expressions.Expression(expressions.NameRef("rank")), tuple(pieces))
         command = self._session.call_command(
-            operator.getitem, (pieces, key), {}, tuple(pieces), keep_always=True, label="scatter", inline_limit=0
+            operator.getitem, (pieces, key), {}, tuple(pieces), always_retain=True, label="scatter", inline_limit=0
         )
-        finished = self._session.foreground(command)
-        self._session.conclude(finished, command.ranks, label="scatter")
-        values = self._session.values_of(finished.parts)
-        return remote.kept(self._session, command.call, command.ranks, values, "scattered")
+        finished = self._session.run_foreground(command)
+        self._session.raise_for_status(finished, command.ranks, label="scatter")
+        values = self._session.rank_values(finished.outcomes)
+        return remote.result_handle(self._session, command.call, command.ranks, values, "scattered")
 
     def feed(
         self,
@@ -388,12 +388,12 @@ class Mesh:
         Returns:
             `torch.Tensor`, `numpy.ndarray`, or a list, as the pieces are.
         """
-        axis = self._one_axis(axis)
+        axis = self._resolve_axis(axis)
         first: dict[int, int] = {}
         for rank in self.ranks:
             first.setdefault(self._axes.point(rank)[axis], rank)
         values = self.pull(what, ranks=list(first.values()))
-        return _join([values[first[place]] for place in sorted(first)], dim)
+        return _concatenate([values[first[position]] for position in sorted(first)], dim)
 
     # ---- remote tensors
 
@@ -402,7 +402,7 @@ class Mesh:
         found: AbstractContextManager[Any] = extensions.find("activate")(self)
         return found
 
-    def _one_axis(self, axis: str | None) -> str:
+    def _resolve_axis(self, axis: str | None) -> str:
         if axis is not None:
             self._axes.size_of(axis)
             return axis
@@ -433,7 +433,7 @@ class Mesh:
         Returns:
             Why: `.findings`, `.text`; it shows itself in a notebook.
         """
-        return looking.why(self._session, self.ranks)
+        return reports.why(self._session, self.ranks)
 
     def stacks(
         self, ranks: Sequence[int] | int | str | None = None, *, twice: bool = False, threads: bool = False
@@ -453,15 +453,15 @@ class Mesh:
         Raises:
             MeshShapeError: not in this mesh.
         """
-        chosen = self.ranks if ranks is None else self._select(ranks)
-        return looking.stacks(self._session, tuple(sorted(chosen)), twice=twice, threads=threads)
+        chosen = self.ranks if ranks is None else self._parse_ranks(ranks)
+        return reports.stacks(self._session, tuple(sorted(chosen)), twice=twice, threads=threads)
 
     def health(self) -> Table:
         """How each rank is: what it does and waits for, CPU, memory, GPU. Blocks a few milliseconds.
 
         As of the ranks' last beat, a second ago; for programs there is `mesh.memory()`, `mesh.metrics()`.
         """
-        return looking.health_table(looking.picture(self._session), self.ranks)
+        return reports.health_table(reports.fetch_mesh_snapshot(self._session), self.ranks)
 
     def memory(self, *, history: bool = False, kind: str | None = None) -> Any:
         """Memory of each rank, in bytes: of its process, and on its GPU. Blocks a few milliseconds.
@@ -477,7 +477,7 @@ class Mesh:
             gpu_peak_bytes, gpu_used_bytes, gpu_total_bytes; with `history` rank, time (wall clock), rss_bytes,
             gpu_allocated_bytes. None where there is no GPU.
         """
-        return looking.memory_columns(self._session, self.ranks, history=history, kind=kind)
+        return reports.memory_dataframe(self._session, self.ranks, history=history, kind=kind)
 
     def metrics(self, *, kind: str | None = None) -> Any:
         """What ranks gave to `meshbook.log`, one row per value. Blocks a few milliseconds.
@@ -487,17 +487,17 @@ class Mesh:
         Returns:
             Columns name, rank, step, value, time (wall clock), as `kind` says (see `memory`).
         """
-        return looking.metric_columns(self._session, self.ranks, kind=kind)
+        return reports.metrics_dataframe(self._session, self.ranks, kind=kind)
 
     def interrupt(self, ranks: Sequence[int] | int | str | None = None) -> None:
         """Stop what the ranks run, as the Stop button would. Does not wait."""
-        self._session.check()
-        chosen = self.ranks if ranks is None else self._select(ranks)
+        self._session.check_attached()
+        chosen = self.ranks if ranks is None else self._parse_ranks(ranks)
         self._session.interrupt(chosen)
 
     def kill(self, ranks: Sequence[int] | int | str, *, signal: int = 9) -> None:
         """Send a signal to ranks; by default one they do not survive."""
-        self._session.kill(self._select(ranks), signal)
+        self._session.kill(self._parse_ranks(ranks), signal)
 
     def dashboard(self) -> Any:
         """A live picture of these ranks, with what can be done about them: a widget, for the end of a cell.
@@ -531,7 +531,7 @@ class Mesh:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.stop()
 
-    def choose(self, ranks: Sequence[int] | int | str | None) -> Ranks:
+    def resolve_ranks(self, ranks: Sequence[int] | int | str | None) -> Ranks:
         """The ranks that are meant, all of them alive; None: those of this view that live.
 
         Raises:
@@ -539,15 +539,13 @@ class Mesh:
             RankLost: asked for by number, and gone.
             NotAttached: the mesh is no more.
         """
-        self._session.check()
+        self._session.check_attached()
         if ranks is None:
             living = self._session.living(self.ranks)
             if not living:
-                raise RankLost(
-                    f"no rank of {self!r} is left; %mesh restart starts as many anew", ranks=self.ranks
-                )
+                raise RankLost(f"no rank of {self!r} is left; %mesh restart starts as many anew", ranks=self.ranks)
             return tuple(sorted(living))
-        chosen = self._select(ranks)
+        chosen = self._parse_ranks(ranks)
         lost = tuple(rank for rank in chosen if rank in self._session.lost)
         if lost:
             living = self._session.living(self.ranks)
@@ -559,7 +557,7 @@ class Mesh:
             )
         return chosen
 
-    def _select(self, ranks: Sequence[int] | int | str) -> Ranks:
+    def _parse_ranks(self, ranks: Sequence[int] | int | str) -> Ranks:
         if isinstance(ranks, str):
             return self._axes.parse_selection(ranks)
         return self._axes.check_ranks((ranks,) if isinstance(ranks, int) else ranks)
@@ -583,13 +581,13 @@ class RemoteFunction(Generic[P]):
         return f"<{getattr(self._function, '__name__', 'function')} on {self._mesh!r}>"
 
 
-class BodyCell:
+class FunctionBodyCell:
     """A function's body as a cell: `result` is what its last run gave; call it to run it again."""
 
     def __init__(self, mesh: Mesh, function: Callable[[], Any]) -> None:
         self._mesh = mesh
         self.__name__ = function.__name__
-        self.source = body_of(function)
+        self.source = function_body_source(function)
         self.result: CellResult = mesh.run(self.source)
 
     def __call__(self) -> CellResult:
@@ -611,7 +609,7 @@ class BodyCell:
         return self.result._mime_()
 
 
-def body_of(function: Callable[..., Any]) -> str:
+def function_body_source(function: Callable[..., Any]) -> str:
     """The source of a function's body, at the left margin; a `return` at its end becomes the cell's value.
 
     Raises:
@@ -712,32 +710,32 @@ def create_mesh(
 
     def start(*, owner: str | None, kind: str, default_ttl_s: float | None, stop_at_exit: bool) -> Session:
         ttl_s = next(s for s in (orphan_ttl_s, default_ttl_s, defaults.orphan_ttl_s) if s is not None)
-        found = launch_supervisor(name or free_name(), owner=owner, listen=listen)
-        session = Session(Connection(found, kind=kind, orphan_ttl_s=ttl_s), stop_at_exit=stop_at_exit)
+        found = launch_supervisor(name or generate_mesh_name(), owner=owner, listen=listen)
+        session = Session(SupervisorConnection(found, kind=kind, orphan_ttl_s=ttl_s), stop_at_exit=stop_at_exit)
         session.start(grid, spec, timeout_s=defaults.start_timeout_s)
         return session
 
     cell = marimo.running_cell() if owner is None else None
     if cell is not None:
-        return _opened(cell.session(spec, name, start), grid)
-    return _opened(start(owner=owner, kind=kind, default_ttl_s=None, stop_at_exit=True), grid)
+        return _new_mesh(cell.get_or_start_session(spec, name, start), grid)
+    return _new_mesh(start(owner=owner, kind=kind, default_ttl_s=None, stop_at_exit=True), grid)
 
 
-def warm_light(name: str, *, torch: bool, orphan_ttl_s: float, like: Session | None = None) -> Session:
-    """A mesh without ranks yet, whose fork server warms up, for `start_light`. Ends with this process. Blocks.
+def prewarm_session(name: str, *, torch: bool, orphan_ttl_s: float, fork_from: Session | None = None) -> Session:
+    """A mesh without ranks yet, whose fork server warms up, for `start_prewarmed`. Ends with this process. Blocks.
 
     Args:
-        like: a living mesh of the same kind; the fork server is branched off its own.
+        fork_from: a living mesh of the same kind; the fork server is branched off its own.
 
     Raises:
         StartError: it did not come up.
     """
-    source = str(keys.runtime_folder() / like.name / "h0-fork.sock") if like is not None else None
-    found = launch_supervisor(name, light=not torch, source=source)
-    return Session(Connection(found, kind="script", orphan_ttl_s=orphan_ttl_s), stop_at_exit=True)
+    fork_server_socket = str(keys.runtime_folder() / fork_from.name / "h0-fork.sock") if fork_from is not None else None
+    connection_info = launch_supervisor(name, light=not torch, fork_server_socket=fork_server_socket)
+    return Session(SupervisorConnection(connection_info, kind="script", orphan_ttl_s=orphan_ttl_s), stop_at_exit=True)
 
 
-def start_light(
+def start_prewarmed(
     session: Session,
     grid: MeshAxes,
     *,
@@ -752,7 +750,7 @@ def start_light(
     """
     spec = make_spec(grid, device=device if torch else "cpu", process_group=False, torch=torch, env=env)
     session.start(grid, spec, timeout_s=read_defaults().start_timeout_s)
-    return _opened(session, grid)
+    return _new_mesh(session, grid)
 
 
 def make_spec(
@@ -810,19 +808,21 @@ def attach(name: str | None = None, *, kind: str = "script", observer: bool = Fa
         MeshNameError: no such name, or several meshes and no name.
         VersionMismatch: it is of another version of Meshbook.
     """
-    session = Session(Connection(keys.find_connection(name), kind=kind, observer=observer), stop_at_exit=False)
+    session = Session(
+        SupervisorConnection(keys.find_connection(name), kind=kind, observer=observer), stop_at_exit=False
+    )
     if session.axes is None:
         session.close()
         raise NotAttached(f"the mesh {session.name!r} has no ranks yet; start them with %mesh start -n 4")
-    return _opened(session, session.axes)
+    return _new_mesh(session, session.axes)
 
 
-def _opened(session: Session, axes: MeshAxes) -> Mesh:
-    late_output(session)
+def _new_mesh(session: Session, axes: MeshAxes) -> Mesh:
+    background_output_of(session)
     return Mesh.of(session, axes)
 
 
-def free_name(stem: str | None = None) -> str:
+def generate_mesh_name(stem: str | None = None) -> str:
     """A name that no mesh has: the script's, and four letters."""
     if stem is None:
         stem = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "mesh").stem
@@ -833,7 +833,7 @@ def free_name(stem: str | None = None) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _join(pieces: list[Any], dim: int) -> Any:
+def _concatenate(pieces: list[Any], dim: int) -> Any:
     first = pieces[0]
     if type(first).__module__.partition(".")[0] == "torch":
         import torch

@@ -13,23 +13,23 @@ from typing import Any
 import msgspec
 
 from meshbook.controller import extensions
-from meshbook.controller.results import RankValues, bundle_of, mime_of
+from meshbook.controller.results import RankValues, marimo_mime, mime_bundle
 from meshbook.controller.session import Session
 from meshbook.errors import MeshNameError, TransferError
-from meshbook.fold import words
+from meshbook.fold import rendering
 from meshbook.ids import Ranks, name_ranks
-from meshbook.rank.paths import BINARY, Name, Path, Ref
+from meshbook.rank.expressions import BINARY, Expression, NameRef, ResultRef
 from meshbook.wire import messages
-from meshbook.wire.messages import Outcome, Part, Preview, TensorMeta, Value
+from meshbook.wire.messages import Outcome, OutcomeGroup, Preview, TensorMeta, Value
 
 # What libraries probe for on any object; a handle must not look as if it had them.
-_PROBES = ("_repr_", "_ipython_", "__")
+_PROBED_PREFIXES = ("_repr_", "_ipython_", "__")
 
 
 class RemoteValue:
     """A value on every rank of a mesh, named by a path from one of the ranks' names: `x`, `model.fc`, `x.shape[0]`."""
 
-    _meshbook_path: Path
+    _meshbook_path: Expression
     _meshbook_ranks: Ranks
     _meshbook_session: Session
     _meshbook_values: RankValues | None
@@ -42,7 +42,7 @@ class RemoteValue:
         "_meshbook_values",
     )
 
-    def __init__(self, session: Session, path: Path, ranks: Ranks, *, values: RankValues | None = None) -> None:
+    def __init__(self, session: Session, path: Expression, ranks: Ranks, *, values: RankValues | None = None) -> None:
         object.__setattr__(self, "_meshbook_session", session)
         object.__setattr__(self, "_meshbook_path", path)
         object.__setattr__(self, "_meshbook_ranks", ranks)
@@ -51,15 +51,15 @@ class RemoteValue:
     # ---- following it
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith(_PROBES):
+        if name.startswith(_PROBED_PREFIXES):
             raise AttributeError(name)
         path = self._meshbook_path.attr(name)
-        if not path.is_plain():
+        if not path.is_lookup_only():
             return _evaluate(self, path)
-        answers = [
+        replies = [
             answer for answer in peek(self._meshbook_session, (str(path),), self._meshbook_ranks).values() if answer
         ]
-        if answers and all(answer.get(str(path)) is None for answer in answers):
+        if replies and all(answer.get(str(path)) is None for answer in replies):
             raise AttributeError(
                 f"{self._meshbook_path} has no attribute {name!r} on {name_ranks(self._meshbook_ranks)}"
             )
@@ -78,27 +78,27 @@ class RemoteValue:
         return _evaluate(self, self._meshbook_path.call(args, kwargs))
 
     def __dir__(self) -> list[str]:
-        return members(self)
+        return list_attributes(self)
 
     # ---- one value of all ranks
 
     def __bool__(self) -> bool:
-        return bool(_same(self, self._meshbook_path.unary("bool")))
+        return bool(_agreed_value(self, self._meshbook_path.unary("bool")))
 
     def __int__(self) -> int:
-        return int(_same(self, self._meshbook_path.unary("int")))
+        return int(_agreed_value(self, self._meshbook_path.unary("int")))
 
     def __float__(self) -> float:
-        return float(_same(self, self._meshbook_path.unary("float")))
+        return float(_agreed_value(self, self._meshbook_path.unary("float")))
 
     def __index__(self) -> int:
         return operator.index(pull(self).same())
 
     def __len__(self) -> int:
-        return int(_same(self, self._meshbook_path.unary("len")))
+        return int(_agreed_value(self, self._meshbook_path.unary("len")))
 
     def __contains__(self, thing: Any) -> bool:
-        return bool(_same(self, self._meshbook_path.binary("contains", thing)))
+        return bool(_agreed_value(self, self._meshbook_path.binary("contains", thing)))
 
     def __iter__(self) -> Iterator[RemoteValue]:
         return (self[index] for index in range(len(self)))
@@ -111,13 +111,13 @@ class RemoteValue:
     # ---- how it reads
 
     def __repr__(self) -> str:
-        return words.show_values(show(self), self._meshbook_ranks, colour=False)
+        return rendering.render_values(fetch_previews(self), self._meshbook_ranks, colour=False)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return bundle_of(show(self), self._meshbook_ranks)
+        return mime_bundle(fetch_previews(self), self._meshbook_ranks)
 
     def _mime_(self) -> tuple[str, Any]:
-        return mime_of(self._repr_mimebundle_())
+        return marimo_mime(self._repr_mimebundle_())
 
     def __format__(self, spec: str) -> str:
         return format(pull(self).same(), spec) if spec else str(self)
@@ -144,11 +144,11 @@ class RemoteValue:
                 "pull it and push the values"
             )
         if self._meshbook_path.steps:
-            kept = _evaluate(self, self._meshbook_path)
-            object.__setattr__(self, "_meshbook_values", kept._meshbook_values)
-            object.__setattr__(self, "_meshbook_path", kept._meshbook_path)
+            result = _evaluate(self, self._meshbook_path)
+            object.__setattr__(self, "_meshbook_values", result._meshbook_values)
+            object.__setattr__(self, "_meshbook_path", result._meshbook_path)
         root = self._meshbook_path.root
-        assert isinstance(root, Name | Ref)
+        assert isinstance(root, NameRef | ResultRef)
         return root.key
 
 
@@ -181,42 +181,45 @@ for _op in ("neg", "pos", "invert", "abs", "round"):
 # What is done with handles. Functions, not methods: a method's name would hide the remote object's own attribute.
 
 
-def named(session: Session, name: str, ranks: Ranks) -> RemoteValue:
+def handle_by_name(session: Session, name: str, ranks: Ranks) -> RemoteValue:
     """A handle to a name that must exist on at least one of the ranks.
 
     Raises:
         MeshNameError: no rank has it.
     """
-    look_up(session, name, ranks)
-    return RemoteValue(session, Path(Name(name)), ranks)
+    name_tensor_meta(session, name, ranks)
+    return RemoteValue(session, Expression(NameRef(name)), ranks)
 
 
-def look_up(session: Session, name: str, ranks: Ranks) -> TensorMeta | None:
+def name_tensor_meta(session: Session, name: str, ranks: Ranks) -> TensorMeta | None:
     """What a name is on the ranks, where it is a tensor of one shape, dtype and placement on all of them; else None.
 
     Raises:
         MeshNameError: no rank has it.
     """
-    answers = [answer for answer in peek(session, (name,), ranks).values() if answer is not None]
-    if answers and all(answer.get(name) is None for answer in answers):
+    replies = [reply for reply in peek(session, (name,), ranks).values() if reply is not None]
+    if replies and all(reply.get(name) is None for reply in replies):
         raise MeshNameError(
-            f"no rank of {session.name!r} has a name {name!r}; names there: {_listed(session.status().names)}"
+            f"no rank of {session.name!r} has a name {name!r}; names there: {_format_names(session.status().names)}"
         )
-    return same_tensor([answer.get(name) for answer in answers], len(ranks))
+    return common_tensor_meta([reply.get(name) for reply in replies], len(ranks))
 
 
-def tensor_at(value: RemoteValue) -> TensorMeta | None:
+def handle_tensor_meta(value: RemoteValue) -> TensorMeta | None:
     """What a handle stands for, where that is a tensor of one shape, dtype and placement on all of its ranks."""
     path = value._meshbook_path
-    if not path.steps and isinstance(path.root, Name):
-        return look_up(value._meshbook_session, path.root.name, value._meshbook_ranks)
+    if not path.steps and isinstance(path.root, NameRef):
+        return name_tensor_meta(value._meshbook_session, path.root.name, value._meshbook_ranks)
     previews = [
-        part.outcome.value.preview for part in show(value) for _ in part.ranks if part.outcome.value is not None
+        part.outcome.value.preview
+        for part in fetch_previews(value)
+        for _ in part.ranks
+        if part.outcome.value is not None
     ]
-    return same_tensor([msgspec.to_builtins(preview) for preview in previews], len(value._meshbook_ranks))
+    return common_tensor_meta([msgspec.to_builtins(preview) for preview in previews], len(value._meshbook_ranks))
 
 
-def same_tensor(previews: Sequence[dict[str, Any] | None], num_ranks: int) -> TensorMeta | None:
+def common_tensor_meta(previews: Sequence[dict[str, Any] | None], num_ranks: int) -> TensorMeta | None:
     """What previews of one thing, as plain data, say of it where it is a tensor alike on so many ranks; else None."""
     metas = [preview.get("tensor") for preview in previews if preview is not None]
     if len(metas) != num_ranks or any(meta is None for meta in metas):
@@ -226,49 +229,49 @@ def same_tensor(previews: Sequence[dict[str, Any] | None], num_ranks: int) -> Te
     return found[0] if len(kinds) == 1 and found[0].stride is not None else None
 
 
-def kept(session: Session, call: str, ranks: Ranks, values: RankValues, spelling: str) -> RemoteValue:
+def result_handle(session: Session, call: str, ranks: Ranks, values: RankValues, expression: str) -> RemoteValue:
     """A handle to the result of a call that the ranks keep, for as long as the handle lives."""
-    return RemoteValue(session, Path(Ref(call, spelling)), ranks, values=values)
+    return RemoteValue(session, Expression(ResultRef(call, expression)), ranks, values=values)
 
 
 def pull(value: RemoteValue, ranks: Ranks | None = None) -> RankValues:
     """The objects themselves, brought here from every rank (or from `ranks`)."""
     session = value._meshbook_session
     chosen = session.living(value._meshbook_ranks) if ranks is None else ranks
-    return session.evaluate(value._meshbook_path, chosen, keep=False)
+    return session.evaluate(value._meshbook_path, chosen, retain=False)
 
 
-def show(value: RemoteValue) -> tuple[Part, ...]:
+def fetch_previews(value: RemoteValue) -> tuple[OutcomeGroup, ...]:
     """What each rank holds, as previews. Does not wait for a running cell where the path is one of names."""
     session, path, ranks = value._meshbook_session, value._meshbook_path, value._meshbook_ranks
     if value._meshbook_values is not None and not path.steps:
         return value._meshbook_values.parts
-    if not path.is_plain():
+    if not path.is_lookup_only():
         return session.evaluate(path, session.living(ranks)).parts
     parts: dict[bytes, tuple[list[int], Outcome]] = {}
-    for rank, answer in peek(session, (str(path),), ranks).items():
-        raw = None if answer is None else answer.get(str(path))
+    for rank, reply in peek(session, (str(path),), ranks).items():
+        raw = None if reply is None else reply.get(str(path))
         if raw is not None:
             preview = msgspec.convert(raw, Preview)
         else:
-            text = "(no answer: in code that keeps the GIL)" if answer is None else f"({path} is not defined here)"
+            text = "(no answer: in code that keeps the GIL)" if reply is None else f"({path} is not defined here)"
             preview = Preview(kind="none", type="", text=text)
         outcome = Outcome(status="ok", value=Value(preview))
         parts.setdefault(msgspec.msgpack.encode(preview), ([], outcome))[0].append(rank)
-    return tuple(Part(tuple(sorted(ranks)), outcome) for ranks, outcome in parts.values())
+    return tuple(OutcomeGroup(tuple(sorted(ranks)), outcome) for ranks, outcome in parts.values())
 
 
 def peek(session: Session, names: tuple[str, ...], ranks: Ranks) -> dict[int, dict[str, Any] | None]:
     """What the ranks' service threads say of names: rank -> {name: preview as plain data, or None}; None for a rank
     that did not answer."""
-    command = messages.Peek(call=session.connection.next_call(), ranks=session.living(ranks), names=names)
-    return {rank: part.outcome.answer for part in session.question(command) for rank in part.ranks}
+    command = messages.PreviewNames(call=session.connection.next_call_id(), ranks=session.living(ranks), names=names)
+    return {rank: part.outcome.reply for part in session.query(command) for rank in part.ranks}
 
 
-def members(value: RemoteValue) -> list[str]:
+def list_attributes(value: RemoteValue) -> list[str]:
     """Attribute names, as the first living rank completes them."""
     session = value._meshbook_session
-    if not value._meshbook_path.is_plain():
+    if not value._meshbook_path.is_lookup_only():
         return list(
             session.evaluate(
                 value._meshbook_path.attr("__dir__").call(), session.living(value._meshbook_ranks)[:1]
@@ -276,40 +279,40 @@ def members(value: RemoteValue) -> list[str]:
         )
     code = f"{value._meshbook_path}."
     living = session.living(value._meshbook_ranks)[:1]
-    command = messages.Complete(call=session.connection.next_call(), ranks=living, code=code, cursor=len(code))
-    for part in session.question(command):
-        matches = (part.outcome.answer or {}).get("matches", ())
+    command = messages.Complete(call=session.connection.next_call_id(), ranks=living, code=code, cursor=len(code))
+    for part in session.query(command):
+        matches = (part.outcome.reply or {}).get("matches", ())
         return [name for match in matches if (name := match.rpartition(".")[2]).isidentifier()]
     return []
 
 
-def _evaluate(value: RemoteValue, path: Path) -> RemoteValue:
+def _evaluate(value: RemoteValue, path: Expression) -> RemoteValue:
     """Follow a path now; the result stays on the ranks, under a handle."""
-    session, ranks = value._meshbook_session, _living(value)
+    session, ranks = value._meshbook_session, _living_ranks(value)
     command = messages.Evaluate(
-        call=session.connection.next_call(),
+        call=session.connection.next_call_id(),
         ranks=ranks,
-        path=session.dump(path, ranks),
+        expression=session.dump(path, ranks),
         inline_limit=0,
-        keep_always=True,
+        always_retain=True,
     )
-    finished = session.foreground(command)
-    session.conclude(finished, ranks, label=str(path))
-    return kept(session, command.call, ranks, session.values_of(finished.parts), str(path))
+    finished = session.run_foreground(command)
+    session.raise_for_status(finished, ranks, label=str(path))
+    return result_handle(session, command.call, ranks, session.rank_values(finished.outcomes), str(path))
 
 
-def _living(value: RemoteValue) -> Ranks:
+def _living_ranks(value: RemoteValue) -> Ranks:
     return value._meshbook_session.living(value._meshbook_ranks)
 
 
-def _same(value: RemoteValue, path: Path) -> Any:
+def _agreed_value(value: RemoteValue, path: Expression) -> Any:
     """What a path from this handle gives, where all ranks agree on it."""
     values = _evaluate(value, path)._meshbook_values
     assert values is not None  # _evaluate keeps them
     return values.same()
 
 
-def _listed(names: tuple[str, ...]) -> str:
+def _format_names(names: tuple[str, ...]) -> str:
     """Names for a sentence, the newest of many."""
     if not names:
         return "none yet"

@@ -21,12 +21,12 @@ from meshbook.errors import (
     ValuesDiffer,
     describe_exit,
 )
-from meshbook.fold import words
+from meshbook.fold import rendering
 from meshbook.fold.outcomes import fold_errors, fold_released
 from meshbook.ids import format_ranks, name_ranks
-from meshbook.mesh import MeshAxes
+from meshbook.mesh_axes import MeshAxes
 from meshbook.wire import messages
-from meshbook.wire.messages import Part, Value
+from meshbook.wire.messages import OutcomeGroup, Value
 
 # How values that are not here yet are brought: ranks and the reference they keep them under -> {rank: object}.
 Fetch = Callable[[tuple[int, ...], str], dict[int, Any]]
@@ -43,7 +43,7 @@ class RankValues(Mapping[int, Any]):
     def __init__(
         self,
         axes: MeshAxes,
-        parts: Sequence[Part],
+        parts: Sequence[OutcomeGroup],
         load: Callable[[messages.Payload], Any],
         fetch: Fetch,
         release: Callable[[str], None] | None = None,
@@ -57,7 +57,7 @@ class RankValues(Mapping[int, Any]):
                 assert part.outcome.value is not None
                 self._value_of[rank] = part.outcome.value
         self._load, self._fetch = load, fetch
-        self._here: dict[int, Any] = {}
+        self._loaded: dict[int, Any] = {}
         refs = {value.ref for value in self._value_of.values() if value.ref}
         if refs and release is not None:
             for ref in refs:
@@ -71,9 +71,9 @@ class RankValues(Mapping[int, Any]):
             if rank in self._axes.ranks:
                 raise KeyError(f"rank {rank} has no value here; ranks with one: {have}")
             raise MeshShapeError(f"rank {rank} is not in this mesh of ranks {format_ranks(self._axes.ranks)}")
-        if rank not in self._here:
-            self._bring((rank,))
-        return self._here[rank]
+        if rank not in self._loaded:
+            self._load_values((rank,))
+        return self._loaded[rank]
 
     def __iter__(self) -> Iterator[int]:
         return iter(sorted(self._value_of))
@@ -82,11 +82,11 @@ class RankValues(Mapping[int, Any]):
         return len(self._value_of)
 
     def values(self) -> Any:
-        self._bring(tuple(self))
+        self._load_values(tuple(self))
         return super().values()
 
     def items(self) -> Any:
-        self._bring(tuple(self))
+        self._load_values(tuple(self))
         return super().items()
 
     # ---- ways to take them
@@ -111,7 +111,7 @@ class RankValues(Mapping[int, Any]):
         known = all(value.preview.digest is not None or value.payload is not None for value in self._value_of.values())
         if not self._value_of:
             raise ValuesDiffer("no rank has a value here")
-        if len(distinct) > 1 or (not known and not self._equal()):
+        if len(distinct) > 1 or (not known and not self._all_equal()):
             raise ValuesDiffer(
                 f"{name_ranks(self)} do not agree:\n{self}\npick one with values[rank], or use .item(axis=…)"
             )
@@ -135,49 +135,49 @@ class RankValues(Mapping[int, Any]):
 
         return torch.stack([torch.as_tensor(value) for value in every], dim)
 
-    def _equal(self) -> bool:
-        self._bring(tuple(self))
-        first, *others = (self._here[rank] for rank in self)
-        return all(_same(first, other) for other in others)
+    def _all_equal(self) -> bool:
+        self._load_values(tuple(self))
+        first, *others = (self._loaded[rank] for rank in self)
+        return all(_values_equal(first, other) for other in others)
 
-    def _bring(self, ranks: tuple[int, ...]) -> None:
+    def _load_values(self, ranks: tuple[int, ...]) -> None:
         """Have these ranks' values here."""
         by_ref: dict[str, list[int]] = {}
         for rank in ranks:
-            if rank in self._here:
+            if rank in self._loaded:
                 continue
             value = self._value_of[rank]
             if value.payload is not None:
-                self._here[rank] = self._load(value.payload)
+                self._loaded[rank] = self._load(value.payload)
             elif value.ref is not None:
                 by_ref.setdefault(value.ref, []).append(rank)
         for ref, wanted in by_ref.items():
-            self._here.update(self._fetch(tuple(wanted), ref))
+            self._loaded.update(self._fetch(tuple(wanted), ref))
 
     # ---- how they read
 
     def __repr__(self) -> str:
-        return words.show_values(self.parts, self._ranks, colour=False)
+        return rendering.render_values(self.parts, self._ranks, colour=False)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return bundle_of(self.parts, self._ranks)
+        return mime_bundle(self.parts, self._ranks)
 
     def _mime_(self) -> tuple[str, Any]:
-        return mime_of(self._repr_mimebundle_())
+        return marimo_mime(self._repr_mimebundle_())
 
 
-def bundle_of(parts: Sequence[Part], ranks: Sequence[int]) -> dict[str, Any]:
+def mime_bundle(parts: Sequence[OutcomeGroup], ranks: Sequence[int]) -> dict[str, Any]:
     """Values by rank as a front end shows them: text always, HTML where a value has it; one value that all ranks agree
     on with every form it has."""
-    bundle: dict[str, Any] = {"text/plain": words.show_values(parts, tuple(ranks))}
-    if page := words.html_values(parts, tuple(ranks)):
+    bundle: dict[str, Any] = {"text/plain": rendering.render_values(parts, tuple(ranks))}
+    if page := rendering.render_values_html(parts, tuple(ranks)):
         bundle["text/html"] = page
     if len(parts) == 1 and parts[0].outcome.value is not None:
         bundle.update(parts[0].outcome.value.preview.data)
     return bundle
 
 
-def mime_of(bundle: Mapping[str, Any]) -> tuple[str, Any]:
+def marimo_mime(bundle: Mapping[str, Any]) -> tuple[str, Any]:
     """The same as marimo takes it: one MIME type and its content. Text is set in a fixed width, without colours, which
     marimo would show as they are written."""
     for kind in ("text/html", "image/svg+xml"):
@@ -189,7 +189,7 @@ def mime_of(bundle: Mapping[str, Any]) -> tuple[str, Any]:
     others = {kind: content for kind, content in bundle.items() if kind != "text/plain"}
     if others:
         return "application/vnd.marimo+mimebundle", others
-    return "text/html", f"<pre class='text-xs'>{html.escape(words.plain(bundle['text/plain']))}</pre>"
+    return "text/html", f"<pre class='text-xs'>{html.escape(rendering.plain_text(bundle['text/plain']))}</pre>"
 
 
 @dataclass(frozen=True)
@@ -220,82 +220,90 @@ class CellResult:
         return self.values._repr_mimebundle_() if len(self.values) else {"text/plain": repr(self)}
 
     def _mime_(self) -> tuple[str, Any]:
-        return mime_of(self._repr_mimebundle_())
+        return marimo_mime(self._repr_mimebundle_())
 
 
-def error_of(finished: messages.CallFinished, label: str = "the cell") -> MeshbookError | None:
+def error_from(finished: messages.CallFinished, label: str = "the cell") -> MeshbookError | None:
     """The exception that a finished call stands for; None when it went well on every rank."""
-    statuses = {part.outcome.status for part in finished.parts}
+    statuses = {part.outcome.status for part in finished.outcomes}
     if not statuses - {"ok"}:
         return None
-    succeeded = tuple(rank for part in finished.parts if part.outcome.status == "ok" for rank in part.ranks)
-    failures = fold_errors(finished.parts)
+    succeeded = tuple(rank for part in finished.outcomes if part.outcome.status == "ok" for rank in part.ranks)
+    failures = fold_errors(finished.outcomes)
     if finished.lost or "lost" in statuses:
         # That the survivors were stopped is in the message; where each of them was says nothing about the loss.
-        own = fold_errors([part for part in finished.parts if part.outcome.status != "interrupted"])
-        return _lost(finished, own, label)
-    released = fold_released(finished.parts)
-    waited = {rank for one in released for rank in one.ranks}
-    raised = any(part.outcome.status == "error" and part.ranks[0] not in waited for part in finished.parts)
+        own = fold_errors([part for part in finished.outcomes if part.outcome.status != "interrupted"])
+        return _rank_lost_error(finished, own, label)
+    released = fold_released(finished.outcomes)
+    released_ranks = {rank for one in released for rank in one.ranks}
+    raised = any(part.outcome.status == "error" and part.ranks[0] not in released_ranks for part in finished.outcomes)
     if "interrupted" in statuses and not raised:
-        stopped = tuple(rank for part in finished.parts if part.outcome.status == "interrupted" for rank in part.ranks)
+        stopped = tuple(
+            rank for part in finished.outcomes if part.outcome.status == "interrupted" for rank in part.ranks
+        )
         summary = f"{label} was stopped on {name_ranks(stopped)}"
         if succeeded:
             summary += f"; {name_ranks(succeeded)} had ended already"
         if released:
-            summary += f"; {words.show_released(released)}"
+            summary += f"; {rendering.render_released(released)}"
         return CellInterrupted(failures, succeeded, released=released, summary=summary)
     if released and not failures:  # nothing was raised: a rank ended without coming
-        failures = _nobody_raised(finished.parts)
+        failures = _released_failures(finished.outcomes)
     if failures:
-        return CellError(failures, succeeded, released=released, summary=_summary(failures, succeeded, released))
-    skipped = tuple(rank for part in finished.parts if part.outcome.status == "skipped" for rank in part.ranks)
+        return CellError(failures, succeeded, released=released, summary=_summarize(failures, succeeded, released))
+    skipped = tuple(rank for part in finished.outcomes if part.outcome.status == "skipped" for rank in part.ranks)
     return CellError((), succeeded, summary=f"{name_ranks(skipped)} did not answer")
 
 
-def _nobody_raised(parts: Sequence[Part]) -> tuple[Failure, ...]:
+def _released_failures(parts: Sequence[OutcomeGroup]) -> tuple[Failure, ...]:
     """What ranks were released with, as the failures that they had."""
     own = []
     for part in parts:
         error = part.outcome.error
-        if error is not None and error.released is not None:
-            outcome = msgspec.structs.replace(part.outcome, error=msgspec.structs.replace(error, released=None))
-            own.append(Part(part.ranks, outcome))
+        if error is not None and error.released_from is not None:
+            outcome = msgspec.structs.replace(part.outcome, error=msgspec.structs.replace(error, released_from=None))
+            own.append(OutcomeGroup(part.ranks, outcome))
     return fold_errors(own)
 
 
-def _summary(failures: Sequence[Failure], succeeded: Sequence[int], released: Sequence[Released]) -> str:
-    told = []
+def _summarize(failures: Sequence[Failure], succeeded: Sequence[int], released: Sequence[Released]) -> str:
+    parts = []
     for failure in failures[:4]:
         what = f"{failure.ename}: {failure.evalue}" if failure.evalue else failure.ename
-        told.append(f"{name_ranks(failure.ranks)}: {what}")
-    said = "; ".join(told)
+        parts.append(f"{name_ranks(failure.ranks)}: {what}")
+    text = "; ".join(parts)
     if len(failures) > 4:
-        said += f"; and {len(failures) - 4} more"
+        text += f"; and {len(failures) - 4} more"
     if released:
-        said += f"; {words.show_released(released)}"
-    return said + (f" ({name_ranks(succeeded)} ran to the end)" if succeeded else "")
+        text += f"; {rendering.render_released(released)}"
+    return text + (f" ({name_ranks(succeeded)} ran to the end)" if succeeded else "")
 
 
-def _lost(finished: messages.CallFinished, failures: Sequence[Failure], label: str) -> RankLost:
+def _rank_lost_error(finished: messages.CallFinished, failures: Sequence[Failure], label: str) -> RankLost:
     lost_ranks = tuple(
         sorted(
             {exited.rank for exited in finished.lost}
-            | {rank for part in finished.parts if part.outcome.status == "lost" for rank in part.ranks}
+            | {rank for part in finished.outcomes if part.outcome.status == "lost" for rank in part.ranks}
         )
     )
-    survivors = tuple(sorted(rank for part in finished.parts for rank in part.ranks if rank not in lost_ranks))
-    late = tuple(sorted(rank for part in finished.parts if part.outcome.status == "skipped" for rank in part.ranks))
+    survivors = tuple(sorted(rank for part in finished.outcomes for rank in part.ranks if rank not in lost_ranks))
+    not_returned = tuple(
+        sorted(rank for part in finished.outcomes if part.outcome.status == "skipped" for rank in part.ranks)
+    )
     first = finished.lost[0] if finished.lost else None
     sentences = []
     for exited in finished.lost[:4]:
-        sentences.append(f"rank {exited.rank} (pid {exited.pid} on {exited.host}) {exited.how} while {label} ran")
+        sentences.append(
+            f"rank {exited.rank} (pid {exited.pid} on {exited.host}) {exited.description} while {label} ran"
+        )
     if not sentences:
-        said = [
-            part.outcome.error.evalue for part in finished.parts if part.outcome.error and part.ranks[0] in lost_ranks
+        reasons = [
+            part.outcome.error.evalue
+            for part in finished.outcomes
+            if part.outcome.error and part.ranks[0] in lost_ranks
         ]
         sentences.append(
-            said[0] if said else f"{name_ranks(lost_ranks)} {'is' if len(lost_ranks) == 1 else 'are'} gone"
+            reasons[0] if reasons else f"{name_ranks(lost_ranks)} {'is' if len(lost_ranks) == 1 else 'are'} gone"
         )
     message = "; ".join(sentences) + "."
     if first is not None and first.signal == 9:
@@ -304,8 +312,8 @@ def _lost(finished: messages.CallFinished, failures: Sequence[Failure], label: s
         message += (
             f" {name_ranks(survivors).capitalize()} {'keeps its' if len(survivors) == 1 else 'keep their'} state."
         )
-    if late:
-        message += f" {name_ranks(late).capitalize()} had not come back from it yet."
+    if not_returned:
+        message += f" {name_ranks(not_returned).capitalize()} had not come back from it yet."
     if first is not None and first.last_collective:
         message += f"\nIts last collective: {first.last_collective}"
     if first is not None and first.last_lines:
@@ -331,7 +339,7 @@ def _lost(finished: messages.CallFinished, failures: Sequence[Failure], label: s
     )
 
 
-def _same(a: Any, b: Any) -> bool:
+def _values_equal(a: Any, b: Any) -> bool:
     """Equality of two values that may be tensors or arrays."""
     if type(a) is not type(b):
         return False

@@ -11,14 +11,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from meshbook.ids import format_ranks, name_ranks
-from meshbook.mesh import MeshAxes
-from meshbook.supervisor.watching import RankNow
+from meshbook.mesh_axes import MeshAxes
+from meshbook.supervisor.telemetry import RankStatus
 from meshbook.wire.messages import HistoryEntry, MeshInfo, MeshSpec, RankInfo
 
 # Ranks that get a row each; of more, those that look the same share one. 16 fit a screen with room for the cell.
-_ROWS_OF_RANKS = 16
-_SOURCE_CHARS = 60
-_NAMES_SHOWN = 20
+_MAX_RANK_ROWS = 16
+_MAX_SOURCE_CHARS = 60
+_MAX_NAMES_SHOWN = 20
 
 # What a rank's state means to someone who has not read this code.
 STATES = {
@@ -41,7 +41,7 @@ class Table:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        columns, rows = self._filled()
+        columns, rows = self._drop_empty_columns()
         lines = [self.heading] if self.heading else []
         if rows:
             widths = [max(len(row[at]) for row in (columns, *rows)) for at in range(len(columns))]
@@ -52,7 +52,7 @@ class Table:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        columns, rows = self._filled()
+        columns, rows = self._drop_empty_columns()
         parts = [f"<p>{html.escape(self.heading)}</p>"] if self.heading else []
         if rows:
             parts.append(
@@ -65,10 +65,10 @@ class Table:
         parts += [f"<p>{html.escape(note)}</p>" for note in self.notes]
         return "".join(parts)
 
-    def _filled(self) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
+    def _drop_empty_columns(self) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
         """Column names and rows without the columns that say nothing."""
-        kept = [at for at in range(len(self.columns)) if any(row[at] for row in self.rows)]
-        return tuple(self.columns[at] for at in kept), tuple(tuple(row[at] for at in kept) for row in self.rows)
+        nonempty = [at for at in range(len(self.columns)) if any(row[at] for row in self.rows)]
+        return tuple(self.columns[at] for at in nonempty), tuple(tuple(row[at] for at in nonempty) for row in self.rows)
 
 
 def status_table(info: MeshInfo, *, now: float | None = None) -> Table:
@@ -85,18 +85,18 @@ def status_table(info: MeshInfo, *, now: float | None = None) -> Table:
         )
     ranks = info.ranks
     rows: Iterable[tuple[str, ...]]
-    if len(ranks) <= _ROWS_OF_RANKS:
+    if len(ranks) <= _MAX_RANK_ROWS:
         rows = (_rank_row(str(rank.rank), rank, (rank,)) for rank in ranks)
     else:
-        alike: dict[tuple[str, ...], list[RankInfo]] = {}
+        groups: dict[tuple[str, ...], list[RankInfo]] = {}
         for rank in ranks:
-            look = (*doing(rank), rank.host, rank.device.partition(":")[0])
-            alike.setdefault(look, []).append(rank)
-        rows = (_rank_row(format_ranks(rank.rank for rank in group), group[0], group) for group in alike.values())
+            key = (*describe_activity(rank), rank.host, rank.device.partition(":")[0])
+            groups.setdefault(key, []).append(rank)
+        rows = (_rank_row(format_ranks(rank.rank for rank in group), group[0], group) for group in groups.values())
     notes = []
     if info.names:
-        more = len(info.names) - _NAMES_SHOWN
-        shown = ", ".join(info.names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+        more = len(info.names) - _MAX_NAMES_SHOWN
+        shown = ", ".join(info.names[:_MAX_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
         notes.append(f"Names on the ranks: {shown}.")
     if info.clients:
         notes.append(f"Attached: {', '.join(info.clients)}.")
@@ -108,8 +108,8 @@ def status_table(info: MeshInfo, *, now: float | None = None) -> Table:
             + "a whole mesh needs %mesh restart."
         )
     heading = (
-        f"Mesh {info.name}: {describe_size(info.spec)}, {_groups(info)}, "
-        f"up {format_age(now - info.started_at)}, {_count(info.cells_run, 'cell')} run."
+        f"Mesh {info.name}: {describe_size(info.spec)}, {_describe_process_group(info)}, "
+        f"up {format_age(now - info.started_at)}, {_pluralize(info.cells_run, 'cell')} run."
     )
     return Table(heading, ("rank", "state", "device", "memory", "peak", "host", "pid"), tuple(rows), tuple(notes))
 
@@ -120,31 +120,31 @@ def _rank_row(shown: str, rank: RankInfo, group: Sequence[RankInfo]) -> tuple[st
     peak = [other.peak_rss_bytes for other in alive if other.peak_rss_bytes]
     return (
         shown,
-        ", ".join([*doing(rank), *_last_heard(rank)]),
+        ", ".join([*describe_activity(rank), *_describe_heartbeat(rank)]),
         rank.device if len(group) == 1 else rank.device.partition(":")[0],
-        _span_bytes(rss),
-        _span_bytes(peak),
+        _format_bytes_range(rss),
+        _format_bytes_range(peak),
         rank.host,
         str(rank.pid or "") if len(group) == 1 else "",
     )
 
 
-def doing(rank: RankInfo | RankNow) -> list[str]:
+def describe_activity(rank: RankInfo | RankStatus) -> list[str]:
     """Its state, and where it is in which cell, or how it ended."""
-    told = [STATES.get(rank.state, rank.state)]
+    parts = [STATES.get(rank.state, rank.state)]
     if rank.state == "dead" and rank.exit:
-        told.append(rank.exit)
+        parts.append(rank.exit)
     elif rank.state in ("busy", "silent") and rank.cell:
-        told.append(rank.cell + (f" line {rank.line}" if rank.line else ""))
-    return told
+        parts.append(rank.cell + (f" line {rank.line}" if rank.line else ""))
+    return parts
 
 
-def _last_heard(rank: RankInfo) -> list[str]:
+def _describe_heartbeat(rank: RankInfo) -> list[str]:
     silent = rank.state == "silent" and rank.beat_age_s is not None
     return [f"last heard of {rank.beat_age_s:.0f} s ago"] if silent else []
 
 
-def _groups(info: MeshInfo) -> str:
+def _describe_process_group(info: MeshInfo) -> str:
     assert info.spec is not None
     if info.spec.process_group is False or not info.spec.torch:
         return "no process group"
@@ -160,7 +160,7 @@ def _groups(info: MeshInfo) -> str:
 def describe_size(spec: MeshSpec) -> str:
     """`4 ranks`, or `8 ranks (dp=4, tp=2) on 2 hosts`: how a sentence says what a mesh was asked to be."""
     axes = MeshAxes.of(dict(spec.axes))
-    text = _count(axes.size, "rank")
+    text = _pluralize(axes.size, "rank")
     if axes.names != ("rank",):
         text += f" ({', '.join(f'{name}={size}' for name, size in axes.axes.items())})"
     return text + (f" on {spec.num_hosts} simulated hosts" if spec.num_hosts > 1 else "")
@@ -192,8 +192,8 @@ def first_line(source: str) -> str:
     lines = [line.strip() for line in source.splitlines() if line.strip()]
     if not lines:
         return ""
-    told = next((line for line in lines if not line.startswith(("#", "%%"))), lines[0])
-    return told if len(told) <= _SOURCE_CHARS else told[: _SOURCE_CHARS - 1] + "…"
+    chosen = next((line for line in lines if not line.startswith(("#", "%%"))), lines[0])
+    return chosen if len(chosen) <= _MAX_SOURCE_CHARS else chosen[: _MAX_SOURCE_CHARS - 1] + "…"
 
 
 def format_age(seconds: float) -> str:
@@ -224,14 +224,14 @@ def format_bytes(count: float) -> str:
     raise AssertionError("GiB is the last unit")
 
 
-def _span_bytes(counts: Sequence[int]) -> str:
+def _format_bytes_range(counts: Sequence[int]) -> str:
     if not counts:
         return ""
     low, high = format_bytes(min(counts)), format_bytes(max(counts))
     return low if low == high else f"{low} to {high}"
 
 
-def _count(count: int, one: str) -> str:
+def _pluralize(count: int, one: str) -> str:
     return f"{count:,} {one}{'' if count == 1 else 's'}"
 
 

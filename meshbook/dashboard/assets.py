@@ -12,9 +12,9 @@ from functools import cache
 from pathlib import Path
 
 # From a checkout the folder beside the package, from a wheel the copy inside it.
-_PLACES = (Path(__file__).parents[2] / "widgets", Path(__file__).parents[1] / "_widgets")
+_CANDIDATE_FOLDERS = (Path(__file__).parents[2] / "widgets", Path(__file__).parents[1] / "_widgets")
 
-TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html"}
+CONTENT_TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html"}
 
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./([\w-]+\.js)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?function |class |const )", re.MULTILINE)
@@ -27,32 +27,33 @@ def folder() -> Path:
     Raises:
         FileNotFoundError: nowhere: the installation is not whole.
     """
-    for place in _PLACES:
-        if (place / "dashboard.js").is_file():
-            return place
+    for candidate in _CANDIDATE_FOLDERS:
+        if (candidate / "dashboard.js").is_file():
+            return candidate
     raise FileNotFoundError(
-        f"the dashboard's files are neither in {_PLACES[0]} nor in {_PLACES[1]}; install meshbook again"
+        f"the dashboard's files are neither in {_CANDIDATE_FOLDERS[0]} nor in {_CANDIDATE_FOLDERS[1]}; "
+        "install meshbook again"
     )
 
 
-def text(name: str) -> str:
+def read_asset(name: str) -> str:
     return (folder() / name).read_text("utf-8")
 
 
-def names() -> tuple[str, ...]:
+def asset_names() -> tuple[str, ...]:
     """The files that a page may ask for."""
-    return tuple(sorted(path.name for path in folder().iterdir() if path.suffix in TYPES))
+    return tuple(sorted(path.name for path in folder().iterdir() if path.suffix in CONTENT_TYPES))
 
 
-def joined(entry: str) -> str:
+def bundle(entry: str) -> str:
     """A module and all that it imports, as one module."""
     order: list[str] = []
 
     def visit(name: str) -> None:
         if name not in order:
-            for needed in _IMPORT.findall(text(name)):
+            for needed in _IMPORT.findall(read_asset(name)):
                 visit(needed)
             order.append(name)
 
     visit(entry)
-    return "\n".join(_EXPORT.sub("", _IMPORT.sub("", text(name))) for name in order)
+    return "\n".join(_EXPORT.sub("", _IMPORT.sub("", read_asset(name))) for name in order)

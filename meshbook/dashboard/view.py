@@ -29,40 +29,40 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from meshbook.controller.looking import Stacks
-from meshbook.controller.onlooker import Picture
-from meshbook.diagnose.code import cell_of, is_cell, short
+from meshbook.controller.reports import Stacks
+from meshbook.controller.subscription import MeshSnapshot
 from meshbook.diagnose.findings import Finding, as_text
-from meshbook.diagnose.kinds import FINE
-from meshbook.diagnose.tree import Node, SourceOf, says_little
+from meshbook.diagnose.kinds import BENIGN_KINDS
+from meshbook.diagnose.source_files import cell_label, is_cell_file, short_path
+from meshbook.diagnose.stack_tree import SourceOf, StackNode, is_uninformative
 from meshbook.ids import Ranks, format_ranks, name_ranks, parse_ranks
-from meshbook.supervisor.watching import CollectiveNow, RankNow
-from meshbook.wire.messages import ACTOR_THREAD, REMOTE_OPERATION
+from meshbook.supervisor.telemetry import CollectiveStatus, RankStatus
+from meshbook.wire.messages import ACTOR_THREAD_PREFIX, REMOTE_OPERATION_FILE
 
 Message = dict[str, Any]
 
 # Points of a curve that a page keeps: one for two or three of its pixels.
-POINTS_KEPT = 300
+MAX_POINTS = 300
 # Ranks whose own curves are drawn; more lines are a tangle.
-FOLLOWED = 8
+MAX_FOLLOWED_RANKS = 8
 # Ranks that a curve's range is taken from where there are more.
-SAMPLED = 64
+MAX_SAMPLED_RANKS = 64
 # Seconds between two points of what ranks measure, which they do once per second.
-POINT_S = 1.0
+POINT_INTERVAL_S = 1.0
 # Seconds between two looks at the collectives.
-_COLLECTIVES_S = 1.0
+_COLLECTIVES_INTERVAL_S = 1.0
 _COLLECTIVES_SPAN_S = 30.0
 # Ranks whose collectives are shown, and how many of each: if that panel is open, and if not.
-_COLLECTIVE_RANKS = {True: 32, False: 8}
-_COLLECTIVES_OF_RANK = {True: 32, False: 8}
+_MAX_COLLECTIVE_RANKS = {True: 32, False: 8}
+_MAX_COLLECTIVES_PER_RANK = {True: 32, False: 8}
 # Actors that a table shows, and characters of an error in it.
-_ACTORS_SHOWN = 500
-_ERROR_CHARS = 300
+_MAX_ACTORS = 500
+_MAX_ERROR_CHARS = 300
 # With at most so many ranks the exact size of their memory is on their tiles.
-_EXACT_RANKS = 128
+_MAX_RANKS_WITH_BYTES = 128
 
 # What a rank measures, as (name, title, unit, column of RankNow, or of the GPU where there is one).
-_MEASURED = (
+_MEASURED_CHARTS = (
     (".memory", "Memory", "bytes", "rss_bytes"),
     (".gpu", "GPU memory, allocated", "bytes", "gpu_allocated_bytes"),
     (".cpu", "CPU, percent of a core", "", "cpu_percent"),
@@ -72,7 +72,7 @@ _MEASURED = (
 )
 
 
-class View:
+class UpdateEncoder:
     """What a front end has been told, so that it is told what is new.
 
     Attributes:
@@ -86,116 +86,120 @@ class View:
     def __init__(self, ranks: Ranks | None = None, axes: Mapping[str, int] | None = None) -> None:
         self.ranks, self.axes = ranks, axes
         self.followed: Ranks = ()
-        self.shows = ""
+        self.open_panel = ""
         self.has_actors = False
-        self._layout: Message = {}
-        self._told: dict[int, tuple[RankNow, dict[str, Any]]] = {}
-        self._most = 0  # bytes that a full memory bar stands for, without GPUs
-        self._findings: tuple[Finding, ...] = ()
-        self._bands: dict[str, deque[list[float]]] = {}
-        self._point_at = float("-inf")
-        self._steps: dict[str, int] = {}  # scalar -> the last step its band was told of
-        self._lines: dict[tuple[str, int], float] = {}  # (chart, rank) -> x of its last point told
-        self._collectives_at = float("-inf")
-        self._collectives: Any = None
-        self._ended: str | None = None
-        self._asked: tuple[tuple[str, ...], Message] | None = None  # what ran when somebody asked why, and the answer
+        self._sent_layout: Message = {}
+        self._sent_tiles: dict[int, tuple[RankStatus, dict[str, Any]]] = {}
+        self._memory_scale = 0  # bytes that a full memory bar stands for, without GPUs
+        self._sent_findings: tuple[Finding, ...] = ()
+        self._bands_by_chart: dict[str, deque[list[float]]] = {}
+        self._last_point_at = float("-inf")
+        self._last_steps: dict[str, int] = {}  # scalar -> the last step its band was told of
+        self._last_x: dict[tuple[str, int], float] = {}  # (chart, rank) -> x of its last point told
+        self._collectives_sent_at = float("-inf")
+        self._sent_collectives: Any = None
+        self._sent_ended: str | None = None
+        self._why_answer: tuple[tuple[str, ...], Message] | None = (
+            None  # what ran when somebody asked why, and the answer
+        )
 
-    def everything(self, picture: Picture) -> list[Message]:
+    def full_update(self, snapshot: MeshSnapshot) -> list[Message]:
         """All that there is to know, for somebody who may know nothing."""
-        self._layout, self._findings = {}, ()
-        self._told.clear()
-        self._steps.clear()
-        self._lines.clear()
-        self._collectives_at, self._collectives, self._ended = float("-inf"), None, None
-        messages = self.news(picture, full=True)
+        self._sent_layout, self._sent_findings = {}, ()
+        self._sent_tiles.clear()
+        self._last_steps.clear()
+        self._last_x.clear()
+        self._collectives_sent_at, self._sent_collectives, self._sent_ended = float("-inf"), None, None
+        messages = self.updates(snapshot, full=True)
         if not any(message["kind"] == "findings" for message in messages):
-            messages.append(findings(()) if self._asked is None else self._asked[1])
+            messages.append(findings_message(()) if self._why_answer is None else self._why_answer[1])
         return messages
 
-    def news(self, picture: Picture, *, full: bool = False) -> list[Message]:
+    def updates(self, snapshot: MeshSnapshot, *, full: bool = False) -> list[Message]:
         """What changed since this was asked last; nothing where nothing did."""
         messages: list[Message] = []
-        layout = self._layout_of(picture)
-        if layout != self._layout:
-            self._layout = layout
-            self._told.clear()
+        layout = self._layout_message(snapshot)
+        if layout != self._sent_layout:
+            self._sent_layout = layout
+            self._sent_tiles.clear()
             full = True
             messages.append(layout)
-        columns = self._changed(picture)
+        columns = self._changed_columns(snapshot)
         if columns or full:
             messages.append({"kind": "update", "full": full, "columns": columns})
-        if self._asked is not None and self._asked[0] != _running(picture):
-            self._asked, self._findings = None, ()
-            messages.append(findings(()))
-        if picture.findings != self._findings:
-            self._asked, self._findings = None, picture.findings
-            messages.append(findings(picture.findings))
-        if charts := [*self._measured(picture, full), *self._logged(picture, full)]:
-            messages.append({"kind": "charts", "keep": POINTS_KEPT, "charts": charts})
-        if picture.at - self._collectives_at >= _COLLECTIVES_S or full:
-            self._collectives_at = picture.at
-            shown = collectives(picture, self._some_ranks(picture), self.shows == "collectives")
-            if shown["rows"] and (picture.collectives is not self._collectives or shown["waits"]):
-                self._collectives = picture.collectives
+        if self._why_answer is not None and self._why_answer[0] != _running_calls(snapshot):
+            self._why_answer, self._sent_findings = None, ()
+            messages.append(findings_message(()))
+        if snapshot.findings != self._sent_findings:
+            self._why_answer, self._sent_findings = None, snapshot.findings
+            messages.append(findings_message(snapshot.findings))
+        if charts := [*self._measured_charts(snapshot, full), *self._scalar_charts(snapshot, full)]:
+            messages.append({"kind": "charts", "keep": MAX_POINTS, "charts": charts})
+        if snapshot.at - self._collectives_sent_at >= _COLLECTIVES_INTERVAL_S or full:
+            self._collectives_sent_at = snapshot.at
+            shown = collectives_message(snapshot, self._collective_ranks(snapshot), self.open_panel == "collectives")
+            if shown["rows"] and (snapshot.collectives is not self._sent_collectives or shown["waits"]):
+                self._sent_collectives = snapshot.collectives
                 messages.append(shown)
-        if picture.ended != self._ended:
-            self._ended = picture.ended
-            messages.append({"kind": "gone", "reason": picture.ended or ""})
+        if snapshot.ended != self._sent_ended:
+            self._sent_ended = snapshot.ended
+            messages.append({"kind": "gone", "reason": snapshot.ended or ""})
         return messages
 
     def follow(self, ranks: Ranks) -> None:
         """Draw these ranks' own curves from now on; the next `news` has what is known of them."""
-        followed = ranks[:FOLLOWED]
+        followed = ranks[:MAX_FOLLOWED_RANKS]
         if followed != self.followed:
             self.followed = followed
-            self._steps.clear()
-            self._lines.clear()
+            self._last_steps.clear()
+            self._last_x.clear()
 
-    def asked_why(self, picture: Picture, found: Iterable[Finding]) -> Message:
+    def record_why(self, snapshot: MeshSnapshot, found: Iterable[Finding]) -> Message:
         """The answer to somebody's question. It stands until something else runs, or more is found unasked."""
-        answer = findings(found, asked=True)
-        self._asked, self._findings = (_running(picture), answer), picture.findings
-        return answer
+        message = findings_message(found, requested=True)
+        self._why_answer, self._sent_findings = (_running_calls(snapshot), message), snapshot.findings
+        return message
 
     # ---- ranks
 
-    def _of(self, picture: Picture) -> Ranks:
-        return self.ranks if self.ranks is not None else tuple(rank.rank for rank in picture.ranks)
+    def _shown_ranks(self, snapshot: MeshSnapshot) -> Ranks:
+        return self.ranks if self.ranks is not None else tuple(rank.rank for rank in snapshot.ranks)
 
-    def _layout_of(self, picture: Picture) -> Message:
-        ranks = self._of(picture)
-        axes = self.axes if self.axes is not None else picture.axes
+    def _layout_message(self, snapshot: MeshSnapshot) -> Message:
+        ranks = self._shown_ranks(snapshot)
+        axes = self.axes if self.axes is not None else snapshot.axes
         return {
             "kind": "layout",
-            "mesh": picture.name,
+            "mesh": snapshot.name,
             "axes": [[name, size] for name, size in axes.items()],
             "ranks": ",".join(map(str, ranks)) if list(ranks) != sorted(ranks) else format_ranks(ranks),
-            "backend": picture.backend or "",
-            "ended": picture.ended or "",
+            "backend": snapshot.backend or "",
+            "ended": snapshot.ended or "",
             "actors": self.has_actors,
         }
 
-    def _changed(self, picture: Picture) -> dict[str, list[list[Any]]]:
+    def _changed_columns(self, snapshot: MeshSnapshot) -> dict[str, list[list[Any]]]:
         """What tiles show, of the ranks for which it is new."""
-        wanted = set(self._of(picture))
-        ranks = [rank for rank in picture.ranks if rank.rank in wanted]
-        exact = len(ranks) <= _EXACT_RANKS
-        most = 0 if any(rank.gpu_total_bytes for rank in ranks) else max(
-            (rank.peak_rss_bytes or rank.rss_bytes or 0 for rank in ranks), default=0
+        wanted = set(self._shown_ranks(snapshot))
+        ranks = [rank for rank in snapshot.ranks if rank.rank in wanted]
+        exact = len(ranks) <= _MAX_RANKS_WITH_BYTES
+        memory_scale = (
+            0
+            if any(rank.gpu_total_bytes for rank in ranks)
+            else max((rank.peak_rss_bytes or rank.rss_bytes or 0 for rank in ranks), default=0)
         )
-        if most:  # a round number above it, which stays for a while: no bar is full because it is the longest
-            most = max(_LEAST_FULL_BYTES, 1 << most.bit_length())
-        stale = most != self._most
-        self._most = most
+        if memory_scale:  # a round number above it, which stays for a while: no bar is full because it is the longest
+            memory_scale = max(_MIN_MEMORY_SCALE, 1 << memory_scale.bit_length())
+        stale = memory_scale != self._memory_scale
+        self._memory_scale = memory_scale
         changed: dict[str, dict[Any, list[int]]] = {}
         for rank in ranks:
-            before = self._told.get(rank.rank)
-            if before is not None and before[0] is rank and not stale:
+            sent = self._sent_tiles.get(rank.rank)
+            if sent is not None and sent[0] is rank and not stale:
                 continue
-            shown = _shown(rank, most, exact)
-            known = before[1] if before is not None else _UNSAID
-            self._told[rank.rank] = rank, shown
+            shown = _tile(rank, memory_scale, exact)
+            known = sent[1] if sent is not None else _DEFAULT_TILE
+            self._sent_tiles[rank.rank] = rank, shown
             for name, value in shown.items():
                 if known.get(name) != value:
                     changed.setdefault(name, {}).setdefault(value, []).append(rank.rank)
@@ -206,168 +210,170 @@ class View:
 
     # ---- curves
 
-    def _drawn(self, ranks: Sequence[int]) -> Ranks:
+    def _charted_ranks(self, ranks: Sequence[int]) -> Ranks:
         """Ranks with a line of their own."""
         if self.followed:
             mine = set(ranks)
             return tuple(rank for rank in self.followed if rank in mine)
-        return tuple(ranks) if len(ranks) <= FOLLOWED else ()
+        return tuple(ranks) if len(ranks) <= MAX_FOLLOWED_RANKS else ()
 
-    def _measured(self, picture: Picture, full: bool) -> Iterable[Message]:
-        if picture.at - self._point_at < POINT_S and not full and self._lines:
+    def _measured_charts(self, snapshot: MeshSnapshot, full: bool) -> Iterable[Message]:
+        if snapshot.at - self._last_point_at < POINT_INTERVAL_S and not full and self._last_x:
             return
-        self._point_at = picture.at
-        ranks = self._of(picture)
-        drawn = self._drawn(ranks)
-        by_rank = {rank.rank: rank for rank in picture.ranks}
-        for name, title, unit, column in _MEASURED:
+        self._last_point_at = snapshot.at
+        ranks = self._shown_ranks(snapshot)
+        charted = self._charted_ranks(ranks)
+        by_rank = {rank.rank: rank for rank in snapshot.ranks}
+        for name, title, unit, column in _MEASURED_CHARTS:
             now = [value for rank in ranks if rank in by_rank and (value := getattr(by_rank[rank], column)) is not None]
-            band = self._bands.get(name)
+            band = self._bands_by_chart.get(name)
             if band is None:
                 if not now:
                     continue
-                band = self._bands[name] = deque(_past(picture, column, ranks), maxlen=POINTS_KEPT)
+                band = self._bands_by_chart[name] = deque(_history_band(snapshot, column, ranks), maxlen=MAX_POINTS)
             new: list[list[float]] = []
-            if now and (not band or picture.at - band[-1][0] >= POINT_S):
-                new = [[round(picture.at, 1), min(now), median(now), max(now)]]
+            if now and (not band or snapshot.at - band[-1][0] >= POINT_INTERVAL_S):
+                new = [[round(snapshot.at, 1), min(now), median(now), max(now)]]
                 band.extend(new)
-            whole = full or not self._lines.get((name, -1))
-            self._lines[name, -1] = picture.at
+            is_full = full or not self._last_x.get((name, -1))
+            self._last_x[name, -1] = snapshot.at
             lines = {}
-            for rank in drawn:
-                since = self._lines.get((name, rank), float("-inf"))
-                points = [point for point in picture.series.points(column, rank) if point[0] > since]
+            for rank in charted:
+                since = self._last_x.get((name, rank), float("-inf"))
+                points = [point for point in snapshot.series.points(column, rank) if point[0] > since]
                 if points:
-                    self._lines[name, rank] = points[-1][0]
-                    lines[str(rank)] = [[round(at, 1), round(value, 2)] for at, value in thin(points, POINTS_KEPT)]
-            if whole or new or lines:
-                told = list(band) if whole else new
-                if drawn and len(drawn) == len(ranks):
-                    told = []  # the lines are all there is
+                    self._last_x[name, rank] = points[-1][0]
+                    lines[str(rank)] = [[round(at, 1), round(value, 2)] for at, value in downsample(points, MAX_POINTS)]
+            if is_full or new or lines:
+                band_points = list(band) if is_full else new
+                if charted and len(charted) == len(ranks):
+                    band_points = []  # the lines are all there is
                 yield {
                     "name": name,
                     "title": title,
                     "unit": unit,
                     "x": "time",
-                    "full": whole,
-                    "band": told,
+                    "full": is_full,
+                    "band": band_points,
                     "lines": lines,
                 }
 
-    def _logged(self, picture: Picture, full: bool) -> Iterable[Message]:
-        ranks = self._of(picture)
-        drawn = self._drawn(ranks)
+    def _scalar_charts(self, snapshot: MeshSnapshot, full: bool) -> Iterable[Message]:
+        ranks = self._shown_ranks(snapshot)
+        charted = self._charted_ranks(ranks)
         mine = set(ranks)
-        alive = {rank.rank for rank in picture.ranks if rank.state != "dead"}
-        for name in picture.scalars.names:
-            have = [rank for rank in picture.scalars.ranks_of(name) if rank in mine]
+        alive = {rank.rank for rank in snapshot.ranks if rank.state != "dead"}
+        for name in snapshot.scalars.names:
+            have = [rank for rank in snapshot.scalars.ranks_of(name) if rank in mine]
             if not have:
                 continue
-            whole = full or name not in self._steps
-            told = self._steps.get(name, -1)
+            is_full = full or name not in self._last_steps
+            last_step = self._last_steps.get(name, -1)
             band: list[list[float | str]] = []
-            if not drawn or len(drawn) < len(have):
+            if not charted or len(charted) < len(have):
                 steps: dict[int, list[float]] = {}
                 reached = []
-                for rank in _sample(have, SAMPLED):
-                    points = picture.scalars.after(name, rank, told)
+                for rank in _sample(have, MAX_SAMPLED_RANKS):
+                    points = snapshot.scalars.points_after(name, rank, last_step)
                     if rank in alive:
-                        reached.append(points[-1][0] if points else told)
+                        reached.append(points[-1][0] if points else last_step)
                     for step, value, _ in points:
                         steps.setdefault(step, []).append(value)
                 complete = min(reached, default=-1)
                 rows = [
-                    [step, *map(_spoken, (min(some), median(some), max(some)))]
+                    [step, *map(_json_number, (min(some), median(some), max(some)))]
                     for step, some in sorted(steps.items())
                     if step <= complete
                 ]
-                band = thin(rows, POINTS_KEPT)
-            self._steps[name] = int(band[-1][0]) if band else told
+                band = downsample(rows, MAX_POINTS)
+            self._last_steps[name] = int(band[-1][0]) if band else last_step
             lines = {}
-            for rank in drawn:
-                since = self._lines.get((name, rank), float("-inf")) if not whole else float("-inf")
-                points = picture.scalars.after(name, rank, since)
+            for rank in charted:
+                since = self._last_x.get((name, rank), float("-inf")) if not is_full else float("-inf")
+                points = snapshot.scalars.points_after(name, rank, since)
                 if points:
-                    self._lines[name, rank] = points[-1][0]
-                    lines[str(rank)] = thin([[step, _spoken(value)] for step, value, _ in points], POINTS_KEPT)
+                    self._last_x[name, rank] = points[-1][0]
+                    lines[str(rank)] = downsample(
+                        [[step, _json_number(value)] for step, value, _ in points], MAX_POINTS
+                    )
             if band or lines:
                 yield {
                     "name": name,
                     "title": name,
                     "unit": "",
                     "x": "step",
-                    "full": whole,
+                    "full": is_full,
                     "band": band,
                     "lines": lines,
                 }
 
-    def _some_ranks(self, picture: Picture) -> Ranks:
-        ranks = self.followed or self._of(picture)
-        return tuple(ranks)[: _COLLECTIVE_RANKS[self.shows == "collectives"]]
+    def _collective_ranks(self, snapshot: MeshSnapshot) -> Ranks:
+        ranks = self.followed or self._shown_ranks(snapshot)
+        return tuple(ranks)[: _MAX_COLLECTIVE_RANKS[self.open_panel == "collectives"]]
 
 
 # Frames of a stack that a page draws, nested as they are, and characters of a source line.
-_DEEPEST = 150
-_SOURCE_CHARS = 200
+_MAX_STACK_DEPTH = 150
+_MAX_SOURCE_CHARS = 200
 
 # What a full memory bar stands for at least, where there is no GPU whose size it has.
-_LEAST_FULL_BYTES = 1 << 30
+_MIN_MEMORY_SCALE = 1 << 30
 
 # Colours and other escape sequences, and what else is no text. One that is never ended is over with its line.
-_ORDERS = re.compile(
+_ESCAPE_SEQUENCES = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)?|[ -/]*[0-~])?"
     r"|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f]"
 )
 
 # What a front end takes a column to be before anything was said of it; not worth saying.
-_UNSAID: Mapping[str, Any] = {"cell": "", "line": 0, "doing": "", "age": 0, "exit": ""}
+_DEFAULT_TILE: Mapping[str, Any] = {"cell": "", "line": 0, "doing": "", "age": 0, "exit": ""}
 
 
-def _shown(rank: RankNow, most: int, exact: bool) -> dict[str, Any]:
+def _tile(rank: RankStatus, memory_scale: int, exact: bool) -> dict[str, Any]:
     """What the tile of a rank shows."""
     shown: dict[str, Any] = {
         "state": rank.state,
         "cell": rank.cell or "",
         "line": rank.line or 0,
-        "doing": doing(rank),
+        "doing": wait_label(rank),
         "age": rank.beat_age_s,
         "device": rank.device,
         "exit": rank.exit or "",
     }
-    used, whole = memory(rank, most)
+    used, capacity = memory_usage(rank, memory_scale)
     if used is not None:
-        shown["memory"] = round(50 * used / whole) * 2 if whole else 0
+        shown["memory"] = round(50 * used / capacity) * 2 if capacity else 0
         if exact:
             shown["bytes"] = used
     return shown
 
 
-def doing(rank: RankNow) -> str:
+def wait_label(rank: RankStatus) -> str:
     """What a rank waits for, in a word or two; nothing if it works."""
-    if rank.asking:
+    if rank.awaiting_input:
         return "input()"
     return rank.waits_in or ""
 
 
-def memory(rank: RankNow, most: int) -> tuple[int | None, int]:
+def memory_usage(rank: RankStatus, memory_scale: int) -> tuple[int | None, int]:
     """What a rank has, and of how much: of its GPU, or, without one, of the most that any rank ever had."""
     if rank.gpu_total_bytes:
         return rank.gpu_reserved_bytes or rank.gpu_allocated_bytes or 0, rank.gpu_total_bytes
-    return rank.rss_bytes, most
+    return rank.rss_bytes, memory_scale
 
 
-def findings(found: Iterable[Finding], *, asked: bool = False) -> Message:
-    """What is wrong, as it came: worst first. `asked`: somebody wants to hear also that nothing is."""
-    return {"kind": "findings", "asked": asked, "findings": [finding(one) for one in found]}
+def findings_message(found: Iterable[Finding], *, requested: bool = False) -> Message:
+    """What is wrong, as it came: worst first. `requested`: somebody wants to hear also that nothing is."""
+    return {"kind": "findings", "asked": requested, "findings": [finding_message(one) for one in found]}
 
 
-def finding(found: Finding) -> Message:
+def finding_message(found: Finding) -> Message:
     """One finding in a reader's words."""
     return {
         "kind": found.kind,
-        "severity": "note" if found.kind in FINE else "bad" if found.sure else "warning",
+        "severity": "note" if found.kind in BENIGN_KINDS else "bad" if found.sure else "warning",
         "text": found.sentence,
-        "ranks": "" if found.kind in FINE else format_ranks(found.ranks) if found.ranks else "",
+        "ranks": "" if found.kind in BENIGN_KINDS else format_ranks(found.ranks) if found.ranks else "",
         "involved": format_ranks({*found.ranks, *found.others}) if found.ranks or found.others else "",
         "evidence": list(found.evidence),
         "next": found.next_step,
@@ -375,16 +381,16 @@ def finding(found: Finding) -> Message:
     }
 
 
-def stacks(found: Stacks, ranks: Ranks) -> Message:
+def stacks_message(found: Stacks, ranks: Ranks) -> Message:
     """A merged tree, each line where it is in the user's words."""
     tree = found.tree
     nodes: list[Message] = []
     for thread in tree.threads:
-        below = [_node(node, tree.cells, found.source_of, 0) for node in thread.children]
+        below = [_node_message(node, tree.cells, found.source_of, 0) for node in thread.children]
         if thread.name:
             below = [
                 {
-                    "function": thread.name if thread.name.startswith(ACTOR_THREAD) else f"thread {thread.name}",
+                    "function": thread.name if thread.name.startswith(ACTOR_THREAD_PREFIX) else f"thread {thread.name}",
                     "where": "",
                     "ranks": format_ranks(thread.ranks),
                     "user": True,
@@ -398,45 +404,45 @@ def stacks(found: Stacks, ranks: Ranks) -> Message:
         "title": f"{name_ranks(ranks)}, in {found.seconds * 1000:.0f} ms",
         "tree": nodes,
         "problems": [
-            *(f"{name_ranks(those)}: {why}" for why, those in tree.without.items()),
+            *(f"{name_ranks(those)}: {why}" for why, those in tree.ranks_without_stack.items()),
             *(f"host {host} does not answer" for host in found.silent_hosts),
         ],
         "text": found.text,
     }
 
 
-def _node(node: Node, cells: Mapping[str, str], source_of: SourceOf, depth: int) -> Message:
-    cell = cells.get(node.file) or cell_of(node.file) or ("an earlier cell" if is_cell(node.file) else None)
-    source = source_of(node.file, node.line) if node.user else None
-    told: Message = {
+def _node_message(node: StackNode, cells: Mapping[str, str], source_of: SourceOf, depth: int) -> Message:
+    cell = cells.get(node.file) or cell_label(node.file) or ("an earlier cell" if is_cell_file(node.file) else None)
+    source = source_of(node.file, node.line) if node.is_user_code else None
+    message: Message = {
         "function": node.function,
-        "where": "" if node.file == REMOTE_OPERATION else f"{cell or short(node.file)}, line {node.line}",
+        "where": "" if node.file == REMOTE_OPERATION_FILE else f"{cell or short_path(node.file)}, line {node.line}",
         "ranks": format_ranks(node.ranks),
-        "user": node.user,
+        "user": node.is_user_code,
         "children": [],
     }
-    if not node.user and says_little(node):
-        told["quiet"] = True  # not worth a word where library frames are folded
+    if not node.is_user_code and is_uninformative(node):
+        message["quiet"] = True  # not worth a word where library frames are folded
     if source and source.strip():
-        told["source"] = source.strip()[:_SOURCE_CHARS]
-    if depth < _DEEPEST:
-        told["children"] = [_node(child, cells, source_of, depth + 1) for child in node.children]
+        message["source"] = source.strip()[:_MAX_SOURCE_CHARS]
+    if depth < _MAX_STACK_DEPTH:
+        message["children"] = [_node_message(child, cells, source_of, depth + 1) for child in node.children]
     elif node.children:
-        told["function"] += " … deeper frames are left out"
-    return told
+        message["function"] += " … deeper frames are left out"
+    return message
 
 
-def logs(rank: int, text: str, limit_bytes: int) -> Message:
+def logs_message(rank: int, text: str, limit_bytes: int) -> Message:
     """The last output of a rank, without colours and the other orders that terminals take."""
     cut = len(text.encode(errors="replace")) >= limit_bytes
-    return {"kind": "logs", "rank": rank, "cut": cut, "text": _settled(_ORDERS.sub("", text))}
+    return {"kind": "logs", "rank": rank, "cut": cut, "text": _apply_carriage_returns(_ESCAPE_SEQUENCES.sub("", text))}
 
 
-def actors(rows: Iterable[Mapping[str, Any]], ranks: Ranks) -> Message:
+def actors_message(rows: Iterable[Mapping[str, Any]], ranks: Ranks) -> Message:
     """The actors on these ranks, and on processes of their own, by name.
 
     Args:
-        rows: as `actors.overview.survey` gives them; those with a "home" are on no rank of this mesh.
+        rows: as `actors_message.overview.survey` gives them; those with a "home" are on no rank of this mesh.
     """
     wanted = set(ranks)
     shown = [row for row in rows if "home" in row or row["rank"] in wanted]
@@ -453,20 +459,20 @@ def actors(rows: Iterable[Mapping[str, Any]], ranks: Ranks) -> Message:
                 "running": (row["running"] or "").lstrip("="),
                 "seconds": round(row["seconds"] or 0.0, 1),
                 "messages": row["messages"],
-                "error": (row["last_error"] or "")[:_ERROR_CHARS],
+                "error": (row["last_error"] or "")[:_MAX_ERROR_CHARS],
             }
-            for row in shown[:_ACTORS_SHOWN]
+            for row in shown[:_MAX_ACTORS]
         ],
     }
 
 
-def _settled(text: str) -> str:
+def _apply_carriage_returns(text: str) -> str:
     """What a terminal would show where lines were drawn over: their last state."""
     lines = text.replace("\r\n", "\n").split("\n")
     return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)
 
 
-def collectives(picture: Picture, ranks: Sequence[int], many: bool) -> Message:
+def collectives_message(snapshot: MeshSnapshot, ranks: Sequence[int], is_panel_open: bool) -> Message:
     """The last collectives of these ranks, and all that wait."""
     rows = []
     for rank in ranks:
@@ -475,61 +481,63 @@ def collectives(picture: Picture, ranks: Sequence[int], many: bool) -> Message:
                 one.op,
                 one.group,
                 one.seq,
-                round(max(0.0, picture.at - one.began_at), 3),
-                None if one.ended_at is None else round(max(0.0, picture.at - one.ended_at), 3),
-                _where(one),
+                round(max(0.0, snapshot.at - one.began_at), 3),
+                None if one.ended_at is None else round(max(0.0, snapshot.at - one.ended_at), 3),
+                _line_label(one),
             ]
-            for one in picture.collectives.get(rank, ())
-            if one.ended_at is None or picture.at - one.ended_at < _COLLECTIVES_SPAN_S
+            for one in snapshot.collectives.get(rank, ())
+            if one.ended_at is None or snapshot.at - one.ended_at < _COLLECTIVES_SPAN_S
         ]
         if bars:
-            rows.append([rank, bars[-_COLLECTIVES_OF_RANK[many] :]])
+            rows.append([rank, bars[-_MAX_COLLECTIVES_PER_RANK[is_panel_open] :]])
     return {
         "kind": "collectives",
         "window_s": _COLLECTIVES_SPAN_S,
         "rows": rows,
-        "waits": waits(picture.collectives, picture.at, len(picture.ranks)),
+        "waits": incomplete_collectives(snapshot.collectives, snapshot.at, len(snapshot.ranks)),
     }
 
 
-def waits(known: Mapping[int, Sequence[CollectiveNow]], at: float, world_size: int) -> list[Message]:
+def incomplete_collectives(
+    known: Mapping[int, Sequence[CollectiveStatus]], at: float, world_size: int
+) -> list[Message]:
     """Open collectives that some members of their group have not come to, longest first."""
-    inside: dict[tuple[str, int, str], list[CollectiveNow]] = {}
+    waiting: dict[tuple[str, int, str], list[CollectiveStatus]] = {}
     passed: dict[tuple[str, int, str], set[int]] = {}
-    for rank, some in known.items():
-        for one in some:
+    for rank, members in known.items():
+        for one in members:
             if one.peer is None:
                 key = one.group, one.seq, one.op
                 if one.ended_at is None:
-                    inside.setdefault(key, []).append(one)
+                    waiting.setdefault(key, []).append(one)
                 else:
                     passed.setdefault(key, set()).add(rank)
     found: list[Message] = []
-    for (group, seq, op), some in inside.items():
-        here = {one.rank for one in some}
-        missing = set(some[0].group_ranks) - here - passed.get((group, seq, op), set())
+    for (group, seq, op), members in waiting.items():
+        arrived = {one.rank for one in members}
+        missing = set(members[0].group_ranks) - arrived - passed.get((group, seq, op), set())
         if missing:
             found.append(
                 {
                     "op": op,
-                    "group": "all ranks" if len(some[0].group_ranks) == world_size else f"group {group}",
+                    "group": "all ranks" if len(members[0].group_ranks) == world_size else f"group {group}",
                     "seq": seq,
-                    "inside": format_ranks(here),
+                    "inside": format_ranks(arrived),
                     "missing": format_ranks(missing),
-                    "since_s": round(max(0.0, at - min(one.began_at for one in some)), 1),
+                    "since_s": round(max(0.0, at - min(one.began_at for one in members)), 1),
                 }
             )
     return sorted(found, key=lambda wait: -float(wait["since_s"]))[:20]
 
 
-def thin(points: Sequence[Any], most: int) -> list[Any]:
+def downsample(points: Sequence[Any], max_points: int) -> list[Any]:
     """At most so many of them, evenly, the last one among them."""
-    if len(points) <= most:
+    if len(points) <= max_points:
         return list(points)
-    return [points[round(at * (len(points) - 1) / (most - 1))] for at in range(most)]
+    return [points[round(at * (len(points) - 1) / (max_points - 1))] for at in range(max_points)]
 
 
-def chosen(text: Any, all_ranks: Ranks) -> Ranks:
+def parse_ranks_in_mesh(text: Any, all_ranks: Ranks) -> Ranks:
     """Ranks as a front end names them; those that there are.
 
     Raises:
@@ -543,28 +551,28 @@ def chosen(text: Any, all_ranks: Ranks) -> Ranks:
     return tuple(rank for rank in parse_ranks(text) if rank in known)
 
 
-def _running(picture: Picture) -> tuple[str, ...]:
-    return tuple(call.call for call in picture.calls)
+def _running_calls(snapshot: MeshSnapshot) -> tuple[str, ...]:
+    return tuple(call.call for call in snapshot.calls)
 
 
-def _sample(ranks: Sequence[int], most: int) -> list[int]:
-    return thin(ranks, most)
+def _sample(ranks: Sequence[int], max_points: int) -> list[int]:
+    return downsample(ranks, max_points)
 
 
-def _spoken(value: float) -> float | str:
+def _json_number(value: float) -> float | str:
     """A number as JSON can say it, which knows neither NaN nor infinity: "nan", "inf"."""
     return value if math.isfinite(value) else str(value)
 
 
-def _past(picture: Picture, column: str, ranks: Sequence[int]) -> list[list[float]]:
+def _history_band(snapshot: MeshSnapshot, column: str, ranks: Sequence[int]) -> list[list[float]]:
     """The range of ranks over what is remembered, by the steps in which it is."""
     steps: dict[float, list[float]] = {}
-    for rank in _sample(ranks, SAMPLED):
-        for at, value in picture.series.points(column, rank, picture.at - 600.0):
+    for rank in _sample(ranks, MAX_SAMPLED_RANKS):
+        for at, value in snapshot.series.points(column, rank, snapshot.at - 600.0):
             steps.setdefault(at, []).append(value)
-    rows = [[at, min(some), median(some), max(some)] for at, some in sorted(steps.items()) if at < picture.at]
-    return thin(rows, POINTS_KEPT)
+    rows = [[at, min(some), median(some), max(some)] for at, some in sorted(steps.items()) if at < snapshot.at]
+    return downsample(rows, MAX_POINTS)
 
 
-def _where(one: CollectiveNow) -> str:
+def _line_label(one: CollectiveStatus) -> str:
     return f"line {one.line}" if one.line is not None else ""

@@ -17,8 +17,8 @@ import anywidget
 
 from meshbook.controller.mesh import Mesh
 from meshbook.dashboard import assets
-from meshbook.dashboard.desk import Audience, Desk
-from meshbook.dashboard.page import Door
+from meshbook.dashboard.hub import DashboardClient, DashboardHub
+from meshbook.dashboard.web_server import SideChannel
 
 log = logging.getLogger("meshbook.dashboard")
 
@@ -28,8 +28,8 @@ _SUBSHELL_TIMEOUT_S = 5.0
 class Dashboard(anywidget.AnyWidget):
     """A mesh, live. `close()` ends it; so does the end of the session."""
 
-    _esm = assets.joined("anywidget.js")
-    _css = assets.text("dashboard.css")
+    _esm = assets.bundle("anywidget.js")
+    _css = assets.read_asset("dashboard.css")
 
     def __init__(self, mesh: Mesh) -> None:
         """Show a mesh. Waits a few milliseconds for the first picture.
@@ -37,15 +37,15 @@ class Dashboard(anywidget.AnyWidget):
         Raises:
             NotAttached: the mesh is gone.
         """
-        mesh.session.check()
+        mesh.session.check_attached()
         super().__init__()
-        self._audience = Audience(mesh, self._tell, repeat=True)
-        self._desk = Desk.of(mesh.session)
-        self._door: Door | None = None
-        self._desk.join(self._audience)
-        self.on_msg(self._hear)
-        if not _answer_on_subshell(self.comm):
-            self._door = Door(self._desk, self._audience)
+        self._client = DashboardClient(mesh, self._send_message, resends=True)
+        self._hub = DashboardHub.of(mesh.session)
+        self._side_channel: SideChannel | None = None
+        self._hub.add_client(self._client)
+        self.on_msg(self._on_request)
+        if not _route_to_subshell(self.comm):
+            self._side_channel = SideChannel(self._hub, self._client)
 
     @property
     def is_open(self) -> bool:
@@ -54,46 +54,46 @@ class Dashboard(anywidget.AnyWidget):
 
     def close(self) -> None:
         """Show no more; watching ends with the last one that shows. Twice is once."""
-        self._desk.leave(self._audience)
-        self._close_door()
+        self._hub.remove_client(self._client)
+        self._close_side_channel()
         super().close()
 
-    def _close_door(self) -> None:
-        door, self._door = self._door, None
-        if door is not None:
-            door.close()
+    def _close_side_channel(self) -> None:
+        side_channel, self._side_channel = self._side_channel, None
+        if side_channel is not None:
+            side_channel.close()
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _send_message(self, message: dict[str, Any]) -> None:
         if not self.is_open:
-            self._close_door()
+            self._close_side_channel()
             raise ConnectionError("the widget was closed")
-        if self._door is not None and message["kind"] == "layout":
-            message = {**message, "door": self._door.address}
+        if self._side_channel is not None and message["kind"] == "layout":
+            message = {**message, "door": self._side_channel.address}
         self.send(message)
         if message["kind"] == "gone":
-            self._close_door()
+            self._close_side_channel()
 
-    def _hear(self, _widget: Any, content: Any, _buffers: Any) -> None:
-        self._desk.hear(self._audience, content)
+    def _on_request(self, _widget: Any, content: Any, _buffers: Any) -> None:
+        self._hub.on_request(self._client, content)
 
     def __repr__(self) -> str:
-        return f"<dashboard of {self._audience.mesh!r}>"
+        return f"<dashboard of {self._client.mesh!r}>"
 
 
 def dashboard(mesh: Mesh) -> Dashboard:
     """The widget of this mesh, or of this part of it: the same one while it is open, however often it is shown."""
-    kept: dict[Any, Dashboard] = mesh.session.extras.setdefault("dashboard widgets", {})
+    widgets: dict[Any, Dashboard] = mesh.session.extras.setdefault("dashboard widgets", {})
     key = tuple(mesh.ranks), tuple(mesh.axes.items())
-    known = kept.get(key)
+    known = widgets.get(key)
     if known is not None and known.is_open:
         return known
     if known is not None:
         known.close()
-    made = kept[key] = Dashboard(mesh)
-    return made
+    widget = widgets[key] = Dashboard(mesh)
+    return widget
 
 
-def _answer_on_subshell(comm: Any) -> bool:
+def _route_to_subshell(comm: Any) -> bool:
     """Have the kernel hear this comm's messages beside a running cell; whether it will.
 
     ipykernel 7.4 sends a message to the subshell that sent last on its comm, and that is the main one for a comm that a
@@ -108,7 +108,7 @@ def _answer_on_subshell(comm: Any) -> bool:
     if kernel is None or not hasattr(comm, "_reply_subshell_for"):
         return False
     try:
-        subshell = _subshell(kernel)
+        subshell = _get_subshell(kernel)
     except Exception as error:
         log.info("the dashboard's buttons will wait for running cells: %r", error)
         return False
@@ -116,21 +116,21 @@ def _answer_on_subshell(comm: Any) -> bool:
     return True
 
 
-def _subshell(kernel: Any) -> str:
+def _get_subshell(kernel: Any) -> str:
     """A subshell of the kernel's own: the Meshbook kernel's, or one that all dashboards share."""
     quick = getattr(kernel, "quick_subshell", None)
     known: str | None = getattr(kernel, "_meshbook_subshell", None)
     if known is None:
-        made: Future[str] = Future()
+        created: Future[str] = Future()
         thread = kernel.shell_channel_thread
 
         def create() -> None:
             try:
-                made.set_result(quick() if quick is not None else thread.manager._create_subshell())
+                created.set_result(quick() if quick is not None else thread.manager._create_subshell())
             except Exception as error:
-                made.set_exception(error)
+                created.set_exception(error)
 
         thread.io_loop.add_callback(create)
-        known = made.result(_SUBSHELL_TIMEOUT_S)
+        known = created.result(_SUBSHELL_TIMEOUT_S)
         kernel._meshbook_subshell = known
     return known

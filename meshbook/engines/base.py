@@ -10,22 +10,22 @@ from collections.abc import Sequence
 from typing import Protocol
 
 
-class Engine(Protocol):
+class HostEngine(Protocol):
     """Starts hosts and says when one is gone. All methods are called from the supervisor's loop and do not block."""
 
     name: str
 
-    def in_process(self, num_hosts: int) -> bool:
+    def runs_in_process(self, num_hosts: int) -> bool:
         """Whether the one host can live in the supervisor itself, so that no process and no hop is added."""
 
-    def launch(self, host: int, command: Sequence[str], secret: bytes) -> None:
-        """Start `command` on machine number `host` and write `secret` to its standard input.
+    def launch(self, host: int, command: Sequence[str], token: bytes) -> None:
+        """Start `command` on machine number `host` and write `token` to its standard input.
 
         Raises:
             StartError: it cannot be started; the message says what to do.
         """
 
-    def ended(self) -> dict[int, str]:
+    def pop_exited(self) -> dict[int, str]:
         """Hosts that have ended since the last call, and how."""
 
     def close(self) -> None:

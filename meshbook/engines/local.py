@@ -18,20 +18,20 @@ class LocalEngine:
     def __init__(self) -> None:
         self._hosts: dict[int, subprocess.Popen[bytes]] = {}
 
-    def in_process(self, num_hosts: int) -> bool:
+    def runs_in_process(self, num_hosts: int) -> bool:
         return num_hosts == 1
 
-    def launch(self, host: int, command: Sequence[str], secret: bytes) -> None:
+    def launch(self, host: int, command: Sequence[str], token: bytes) -> None:
         try:
             process = subprocess.Popen(command, stdin=subprocess.PIPE)
         except OSError as error:
             raise StartError(f"host {host} cannot be started on this machine: {error.strerror}") from error
         assert process.stdin is not None
         with process.stdin as pipe:
-            pipe.write(secret)
+            pipe.write(token)
         self._hosts[host] = process
 
-    def ended(self) -> dict[int, str]:
+    def pop_exited(self) -> dict[int, str]:
         found = {}
         for host, process in list(self._hosts.items()):
             code = process.poll()

@@ -21,15 +21,15 @@ from hashlib import blake2b
 
 import msgspec
 
-from meshbook.fold.cuts import Cut
-from meshbook.fold.numbers import Fold, Member, Shape, fold, shape_of
+from meshbook.fold.numbers import Fold, FoldMember, TextTemplate, fold, template_of
+from meshbook.fold.truncation import Truncation
 from meshbook.ids import Ranks
 from meshbook.wire.messages import ClearOutput, Display, FoldedItem, Line, Notice, RankDisplay
 
 # How many entries of a queue are looked at for a partner of another source's front.
-WINDOW = 64
+LOOKAHEAD = 64
 # How many further lines of the same shape are looked at to see whether a source is some lines behind.
-BEHIND = 16
+MAX_LAG_LINES = 16
 # How far above its limit a queue may grow between two times that something is taken out, in times of the limit.
 MAX_OVERFLOW = 4
 
@@ -37,52 +37,66 @@ MAX_OVERFLOW = 4
 # for itself; anything else starts with one of these, none of which is in text that comes here (rows.CONTROL).
 _STDERR = "\0"  # then the line
 _ITEM = "\1"  # then a digest: equal displays have equal entries
-_CUT = "\2"  # then a number: a place where something was dropped
-_SAID = "\3"  # then a number: a folded line that a host sent with more to it than text
-_SPECIAL = frozenset((_STDERR, _ITEM, _CUT, _SAID))
+_TRUNCATION = "\2"  # then a number: a place where something was dropped
+_FOLDED_LINE = "\3"  # then a number: a folded line that a host sent with more to it than text
+_SPECIAL = frozenset((_STDERR, _ITEM, _TRUNCATION, _FOLDED_LINE))
 # What the key of a line's shape starts with where the line is stderr's. Not in a key of stdout's, see _SPECIAL.
 _STDERR_KEY = _STDERR
-_CUT_SHAPE = Shape(_CUT, ())  # all gaps have one key, so sources come together at them
+_TRUNCATION_TEMPLATE = TextTemplate(_TRUNCATION, ())  # all gaps have one key, so sources come together at them
 
-_digest_of = msgspec.msgpack.Encoder().encode
+_encode = msgspec.msgpack.Encoder().encode
 
 
-class _Stored:
+class _EntryPayload:
     """What an entry that is not plain text stands for."""
 
-    __slots__ = ("count", "line", "member", "num_chars", "shape", "thing")
+    __slots__ = ("item", "line", "member", "num_chars", "ref_count", "template")
 
-    def __init__(self, thing: Display | ClearOutput | Notice | Cut | None, num_chars: int) -> None:
-        self.thing = thing
+    def __init__(self, item: Display | ClearOutput | Notice | Truncation | None, num_chars: int) -> None:
+        self.item = item
         self.num_chars = num_chars
-        self.count = 0  # queues that hold it, each time they do
+        self.ref_count = 0  # queues that hold it, each time they do
         self.line: Line | None = None  # of _SAID, with what it is made of
-        self.member: Member | None = None
-        self.shape: Shape | None = None
+        self.member: FoldMember | None = None
+        self.template: TextTemplate | None = None
 
 
-class _Queue:
+class _SourceQueue:
     """What one source has said and is not out yet."""
 
     __slots__ = (
-        "ahead", "arrivals", "counted", "cut_at", "done", "entries", "num_chars", "num_special", "owed", "ranks",
-        "start", "voices",
+        "arrivals",
+        "entries",
+        "entry_ranks",
+        "finished",
+        "lookahead_end",
+        "lookahead_keys",
+        "missed",
+        "num_chars",
+        "num_special",
+        "ranks",
+        "start",
+        "truncation_index",
     )  # fmt: skip
 
-    def __init__(self, ranks: Ranks, several: bool) -> None:
+    def __init__(self, ranks: Ranks, per_entry_ranks: bool) -> None:
         self.ranks = ranks
         self.entries: list[str] = []
         self.start = 0  # entries before this one are out
-        self.voices: list[Ranks] | None = [] if several else None  # who of the source said each entry; None: all of it
+        self.entry_ranks: list[Ranks] | None = (
+            [] if per_entry_ranks else None
+        )  # who of the source said each entry; None: all of it
         self.arrivals: deque[list[float]] = deque()  # [how many entries, when], oldest first
         self.num_chars = 0
         self.num_special = 0  # entries that are not plain lines of stdout
-        self.cut_at: int | None = None  # where in `entries` the cut is, if there is one
-        self.done = False
+        self.truncation_index: int | None = None  # where in `entries` the cut is, if there is one
+        self.finished = False
         # Keys of the entries behind the front, up to `counted`, with how often they are there. None: not looked at yet.
-        self.ahead: dict[str, int] | None = None
-        self.counted = 0
-        self.owed: deque[Shape] = deque(maxlen=WINDOW)  # lines that went out without this source, which was late
+        self.lookahead_keys: dict[str, int] | None = None
+        self.lookahead_end = 0
+        self.missed: deque[TextTemplate] = deque(
+            maxlen=LOOKAHEAD
+        )  # lines that went out without this source, which was late
 
     def __len__(self) -> int:
         return len(self.entries) - self.start
@@ -92,11 +106,11 @@ class _Queue:
         return self.entries[self.start]
 
     @property
-    def arrived(self) -> float:
+    def oldest_arrival(self) -> float:
         return self.arrivals[0][1]
 
     def ranks_at(self, index: int) -> Ranks:
-        return self.ranks if self.voices is None else self.voices[index]
+        return self.ranks if self.entry_ranks is None else self.entry_ranks[index]
 
 
 class Aligner:
@@ -111,19 +125,19 @@ class Aligner:
     """
 
     def __init__(
-        self, sources: Iterable[tuple[int, Ranks]], *, several: bool, limit_chars: int, mergeable: bool
+        self, sources: Iterable[tuple[int, Ranks]], *, per_entry_ranks: bool, limit_chars: int, mergeable: bool
     ) -> None:
-        self._queues = {source: _Queue(ranks, several) for source, ranks in sorted(sources)}
-        self._limit = limit_chars
+        self._queues = {source: _SourceQueue(ranks, per_entry_ranks) for source, ranks in sorted(sources)}
+        self._limit_chars = limit_chars
         self._mergeable = mergeable
-        self._stored: dict[str, _Stored] = {}
+        self._payloads: dict[str, _EntryPayload] = {}
         self._next_number = 0
-        self._shapes: dict[str, Shape] = {}
-        self._unions: dict[tuple[Ranks, ...], Ranks] = {}
+        self._template_cache: dict[str, TextTemplate] = {}
+        self._union_cache: dict[tuple[Ranks, ...], Ranks] = {}
         # False since an entry went out of which it is not sure that the other sources will not say it too, until an
         # entry of all sources goes out. While True, fronts of one key are folded without a look at what is behind them.
-        self._in_step = True
-        self.unended: Line | None = None  # the last line that went out of those that came without a line end
+        self._aligned = True
+        self.unterminated_line: Line | None = None  # the last line that went out of those that came without a line end
 
     # -----------------------------------------------------------------------------------------------------------------
     # In
@@ -140,40 +154,42 @@ class Aligner:
         self, source: int, item: Display | ClearOutput | Notice, now: float, ranks: Ranks | None = None
     ) -> None:
         """A display or the like."""
-        packed = _digest_of(item)
+        packed = _encode(item)
         entry = _ITEM + blake2b(packed, digest_size=16).hexdigest()
-        self._push_stored(self._queues[source], entry, _Stored(item, len(packed)), now, ranks)
+        self._push_payload(self._queues[source], entry, _EntryPayload(item, len(packed)), now, ranks)
 
-    def add_line(self, source: int, line: Line, now: float) -> None:
+    def add_folded_line(self, source: int, line: Line, now: float) -> None:
         """A line that was folded by the source."""
         queue = self._queues[source]
         text = line.text
         if text[:1] in _SPECIAL:
             text = text.lstrip("".join(_SPECIAL))
-        if not line.varying and line.end:
+        if not line.varying_numbers and line.end:
             special = line.stream == "stderr"
             queue.num_special += special
             self._push(queue, [_STDERR + text if special else text], len(text) + special, now, line.ranks)
             return
-        stored = _Stored(None, len(text))
-        stored.line = line
-        shape, stored.member = said(line)
-        stored.shape = Shape(_STDERR_KEY + shape.key, shape.numbers) if line.stream == "stderr" else shape
-        self._push_stored(queue, self._numbered(_SAID), stored, now, line.ranks)
+        payload = _EntryPayload(None, len(text))
+        payload.line = line
+        template, payload.member = split_folded_line(line)
+        payload.template = (
+            TextTemplate(_STDERR_KEY + template.key, template.numbers) if line.stream == "stderr" else template
+        )
+        self._push_payload(queue, self._new_entry(_FOLDED_LINE), payload, now, line.ranks)
 
-    def add_cut(self, source: int, num_lines: int, num_chars: int, now: float) -> None:
+    def add_truncation(self, source: int, num_lines: int, num_chars: int, now: float) -> None:
         """Say that lines are missing here that never came."""
         queue = self._queues[source]
-        if queue.cut_at is None:
-            self._push_stored(queue, self._numbered(_CUT), _Stored(Cut(), 0), now, None)
-            queue.cut_at = len(queue.entries) - 1
+        if queue.truncation_index is None:
+            self._push_payload(queue, self._new_entry(_TRUNCATION), _EntryPayload(Truncation(), 0), now, None)
+            queue.truncation_index = len(queue.entries) - 1
         else:
-            self._drop(queue, len(queue.entries), now)
-        self._cut_of(queue).add(queue.ranks, num_chars, num_lines)
+            self._drop_entries(queue, len(queue.entries), now)
+        self._truncation_of(queue).add(queue.ranks, num_chars, num_lines)
 
     def finish(self, source: int) -> None:
         """The source will say nothing more; the others need not wait for it."""
-        self._queues[source].done = True
+        self._queues[source].finished = True
 
     # -----------------------------------------------------------------------------------------------------------------
     # Out
@@ -182,243 +198,246 @@ class Aligner:
         """Whether all that the source said is out."""
         return not len(self._queues[source])
 
-    def oldest(self) -> float | None:
+    def oldest_arrival(self) -> float | None:
         """When the front that waits longest came in."""
-        return min((queue.arrived for queue in self._queues.values() if len(queue)), default=None)
+        return min((queue.oldest_arrival for queue in self._queues.values() if len(queue)), default=None)
 
-    def take(
-        self, now: float, *, final: bool, max_age_s: float, max_chars: int | None = None
-    ) -> list[FoldedItem]:
+    def pop_ready(self, now: float, *, final: bool, max_age_s: float, max_chars: int | None = None) -> list[FoldedItem]:
         """What can go out now; all there is, when `final`. Stops once `max_chars` of text are out."""
         out: list[FoldedItem] = []
         queues = list(self._queues.values())
-        num_looked_at = 0
-        self._relieve(queues, now)
+        num_counted = 0
+        self._enforce_limit(queues, now)
         while waiting := [queue for queue in queues if queue.start < len(queue.entries)]:
             if max_chars is not None:
                 if max_chars <= 0:
                     break
-                max_chars -= sum(len(item.text) + 1 for item in out[num_looked_at:] if isinstance(item, Line))
-                num_looked_at = len(out)
-            missing = not final and len(waiting) < len(queues) and any(not q.done for q in queues if not len(q))
+                max_chars -= sum(len(item.text) + 1 for item in out[num_counted:] if isinstance(item, Line))
+                num_counted = len(out)
+            missing = not final and len(waiting) < len(queues) and any(not q.finished for q in queues if not len(q))
             front = waiting[0].front
-            alike = [queue.entries[queue.start] for queue in waiting].count(front) == len(waiting)
-            if alike and not missing:
-                self._take_run(waiting, self._run_length(waiting, max_chars), out)
+            all_equal = [queue.entries[queue.start] for queue in waiting].count(front) == len(waiting)
+            if all_equal and not missing:
+                self._emit_run(waiting, self._run_length(waiting, max_chars), out)
                 continue
-            ripe = final or any(q.arrived + max_age_s <= now or q.num_chars > self._limit // 2 for q in waiting)
-            if missing and not ripe:
+            ready = final or any(
+                q.oldest_arrival + max_age_s <= now or q.num_chars > self._limit_chars // 2 for q in waiting
+            )
+            if missing and not ready:
                 break
             if len(waiting) == 1:
-                num_ripe = self._num_ripe(waiting[0], now, max_age_s)
-                self._take_run(waiting, min(num_ripe, self._run_length(waiting, max_chars)), out)
+                num_ready = self._num_ready(waiting[0], now, max_age_s)
+                self._emit_run(waiting, min(num_ready, self._run_length(waiting, max_chars)), out)
                 continue
-            chosen = waiting if alike else self._choose(waiting, ripe)
+            chosen = waiting if all_equal else self._choose_group(waiting, ready)
             if chosen is None:
                 break
-            self._take_front(chosen, out)
+            self._emit_front(chosen, out)
         return out
 
-    def _choose(self, waiting: list[_Queue], ripe: bool) -> list[_Queue] | None:
+    def _choose_group(self, waiting: list[_SourceQueue], ready: bool) -> list[_SourceQueue] | None:
         """The sources whose fronts go next, as one; None to wait for more."""
-        groups: dict[str, list[_Queue]] = {}
+        groups: dict[str, list[_SourceQueue]] = {}
         for queue in waiting:
-            groups.setdefault(self._shape(queue.front).key, []).append(queue)
+            groups.setdefault(self._template(queue.front).key, []).append(queue)
         if len(groups) == 1:
             return waiting
-        ahead = {id(queue): self._ahead(queue) for queue in waiting}
-        free: list[tuple[float, bool, list[_Queue]]] = []  # oldest arrival, others went on, members
+        lookahead = {id(queue): self._lookahead(queue) for queue in waiting}
+        candidates: list[tuple[float, bool, list[_SourceQueue]]] = []  # oldest arrival, others went on, members
         for key, members in groups.items():
             others = [queue for other, queues in groups.items() if other != key for queue in queues]
-            if any(key in ahead[id(queue)] for queue in others):
+            if any(key in lookahead[id(queue)] for queue in others):
                 continue  # a partner is on its way
-            went_on = all(
-                len(queue) > WINDOW or any(self._shape(queue.front).key in ahead[id(one)] for one in members)
+            others_passed = all(
+                len(queue) > LOOKAHEAD
+                or any(self._template(queue.front).key in lookahead[id(candidate)] for candidate in members)
                 for queue in others
             )
-            free.append((min(queue.arrived for queue in members), went_on, members))
-        if not free:
+            candidates.append((min(queue.oldest_arrival for queue in members), others_passed, members))
+        if not candidates:
             # Each front has a partner behind another front. The smallest group breaks up the fewest lines.
-            self._in_step = False
+            self._aligned = False
             return min(groups.values(), key=len)
-        if not ripe:
-            free = [one for one in free if one[1]]
-        if not free:
+        if not ready:
+            candidates = [candidate for candidate in candidates if candidate[1]]
+        if not candidates:
             return None
-        _, went_on, members = min(free, key=operator.itemgetter(0))
-        self._in_step = self._in_step and went_on
+        _, others_passed, members = min(candidates, key=operator.itemgetter(0))
+        self._aligned = self._aligned and others_passed
         return members
 
-    def _take_front(self, group: list[_Queue], out: list[FoldedItem]) -> None:
+    def _emit_front(self, group: list[_SourceQueue], out: list[FoldedItem]) -> None:
         """Let the fronts of a group go out, which are equal or have one key."""
         entries = [queue.front for queue in group]
         if entries.count(entries[0]) == len(entries):
-            self._take_run(group, 1, out)
+            self._emit_run(group, 1, out)
             return
-        if entries[0][:1] == _CUT:
-            self._take_cuts(group, out)
+        if entries[0][:1] == _TRUNCATION:
+            self._emit_truncations(group, out)
             return
-        folded = fold([self._member(queue) for queue in group])
+        folded = fold([self._front_member(queue) for queue in group])
         if folded is None:
             # Rows of data. Each rank's are shown as they are, and one rank's rows together.
-            self._in_step = False
-            self._take_run([queue for queue in group if queue.front == entries[0]], 1, out)
+            self._aligned = False
+            self._emit_run([queue for queue in group if queue.front == entries[0]], 1, out)
             return
-        first = self._without_stragglers(group)
-        if len(first) < len(group):
-            self._take_front(first, out)
+        lagging = self._select_lagging(group)
+        if len(lagging) < len(group):
+            self._emit_front(lagging, out)
             return
-        stream = "stderr" if self._shape(entries[0]).key[:1] == _STDERR_KEY else "stdout"
-        line = folded_line(folded, stream, mergeable=self._mergeable)
-        self._note_end(entries, line)
+        stream = "stderr" if self._template(entries[0]).key[:1] == _STDERR_KEY else "stdout"
+        line = line_of_fold(folded, stream, mergeable=self._mergeable)
+        self._note_unterminated(entries, line)
         out.append(line)
-        self._note_step(group, entries[:1])
+        self._update_alignment(group, entries[:1])
         for queue, entry in zip(group, entries, strict=True):
             self._pop(queue, 1, self._num_chars(entry))
 
-    def _take_cuts(self, group: list[_Queue], out: list[FoldedItem]) -> None:
+    def _emit_truncations(self, group: list[_SourceQueue], out: list[FoldedItem]) -> None:
         """Let gaps of several sources go out as one."""
-        whole = Cut()
+        combined = Truncation()
         for queue in group:
-            cut = self._stored[queue.front].thing
-            assert isinstance(cut, Cut)
-            whole.include(cut)
+            truncation = self._payloads[queue.front].item
+            assert isinstance(truncation, Truncation)
+            combined.merge(truncation)
             self._pop(queue, 1, 0)
-        out.append(RankDisplay(tuple(sorted(whole.ranks)), whole.notice()))
+        out.append(RankDisplay(tuple(sorted(combined.ranks)), combined.notice()))
 
-    def _take_run(self, group: list[_Queue], length: int, out: list[FoldedItem]) -> None:
+    def _emit_run(self, group: list[_SourceQueue], length: int, out: list[FoldedItem]) -> None:
         """Let the first entries of a group go out, which are the same in all of its queues."""
         first = group[0]
         run = first.entries[first.start : first.start + length]
-        if first.voices is None:
+        if first.entry_ranks is None:
             ranks = self._union(tuple(queue.ranks for queue in group))
             if first.num_special:
-                out.extend(self._shown(entry, ranks) for entry in run)
+                out.extend(self._to_item(entry, ranks) for entry in run)
             else:
                 out.extend([Line(ranks, "stdout", entry) for entry in run])
         else:
-            for step, entry in enumerate(run):
-                ranks = self._union(tuple(queue.ranks_at(queue.start + step) for queue in group))
-                out.append(self._shown(entry, ranks))
-        self._note_step(group, run)
+            for offset, entry in enumerate(run):
+                ranks = self._union(tuple(queue.ranks_at(queue.start + offset) for queue in group))
+                out.append(self._to_item(entry, ranks))
+        self._update_alignment(group, run)
         num_chars = sum(map(self._num_chars, run)) if first.num_special else sum(map(len, run))
         for queue in group:
             self._pop(queue, length, num_chars)
 
-    def _shown(self, entry: str, ranks: Ranks) -> FoldedItem:
+    def _to_item(self, entry: str, ranks: Ranks) -> FoldedItem:
         kind = entry[:1]
         if kind not in _SPECIAL:
             return Line(ranks, "stdout", entry)
         if kind == _STDERR:
             return Line(ranks, "stderr", entry[1:])
-        stored = self._stored[entry]
-        if stored.line is not None:
-            line = stored.line
+        payload = self._payloads[entry]
+        if payload.line is not None:
+            line = payload.line
             plain = Line(line.ranks, line.stream, line.text)
             if self._mergeable:
-                plain = Line(line.ranks, line.stream, line.text, lead=line.lead, varying=line.varying)
-            self._note_end([entry], plain)
+                plain = Line(
+                    line.ranks, line.stream, line.text, first_text=line.first_text, varying_numbers=line.varying_numbers
+                )
+            self._note_unterminated([entry], plain)
             return plain
-        if isinstance(stored.thing, Cut):
-            return RankDisplay(tuple(sorted(stored.thing.ranks)), stored.thing.notice())
-        assert stored.thing is not None
-        return RankDisplay(ranks, stored.thing)
+        if isinstance(payload.item, Truncation):
+            return RankDisplay(tuple(sorted(payload.item.ranks)), payload.item.notice())
+        assert payload.item is not None
+        return RankDisplay(ranks, payload.item)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Sources that lag behind
 
-    def _without_stragglers(self, group: list[_Queue]) -> list[_Queue]:
+    def _select_lagging(self, group: list[_SourceQueue]) -> list[_SourceQueue]:
         """Of sources with fronts of one key: those that must go first, since the others are some lines ahead of them.
 
         Lines of a loop all have one key, so a source that is a step behind would be folded with the others' next step,
         and so for ever after. A step counter gives it away: there is a pairing in which more numbers are equal.
         """
-        late = [queue for queue in group if queue.owed and self._is_late(queue, group)]
+        late = [queue for queue in group if queue.missed and self._is_late(queue, group)]
         if late:
             return late
-        if self._in_step:
+        if self._aligned:
             return group
-        fronts = {self._shape(queue.front).numbers for queue in group}
-        if not 2 <= len(fronts) <= BEHIND:
+        fronts = {self._template(queue.front).numbers for queue in group}
+        if not 2 <= len(fronts) <= MAX_LAG_LINES:
             return group
-        behind = [
+        lagging = [
             queue
             for queue in group
-            if any(self._catches_up(queue, other) and not self._catches_up(other, queue) for other in group)
+            if any(self._has_later_match(queue, other) and not self._has_later_match(other, queue) for other in group)
         ]
-        return behind if behind and len(behind) < len(group) else group
+        return lagging if lagging and len(lagging) < len(group) else group
 
-    def _is_late(self, queue: _Queue, group: list[_Queue]) -> bool:
+    def _is_late(self, queue: _SourceQueue, group: list[_SourceQueue]) -> bool:
         """Whether a source's front belongs to a line that went out without it, rather than to the others' fronts."""
-        key, numbers = self._shape(queue.front)
-        best = max((_num_equal(numbers, self._shape(q.front).numbers) for q in group if q is not queue), default=-1)
-        for at, shape in enumerate(queue.owed):
-            if shape.key == key and _num_equal(numbers, shape.numbers) > best:
-                for _ in range(at + 1):
-                    queue.owed.popleft()
+        key, numbers = self._template(queue.front)
+        best = max((_num_equal(numbers, self._template(q.front).numbers) for q in group if q is not queue), default=-1)
+        for index, template in enumerate(queue.missed):
+            if template.key == key and _num_equal(numbers, template.numbers) > best:
+                for _ in range(index + 1):
+                    queue.missed.popleft()
                 return True
         return False
 
-    def _catches_up(self, queue: _Queue, other: _Queue) -> bool:
+    def _has_later_match(self, queue: _SourceQueue, other: _SourceQueue) -> bool:
         """Whether a later line of a source is more like the other's front than its own front is."""
-        key, target = self._shape(other.front)
-        best = _num_equal(self._shape(queue.front).numbers, target)
-        later = queue.entries[queue.start + 1 : queue.start + 1 + WINDOW]
-        alike = 0
+        key, target = self._template(other.front)
+        best = _num_equal(self._template(queue.front).numbers, target)
+        later = queue.entries[queue.start + 1 : queue.start + 1 + LOOKAHEAD]
+        num_compared = 0
         for entry in later:
-            shape = self._shape(entry)
-            if shape.key != key:
+            template = self._template(entry)
+            if template.key != key:
                 continue
-            if _num_equal(shape.numbers, target) > best:
+            if _num_equal(template.numbers, target) > best:
                 return True
-            alike += 1
-            if alike == BEHIND:
+            num_compared += 1
+            if num_compared == MAX_LAG_LINES:
                 break
         return False
 
-    def _note_step(self, group: list[_Queue], run: list[str]) -> None:
+    def _update_alignment(self, group: list[_SourceQueue], run: list[str]) -> None:
         """Remember who was there when entries went out."""
         if len(group) > 1:
             for queue in group:
-                queue.owed.clear()
+                queue.missed.clear()
         if len(group) == len(self._queues):
-            self._in_step = True
+            self._aligned = True
             return
-        absent = [queue for queue in self._queues.values() if not len(queue) and not queue.done]
+        absent = [queue for queue in self._queues.values() if not len(queue) and not queue.finished]
         if absent:
-            self._in_step = False
-            shapes = [self._shape(entry) for entry in run[-WINDOW:]]
+            self._aligned = False
+            templates = [self._template(entry) for entry in run[-LOOKAHEAD:]]
             for queue in absent:
-                queue.owed.extend(shapes)
+                queue.missed.extend(templates)
         elif len(group) == sum(1 for queue in self._queues.values() if len(queue)):
-            self._in_step = True
+            self._aligned = True
 
     # -----------------------------------------------------------------------------------------------------------------
     # Looking at queues
 
-    def _run_length(self, waiting: list[_Queue], max_chars: int | None) -> int:
+    def _run_length(self, waiting: list[_SourceQueue], max_chars: int | None) -> int:
         """How many entries from the front on are the same in all queues. The fronts are.
 
         No more than what makes about `max_chars`, in entries of the average length.
         """
         longest = min(map(len, waiting))
-        first, rest = waiting[0], waiting[1:]
+        first, other_queues = waiting[0], waiting[1:]
         if max_chars is not None:
             longest = max(1, min(longest, max_chars * len(first) // (first.num_chars + 1)))
-        if not rest:
+        if not other_queues:
             return longest
         length, step = 1, 16
         while length < longest:
             stop = min(length + step, longest)
             part = first.entries[first.start + length : first.start + stop]
-            others = [queue.entries[queue.start + length : queue.start + stop] for queue in rest]
+            others = [queue.entries[queue.start + length : queue.start + stop] for queue in other_queues]
             if any(other != part for other in others):
                 same = (all(other[at] == entry for other in others) for at, entry in enumerate(part))
                 return length + next(at for at, equal in enumerate(same) if not equal)
             length, step = stop, min(2 * step, 4096)
         return length
 
-    def _num_ripe(self, queue: _Queue, now: float, max_age_s: float) -> int:
+    def _num_ready(self, queue: _SourceQueue, now: float, max_age_s: float) -> int:
         """How many entries of the only queue that has any may go without the others: the ones that waited, or all."""
         num_aged = 0
         for count, arrived in queue.arrivals:
@@ -427,114 +446,116 @@ class Aligner:
             num_aged += int(count)
         return num_aged or len(queue)
 
-    def _ahead(self, queue: _Queue) -> dict[str, int]:
+    def _lookahead(self, queue: _SourceQueue) -> dict[str, int]:
         """The keys behind a queue's front, as far as the window goes."""
-        if queue.ahead is None:
-            queue.ahead, queue.counted = {}, queue.start + 1
-        stop = min(len(queue.entries), queue.start + 1 + WINDOW)
-        for index in range(queue.counted, stop):
-            key = self._shape(queue.entries[index]).key
-            queue.ahead[key] = queue.ahead.get(key, 0) + 1
-        queue.counted = max(queue.counted, stop)
-        return queue.ahead
+        if queue.lookahead_keys is None:
+            queue.lookahead_keys, queue.lookahead_end = {}, queue.start + 1
+        stop = min(len(queue.entries), queue.start + 1 + LOOKAHEAD)
+        for index in range(queue.lookahead_end, stop):
+            key = self._template(queue.entries[index]).key
+            queue.lookahead_keys[key] = queue.lookahead_keys.get(key, 0) + 1
+        queue.lookahead_end = max(queue.lookahead_end, stop)
+        return queue.lookahead_keys
 
-    def _shape(self, entry: str) -> Shape:
-        shape = self._shapes.get(entry)
-        if shape is None:
+    def _template(self, entry: str) -> TextTemplate:
+        template = self._template_cache.get(entry)
+        if template is None:
             kind = entry[:1]
             if kind not in _SPECIAL:
-                shape = shape_of(entry)
+                template = template_of(entry)
             elif kind == _STDERR:
-                shape = shape_of(entry[1:])
-                shape = Shape(_STDERR_KEY + shape.key, shape.numbers)
-            elif kind == _CUT:
-                return _CUT_SHAPE
+                template = template_of(entry[1:])
+                template = TextTemplate(_STDERR_KEY + template.key, template.numbers)
+            elif kind == _TRUNCATION:
+                return _TRUNCATION_TEMPLATE
             else:
-                stored = self._stored.get(entry)
-                return (stored.shape if stored is not None else None) or Shape(entry, ())
-            if len(self._shapes) > 4096:
-                self._shapes.clear()
-            self._shapes[entry] = shape
-        return shape
+                payload = self._payloads.get(entry)
+                return (payload.template if payload is not None else None) or TextTemplate(entry, ())
+            if len(self._template_cache) > 4096:
+                self._template_cache.clear()
+            self._template_cache[entry] = template
+        return template
 
-    def _member(self, queue: _Queue) -> Member:
+    def _front_member(self, queue: _SourceQueue) -> FoldMember:
         entry = queue.front
         kind = entry[:1]
-        if kind == _SAID:
-            made_of = self._stored[entry].member
-            assert made_of is not None
-            return made_of
+        if kind == _FOLDED_LINE:
+            member = self._payloads[entry].member
+            assert member is not None
+            return member
         text = entry[1:] if kind == _STDERR else entry
-        return Member(queue.ranks_at(queue.start), text, self._shape(entry).numbers)
+        return FoldMember(queue.ranks_at(queue.start), text, self._template(entry).numbers)
 
     def _num_chars(self, entry: str) -> int:
-        stored = self._stored.get(entry) if entry[:1] in _SPECIAL else None
-        return len(entry) if stored is None else stored.num_chars
+        payload = self._payloads.get(entry) if entry[:1] in _SPECIAL else None
+        return len(entry) if payload is None else payload.num_chars
 
-    def _note_end(self, entries: Sequence[str], line: Line) -> None:
+    def _note_unterminated(self, entries: Sequence[str], line: Line) -> None:
         for entry in entries:
-            stored = self._stored.get(entry)
-            if stored is not None and stored.line is not None and not stored.line.end:
-                self.unended = line
+            payload = self._payloads.get(entry)
+            if payload is not None and payload.line is not None and not payload.line.end:
+                self.unterminated_line = line
 
-    def _union(self, voices: tuple[Ranks, ...]) -> Ranks:
-        if len(voices) == 1:
-            return voices[0]
-        union = self._unions.get(voices)
+    def _union(self, rank_sets: tuple[Ranks, ...]) -> Ranks:
+        if len(rank_sets) == 1:
+            return rank_sets[0]
+        union = self._union_cache.get(rank_sets)
         if union is None:
-            if len(self._unions) > 1024:
-                self._unions.clear()
-            union = self._unions[voices] = tuple(sorted({rank for ranks in voices for rank in ranks}))
+            if len(self._union_cache) > 1024:
+                self._union_cache.clear()
+            union = self._union_cache[rank_sets] = tuple(sorted({rank for ranks in rank_sets for rank in ranks}))
         return union
 
     # -----------------------------------------------------------------------------------------------------------------
     # Queues' upkeep
 
-    def _push(self, queue: _Queue, entries: list[str], num_chars: int, now: float, ranks: Ranks | None) -> None:
+    def _push(self, queue: _SourceQueue, entries: list[str], num_chars: int, now: float, ranks: Ranks | None) -> None:
         if not entries:
             return
         queue.entries += entries
-        if queue.voices is not None:
-            queue.voices += [queue.ranks if ranks is None else ranks] * len(entries)
+        if queue.entry_ranks is not None:
+            queue.entry_ranks += [queue.ranks if ranks is None else ranks] * len(entries)
         if queue.arrivals and queue.arrivals[-1][1] == now:
             queue.arrivals[-1][0] += len(entries)
         else:
             queue.arrivals.append([len(entries), now])
         queue.num_chars += num_chars
-        if queue.num_chars > MAX_OVERFLOW * self._limit and len(queue) > 2:
-            self._cut(queue, *self._gap(queue), now)
+        if queue.num_chars > MAX_OVERFLOW * self._limit_chars and len(queue) > 2:
+            self._truncate(queue, *self._truncation_range(queue), now)
 
-    def _push_stored(self, queue: _Queue, entry: str, stored: _Stored, now: float, ranks: Ranks | None) -> None:
-        self._stored.setdefault(entry, stored).count += 1
+    def _push_payload(
+        self, queue: _SourceQueue, entry: str, payload: _EntryPayload, now: float, ranks: Ranks | None
+    ) -> None:
+        self._payloads.setdefault(entry, payload).ref_count += 1
         queue.num_special += 1
-        self._push(queue, [entry], stored.num_chars, now, ranks)
+        self._push(queue, [entry], payload.num_chars, now, ranks)
 
-    def _pop(self, queue: _Queue, count: int, num_chars: int) -> None:
+    def _pop(self, queue: _SourceQueue, count: int, num_chars: int) -> None:
         """Take entries off the front that are out."""
         if queue.num_special:
-            self._forget(queue, queue.start, queue.start + count)
+            self._release_payloads(queue, queue.start, queue.start + count)
         queue.start += count
         queue.num_chars -= num_chars
-        if queue.cut_at is not None and queue.cut_at < queue.start:
-            queue.cut_at = None
+        if queue.truncation_index is not None and queue.truncation_index < queue.start:
+            queue.truncation_index = None
         if queue.start == len(queue.entries) or (queue.start > 4096 and 2 * queue.start > len(queue.entries)):
             del queue.entries[: queue.start]
-            if queue.voices is not None:
-                del queue.voices[: queue.start]
-            if queue.cut_at is not None:
-                queue.cut_at -= queue.start
+            if queue.entry_ranks is not None:
+                del queue.entry_ranks[: queue.start]
+            if queue.truncation_index is not None:
+                queue.truncation_index -= queue.start
             queue.start = 0
-            queue.ahead = None
-        elif queue.ahead is not None:
+            queue.lookahead_keys = None
+        elif queue.lookahead_keys is not None:
             if count > 1:
-                queue.ahead = None
-            elif queue.counted > queue.start:
-                key = self._shape(queue.front).key
-                queue.ahead[key] -= 1
-                if not queue.ahead[key]:
-                    del queue.ahead[key]
+                queue.lookahead_keys = None
+            elif queue.lookahead_end > queue.start:
+                key = self._template(queue.front).key
+                queue.lookahead_keys[key] -= 1
+                if not queue.lookahead_keys[key]:
+                    del queue.lookahead_keys[key]
             else:
-                queue.counted = queue.start + 1
+                queue.lookahead_end = queue.start + 1
         while count:
             oldest = queue.arrivals[0]
             taken = min(count, int(oldest[0]))
@@ -543,123 +564,124 @@ class Aligner:
             if not oldest[0]:
                 queue.arrivals.popleft()
 
-    def _forget(self, queue: _Queue, start: int, stop: int) -> None:
+    def _release_payloads(self, queue: _SourceQueue, start: int, stop: int) -> None:
         """Let go of what special entries stand for."""
         for entry in queue.entries[start:stop]:
             if entry[:1] not in _SPECIAL:
                 continue
             queue.num_special -= 1
-            stored = self._stored.get(entry)
-            if stored is not None:
-                stored.count -= 1
-                if not stored.count:
-                    del self._stored[entry]
+            payload = self._payloads.get(entry)
+            if payload is not None:
+                payload.ref_count -= 1
+                if not payload.ref_count:
+                    del self._payloads[entry]
 
-    def _relieve(self, queues: list[_Queue], now: float) -> None:
+    def _enforce_limit(self, queues: list[_SourceQueue], now: float) -> None:
         """Bring all queues below their limit by dropping from their middles.
 
         Ranks that run the same code flood alike, so what is dropped is the same stretch of all queues that are rather
         full: what follows the gap is then still side by side.
         """
         fullest = max(queues, key=lambda queue: queue.num_chars)
-        if fullest.num_chars <= self._limit:
+        if fullest.num_chars <= self._limit_chars:
             return
-        offset, count = self._gap(fullest)
+        offset, count = self._truncation_range(fullest)
         for queue in queues:
-            if queue.num_chars > self._limit // 2:
-                self._cut(queue, offset, count, now)
+            if queue.num_chars > self._limit_chars // 2:
+                self._truncate(queue, offset, count, now)
         for queue in queues:
-            if queue.num_chars > self._limit:
-                self._cut(queue, *self._gap(queue), now)
+            if queue.num_chars > self._limit_chars:
+                self._truncate(queue, *self._truncation_range(queue), now)
 
-    def _gap(self, queue: _Queue) -> tuple[int, int]:
+    def _truncation_range(self, queue: _SourceQueue) -> tuple[int, int]:
         """Where a queue is to be cut, counted from its front, and how many entries are to go."""
-        if queue.cut_at is None:
+        if queue.truncation_index is None:
             start, num_chars = queue.start, 0
-            while start < len(queue.entries) - 2 and num_chars < self._limit // 2:
+            while start < len(queue.entries) - 2 and num_chars < self._limit_chars // 2:
                 num_chars += self._num_chars(queue.entries[start])
                 start += 1
             offset = start - queue.start
         else:
-            start = queue.cut_at + 1
-            offset = queue.cut_at - queue.start
+            start = queue.truncation_index + 1
+            offset = queue.truncation_index - queue.start
         # Somewhat below the limit, so that this happens once for many entries, and not so far below it that a source
         # which has said less by now would lose what it said last. The last entry stays.
-        excess = queue.num_chars - self._limit * 7 // 8
+        excess = queue.num_chars - self._limit_chars * 7 // 8
         candidates = queue.entries[start:-1]
-        only_lines = queue.num_special == (queue.cut_at is not None)
+        only_lines = queue.num_special == (queue.truncation_index is not None)
         sizes = itertools.accumulate(map(len if only_lines else self._num_chars, candidates))
         return offset, next((count for count, size in enumerate(sizes, 1) if size >= excess), len(candidates))
 
-    def _cut(self, queue: _Queue, offset: int, count: int, now: float) -> None:
+    def _truncate(self, queue: _SourceQueue, offset: int, count: int, now: float) -> None:
         """Drop `count` entries at `offset`, if the queue has them and is not cut elsewhere already."""
-        if queue.cut_at is None:
+        if queue.truncation_index is None:
             if len(queue) < offset + 2:
                 return
-            queue.cut_at = queue.start + offset
-            entry = self._numbered(_CUT)
-            self._stored[entry] = stored = _Stored(Cut(), 0)
-            stored.count = 1
+            queue.truncation_index = queue.start + offset
+            entry = self._new_entry(_TRUNCATION)
+            self._payloads[entry] = payload = _EntryPayload(Truncation(), 0)
+            payload.ref_count = 1
             queue.num_special += 1
-            queue.entries.insert(queue.cut_at, entry)
-            if queue.voices is not None:
-                queue.voices.insert(queue.cut_at, queue.ranks)
+            queue.entries.insert(queue.truncation_index, entry)
+            if queue.entry_ranks is not None:
+                queue.entry_ranks.insert(queue.truncation_index, queue.ranks)
             queue.arrivals[0][0] += 1  # _drop counts anew
-        if queue.cut_at == queue.start + offset:
-            self._drop(queue, min(queue.cut_at + 1 + count, len(queue.entries) - 1), now)
+        if queue.truncation_index == queue.start + offset:
+            self._drop_entries(queue, min(queue.truncation_index + 1 + count, len(queue.entries) - 1), now)
 
-    def _drop(self, queue: _Queue, stop: int, now: float) -> None:
+    def _drop_entries(self, queue: _SourceQueue, stop: int, now: float) -> None:
         """Drop what is behind a queue's cut, up to `stop`."""
-        assert queue.cut_at is not None
-        start, cut = queue.cut_at + 1, self._cut_of(queue)
-        if queue.num_special == 1 and queue.voices is None:  # the cut itself; the rest is lines of all its ranks
+        assert queue.truncation_index is not None
+        start, truncation = queue.truncation_index + 1, self._truncation_of(queue)
+        if queue.num_special == 1 and queue.entry_ranks is None:  # the cut itself; the rest is lines of all its ranks
             num_chars = sum(map(len, queue.entries[start:stop]))
-            cut.add(queue.ranks, num_chars, stop - start)
+            truncation.add(queue.ranks, num_chars, stop - start)
             queue.num_chars -= num_chars
         else:
             for index in range(start, stop):
                 entry = queue.entries[index]
                 num_chars = self._num_chars(entry)
                 if entry[:1] == _ITEM:
-                    cut.add_display(queue.ranks_at(index), num_chars)
+                    truncation.add_display(queue.ranks_at(index), num_chars)
                 else:
-                    cut.add(queue.ranks_at(index), num_chars)
+                    truncation.add(queue.ranks_at(index), num_chars)
                 queue.num_chars -= num_chars
-            self._forget(queue, start, stop)
-        first = queue.arrived
+            self._release_payloads(queue, start, stop)
+        first = queue.oldest_arrival
         del queue.entries[start:stop]
-        if queue.voices is not None:
-            del queue.voices[start:stop]
-        queue.ahead = None
+        if queue.entry_ranks is not None:
+            del queue.entry_ranks[start:stop]
+        queue.lookahead_keys = None
         queue.arrivals = deque([[start - queue.start, first]])
         if len(queue.entries) > start:
             queue.arrivals.append([len(queue.entries) - start, now])
 
-    def _cut_of(self, queue: _Queue) -> Cut:
-        assert queue.cut_at is not None
-        cut = self._stored[queue.entries[queue.cut_at]].thing
-        assert isinstance(cut, Cut)
-        return cut
+    def _truncation_of(self, queue: _SourceQueue) -> Truncation:
+        assert queue.truncation_index is not None
+        truncation = self._payloads[queue.entries[queue.truncation_index]].item
+        assert isinstance(truncation, Truncation)
+        return truncation
 
-    def _numbered(self, kind: str) -> str:
+    def _new_entry(self, kind: str) -> str:
         self._next_number += 1
         return f"{kind}{self._next_number}"
 
 
-def said(line: Line) -> tuple[Shape, Member]:
+def split_folded_line(line: Line) -> tuple[TextTemplate, FoldMember]:
     """A folded line on its way into another fold. Numbers that do not fit its text are not heeded."""
-    text = line.lead or line.text
-    shape = shape_of(text)
-    places, num_ranks = len(shape.numbers), len(line.ranks)
-    fitting = (one for one in line.varying if 0 <= one.place < places and len(one.written) == num_ranks)
-    return shape, Member(line.ranks, text, shape.numbers, {one.place: one.written for one in fitting})
+    text = line.first_text or line.text
+    template = template_of(text)
+    num_numbers, num_ranks = len(template.numbers), len(line.ranks)
+    fitting = (one for one in line.varying_numbers if 0 <= one.position < num_numbers and len(one.texts) == num_ranks)
+    return template, FoldMember(line.ranks, text, template.numbers, {one.position: one.texts for one in fitting})
 
 
-def folded_line(folded: Fold, stream: str, *, mergeable: bool, live: bool = False) -> Line:
+def line_of_fold(folded: Fold, stream: str, *, mergeable: bool, live: bool = False) -> Line:
     """A fold of lines as it goes out."""
     assert stream in ("stdout", "stderr")
     if mergeable and folded.varying:
-        return Line(folded.ranks, stream, folded.text, live, lead=folded.lead, varying=folded.varying)  # type: ignore[arg-type]
+        text, varying = folded.first_text, folded.varying
+        return Line(folded.ranks, stream, folded.text, live, first_text=text, varying_numbers=varying)  # type: ignore[arg-type]
     return Line(folded.ranks, stream, folded.text, live)  # type: ignore[arg-type]
 
 

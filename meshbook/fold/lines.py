@@ -22,10 +22,10 @@ from typing import Literal
 
 import msgspec
 
-from meshbook.fold.align import MAX_OVERFLOW, Aligner, folded_line, said
-from meshbook.fold.cuts import Cut
-from meshbook.fold.numbers import Member, fold_all, live_shape_of, shape_of
-from meshbook.fold.rows import Pen
+from meshbook.fold.align import MAX_OVERFLOW, Aligner, line_of_fold, split_folded_line
+from meshbook.fold.line_assembler import LineAssembler
+from meshbook.fold.numbers import FoldMember, fold_all, live_template_of, template_of
+from meshbook.fold.truncation import Truncation
 from meshbook.ids import Ranks
 from meshbook.wire.messages import ClearOutput, Display, FoldedItem, Line, OutputItem, RankDisplay, Text
 
@@ -37,8 +37,8 @@ QUEUE_LIMIT_CHARS = 256 * 1024
 # Seconds between two states of live lines. tqdm's own default.
 LIVE_INTERVAL_S = 0.1
 
-Stream = Literal["stdout", "stderr"]
-STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
+StreamName = Literal["stdout", "stderr"]
+STREAMS: tuple[StreamName, ...] = ("stdout", "stderr")
 
 
 class LineFolder:
@@ -51,14 +51,14 @@ class LineFolder:
         mergeable: lines keep each rank's numbers, for a `FoldMerger` to fold them on.
     """
 
-    def __init__(
-        self, ranks: Iterable[int], *, limit_chars: int = QUEUE_LIMIT_CHARS, mergeable: bool = False
-    ) -> None:
+    def __init__(self, ranks: Iterable[int], *, limit_chars: int = QUEUE_LIMIT_CHARS, mergeable: bool = False) -> None:
         members = sorted(set(ranks))
-        self._limit = limit_chars
-        self._pens: dict[int, dict[Stream, Pen]] = {rank: {stream: Pen() for stream in STREAMS} for rank in members}
+        self._limit_chars = limit_chars
+        self._assemblers: dict[int, dict[StreamName, LineAssembler]] = {
+            rank: {stream: LineAssembler() for stream in STREAMS} for rank in members
+        }
         self._aligner = Aligner(
-            ((rank, (rank,)) for rank in members), several=False, limit_chars=limit_chars, mergeable=mergeable
+            ((rank, (rank,)) for rank in members), per_entry_ranks=False, limit_chars=limit_chars, mergeable=mergeable
         )
         self._live = _LiveLines(mergeable)
 
@@ -69,7 +69,7 @@ class LineFolder:
             KeyError: the rank takes no part in this call.
         """
         pieces: list[str] = []  # of one stream, not yet written
-        stream: Stream = "stdout"
+        stream: StreamName = "stdout"
         for item in items:
             if isinstance(item, Text):
                 if item.stream != stream and pieces:
@@ -82,7 +82,7 @@ class LineFolder:
                 self._write(rank, stream, "".join(pieces), now)
                 pieces.clear()
             if not (isinstance(item, Display) and item.update):
-                self._close_rows(rank, now, bars=False)
+                self._finish_rows(rank, now, include_bars=False)
             self._aligner.add_item(rank, item, now)
         if pieces:
             self._write(rank, stream, "".join(pieces), now)
@@ -102,72 +102,74 @@ class LineFolder:
             max_chars: about how much text to give at most; the rest waits, and is cut where it grows beyond its bound.
                 Text that a reader would not be sent anyway then costs next to nothing. Not heeded when `final`.
         """
-        take_chars = None if final else max_chars
-        out = self._aligner.take(now, final=final, max_age_s=max_age_s, max_chars=take_chars)
-        self._live.withdraw(out)
+        limit_chars = None if final else max_chars
+        out = self._aligner.pop_ready(now, final=final, max_age_s=max_age_s, max_chars=limit_chars)
+        self._live.forget_replaced(out)
         if not final:
-            out += self._live_lines(now, max_age_s)
+            out += self._refresh_live_lines(now, max_age_s)
             return out
-        for rank in self._pens:
-            self._close_rows(rank, now, bars=True)
-        rest = self._aligner.take(now, final=True, max_age_s=max_age_s)
-        if rest and isinstance(rest[-1], Line):
-            rest[-1] = msgspec.structs.replace(rest[-1], end="")
-        return out + rest
+        for rank in self._assemblers:
+            self._finish_rows(rank, now, include_bars=True)
+        remainder = self._aligner.pop_ready(now, final=True, max_age_s=max_age_s)
+        if remainder and isinstance(remainder[-1], Line):
+            remainder[-1] = msgspec.structs.replace(remainder[-1], end="")
+        return out + remainder
 
     def next_deadline(self, max_age_s: float = MAX_AGE_S) -> float | None:
         """When `flush` will have something to give even if nothing more is fed; None: not before something is fed.
 
         Lines that all ranks have said can go at once, so flush after feeding too.
         """
-        oldest = self._aligner.oldest()
+        oldest = self._aligner.oldest_arrival()
         times = [] if oldest is None else [oldest + max_age_s]
-        for rank, pens in self._pens.items():
+        for rank, assemblers in self._assemblers.items():
             if self._aligner.is_empty(rank):
                 times += [
-                    max(pen.since + max_age_s, self._live.next_at)
-                    for pen in pens.values()
-                    if pen.since is not None and (pen.changed or self._live.stale)
+                    max(assembler.open_since + max_age_s, self._live.next_refresh_at)
+                    for assembler in assemblers.values()
+                    if assembler.open_since is not None and (assembler.changed or self._live.stale)
                 ]
         return min(times, default=None)
 
-    def _write(self, rank: int, stream: Stream, text: str, now: float) -> None:
-        pen = self._pens[rank][stream]
-        if len(text) > MAX_OVERFLOW * self._limit:
+    def _write(self, rank: int, stream: StreamName, text: str, now: float) -> None:
+        assembler = self._assemblers[rank][stream]
+        if len(text) > MAX_OVERFLOW * self._limit_chars:
             # More than may wait, in one piece: not even parted into lines.
-            head = text.rfind("\n", 0, self._limit // 2) + 1
-            tail = text.find("\n", len(text) - self._limit // 2) + 1
+            head = text.rfind("\n", 0, self._limit_chars // 2) + 1
+            tail = text.find("\n", len(text) - self._limit_chars // 2) + 1
             if 0 < head < tail:
-                self._aligner.add_lines(rank, stream, pen.write(text[:head], now), now)
-                self._aligner.add_cut(rank, text.count("\n", head, tail), tail - head, now)
+                self._aligner.add_lines(rank, stream, assembler.write(text[:head], now), now)
+                self._aligner.add_truncation(rank, text.count("\n", head, tail), tail - head, now)
                 text = text[tail:]
-        lines = pen.write(text, now)
+        lines = assembler.write(text, now)
         if lines:
             self._aligner.add_lines(rank, stream, lines, now)
 
-    def _close_rows(self, rank: int, now: float, *, bars: bool) -> None:
+    def _finish_rows(self, rank: int, now: float, *, include_bars: bool) -> None:
         """End the rows that are being written. A progress bar goes on below a display, other text does not."""
-        for stream, pen in self._pens[rank].items():
-            if pen.since is not None and (bars or not pen.is_bar):
-                self._aligner.add_lines(rank, stream, pen.finish(), now)
+        for stream, assembler in self._assemblers[rank].items():
+            if assembler.open_since is not None and (include_bars or not assembler.is_progress_bar):
+                self._aligner.add_lines(rank, stream, assembler.finish(), now)
 
-    def _live_lines(self, now: float, max_age_s: float) -> list[FoldedItem]:
-        if now < self._live.next_at:
+    def _refresh_live_lines(self, now: float, max_age_s: float) -> list[FoldedItem]:
+        if now < self._live.next_refresh_at:
             return []
-        open_pens = [
-            (rank, stream, pen)
-            for rank, pens in self._pens.items()
-            for stream, pen in pens.items()
-            if pen.since is not None and pen.since + max_age_s <= now and self._aligner.is_empty(rank)
+        open_assemblers = [
+            (rank, stream, assembler)
+            for rank, assemblers in self._assemblers.items()
+            for stream, assembler in assemblers.items()
+            if assembler.open_since is not None
+            and assembler.open_since + max_age_s <= now
+            and self._aligner.is_empty(rank)
         ]
-        if not self._live.stale and not any(pen.changed for _, _, pen in open_pens):
+        if not self._live.stale and not any(assembler.changed for _, _, assembler in open_assemblers):
             return []
-        states: list[tuple[Stream, Member]] = []
-        for rank, stream, pen in open_pens:
-            pen.changed = False
-            text = pen.state()
-            if text or self._live.shows(rank, stream):
-                states.append((stream, Member((rank,), text, shape_of(text).numbers)))
+        states: list[tuple[StreamName, FoldMember]] = []
+        for rank, stream, assembler in open_assemblers:
+            assembler.changed = False
+            text = assembler.render()
+            if text or self._live.is_shown(rank, stream):
+                states.append((stream, FoldMember((rank,), text, template_of(text).numbers)))
         return self._live.refresh(states, now)
 
 
@@ -183,8 +185,8 @@ class FoldMerger:
     def __init__(
         self, hosts: Mapping[int, Ranks], *, limit_chars: int = 4 * QUEUE_LIMIT_CHARS, mergeable: bool = False
     ) -> None:
-        self._aligner = Aligner(hosts.items(), several=True, limit_chars=limit_chars, mergeable=mergeable)
-        self._states: dict[int, list[tuple[Stream, Member]]] = {host: [] for host in hosts}
+        self._aligner = Aligner(hosts.items(), per_entry_ranks=True, limit_chars=limit_chars, mergeable=mergeable)
+        self._live_states: dict[int, list[tuple[StreamName, FoldMember]]] = {host: [] for host in hosts}
         self._live = _LiveLines(mergeable)
         self._live_changed = False
 
@@ -198,10 +200,10 @@ class FoldMerger:
             if isinstance(item, RankDisplay):
                 self._aligner.add_item(host, item.item, now, item.ranks)
                 continue
-            if item.live or self._states[host]:
-                self._take_state(host, item)
+            if item.live or self._live_states[host]:
+                self._update_live_state(host, item)
             if not item.live:
-                self._aligner.add_line(host, item, now)
+                self._aligner.add_folded_line(host, item, now)
 
     def host_done(self, host: int) -> None:
         """The host will say nothing more in this call."""
@@ -211,39 +213,39 @@ class FoldMerger:
         self, now: float, final: bool = False, max_age_s: float = MAX_AGE_S, max_chars: int | None = None
     ) -> list[FoldedItem]:
         """What can be shown by now, in order; see `LineFolder.flush`."""
-        take_chars = None if final else max_chars
-        out = self._aligner.take(now, final=final, max_age_s=max_age_s, max_chars=take_chars)
-        self._live.withdraw(out)
+        limit_chars = None if final else max_chars
+        out = self._aligner.pop_ready(now, final=final, max_age_s=max_age_s, max_chars=limit_chars)
+        self._live.forget_replaced(out)
         if final:
-            if out and out[-1] is self._aligner.unended:
-                out[-1] = msgspec.structs.replace(self._aligner.unended, end="")
-        elif now >= self._live.next_at and (self._live_changed or self._live.stale):
+            if out and out[-1] is self._aligner.unterminated_line:
+                out[-1] = msgspec.structs.replace(self._aligner.unterminated_line, end="")
+        elif now >= self._live.next_refresh_at and (self._live_changed or self._live.stale):
             states = [
-                state for host, host_states in self._states.items() if self._aligner.is_empty(host)
+                state for host, host_states in self._live_states.items() if self._aligner.is_empty(host)
                 for state in host_states
             ]  # fmt: skip
-            self._live_changed = len(states) < sum(map(len, self._states.values()))
+            self._live_changed = len(states) < sum(map(len, self._live_states.values()))
             out += self._live.refresh(states, now)
         return out
 
     def next_deadline(self, max_age_s: float = MAX_AGE_S) -> float | None:
         """When `flush` will have something to give even if nothing more is fed; None: not before something is fed."""
-        oldest = self._aligner.oldest()
+        oldest = self._aligner.oldest_arrival()
         times = [] if oldest is None else [oldest + max_age_s]
         if (self._live_changed or self._live.stale) and any(
-            states and self._aligner.is_empty(host) for host, states in self._states.items()
+            states and self._aligner.is_empty(host) for host, states in self._live_states.items()
         ):
-            times.append(self._live.next_at)
+            times.append(self._live.next_refresh_at)
         return min(times, default=None)
 
-    def _take_state(self, host: int, line: Line) -> None:
+    def _update_live_state(self, host: int, line: Line) -> None:
         """Hold a live line in place of what its ranks had; an ordinary one only takes that away."""
         ranks = set(line.ranks)
-        states = self._states[host]
-        left = [one for one in states if one[0] != line.stream or ranks.isdisjoint(one[1].ranks)]
+        states = self._live_states[host]
+        remaining = [one for one in states if one[0] != line.stream or ranks.isdisjoint(one[1].ranks)]
         if line.live:
-            left.append((line.stream, said(line)[1]))
-        self._states[host] = left
+            remaining.append((line.stream, split_folded_line(line)[1]))
+        self._live_states[host] = remaining
         self._live_changed = True
 
 
@@ -252,41 +254,41 @@ class _LiveLines:
 
     def __init__(self, mergeable: bool) -> None:
         self._mergeable = mergeable
-        self._shown: set[tuple[Stream, Ranks, str]] = set()
-        self.next_at = float("-inf")  # not before this time
+        self._shown: set[tuple[StreamName, Ranks, str]] = set()
+        self.next_refresh_at = float("-inf")  # not before this time
         self.stale = False  # something that was shown was taken away, so what is left is to be shown again
 
-    def shows(self, rank: int, stream: Stream) -> bool:
+    def is_shown(self, rank: int, stream: StreamName) -> bool:
         return any(stream == shown and rank in ranks for shown, ranks, _ in self._shown)
 
-    def withdraw(self, items: Sequence[FoldedItem]) -> None:
+    def forget_replaced(self, items: Sequence[FoldedItem]) -> None:
         """Ordinary output takes live lines away at the reader's; forget that they were shown."""
         if not self._shown or not items:
             return
-        spoke: dict[str, set[int]] = {stream: set() for stream in STREAMS}
+        printed_ranks: dict[str, set[int]] = {stream: set() for stream in STREAMS}
         for item in items:
             if isinstance(item, Line):
-                spoke[item.stream].update(item.ranks)
+                printed_ranks[item.stream].update(item.ranks)
             elif isinstance(item.item, ClearOutput):
-                for ranks in spoke.values():
+                for ranks in printed_ranks.values():
                     ranks.update(item.ranks)
-        left = {one for one in self._shown if spoke[one[0]].isdisjoint(one[1])}
-        self.stale = self.stale or len(left) < len(self._shown)
-        self._shown = left
+        remaining = {one for one in self._shown if printed_ranks[one[0]].isdisjoint(one[1])}
+        self.stale = self.stale or len(remaining) < len(self._shown)
+        self._shown = remaining
 
-    def refresh(self, states: Sequence[tuple[Stream, Member]], now: float) -> list[FoldedItem]:
+    def refresh(self, states: Sequence[tuple[StreamName, FoldMember]], now: float) -> list[FoldedItem]:
         """All live lines as they are now; gives those that are not shown already."""
-        alike: dict[tuple[Stream, str], list[Member]] = {}
+        members_by_key: dict[tuple[StreamName, str], list[FoldMember]] = {}
         for stream, one in sorted(states, key=lambda state: state[1].ranks):
-            alike.setdefault((stream, live_shape_of(one.text).key), []).append(one)
+            members_by_key.setdefault((stream, live_template_of(one.text).key), []).append(one)
         lines: list[Line] = []
-        for (stream, _), members in alike.items():
-            lines += [folded_line(one, stream, mergeable=self._mergeable, live=True) for one in fold_all(members)]
+        for (stream, _), members in members_by_key.items():
+            lines += [line_of_fold(one, stream, mergeable=self._mergeable, live=True) for one in fold_all(members)]
         shown = {(line.stream, line.ranks, line.text) for line in lines}
         new: list[FoldedItem] = [line for line in lines if (line.stream, line.ranks, line.text) not in self._shown]
         self._shown = shown
         self.stale = False
-        self.next_at = now + LIVE_INTERVAL_S
+        self.next_refresh_at = now + LIVE_INTERVAL_S
         return new
 
 
@@ -318,9 +320,9 @@ class OutputBudget:
     ) -> None:
         self._rates = (messages_per_s, bytes_per_s)
         self._bursts = (burst_messages, burst_bytes)
-        self._left = [burst_messages, burst_bytes]  # below zero: in debt, for something larger than what was left
-        self._at: float | None = None
-        self._cut = Cut()
+        self._tokens = [burst_messages, burst_bytes]  # below zero: in debt, for something larger than what was left
+        self._refilled_at: float | None = None
+        self._truncation = Truncation()
         self._tail: deque[Line] = deque()
         self._tail_chars = 0
 
@@ -340,78 +342,78 @@ class OutputBudget:
             elif isinstance(item.item, Display):
                 kind, num_bytes = "", _num_bytes(item.item)
             else:
-                if isinstance(item.item, ClearOutput) and self._cut.ranks <= set(item.ranks):
-                    self._forget_cut()
+                if isinstance(item.item, ClearOutput) and self._truncation.ranks <= set(item.ranks):
+                    self._reset_truncation()
                 kind, num_bytes = "", 0
             passes = kind == "live" or (not num_bytes)
-            if not passes and not self._has_room():
-                self._leave_out(item, num_bytes)
+            if not passes and not self._has_tokens():
+                self._drop_item(item, num_bytes)
                 continue
-            if self._cut and kind != "live":
-                out.append(self._tell())
-            self._left[0] -= not kind or kind != previous
-            self._left[1] -= num_bytes
+            if self._truncation and kind != "live":
+                out.append(self._pop_notice())
+            self._tokens[0] -= not kind or kind != previous
+            self._tokens[1] -= num_bytes
             previous = kind
             out.append(item)
-        if self._cut and (final or (not items and self._has_room())):
-            tail = self._take_tail() if final else []
-            if self._cut:
-                out.append(self._tell())
+        if self._truncation and (final or (not items and self._has_tokens())):
+            tail = self._pop_tail() if final else []
+            if self._truncation:
+                out.append(self._pop_notice())
             out += tail
         return out
 
     def next_deadline(self) -> float | None:
         """When `admit((), now)` will have a notice to give; None: nothing was cut."""
-        if not self._cut or self._at is None:
+        if not self._truncation or self._refilled_at is None:
             return None
         waits = [
-            (self._resume_level(which) - self._left[which]) / self._rates[which] for which in range(len(self._rates))
+            (self._resume_level(index) - self._tokens[index]) / self._rates[index] for index in range(len(self._rates))
         ]
-        return self._at + max(0.0, *waits)
+        return self._refilled_at + max(0.0, *waits)
 
     def _refill(self, now: float) -> None:
-        if self._at is not None:
-            for which, rate in enumerate(self._rates):
-                gained = self._left[which] + rate * max(0.0, now - self._at)
-                self._left[which] = min(self._bursts[which], gained)
-        self._at = now
+        if self._refilled_at is not None:
+            for index, rate in enumerate(self._rates):
+                gained = self._tokens[index] + rate * max(0.0, now - self._refilled_at)
+                self._tokens[index] = min(self._bursts[index], gained)
+        self._refilled_at = now
 
-    def _has_room(self) -> bool:
+    def _has_tokens(self) -> bool:
         """Going on after a cut needs more room than going on."""
-        if self._cut:
+        if self._truncation:
             # A hair's breadth: the time that next_deadline names must be late enough in floats too.
-            return all(left >= self._resume_level(which) - 1e-6 for which, left in enumerate(self._left))
-        return all(left > 0 for left in self._left)
+            return all(tokens >= self._resume_level(index) - 1e-6 for index, tokens in enumerate(self._tokens))
+        return all(tokens > 0 for tokens in self._tokens)
 
-    def _resume_level(self, which: int) -> float:
-        return min(self._bursts[which], self._rates[which] * self.RESUME_S)
+    def _resume_level(self, index: int) -> float:
+        return min(self._bursts[index], self._rates[index] * self.RESUME_S)
 
-    def _leave_out(self, item: FoldedItem, num_bytes: int) -> None:
+    def _drop_item(self, item: FoldedItem, num_bytes: int) -> None:
         if not isinstance(item, Line):
-            self._cut.add_display(item.ranks, num_bytes)
+            self._truncation.add_display(item.ranks, num_bytes)
             return
-        self._cut.add(item.ranks, num_bytes)
+        self._truncation.add(item.ranks, num_bytes)
         self._tail.append(item)
         self._tail_chars += num_bytes
         while len(self._tail) > self.TAIL_LINES or self._tail_chars > self.TAIL_CHARS:
             self._tail_chars -= len(self._tail.popleft().text) + 1
 
-    def _tell(self) -> RankDisplay:
-        notice = RankDisplay(tuple(sorted(self._cut.ranks)), self._cut.notice())
-        self._forget_cut()
-        self._left[0] -= 1
+    def _pop_notice(self) -> RankDisplay:
+        notice = RankDisplay(tuple(sorted(self._truncation.ranks)), self._truncation.notice())
+        self._reset_truncation()
+        self._tokens[0] -= 1
         return notice
 
-    def _take_tail(self) -> list[Line]:
+    def _pop_tail(self) -> list[Line]:
         tail = list(self._tail)
-        self._cut.num_lines -= len(tail)
-        self._cut.num_chars -= self._tail_chars
+        self._truncation.num_lines -= len(tail)
+        self._truncation.num_chars -= self._tail_chars
         self._tail.clear()
         self._tail_chars = 0
         return tail
 
-    def _forget_cut(self) -> None:
-        self._cut = Cut()
+    def _reset_truncation(self) -> None:
+        self._truncation = Truncation()
         self._tail.clear()
         self._tail_chars = 0
 

@@ -7,26 +7,26 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from meshbook.errors import Failure, Released, TransferError
-from meshbook.fold.numbers import Member, fold, shape_of
+from meshbook.fold.numbers import FoldMember, fold, template_of
 from meshbook.ids import Ranks
-from meshbook.wire.messages import CallFinished, Frame, Message, Outcome, Part, RankError, Refused
+from meshbook.wire.messages import CallFinished, Frame, Message, Outcome, OutcomeGroup, RankError, Refused
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def fold_outcomes(pairs: Iterable[tuple[int, Outcome]]) -> tuple[Part, ...]:
+def fold_outcomes(pairs: Iterable[tuple[int, Outcome]]) -> tuple[OutcomeGroup, ...]:
     """Each distinct outcome once, with the ranks that had it. Ordered by lowest rank.
 
     Outcomes are equal when their encoded bytes are, so that a field that is added some day counts too.
     """
-    return merge_parts([tuple(Part((rank,), outcome) for rank, outcome in pairs)])
+    return merge_parts([tuple(OutcomeGroup((rank,), outcome) for rank, outcome in pairs)])
 
 
-def merge_parts(several: Iterable[Sequence[Part]]) -> tuple[Part, ...]:
+def merge_parts(part_lists: Iterable[Sequence[OutcomeGroup]]) -> tuple[OutcomeGroup, ...]:
     """The parts of several hosts as one fold. Ordered by lowest rank."""
     ranks_of: dict[bytes, list[int]] = {}
     outcomes: dict[bytes, Outcome] = {}
-    for parts in several:
+    for parts in part_lists:
         for part in parts:
             packed = _encode(part.outcome)
             if packed in ranks_of:
@@ -34,22 +34,24 @@ def merge_parts(several: Iterable[Sequence[Part]]) -> tuple[Part, ...]:
             else:
                 ranks_of[packed] = list(part.ranks)
                 outcomes[packed] = part.outcome
-    folded = [Part(tuple(sorted(set(ranks))), outcomes[packed]) for packed, ranks in ranks_of.items()]
+    folded = [OutcomeGroup(tuple(sorted(set(ranks))), outcomes[packed]) for packed, ranks in ranks_of.items()]
     return tuple(sorted(folded, key=lambda part: part.ranks))
 
 
-def in_place_of(report: Message, error: TransferError) -> Message:
+def failure_report_for(report: Message, error: TransferError) -> Message:
     """What to say where a report does not fit a message: the same call has ended, and why nothing came of it."""
     call = getattr(report, "call", None)
     if not isinstance(report, CallFinished):
         return Refused(call=call, error="TransferError", text=str(error))
     text = f"the ranks' values together do not fit: {error}"
     outcome = Outcome(status="error", error=RankError(ename="TransferError", evalue=text, traceback=(text,)))
-    ranks = tuple(sorted(rank for part in report.parts for rank in part.ranks))
-    return CallFinished(call=report.call, parts=(Part(ranks, outcome),), seconds=report.seconds, lost=report.lost)
+    ranks = tuple(sorted(rank for part in report.outcomes for rank in part.ranks))
+    return CallFinished(
+        call=report.call, outcomes=(OutcomeGroup(ranks, outcome),), seconds=report.seconds, lost=report.lost
+    )
 
 
-def fold_errors(parts: Iterable[Part]) -> tuple[Failure, ...]:
+def fold_errors(parts: Iterable[OutcomeGroup]) -> tuple[Failure, ...]:
     """Each distinct failure once: the same exception at the same place, its message equal but for numbers.
 
     Of "error" and "interrupted" outcomes; a lost rank is no failure of the code it ran, and one that waited for those
@@ -64,7 +66,7 @@ def fold_errors(parts: Iterable[Part]) -> tuple[Failure, ...]:
     parts = tuple(parts)
     raised = any(part.outcome.status == "error" and not _was_released(part) for part in parts)
     stopped: set[int] = set()
-    alike: dict[tuple[str, tuple[Frame, ...], str], list[tuple[Member, RankError]]] = {}
+    errors_by_key: dict[tuple[str, tuple[Frame, ...], str], list[tuple[FoldMember, RankError]]] = {}
     for part in sorted(parts, key=lambda one: one.ranks):
         error = part.outcome.error
         if error is None or part.outcome.status not in ("error", "interrupted") or _was_released(part):
@@ -73,44 +75,44 @@ def fold_errors(parts: Iterable[Part]) -> tuple[Failure, ...]:
             stopped.update(part.ranks)
             if raised:
                 error = msgspec.structs.replace(error, traceback=(), frames=())
-        shape = shape_of(error.evalue)
-        key = (error.ename, error.frames, shape.key)
-        alike.setdefault(key, []).append((Member(part.ranks, error.evalue, shape.numbers), error))
+        template = template_of(error.evalue)
+        key = (error.ename, error.frames, template.key)
+        errors_by_key.setdefault(key, []).append((FoldMember(part.ranks, error.evalue, template.numbers), error))
     failures: list[Failure] = []
-    for group in alike.values():
+    for group in errors_by_key.values():
         first = group[0][1]
         folded = fold([one for one, _ in group], None)
         assert folded is not None  # None as the bound: no number of differences is too many
         traceback = first.traceback
         if traceback and folded.text != first.evalue:
-            traceback = (*traceback[:-1], _with_message(traceback[-1], first.evalue, folded.text))
+            traceback = (*traceback[:-1], _replace_message(traceback[-1], first.evalue, folded.text))
         failures.append(Failure(folded.ranks, first.ename, folded.text, traceback))
     return tuple(
         sorted(failures, key=lambda failure: (failure.ranks[0] in stopped, -len(failure.ranks), failure.ranks))
     )
 
 
-def fold_released(parts: Iterable[Part]) -> tuple[Released, ...]:
+def fold_released(parts: Iterable[OutcomeGroup]) -> tuple[Released, ...]:
     """The ranks that waited in a collective for others which had left, by where they waited. Ordered by lowest rank."""
     ranks_at: dict[str, list[int]] = {}
     for part in parts:
         if _was_released(part):
             assert part.outcome.error is not None
-            ranks_at.setdefault(part.outcome.error.released or "", []).extend(part.ranks)
-    found = [Released(tuple(sorted(ranks)), where) for where, ranks in ranks_at.items()]
-    return tuple(sorted(found, key=lambda one: one.ranks))
+            ranks_at.setdefault(part.outcome.error.released_from or "", []).extend(part.ranks)
+    released = [Released(tuple(sorted(ranks)), where) for where, ranks in ranks_at.items()]
+    return tuple(sorted(released, key=lambda one: one.ranks))
 
 
-def _was_released(part: Part) -> bool:
-    return part.outcome.error is not None and part.outcome.error.released is not None
+def _was_released(part: OutcomeGroup) -> bool:
+    return part.outcome.error is not None and part.outcome.error.released_from is not None
 
 
-def ranks_with(parts: Iterable[Part], *statuses: str) -> Ranks:
+def ranks_with_status(parts: Iterable[OutcomeGroup], *statuses: str) -> Ranks:
     """Ranks whose outcome has one of these statuses."""
     return tuple(sorted(rank for part in parts if part.outcome.status in statuses for rank in part.ranks))
 
 
-def _with_message(line: str, message: str, folded: str) -> str:
+def _replace_message(line: str, message: str, folded: str) -> str:
     """A traceback's last line with the folded message in place of one rank's."""
     before, found, after = line.rpartition(message)
     return before + folded + after if found else line

@@ -29,99 +29,99 @@ import zmq
 from meshbook.errors import ProtocolError, VersionMismatch, describe_exit
 from meshbook.fold.lines import LineFolder
 from meshbook.fold.outcomes import fold_outcomes
-from meshbook.host import outside
+from meshbook.host import procfs
 from meshbook.host.cores import cgroup_quota, num_cores, threads_per_rank
-from meshbook.host.descriptors import limit_of_users
 from meshbook.host.logring import LogRing, last_lines_of
-from meshbook.host.looking import Looker, Subject
-from meshbook.host.starter import Child, ForkStarter, FreshStarter, Starter
-from meshbook.ids import Ranks, client_of, name_ranks
-from meshbook.wire import birth, codec, keys, messages
-from meshbook.wire.lifeline import ACTORS_GRACE_S
+from meshbook.host.rlimits import user_fd_limit
+from meshbook.host.snapshots import SnapshotCollector, SnapshotTarget
+from meshbook.host.starter import ForkStarter, FreshStarter, RankProcess, Starter
+from meshbook.ids import Ranks, client_of_call, name_ranks
+from meshbook.wire import codec, keys, messages, spawn
 from meshbook.wire.loop import Loop, Timer
 from meshbook.wire.messages import Outcome, RankDisplay
-from meshbook.wire.refusals import Refusals
-from meshbook.wire.stop import KILL_AFTER_S, REPEAT_S, STUCK_AFTER_S, UNBLOCK_AFTER_S
+from meshbook.wire.process_control import ACTORS_GRACE_S
+from meshbook.wire.rate_limited_log import RateLimitedLog
+from meshbook.wire.stop_timing import ABORT_AFTER_S, KILL_AFTER_S, SIGINT_REPEATS_S, STUCK_AFTER_S
 
 log = logging.getLogger("meshbook.host")
 
 # Seconds a question (completion, inspection) waits for ranks that keep the GIL.
-_QUESTION_S = 1.0
+_QUERY_TIMEOUT_S = 1.0
 # Seconds without a beat (they come every second) before a rank counts as silent.
-_SILENT_S = 5.0
+_SILENT_AFTER_S = 5.0
 # Seconds that an open call must have lasted before its progress is reported.
 _PROGRESS_AFTER_S = 0.5
 # ... after a rank's part did not end well, before the supervisor is told that the others go on: they mostly fail alike.
-_LEFT_AFTER_S = 0.2
-_BEAT_S = 1.0
-_FLUSH_S = 0.05
+_PROGRESS_AFTER_FAILURE_S = 0.2
+_HEARTBEAT_S = 1.0
+_FLUSH_INTERVAL_S = 0.05
 # Messages of one rank that may lie in a socket when it ends: it sends output 33 times a second at most.
-_LAST_MESSAGES = 256
+_MAX_LAST_MESSAGES = 256
 _TAIL_BYTES = 8 << 10  # of a log, in which its last line is
 # Characters that one flush may give; the rest waits, and is cut with a notice when it grows too large. Twenty times a
 # second this is about what a front end takes (1 MB/s).
-_FLUSH_CHARS = 32 << 10
+_MAX_FLUSH_CHARS = 32 << 10
 
 
 @dataclass
-class Queued:
+class QueuedCommand:
     """A main-thread command waiting for a rank, in the form it is sent."""
 
     call: str
     body: bytes
-    stopped: bool = False  # the call is over, and the rank only hears that it was not run
+    is_cancelled: bool = False  # the call is over, and the rank only hears that it was not run
 
 
 @dataclass
-class Link:
+class RankHandle:
     """What the host knows of one rank."""
 
     rank: int
-    child: Child | None = None
+    process: RankProcess | None = None
     device: str = "cpu"
     work_ready: bool = False
     service_ready: bool = False
-    dead: str | None = None  # how it ended
-    killed: bool = False  # by us
+    exit_reason: str | None = None  # how it ended
+    is_killed_by_us: bool = False  # by us
     has_actors: bool = False
-    queue: deque[Queued] = field(default_factory=deque)
-    backlog: list[bytes] = field(default_factory=list)  # for the service thread, until it listens
-    running: Queued | None = None
-    said: int = 0  # pieces of output heard
-    early: dict[int, messages.RankSaid] = field(default_factory=dict)  # heard out of order
-    finish: messages.RankFinished | None = None  # waits for output that is still on its way
+    queue: deque[QueuedCommand] = field(default_factory=deque)
+    service_backlog: list[bytes] = field(default_factory=list)  # for the service thread, until it listens
+    running: QueuedCommand | None = None
+    num_outputs: int = 0  # pieces of output heard
+    early_outputs: dict[int, messages.RankOutput] = field(default_factory=dict)  # heard out of order
+    pending_finish: messages.RankFinished | None = None  # waits for output that is still on its way
     log: LogRing = field(default_factory=LogRing)
-    untold: list[messages.Notice] = field(default_factory=list)  # for the next call: it shows what it is told
-    beat: messages.RankBeat | None = None
-    beat_at: float | None = None
+    pending_notices: list[messages.Notice] = field(default_factory=list)  # for the next call: it shows what it is told
+    heartbeat: messages.RankHeartbeat | None = None
+    heartbeat_at: float | None = None
     last_call: str | None = None
     running_since: float = 0.0
 
 
 @dataclass
-class Tally:
+class PendingCall:
     """An open call: who is still at it, and what the others came to."""
 
     call: str
     command: Any
-    waiting: set[int]
+    waiting_ranks: set[int]
     opened_at: float
     folder: LineFolder
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
-    flush: Timer | None = None
-    progress_told: int = 0
-    told_soon: bool = False  # a timer will tell of its progress
+    flush_timer: Timer | None = None
+    num_reported_done: int = 0
+    is_report_scheduled: bool = False  # a timer will tell of its progress
 
 
 @dataclass
-class Stray:
+class OrphanOutput:
     """Output that belongs to no open call, until it has been shown."""
 
     call: str
     ranks: Ranks
     folder: LineFolder
-    flush: Timer | None = None
+    flush_timer: Timer | None = None
 
 
 class HostAgent:
@@ -148,47 +148,51 @@ class HostAgent:
         self._loop, self._folder, self._token = loop, folder, token
         self._host, self._report = host, report
         self.hostname = sockets.gethostname()
-        self._links: dict[int, Link] = {}
-        self._by_pid: dict[int, Link] = {}
-        self._known: set[tuple[zmq.Socket[bytes], bytes]] = set()  # peers at our sockets that have shown the token
-        self._refusals = Refusals(log)
-        self._tallies: dict[str, Tally] = {}
-        self._strays: dict[str, Stray] = {}
+        self._ranks: dict[int, RankHandle] = {}
+        self._by_pid: dict[int, RankHandle] = {}
+        self._authenticated: set[tuple[zmq.Socket[bytes], bytes]] = (
+            set()
+        )  # peers at our sockets that have shown the token
+        self._rejections = RateLimitedLog(log)
+        self._calls: dict[str, PendingCall] = {}
+        self._orphan_outputs: dict[str, OrphanOutput] = {}
         self._starter: Starter | None = None
         self._spec: messages.MeshSpec | None = None
-        self._unfit: messages.Notice | None = None  # why ranks are not forked
-        self._when_empty: Callable[[], None] | None = None
+        self._fork_unsafe_notice: messages.Notice | None = None  # why ranks are not forked
+        self._on_all_exited: Callable[[], None] | None = None
         self._work, self._work_address = self._bind(context, "work")
         self._service, self._service_address = self._bind(context, "service")
-        loop.watch_socket(self._work, lambda frames: self._hear(self._work, frames))
-        loop.watch_socket(self._service, lambda frames: self._hear(self._service, frames))
-        self._looker = Looker(loop, self.hostname, lambda rank, body: self._to_service(self._links[rank], body), report)
+        loop.watch_socket(self._work, lambda frames: self._on_message(self._work, frames))
+        loop.watch_socket(self._service, lambda frames: self._on_message(self._service, frames))
+        self._snapshots = SnapshotCollector(
+            loop, self.hostname, lambda rank, body: self._send_to_service(self._ranks[rank], body), report
+        )
         self._handlers: dict[type, Callable[[Any], None]] = {
-            messages.SnapshotTaken: self._looker.heard,
-            messages.RankReady: self._ready,
-            messages.RankEnding: self._heard_out,
-            messages.RankSaid: self._heard_output,
-            messages.RankFinished: self._finished,
-            messages.RankAnswered: self._answered,
-            messages.RankAsked: self._asked,
-            messages.RankBeat: self._beat,
+            messages.RankSnapshotReply: self._snapshots.reply_received,
+            messages.RankReady: self._rank_ready,
+            messages.RankExiting: self._rank_exiting,
+            messages.RankOutput: self._output_received,
+            messages.RankFinished: self._rank_finished,
+            messages.RankReply: self._rank_replied,
+            messages.RankInputRequest: self._input_requested,
+            messages.RankHeartbeat: self._heartbeat_received,
             messages.ServiceFailed: self._service_failed,
         }
-        self._beat_timer = loop.call_later(_BEAT_S, self._tick)
+        self._heartbeat_timer = loop.call_later(_HEARTBEAT_S, self._tick)
 
     def _bind(self, context: zmq.Context[zmq.Socket[bytes]], name: str) -> tuple[zmq.Socket[bytes], str]:
         socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
-        keys.harden(socket, max_message_bytes=codec.MAX_MESSAGE_BYTES)
+        keys.configure_socket(socket, max_message_bytes=codec.MAX_MESSAGE_BYTES)
         address = f"ipc://{self._folder}/h{self._host}-{name}.sock"
         socket.bind(address)
         return socket, address
 
     # ---- commands from above
 
-    def warm_up(self, *, with_torch: bool = True, source: str | None = None) -> None:
+    def warm_up(self, *, with_torch: bool = True, branch_from: str | None = None) -> None:
         """Start the fork server before anybody asked for ranks, so that its imports are done when they do."""
         if self._starter is None:
-            self._starter = self._fork_starter(with_torch=with_torch, source=source)
+            self._starter = self._make_fork_starter(with_torch=with_torch, branch_from=branch_from)
 
     def handle(self, command: messages.HostCommand, body: bytes) -> None:
         """Carry out a command. `body` is its encoding, which is passed on to ranks as it came."""
@@ -200,37 +204,46 @@ class HostAgent:
             case (
                 messages.Complete()
                 | messages.Inspect()
-                | messages.Peek()
+                | messages.PreviewNames()
                 | messages.OpenActors()
-                | messages.AskPositions()
+                | messages.QueryPositions()
             ):
-                self._question(command, body)
+                self._query(command, body)
             case messages.Release():
-                for link in self._living(command.ranks):
-                    self._to_service(link, body)
+                for handle in self._living_handles(command.ranks):
+                    self._send_to_service(handle, body)
             case messages.Interrupt():
                 self._interrupt(command)
-            case messages.Unblock() | messages.HoldGroups() | messages.GroupsChecked() | messages.RanksLeft():
-                for link in self._living(command.ranks):
-                    self._to_service(link, body)
-            case messages.Conclude():
-                tally = self._tallies.get(command.call)
-                if tally is not None:
-                    self._give_up(tally)
-            case messages.ReplyInput(rank=rank, target=target):
-                asking = self._links.get(rank)
-                if asking is not None and asking.running is not None and asking.running.call == target:
-                    self._to_work(asking, body)
+            case (
+                messages.AbortCollectives()
+                | messages.HoldCollectives()
+                | messages.ResumeCollectives()
+                | messages.RanksLeft()
+            ):
+                for handle in self._living_handles(command.ranks):
+                    self._send_to_service(handle, body)
+            case messages.EndCall():
+                pending_call = self._calls.get(command.call)
+                if pending_call is not None:
+                    self._skip_waiting_ranks(pending_call)
+            case messages.InputReply(rank=rank, target=target):
+                input_handle = self._ranks.get(rank)
+                if (
+                    input_handle is not None
+                    and input_handle.running is not None
+                    and input_handle.running.call == target
+                ):
+                    self._send_to_work(input_handle, body)
             case messages.KillRanks():
-                for link in self._living(command.ranks):
-                    self._signal(link, command.signal)
-            case messages.AskLogs():
-                said = self._links.get(command.rank)
-                text = said.log.tail(command.limit_bytes) if said is not None else ""
-                self._report(messages.Answered(call=command.call, text=text))
+                for handle in self._living_handles(command.ranks):
+                    self._send_signal(handle, command.signal)
+            case messages.QueryLogs():
+                log_handle = self._ranks.get(command.rank)
+                text = log_handle.log.tail(command.limit_bytes) if log_handle is not None else ""
+                self._report(messages.CommandReply(call=command.call, text=text))
             case messages.TakeSnapshots():
-                subjects = [self._subject(self._links[rank]) for rank in self._mine(command.ranks)]
-                self._looker.look(command, body, subjects)
+                subjects = [self._snapshot_target(self._ranks[rank]) for rank in self._local_ranks(command.ranks)]
+                self._snapshots.collect(command, body, subjects)
             case messages.Exit():
                 self.stop(command.grace_s, lambda: None)
             case _:
@@ -245,16 +258,16 @@ class HostAgent:
             if self._starter is not None:
                 self._starter.close()
             self._starter = (
-                self._fork_starter(with_torch=spec.torch)
+                self._make_fork_starter(with_torch=spec.torch)
                 if spec.start_method == "fork"
-                else FreshStarter(self._loop, self._exited)
+                else FreshStarter(self._loop, self._process_exited)
             )
         starter = self._starter
         try:
             threads = spec.threads_per_rank or threads_per_rank(len(command.ranks), num_cores(), cgroup_quota())
             for local_rank, rank in enumerate(command.ranks):
-                link = self._links[rank] = Link(rank, beat_at=None)
-                told = birth.RankBirth(
+                link = self._ranks[rank] = RankHandle(rank, heartbeat_at=None)
+                config = spawn.RankConfig(
                     rank=rank,
                     local_rank=local_rank,
                     local_world_size=len(command.ranks),
@@ -266,177 +279,179 @@ class HostAgent:
                     threads=threads,
                     blas_threads=None if "OPENBLAS_NUM_THREADS" in {*os.environ, *spec.env} else threads,
                     host_pid=os.getpid(),
-                    max_files=limit_of_users(),
+                    max_files=user_fd_limit(),
                 )
-                starter.start_rank(told, lambda child, link=link: self._started(link, child))  # type: ignore[misc]
+                starter.start_rank(config, lambda child, link=link: self._rank_started(link, child))  # type: ignore[misc]
         except OSError as error:
-            self._not_started(str(error))
+            self._start_failed(str(error))
 
-    def _fork_starter(self, *, with_torch: bool, source: str | None = None) -> ForkStarter:
+    def _make_fork_starter(self, *, with_torch: bool, branch_from: str | None = None) -> ForkStarter:
         return ForkStarter(
             self._loop,
-            self._exited,
-            on_end=self._starter_ended,
-            on_failure=self._not_started,
-            on_unfit=self._starter_unfit,
+            self._process_exited,
+            on_server_exit=self._fork_server_exited,
+            on_failure=self._start_failed,
+            on_fork_unsafe=self._fork_server_unsafe,
             with_torch=with_torch,
-            listen=f"{self._folder}/h{self._host}-fork.sock",
-            source=source,
+            listen_path=f"{self._folder}/h{self._host}-fork.sock",
+            branch_from=branch_from,
         )
 
-    def _starter_ended(self, how: str) -> None:
+    def _fork_server_exited(self, reason: str) -> None:
         """The fork server is gone, and with it everything it had forked; nobody else will say so."""
-        said = last_lines_of(_tail(self._folder / "supervisor.log"), 1)
-        self._not_started(": ".join([f"the fork server {how}", *said]))
-        for link in [link for link in self._links.values() if link.dead is None]:
-            if link.child is not None:
-                cause = f"ended with the fork server that it was forked from, which {how}"
-                self._exited(link.child.pid, signal.SIGKILL, cause)
+        last_lines = last_lines_of(_read_tail(self._folder / "supervisor.log"), 1)
+        self._start_failed(": ".join([f"the fork server {reason}", *last_lines]))
+        for handle in [handle for handle in self._ranks.values() if handle.exit_reason is None]:
+            if handle.process is not None:
+                cause = f"ended with the fork server that it was forked from, which {reason}"
+                self._process_exited(handle.process.pid, signal.SIGKILL, cause)
 
-    def _not_started(self, reason: str) -> None:
+    def _start_failed(self, reason: str) -> None:
         """There will be no process for ranks that have none yet."""
         self._report(messages.HostFailed(host=self._host, reason=reason))
-        for link in self._links.values():
-            if link.child is None and link.dead is None:
-                link.dead = "was never started"
-        self._check_empty()
+        for handle in self._ranks.values():
+            if handle.process is None and handle.exit_reason is None:
+                handle.exit_reason = "was never started"
+        self._check_all_exited()
 
-    def _starter_unfit(self, reason: str, asked: list[Callable[[Starter], None]]) -> None:
+    def _fork_server_unsafe(self, reason: str, retries: list[Callable[[Starter], None]]) -> None:
         """Start ranks in fresh interpreters instead of forking them."""
         text = f"ranks are not forked but started in fresh interpreters, which is slower: {reason}"
         log.warning("%s", text)
-        starter = self._starter = FreshStarter(self._loop, self._exited)
-        self._unfit = messages.Notice(text)
+        starter = self._starter = FreshStarter(self._loop, self._process_exited)
+        self._fork_unsafe_notice = messages.Notice(text)
         try:
-            for again in asked:
-                again(starter)
+            for retry in retries:
+                retry(starter)
         except OSError as error:
-            self._not_started(str(error))
+            self._start_failed(str(error))
 
-    def _started(self, link: Link, child: Child) -> None:
-        if link.dead is not None:  # another could not be started, and the mesh with it
+    def _rank_started(self, handle: RankHandle, child: RankProcess) -> None:
+        if handle.exit_reason is not None:  # another could not be started, and the mesh with it
             os.kill(child.pid, signal.SIGKILL)
             child.close()
             return
-        link.child = child
-        if self._unfit is not None:
-            link.untold.append(self._unfit)
-        self._looker.started(link.rank)
-        self._by_pid[child.pid] = link
+        handle.process = child
+        if self._fork_unsafe_notice is not None:
+            handle.pending_notices.append(self._fork_unsafe_notice)
+        self._snapshots.rank_started(handle.rank)
+        self._by_pid[child.pid] = handle
 
     def _enqueue(self, command: Any, body: bytes, *, urgent: bool = False) -> None:
-        ranks = self._mine(command.ranks)
-        tally = self._open(command, ranks)
-        queued = Queued(command.call, body)
+        ranks = self._local_ranks(command.ranks)
+        pending_call = self._open_call(command, ranks)
+        queued = QueuedCommand(command.call, body)
         for rank in ranks:
-            link = self._links[rank]
-            if link.dead is not None:
-                self._settle(tally, rank, self._lost(link))
+            handle = self._ranks[rank]
+            if handle.exit_reason is not None:
+                self._record_outcome(pending_call, rank, self._lost_outcome(handle))
                 continue
             if urgent:
-                link.queue.appendleft(queued)
+                handle.queue.appendleft(queued)
             else:
-                link.queue.append(queued)
-            self._dispatch(link)
-        self._close_if_done(tally)
+                handle.queue.append(queued)
+            self._dispatch_next(handle)
+        self._finish_if_complete(pending_call)
 
-    def _question(self, command: Any, body: bytes) -> None:
-        ranks = self._mine(command.ranks)
-        tally = self._open(command, ranks)
+    def _query(self, command: Any, body: bytes) -> None:
+        ranks = self._local_ranks(command.ranks)
+        pending_call = self._open_call(command, ranks)
         for rank in ranks:
-            link = self._links[rank]
-            if link.dead is None:
-                self._to_service(link, body)
-                link.has_actors |= isinstance(command, messages.OpenActors)
+            handle = self._ranks[rank]
+            if handle.exit_reason is None:
+                self._send_to_service(handle, body)
+                handle.has_actors |= isinstance(command, messages.OpenActors)
             else:
-                self._settle(tally, rank, self._lost(link))
-        self._close_if_done(tally)
-        self._loop.call_later(_QUESTION_S, lambda: self._give_up(tally))
+                self._record_outcome(pending_call, rank, self._lost_outcome(handle))
+        self._finish_if_complete(pending_call)
+        self._loop.call_later(_QUERY_TIMEOUT_S, lambda: self._skip_waiting_ranks(pending_call))
 
-    def _give_up(self, tally: Tally) -> None:
+    def _skip_waiting_ranks(self, pending_call: PendingCall) -> None:
         """Of a question that some rank has not answered: it keeps the GIL, or is stopped. Or of a call that is ended
         without them."""
-        for rank in sorted(tally.waiting):
-            self._settle(tally, rank, Outcome(status="skipped"))
-        self._close_if_done(tally)
+        for rank in sorted(pending_call.waiting_ranks):
+            self._record_outcome(pending_call, rank, Outcome(status="skipped"))
+        self._finish_if_complete(pending_call)
 
     def _interrupt(self, command: messages.Interrupt) -> None:
-        told: list[tuple[Link, Queued]] = []
-        continued: list[Link] = []
-        unheard: dict[str, Queued] = {}
-        for link in self._living(command.ranks):
-            for queued in [one for one in link.queue if _is_meant(command, one.call) and not one.stopped]:
-                tally = self._tallies.get(queued.call)
-                if tally is not None and isinstance(tally.command, messages.RunOps):
+        signalled: list[tuple[RankHandle, QueuedCommand]] = []
+        continued: list[RankHandle] = []
+        cancelled: dict[str, QueuedCommand] = {}
+        for handle in self._living_handles(command.ranks):
+            for queued in [one for one in handle.queue if _is_target(command, one.call) and not one.is_cancelled]:
+                pending_call = self._calls.get(queued.call)
+                if pending_call is not None and isinstance(pending_call.command, messages.RunOps):
                     # Other ranks may have changed tensors by it: this one must know that it has not.
-                    unheard[queued.call] = unheard.get(queued.call) or _stopped(tally.command)
-                    link.queue[link.queue.index(queued)] = unheard[queued.call]
+                    cancelled[queued.call] = cancelled.get(queued.call) or _cancelled(pending_call.command)
+                    handle.queue[handle.queue.index(queued)] = cancelled[queued.call]
                 else:
-                    link.queue.remove(queued)
-                self._end_part(queued.call, link.rank, Outcome(status="interrupted"))
-            if link.running is not None and command.target in (None, link.running.call):
+                    handle.queue.remove(queued)
+                self._finish_rank(queued.call, handle.rank, Outcome(status="interrupted"))
+            if handle.running is not None and command.target in (None, handle.running.call):
                 # By its name, which counts also before the rank has taken the command from its socket; and by a signal,
                 # which needs no service thread that comes to run.
-                named = messages.Interrupt(ranks=(link.rank,), target=link.running.call)  # type: ignore[arg-type]
-                self._to_service(link, codec.encode_body(named))
-                self._signal(link, signal.SIGINT)
-                told.append((link, link.running))
-                if self._continue(link):
-                    continued.append(link)
+                interrupt = messages.Interrupt(ranks=(handle.rank,), target=handle.running.call)  # type: ignore[arg-type]
+                self._send_to_service(handle, codec.encode_body(interrupt))
+                self._send_signal(handle, signal.SIGINT)
+                signalled.append((handle, handle.running))
+                if self._continue_if_stopped(handle):
+                    continued.append(handle)
 
-        def still() -> list[Link]:
-            return [link for link, queued in told if link.running is queued and link.dead is None]
+        def still() -> list[RankHandle]:
+            return [handle for handle, queued in signalled if handle.running is queued and handle.exit_reason is None]
 
         def again() -> None:
-            for link in still():
-                self._signal(link, signal.SIGINT)
-                self._continue(link)
+            for handle in still():
+                self._send_signal(handle, signal.SIGINT)
+                self._continue_if_stopped(handle)
 
-        self._tell_continued(continued)
+        self._report_continued(continued)
         # Ranks take those that follow soon after one that worked for the same Stop (`stop.SAME_STOP_S`).
-        for delay_s in REPEAT_S:
+        for delay_s in SIGINT_REPEATS_S:
             self._loop.call_later(delay_s, again)
         if command.hard:
-            self._free(still())
-            self._loop.call_later(KILL_AFTER_S, lambda: self._kill_stubborn(still()))
+            self._abort_collectives(still())
+            self._loop.call_later(KILL_AFTER_S, lambda: self._kill_unresponsive(still()))
         else:
-            self._loop.call_later(UNBLOCK_AFTER_S, lambda: self._free(still()))
-            self._loop.call_later(STUCK_AFTER_S, lambda: self._tell_stuck(still()))
+            self._loop.call_later(ABORT_AFTER_S, lambda: self._abort_collectives(still()))
+            self._loop.call_later(STUCK_AFTER_S, lambda: self._report_stuck(still()))
 
-    def _free(self, links: list[Link]) -> None:
-        for link in links:
-            unblock = messages.Unblock(ranks=(link.rank,), reason="interrupted", interrupt=True)
-            self._to_service(link, codec.encode_body(unblock))
+    def _abort_collectives(self, handles: list[RankHandle]) -> None:
+        for handle in handles:
+            unblock = messages.AbortCollectives(ranks=(handle.rank,), reason="interrupted", interrupt=True)
+            self._send_to_service(handle, codec.encode_body(unblock))
 
-    def _continue(self, link: Link) -> bool:
+    def _continue_if_stopped(self, handle: RankHandle) -> bool:
         """Continue a rank that is stopped (SIGSTOP): no other signal would reach it. Call it after SIGINT, so that this
         is what the rank finds first. Returns whether it was stopped."""
-        if link.child is None or link.dead is not None or outside.state(link.child.pid) != "T":
+        if handle.process is None or handle.exit_reason is not None or procfs.process_state(handle.process.pid) != "T":
             return False
-        self._signal(link, signal.SIGCONT)
+        self._send_signal(handle, signal.SIGCONT)
         return True
 
-    def _tell_continued(self, links: list[Link]) -> None:
-        for call, group in _by_call(links).items():
-            ranks = tuple(link.rank for link in group)
+    def _report_continued(self, handles: list[RankHandle]) -> None:
+        for call, group in _group_by_call(handles).items():
+            ranks = tuple(handle.rank for handle in group)
             was = "was" if len(ranks) == 1 else "were"
-            self._notice(call, ranks, f"{name_ranks(ranks)} {was} stopped (SIGSTOP), and let go on (SIGCONT) by Stop")
+            self._report_notice(
+                call, ranks, f"{name_ranks(ranks)} {was} stopped (SIGSTOP), and let go on (SIGCONT) by Stop"
+            )
 
-    def _tell_stuck(self, links: list[Link]) -> None:
-        for call, group in _by_call(links).items():
+    def _report_stuck(self, handles: list[RankHandle]) -> None:
+        for call, group in _group_by_call(handles).items():
             by_reason: dict[str, list[int]] = {}
-            for link in group:
-                by_reason.setdefault(self._why_stuck(link), []).append(link.rank)
-            ranks = tuple(link.rank for link in group)
+            for handle in group:
+                by_reason.setdefault(self._describe_stuck(handle), []).append(handle.rank)
+            ranks = tuple(handle.rank for handle in group)
             where = "; ".join(f"{name_ranks(found)} {reason}" for reason, found in by_reason.items())
             self._report(messages.RanksStuck(call=call, ranks=ranks, reason=where))  # type: ignore[arg-type]
 
-    def _why_stuck(self, link: Link) -> str:
+    def _describe_stuck(self, handle: RankHandle) -> str:
         """What keeps a rank from coming back from a Stop, as seen from outside; the end of a sentence."""
-        pid = link.child.pid if link.child is not None else 0
-        line = None if link.beat is None else link.beat.line
+        pid = handle.process.pid if handle.process is not None else 0
+        line = None if handle.heartbeat is None else handle.heartbeat.line
         at = "" if line is None else f", at line {line} of the cell"
-        match outside.state(pid):
+        match procfs.process_state(pid):
             case "t":
                 return f"(pid {pid}) is held by a debugger"
             case "D":
@@ -444,319 +459,332 @@ class HostAgent:
             case "T":
                 return f"(pid {pid}) stops itself (SIGSTOP) again and again{at}"
         now = self._loop.clock.monotonic()
-        if link.beat_at is not None and now - link.beat_at > 1.5 * _BEAT_S:
+        if handle.heartbeat_at is not None and now - handle.heartbeat_at > 1.5 * _HEARTBEAT_S:
             return f"(pid {pid}) is in C code that keeps the GIL{at}"
         return f"(pid {pid}) is in C code, or in code that catches KeyboardInterrupt{at}"
 
-    def _kill_stubborn(self, links: list[Link]) -> None:
-        for call, group in _by_call(links).items():
-            ranks = tuple(link.rank for link in group)
-            were = "was" if len(ranks) == 1 else "were"
-            text = f"second Stop: {name_ranks(ranks)} did not come back within {KILL_AFTER_S:.0f} s and {were} killed"
-            self._notice(call, ranks, text)
-            for link in group:
-                self._signal(link, signal.SIGKILL)
+    def _kill_unresponsive(self, handles: list[RankHandle]) -> None:
+        for call, group in _group_by_call(handles).items():
+            ranks = tuple(handle.rank for handle in group)
+            was = "was" if len(ranks) == 1 else "were"
+            text = f"second Stop: {name_ranks(ranks)} did not come back within {KILL_AFTER_S:.0f} s and {was} killed"
+            self._report_notice(call, ranks, text)
+            for handle in group:
+                self._send_signal(handle, signal.SIGKILL)
 
-    def _notice(self, call: str, ranks: Ranks, text: str) -> None:
+    def _report_notice(self, call: str, ranks: Ranks, text: str) -> None:
         item = RankDisplay(ranks=ranks, item=messages.Notice(text))
         self._report(messages.CallOutput(call=call, items=(item,)))  # type: ignore[arg-type]
 
-    def stop(self, grace_s: float, then: Callable[[], None]) -> None:
-        """End every rank, in order where it listens, by force after `grace_s` seconds; `then` when none is left. One
-        whose actors are at their end, and that beats meanwhile, has ACTORS_GRACE_S more."""
-        self._when_empty = then
+    def stop(self, grace_s: float, on_stopped: Callable[[], None]) -> None:
+        """End every rank, in order where it listens, by force after `grace_s` seconds; `on_stopped` when none is left.
+        One whose actors are at their end, and that beats meanwhile, has ACTORS_GRACE_S more."""
+        self._on_all_exited = on_stopped
         body = codec.encode_body(messages.Exit())
-        for link in self._living(tuple(self._links)):
-            link.queue.clear()
-            if link.running is None and link.work_ready:
-                self._to_work(link, body)
+        for handle in self._living_handles(tuple(self._ranks)):
+            handle.queue.clear()
+            if handle.running is None and handle.work_ready:
+                self._send_to_work(handle, body)
             else:
-                self._to_service(link, body)
-        self._loop.call_later(grace_s, lambda: self._kill_all(but_actors=True))
+                self._send_to_service(handle, body)
+        self._loop.call_later(grace_s, lambda: self._kill_all(spare_actors=True))
         self._loop.call_later(grace_s + ACTORS_GRACE_S, self._kill_all)
-        self._check_empty()
+        self._check_all_exited()
 
-    def _kill_all(self, *, but_actors: bool = False) -> None:
-        for link in self._living(tuple(self._links)):
-            if not (but_actors and link.has_actors and not self._is_silent(link)):
-                self._signal(link, signal.SIGKILL)
+    def _kill_all(self, *, spare_actors: bool = False) -> None:
+        for handle in self._living_handles(tuple(self._ranks)):
+            if not (spare_actors and handle.has_actors and not self._is_silent(handle)):
+                self._send_signal(handle, signal.SIGKILL)
 
-    def _check_empty(self) -> None:
-        if self._when_empty is not None and all(link.dead is not None for link in self._links.values()):
-            then, self._when_empty = self._when_empty, None
-            for stray in list(self._strays.values()):
-                self._flush_stray(stray, last=True)
+    def _check_all_exited(self) -> None:
+        if self._on_all_exited is not None and all(handle.exit_reason is not None for handle in self._ranks.values()):
+            callback, self._on_all_exited = self._on_all_exited, None
+            for orphan in list(self._orphan_outputs.values()):
+                self._flush_orphan(orphan, last=True)
             if self._starter is not None:
                 self._starter.close()
                 self._starter = None
-            then()
+            callback()
 
     def close(self) -> None:
         """Let go of the sockets. Call after `stop`."""
-        self._beat_timer.cancel()
-        self._looker.close()
+        self._heartbeat_timer.cancel()
+        self._snapshots.close()
         for socket in (self._work, self._service):
             self._loop.unwatch(socket)
             socket.close()
 
     # ---- reports from ranks
 
-    def _hear(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> None:
+    def _on_message(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> None:
         peer = frames[0]
-        known = (socket, peer) in self._known
+        is_authenticated = (socket, peer) in self._authenticated
         try:
-            message = (codec.rank_reports if known else codec.rank_hellos).decode(frames[1:])
+            message = (codec.rank_reports if is_authenticated else codec.rank_hellos).decode(frames[1:])
         except (ProtocolError, VersionMismatch) as error:
-            self._refusals.tell("a message from %r was refused: %s", peer[:16], error)
+            self._rejections.warning("a message from %r was refused: %s", peer[:16], error)
             return
-        link = self._links.get(message.rank)
-        if link is None or peer != b"r%d" % message.rank:
-            self._refusals.tell("a report from %r speaks for rank %s, and was refused", peer[:16], message.rank)
+        handle = self._ranks.get(message.rank)
+        if handle is None or peer != b"r%d" % message.rank:
+            self._rejections.warning("a report from %r speaks for rank %s, and was refused", peer[:16], message.rank)
             return
         if isinstance(message, messages.RankReady):
             if not hmac.compare_digest(message.token.encode(), self._token.encode()):
-                self._refusals.tell(
+                self._rejections.warning(
                     "a peer without the mesh's token says it is rank %s, and was refused", message.rank
                 )
                 return
-            self._known.add((socket, peer))
+            self._authenticated.add((socket, peer))
             if socket is self._work:
-                link.work_ready = True
+                handle.work_ready = True
             else:
-                link.service_ready = True
+                handle.service_ready = True
         self._handlers[type(message)](message)
 
-    def _ready(self, message: messages.RankReady) -> None:
-        link = self._links[message.rank]
-        link.device = message.device
-        if link.service_ready and link.backlog:
-            backlog, link.backlog = link.backlog, []
+    def _rank_ready(self, message: messages.RankReady) -> None:
+        handle = self._ranks[message.rank]
+        handle.device = message.device
+        if handle.service_ready and handle.service_backlog:
+            backlog, handle.service_backlog = handle.service_backlog, []
             for body in backlog:
-                self._to_service(link, body)
-        if link.work_ready:
-            self._dispatch(link)
+                self._send_to_service(handle, body)
+        if handle.work_ready:
+            self._dispatch_next(handle)
 
-    def _heard_out(self, message: messages.RankEnding) -> None:
-        self._to_service(self._links[message.rank], codec.encode_body(messages.Exit()))
+    def _rank_exiting(self, message: messages.RankExiting) -> None:
+        self._send_to_service(self._ranks[message.rank], codec.encode_body(messages.Exit()))
 
-    def _heard_output(self, message: messages.RankSaid) -> None:
-        link = self._links[message.rank]
-        link.early[message.seq] = message
-        while (piece := link.early.pop(link.said + 1, None)) is not None:
-            link.said += 1
-            self._take_output(link, piece.call, piece.items)
-        if link.finish is not None and link.finish.said_seq <= link.said:
-            finish, link.finish = link.finish, None
-            self._finished(finish)
+    def _output_received(self, message: messages.RankOutput) -> None:
+        handle = self._ranks[message.rank]
+        handle.early_outputs[message.seq] = message
+        while (piece := handle.early_outputs.pop(handle.num_outputs + 1, None)) is not None:
+            handle.num_outputs += 1
+            self._fold_output(handle, piece.call, piece.items)
+        if handle.pending_finish is not None and handle.pending_finish.last_output_seq <= handle.num_outputs:
+            finish, handle.pending_finish = handle.pending_finish, None
+            self._rank_finished(finish)
 
-    def _take_output(self, link: Link, call: str | None, items: tuple[messages.OutputItem, ...]) -> None:
+    def _fold_output(self, handle: RankHandle, call: str | None, items: tuple[messages.OutputItem, ...]) -> None:
         for item in items:
             if isinstance(item, messages.Text):
-                link.log.append(item.text)
+                handle.log.append(item.text)
         if call is None:
             return
-        tally = self._tallies.get(call)
+        pending_call = self._calls.get(call)
         now = self._loop.clock.monotonic()
-        if tally is None:  # an actor prints, or a thread of a cell that is over
-            stray = self._strays.get(call)
-            if stray is None or link.rank not in stray.ranks:
-                ranks = tuple(rank for rank, other in self._links.items() if other.dead is None or rank == link.rank)
-                stray = self._strays[call] = Stray(call, ranks, LineFolder(ranks, mergeable=self._mergeable))
-            stray.folder.feed(link.rank, items, now)
-            if stray.flush is None:
-                stray.flush = self._loop.call_later(_FLUSH_S, lambda: self._flush_stray(stray))
+        if pending_call is None:  # an actor prints, or a thread of a cell that is over
+            orphan = self._orphan_outputs.get(call)
+            if orphan is None or handle.rank not in orphan.ranks:
+                ranks = tuple(
+                    rank for rank, other in self._ranks.items() if other.exit_reason is None or rank == handle.rank
+                )
+                orphan = self._orphan_outputs[call] = OrphanOutput(
+                    call, ranks, LineFolder(ranks, mergeable=self._mergeable)
+                )
+            orphan.folder.feed(handle.rank, items, now)
+            if orphan.flush_timer is None:
+                orphan.flush_timer = self._loop.call_later(_FLUSH_INTERVAL_S, lambda: self._flush_orphan(orphan))
             return
-        tally.folder.feed(link.rank, items, now)
-        if tally.flush is None:
-            tally.flush = self._loop.call_later(_FLUSH_S, lambda: self._flush(tally))
+        pending_call.folder.feed(handle.rank, items, now)
+        if pending_call.flush_timer is None:
+            pending_call.flush_timer = self._loop.call_later(_FLUSH_INTERVAL_S, lambda: self._flush_call(pending_call))
 
-    def _flush_stray(self, stray: Stray, *, last: bool = False) -> None:
+    def _flush_orphan(self, orphan: OrphanOutput, *, last: bool = False) -> None:
         """Show what no open call has said; what equal lines other ranks may say is waited for as in a cell, unless
         these were the last."""
         now = self._loop.clock.monotonic()
-        items = list(stray.folder.flush(now, max_chars=_FLUSH_CHARS))
-        deadline = stray.folder.next_deadline() if not last else None
+        items = list(orphan.folder.flush(now, max_chars=_MAX_FLUSH_CHARS))
+        deadline = orphan.folder.next_deadline() if not last else None
         if deadline is None:
-            items += stray.folder.flush(now, final=True)
-            if self._strays.get(stray.call) is stray:
-                del self._strays[stray.call]
+            items += orphan.folder.flush(now, final=True)
+            if self._orphan_outputs.get(orphan.call) is orphan:
+                del self._orphan_outputs[orphan.call]
         else:
-            stray.flush = self._loop.call_later(max(_FLUSH_S, deadline - now), lambda: self._flush_stray(stray))
+            orphan.flush_timer = self._loop.call_later(
+                max(_FLUSH_INTERVAL_S, deadline - now), lambda: self._flush_orphan(orphan)
+            )
         if items:
-            self._report(messages.CallOutput(call=stray.call, items=tuple(items)))  # type: ignore[arg-type]
+            self._report(messages.CallOutput(call=orphan.call, items=tuple(items)))  # type: ignore[arg-type]
 
-    def _flush(self, tally: Tally) -> None:
-        if tally.call not in self._tallies:
+    def _flush_call(self, pending_call: PendingCall) -> None:
+        if pending_call.call not in self._calls:
             return
         now = self._loop.clock.monotonic()
-        items = tuple(tally.folder.flush(now, max_chars=_FLUSH_CHARS))
+        items = tuple(pending_call.folder.flush(now, max_chars=_MAX_FLUSH_CHARS))
         if items:
-            self._report(messages.CallOutput(call=tally.call, items=items))  # type: ignore[arg-type]
-        deadline = tally.folder.next_deadline()
-        tally.flush = None
+            self._report(messages.CallOutput(call=pending_call.call, items=items))  # type: ignore[arg-type]
+        deadline = pending_call.folder.next_deadline()
+        pending_call.flush_timer = None
         if deadline is not None:
-            tally.flush = self._loop.call_later(max(_FLUSH_S, deadline - now), lambda: self._flush(tally))
+            pending_call.flush_timer = self._loop.call_later(
+                max(_FLUSH_INTERVAL_S, deadline - now), lambda: self._flush_call(pending_call)
+            )
 
-    def _finished(self, message: messages.RankFinished) -> None:
-        link = self._links[message.rank]
-        if message.said_seq > link.said:
-            link.finish = message
+    def _rank_finished(self, message: messages.RankFinished) -> None:
+        handle = self._ranks[message.rank]
+        if message.last_output_seq > handle.num_outputs:
+            handle.pending_finish = message
             return
-        if message.released:
-            self._report(messages.Segments(rank=message.rank, segments=message.released))
+        if message.released_segments:
+            self._report(messages.SegmentsReleased(rank=message.rank, segments=message.released_segments))
         if message.items:
-            self._take_output(link, message.call, message.items)
-        if link.running is not None and link.running.call == message.call:
-            link.running = None
-        tally = self._tallies.get(message.call)
-        if tally is not None:
-            tally.seconds[message.rank] = message.seconds
-        self._end_part(message.call, message.rank, message.outcome)
-        if tally is not None and message.outcome.status != "ok" and not tally.told_soon:
-            tally.told_soon = True
-            self._loop.call_later(_LEFT_AFTER_S, lambda: self._tell_progress(tally))
-        self._dispatch(link)
+            self._fold_output(handle, message.call, message.items)
+        if handle.running is not None and handle.running.call == message.call:
+            handle.running = None
+        pending_call = self._calls.get(message.call)
+        if pending_call is not None:
+            pending_call.seconds[message.rank] = message.seconds
+        self._finish_rank(message.call, message.rank, message.outcome)
+        if pending_call is not None and message.outcome.status != "ok" and not pending_call.is_report_scheduled:
+            pending_call.is_report_scheduled = True
+            self._loop.call_later(_PROGRESS_AFTER_FAILURE_S, lambda: self._report_progress(pending_call))
+        self._dispatch_next(handle)
 
-    def _answered(self, message: messages.RankAnswered) -> None:
-        self._end_part(message.call, message.rank, Outcome(status="ok", answer=message.answer))
+    def _rank_replied(self, message: messages.RankReply) -> None:
+        self._finish_rank(message.call, message.rank, Outcome(status="ok", reply=message.content))
 
-    def _asked(self, message: messages.RankAsked) -> None:
-        tally = self._tallies.get(message.call)
-        if tally is not None:  # what was printed before the question must be on the screen before it
-            self._flush_now(tally)
+    def _input_requested(self, message: messages.RankInputRequest) -> None:
+        pending_call = self._calls.get(message.call)
+        if pending_call is not None:  # what was printed before the question must be on the screen before it
+            self._flush_call_now(pending_call)
         self._report(
-            messages.InputRequested(
+            messages.InputRequest(
                 call=message.call, rank=message.rank, prompt=message.prompt, password=message.password
             )
         )
 
-    def _flush_now(self, tally: Tally) -> None:
-        items = tuple(tally.folder.flush(self._loop.clock.monotonic(), max_age_s=0.0))
+    def _flush_call_now(self, pending_call: PendingCall) -> None:
+        items = tuple(pending_call.folder.flush(self._loop.clock.monotonic(), max_age_s=0.0))
         if items:
-            self._report(messages.CallOutput(call=tally.call, items=items))  # type: ignore[arg-type]
+            self._report(messages.CallOutput(call=pending_call.call, items=items))  # type: ignore[arg-type]
 
-    def _beat(self, message: messages.RankBeat) -> None:
-        link = self._links[message.rank]
-        link.beat, link.beat_at = message, self._loop.clock.monotonic()
-        if message.measured is not None:
-            self._looker.measured(message.measured)
-        if message.released:
-            self._report(messages.Segments(rank=message.rank, segments=message.released))
+    def _heartbeat_received(self, message: messages.RankHeartbeat) -> None:
+        handle = self._ranks[message.rank]
+        handle.heartbeat, handle.heartbeat_at = message, self._loop.clock.monotonic()
+        if message.metrics is not None:
+            self._snapshots.add_metrics(message.metrics)
+        if message.released_segments:
+            self._report(messages.SegmentsReleased(rank=message.rank, segments=message.released_segments))
 
     def _service_failed(self, message: messages.ServiceFailed) -> None:
         """Tell the user in the output of the call that runs, or of the next one; keep the traceback in the logs."""
-        link = self._links[message.rank]
-        log.error("rank %d, %s: %s\n%s", message.rank, message.doing, message.error, message.traceback)
-        link.log.append(message.traceback)
-        link.untold.append(
+        handle = self._ranks[message.rank]
+        log.error("rank %d, %s: %s\n%s", message.rank, message.activity, message.error, message.traceback)
+        handle.log.append(message.traceback)
+        handle.pending_notices.append(
             messages.Notice(
-                f"an error in Meshbook's own thread on this rank, {message.doing}: {message.error}. The rank goes on; "
-                "the traceback is in %mesh logs"
+                f"an error in Meshbook's own thread on this rank, {message.activity}: {message.error}. The rank goes "
+                "on; the traceback is in %mesh logs"
             )
         )
-        if link.running is not None:
-            self._tell_untold(link, link.running)
+        if handle.running is not None:
+            self._fold_pending_notices(handle, handle.running)
 
-    def _tell_untold(self, link: Link, queued: Queued) -> None:
-        tally = self._tallies.get(queued.call)
-        if link.untold and tally is not None and not isinstance(tally.command, messages.FormGroups):
-            untold, link.untold = tuple(link.untold), []
-            self._take_output(link, queued.call, untold)
+    def _fold_pending_notices(self, handle: RankHandle, queued: QueuedCommand) -> None:
+        pending_call = self._calls.get(queued.call)
+        if (
+            handle.pending_notices
+            and pending_call is not None
+            and not isinstance(pending_call.command, messages.FormGroups)
+        ):
+            notices, handle.pending_notices = tuple(handle.pending_notices), []
+            self._fold_output(handle, queued.call, notices)
 
     def _tick(self) -> None:
-        self._beat_timer = self._loop.call_later(_BEAT_S, self._tick)
-        if not self._links:
+        self._heartbeat_timer = self._loop.call_later(_HEARTBEAT_S, self._tick)
+        if not self._ranks:
             return
-        for link in self._links.values():
-            self._relieve(link)
-        self._tell_beat()
+        for handle in self._ranks.values():
+            self._drain_if_silent(handle)
+        self._report_heartbeat()
         now = self._loop.clock.monotonic()
-        for tally in list(self._tallies.values()):  # what is told may begin a question to ranks at once
-            if now - tally.opened_at > _PROGRESS_AFTER_S:
-                self._tell_progress(tally)
+        for pending_call in list(self._calls.values()):  # what is told may begin a question to ranks at once
+            if now - pending_call.opened_at > _PROGRESS_AFTER_S:
+                self._report_progress(pending_call)
 
-    def _tell_progress(self, tally: Tally) -> None:
+    def _report_progress(self, pending_call: PendingCall) -> None:
         """Say which ranks are done, if that is news."""
-        tally.told_soon = False
-        done = len(tally.outcomes)
-        if done != tally.progress_told and self._tallies.get(tally.call) is tally:
-            tally.progress_told = done
-            failed = _failed(tally) if isinstance(tally.command, messages.FormGroups) else ""
-            told = messages.CallProgressed(call=tally.call, done=tuple(sorted(tally.outcomes)), failed=failed)  # type: ignore[arg-type]
-            self._report(told)
+        pending_call.is_report_scheduled = False
+        done = len(pending_call.outcomes)
+        if done != pending_call.num_reported_done and self._calls.get(pending_call.call) is pending_call:
+            pending_call.num_reported_done = done
+            failure = _describe_failure(pending_call) if isinstance(pending_call.command, messages.FormGroups) else ""
+            done_ranks = tuple(sorted(pending_call.outcomes))
+            progress = messages.CallProgressed(pending_call.call, done_ranks, failure)  # type: ignore[arg-type]
+            self._report(progress)
 
-    def _tell_beat(self) -> None:
-        ranks = tuple(self._info(link) for link in self._links.values())
-        self._report(messages.HostBeat(host=self._host, ranks=ranks, measured=self._looker.take_measured()))
+    def _report_heartbeat(self) -> None:
+        ranks = tuple(self._rank_info(handle) for handle in self._ranks.values())
+        self._report(messages.HostHeartbeat(host=self._host, ranks=ranks, metrics=self._snapshots.drain_metrics()))
 
-    def _relieve(self, link: Link) -> None:
+    def _drain_if_silent(self, handle: RankHandle) -> None:
         """Read the output of a rank that is silent: C code that keeps the GIL would block on a full pipe for ever."""
-        if link.child is not None and link.dead is None and self._is_silent(link):
-            self._read_pipes(link)
+        if handle.process is not None and handle.exit_reason is None and self._is_silent(handle):
+            self._read_pipes(handle)
 
-    def _is_silent(self, link: Link) -> bool:
-        return link.beat_at is not None and self._loop.clock.monotonic() - link.beat_at > 2 * _BEAT_S
+    def _is_silent(self, handle: RankHandle) -> bool:
+        return handle.heartbeat_at is not None and self._loop.clock.monotonic() - handle.heartbeat_at > 2 * _HEARTBEAT_S
 
-    def _info(self, link: Link) -> messages.RankInfo:
+    def _rank_info(self, handle: RankHandle) -> messages.RankInfo:
         now = self._loop.clock.monotonic()
-        age = None if link.beat_at is None else now - link.beat_at
-        state = "idle" if link.running is None else "busy"
-        if link.dead is not None:
+        age = None if handle.heartbeat_at is None else now - handle.heartbeat_at
+        state = "idle" if handle.running is None else "busy"
+        if handle.exit_reason is not None:
             state = "dead"
-        elif not link.work_ready:
+        elif not handle.work_ready:
             state = "starting"
-        elif age is not None and age > _SILENT_S:
+        elif age is not None and age > _SILENT_AFTER_S:
             state = "silent"
-        tally = self._tallies.get(link.running.call) if link.running is not None else None
-        beat = link.beat
+        pending_call = self._calls.get(handle.running.call) if handle.running is not None else None
+        beat = handle.heartbeat
         return messages.RankInfo(
-            rank=link.rank,
+            rank=handle.rank,
             state=state,  # type: ignore[arg-type]
             host=self.hostname,
-            pid=link.child.pid if link.child is not None else None,
-            device=link.device,
-            call=link.running.call if link.running is not None else None,  # type: ignore[arg-type]
-            cell=getattr(tally.command, "label", None) if tally is not None else None,
+            pid=handle.process.pid if handle.process is not None else None,
+            device=handle.device,
+            call=handle.running.call if handle.running is not None else None,  # type: ignore[arg-type]
+            cell=getattr(pending_call.command, "label", None) if pending_call is not None else None,
             line=beat.line
-            if beat is not None and link.running is not None and beat.call == link.running.call
+            if beat is not None and handle.running is not None and beat.call == handle.running.call
             else None,
             beat_age_s=age,
             rss_bytes=beat.rss_bytes if beat is not None else None,
             peak_rss_bytes=beat.peak_rss_bytes if beat is not None else None,
-            exit=link.dead,
+            exit=handle.exit_reason,
         )
 
     # ---- the end of a rank
 
-    def _exited(self, pid: int, status: int, cause: str | None = None) -> None:
+    def _process_exited(self, pid: int, status: int, cause: str | None = None) -> None:
         """A rank's process has ended.
 
         Args:
             status: as waitpid gives it.
             cause: what took it along, if that is known; then `status` says nothing.
         """
-        link = self._by_pid.pop(pid, None)
-        if link is None or link.child is None:
+        handle = self._by_pid.pop(pid, None)
+        if handle is None or handle.process is None:
             return
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
         code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
         if cause is not None:
             number = code = None
-        link.dead = cause or describe_exit(number, code)
-        oom_killed = number == signal.SIGKILL and not link.killed and self._looker.out_of_memory()
+        handle.exit_reason = cause or describe_exit(number, code)
+        oom_killed = number == signal.SIGKILL and not handle.is_killed_by_us and self._snapshots.has_recent_oom_kill()
         if oom_killed:
-            link.dead += " because the host ran out of memory"
-        self._hear_the_rest()
-        if link.finish is not None:  # it finished, and died before its last output came
-            finish, link.finish = link.finish, None
-            link.said = finish.said_seq
-            self._finished(finish)
-        rest = self._read_pipes(link)
-        last_lines = last_lines_of(link.child.last_words.read() + rest)
-        last_collective = link.child.last_words.read_note()
-        link.child.close()
+            handle.exit_reason += " because the host ran out of memory"
+        self._drain_sockets()
+        if handle.pending_finish is not None:  # it finished, and died before its last output came
+            finish, handle.pending_finish = handle.pending_finish, None
+            handle.num_outputs = finish.last_output_seq
+            self._rank_finished(finish)
+        unread_output = self._read_pipes(handle)
+        last_lines = last_lines_of(handle.process.crash_log.read() + unread_output)
+        last_collective = handle.process.crash_log.read_note()
+        handle.process.close()
         exited = messages.RankExited(
-            rank=link.rank,
+            rank=handle.rank,
             pid=pid,
             exit_code=code,
             signal=number,
@@ -766,143 +794,149 @@ class HostAgent:
             oom_killed=oom_killed,
             cause=cause,
         )
-        self._looker.ended(exited)
-        stopping = self._when_empty is not None
+        self._snapshots.rank_exited(exited)
+        stopping = self._on_all_exited is not None
         if not stopping:
             self._report(exited)
-        link.running = None
-        link.queue.clear()
-        for tally in [tally for tally in self._tallies.values() if link.rank in tally.waiting]:
-            self._settle(tally, link.rank, self._lost(link))
-            self._close_if_done(tally)
-        self._check_empty()
+        handle.running = None
+        handle.queue.clear()
+        for pending_call in [
+            pending_call for pending_call in self._calls.values() if handle.rank in pending_call.waiting_ranks
+        ]:
+            self._record_outcome(pending_call, handle.rank, self._lost_outcome(handle))
+            self._finish_if_complete(pending_call)
+        self._check_all_exited()
 
-    def _hear_the_rest(self) -> None:
+    def _drain_sockets(self) -> None:
         """Reports of a dead rank that still lie in the sockets come before the news of its death. Those of others come
         in turn with them, and go on coming: as many rounds are taken as a rank has sent messages at most."""
         for socket in (self._work, self._service):
-            for _ in range(_LAST_MESSAGES * len(self._links)):
+            for _ in range(_MAX_LAST_MESSAGES * len(self._ranks)):
                 if not socket.poll(0):
                     break
                 frames = socket.recv_multipart()
                 try:
-                    self._hear(socket, frames)
+                    self._on_message(socket, frames)
                 except Exception:  # the death must be told all the same
                     log.exception("a report from %r could not be handled", frames[0][:16])
 
-    def _read_pipes(self, link: Link) -> str:
+    def _read_pipes(self, handle: RankHandle) -> str:
         """What lies in the rank's stdout and stderr, never read by it. What comes while this reads is left: a process
         that the rank has started may write without end."""
-        rest = ""
-        if link.child is None:
-            return rest
-        for fd, stream in ((link.child.out, "stdout"), (link.child.err, "stderr")):
+        unread_output = ""
+        if handle.process is None:
+            return unread_output
+        for fd, stream in ((handle.process.out, "stdout"), (handle.process.err, "stderr")):
             data = b""
             with contextlib.suppress(OSError):
-                data = os.read(fd, unread_bytes(fd))
+                data = os.read(fd, num_unread_bytes(fd))
             if data:
                 text = messages.Text(stream=stream, text=data.decode("utf-8", "replace"))  # type: ignore[arg-type]
-                call = link.running.call if link.running is not None else link.last_call
-                self._take_output(link, call, (text,))
-                rest += text.text
-        return rest
+                call = handle.running.call if handle.running is not None else handle.last_call
+                self._fold_output(handle, call, (text,))
+                unread_output += text.text
+        return unread_output
 
-    def _lost(self, link: Link) -> Outcome:
-        error = messages.RankError(ename="RankLost", evalue=f"rank {link.rank} {link.dead}", traceback=())
+    def _lost_outcome(self, handle: RankHandle) -> Outcome:
+        error = messages.RankError(ename="RankLost", evalue=f"rank {handle.rank} {handle.exit_reason}", traceback=())
         return Outcome(status="lost", error=error)
 
     # ---- calls
 
-    def _open(self, command: Any, ranks: Ranks) -> Tally:
-        tally = Tally(
+    def _open_call(self, command: Any, ranks: Ranks) -> PendingCall:
+        pending_call = PendingCall(
             command.call,
             command,
             set(ranks),
             self._loop.clock.monotonic(),
             LineFolder(ranks, mergeable=self._mergeable),
         )
-        self._tallies[command.call] = tally
-        return tally
+        self._calls[command.call] = pending_call
+        return pending_call
 
-    def _end_part(self, call: str, rank: int, outcome: Outcome) -> None:
-        tally = self._tallies.get(call)
-        if tally is not None:
-            self._settle(tally, rank, outcome)
-            self._close_if_done(tally)
+    def _finish_rank(self, call: str, rank: int, outcome: Outcome) -> None:
+        pending_call = self._calls.get(call)
+        if pending_call is not None:
+            self._record_outcome(pending_call, rank, outcome)
+            self._finish_if_complete(pending_call)
 
-    def _settle(self, tally: Tally, rank: int, outcome: Outcome) -> None:
-        if rank in tally.waiting:
-            tally.waiting.discard(rank)
-            tally.outcomes[rank] = outcome
-            tally.folder.rank_done(rank)
+    def _record_outcome(self, pending_call: PendingCall, rank: int, outcome: Outcome) -> None:
+        if rank in pending_call.waiting_ranks:
+            pending_call.waiting_ranks.discard(rank)
+            pending_call.outcomes[rank] = outcome
+            pending_call.folder.rank_done(rank)
 
-    def _close_if_done(self, tally: Tally) -> None:
-        if tally.waiting or self._tallies.get(tally.call) is not tally:
+    def _finish_if_complete(self, pending_call: PendingCall) -> None:
+        if pending_call.waiting_ranks or self._calls.get(pending_call.call) is not pending_call:
             return
-        del self._tallies[tally.call]
-        if tally.flush is not None:
-            tally.flush.cancel()
-        if isinstance(tally.command, messages.FormGroups):
-            self._tell_beat()  # whoever hears that the mesh is ready can see its ranks at once
-        small = len(tally.outcomes) <= 64
+        del self._calls[pending_call.call]
+        if pending_call.flush_timer is not None:
+            pending_call.flush_timer.cancel()
+        if isinstance(pending_call.command, messages.FormGroups):
+            self._report_heartbeat()  # whoever hears that the mesh is ready can see its ranks at once
+        small = len(pending_call.outcomes) <= 64
         self._report(
             messages.CallFinished(
-                call=tally.call,  # type: ignore[arg-type]
-                parts=fold_outcomes(tally.outcomes.items()),
-                seconds=max(tally.seconds.values(), default=0.0),
-                rank_seconds=tally.seconds if small else None,
-                items=tuple(tally.folder.flush(self._loop.clock.monotonic(), final=True)),
+                call=pending_call.call,  # type: ignore[arg-type]
+                outcomes=fold_outcomes(pending_call.outcomes.items()),
+                seconds=max(pending_call.seconds.values(), default=0.0),
+                rank_seconds=pending_call.seconds if small else None,
+                items=tuple(pending_call.folder.flush(self._loop.clock.monotonic(), final=True)),
             )
         )
 
-    def _dispatch(self, link: Link) -> None:
-        if link.running is None and link.queue and link.work_ready and link.dead is None:
-            link.running = link.queue.popleft()
-            link.last_call = link.running.call
-            link.running_since = self._loop.clock.monotonic()
-            self._to_work(link, link.running.body)
-            self._tell_untold(link, link.running)
+    def _dispatch_next(self, handle: RankHandle) -> None:
+        if handle.running is None and handle.queue and handle.work_ready and handle.exit_reason is None:
+            handle.running = handle.queue.popleft()
+            handle.last_call = handle.running.call
+            handle.running_since = self._loop.clock.monotonic()
+            self._send_to_work(handle, handle.running.body)
+            self._fold_pending_notices(handle, handle.running)
 
     # ---- helpers
 
-    def _subject(self, link: Link) -> Subject:
-        now, running = self._loop.clock.monotonic(), link.running
-        tally = self._tallies.get(running.call) if running is not None else None
-        return Subject(
-            rank=link.rank,
-            pid=None if link.child is None else link.child.pid,
-            beat_age_s=None if link.beat_at is None else now - link.beat_at,
-            dead=link.dead is not None,
+    def _snapshot_target(self, handle: RankHandle) -> SnapshotTarget:
+        now, running = self._loop.clock.monotonic(), handle.running
+        pending_call = self._calls.get(running.call) if running is not None else None
+        return SnapshotTarget(
+            rank=handle.rank,
+            pid=None if handle.process is None else handle.process.pid,
+            beat_age_s=None if handle.heartbeat_at is None else now - handle.heartbeat_at,
+            is_dead=handle.exit_reason is not None,
             call=None if running is None else running.call,
-            label=getattr(tally.command, "label", None) if tally is not None else None,
-            is_cell=tally is not None and isinstance(tally.command, messages.RunCell),
-            running_s=None if running is None else now - link.running_since,
-            last_collective=link.child.last_words.read_note() if link.child is not None and link.dead is None else None,
+            label=getattr(pending_call.command, "label", None) if pending_call is not None else None,
+            is_cell=pending_call is not None and isinstance(pending_call.command, messages.RunCell),
+            running_s=None if running is None else now - handle.running_since,
+            last_collective=handle.process.crash_log.read_note()
+            if handle.process is not None and handle.exit_reason is None
+            else None,
         )
 
-    def _mine(self, ranks: Ranks) -> Ranks:
-        return tuple(rank for rank in ranks if rank in self._links)
+    def _local_ranks(self, ranks: Ranks) -> Ranks:
+        return tuple(rank for rank in ranks if rank in self._ranks)
 
-    def _living(self, ranks: Ranks) -> list[Link]:
-        return [link for rank in ranks if (link := self._links.get(rank)) is not None and link.dead is None]
+    def _living_handles(self, ranks: Ranks) -> list[RankHandle]:
+        return [
+            handle for rank in ranks if (handle := self._ranks.get(rank)) is not None and handle.exit_reason is None
+        ]
 
-    def _to_work(self, link: Link, body: bytes) -> None:
-        self._work.send_multipart([b"r%d" % link.rank, codec.PROTOCOL, body])
+    def _send_to_work(self, handle: RankHandle, body: bytes) -> None:
+        self._work.send_multipart([b"r%d" % handle.rank, codec.PROTOCOL, body])
 
-    def _to_service(self, link: Link, body: bytes) -> None:
-        if link.service_ready:
-            self._service.send_multipart([b"r%d" % link.rank, codec.PROTOCOL, body])
+    def _send_to_service(self, handle: RankHandle, body: bytes) -> None:
+        if handle.service_ready:
+            self._service.send_multipart([b"r%d" % handle.rank, codec.PROTOCOL, body])
         else:
-            link.backlog.append(body)
+            handle.service_backlog.append(body)
 
-    def _signal(self, link: Link, number: int) -> None:
-        if link.child is not None and link.dead is None:
-            link.killed = link.killed or number == signal.SIGKILL
+    def _send_signal(self, handle: RankHandle, number: int) -> None:
+        if handle.process is not None and handle.exit_reason is None:
+            handle.is_killed_by_us = handle.is_killed_by_us or number == signal.SIGKILL
             with contextlib.suppress(ProcessLookupError):
-                os.kill(link.child.pid, number)
+                os.kill(handle.process.pid, number)
 
 
-def _tail(path: Path) -> str:
+def _read_tail(path: Path) -> str:
     """The end of a file that may be long."""
     try:
         with path.open("rb") as file:
@@ -912,35 +946,35 @@ def _tail(path: Path) -> str:
         return ""
 
 
-def _failed(tally: Tally) -> str:
+def _describe_failure(pending_call: PendingCall) -> str:
     """The first part that did not end well, with its error; "" if none did."""
-    for rank, outcome in sorted(tally.outcomes.items()):
+    for rank, outcome in sorted(pending_call.outcomes.items()):
         if outcome.status != "ok" and (error := outcome.error) is not None:
             return f"rank {rank}: {error.ename}: {error.evalue}"
     return ""
 
 
-def _is_meant(command: messages.Interrupt, waiting: str) -> bool:
+def _is_target(command: messages.Interrupt, call: str) -> bool:
     """Whether a Stop also takes back a call that waits: the one it names, or with no name those of who stops."""
     if command.target is not None:
-        return command.target == waiting
-    return command.client in (None, client_of(waiting))
+        return command.target == call
+    return command.client in (None, client_of_call(call))
 
 
-def _stopped(command: messages.RunOps) -> Queued:
+def _cancelled(command: messages.RunOps) -> QueuedCommand:
     """The same, for ranks that are not to run it."""
-    told = msgspec.structs.replace(command, fetch=None, stopped=True)
-    return Queued(command.call, codec.encode_body(told), stopped=True)
+    cancelled_command = msgspec.structs.replace(command, fetch=None, is_cancelled=True)
+    return QueuedCommand(command.call, codec.encode_body(cancelled_command), is_cancelled=True)
 
 
-def unread_bytes(fd: int) -> int:
+def num_unread_bytes(fd: int) -> int:
     """How much lies in a pipe."""
     return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
-def _by_call(links: list[Link]) -> dict[str, list[Link]]:
-    found: dict[str, list[Link]] = {}
-    for link in links:
-        if link.running is not None:
-            found.setdefault(link.running.call, []).append(link)
+def _group_by_call(handles: list[RankHandle]) -> dict[str, list[RankHandle]]:
+    found: dict[str, list[RankHandle]] = {}
+    for handle in handles:
+        if handle.running is not None:
+            found.setdefault(handle.running.call, []).append(handle)
     return found

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-Read = Callable[[str], str | None]
+ReadText = Callable[[str], str | None]
 
 
 def threads_per_rank(num_ranks: int, cores: int, quota: float | None) -> int:
@@ -32,7 +32,7 @@ def num_cores() -> int:
         return os.cpu_count() or 1
 
 
-def cgroup_quota(read: Read | None = None) -> float | None:
+def cgroup_quota(read: ReadText | None = None) -> float | None:
     """Cores' worth of time that this process's cgroup, and every one above it, may use; None: no limit is known.
 
     Args:
@@ -43,26 +43,26 @@ def cgroup_quota(read: Read | None = None) -> float | None:
     for line in (read("/proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            found += _quotas(path, "/sys/fs/cgroup", lambda folder: _version_2(read, folder))
+            found += _quotas_up_to_root(path, "/sys/fs/cgroup", lambda folder: _cgroup_v2_quota(read, folder))
         elif "cpu" in controllers.split(","):
             for mount in (f"/sys/fs/cgroup/{controllers}", "/sys/fs/cgroup/cpu"):
-                found += _quotas(path, mount, lambda folder: _version_1(read, folder))
+                found += _quotas_up_to_root(path, mount, lambda folder: _cgroup_v1_quota(read, folder))
     return min(found, default=None)
 
 
-def _quotas(path: str, mount: str, quota: Callable[[str], float | None]) -> list[float]:
+def _quotas_up_to_root(path: str, mount: str, quota: Callable[[str], float | None]) -> list[float]:
     """Those of a cgroup and of all above it. In a container its own is the mount itself, whatever its path outside."""
     parts = [part for part in path.split("/") if part and part != ".."]
     folders = ["/".join([mount, *parts[:depth]]) for depth in range(len(parts), -1, -1)]
     return [found for folder in folders if (found := quota(folder)) is not None]
 
 
-def _version_2(read: Read, folder: str) -> float | None:
+def _cgroup_v2_quota(read: ReadText, folder: str) -> float | None:
     fields = (read(f"{folder}/cpu.max") or "").split()  # "200000 100000", or "max 100000"
     return int(fields[0]) / int(fields[1]) if len(fields) == 2 and fields[0].isdigit() else None
 
 
-def _version_1(read: Read, folder: str) -> float | None:
+def _cgroup_v1_quota(read: ReadText, folder: str) -> float | None:
     quota, period = (read(f"{folder}/cpu.cfs_{name}_us") or "" for name in ("quota", "period"))
     return int(quota) / int(period) if quota.strip().isdigit() and period.strip().isdigit() else None  # -1: no limit
 

@@ -18,7 +18,7 @@ T = TypeVar("T")
 _SAMPLE_S = 1.0
 
 
-class GpuSeen(NamedTuple):
+class GpuSample(NamedTuple):
     """One device, all processes on it together."""
 
     used_bytes: int
@@ -30,22 +30,22 @@ class GpuSampler:
     """Samples the GPUs that somebody wants to know about, once per second; the thread starts with the first of them."""
 
     def __init__(self) -> None:
-        self._wanted: set[str] = set()
-        self._seen: dict[str, GpuSeen] = {}
+        self._uuids: set[str] = set()
+        self._samples: dict[str, GpuSample] = {}
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
-    def want(self, uuid: str) -> None:
+    def add(self, uuid: str) -> None:
         """From now on sample this GPU. Does not wait."""
-        if uuid not in self._wanted:
-            self._wanted = {*self._wanted, uuid}
+        if uuid not in self._uuids:
+            self._uuids = {*self._uuids, uuid}
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="meshbook-gpus", daemon=True)
             self._thread.start()
 
-    def seen(self, uuid: str) -> GpuSeen | None:
+    def last_sample(self, uuid: str) -> GpuSample | None:
         """What was seen last; None while nothing is known."""
-        return self._seen.get(uuid)
+        return self._samples.get(uuid)
 
     def close(self) -> None:
         self._stop.set()
@@ -54,12 +54,12 @@ class GpuSampler:
         nvml = Nvml.load()
         if nvml is None:
             return
-        while not self._stop.wait(_SAMPLE_S if self._seen else 0.0):
+        while not self._stop.wait(_SAMPLE_S if self._samples else 0.0):
             try:
-                self._seen = {uuid: seen for uuid in self._wanted if (seen := nvml.look(uuid)) is not None}
+                self._samples = {uuid: sample for uuid in self._uuids if (sample := nvml.sample(uuid)) is not None}
             except Exception:  # whatever a driver answers in its last hours: no GPU is known then
-                self._seen = {}
-            if not self._seen and self._stop.wait(_SAMPLE_S):  # the driver does not know them; it may yet
+                self._samples = {}
+            if not self._samples and self._stop.wait(_SAMPLE_S):  # the driver does not know them; it may yet
                 return
 
 
@@ -81,7 +81,7 @@ class Nvml:
             return None
         return cls(pynvml)
 
-    def look(self, uuid: str) -> GpuSeen | None:
+    def sample(self, uuid: str) -> GpuSample | None:
         try:
             handle = self._handles.get(uuid)
             if handle is None:
@@ -94,7 +94,7 @@ class Nvml:
             utilization = float(self._library.nvmlDeviceGetUtilizationRates(handle).gpu)
         except self._library.NVMLError:  # a MIG device has none
             utilization = None
-        return GpuSeen(int(memory.used), int(memory.total), utilization)
+        return GpuSample(int(memory.used), int(memory.total), utilization)
 
     def count(self) -> int:
         """Devices that this process may use; does not wake them, which takes seconds without the persistence daemon."""
@@ -147,11 +147,11 @@ def num_visible(num_gpus: int, uuids: Callable[[], list[str]], visible: str | No
         if not known:
             return len([name for name in names if name.startswith("GPU-")])
         found = [[index for index, uuid in enumerate(known) if uuid.startswith(name)] for name in names]
-        chosen = [matching[0] for matching in _until_wrong(found, lambda matching: len(matching) == 1)]
+        chosen = [matching[0] for matching in _valid_prefix(found, lambda matching: len(matching) == 1)]
     else:
-        chosen = [int(name) for name in _until_wrong(names, lambda name: name.isdecimal() and int(name) < num_gpus)]
+        chosen = [int(name) for name in _valid_prefix(names, lambda name: name.isdecimal() and int(name) < num_gpus)]
     return len(chosen) if len(set(chosen)) == len(chosen) else 0
 
 
-def _until_wrong(things: list[T], right: Callable[[T], bool]) -> list[T]:
-    return list(itertools.takewhile(right, things))
+def _valid_prefix(items: list[T], is_valid: Callable[[T], bool]) -> list[T]:
+    return list(itertools.takewhile(is_valid, items))

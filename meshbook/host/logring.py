@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from collections import deque
 
-LIMIT_BYTES = 1 << 20
+MAX_CHARS = 1 << 20
 
 
 class LogRing:
     """Text, newest kept, at most `limit_bytes` of it (counted in characters)."""
 
-    def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
-        self._limit = limit_bytes
+    def __init__(self, max_chars: int = MAX_CHARS) -> None:
+        self._max_chars = max_chars
         self._pieces: deque[str] = deque()
-        self._size = 0
+        self._num_chars = 0
 
     def append(self, text: str) -> None:
-        self._pieces.append(text[-self._limit :])
-        self._size += len(self._pieces[-1])
-        while self._size > self._limit and len(self._pieces) > 1:
-            self._size -= len(self._pieces.popleft())
+        self._pieces.append(text[-self._max_chars :])
+        self._num_chars += len(self._pieces[-1])
+        while self._num_chars > self._max_chars and len(self._pieces) > 1:
+            self._num_chars -= len(self._pieces.popleft())
 
-    def tail(self, limit_bytes: int) -> str:
+    def tail(self, max_chars: int) -> str:
         text = "".join(self._pieces)
-        if len(text) <= limit_bytes:
+        if len(text) <= max_chars:
             return text
-        cut = text[-limit_bytes:]
+        cut = text[-max_chars:]
         return cut[cut.find("\n") + 1 :]
 
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import zmq
 
 from meshbook.errors import TransferError
-from meshbook.fold.outcomes import in_place_of
+from meshbook.fold.outcomes import failure_report_for
 from meshbook.host.agent import HostAgent
-from meshbook.host.descriptors import raise_limit
+from meshbook.host.rlimits import raise_fd_limit
 from meshbook.wire import codec, keys, messages
-from meshbook.wire.lifeline import die_with_parent
 from meshbook.wire.loop import Loop
+from meshbook.wire.process_control import die_with_parent
 
 log = logging.getLogger("meshbook.host")
 
@@ -29,23 +29,23 @@ _LINGER_MS = 500
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
-    raise_limit()
+    raise_fd_limit()
     folder, host, address = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     token = sys.stdin.read().strip()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     loop = Loop()
-    upward: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-    upward.setsockopt(zmq.IDENTITY, b"h%d" % host)
-    keys.harden(upward, max_message_bytes=codec.MAX_MESSAGE_BYTES)
-    upward.connect(address)
+    supervisor_socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    supervisor_socket.setsockopt(zmq.IDENTITY, b"h%d" % host)
+    keys.configure_socket(supervisor_socket, max_message_bytes=codec.MAX_MESSAGE_BYTES)
+    supervisor_socket.connect(address)
 
     def report(message: messages.HostReport) -> None:
         try:
             frames = codec.encode(message)
         except TransferError as error:  # whoever waits for it must hear something
             log.warning("%s", error)
-            frames = codec.encode(in_place_of(message, error))
-        upward.send_multipart(frames)
+            frames = codec.encode(failure_report_for(message, error))
+        supervisor_socket.send_multipart(frames)
 
     agent = HostAgent(loop, context, folder, token, host, report, mergeable=True)
 
@@ -56,13 +56,13 @@ def main() -> None:
         else:
             agent.handle(command, frames[1])
 
-    loop.watch_socket(upward, hear)
+    loop.watch_socket(supervisor_socket, hear)
     signal.signal(signal.SIGTERM, lambda *_: agent.stop(1.0, loop.stop))
     ready = messages.HostReady(host=host, hostname=agent.hostname, pid=os.getpid(), token=token)
-    upward.send_multipart(codec.encode(ready))
+    supervisor_socket.send_multipart(codec.encode(ready))
     loop.run()
     agent.close()
-    upward.close(linger=_LINGER_MS)  # what ranks said last may still be on its way
+    supervisor_socket.close(linger=_LINGER_MS)  # what ranks said last may still be on its way
     context.term()
 
 

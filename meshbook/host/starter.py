@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from meshbook.errors import describe_exit
-from meshbook.wire import birth
-from meshbook.wire.lastwords import LastWords
-from meshbook.wire.lifeline import end_group
+from meshbook.wire import spawn
+from meshbook.wire.crash_log import CrashLog
 from meshbook.wire.loop import Loop, Timer
+from meshbook.wire.process_control import kill_process_group
 from meshbook.wire.processes import open_pidfd
 
 # 1 MiB, the most an unprivileged process may ask for: a burst of C output must not block a rank that holds the GIL.
@@ -33,26 +33,26 @@ _POLL_S = 0.2
 
 
 @dataclass
-class Child:
+class RankProcess:
     """A started process. `out` and `err` are non-blocking read ends of its stdout and stderr; the rank reads them while
     it lives, the host reads what is left after its death."""
 
     pid: int
     out: int
     err: int
-    last_words: LastWords
+    crash_log: CrashLog
 
     def close(self) -> None:
         for fd in (self.out, self.err):
             if fd >= 0:
                 os.close(fd)
         if self.out >= 0:
-            self.last_words.close()
+            self.crash_log.close()
         self.out = self.err = -1
 
 
 class Starter(Protocol):
-    def start_rank(self, told: birth.RankBirth, on_started: Callable[[Child], None]) -> None:
+    def start_rank(self, config: spawn.RankConfig, on_started: Callable[[RankProcess], None]) -> None:
         """Start a rank; `on_started` is called from the loop once its pid is known."""
 
     def close(self) -> None:
@@ -72,7 +72,7 @@ def make_pipe() -> tuple[int, int]:
 
 
 @dataclass
-class _Asked:
+class _PendingFork:
     """Something the fork server was asked for and has not done yet.
 
     Attributes:
@@ -81,9 +81,9 @@ class _Asked:
         again: asks another starter for it; what was made for this one is closed.
     """
 
-    done: Callable[[int], None]
-    failed: Callable[[str], None]
-    again: Callable[[Starter], None]
+    on_forked: Callable[[int], None]
+    on_failed: Callable[[str], None]
+    retry: Callable[[Starter], None]
 
 
 @dataclass
@@ -91,8 +91,8 @@ class _Packet:
     """A command on its way to the fork server, with the descriptors that go along and are closed here afterwards."""
 
     data: bytes
-    descriptors: list[int]
-    close: list[int]
+    fds: list[int]
+    fds_to_close: list[int]
 
 
 class ForkStarter:
@@ -103,50 +103,51 @@ class ForkStarter:
         loop: Loop,
         on_exit: Callable[[int, int], None],
         *,
-        on_end: Callable[[str], None],
+        on_server_exit: Callable[[str], None],
         on_failure: Callable[[str], None],
-        on_unfit: Callable[[str, list[Callable[[Starter], None]]], None],
+        on_fork_unsafe: Callable[[str, list[Callable[[Starter], None]]], None],
         with_torch: bool,
-        listen: str,
-        source: str | None = None,
+        listen_path: str,
+        branch_from: str | None = None,
     ) -> None:
         """
         Args:
-            on_end: called when the server has ended, with how: "was killed by SIGKILL".
+            on_server_exit: called when the server has ended, with how: "was killed by SIGKILL".
             on_failure: called when something could not be forked, with the reason.
-            on_unfit: called when the server may not fork, with the reason and what another starter has to be asked for.
-            listen: where the server can be asked to branch off one for another mesh.
-            source: where such a one listens already; it is asked instead of starting an interpreter, if it lives.
+            on_fork_unsafe: called when the server may not fork, with the reason and what another starter has to be
+                asked for.
+            listen_path: where the server can be asked to branch off one for another mesh.
+            branch_from: where such a one listens already; it is asked instead of starting an interpreter, if it lives.
         """
         self._loop, self._on_exit = loop, on_exit
-        self._on_end, self._on_failure, self._on_unfit = on_end, on_failure, on_unfit
+        self._on_server_exit, self._on_failure, self._on_fork_unsafe = on_server_exit, on_failure, on_fork_unsafe
         self.with_torch = with_torch
         self.ready_s: float | None = None
-        self._asked: deque[_Asked] = deque()
+        self._pending: deque[_PendingFork] = deque()
         self._outbox: deque[_Packet] = deque()
         self._closing = False
         self._process: subprocess.Popen[bytes] | None = None
-        branch = _branch_of(source, listen) if source else None
+        branch = _connect_branch(branch_from, listen_path) if branch_from else None
         if branch is not None:
             self._socket = branch
         else:
             self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "meshbook.rank.forkserver", str(theirs.fileno()), listen]
+                    [sys.executable, "-P", "-m", "meshbook.rank.forkserver", str(theirs.fileno()), listen_path]
                     + ([] if with_torch else ["--no-torch"]),
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
                     env=rank_environment(),
                 )
         self._socket.setblocking(False)
-        loop.watch_fd(self._socket.fileno(), self._readable)
+        loop.watch_fd(self._socket.fileno(), self._on_readable)
 
-    def start_rank(self, told: birth.RankBirth, on_started: Callable[[Child], None]) -> None:
+    def start_rank(self, config: spawn.RankConfig, on_started: Callable[[RankProcess], None]) -> None:
         out, out_write = make_pipe()
         err, err_write = make_pipe()
-        last_words = LastWords()
-        child = Child(0, out, err, last_words)
+        crash_log = CrashLog()
+        child = RankProcess(0, out, err, crash_log)
 
         def started(pid: int) -> None:
             child.pid = pid
@@ -154,15 +155,15 @@ class ForkStarter:
 
         def again(starter: Starter) -> None:
             child.close()
-            starter.start_rank(told, on_started)
+            starter.start_rank(config, on_started)
 
         def failed(reason: str) -> None:
             child.close()
-            self._on_failure(f"rank {told.rank} could not be started: {reason}")
+            self._on_failure(f"rank {config.rank} could not be started: {reason}")
 
-        self._asked.append(_Asked(started, failed, again))
-        descriptors = [out, err, out_write, err_write, last_words.fd]
-        self._ask(birth.ForkRank(told), descriptors, [out_write, err_write])
+        self._pending.append(_PendingFork(started, failed, again))
+        descriptors = [out, err, out_write, err_write, crash_log.fd]
+        self._send_command(spawn.ForkRank(config), descriptors, [out_write, err_write])
 
     def close(self) -> None:
         self._closing = True
@@ -172,7 +173,7 @@ class ForkStarter:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_WR)
                 self._socket.settimeout(2)
-                while self._socket.recv(birth.MAX_BIRTH_BYTES):
+                while self._socket.recv(spawn.RECEIVE_BYTES):
                     pass
             self._socket.close()
             return
@@ -183,66 +184,66 @@ class ForkStarter:
             self._process.kill()
             self._process.wait()
 
-    def _ask(self, command: birth.ForkCommand, descriptors: list[int], close: list[int]) -> None:
+    def _send_command(self, command: spawn.ForkCommand, fds: list[int], fds_to_close: list[int]) -> None:
         """Send a command, now or when the server takes it: while it imports torch it takes few."""
-        data = birth.encoder.encode(command)
-        if len(data) > birth.PACKET_BYTES:
+        data = spawn.encoder.encode(command)
+        if len(data) > spawn.MAX_PACKET_BYTES:
             file = os.memfd_create("meshbook-birth", os.MFD_CLOEXEC)
-            with open(file, "wb", closefd=False) as whole:
-                whole.write(data)
-            data, descriptors, close = birth.encoder.encode(birth.InFile()), [*descriptors, file], [*close, file]
-        self._outbox.append(_Packet(data, descriptors, close))
+            with open(file, "wb", closefd=False) as writer:
+                writer.write(data)
+            data, fds, fds_to_close = spawn.encoder.encode(spawn.CommandInFile()), [*fds, file], [*fds_to_close, file]
+        self._outbox.append(_Packet(data, fds, fds_to_close))
         if len(self._outbox) == 1:
-            self._send()
+            self._flush_outbox()
 
-    def _send(self) -> None:
+    def _flush_outbox(self) -> None:
         while self._outbox:
             packet = self._outbox[0]
             try:
-                socket.send_fds(self._socket, [packet.data], packet.descriptors)
+                socket.send_fds(self._socket, [packet.data], packet.fds)
             except BlockingIOError:
-                self._loop.call_later(_RETRY_S, self._send)
+                self._loop.call_later(_RETRY_S, self._flush_outbox)
                 return
             except OSError:  # it has ended: the socket's own end says so, with how
                 self._drop_outbox()
                 return
             self._outbox.popleft()
-            for descriptor in packet.close:
+            for descriptor in packet.fds_to_close:
                 os.close(descriptor)
 
     def _drop_outbox(self) -> None:
         while self._outbox:
-            for descriptor in self._outbox.popleft().close:
+            for descriptor in self._outbox.popleft().fds_to_close:
                 os.close(descriptor)
 
-    def _readable(self) -> None:
+    def _on_readable(self) -> None:
         while not self._closing:
             try:
-                data = self._socket.recv(birth.MAX_BIRTH_BYTES)
+                data = self._socket.recv(spawn.RECEIVE_BYTES)
             except BlockingIOError:
                 return
             except OSError:
                 data = b""
             if not data:
                 self._loop.unwatch(self._socket.fileno())
-                self._on_end(self._how_it_ended())
+                self._on_server_exit(self._exit_description())
                 return
-            match birth.fork_reports.decode(data):
-                case birth.ForkServerReady(seconds=seconds):
+            match spawn.fork_reports.decode(data):
+                case spawn.ForkServerReady(seconds=seconds):
                     self.ready_s = seconds
-                case birth.ForkServerUnfit(reason=reason):
-                    asked = [asked.again for asked in self._asked]
-                    self._asked.clear()
+                case spawn.ForkUnsafe(reason=reason):
+                    pending = [pending.retry for pending in self._pending]
+                    self._pending.clear()
                     self.close()
-                    self._on_unfit(reason, asked)
-                case birth.Forked(pid=pid):
-                    self._asked.popleft().done(pid)
-                case birth.NotForked(reason=reason):
-                    self._asked.popleft().failed(reason)
-                case birth.ChildExited(pid=pid, status=status):
+                    self._on_fork_unsafe(reason, pending)
+                case spawn.Forked(pid=pid):
+                    self._pending.popleft().on_forked(pid)
+                case spawn.ForkFailed(reason=reason):
+                    self._pending.popleft().on_failed(reason)
+                case spawn.ChildExited(pid=pid, status=status):
                     self._on_exit(pid, status)
 
-    def _how_it_ended(self) -> str:
+    def _exit_description(self) -> str:
         if self._process is None:  # not our child: nobody tells us how
             return "has ended"
         try:
@@ -261,69 +262,71 @@ class FreshStarter:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._poll_timer: Timer | None = None
 
-    def start_rank(self, told: birth.RankBirth, on_started: Callable[[Child], None]) -> None:
+    def start_rank(self, config: spawn.RankConfig, on_started: Callable[[RankProcess], None]) -> None:
         out, out_write = make_pipe()
         err, err_write = make_pipe()
-        last_words = LastWords()
-        with open(os.memfd_create("meshbook-birth", os.MFD_CLOEXEC), "w+b") as told_there:
-            told_there.write(birth.encoder.encode(told))  # and not into a pipe, which takes 64 KiB before it blocks
-            told_there.seek(0)
+        crash_log = CrashLog()
+        with open(os.memfd_create("meshbook-birth", os.MFD_CLOEXEC), "w+b") as config_file:
+            config_file.write(spawn.encoder.encode(config))  # and not into a pipe, which takes 64 KiB before it blocks
+            config_file.seek(0)
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "meshbook.rank.main", str(out), str(err), str(last_words.fd)],
-                stdin=told_there,
+                [sys.executable, "-P", "-m", "meshbook.rank.main", str(out), str(err), str(crash_log.fd)],
+                stdin=config_file,
                 stdout=out_write,
                 stderr=err_write,
-                pass_fds=(out, err, last_words.fd),
+                pass_fds=(out, err, crash_log.fd),
                 env=rank_environment(),
             )
         os.close(out_write)
         os.close(err_write)
         self._processes[process.pid] = process
-        self._watch(process)
-        on_started(Child(process.pid, out, err, last_words))
+        self._watch_exit(process)
+        on_started(RankProcess(process.pid, out, err, crash_log))
 
     def close(self) -> None:
         if self._poll_timer is not None:
             self._poll_timer.cancel()
         for process in self._processes.values():
             process.kill()
-            end_group(process.pid)
+            kill_process_group(process.pid)
             process.wait()
 
-    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+    def _watch_exit(self, process: subprocess.Popen[bytes]) -> None:
         fd = open_pidfd(process.pid)
         if fd is None:
-            self._poll()
+            self._poll_exits()
             return
 
         def ended() -> None:
             self._loop.unwatch(fd)
             os.close(fd)
-            self._report(process)
+            self._reap(process)
 
         self._loop.watch_fd(fd, ended)
 
-    def _report(self, process: subprocess.Popen[bytes]) -> None:
-        end_group(process.pid)
+    def _reap(self, process: subprocess.Popen[bytes]) -> None:
+        kill_process_group(process.pid)
         code = process.wait()
         del self._processes[process.pid]
         self._on_exit(process.pid, -code if code < 0 else code << 8)
 
-    def _poll(self) -> None:
+    def _poll_exits(self) -> None:
         for process in [process for process in self._processes.values() if process.poll() is not None]:
-            self._report(process)
+            self._reap(process)
         if self._poll_timer is not None:
             self._poll_timer.cancel()
-        self._poll_timer = self._loop.call_later(_POLL_S, self._poll)
+        self._poll_timer = self._loop.call_later(_POLL_S, self._poll_exits)
 
 
-def _branch_of(source: str, listen: str) -> socket.socket | None:
-    """A connection to a new branch of the fork server that listens at `source`; None: there is none any more."""
+def _connect_branch(branch_from: str, listen_path: str) -> socket.socket | None:
+    """A connection to a new branch of the fork server that listens at `branch_from`; None: there is none any more."""
     branch = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         branch.settimeout(2)
-        branch.connect(source)
-        branch.send(birth.encoder.encode(birth.Branch(environment=rank_environment(), listen=listen)))
+        branch.connect(branch_from)
+        branch.send(
+            spawn.encoder.encode(spawn.BranchForkServer(environment=rank_environment(), listen_path=listen_path))
+        )
     except OSError:
         branch.close()
         return None

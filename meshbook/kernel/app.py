@@ -17,9 +17,9 @@ from typing import Any
 from ipykernel.ipkernel import IPythonKernel
 from IPython.utils.tokenutil import token_at_cursor
 
-from meshbook.kernel import magics, questions
+from meshbook.kernel import completion, magics
 from meshbook.kernel.notebook import Notebook
-from meshbook.kernel.subshell import QuickAnswers
+from meshbook.kernel.subshell import SubshellRouter
 from meshbook.version import __version__
 
 # ipykernel's own, for cells that ran here.
@@ -38,11 +38,11 @@ class MeshKernel(IPythonKernel):
         self.notebook = Notebook.of(self.shell)
         self.notebook.auto = True
         magics.register(self.shell)
-        self._quick = QuickAnswers(self)
-        self._running: dict[str, Any] | None = None  # the request whose cell runs on the main thread
-        self._handling = False  # the main thread handles a message
-        self._deferring = False  # ... of a cell that does not run yet, or not any more
-        self._deferred = False  # SIGINT came meanwhile
+        self._subshell_router = SubshellRouter(self)
+        self._running_request: dict[str, Any] | None = None  # the request whose cell runs on the main thread
+        self._is_handling_message = False  # the main thread handles a message
+        self._defers_sigint = False  # ... of a cell that does not run yet, or not any more
+        self._sigint_deferred = False  # SIGINT came meanwhile
 
     @property
     def banner(self) -> str:  # type: ignore[override]  # as IPythonKernel's own is
@@ -54,7 +54,7 @@ class MeshKernel(IPythonKernel):
 
     def start(self) -> None:
         super().start()
-        self.notebook.prepare(warm=True)
+        self.notebook.begin_warm_start(warm=True)
 
     # ---- cells
 
@@ -62,39 +62,37 @@ class MeshKernel(IPythonKernel):
         if threading.current_thread() is not threading.main_thread():
             await super().execute_request(stream, ident, parent)
             return
-        self._deferring, self._deferred = True, False
+        self._defers_sigint, self._sigint_deferred = True, False
         try:
             await super().execute_request(stream, ident, parent)
         finally:
-            self._deferring = False
+            self._defers_sigint = False
 
-    async def do_execute(
-        self, code: str, silent: bool, store_history: bool = True, *args: Any, **kwargs: Any
-    ) -> Any:
-        outermost = self._running is None and threading.current_thread() is threading.main_thread()
+    async def do_execute(self, code: str, silent: bool, store_history: bool = True, *args: Any, **kwargs: Any) -> Any:
+        outermost = self._running_request is None and threading.current_thread() is threading.main_thread()
         broadcast = self.notebook.num_broadcast
         try:
             if outermost:
-                self._deferring = False
-                if self._deferred:
+                self._defers_sigint = False
+                if self._sigint_deferred:
                     raise KeyboardInterrupt
                 # What was found of the mesh from before is there for every cell, also for those that stay here.
-                self.notebook.settle()
-                self._running = self.get_parent("shell")
+                self.notebook.reattach()
+                self._running_request = self.get_parent("shell")
                 if store_history and not silent:
-                    self.notebook.tell_news()
+                    self.notebook.show_notices()
             return await super().do_execute(code, silent, store_history, *args, **kwargs)
         except KeyboardInterrupt:  # not from the cell's code, whose errors IPython shows: from before or behind it
-            self._deferring = True
-            return self._interrupted()
+            self._defers_sigint = True
+            return self._interrupted_reply()
         finally:
             # ipykernel sleeps before each reply, for output still in its own streams; the ranks' goes elsewhere.
             self._execute_sleep = 0.0 if self.notebook.num_broadcast > broadcast else _REPLY_SLEEP_S
             if outermost:
-                self._running = None
-                self._deferring = True
+                self._running_request = None
+                self._defers_sigint = True
 
-    def _interrupted(self) -> dict[str, Any]:
+    def _interrupted_reply(self) -> dict[str, Any]:
         """The reply to a cell that Stop ended outside its code. ipykernel would send none, and whoever sent the cell
         would wait for it for ever."""
         assert self.shell is not None
@@ -108,22 +106,22 @@ class MeshKernel(IPythonKernel):
     def pre_handler_hook(self) -> None:
         super().pre_handler_hook()  # fails on other threads than the main one
         signal.signal(signal.SIGINT, self._on_sigint)
-        self._handling = True
+        self._is_handling_message = True
 
     def post_handler_hook(self) -> None:
         super().post_handler_hook()
-        self._handling = False
+        self._is_handling_message = False
 
     def _on_sigint(self, signum: int, frame: Any) -> None:
-        if self._deferring:
-            self._deferred = True
+        if self._defers_sigint:
+            self._sigint_deferred = True
         else:
             signal.default_int_handler(signum, frame)
 
     async def interrupt_request(self, stream: Any, ident: Any, parent: Any) -> None:
         """Runs in the control channel's thread: the ranks are told even when this process's main thread sits in C."""
-        handling = self._handling
-        self.notebook.press_stop()
+        handling = self._is_handling_message
+        self.notebook.interrupt_foreground()
         if handling:
             await super().interrupt_request(stream, ident, parent)
         elif self.session:  # no signal: it would come to a cell that begins now, which nobody has stopped
@@ -147,27 +145,27 @@ class MeshKernel(IPythonKernel):
         if found is not None:
             return {"status": "ok", "found": True, "data": found, "metadata": {}}
         root = (token_at_cursor(code, cursor_pos) or "").partition(".")[0]
-        if self.notebook.is_handle(root) or self.notebook.is_handle(questions.root_of(code, cursor_pos)):
+        if self.notebook.is_handle(root) or self.notebook.is_handle(completion.root_name(code, cursor_pos)):
             return {"status": "ok", "found": False, "data": {}, "metadata": {}}
         return super().do_inspect(code, cursor_pos, detail_level, omit_sections)
 
     # ---- answers beside a running cell
 
     async def shell_channel_thread_main(self, msg: Any) -> None:
-        if not self._quick.route(msg):
+        if not self._subshell_router.route(msg):
             await super().shell_channel_thread_main(msg)
 
     def quick_subshell(self) -> str:
         """The subshell that answers beside cells, for widgets that may be heard there: their messages then do not make
         front ends take the kernel for idle. Runs in the shell channel's thread."""
-        return self._quick.subshell()
+        return self._subshell_router.get_subshell()
 
     async def dispatch_shell(self, msg: Any, /, subshell_id: str | None = None, **kwargs: Any) -> None:
         await super().dispatch_shell(msg, subshell_id=subshell_id, **kwargs)
         if subshell_id is None:
-            self._quick.done(self.get_parent("shell").get("header", {}).get("msg_id", ""))
+            self._subshell_router.request_done(self.get_parent("shell").get("header", {}).get("msg_id", ""))
             return
-        running = self._running
-        if subshell_id == self._quick.subshell_id and running is not None:
+        running = self._running_request
+        if subshell_id == self._subshell_router.subshell_id and running is not None:
             # The answer ended with "idle", which front ends take for the whole kernel's state.
             self._publish_status("busy", "shell", parent=running)

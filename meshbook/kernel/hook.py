@@ -15,7 +15,7 @@ from meshbook.controller.futures import MeshFuture
 from meshbook.kernel import transform
 
 # The result of an earlier cell, and what a future can be asked.
-_OUTPUT = re.compile(
+_FUTURE_EXPRESSION = re.compile(
     r"(?:(?P<name>_{1,3}|_\d+)|Out\[(?P<number>\d+)\])(?:\.(?:result|exception|done|interrupt)\([^()]*\))?;?\Z"
 )
 
@@ -36,10 +36,10 @@ class CellHook:
             is_auto: whether plain cells go to the ranks.
         """
         self._shell, self._is_auto = shell, is_auto
-        self._depth = 0  # cells that run within one another
-        self._request: Any = None  # the front end's message that the depth belongs to
-        self._replays = False  # the cell runs earlier cells again
-        self.rewritten = ""  # the last of the user's cells, as the shell is to run it; magics are still in it
+        self._nesting_depth = 0  # cells that run within one another
+        self._request_id: Any = None  # the front end's message that the depth belongs to
+        self._is_rerun = False  # the cell runs earlier cells again
+        self.last_rewritten = ""  # the last of the user's cells, as the shell is to run it; magics are still in it
 
     def install(self) -> None:
         """Have the shell call it for every cell from now on."""
@@ -49,38 +49,38 @@ class CellHook:
 
     def __call__(self, lines: list[str]) -> list[str]:
         source = "".join(lines)
-        self.rewritten = ""
-        if not self._is_users():
+        self.last_rewritten = ""
+        if not self._is_user_cell():
             return lines
-        self._replays = source.lstrip().startswith("%rerun")
-        if self._asks_a_future(source):
+        self._is_rerun = source.lstrip().startswith("%rerun")
+        if self._is_future_expression(source):
             return lines
-        self.rewritten = transform.rewrite(source, auto=self._is_auto())
-        return self.rewritten.splitlines(keepends=True)
+        self.last_rewritten = transform.rewrite(source, auto=self._is_auto())
+        return self.last_rewritten.splitlines(keepends=True)
 
-    def _is_users(self) -> bool:
+    def _is_user_cell(self) -> bool:
         kernel = getattr(self._shell, "kernel", None)
         if kernel is not None:
             parent = kernel.get_parent("shell")
             content = parent.get("content", {})
             if content.get("silent", False) or not content.get("store_history", True):
                 return False
-            request = parent.get("header", {}).get("msg_id")
-            if request != self._request:
-                self._request, self._depth, self._replays = request, 0, False
-        return self._depth == 0 or self._replays
+            request_id = parent.get("header", {}).get("msg_id")
+            if request_id != self._request_id:
+                self._request_id, self._nesting_depth, self._is_rerun = request_id, 0, False
+        return self._nesting_depth == 0 or self._is_rerun
 
-    def _asks_a_future(self, source: str) -> bool:
+    def _is_future_expression(self, source: str) -> bool:
         """Whether the cell is `_`, `Out[7].result()` or the like, of a background cell: no rank has such a future."""
-        found = _OUTPUT.match(source.strip())
+        found = _FUTURE_EXPRESSION.match(source.strip())
         if found is None:
             return False
         names = self._shell.user_ns
-        held = names.get("Out", {}).get(int(found["number"])) if found["number"] else names.get(found["name"])
-        return isinstance(held, MeshFuture)
+        value = names.get("Out", {}).get(int(found["number"])) if found["number"] else names.get(found["name"])
+        return isinstance(value, MeshFuture)
 
     def _cell_begins(self) -> None:
-        self._depth += 1
+        self._nesting_depth += 1
 
     def _cell_ends(self) -> None:
-        self._depth = max(0, self._depth - 1)
+        self._nesting_depth = max(0, self._nesting_depth - 1)

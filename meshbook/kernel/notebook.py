@@ -23,12 +23,12 @@ from IPython.core.error import StdinNotImplementedError
 from IPython.core.interactiveshell import InteractiveShell
 
 from meshbook.controller import mesh as meshes
+from meshbook.controller.background_output import background_output_of
 from meshbook.controller.config import Defaults, read_defaults
-from meshbook.controller.console import Console, ask_on_terminal
+from meshbook.controller.console import Console, prompt_on_terminal
 from meshbook.controller.futures import MeshFuture
-from meshbook.controller.late import late_output
 from meshbook.controller.launch import launch_supervisor
-from meshbook.controller.mesh import Mesh, free_name, make_spec
+from meshbook.controller.mesh import Mesh, generate_mesh_name, make_spec
 from meshbook.controller.results import CellResult, RankValues
 from meshbook.controller.session import Session
 from meshbook.controller.tables import describe_size
@@ -44,23 +44,23 @@ from meshbook.errors import (
     UsageError,
 )
 from meshbook.ids import CallId, Ranks, format_ranks, name_ranks
-from meshbook.kernel import failures, questions, sink, transform
+from meshbook.kernel import completion, hints, sink, transform
+from meshbook.kernel.handles import PRESET_MODULES, HandleNamespace
 from meshbook.kernel.hook import CellHook
-from meshbook.kernel.names import PRESET_MODULES, HandleNames
-from meshbook.kernel.spare import Readiness, connect, mesh_stem, owner_key
-from meshbook.mesh import MeshAxes
+from meshbook.kernel.warm_start import WarmStarter, mesh_name_stem, open_session, owner_key
+from meshbook.mesh_axes import MeshAxes
 from meshbook.wire import keys, messages
 from meshbook.wire.messages import Display, FoldedItem
 
 # Seconds that completion and inspection wait for a rank. A reader takes more for a hang, and a rank that keeps the GIL
 # would not answer in minutes either.
-QUESTION_TIMEOUT_S = 0.3
+QUERY_TIMEOUT_S = 0.3
 # Front-end ids of displays that are remembered, so that a later cell's update finds them.
-_KEPT_DISPLAY_IDS = 10_000
-_NAMES_TOLD = 8
+_MAX_DISPLAY_IDS = 10_000
+_MAX_NAMES_LISTED = 8
 
 
-class Sink(Protocol):
+class OutputSink(Protocol):
     """Where a cell's output goes."""
 
     def __call__(self, items: tuple[FoldedItem, ...], /) -> None: ...
@@ -87,7 +87,7 @@ class TerminalSink:
 
 
 @dataclass(frozen=True)
-class Background:
+class BackgroundCell:
     """A cell that runs in the background."""
 
     label: str
@@ -116,20 +116,20 @@ class Notebook:
         self._kernel = getattr(shell, "kernel", None)
         self._kind = "ipython" if self._kernel is None else "kernel"
         self._owner = owner_key()
-        self._readiness: Readiness | None = None
-        self._names = HandleNames(
-            cast("dict[str, Any]", shell.user_ns), cast("dict[str, Any]", shell.user_ns_hidden), self._warn_of_both
+        self._warm_starter: WarmStarter | None = None
+        self._handles = HandleNamespace(
+            cast("dict[str, Any]", shell.user_ns), cast("dict[str, Any]", shell.user_ns_hidden), self._warn_bound_twice
         )
-        self._news: list[str] = []  # to be shown with the next cell
-        self._told_lost: dict[str, set[int]] = {}  # mesh -> lost ranks that the user knows of
-        self._stay: set[str] = set()  # meshes that do not end with this notebook
-        self._background: list[Background] = []
-        self._failure: CellError | RankLost | None = None  # the last one of a cell
+        self._notices: list[str] = []  # to be shown with the next cell
+        self._reported_lost: dict[str, set[int]] = {}  # mesh -> lost ranks that the user knows of
+        self._persistent_meshes: set[str] = set()  # meshes that do not end with this notebook
+        self._background_cells: list[BackgroundCell] = []
+        self._last_failure: CellError | RankLost | None = None  # the last one of a cell
         self._display_ids: OrderedDict[tuple[int, str], str] = OrderedDict()
-        self._kept = sink.KeptDisplays()
+        self._omitted_displays = sink.OmittedDisplays()
         self._hook = CellHook(shell, lambda: self.auto)
         self._hook.install()
-        shell.events.register("pre_run_cell", self._before_cell)
+        shell.events.register("pre_run_cell", self._pre_run_cell)
         shell.set_custom_exc((NameError,), self._explain_missing_name)  # type: ignore[no-untyped-call]
 
     @classmethod
@@ -143,28 +143,30 @@ class Notebook:
 
     # ---- meshes come and go
 
-    def prepare(self, *, warm: bool) -> None:
+    def begin_warm_start(self, *, warm: bool) -> None:
         """Look for this notebook's meshes from before, in the background.
 
         Args:
             warm: have a supervisor ready for the first cell where there are none.
         """
-        if self._readiness is None:
+        if self._warm_starter is None:
             ttl = _lenient_defaults().orphan_ttl_s
-            self._readiness = Readiness(self._owner, kind=self._kind, orphan_ttl_s=ttl, warm=warm)
+            self._warm_starter = WarmStarter(self._owner, kind=self._kind, orphan_ttl_s=ttl, warm=warm)
 
-    def settle(self) -> None:
+    def reattach(self) -> None:
         """Take up again the meshes from before that were found. Waits a moment while they are looked for."""
-        if self._readiness is None:
+        if self._warm_starter is None:
             return
-        for session in self._readiness.sessions():
+        for session in self._warm_starter.pop_sessions():
             assert session.axes is not None
             if not session.living(session.axes.ranks):
                 session.stop()
-                self._news.append(f"every rank of this notebook's mesh {session.name} had died; the mesh was stopped")
+                self._notices.append(
+                    f"every rank of this notebook's mesh {session.name} had died; the mesh was stopped"
+                )
                 continue
-            self._adopt(Mesh.of(session, session.axes), stays=_lenient_defaults().keep)
-            self._news += _welcome_back(session, "from before the kernel's restart")
+            self._add_mesh(Mesh.of(session, session.axes), persistent=_lenient_defaults().keep)
+            self._notices += _reattach_notices(session, "from before the kernel's restart")
 
     def start(
         self,
@@ -196,19 +198,21 @@ class Notebook:
             MeshInUse: the notebook's mesh is another than is asked for; or the name is taken.
             MeshShapeError, UsageError, StartError: as `create_mesh`.
         """
-        self.settle()
+        self.reattach()
         defaults = read_defaults()
-        running = self._running(name)
+        running = self._find_running(name)
         if running is not None and not running.session.living(running.ranks):
             running.stop()  # nothing is left on it that could be kept
-            self._forget(running)
+            self._remove_mesh(running)
         elif running is not None:
-            wanted = _grid(ranks, axes, lambda: len(running)) if ranks is not None or axes is not None else None
-            self._require(running, wanted, axes is not None, engine, num_hosts, start_method, device, end_on_error)
-            self._outlive(running, keep, orphan_ttl_s)
+            wanted = _resolve_axes(ranks, axes, lambda: len(running)) if ranks is not None or axes is not None else None
+            self._check_matches(
+                running, wanted, axes is not None, engine, num_hosts, start_method, device, end_on_error
+            )
+            self._apply_lifetime(running, keep, orphan_ttl_s)
             self.use(running.name)
             return running
-        grid = _grid(ranks, axes, defaults.num_ranks)
+        grid = _resolve_axes(ranks, axes, defaults.num_ranks)
         spec = make_spec(
             grid,
             engine=engine or defaults.engine,
@@ -244,11 +248,15 @@ class Notebook:
             MeshNameError, MeshShapeError, UsageError: the options cannot be; the mesh runs on as it was.
             StartError: the old ranks are gone, and the new ones did not come up.
         """
-        self.settle()
-        mesh = self._one_of_ours(name)
+        self.reattach()
+        mesh = self._get_mesh(name)
         old = mesh.session.info.spec
         assert old is not None
-        grid = MeshAxes.of(dict(old.axes)) if ranks is None and axes is None else _grid(ranks, axes, lambda: len(mesh))
+        grid = (
+            MeshAxes.of(dict(old.axes))
+            if ranks is None and axes is None
+            else _resolve_axes(ranks, axes, lambda: len(mesh))
+        )
         spec = make_spec(
             grid,
             engine=engine or old.engine,
@@ -259,32 +267,32 @@ class Notebook:
             process_group=old.process_group,
             torch=old.torch,
         )
-        stays = mesh.name in self._stay if keep is None else keep
+        persistent = mesh.name in self._persistent_meshes if keep is None else keep
         mesh.stop()
-        self._forget(mesh)
-        return self._start(grid, spec, mesh.name, stays, orphan_ttl_s)
+        self._remove_mesh(mesh)
+        return self._start(grid, spec, mesh.name, persistent, orphan_ttl_s)
 
     def _start(
-        self, grid: MeshAxes, spec: messages.MeshSpec, name: str | None, stays: bool, orphan_ttl_s: float | None
+        self, grid: MeshAxes, spec: messages.MeshSpec, name: str | None, persistent: bool, orphan_ttl_s: float | None
     ) -> Mesh:
         defaults = read_defaults()
-        session, environment = self._supervisor(name, orphan_ttl_s)
+        session, environment = self._obtain_supervisor(name, orphan_ttl_s)
         session.start(grid, _with_environment(spec, environment), timeout_s=defaults.start_timeout_s)
         mesh = Mesh.of(session, grid)
-        self._adopt(mesh, stays=stays)
+        self._add_mesh(mesh, persistent=persistent)
         return mesh
 
-    def _running(self, name: str | None) -> Mesh | None:
+    def _find_running(self, name: str | None) -> Mesh | None:
         """The mesh that `start` means: the one of that name; without a name the one that this notebook has without
         having named it, else the current one. None: it is to be started."""
         alive = {mesh.name: mesh for mesh in self.meshes.values() if mesh.session.ended is None}
         if name is not None:
             return alive.get(name)
-        unnamed = re.compile(re.escape(mesh_stem(self._owner)) + "-[0-9a-f]{4}")
+        unnamed = re.compile(re.escape(mesh_name_stem(self._owner)) + "-[0-9a-f]{4}")
         found = [mesh for mesh in alive.values() if unnamed.fullmatch(mesh.name)]
         return found[-1] if found else alive.get(self.mesh.name) if self.mesh is not None else None
 
-    def _require(
+    def _check_matches(
         self,
         mesh: Mesh,
         grid: MeshAxes | None,
@@ -303,44 +311,44 @@ class Notebook:
         info = mesh.session.info
         spec = info.spec
         assert spec is not None
-        differs = []
+        differences = []
         if grid is not None and (grid.axes != dict(spec.axes) if by_axes else grid.size != len(info.ranks)):
             asked_for = f"axes {grid}" if by_axes else str(grid.size)
-            differs.append(f"it has {describe_size(spec)}, and {asked_for} are asked for")
-        for what, asked, has in (
+            differences.append(f"it has {describe_size(spec)}, and {asked_for} are asked for")
+        for what, requested, actual in (
             ("engine", engine, spec.engine),
             ("start method", start_method, spec.start_method),
             ("number of hosts", num_hosts, spec.num_hosts),
         ):
-            if asked is not None and asked != has:
-                differs.append(f"its {what} is {has}, and {asked} is asked for")
+            if requested is not None and requested != actual:
+                differences.append(f"its {what} is {actual}, and {requested} is asked for")
         if end_on_error not in (None, spec.end_on_error):
-            differs.append(f"it has end_on_error={spec.end_on_error}, and {end_on_error} is asked for")
+            differences.append(f"it has end_on_error={spec.end_on_error}, and {end_on_error} is asked for")
         kinds = {rank.device.partition(":")[0] for rank in info.ranks}
         if device not in (None, "auto", spec.device) and kinds != {device}:
-            differs.append(f"its ranks are on {' and '.join(sorted(kinds))}, and {device} is asked for")
+            differences.append(f"its ranks are on {' and '.join(sorted(kinds))}, and {device} is asked for")
         if lost := mesh.session.lost:
-            differs.append(f"of its ranks {format_ranks(lost)} {'is' if len(lost) == 1 else 'are'} gone")
-        if differs:
+            differences.append(f"of its ranks {format_ranks(lost)} {'is' if len(lost) == 1 else 'are'} gone")
+        if differences:
             raise MeshInUse(
-                f"this notebook's mesh {mesh.name!r} is running already, but {'; '.join(differs)}. %mesh restart, with "
-                "the same options, replaces it by fresh ranks (what the old ones hold is lost); %mesh start --name "
-                "OTHER starts one beside it"
+                f"this notebook's mesh {mesh.name!r} is running already, but {'; '.join(differences)}. %mesh "
+                "restart, with the same options, replaces it by fresh ranks (what the old ones hold is lost); "
+                "%mesh start --name OTHER starts one beside it"
             )
 
-    def _outlive(self, mesh: Mesh, keep: bool | None, orphan_ttl_s: float | None) -> None:
+    def _apply_lifetime(self, mesh: Mesh, keep: bool | None, orphan_ttl_s: float | None) -> None:
         """Let a mesh that runs outlive this notebook, or its clients, as `start` was asked to."""
         if keep:
-            mesh.session.keep_at_exit()
-            self._stay.add(mesh.name)
+            mesh.session.disable_stop_at_exit()
+            self._persistent_meshes.add(mesh.name)
         if orphan_ttl_s is not None:
             mesh.session.connection.send(messages.SetOrphanTtl(orphan_ttl_s=orphan_ttl_s))
 
     def use(self, name: str) -> None:
         """Run cells on this one of the notebook's meshes. Raises MeshNameError."""
-        mesh = self._one_of_ours(name)
+        mesh = self._get_mesh(name)
         self.mesh = mesh
-        self._names.show(mesh)
+        self._handles.switch_mesh(mesh)
 
     def attach(self, name: str | None = None) -> Mesh:
         """Run cells on a mesh that runs already, started by anybody; it does not end with this notebook.
@@ -351,13 +359,13 @@ class Notebook:
         Raises:
             NotAttached, MeshNameError, VersionMismatch: as `meshbook.attach`.
         """
-        self.settle()
+        self.reattach()
         if name is not None and name in self.meshes and self.meshes[name].session.ended is None:
             self.use(name)
             return self.meshes[name]
         mesh = meshes.attach(name if name is not None else self._only_other(), kind=self._kind)
-        self._adopt(mesh, stays=True)
-        self._news += _welcome_back(mesh.session, "of another client")[1:]
+        self._add_mesh(mesh, persistent=True)
+        self._notices += _reattach_notices(mesh.session, "of another client")[1:]
         return mesh
 
     def detach(self, name: str | None = None, orphan_ttl_s: float | None = None) -> None:
@@ -367,9 +375,9 @@ class Notebook:
             name: None: the current one.
             orphan_ttl_s: seconds it may live without any client; None: until it is stopped.
         """
-        mesh = self._one_of_ours(name)
+        mesh = self._get_mesh(name)
         mesh.detach(orphan_ttl_s)
-        self._forget(mesh)
+        self._remove_mesh(mesh)
 
     def stop(self, name: str | None = None, now: bool = False) -> None:
         """End a mesh and all that is on it. Waits until it is gone.
@@ -378,13 +386,13 @@ class Notebook:
             name: None: the current one.
             now: do not wait for cells that run in the background.
         """
-        mesh = self._one_of_ours(name)
+        mesh = self._get_mesh(name)
         if not now:
             for cell in self._running_in_background(mesh.session, mesh.ranks):
-                self._tell(f"waiting for {cell.label}, which runs in the background; %mesh stop --now does not")
+                self._show_note(f"waiting for {cell.label}, which runs in the background; %mesh stop --now does not")
                 cell.future.exception()
         mesh.stop()
-        self._forget(mesh)
+        self._remove_mesh(mesh)
 
     def close(self, *, restart: bool) -> None:
         """The kernel ends, in order. Its meshes end with it, unless they are to be kept or the kernel will be back.
@@ -392,68 +400,70 @@ class Notebook:
         Args:
             restart: it will be back; what its cell runs is interrupted.
         """
-        if self._readiness is not None:
-            self._readiness.close()
+        if self._warm_starter is not None:
+            self._warm_starter.close()
         if restart:
             for mesh in list(self.meshes.values()):
-                mesh.session.press_stop(kill=False)
+                mesh.session.interrupt_foreground(may_escalate=False)
         for mesh in list(self.meshes.values()):
             if restart:
-                mesh.session.keep_at_exit()
-            elif mesh.name not in self._stay:
+                mesh.session.disable_stop_at_exit()
+            elif mesh.name not in self._persistent_meshes:
                 mesh.stop()
 
-    def press_stop(self) -> bool:
+    def interrupt_foreground(self) -> bool:
         """What the Stop button does. Thread-safe.
 
         Returns:
             Whether ranks were running anything for this notebook's foreground.
         """
         sessions = [mesh.session for mesh in list(self.meshes.values())]
-        pressed = [session.press_stop(signal_follows=True) for session in sessions]  # all of them, not only the first
-        return any(pressed)
+        interrupted = [
+            session.interrupt_foreground(expect_sigint=True) for session in sessions
+        ]  # all of them, not only the first
+        return any(interrupted)
 
-    def _supervisor(self, name: str | None, ttl: float | None) -> tuple[Session, Mapping[str, str]]:
+    def _obtain_supervisor(self, name: str | None, ttl: float | None) -> tuple[Session, Mapping[str, str]]:
         """A supervisor without ranks, and the environment that its ranks will inherit."""
-        readiness = self._readiness
-        if readiness is not None and name is None and ttl is None:
-            spare = readiness.take_spare()
-            if spare is not None:
-                return spare, readiness.environment
-        elif readiness is not None and not self.meshes:
-            readiness.close()
-        found = launch_supervisor(name or free_name(mesh_stem(self._owner)), owner=self._owner)
+        warm_starter = self._warm_starter
+        if warm_starter is not None and name is None and ttl is None:
+            standby = warm_starter.pop_standby()
+            if standby is not None:
+                return standby, warm_starter.inherited_environment
+        elif warm_starter is not None and not self.meshes:
+            warm_starter.close()
+        found = launch_supervisor(name or generate_mesh_name(mesh_name_stem(self._owner)), owner=self._owner)
         orphan_ttl_s = read_defaults().orphan_ttl_s if ttl is None else ttl
-        return connect(found, kind=self._kind, orphan_ttl_s=orphan_ttl_s), dict(os.environ)
+        return open_session(found, kind=self._kind, orphan_ttl_s=orphan_ttl_s), dict(os.environ)
 
-    def _adopt(self, mesh: Mesh, *, stays: bool) -> None:
-        """Take a mesh in; `stays`: it does not end with this notebook."""
-        if stays:
-            mesh.session.keep_at_exit()
-            self._stay.add(mesh.name)
+    def _add_mesh(self, mesh: Mesh, *, persistent: bool) -> None:
+        """Take a mesh in; `persistent`: it does not end with this notebook."""
+        if persistent:
+            mesh.session.disable_stop_at_exit()
+            self._persistent_meshes.add(mesh.name)
         for name in [name for name, other in self.meshes.items() if other.session.ended is not None]:
-            self._forget(self.meshes[name])
-        late_output(mesh.session)
+            self._remove_mesh(self.meshes[name])
+        background_output_of(mesh.session)
         self.meshes[mesh.name] = mesh
-        self._told_lost[mesh.name] = set(mesh.session.lost)
+        self._reported_lost[mesh.name] = set(mesh.session.lost)
         self.use(mesh.name)
 
-    def _forget(self, mesh: Mesh) -> None:
+    def _remove_mesh(self, mesh: Mesh) -> None:
         self.meshes.pop(mesh.name, None)
-        self._told_lost.pop(mesh.name, None)
-        self._stay.discard(mesh.name)
+        self._reported_lost.pop(mesh.name, None)
+        self._persistent_meshes.discard(mesh.name)
         if self.mesh is not None and self.mesh.session is mesh.session:
             self.mesh = next(reversed(self.meshes.values()), None)
-            self._names.show(self.mesh)
+            self._handles.switch_mesh(self.mesh)
 
-    def _one_of_ours(self, name: str | None) -> Mesh:
+    def _get_mesh(self, name: str | None) -> Mesh:
         if name is None:
             if self.mesh is None:
                 raise NotAttached("this notebook has no mesh; start one with %mesh start -n 4")
             return self.mesh
         if name not in self.meshes:
-            here = ", ".join(self.meshes) or "none"
-            raise MeshNameError(f"no mesh of this notebook is named {name!r}; its own: {here}")
+            own_names = ", ".join(self.meshes) or "none"
+            raise MeshNameError(f"no mesh of this notebook is named {name!r}; its own: {own_names}")
         return self.meshes[name]
 
     def _only_other(self) -> str | None:
@@ -494,27 +504,27 @@ class Notebook:
         try:
             return self._run_cell(source, mesh, ranks, setup, background)
         except MeshbookError as error:
-            raise self._told(error) from None
+            raise self._present_error(error) from None
 
     def _run_cell(
         self, source: str, mesh: Mesh | None, ranks: str | Sequence[int] | None, setup: bool, background: bool
     ) -> RankValues | MeshFuture[CellResult] | None:
         number = self.shell.displayhook.prompt_count  # execution_count is the next cell's already, from IPython 9 on
-        source = self._remember(source)
+        source = self._fix_history(source)
         mesh = mesh or self._mesh_for_cell()
         session = mesh.session
-        chosen = mesh.choose(ranks)
-        show = self._sink(chosen, number)
-        self.tell_news()
-        self._tell_losses(session, show)
+        chosen = mesh.resolve_ranks(ranks)
+        output = self._make_sink(chosen, number)
+        self.show_notices()
+        self._report_lost_ranks(session, output)
         label = f"cell {number}"
         for other in self._running_in_background(session, chosen):
-            show.note(f"{label} waits for {other.label}, which runs in the background on {name_ranks(other.ranks)}")
-        for left in list(session.left.values()):
-            if waits_for := sorted(set(left.ranks) & set(chosen)):
-                of = getattr(left.command, "label", "") or "a call"
+            output.note(f"{label} waits for {other.label}, which runs in the background on {name_ranks(other.ranks)}")
+        for abandoned in list(session.abandoned_calls.values()):
+            if waits_for := sorted(set(abandoned.ranks) & set(chosen)):
+                of = getattr(abandoned.command, "label", "") or "a call"
                 ends = f"ends {'it' if len(waits_for) == 1 else 'them'}"
-                show.note(
+                output.note(
                     f"{label} waits for {name_ranks(waits_for)}, not back from {of} since that was stopped; "
                     f"Stop pressed twice, or %mesh kill {format_ranks(waits_for)}, {ends}"
                 )
@@ -524,77 +534,81 @@ class Notebook:
             number=number,
             filename=self.shell.compile.get_code_name(source, source, number),
             label=label,
-            allow_input=not background and self._can_ask(),
+            allow_input=not background and self._allows_input(),
             setup=setup,
             background=background,
         )
         if background:
-            return self._run_in_background(session, command, show)
+            return self._run_in_background(session, command, output)
         finished: messages.CallFinished | None = None
         try:
-            finished = session.foreground(command, sink=show, ask=self._ask)
-            return self._conclude(session, command, finished)
+            finished = session.run_foreground(command, on_output=output, on_input=self._prompt_user)
+            return self._finish_cell(session, command, finished)
         except CellInterrupted:
-            if (stuck := session.left.get(command.call)) is not None:
-                stuck.future.add_done_callback(lambda future: self._came_back(session, command, future))
+            if (stuck := session.abandoned_calls.get(command.call)) is not None:
+                stuck.future.add_done_callback(lambda future: self._stuck_ranks_returned(session, command, future))
             raise
         except KeyboardInterrupt:
             # Stop reaches us twice, as a message and as a signal; the second may come when the ranks have ended.
             if finished is None:
                 raise
-            return self._conclude(session, command, finished)
+            return self._finish_cell(session, command, finished)
         finally:
-            show.close()
+            output.close()
 
-    def _conclude(
+    def _finish_cell(
         self, session: Session, command: messages.RunCell, finished: messages.CallFinished
     ) -> RankValues | None:
-        self._names.update(session, finished.parts)
-        session.conclude(finished, command.ranks, label=command.label)
-        values = session.values_of(finished.parts)
+        self._handles.update(session, finished.outcomes)
+        session.raise_for_status(finished, command.ranks, label=command.label)
+        values = session.rank_values(finished.outcomes)
         # An object that displays itself has done so on its rank, and leaves nothing to be shown here.
         return values if values and any(values._repr_mimebundle_().values()) else None
 
-    def _came_back(self, session: Session, command: messages.RunCell, future: Future[messages.CallFinished]) -> None:
+    def _stuck_ranks_returned(
+        self, session: Session, command: messages.RunCell, future: Future[messages.CallFinished]
+    ) -> None:
         """The last rank has come back from a cell that had been stopped, or has ended."""
         with contextlib.suppress(MeshbookError):  # the mesh is gone
             finished = future.result()
-            self._names.update(session, finished.parts)
+            self._handles.update(session, finished.outcomes)
             if not finished.lost:
-                self._news.append(f"all ranks have come back from {command.label}, which was stopped")
+                self._notices.append(f"all ranks have come back from {command.label}, which was stopped")
 
-    def _run_in_background(self, session: Session, command: messages.RunCell, show: Sink) -> MeshFuture[CellResult]:
-        kept = Console(command.ranks, echo=False)
+    def _run_in_background(
+        self, session: Session, command: messages.RunCell, output: OutputSink
+    ) -> MeshFuture[CellResult]:
+        console = Console(command.ranks, echo=False)
 
         def take(items: tuple[FoldedItem, ...]) -> None:
-            kept(items)
-            show(items)
+            console(items)
+            output(items)
 
         source = session.request(command, on_output=take)
 
         def finish(finished: messages.CallFinished) -> CellResult:
-            session.conclude(finished, command.ranks, label=command.label)
-            return session.result_of(finished, kept.text)
+            session.raise_for_status(finished, command.ranks, label=command.label)
+            return session.cell_result(finished, console.text)
 
         future: MeshFuture[CellResult] = session.future(source, command, finish)
-        cell = Background(command.label, session, command.ranks, future)
-        self._background.append(cell)
+        cell = BackgroundCell(command.label, session, command.ranks, future)
+        self._background_cells.append(cell)
 
         def ended(_: MeshFuture[CellResult]) -> None:
-            self._background.remove(cell)
+            self._background_cells.remove(cell)
             try:
                 finished: messages.CallFinished = source.result()
             except MeshbookError as error:
-                show.note(f"{command.label} ended: {error}")
+                output.note(f"{command.label} ended: {error}")
                 return
-            self._names.update(session, finished.parts)
-            show.close()
+            self._handles.update(session, finished.outcomes)
+            output.close()
             failure = future.exception()
             if failure is None:
-                show.note(f"{command.label} is done after {finished.seconds:.1f} s")
+                output.note(f"{command.label} is done after {finished.seconds:.1f} s")
             else:
                 text = "\n".join(getattr(failure, "rendered", ()) or [f"{type(failure).__name__}: {failure}"])
-                show((messages.Line(command.ranks, "stderr", text),))
+                output((messages.Line(command.ranks, "stderr", text),))
 
         future.add_done_callback(ended)
         return future
@@ -603,14 +617,14 @@ class Notebook:
         """Names that a result's cell bound on the ranks become handles here; names that it deleted vanish."""
         if self.mesh is None:
             return
-        outcome = messages.Outcome(status="ok", bound=result.bound, unbound=result.unbound)
-        self._names.update(self.mesh.session, (messages.Part(self.mesh.ranks, outcome),))
+        outcome = messages.Outcome(status="ok", bound_names=result.bound, deleted_names=result.unbound)
+        self._handles.update(self.mesh.session, (messages.OutcomeGroup(self.mesh.ranks, outcome),))
 
     def _mesh_for_cell(self) -> Mesh:
         """The current mesh; a new one where there is none, and a line that says so."""
         began = time.monotonic()
         try:
-            self.settle()
+            self.reattach()
             if self.mesh is not None:
                 return self.mesh
             mesh = self.start()
@@ -619,46 +633,51 @@ class Notebook:
         info = mesh.session.info
         kind = f"{info.backend}, {info.ranks[0].device.partition(':')[0]}" if info.backend else info.ranks[0].device
         many = "1 rank" if len(mesh) == 1 else f"{len(mesh)} ranks"
-        self._news.append(f"started {many} in {time.monotonic() - began:.1f} s ({kind}); %mesh status tells more")
+        self._notices.append(f"started {many} in {time.monotonic() - began:.1f} s ({kind}); %mesh status tells more")
         return mesh
 
-    def _remember(self, source: str) -> str:
+    def _fix_history(self, source: str) -> str:
         """Let `In` and the trailing `;` be the user's, not the rewritten cell's; the source with the cell's lines."""
         history = self.shell.history_manager
         if history is None or not history.input_hist_raw:
             return source
         cell = history.input_hist_raw[-1]
-        if history.input_hist_parsed and transform.NOTEBOOK in history.input_hist_parsed[-1]:
+        if history.input_hist_parsed and transform.NOTEBOOK_EXPRESSION in history.input_hist_parsed[-1]:
             history.input_hist_parsed[-1] = cell
-        return transform.at_its_lines(cell, source)
+        return transform.pad_to_cell_lines(cell, source)
 
-    def tell_news(self) -> None:
+    def show_notices(self) -> None:
         """Say under the cell that runs now what has happened since the one before."""
-        news, self._news = self._news, []
-        for text in news:
-            self._tell(text)
+        notices, self._notices = self._notices, []
+        for text in notices:
+            self._show_note(text)
 
-    def _tell_losses(self, session: Session, show: Sink) -> None:
-        known = self._told_lost.setdefault(session.name, set())
+    def _report_lost_ranks(self, session: Session, output: OutputSink) -> None:
+        known = self._reported_lost.setdefault(session.name, set())
         for rank in session.info.ranks:
             if rank.state == "dead" and rank.rank not in known:
                 known.add(rank.rank)
                 who = f"rank {rank.rank} (pid {rank.pid} on {rank.host})"
-                show.note(f"{who} {rank.exit} while no cell ran; the others go on")
+                output.note(f"{who} {rank.exit} while no cell ran; the others go on")
 
-    def _running_in_background(self, session: Session, ranks: Ranks) -> list[Background]:
+    def _running_in_background(self, session: Session, ranks: Ranks) -> list[BackgroundCell]:
         wanted = set(ranks)
-        return [cell for cell in list(self._background) if cell.session is session and wanted & set(cell.ranks)]
+        return [cell for cell in list(self._background_cells) if cell.session is session and wanted & set(cell.ranks)]
 
     # ---- output
 
-    def _sink(self, ranks: Ranks, number: int) -> Sink:
+    def _make_sink(self, ranks: Ranks, number: int) -> OutputSink:
         if self._kernel is None:
             return TerminalSink(ranks)
-        while len(self._display_ids) > _KEPT_DISPLAY_IDS:
+        while len(self._display_ids) > _MAX_DISPLAY_IDS:
             self._display_ids.popitem(last=False)
         publish = sink.jupyter_publisher(self._kernel)
-        return sink.CellSink(publish, ranks, ids=self._display_ids, keep=lambda shown: self._kept.add(number, shown))
+        return sink.CellSink(
+            publish,
+            ranks,
+            display_ids=self._display_ids,
+            on_omitted=lambda shown: self._omitted_displays.add(number, shown),
+        )
 
     def show_displays(self, ranks: str | Sequence[int] | None = None) -> None:
         """Show what the last cell with too many different displays left out, of these ranks.
@@ -666,63 +685,63 @@ class Notebook:
         Raises:
             UsageError: nothing was left out, or nothing of these ranks.
         """
-        mesh = self._one_of_ours(None)
+        mesh = self._get_mesh(None)
         wanted = mesh.grid.parse_selection(ranks) if isinstance(ranks, str) else tuple(ranks or mesh.ranks)
-        for number, shown in self._kept.of(wanted):
-            self._tell(f"{name_ranks(shown.ranks)}, cell {number}:")
+        for number, shown in self._omitted_displays.for_ranks(wanted):
+            self._show_note(f"{name_ranks(shown.ranks)}, cell {number}:")
             item = cast(Display, shown.item)
             self.shell.display_pub.publish(dict(item.data), dict(item.metadata))
 
-    def _tell(self, text: str) -> None:
+    def _show_note(self, text: str) -> None:
         """Say something under the cell that runs now."""
         if self._kernel is None:
             print(text)
         else:
-            sink.jupyter_publisher(self._kernel)("display_data", sink.note(text))
+            sink.jupyter_publisher(self._kernel)("display_data", sink.note_content(text))
 
-    def _before_cell(self, info: Any) -> None:
+    def _pre_run_cell(self, info: Any) -> None:
         """What a cell reads in this process is there for it: tensors of the ranks as tensors."""
-        source = getattr(info, "transformed_cell", None) or self._hook.rewritten  # older IPythons do not tell
-        self._names.become_tensors(transform.names_read(source))
+        source = getattr(info, "transformed_cell", None) or self._hook.last_rewritten  # older IPythons do not tell
+        self._handles.promote_to_tensors(transform.names_read(source))
 
-    def _warn_of_both(self, name: str) -> None:
-        self._tell(
+    def _warn_bound_twice(self, name: str) -> None:
+        self._show_note(
             f"{name} is bound here and on the ranks: in %%controller cells it stays the notebook's own, and "
             f'mesh["{name}"] is the ranks\'; after `del {name}` in a %%controller cell it is theirs here too'
         )
 
     # ---- asking the user
 
-    def _can_ask(self) -> bool:
+    def _allows_input(self) -> bool:
         if self._kernel is None:
             return sys.stdin is not None and sys.stdin.isatty()
         return bool(getattr(self._kernel, "_allow_stdin", True))
 
-    def _ask(self, question: messages.InputRequested) -> str | None:
+    def _prompt_user(self, request: messages.InputRequest) -> str | None:
         if self._kernel is None:
-            return ask_on_terminal(question)
-        prompt = f"[rank {question.rank}] {question.prompt}"
+            return prompt_on_terminal(request)
+        prompt = f"[rank {request.rank}] {request.prompt}"
         try:
-            answer = self._kernel.getpass(prompt) if question.password else self._kernel.raw_input(prompt)
+            reply = self._kernel.getpass(prompt) if request.password else self._kernel.raw_input(prompt)
         except StdinNotImplementedError:
             return None
-        return str(answer)
+        return str(reply)
 
     # ---- failures
 
-    def _told(self, error: MeshbookError) -> MeshbookError:
+    def _present_error(self, error: MeshbookError) -> MeshbookError:
         """The error as the notebook shows it: what was raised gives it its name, and who can help is named."""
         if isinstance(error, RankLost):
             for mesh in self.meshes.values():
                 if set(error.ranks) <= set(mesh.session.lost):
-                    self._told_lost.setdefault(mesh.name, set()).update(error.ranks)
+                    self._reported_lost.setdefault(mesh.name, set()).update(error.ranks)
         if isinstance(error, CellError):
-            error = failures.named_after_what_was_raised(error)
-            error.rendered = (*error.rendered, *failures.hints(error, self._names.is_users))
+            error = hints.with_raised_class_name(error)
+            error.rendered = (*error.rendered, *hints.next_step_hints(error, self._handles.is_user_bound))
         if isinstance(error, CellError | RankLost):
-            self._failure = error
+            self._last_failure = error
         else:
-            failures.show_as_one_sentence(error)
+            hints.hide_traceback(error)
         return error
 
     def _explain_missing_name(
@@ -748,7 +767,7 @@ class Notebook:
         Args:
             how: the magic's argument, such as `Verbose`.
         """
-        error = self._failure
+        error = self._last_failure
         if error is None or self.mesh is None or getattr(sys, "last_value", None) is not error:
             return self.shell.run_line_magic(magic, how)
         found: Sequence[Failure] = error.failures  # type: ignore[union-attr]  # it is `error`, compared above
@@ -761,7 +780,7 @@ class Notebook:
             return self.run_cell(f"%{magic} {how}".strip(), ranks=living)
         self.shell.showtraceback()
         one = living[0]
-        self._tell(
+        self._show_note(
             f"%tb Verbose shows the variables of each frame; %%mesh --ranks {one} runs code on rank {one}, where "
             "sys.last_value is the exception"
         )
@@ -773,33 +792,33 @@ class Notebook:
         """A `complete_reply`'s content: this process's answer, and a rank's where one answers in time."""
         if code.lstrip().startswith(("%mesh", "%%mesh")) and "\n" not in code[:cursor]:
             return local
-        remote = self._ask_rank(
-            questions.root_of(code, cursor), lambda call, ranks: messages.Complete(call, ranks, code, cursor)
+        remote = self._query_rank(
+            completion.root_name(code, cursor), lambda call, ranks: messages.Complete(call, ranks, code, cursor)
         )
-        return questions.merge_completions(local, remote, code, remote_first=transform.is_for_ranks(code))
+        return completion.merge_completions(local, remote, code, remote_first=transform.is_for_ranks(code))
 
     def hidden_handles(self) -> contextlib.AbstractContextManager[None]:
         """Looking at the namespace asks no ranks while this block runs: for the shell's own completer."""
-        return questions.hidden(self.shell.Completer, self._names.without_handles())
+        return completion.completer_namespace(self.shell.Completer, self._handles.without_handles())
 
     def inspect(self, code: str, cursor: int, detail: int = 0) -> dict[str, Any] | None:
         """What a rank says of the name at the cursor, as a MIME bundle; None: nothing, or none answered in time."""
-        root = questions.root_of(code, cursor)
-        answer = self._ask_rank(root, lambda call, ranks: messages.Inspect(call, ranks, code, cursor, detail))
-        if not answer or not answer["found"]:
+        root = completion.root_name(code, cursor)
+        reply = self._query_rank(root, lambda call, ranks: messages.Inspect(call, ranks, code, cursor, detail))
+        if not reply or not reply["found"]:
             return None
-        data: dict[str, Any] = answer["data"]
+        data: dict[str, Any] = reply["data"]
         return data
 
     def is_handle(self, name: str | None) -> bool:
         """Whether this name is a handle here, so that looking at it would ask the ranks."""
-        return name is not None and self._names.handle(name) is not None
+        return name is not None and self._handles.get_handle(name) is not None
 
     def show_help(self, name: str, detail: int = 0) -> None:
         """`x?` and `x??`: a rank's answer, else this process's."""
-        self.settle()
+        self.reattach()
         found = self.inspect(name, len(name), detail)
-        if found is None and not self.is_handle(questions.root_of(name, len(name))):
+        if found is None and not self.is_handle(completion.root_name(name, len(name))):
             with contextlib.suppress(KeyError):
                 found = self.shell.object_inspect_mime(name, detail_level=detail)  # type: ignore[no-untyped-call]
         if found is None:
@@ -807,28 +826,28 @@ class Notebook:
         else:
             page.page(found)
 
-    def _ask_rank(
-        self, name: str | None, question: Callable[[CallId, Ranks], Any]
-    ) -> dict[str, Any] | None:
+    def _query_rank(self, name: str | None, make_command: Callable[[CallId, Ranks], Any]) -> dict[str, Any] | None:
         """One rank's answer: of one that has the name, if it is a handle."""
         mesh = self.mesh
         if mesh is None or mesh.session.ended is not None:
             return None
-        handle = self._names.handle(name) if name is not None else None
+        handle = self._handles.get_handle(name) if name is not None else None
         living = mesh.session.living(handle._meshbook_ranks if handle is not None else mesh.ranks)
         if not living:
             return None
         try:
-            parts = mesh.session.question(question(mesh.session.connection.next_call(), living[:1]), QUESTION_TIMEOUT_S)
+            parts = mesh.session.query(
+                make_command(mesh.session.connection.next_call_id(), living[:1]), QUERY_TIMEOUT_S
+            )
         except MeshbookError:
             return None
-        return next((part.outcome.answer for part in parts if part.outcome.answer), None)
+        return next((part.outcome.reply for part in parts if part.outcome.reply), None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _grid(ranks: int | None, axes: str | Mapping[str, int] | None, default: Callable[[], int]) -> MeshAxes:
+def _resolve_axes(ranks: int | None, axes: str | Mapping[str, int] | None, default: Callable[[], int]) -> MeshAxes:
     if axes is None:
         return MeshAxes.of(default() if ranks is None else ranks)
     grid = MeshAxes.parse(axes) if isinstance(axes, str) else MeshAxes.of(axes)
@@ -851,24 +870,25 @@ def _with_environment(spec: messages.MeshSpec, inherited: Mapping[str, str]) -> 
     return msgspec.structs.replace(spec, env={**changed, **spec.env}) if changed else spec
 
 
-def _welcome_back(session: Session, whose: str) -> list[str]:
+def _reattach_notices(session: Session, origin: str) -> list[str]:
     """What to say when a notebook finds a mesh that runs: first that it has, then what still runs there, and whose."""
     assert session.axes is not None
     living = session.living(session.axes.ranks)
-    held = listed(session.info.names)
+    names_held = format_names(session.info.names)
     lines = [
-        f"back on mesh {session.name}: {name_ranks(living)} kept what they hold{held}; %mesh restart gives fresh ranks"
+        f"back on mesh {session.name}: {name_ranks(living)} kept what they hold{names_held}; "
+        "%mesh restart gives fresh ranks"
     ]
     for call in session.connection.welcome.open_calls:
         lines.append(
-            f"{call.label or 'a cell'} {whose} still runs on {name_ranks(call.ranks)}, for {call.seconds:.0f} s now; "
+            f"{call.label or 'a cell'} {origin} still runs on {name_ranks(call.ranks)}, for {call.seconds:.0f} s now; "
             "%mesh interrupt stops it"
         )
     return lines
 
 
-def listed(names: Sequence[str]) -> str:
+def format_names(names: Sequence[str]) -> str:
     if not names:
         return ""
-    told = ", ".join(names[:_NAMES_TOLD])
-    return f" ({told}{f' and {len(names) - _NAMES_TOLD} more' if len(names) > _NAMES_TOLD else ''})"
+    shown = ", ".join(names[:_MAX_NAMES_LISTED])
+    return f" ({shown}{f' and {len(names) - _MAX_NAMES_LISTED} more' if len(names) > _MAX_NAMES_LISTED else ''})"

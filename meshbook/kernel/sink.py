@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import msgspec
 
 from meshbook.errors import UsageError
-from meshbook.fold import words
+from meshbook.fold import rendering
 from meshbook.ids import Ranks, name_ranks
 from meshbook.wire.messages import ClearOutput, Display, FoldedItem, Line, Notice, RankDisplay
 
@@ -28,13 +28,13 @@ MAX_DISTINCT_DISPLAYS = 4
 # Seconds between two states of a progress bar; no reader sees more.
 LIVE_INTERVAL_S = 0.1
 # Of what was shown last, so many lines and displays are shown again when other ranks clear their output.
-_REPEAT_ITEMS = 200
+_MAX_REPLAYED_ITEMS = 200
 
 _NUMBER = re.compile(r"\d[\d.,]*")
 
-_HEADING = '<div class="meshbook-ranks" style="opacity:.6;font-size:smaller">{}</div>'
+_HEADING_HTML = '<div class="meshbook-ranks" style="opacity:.6;font-size:smaller">{}</div>'
 # JupyterLab sets text in by so much, and HTML not at all; a note stands below text.
-_NOTE = (
+_NOTE_HTML = (
     '<div class="meshbook-note" style="opacity:.6;font-size:smaller;padding-left:var(--jp-code-padding,0)">{}</div>'
 )
 
@@ -57,9 +57,9 @@ def jupyter_publisher(kernel: Any) -> Publish:
     return publish
 
 
-def note(text: str) -> dict[str, Any]:
+def note_content(text: str) -> dict[str, Any]:
     """Content of a display that says something of Meshbook's own, quietly."""
-    data = {"text/plain": text, "text/html": _NOTE.format(html.escape(text))}
+    data = {"text/plain": text, "text/html": _NOTE_HTML.format(html.escape(text))}
     return {"data": data, "metadata": {}, "transient": {}}
 
 
@@ -79,62 +79,64 @@ class CellSink:
         publish: Publish,
         ranks: Ranks,
         *,
-        ids: dict[tuple[int, str], str] | None = None,
-        keep: Callable[[RankDisplay], None] = lambda display: None,
+        display_ids: dict[tuple[int, str], str] | None = None,
+        on_omitted: Callable[[RankDisplay], None] = lambda display: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._publish, self._ranks, self._keep, self._clock = publish, ranks, keep, clock
-        self._ids = {} if ids is None else ids
+        self._publish, self._ranks, self._on_omitted, self._clock = publish, ranks, on_omitted, clock
+        self._display_ids = {} if display_ids is None else display_ids
         self._lock = threading.RLock()
-        self._board = _Board()
-        self._board_at = float("-inf")
+        self._progress = _ProgressBlock()
+        self._progress_drawn_at = float("-inf")
         self._timer: threading.Timer | None = None
-        self._shown: deque[Line | RankDisplay] = deque(maxlen=_REPEAT_ITEMS)
-        self._place: dict[int, int] = {}  # how many displays each rank has made
-        self._at_place: dict[int, list[_Shown]] = {}  # of those made as a rank's first, second, ...: what was shown
-        self._left_out: set[int] = set()  # ranks with displays that are not shown
+        self._recent: deque[Line | RankDisplay] = deque(maxlen=_MAX_REPLAYED_ITEMS)
+        self._num_displays: dict[int, int] = {}  # how many displays each rank has made
+        self._displays_by_index: dict[
+            int, list[_PublishedDisplay]
+        ] = {}  # of those made as a rank's first, second, ...: what was shown
+        self._omitted_ranks: set[int] = set()  # ranks with displays that are not shown
 
     def __call__(self, items: Iterable[FoldedItem]) -> None:
         with self._lock:
             text: list[str] = []
             stream = ""
-            for item in _in_order(items):
-                if isinstance(item, Line) and (item.live or self._board.holds(item)):
-                    self._board.take(item)
-                    if item.live or self._board.froze:
+            for item in _in_rank_order(items):
+                if isinstance(item, Line) and (item.live or self._progress.has_live_line(item)):
+                    self._progress.apply(item)
+                    if item.live or self._progress.retained_last:
                         continue
                 if text and not (isinstance(item, Line) and item.stream == stream):
                     self._stream(stream, "".join(text))
                     text.clear()
                 if isinstance(item, Line):
                     stream = item.stream
-                    text.append(words.show_line(item, self._ranks) + item.end)
-                    self._shown.append(item)
+                    text.append(rendering.render_line(item, self._ranks) + item.end)
+                    self._recent.append(item)
                 else:
-                    self._draw_board(now=True)
-                    self._item(item)
+                    self._draw_progress(now=True)
+                    self._show_item(item)
             if text:
                 self._stream(stream, "".join(text))
-            self._draw_board()
+            self._draw_progress()
 
     def note(self, text: str) -> None:
         """Something of Meshbook's own, quietly."""
         with self._lock:
-            self._publish("display_data", note(text))
+            self._publish("display_data", note_content(text))
 
     def close(self) -> None:
         """The call has ended: draw what waited, and say what was not shown."""
         with self._lock:
-            self._draw_board(now=True)
-            if self._left_out:
-                ranks = tuple(sorted(self._left_out))
-                self._left_out.clear()
+            self._draw_progress(now=True)
+            if self._omitted_ranks:
+                ranks = tuple(sorted(self._omitted_ranks))
+                self._omitted_ranks.clear()
                 what = f"what {name_ranks(ranks)} displayed differs and is not shown here"
-                self._publish("display_data", note(f"{what}; %mesh show {ranks[0]} shows it"))
+                self._publish("display_data", note_content(f"{what}; %mesh show {ranks[0]} shows it"))
 
     # ---- displays
 
-    def _item(self, shown: RankDisplay) -> None:
+    def _show_item(self, shown: RankDisplay) -> None:
         item = shown.item
         match item:
             case Notice(text=text):
@@ -147,10 +149,10 @@ class CellSink:
                 self._display(shown, item)
 
     def _display(self, shown: RankDisplay, item: Display) -> None:
-        place = max(self._place.get(rank, 0) for rank in shown.ranks)
+        index = max(self._num_displays.get(rank, 0) for rank in shown.ranks)
         for rank in shown.ranks:
-            self._place[rank] = place + 1
-        others = self._at_place.setdefault(place, [])
+            self._num_displays[rank] = index + 1
+        others = self._displays_by_index.setdefault(index, [])
         content = msgspec.msgpack.encode([item.data, item.metadata, item.display_id])
         same = next((other for other in others if other.content == content), None)
         if same is not None:  # ranks that are far apart in time; a figure takes its time to be drawn
@@ -160,88 +162,88 @@ class CellSink:
             self._publish("update_display_data", self._heading(same))
             return
         if len(others) >= MAX_DISTINCT_DISPLAYS:
-            self._left_out.update(shown.ranks)
-            self._keep(shown)
+            self._omitted_ranks.update(shown.ranks)
+            self._on_omitted(shown)
             return
-        self._shown.append(shown)
+        self._recent.append(shown)
         others.append(self._send_display(shown, item, content))
 
-    def _send_display(self, shown: RankDisplay, item: Display, content: bytes = b"") -> _Shown:
+    def _send_display(self, shown: RankDisplay, item: Display, content: bytes = b"") -> _PublishedDisplay:
         """Show it, below its ranks unless it is everybody's."""
-        made = _Shown(shown.ranks, content, f"meshbook-{secrets.token_hex(8)}", item.display_id)
+        published = _PublishedDisplay(shown.ranks, content, f"meshbook-{secrets.token_hex(8)}", item.display_id)
         if shown.ranks != self._ranks:
             if item.display_id is not None:  # ranks may display different things under one id
-                made.name = f"{item.display_id} {name_ranks(shown.ranks)}"
-            self._publish("display_data", self._heading(made))
+                published.name = f"{item.display_id} {name_ranks(shown.ranks)}"
+            self._publish("display_data", self._heading(published))
         if item.display_id is not None:
-            self._remember_id(shown.ranks, item.display_id, made.name)
-        self._publish("display_data", display_content(item, made.name))
-        return made
+            self._remember_id(shown.ranks, item.display_id, published.name)
+        self._publish("display_data", display_content(item, published.name))
+        return published
 
-    def _heading(self, made: _Shown) -> dict[str, Any]:
-        label = name_ranks(made.ranks)
-        data = {"text/plain": f"{label}:", "text/html": _HEADING.format(label)}
-        return {"data": data, "metadata": {}, "transient": {"display_id": made.heading}}
+    def _heading(self, published: _PublishedDisplay) -> dict[str, Any]:
+        label = name_ranks(published.ranks)
+        data = {"text/plain": f"{label}:", "text/html": _HEADING_HTML.format(label)}
+        return {"data": data, "metadata": {}, "transient": {"display_id": published.heading}}
 
     def _remember_id(self, ranks: Ranks, display_id: str, name: str | None) -> None:
         for rank in ranks:
-            self._ids[rank, display_id] = name or display_id
+            self._display_ids[rank, display_id] = name or display_id
 
     def _update(self, shown: RankDisplay, item: Display) -> None:
-        names = {self._ids.get((rank, item.display_id or "")) for rank in shown.ranks} - {None}
+        names = {self._display_ids.get((rank, item.display_id or "")) for rank in shown.ranks} - {None}
         for name in sorted(filter(None, names)):
             self._publish("update_display_data", display_content(item, name))
 
     def _clear(self, ranks: set[int], wait: bool) -> None:
         """What these ranks have shown goes; what others have is shown again."""
-        kept = (_without(item, ranks) for item in self._shown)
-        self._shown = left = deque((item for item in kept if item is not None), self._shown.maxlen)
+        remaining = (_without_ranks(item, ranks) for item in self._recent)
+        self._recent = replayed = deque((item for item in remaining if item is not None), self._recent.maxlen)
         for rank in ranks:
-            self._place.pop(rank, None)
+            self._num_displays.pop(rank, None)
         if ranks >= set(self._ranks):
-            self._at_place.clear()
-            self._left_out.clear()
-        self._board.forget(ranks)
+            self._displays_by_index.clear()
+            self._omitted_ranks.clear()
+        self._progress.discard_ranks(ranks)
         # What is sent again follows at once, so nothing flickers.
-        self._publish("clear_output", {"wait": bool(wait or left)})
-        for item in list(left):
+        self._publish("clear_output", {"wait": bool(wait or replayed)})
+        for item in list(replayed):
             if isinstance(item, Line):
-                self._stream(item.stream, words.show_line(item, self._ranks) + item.end)
+                self._stream(item.stream, rendering.render_line(item, self._ranks) + item.end)
             elif isinstance(item.item, Display):
                 self._send_display(item, item.item)
-        self._board.lost()
+        self._progress.display_cleared()
 
     def _stream(self, name: str, text: str) -> None:
         self._publish("stream", {"name": name, "text": text})
 
     # ---- lines that are still being written
 
-    def _draw_board(self, *, now: bool = False) -> None:
+    def _draw_progress(self, *, now: bool = False) -> None:
         """Show the progress bars as they are: now, or as soon as the last state is old enough."""
-        if not self._board.changed:
+        if not self._progress.changed:
             return
-        wait = self._board_at + LIVE_INTERVAL_S - self._clock()
+        wait = self._progress_drawn_at + LIVE_INTERVAL_S - self._clock()
         if wait > 0 and not now:
             if self._timer is None:
-                self._timer = threading.Timer(wait, self._draw_late)
+                self._timer = threading.Timer(wait, self._draw_deferred)
                 self._timer.daemon = True
                 self._timer.start()
             return
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._board_at = self._clock()
-        kind, name, text = self._board.draw(self._ranks)
+        self._progress_drawn_at = self._clock()
+        kind, name, text = self._progress.render(self._ranks)
         self._publish(kind, {"data": {"text/plain": text}, "metadata": {}, "transient": {"display_id": name}})
 
-    def _draw_late(self) -> None:
+    def _draw_deferred(self) -> None:
         with self._lock:
             self._timer = None
-            self._draw_board(now=True)
+            self._draw_progress(now=True)
 
 
 @dataclass
-class _Shown:
+class _PublishedDisplay:
     """A display on the page.
 
     Attributes:
@@ -257,99 +259,99 @@ class _Shown:
     name: str | None
 
 
-class KeptDisplays:
+class OmittedDisplays:
     """Displays that were left out, to be shown on request: bounded, the oldest go first."""
 
     # Of all of them together.
     MAX_BYTES = 64 << 20
 
     def __init__(self) -> None:
-        self._kept: deque[tuple[int, RankDisplay, int]] = deque()  # cell, display, bytes
+        self._entries: deque[tuple[int, RankDisplay, int]] = deque()  # cell, display, bytes
 
     def add(self, cell: int, shown: RankDisplay) -> None:
         data = shown.item.data if isinstance(shown.item, Display) else {}
-        self._kept.append((cell, shown, sum(len(part) for part in data.values() if isinstance(part, str | bytes))))
-        while len(self._kept) > 1 and sum(num_bytes for _, _, num_bytes in self._kept) > self.MAX_BYTES:
-            self._kept.popleft()
+        self._entries.append((cell, shown, sum(len(part) for part in data.values() if isinstance(part, str | bytes))))
+        while len(self._entries) > 1 and sum(num_bytes for _, _, num_bytes in self._entries) > self.MAX_BYTES:
+            self._entries.popleft()
 
-    def of(self, ranks: Ranks) -> list[tuple[int, RankDisplay]]:
+    def for_ranks(self, ranks: Ranks) -> list[tuple[int, RankDisplay]]:
         """What the last cell that left any out left out of these ranks, with the cell's number.
 
         Raises:
             UsageError: nothing.
         """
-        if not self._kept:
+        if not self._entries:
             raise UsageError("every display of the cells that ran is shown already")
-        last = max(cell for cell, _, _ in self._kept)
-        left_out = [shown for cell, shown, _ in self._kept if cell == last]
-        chosen = [(last, shown) for shown in left_out if not set(ranks).isdisjoint(shown.ranks)]
+        last = max(cell for cell, _, _ in self._entries)
+        omitted = [shown for cell, shown, _ in self._entries if cell == last]
+        chosen = [(last, shown) for shown in omitted if not set(ranks).isdisjoint(shown.ranks)]
         if not chosen:
-            whose = name_ranks(rank for shown in left_out for rank in shown.ranks)
+            whose = name_ranks(rank for shown in omitted for rank in shown.ranks)
             raise UsageError(f"cell {last} left out displays of {whose}, and none of {name_ranks(ranks)}")
         return sorted(chosen, key=lambda one: one[1].ranks)
 
 
-class _Board:
+class _ProgressBlock:
     """Progress bars of one call: a block of lines, each in its place until the last one is finished."""
 
     def __init__(self) -> None:
         self.changed = False
-        self.froze = False  # whether the line taken last stays in the block
+        self.retained_last = False  # whether the line taken last stays in the block
         self._lines: list[Line] = []
-        self._id: str | None = None  # of the display that shows the block; None: not shown yet
+        self._display_id: str | None = None  # of the display that shows the block; None: not shown yet
 
-    def holds(self, line: Line) -> bool:
+    def has_live_line(self, line: Line) -> bool:
         """Whether a finished line takes a live one's place."""
         return any(
-            held.live and held.stream == line.stream and not set(held.ranks).isdisjoint(line.ranks)
-            for held in self._lines
+            other.live and other.stream == line.stream and not set(other.ranks).isdisjoint(line.ranks)
+            for other in self._lines
         )
 
-    def take(self, line: Line) -> None:
+    def apply(self, line: Line) -> None:
         """A live line replaces what its ranks had; a finished one stays in its place if it is the same line's end."""
-        spoke = set(line.ranks)
-        self.froze = False
+        updated_ranks = set(line.ranks)
+        self.retained_last = False
         lines: list[Line] = []
         placed = False
-        for held in self._lines:
-            if not held.live or held.stream != line.stream or spoke.isdisjoint(held.ranks):
-                lines.append(held)
+        for other in self._lines:
+            if not other.live or other.stream != line.stream or updated_ranks.isdisjoint(other.ranks):
+                lines.append(other)
                 continue
-            same = line.live or _alike(held.text, line.text)
+            same = line.live or _is_end_of(other.text, line.text)
             if not placed and same and line.text:
                 lines.append(line)
                 placed = True
-            left = tuple(rank for rank in held.ranks if rank not in spoke)
-            if left:
-                lines.append(Line(left, held.stream, held.text, live=True))
+            remaining = tuple(rank for rank in other.ranks if rank not in updated_ranks)
+            if remaining:
+                lines.append(Line(remaining, other.stream, other.text, live=True))
         if line.live and line.text and not placed:
             lines.append(line)
             placed = True
-        self.froze = placed and not line.live
+        self.retained_last = placed and not line.live
         self.changed = self.changed or lines != self._lines
         self._lines = lines
 
-    def forget(self, ranks: set[int]) -> None:
+    def discard_ranks(self, ranks: set[int]) -> None:
         self._lines = [line for line in self._lines if not set(line.ranks) <= ranks]
 
-    def lost(self) -> None:
+    def display_cleared(self) -> None:
         """What showed the block is gone; show what is left of it anew."""
-        self._id = None
+        self._display_id = None
         self.changed = bool(self._lines)
 
-    def draw(self, ranks: Ranks) -> tuple[str, str, str]:
+    def render(self, ranks: Ranks) -> tuple[str, str, str]:
         """The message that shows the block as it is: its type, the display's id, the text. A block with no line that
         goes on is done; the next line begins another."""
-        kind = "display_data" if self._id is None else "update_display_data"
-        name = self._id or f"meshbook-{secrets.token_hex(8)}"
+        kind = "display_data" if self._display_id is None else "update_display_data"
+        name = self._display_id or f"meshbook-{secrets.token_hex(8)}"
         # Whoever spoke last is not to move up: what goes on is in the order of ranks, at the places of what goes on.
         live = iter(sorted((line for line in self._lines if line.live), key=lambda line: line.ranks))
         lines = [next(live) if line.live else line for line in self._lines]
-        text = "\n".join(words.show_line(line, ranks) for line in lines)
+        text = "\n".join(rendering.render_line(line, ranks) for line in lines)
         self.changed = False
-        self._id = name
+        self._display_id = name
         if not any(line.live for line in self._lines):
-            self._lines, self._id = [], None
+            self._lines, self._display_id = [], None
         return kind, name, text
 
 
@@ -359,7 +361,7 @@ def display_content(item: Display, display_id: str | None = None) -> dict[str, A
     return {"data": dict(item.data), "metadata": dict(item.metadata), "transient": transient}
 
 
-def _in_order(items: Iterable[FoldedItem]) -> Iterator[FoldedItem]:
+def _in_rank_order(items: Iterable[FoldedItem]) -> Iterator[FoldedItem]:
     """The items, displays that different ranks made side by side in the order of ranks."""
     side_by_side: list[RankDisplay] = []
     for item in items:
@@ -374,15 +376,15 @@ def _in_order(items: Iterable[FoldedItem]) -> Iterator[FoldedItem]:
     yield from sorted(side_by_side, key=lambda one: one.ranks)
 
 
-def _alike(live: str, finished: str) -> bool:
+def _is_end_of(live: str, finished: str) -> bool:
     """Whether a finished line is how the live one ended, and not something else that its rank said.
 
     A live line of nested bars has several rows.
     """
-    return any(_begins_alike(row, finished) for row in live.split("\n"))
+    return any(_same_up_to_number(row, finished) for row in live.split("\n"))
 
 
-def _begins_alike(row: str, finished: str) -> bool:
+def _same_up_to_number(row: str, finished: str) -> bool:
     """Equal up to the first number and just behind it, as two states of one bar are."""
     numbers = _NUMBER.search(row), _NUMBER.search(finished)
     if numbers[0] is None or numbers[1] is None:
@@ -395,10 +397,10 @@ def _begins_alike(row: str, finished: str) -> bool:
     return head == other_head and tail == other_tail
 
 
-def _without(item: Line | RankDisplay, ranks: set[int]) -> Line | RankDisplay | None:
-    left = tuple(rank for rank in item.ranks if rank not in ranks)
-    if not left:
+def _without_ranks(item: Line | RankDisplay, ranks: set[int]) -> Line | RankDisplay | None:
+    remaining = tuple(rank for rank in item.ranks if rank not in ranks)
+    if not remaining:
         return None
     if isinstance(item, Line):
-        return item if left == item.ranks else Line(left, item.stream, item.text, end=item.end)
-    return item if left == item.ranks else RankDisplay(left, item.item)
+        return item if remaining == item.ranks else Line(remaining, item.stream, item.text, end=item.end)
+    return item if remaining == item.ranks else RankDisplay(remaining, item.item)

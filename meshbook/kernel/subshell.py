@@ -17,10 +17,10 @@ from typing import Any
 
 log = logging.getLogger("meshbook.kernel")
 
-# What can be answered beside a running cell. Not execute_request, whose order counts (but see `_LOOKS`), and not comms,
-# which belong to widgets that may not be thread-safe. But for one comm: through it a page that is opened asks for the
-# widgets there are, and without an answer it shows none, the dashboard neither, until the cell has ended.
-QUICK = frozenset(
+# What can be answered beside a running cell. Not execute_request, whose order counts (but see `_INSPECTION_MAGIC`), and
+# not comms, which belong to widgets that may not be thread-safe. But for one comm: through it a page that is opened
+# asks for the widgets there are, and without an answer it shows none, the dashboard neither, until the cell has ended.
+ROUTED_REQUESTS = frozenset(
     {
         "complete_request",
         "inspect_request",
@@ -31,14 +31,16 @@ QUICK = frozenset(
     }
 )
 # A cell that is one such line and nothing else asks about the mesh as it is now: why the running cell hangs, say.
-_LOOKS = re.compile(r"\s*%mesh\s+(why|stacks|health|memory|status|logs|actors|interrupt|kill|dashboard)\b[^\n]*\s*\Z")
+_INSPECTION_MAGIC = re.compile(
+    r"\s*%mesh\s+(why|stacks|health|memory|status|logs|actors|interrupt|kill|dashboard)\b[^\n]*\s*\Z"
+)
 # Seconds that the running cell, and no other before this one, must have been there. The cells of Run All come at once,
 # and are meant to be run one after the other.
-_LOOKS_AFTER_S = 2.0
+_MIN_CELL_AGE_S = 2.0
 _WIDGET_CONTROL = "jupyter.widget.control"
 
 
-class QuickAnswers:
+class SubshellRouter:
     """Routes requests of one kernel.
 
     Attributes:
@@ -48,10 +50,10 @@ class QuickAnswers:
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self._cells: dict[str, float] = {}  # execute requests that have come and are not done, and when they came
-        self._controls: set[str] = set()  # comms of pages that ask for widgets, opened beside a cell
+        self._open_cells: dict[str, float] = {}  # execute requests that have come and are not done, and when they came
+        self._widget_control_comms: set[str] = set()  # comms of pages that ask for widgets, opened beside a cell
         self.subshell_id: str | None = None
-        self.works = all(
+        self.is_supported = all(
             hasattr(owner, name)
             for owner, names in (
                 (kernel, ("shell_channel_thread", "shell_channel_thread_main", "dispatch_shell")),
@@ -69,24 +71,24 @@ class QuickAnswers:
         Returns:
             Whether that was done; otherwise the message goes its usual way.
         """
-        if not self.works:
+        if not self.is_supported:
             return False
         try:
             return self._route(message)
         except Exception:
             log.warning("completion will wait for running cells: ipykernel is not as expected", exc_info=True)
-            self.works = False
+            self.is_supported = False
             return False
 
-    def subshell(self) -> str:
+    def get_subshell(self) -> str:
         """The subshell that answers, made now if there is none. Runs in the shell channel's thread."""
         if self.subshell_id is None:
             self.subshell_id = self._kernel.shell_channel_thread.manager._create_subshell()
         return self.subshell_id
 
-    def done(self, request: str) -> None:
+    def request_done(self, request: str) -> None:
         """The main shell is done with the request of this id."""
-        self._cells.pop(request, None)
+        self._open_cells.pop(request, None)
 
     def _route(self, message: Sequence[Any]) -> bool:
         session = self._kernel.session
@@ -95,17 +97,17 @@ class QuickAnswers:
         if header.get("subshell_id"):
             return False
         is_cell = header["msg_type"] == "execute_request"
-        if is_cell and not self._is_a_look(frames):
+        if is_cell and not self._is_inspection_cell(frames):
             # From here on: a cell that waits for the main thread is as much in the way as one that runs.
-            self._cells[header["msg_id"]] = time.monotonic()
+            self._open_cells[header["msg_id"]] = time.monotonic()
             return False
-        if not is_cell and not self._is_quick(header["msg_type"], frames):
+        if not is_cell and not self._is_routable(header["msg_type"], frames):
             return False
         request = session.deserialize(frames, content=True, copy=False)
         if is_cell:
             request["content"]["store_history"] = False  # the number that is next belongs to the cell that is next
         manager = self._kernel.shell_channel_thread.manager
-        subshell = self.subshell()
+        subshell = self.get_subshell()
         # A subshell takes only what is addressed to it, and the address is part of what is signed.
         request["header"]["subshell_id"] = subshell
         parts = {part: request[part] for part in ("header", "parent_header", "metadata", "content")}
@@ -113,19 +115,19 @@ class QuickAnswers:
         manager.get_shell_channel_to_subshell_socket(subshell).send_multipart(signed)
         return True
 
-    def _is_a_look(self, frames: Sequence[Any]) -> bool:
-        if len(self._cells) != 1 or time.monotonic() - next(iter(self._cells.values())) < _LOOKS_AFTER_S:
+    def _is_inspection_cell(self, frames: Sequence[Any]) -> bool:
+        if len(self._open_cells) != 1 or time.monotonic() - next(iter(self._open_cells.values())) < _MIN_CELL_AGE_S:
             return False
-        return _LOOKS.match(self._kernel.session.unpack(frames[4].bytes).get("code", "")) is not None
+        return _INSPECTION_MAGIC.match(self._kernel.session.unpack(frames[4].bytes).get("code", "")) is not None
 
-    def _is_quick(self, kind: str, frames: Sequence[Any]) -> bool:
-        if kind in QUICK:
-            return bool(self._cells)
+    def _is_routable(self, kind: str, frames: Sequence[Any]) -> bool:
+        if kind in ROUTED_REQUESTS:
+            return bool(self._open_cells)
         if kind not in ("comm_open", "comm_msg", "comm_close"):
             return False
         content = self._kernel.session.unpack(frames[4].bytes)
         comm = content.get("comm_id")
-        if kind == "comm_open" and content.get("target_name") == _WIDGET_CONTROL and self._cells:
-            self._controls.add(comm)
+        if kind == "comm_open" and content.get("target_name") == _WIDGET_CONTROL and self._open_cells:
+            self._widget_control_comms.add(comm)
         # Once there, always there: its messages keep their order.
-        return comm in self._controls
+        return comm in self._widget_control_comms

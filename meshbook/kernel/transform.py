@@ -31,28 +31,71 @@ from dataclasses import dataclass
 from typing import Literal
 
 # How the shell reaches its notebook in rewritten cells: `Notebook.of` puts it there.
-NOTEBOOK = "get_ipython().meshbook"
+NOTEBOOK_EXPRESSION = "get_ipython().meshbook"
 
-CONTROLLER = frozenset({"controller", "local"})
+CONTROLLER_MAGICS = frozenset({"controller", "local"})
 
 # Cell magics that stay here, beside those two.
-LOCAL_CELLS = frozenset(
+LOCAL_CELL_MAGICS = frozenset(
     ["mesh", "code_wrap", "writefile", "file", "html", "HTML", "svg", "SVG", "latex", "markdown", "javascript", "js"]
 )
 
 # Line magics that stay here.
-LOCAL_LINES = frozenset(
+LOCAL_LINE_MAGICS = frozenset(
     [
-        "mesh", "alias_magic", "autocall", "automagic", "autosave", "clear", "colors", "config", "connect_info",
-        "doctest_mode", "ed", "edit", "hist", "history", "less", "load", "loadpy", "logoff", "logon",
-        "logstart", "logstate", "logstop", "lsmagic", "macro", "magic", "man", "more", "notebook", "page",
-        "pastebin", "pdb", "popd", "pushd", "qtconsole", "quickref", "recall", "rep", "rerun", "save", "store",
-        "subshell", "tensorboard", "xmode", "conda", "mamba", "micromamba", "pip", "uv",
+        "mesh",
+        "alias_magic",
+        "autocall",
+        "automagic",
+        "autosave",
+        "clear",
+        "colors",
+        "config",
+        "connect_info",
+        "doctest_mode",
+        "ed",
+        "edit",
+        "hist",
+        "history",
+        "less",
+        "load",
+        "loadpy",
+        "logoff",
+        "logon",
+        "logstart",
+        "logstate",
+        "logstop",
+        "lsmagic",
+        "macro",
+        "magic",
+        "man",
+        "more",
+        "notebook",
+        "page",
+        "pastebin",
+        "pdb",
+        "popd",
+        "pushd",
+        "qtconsole",
+        "quickref",
+        "recall",
+        "rep",
+        "rerun",
+        "save",
+        "store",
+        "subshell",
+        "tensorboard",
+        "xmode",
+        "conda",
+        "mamba",
+        "micromamba",
+        "pip",
+        "uv",
     ]
 )
 
 # Line magics that run here first and then, with the rest of the cell, on the ranks; and how they are written here.
-BOTH_LINES = {
+BOTH_LINE_MAGICS = {
     "load_ext": "%load_ext {}",
     "reload_ext": "%reload_ext {}",
     "unload_ext": "%unload_ext {}",
@@ -70,13 +113,13 @@ _INSTALL = re.compile(
     r"(?:!\s*(?:sudo\s+)?)(?:python[\d.]*\s+-m\s+)?(?:uv|pip[\d.]*|conda|mamba|micromamba|apt|apt-get)\b"
     r"|(?:pip|uv|conda|mamba|micromamba)\s+[a-z-]"
 )
-_LEAVE = re.compile(r"(?:exit|quit)\s*(?:\(\s*\))?\s*;?")
-_FAILURE = re.compile(r"%(?P<name>tb|debug)\s*(?P<how>\w*)")
+_EXIT = re.compile(r"(?:exit|quit)\s*(?:\(\s*\))?\s*;?")
+_POSTMORTEM_MAGIC = re.compile(r"%(?P<name>tb|debug)\s*(?P<how>\w*)")
 _HELP = re.compile(r"(?P<before>\?{0,2})\s*(?P<name>%{0,2}[^\W\d][\w.\[\]'\"]*)\s*(?P<after>\?{0,2})")
 
 
 @dataclass(frozen=True)
-class Plan:
+class CellPlan:
     """What becomes of a cell.
 
     Attributes:
@@ -88,14 +131,14 @@ class Plan:
         detail: of "help", 1 if the source is wanted.
     """
 
-    where: Literal["here", "ranks", "both", "help", "failure"]
-    here: str = ""
-    there: str = ""
+    target: Literal["here", "ranks", "both", "help", "failure"]
+    local_source: str = ""
+    remote_source: str = ""
     name: str = ""
     detail: int = 0
 
 
-def plan(source: str, *, auto: bool = True) -> Plan:
+def plan_cell(source: str, *, auto: bool = True) -> CellPlan:
     """Decide about a cell.
 
     Args:
@@ -104,40 +147,40 @@ def plan(source: str, *, auto: bool = True) -> Plan:
     lines = source.splitlines(keepends=True)
     first = next((index for index, line in enumerate(lines) if line.strip()), None)
     if first is None:
-        return Plan("here", here=source)
+        return CellPlan("here", local_source=source)
     cell_magic = _CELL_MAGIC.match(lines[first])
     if cell_magic is not None:
         name = cell_magic["name"]
         alone = lines[first].strip() == cell_magic[0]
-        if name in CONTROLLER and alone:
-            return Plan("here", here=_without_line(lines, first))
-        if not auto or name in CONTROLLER or name in LOCAL_CELLS:
-            return Plan("here", here=source)
-        return Plan("ranks", there=source)
+        if name in CONTROLLER_MAGICS and alone:
+            return CellPlan("here", local_source=_comment_out_line(lines, first))
+        if not auto or name in CONTROLLER_MAGICS or name in LOCAL_CELL_MAGICS:
+            return CellPlan("here", local_source=source)
+        return CellPlan("ranks", remote_source=source)
     if not auto:
-        return Plan("here", here=source)
-    if (asked := _help(source)) is not None:
+        return CellPlan("here", local_source=source)
+    if (asked := _parse_help(source)) is not None:
         return asked
-    if _LEAVE.fullmatch(source.strip()):
-        return Plan("here", here=source)
-    if (failure := _FAILURE.fullmatch(source.strip())) is not None:
-        return Plan("failure", name=failure["name"], there=failure["how"])
-    return _split(lines)
+    if _EXIT.fullmatch(source.strip()):
+        return CellPlan("here", local_source=source)
+    if (failure := _POSTMORTEM_MAGIC.fullmatch(source.strip())) is not None:
+        return CellPlan("failure", name=failure["name"], remote_source=failure["how"])
+    return _split_cell(lines)
 
 
 def rewrite(source: str, *, auto: bool = True) -> str:
     """The cell as the controller's shell is to run it."""
-    decided = plan(source, auto=auto)
-    match decided.where:
+    planned = plan_cell(source, auto=auto)
+    match planned.target:
         case "help":
-            return f"{NOTEBOOK}.show_help({decided.name!r}, {decided.detail})\n"
+            return f"{NOTEBOOK_EXPRESSION}.show_help({planned.name!r}, {planned.detail})\n"
         case "failure":
-            return f"{NOTEBOOK}.show_failure({decided.name!r}, {decided.there!r})\n"
+            return f"{NOTEBOOK_EXPRESSION}.show_failure({planned.name!r}, {planned.remote_source!r})\n"
         case "ranks":
-            return f"{NOTEBOOK}.run_cell({decided.there!r})\n"
+            return f"{NOTEBOOK_EXPRESSION}.run_cell({planned.remote_source!r})\n"
         case "both":
-            return f"{decided.here}{NOTEBOOK}.run_cell({decided.there!r})\n"
-    return decided.here
+            return f"{planned.local_source}{NOTEBOOK_EXPRESSION}.run_cell({planned.remote_source!r})\n"
+    return planned.local_source
 
 
 def names_read(source: str) -> list[str]:
@@ -156,10 +199,10 @@ def names_read(source: str) -> list[str]:
 
 def is_for_ranks(source: str) -> bool:
     """Whether code that is still being written will run on the ranks; what completion looks at first."""
-    return plan(source).where != "here"
+    return plan_cell(source).target != "here"
 
 
-def at_its_lines(cell: str, part: str) -> str:
+def pad_to_cell_lines(cell: str, part: str) -> str:
     """A part of a cell, below as many commented lines as it had above it, so that tracebacks name the cell's own lines.
 
     Unchanged where the part is not the end of the cell, or begins with a cell magic, which must come first.
@@ -172,18 +215,18 @@ def at_its_lines(cell: str, part: str) -> str:
     return "".join(f"# {line}" for line in above.splitlines(keepends=True)) + part
 
 
-def _without_line(lines: Sequence[str], index: int) -> str:
+def _comment_out_line(lines: Sequence[str], index: int) -> str:
     """The cell with its `%%controller` line made a comment, so that the others keep their numbers.
 
     A cell magic below it comes first.
     """
-    rest = "".join(lines[index + 1 :])
-    if rest.lstrip().startswith("%%"):
-        return rest.lstrip()
-    return "".join(lines[:index]) + f"# {lines[index]}" + rest
+    remainder = "".join(lines[index + 1 :])
+    if remainder.lstrip().startswith("%%"):
+        return remainder.lstrip()
+    return "".join(lines[:index]) + f"# {lines[index]}" + remainder
 
 
-def _help(source: str) -> Plan | None:
+def _parse_help(source: str) -> CellPlan | None:
     text = source.strip()
     if "?" not in text or "\n" in text:
         return None
@@ -191,38 +234,41 @@ def _help(source: str) -> Plan | None:
     if found is None or not (found["before"] or found["after"]):
         return None
     name = found["name"]
-    if name.startswith("%") and name.lstrip("%") in LOCAL_LINES | LOCAL_CELLS | CONTROLLER | BOTH_LINES.keys():
-        return Plan("here", here=source)
-    return Plan("help", name=name, detail=int("??" in (found["before"], found["after"])))
+    if (
+        name.startswith("%")
+        and name.lstrip("%") in LOCAL_LINE_MAGICS | LOCAL_CELL_MAGICS | CONTROLLER_MAGICS | BOTH_LINE_MAGICS.keys()
+    ):
+        return CellPlan("here", local_source=source)
+    return CellPlan("help", name=name, detail=int("??" in (found["before"], found["after"])))
 
 
-def _split(lines: Sequence[str]) -> Plan:
+def _split_cell(lines: Sequence[str]) -> CellPlan:
     """The magics of this process at the top of the cell, and the rest."""
-    here: list[str] = []
-    there: list[str] = []
-    rest = len(lines)
+    local_lines: list[str] = []
+    remote_lines: list[str] = []
+    first_remote = len(lines)
     for index, line in enumerate(lines):
         text = line.strip()
         if not text or text.startswith("#"):
-            there.append(line)
+            remote_lines.append(line)
             continue
-        words = _local_words(line)
+        words = _parse_local_line(line)
         if words is None:
-            rest = index
+            first_remote = index
             break
         local, remote = words
-        here.append(local)
-        there.append(line if remote else f"# {line}")
-    there += lines[rest:]
-    if not here:
-        return Plan("ranks", there="".join(there))
-    only_here = rest == len(lines) and all(not text.strip() or text.startswith("#") for text in there)
+        local_lines.append(local)
+        remote_lines.append(line if remote else f"# {line}")
+    remote_lines += lines[first_remote:]
+    if not local_lines:
+        return CellPlan("ranks", remote_source="".join(remote_lines))
+    only_here = first_remote == len(lines) and all(not text.strip() or text.startswith("#") for text in remote_lines)
     if only_here:
-        return Plan("here", here="".join(lines))
-    return Plan("both", here="".join(here), there="".join(there))
+        return CellPlan("here", local_source="".join(lines))
+    return CellPlan("both", local_source="".join(local_lines), remote_source="".join(remote_lines))
 
 
-def _local_words(line: str) -> tuple[str, bool] | None:
+def _parse_local_line(line: str) -> tuple[str, bool] | None:
     """How a line is written here, and whether the ranks run it too; None: it is theirs alone."""
     line = line if line.endswith("\n") else line + "\n"
     if line.rstrip().endswith("\\"):
@@ -232,11 +278,11 @@ def _local_words(line: str) -> tuple[str, bool] | None:
     magic = _MAGIC.match(line)
     if magic is None:
         return None
-    name, rest = magic["name"], magic["rest"].strip()
-    if name in LOCAL_LINES:
+    name, arguments = magic["name"], magic["rest"].strip()
+    if name in LOCAL_LINE_MAGICS:
         return line, False
-    if name in BOTH_LINES:
-        if name.endswith("_ext") and rest.partition(".")[0] in LOCAL_EXTENSIONS:
+    if name in BOTH_LINE_MAGICS:
+        if name.endswith("_ext") and arguments.partition(".")[0] in LOCAL_EXTENSIONS:
             return line, False
-        return BOTH_LINES[name].format(rest).rstrip() + "\n", True
+        return BOTH_LINE_MAGICS[name].format(arguments).rstrip() + "\n", True
     return None

@@ -26,7 +26,7 @@ Address = str
 
 
 @dataclass(frozen=True)
-class Link:
+class BackendHandle:
     """One real backend and what it takes to end what is stuck in it."""
 
     kind: str  # "gloo" or "nccl"
@@ -36,7 +36,7 @@ class Link:
 
 def connect_gloo(
     store: Store, rank: int, size: int, *, hostname: str | None, connect_timeout_s: float, timeout: timedelta
-) -> Link:
+) -> BackendHandle:
     """A gloo backend, connected to all its peers. Blocks until they have all come.
 
     Args:
@@ -50,9 +50,9 @@ def connect_gloo(
         RuntimeError: the peers did not come in time, or the connection to the store was cut.
     """
     gloo: Any = ProcessGroupGloo
-    before = set(_listening())
+    addresses_before = set(_iter_listener_addresses())
     device = gloo.create_device(hostname=hostname) if hostname else gloo.create_default_device()
-    ours = [address for address in _listening() if address not in before]
+    own_addresses = [address for address in _iter_listener_addresses() if address not in addresses_before]
     options = gloo._Options()
     options._devices = [device]
     options._timeout = timedelta(seconds=connect_timeout_s)
@@ -61,12 +61,14 @@ def connect_gloo(
     backend._set_default_timeout(timeout)
     # One end of every connection is a listener of one of the members, so the listeners name the connections exactly,
     # lazily made ones included, and no connection of the user's own is ever taken for one of gloo's.
-    store.set(f"listeners/{rank}", " ".join(ours))
-    known = store.multi_get([f"listeners/{peer}" for peer in range(size)])
-    return Link("gloo", backend, frozenset(address for text in known for address in text.decode().split()))
+    store.set(f"listeners/{rank}", " ".join(own_addresses))
+    all_addresses = store.multi_get([f"listeners/{peer}" for peer in range(size)])
+    return BackendHandle(
+        "gloo", backend, frozenset(address for text in all_addresses for address in text.decode().split())
+    )
 
 
-def connect_nccl(store: Store, rank: int, size: int, *, timeout: timedelta, options: Any = None) -> Link:
+def connect_nccl(store: Store, rank: int, size: int, *, timeout: timedelta, options: Any = None) -> BackendHandle:
     """An NCCL backend. Its communicators are made by the first collective, on the device current then.
 
     Args:
@@ -86,12 +88,12 @@ def connect_nccl(store: Store, rank: int, size: int, *, timeout: timedelta, opti
     options._timeout = timeout
     backend = nccl(store, rank, size, options)
     backend._set_sequence_number_for_group()
-    return Link("nccl", backend)
+    return BackendHandle("nccl", backend)
 
 
-def abort(links: Collection[Link]) -> None:
+def abort(handles: Collection[BackendHandle]) -> None:
     """End whatever runs in these NCCL backends, and make every later use of them fail. May block; any thread."""
-    nccl = [link.backend for link in links]
+    nccl = [handle.backend for handle in handles]
     # One by one, two ranks that abort in different order can wait for each other (pytorch#119797).
     nccl[0]._group_start()
     try:
@@ -101,7 +103,7 @@ def abort(links: Collection[Link]) -> None:
         nccl[0]._group_end()
 
 
-def cut_connections(addresses: Collection[Address]) -> int:
+def shutdown_connections(addresses: Collection[Address]) -> int:
     """Shut down every TCP connection of this process that has one of these addresses at either end.
 
     gloo operations that wait for them fail. Any thread; does not wait. Returns how many there were.
@@ -111,25 +113,25 @@ def cut_connections(addresses: Collection[Address]) -> int:
     if not addresses:
         return 0
     count = 0
-    for connection in _tcp_sockets():
+    for connection in _iter_tcp_sockets():
         with contextlib.suppress(OSError):  # not connected, or not any more
-            if _listens(connection):
+            if _is_listening(connection):
                 continue
-            ends = {_address(connection.getsockname()), _address(connection.getpeername())}
+            ends = {_format_address(connection.getsockname()), _format_address(connection.getpeername())}
             if not ends.isdisjoint(addresses):
                 connection.shutdown(socket.SHUT_RDWR)
                 count += 1
     return count
 
 
-def _listening() -> Iterator[Address]:
-    for listener in _tcp_sockets():
+def _iter_listener_addresses() -> Iterator[Address]:
+    for listener in _iter_tcp_sockets():
         with contextlib.suppress(OSError):
-            if _listens(listener):
-                yield _address(listener.getsockname())
+            if _is_listening(listener):
+                yield _format_address(listener.getsockname())
 
 
-def _tcp_sockets() -> Iterable[socket.socket]:
+def _iter_tcp_sockets() -> Iterable[socket.socket]:
     """A duplicate of every TCP socket that this process has open, each closed before the next is made."""
     for name in os.listdir("/dev/fd"):
         with contextlib.ExitStack() as closing, contextlib.suppress(OSError):  # suppressed: closed since the listing
@@ -142,10 +144,10 @@ def _tcp_sockets() -> Iterable[socket.socket]:
                 yield duplicate
 
 
-def _listens(candidate: socket.socket) -> bool:
+def _is_listening(candidate: socket.socket) -> bool:
     return bool(candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
-def _address(name: tuple[Any, ...]) -> Address:
+def _format_address(sockname: tuple[Any, ...]) -> Address:
     # An IPv4 peer of a socket that speaks both is shown as ::ffff:127.0.0.1.
-    return f"{str(name[0]).removeprefix('::ffff:')}:{name[1]}"
+    return f"{str(sockname[0]).removeprefix('::ffff:')}:{sockname[1]}"

@@ -36,11 +36,11 @@ PIPE_BYTES: Final = 1 << 20
 # Read from a pipe in pieces of this size; equal to the default capacity of a pipe.
 READ_BYTES: Final = 1 << 16
 # Text is sealed into items of about this many characters: the grain at which a flood is cut.
-SEAL_CHARS: Final = 1 << 14
+MAX_SEALED_CHARS: Final = 1 << 14
 # What an item weighs beside its text, so that a flood of one-character items is bounded as well.
-ITEM_WEIGHT: Final = 96
+ITEM_OVERHEAD_CHARS: Final = 96
 # The most that one visit to the pipes reads, so that a child that never stops writing cannot hold the reader.
-VISIT_BYTES: Final = 4 << 20
+MAX_PUMP_BYTES: Final = 4 << 20
 # Seconds between two pieces that `pump` reads while the buffer is full: 13 MB/s, which the writers feel as a slow pipe
 # and the processor does not feel.
 FLOOD_PAUSE_S: Final = 0.005
@@ -50,7 +50,7 @@ _F_SETPIPE_SZ: Final = getattr(fcntl, "F_SETPIPE_SZ", 1031)
 _IOLBF: Final = 1  # <stdio.h>: line buffered
 
 
-class Output:
+class OutputBuffer:
     """What was said and not yet taken, in order.
 
     Any thread may write; one thread pumps and takes, and is never made to wait for room.
@@ -63,60 +63,60 @@ class Output:
         self,
         fds: tuple[int, int] | None = None,
         *,
-        descriptors: bool = True,
-        limit: int = 1 << 20,
-        patience_s: float = 1.0,
-        mirror: Callable[[str], None] | None = None,
+        redirect_fds: bool = True,
+        max_chars: int = 1 << 20,
+        block_timeout_s: float = 1.0,
+        on_text: Callable[[str], None] | None = None,
     ) -> None:
         """
         Args:
             fds: read ends of pipes whose write ends are descriptors 1 and 2 already; they become non-blocking for every
                 process that shares them. None: `install` makes the pipes.
-            descriptors: False leaves descriptors 1 and 2 alone and captures Python's streams only.
-            limit: characters that may wait here, displays counted by the length of their data.
-            patience_s: how long a writer waits for room before the middle of what waits is cut.
-            mirror: told every text as it comes, whether or not it is ever taken.
+            redirect_fds: False leaves descriptors 1 and 2 alone and captures Python's streams only.
+            max_chars: characters that may wait here, displays counted by the length of their data.
+            block_timeout_s: how long a writer waits for room before the middle of what waits is cut.
+            on_text: told every text as it comes, whether or not it is ever taken.
         """
-        self.text_total = 0
+        self.total_chars = 0
         self._fds = fds
-        self._mirror = mirror
-        self._descriptors = descriptors
-        self._limit = limit
-        self._patience_s = patience_s
+        self._on_text = on_text
+        self._redirect_fds = redirect_fds
+        self._max_chars = max_chars
+        self._block_timeout_s = block_timeout_s
         # Reentrant: a finalizer that prints may run while the same thread is in here.
         self._lock = threading.RLock()
-        self._taken = threading.Condition(self._lock)
+        self._space_freed = threading.Condition(self._lock)
         # In order: head, tail, run. The head is what is kept of a flood's beginning, the tail of its end; the run is
         # the text of one stream that is still being added to.
         self._head: list[OutputItem] = []
         self._tail: deque[tuple[OutputItem, int]] = deque()
-        self._run: list[str] = []
-        self._run_stream: StreamName = "stdout"
-        self._head_size = self._tail_size = self._run_size = 0
-        self._cut = _Cut()
-        self._cutting = False  # nobody takes: cut at once, until somebody does
+        self._unsealed: list[str] = []
+        self._unsealed_stream: StreamName = "stdout"
+        self._head_size = self._tail_size = self._unsealed_size = 0
+        self._truncation = _Truncation()
+        self._is_truncating = False  # nobody takes: cut at once, until somebody does
         # Rung when the buffer stops being empty. A counter in the kernel, so that any poller can wait for it.
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._rung = False
-        self._pumper: int | None = None  # the thread that pumps
-        self._muted: set[int] = set()  # threads
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._is_wake_pending = False
+        self._pump_thread: int | None = None  # the thread that pumps
+        self._muted_threads: set[int] = set()  # threads
         self._pipes: list[_Pipe] = []
         self._poll: Callable[[int], list[tuple[int, int]]] | None = None
-        self._saved: _Saved | None = None
-        self._foreign = False  # this is a forked child: the buffer belongs to the parent
-        _outputs.add(self)
+        self._saved_streams: _SavedStreams | None = None
+        self._is_forked_child = False  # this is a forked child: the buffer belongs to the parent
+        _live_buffers.add(self)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Taking over the process's output
 
     def install(self) -> None:
         """Put this buffer behind `sys.stdout`, `sys.stderr` and descriptors 1 and 2."""
-        saved = _Saved(sys.stdout, sys.stderr)
-        _flush(sys.stdout, sys.stderr)
-        if self._descriptors:
+        saved = _SavedStreams(sys.stdout, sys.stderr)
+        _flush_streams(sys.stdout, sys.stderr)
+        if self._redirect_fds:
             if self._fds is None:
                 saved.fds = (os.dup(1), os.dup(2))
-                out, err = _redirect(1), _redirect(2)
+                out, err = _redirect_to_pipe(1), _redirect_to_pipe(2)
             else:
                 out, err = self._fds
             self._pipes = [_Pipe(out, 1, "stdout"), _Pipe(err, 2, "stderr")]
@@ -128,16 +128,16 @@ class Output:
                 poll.register(pipe.fd, select.POLLIN)
             self._poll = poll.poll
             _line_buffer_libc()
-        self._saved = saved
-        sys.stdout = Stream(self, "stdout", 1)
-        sys.stderr = Stream(self, "stderr", 2)
+        self._saved_streams = saved
+        sys.stdout = CapturedStream(self, "stdout", 1)
+        sys.stderr = CapturedStream(self, "stderr", 2)
 
     def uninstall(self) -> None:
         """Give the streams and descriptors back as they were. What is in the buffer stays."""
-        saved, self._saved = self._saved, None
+        saved, self._saved_streams = self._saved_streams, None
         if saved is None:
             return
-        self._drain(saved)
+        self._flush_into_buffer(saved)
         sys.stdout, sys.stderr = saved.stdout, saved.stderr
         self._poll = None
         pipes, self._pipes = self._pipes, []
@@ -147,30 +147,30 @@ class Output:
                 os.close(fd)
         for pipe in pipes:
             os.close(pipe.fd)
-            os.close(pipe.keep)
+            os.close(pipe.write_end)
 
     def __del__(self) -> None:
         with contextlib.suppress(OSError):
-            os.close(self._bell)
+            os.close(self._wake_fd)
 
-    def service_fds(self) -> tuple[int, ...]:
+    def poll_fds(self) -> tuple[int, ...]:
         """Descriptors to poll for reading: whenever one is readable, call `pump`, and `take` soon after."""
-        return (self._bell, *(pipe.fd for pipe in self._pipes))
+        return (self._wake_fd, *(pipe.fd for pipe in self._pipes))
 
     def wake(self) -> None:
         """Make one of `service_fds` readable, though there may be nothing to take."""
         with self._lock:
-            self._ring()
+            self._signal_reader()
 
     # -----------------------------------------------------------------------------------------------------------------
     # In
 
     def write(self, stream: StreamName, text: str) -> None:
         """Add text. Waits, for a bounded time, while the buffer is full."""
-        if self._foreign:
+        if self._is_forked_child:
             _write_all(1 if stream == "stdout" else 2, text.encode("utf-8", "backslashreplace"))
             return
-        if self._muted and threading.get_ident() in self._muted:
+        if self._muted_threads and threading.get_ident() in self._muted_threads:
             return
         if len(text) > READ_BYTES:
             for start in range(0, len(text), READ_BYTES):
@@ -184,8 +184,8 @@ class Output:
             if self._poll is not None and self._poll(0):
                 self._read_pipes()
             self._append(stream, text)
-            if self._head_size + self._tail_size + self._run_size > self._limit:
-                self._make_room()
+            if self._head_size + self._tail_size + self._unsealed_size > self._max_chars:
+                self._enforce_limit()
 
     def put(self, item: OutputItem, size: int | None = None) -> None:
         """Add a display, a clear or a notice; text goes through `write`.
@@ -193,21 +193,21 @@ class Output:
         Args:
             size: what it counts for, in characters; None: measured here.
         """
-        if self._foreign:
+        if self._is_forked_child:
             if isinstance(item, Display) and "text/plain" in item.data:
                 _write_all(1, f"{item.data['text/plain']}\n".encode("utf-8", "backslashreplace"))
             return
-        if self._muted and threading.get_ident() in self._muted:
+        if self._muted_threads and threading.get_ident() in self._muted_threads:
             return
         with self._lock:
             if self._poll is not None and self._poll(0):
                 self._read_pipes()
             self._seal()
-            self._keep(item, (_weight(item) if size is None else size) + ITEM_WEIGHT)
-            if not self._rung:
-                self._ring()
-            if self._size() > self._limit:
-                self._make_room()
+            self._store_item(item, (_estimate_chars(item) if size is None else size) + ITEM_OVERHEAD_CHARS)
+            if not self._is_wake_pending:
+                self._signal_reader()
+            if self._size() > self._max_chars:
+                self._enforce_limit()
 
     def pump(self) -> bool:
         """Read what C code and subprocesses have written by now, and silence the bell. For one thread.
@@ -217,140 +217,140 @@ class Output:
         Returns:
             Whether there was anything.
         """
-        if self._foreign:
+        if self._is_forked_child:
             return False
-        self._pumper = threading.get_ident()
+        self._pump_thread = threading.get_ident()
         with self._lock:
             with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._bell)
-            full = self._size() > self._limit
-            found = self._read_pipes(READ_BYTES if full else VISIT_BYTES)
+                os.eventfd_read(self._wake_fd)
+            full = self._size() > self._max_chars
+            found = self._read_pipes(READ_BYTES if full else MAX_PUMP_BYTES)
         if full and found:
             sleep(FLOOD_PAUSE_S)
         return found
 
-    def drain(self) -> None:
+    def flush(self) -> None:
         """At the end of a call: bring in everything written so far, also what C's stdio still holds back."""
-        if self._saved is not None and not self._foreign:
-            self._drain(self._saved)
+        if self._saved_streams is not None and not self._is_forked_child:
+            self._flush_into_buffer(self._saved_streams)
 
-    def _drain(self, saved: _Saved) -> None:
-        _flush(saved.stdout, saved.stderr, sys.__stdout__, sys.__stderr__)
+    def _flush_into_buffer(self, saved: _SavedStreams) -> None:
+        _flush_streams(saved.stdout, saved.stderr, sys.__stdout__, sys.__stderr__)
         if not self._pipes:
             return
         for pipe in self._pipes:
-            pipe.reopen()
+            pipe.restore_target_fd()
         with self._lock:
             self._read_pipes()  # first, so that the flush below finds room in the pipe
         _flush_libc()
         with self._lock:
             self._read_pipes()
             for pipe in self._pipes:
-                rest = pipe.decode(b"", final=True)
-                if rest:
-                    self._append(pipe.stream, rest)
+                remainder = pipe.decode(b"", final=True)
+                if remainder:
+                    self._append(pipe.stream, remainder)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Out
 
-    def take(self) -> tuple[OutputItem, ...]:
+    def pop_items(self) -> tuple[OutputItem, ...]:
         """Remove and return everything, in order; neighbouring texts of one stream come as one."""
         with self._lock:
             self._seal()
-            head, tail, cut = self._head, [item for item, _ in self._tail], self._cut
-            self._head, self._tail, self._cut = [], deque(), _Cut()
+            head, tail, truncation = self._head, [item for item, _ in self._tail], self._truncation
+            self._head, self._tail, self._truncation = [], deque(), _Truncation()
             self._head_size = self._tail_size = 0
-            self._rung = self._cutting = False
-            self._taken.notify_all()
-        if cut:
-            cut.trim(head, tail)
-            head.append(cut.notice())
-        return _merge([*head, *tail])
+            self._is_wake_pending = self._is_truncating = False
+            self._space_freed.notify_all()
+        if truncation:
+            truncation.align_to_lines(head, tail)
+            head.append(truncation.to_notice())
+        return _merge_texts([*head, *tail])
 
-    def pending(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether there is anything to take."""
-        return self._size() > 0 or bool(self._cut)
+        return self._size() > 0 or bool(self._truncation)
 
     @contextlib.contextmanager
     def muted(self) -> Iterator[None]:
         """What the calling thread prints and displays in here is dropped. Nests; other threads are not concerned."""
         ident = threading.get_ident()
-        outermost = ident not in self._muted
-        self._muted.add(ident)
+        outermost = ident not in self._muted_threads
+        self._muted_threads.add(ident)
         try:
             yield
         finally:
             if outermost:
-                self._muted.discard(ident)
+                self._muted_threads.discard(ident)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Inside the lock
 
     def _size(self) -> int:
-        return self._head_size + self._tail_size + self._run_size
+        return self._head_size + self._tail_size + self._unsealed_size
 
     def _append(self, stream: StreamName, text: str) -> None:
-        if stream != self._run_stream:
+        if stream != self._unsealed_stream:
             self._seal()
-            self._run_stream = stream
-        self._run.append(text)
-        if self._mirror is not None:
-            self._mirror(text)
-        self.text_total += len(text)
-        self._run_size += len(text)
-        if self._run_size >= SEAL_CHARS:
+            self._unsealed_stream = stream
+        self._unsealed.append(text)
+        if self._on_text is not None:
+            self._on_text(text)
+        self.total_chars += len(text)
+        self._unsealed_size += len(text)
+        if self._unsealed_size >= MAX_SEALED_CHARS:
             self._seal()
-        if not self._rung:
-            self._ring()
+        if not self._is_wake_pending:
+            self._signal_reader()
 
-    def _ring(self) -> None:
-        self._rung = True
+    def _signal_reader(self) -> None:
+        self._is_wake_pending = True
         with contextlib.suppress(OSError):  # the counter is at its limit, so whoever listens is awake; or all is over
-            os.eventfd_write(self._bell, 1)
+            os.eventfd_write(self._wake_fd, 1)
 
     def _seal(self) -> None:
-        if not self._run:
+        if not self._unsealed:
             return
-        text = "".join(self._run)
-        self._run.clear()
-        self._run_size = 0
+        text = "".join(self._unsealed)
+        self._unsealed.clear()
+        self._unsealed_size = 0
         if not text:
             return
         if not text.isascii():
             # Lone surrogates (an undecodable file name, say) cannot travel.
             text = text.encode("utf-8", "backslashreplace").decode()
-        self._keep(Text(self._run_stream, text), len(text) + ITEM_WEIGHT)
+        self._store_item(Text(self._unsealed_stream, text), len(text) + ITEM_OVERHEAD_CHARS)
 
-    def _keep(self, item: OutputItem, size: int) -> None:
-        if not self._tail and not self._cut and self._head_size < self._limit // 2:
+    def _store_item(self, item: OutputItem, size: int) -> None:
+        if not self._tail and not self._truncation and self._head_size < self._max_chars // 2:
             self._head.append(item)
             self._head_size += size
         else:
             self._tail.append((item, size))
             self._tail_size += size
 
-    def _make_room(self) -> None:
+    def _enforce_limit(self) -> None:
         """The buffer is over its limit: wait until somebody takes; if nobody does, or this thread would, cut."""
-        if threading.get_ident() != self._pumper:
-            deadline = monotonic() + self._patience_s
-            while self._size() > self._limit and not self._cutting:
-                left = deadline - monotonic()
-                if left <= 0:
-                    self._cutting = True
+        if threading.get_ident() != self._pump_thread:
+            deadline = monotonic() + self._block_timeout_s
+            while self._size() > self._max_chars and not self._is_truncating:
+                remaining_s = deadline - monotonic()
+                if remaining_s <= 0:
+                    self._is_truncating = True
                 else:
                     # In slices: a signal that comes just before the wait begins does not end it.
-                    self._taken.wait(min(left, WAIT_SLICE_S))
-        if self._size() > self._limit:
-            self._cut_middle()
+                    self._space_freed.wait(min(remaining_s, WAIT_SLICE_S))
+        if self._size() > self._max_chars:
+            self._truncate_middle()
 
-    def _cut_middle(self) -> None:
+    def _truncate_middle(self) -> None:
         self._seal()
-        while self._tail_size > self._limit // 2 and len(self._tail) > 1:
+        while self._tail_size > self._max_chars // 2 and len(self._tail) > 1:
             item, size = self._tail.popleft()
             self._tail_size -= size
-            self._cut.add(item)
+            self._truncation.add(item)
 
-    def _read_pipes(self, budget: int = VISIT_BYTES) -> bool:
+    def _read_pipes(self, budget: int = MAX_PUMP_BYTES) -> bool:
         found = False
         for pipe in self._pipes:
             while budget > 0:
@@ -363,20 +363,20 @@ class Output:
                 budget -= len(data)
                 found = True
                 self._append(pipe.stream, pipe.decode(data))
-                if self._size() > self._limit:
-                    self._make_room()
+                if self._size() > self._max_chars:
+                    self._enforce_limit()
         return found
 
-    def _leave_to_parent(self) -> None:
+    def _detach_in_child(self) -> None:
         """In a forked child: the parent's lock may be held by a thread that is not here, and nobody takes."""
-        self._foreign = True
+        self._is_forked_child = True
         self._lock = threading.RLock()
-        self._taken = threading.Condition(self._lock)
+        self._space_freed = threading.Condition(self._lock)
         self._poll = None
         self._pipes = []
 
 
-class Stream(io.TextIOBase):
+class CapturedStream(io.TextIOBase):
     """`sys.stdout` or `sys.stderr` of a rank: text goes to the buffer, `fileno` is the real descriptor."""
 
     encoding = "utf-8"
@@ -386,9 +386,9 @@ class Stream(io.TextIOBase):
     line_buffering = True
     write_through = True
 
-    def __init__(self, output: Output, stream: StreamName, fd: int) -> None:
+    def __init__(self, output: OutputBuffer, stream: StreamName, fd: int) -> None:
         self.name = f"<{stream}>"
-        self.buffer = _Bytes(output, stream, fd)
+        self.buffer = _CapturedBytes(output, stream, fd)
         self._output = output
         self._stream: StreamName = stream
         self._fd = fd
@@ -422,12 +422,12 @@ class Stream(io.TextIOBase):
         raise TypeError("a rank's output stream cannot be pickled: it writes to this process's notebook output")
 
 
-class _Bytes(io.BufferedIOBase):
+class _CapturedBytes(io.BufferedIOBase):
     """The `buffer` of a Stream: bytes are decoded as UTF-8, also when a character comes in two pieces."""
 
     mode = "wb"
 
-    def __init__(self, output: Output, stream: StreamName, fd: int) -> None:
+    def __init__(self, output: OutputBuffer, stream: StreamName, fd: int) -> None:
         self.name = f"<{stream}>"
         self._output = output
         self._stream: StreamName = stream
@@ -464,23 +464,23 @@ class _Bytes(io.BufferedIOBase):
 class _Pipe:
     """The read end of a pipe whose write end is descriptor 1 or 2."""
 
-    def __init__(self, fd: int, number: int, stream: StreamName) -> None:
+    def __init__(self, fd: int, target_fd: int, stream: StreamName) -> None:
         self.fd = fd
-        self.number = number
+        self.target_fd = target_fd
         self.stream: StreamName = stream
         # A write end of our own: user code may close descriptor 1, and a pipe that nobody can write to is readable for
         # ever, which would keep every poller awake.
-        self.keep = os.dup(number)
-        os.set_inheritable(self.keep, False)
+        self.write_end = os.dup(target_fd)
+        os.set_inheritable(self.write_end, False)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def reopen(self) -> None:
+    def restore_target_fd(self) -> None:
         """Have the descriptor again if user code has closed it: the next file that is opened would get its number, and
         what C code and subprocesses print."""
         try:
-            os.fstat(self.number)
+            os.fstat(self.target_fd)
         except OSError:
-            os.dup2(self.keep, self.number)
+            os.dup2(self.write_end, self.target_fd)
 
     def decode(self, data: bytes, *, final: bool = False) -> str:
         text = self._decoder.decode(data, final)
@@ -489,7 +489,7 @@ class _Pipe:
         return text
 
 
-class _Saved:
+class _SavedStreams:
     """What the process wrote to before."""
 
     def __init__(self, stdout: Any, stderr: Any) -> None:
@@ -498,7 +498,7 @@ class _Saved:
         self.fds: tuple[int, int] | None = None
 
 
-class _Cut:
+class _Truncation:
     """What a flood lost in its middle."""
 
     def __init__(self) -> None:
@@ -509,39 +509,39 @@ class _Cut:
 
     def add(self, item: OutputItem) -> None:
         if isinstance(item, Text):
-            self._text(item.text)
+            self._add_text(item.text)
         elif isinstance(item, Display):
             self.displays += 1
 
-    def _text(self, text: str) -> None:
+    def _add_text(self, text: str) -> None:
         self.lines += text.count("\n")
         self.nbytes += len(text.encode())
 
-    def trim(self, head: list[OutputItem], tail: list[OutputItem]) -> None:
+    def align_to_lines(self, head: list[OutputItem], tail: list[OutputItem]) -> None:
         """Move the edges of the gap to line ends, so that no line shows in half."""
         if head and isinstance(last := head[-1], Text) and "\n" in last.text:
-            keep = last.text.rindex("\n") + 1
-            self._text(last.text[keep:])
-            head[-1] = Text(last.stream, last.text[:keep])
+            split_at = last.text.rindex("\n") + 1
+            self._add_text(last.text[split_at:])
+            head[-1] = Text(last.stream, last.text[:split_at])
         if tail and isinstance(first := tail[0], Text) and "\n" in first.text:
-            keep = first.text.index("\n") + 1
-            self._text(first.text[:keep])
-            tail[0] = Text(first.stream, first.text[keep:])
+            split_at = first.text.index("\n") + 1
+            self._add_text(first.text[:split_at])
+            tail[0] = Text(first.stream, first.text[split_at:])
 
-    def notice(self) -> Notice:
+    def to_notice(self) -> Notice:
         parts = []
         if self.nbytes:
-            parts.append(f"{_count(self.lines, 'line')} ({_count(self.nbytes, 'byte')})")
+            parts.append(f"{_format_count(self.lines, 'line')} ({_format_count(self.nbytes, 'byte')})")
         if self.displays:
-            parts.append(_count(self.displays, "display"))
+            parts.append(_format_count(self.displays, "display"))
         return Notice(f"{' and '.join(parts)} left out here: printed faster than the output could be taken away")
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+def _format_count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def _merge(items: list[OutputItem]) -> tuple[OutputItem, ...]:
+def _merge_texts(items: list[OutputItem]) -> tuple[OutputItem, ...]:
     merged: list[OutputItem] = []
     texts: list[str] = []
     stream: StreamName = "stdout"
@@ -562,17 +562,17 @@ def _merge(items: list[OutputItem]) -> tuple[OutputItem, ...]:
     return tuple(item for item in merged if not (isinstance(item, Text) and not item.text))
 
 
-def _weight(item: OutputItem) -> int:
+def _estimate_chars(item: OutputItem) -> int:
     """About how many characters an item holds. Structured data counts by its repr: rare, and small as a rule."""
     if not isinstance(item, Display):
         return 0
     return sum(len(value) if isinstance(value, (str, bytes)) else len(repr(value)) for value in item.data.values())
 
 
-def _redirect(number: int) -> int:
-    """Make descriptor `number` the write end of a new pipe; returns the read end."""
+def _redirect_to_pipe(target_fd: int) -> int:
+    """Make descriptor `target_fd` the write end of a new pipe; returns the read end."""
     read, write = os.pipe()
-    os.dup2(write, number)  # inheritable, unlike the original: subprocesses write there
+    os.dup2(write, target_fd)  # inheritable, unlike the original: subprocesses write there
     os.close(write)
     return read
 
@@ -588,9 +588,9 @@ def _write_all(fd: int, data: bytes) -> None:
             return
 
 
-def _flush(*streams: Any) -> None:
+def _flush_streams(*streams: Any) -> None:
     for stream in streams:
-        if stream is not None and not isinstance(stream, Stream):
+        if stream is not None and not isinstance(stream, CapturedStream):
             with contextlib.suppress(Exception):  # closed, or a stand-in of the user's
                 stream.flush()
 
@@ -630,12 +630,12 @@ def _flush_libc() -> None:
 
 # A process-wide list, because fork hooks are process-wide and cannot be taken back: DataLoader workers and other forked
 # children must write to the pipe they inherited instead of to a copy of the buffer that nobody takes from.
-_outputs: weakref.WeakSet[Output] = weakref.WeakSet()
+_live_buffers: weakref.WeakSet[OutputBuffer] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
-    for output in list(_outputs):
-        output._leave_to_parent()
+    for output in list(_live_buffers):
+        output._detach_in_child()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -12,38 +12,43 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
 
 from meshbook.clock import monotonic, perf_counter
-from meshbook.diagnose.code import cell_of, is_user
+from meshbook.diagnose.source_files import cell_label, is_user_file
 from meshbook.errors import CollectiveAborted, RankLost, StartError, TransferError
 from meshbook.ids import CallId
-from meshbook.rank import failures, limits, paths, positions, probes
-from meshbook.rank.capture import Output
-from meshbook.rank.kept import Kept
-from meshbook.rank.ring import Collective, Ring, UserLine
+from meshbook.rank import expressions, limits, positions, probes, tracebacks
+from meshbook.rank.capture import OutputBuffer
+from meshbook.rank.ring import Collective, CollectiveRing, UserLine
 from meshbook.rank.service import Reporter
 from meshbook.rank.shell import InterruptGate, RankShell
-from meshbook.rank.snapshot import Doing, Done
-from meshbook.wire import birth, codec, messages, pickling
+from meshbook.rank.snapshot import FinishedCall, RunningCall
+from meshbook.rank.value_store import ValueStore
+from meshbook.wire import codec, messages, pickling, spawn
 from meshbook.wire.buffers import SegmentPool, SegmentReader
-from meshbook.wire.lastwords import LastWords
+from meshbook.wire.crash_log import CrashLog
 from meshbook.wire.messages import Outcome, Value
+
+if TYPE_CHECKING:  # they import torch, which a mesh may do without
+    from meshbook.rank.groups import ProcessGroups
+    from meshbook.rank.store import MeshStore
+    from meshbook.rank.tensors.engine import CurrentOp, RankTensors
 
 # Seconds that ranks wait for each other while process groups are formed.
 _FORM_TIMEOUT_S = 60.0
 
 # Plain values (numbers, short strings, small tuples of them) ride in the report of the cell that made them.
-_PLAIN_BYTES = 4096
+_INLINE_PLAIN_BYTES = 4096
 
 # Seconds between looks whether a collective waits for a rank that has left the call.
-_LEFT_LOOK_S = 0.1
+_LEFT_POLL_S = 0.1
 
 # Calls whose place in the ring, or whose leavers, are remembered: some may be queued behind the one that runs.
-_CALLS = 256
+_MAX_REMEMBERED_CALLS = 256
 
 _NO_PREVIEW = messages.Preview(kind="none", type="", text="")  # of what is asked for whole and shown by nobody
 
@@ -53,153 +58,158 @@ class Executor:
 
     def __init__(
         self,
-        told: birth.RankBirth,
+        config: spawn.RankConfig,
         shell: RankShell,
-        output: Output,
+        output: OutputBuffer,
         gate: InterruptGate,
         reporter: Reporter,
-        words: LastWords,
+        crash_log: CrashLog,
     ) -> None:
-        self.told = told
+        self.config = config
         self.shell = shell
-        self.running: CallId | None = None  # the call on the main thread
-        self.doing: Doing | None = None  # more of it, for whoever looks
-        self.done: Done | None = None  # how the one before it ended
-        self.asking = False  # waits for the user to answer input()
-        self.ring = Ring(detailed=probes.switched_on())
+        self.running_call_id: CallId | None = None  # the call on the main thread
+        self.running_call: RunningCall | None = None  # more of it, for whoever looks
+        self.last_finished_call: FinishedCall | None = None  # how the one before it ended
+        self.awaiting_input = False  # waits for the user to answer input()
+        self.ring = CollectiveRing(detailed=probes.are_probes_enabled())
         self.pool = SegmentPool()
         self.reader = SegmentReader()
         self._output, self._gate, self._reporter = output, gate, reporter
-        self._groups: Any = None
-        self._store: Any = None  # rank.store.MeshStore, for all epochs of the groups
-        self._tensors: Any = None  # rank.tensors.engine.Tensors, once a client has used it
-        self._words = words
-        self._kept = Kept(self.pool)
+        self._groups: ProcessGroups | None = None
+        self._store: MeshStore | None = None  # for all generations of the groups
+        self._tensors: RankTensors | None = None  # once a client has used it
+        self._crash_log = crash_log
+        self._value_store = ValueStore(self.pool)
         self.resolvers: dict[str, Callable[[str], Any]] = {}  # kind of reference -> who knows what is behind such
         self.device = "cpu"
-        self._begins: dict[CallId, int] = {}  # calls begun last -> number of the last collective before them
-        self._left: dict[CallId, dict[int, messages.RankPosition]] = {}  # calls that run or will -> who has left them
-        self._watching = False  # a thread looks after collectives that wait for ranks which have left
-        self._held_for: CallId | None = None  # the call whose end has collectives held
-        self._because: CollectiveAborted | None = None  # what this rank was released with from the call that runs
-        self._left_because = ""  # why others wait in vain for this rank, if its last call did not end well
-        self._does: dict[type, Callable[[Any], Outcome]] = {
+        self._seq_before_call: dict[CallId, int] = {}  # calls begun last -> number of the last collective before them
+        self._left_positions: dict[
+            CallId, dict[int, messages.RankPosition]
+        ] = {}  # calls that run or will -> who has left them
+        self._is_watching_left = False  # a thread looks after collectives that wait for ranks which have left
+        self._holding_call: CallId | None = None  # the call whose end has collectives held
+        self._release_error: CollectiveAborted | None = None  # what this rank was released with from the call that runs
+        self._leave_reason = ""  # why others wait in vain for this rank, if its last call did not end well
+        self._handlers: dict[type, Callable[[Any], Outcome]] = {
             messages.RunCell: self._run_cell,
             messages.RunOps: self._run_ops,
             messages.CallFunction: self._call_function,
             messages.Evaluate: self._evaluate,
             messages.SetNames: self._set_names,
             messages.DeleteNames: self._delete_names,
-            messages.FormGroups: self._form_groups_or_say_why_not,
+            messages.FormGroups: self._handle_form_groups,
         }
 
     # ---- the loop
 
     def serve(self) -> None:
-        work = self._reporter.work
+        work = self._reporter.work_socket
         while True:
             try:
                 command = codec.rank_commands.decode(work.recv_multipart())
                 if isinstance(command, messages.Exit):
                     return
-                act = self._does.get(type(command))
-                if act is not None:  # a late ReplyInput, for example, is nobody's any more
-                    self._do(command, act)
+                handler = self._handlers.get(type(command))
+                if handler is not None:  # a late ReplyInput, for example, is nobody's any more
+                    self._execute(command, handler)
             except zmq.ZMQError:
                 raise
             except BaseException as error:
                 # A signal handler of the user's raises wherever the main thread is: an alarm of a cell that is over,
                 # or DataLoader's when a worker was killed. That must not end the rank.
-                self._gate.rest()
+                self._gate.reset()
                 with contextlib.suppress(Exception):
-                    failures.cut_own_frames(error)
+                    tracebacks.strip_meshbook_frames(error)
                     traceback.print_exception(error)
 
-    def _do(self, command: Any, act: Callable[[Any], Outcome]) -> None:
+    def _execute(self, command: Any, handler: Callable[[Any], Outcome]) -> None:
         started = perf_counter()
-        self._gate.rest()  # a Stop at the very end of the last call may have left it open
-        self.running = self._reporter.call = self._gate.name = command.call
+        self._gate.reset()  # a Stop at the very end of the last call may have left it open
+        self.running_call_id = self._reporter.call_id = self._gate.call_id = command.call
         label = getattr(command, "label", "")
-        self.doing = Doing(command.call, label, monotonic())
-        self._words.restart()
+        self.running_call = RunningCall(command.call, label, monotonic())
+        self._crash_log.clear()
         last = self.ring.last
-        _remember(self._begins, command.call, 0 if last is None else last.seq)
-        self._because = None
-        if command.call in self._left:
-            self._watch_left()
+        _store_bounded(self._seq_before_call, command.call, 0 if last is None else last.seq)
+        self._release_error = None
+        if command.call in self._left_positions:
+            self._start_left_watcher()
         torch: Any = sys.modules.get("torch")
-        with_gradients = torch is None or torch.is_grad_enabled()
+        grad_enabled = torch is None or torch.is_grad_enabled()
         try:
-            outcome = act(command)
+            outcome = handler(command)
         except KeyboardInterrupt:  # between two lines of ours, where no user code is left to end
             outcome = Outcome(status="interrupted")
         except BaseException as error:
             outcome = Outcome(status="error", error=self.shell.describe_error(error))
         if outcome.status == "interrupted" and torch is not None:
-            torch.set_grad_enabled(with_gradients)  # a Stop can end `no_grad` before it has put back what was
+            torch.set_grad_enabled(grad_enabled)  # a Stop can end `no_grad` before it has put back what was
         seconds = perf_counter() - started
         try:
-            self._finish(command.call, label, outcome, seconds)
+            self._report_finished(command.call, label, outcome, seconds)
         except BaseException as error:  # a signal handler's, as in `serve`; or what cannot be encoded
             outcome = Outcome(status="error", error=self.shell.describe_error(error))
-            self._finish(command.call, label, outcome, seconds)
+            self._report_finished(command.call, label, outcome, seconds)
 
-    def _finish(self, call: CallId, label: str, outcome: Outcome, seconds: float) -> None:
+    def _report_finished(self, call: CallId, label: str, outcome: Outcome, seconds: float) -> None:
         """Report the end of a call. A second report of the same end does no harm."""
         if self._groups is not None:
-            outcome = self._with_groups(call, outcome)
-        self._output.drain()
-        items, seq = self._reporter.take_rest()
-        self.done = Done(call, label, outcome, monotonic())
-        self._left_because = self._why_it_left(outcome)
-        self.running = self.doing = None
-        self._left.pop(call, None)
-        self._gate.rest()
+            outcome = self._apply_to_groups(call, outcome)
+        self._output.flush()
+        items, seq = self._reporter.pop_remaining_output()
+        self.last_finished_call = FinishedCall(call, label, outcome, monotonic())
+        self._leave_reason = self._describe_leave_reason(outcome)
+        self.running_call_id = self.running_call = None
+        self._left_positions.pop(call, None)
+        self._gate.reset()
         self._reporter.send(
             messages.RankFinished(
-                rank=self.told.rank,
+                rank=self.config.rank,
                 call=call,
                 outcome=outcome,
                 seconds=seconds,
                 items=items,
-                said_seq=seq,
-                released=self.reader.take_released(),
+                last_output_seq=seq,
+                released_segments=self.reader.drain_released(),
             )
         )
 
-    def _with_groups(self, call: CallId, outcome: Outcome) -> Outcome:
+    def _apply_to_groups(self, call: CallId, outcome: Outcome) -> Outcome:
         """What the end of a call means for the process groups, and their end for the call."""
         groups = self._groups
-        cause = groups.severed_with
+        assert groups is not None
+        cause = groups.abort_failure
         if (
             outcome.status == "ok"
             and cause is not None
             and isinstance(cause.error, CollectiveAborted)
             and not cause.was_raised
-            and self._because is not None
-            and groups.on_nccl
+            and self._release_error is not None
+            and groups.has_nccl
         ):  # an aborted collective of NCCL returns as if all were well, and what was computed from it is garbage
             outcome = Outcome(status="error", error=self.shell.describe_error(cause.error))
-        outcome = self._with_cause(call, outcome)
-        groups.call_ended(well=outcome.status == "ok")
-        if outcome.status != "ok" or self._held_for == call:
-            self._held_for = call
-            groups.hold()
-        return msgspec.structs.replace(outcome, groups_broken=True) if groups.broken else outcome
+        outcome = self._replace_transport_error(call, outcome)
+        groups.call_ended(succeeded=outcome.status == "ok")
+        if outcome.status != "ok" or self._holding_call == call:
+            self._holding_call = call
+            groups.hold_collectives()
+        return msgspec.structs.replace(outcome, groups_broken=True) if groups.is_broken else outcome
 
-    def _with_cause(self, call: CallId, outcome: Outcome) -> Outcome:
+    def _replace_transport_error(self, call: CallId, outcome: Outcome) -> Outcome:
         """A rank that waited for one that had left may hear first that a third one, released before it, has closed its
         connections. That says nothing to anybody; the cause does."""
-        error, lefts = outcome.error, self._left.get(call)
+        error, left_positions = outcome.error, self._left_positions.get(call)
         closed = error is not None and error.ename == "RuntimeError" and "gloo/transport" in error.evalue
-        if error is None or not lefts or not closed:
+        if error is None or not left_positions or not closed:
             return outcome
-        for one in reversed(self.ring.since(self._begins.get(call, 0))):
-            for left in lefts.values():
-                if one.error is not None and positions.is_hopeless(one, left, self.told.rank):
-                    told = self._aborted(one.op, f"{one.op} #{one.group_seq}", one.line, left)
-                    self._because = self._because or told
-                    return msgspec.structs.replace(outcome, error=self.shell.describe_error(told))
+        for collective in reversed(self.ring.since(self._seq_before_call.get(call, 0))):
+            for left in left_positions.values():
+                if collective.error is not None and positions.can_never_complete(collective, left, self.config.rank):
+                    aborted = self._make_aborted_error(
+                        collective.op, f"{collective.op} #{collective.group_seq}", collective.line, left
+                    )
+                    self._release_error = self._release_error or aborted
+                    return msgspec.structs.replace(outcome, error=self.shell.describe_error(aborted))
         return outcome
 
     # ---- commands
@@ -208,96 +218,104 @@ class Executor:
         run = self.shell.run(command)
         value = None
         if run.has_result and not command.silent:
-            value = self._describe(command.call, run.result, command.inline_limit, keep=True)
-        return Outcome(status=run.status, value=value, error=run.error, bound=run.bound, unbound=run.unbound)
+            value = self._describe_value(command.call, run.result, command.inline_limit, retain=True)
+        return Outcome(
+            status=run.status, value=value, error=run.error, bound_names=run.bound, deleted_names=run.unbound
+        )
 
     def _run_ops(self, command: messages.RunOps) -> Outcome:
         tensors = self.tensors
-        tensors.expect(command)
-        if command.stopped:
-            tensors.give_up(command)
+        tensors.expect_batch(command)
+        if command.is_cancelled:
+            tensors.skip_batch(command)
             return Outcome(status="ok")
         ran = self.shell.call(lambda: tensors.run(command))
         if ran.status != "ok":
-            tensors.give_up(command)
+            tensors.skip_batch(command)
             return Outcome(status=ran.status, error=ran.error)
         answer: dict[str, Any] = ran.result
         payload = answer.pop("value", None)
         value = None if payload is None else Value(preview=_NO_PREVIEW, payload=payload)
-        return Outcome(status="ok", value=value, answer=answer or None)
+        return Outcome(status="ok", value=value, reply=answer or None)
 
     @property
-    def tensors(self) -> Any:
+    def tensors(self) -> RankTensors:
         """What this rank holds for controllers' remote tensors."""
         if self._tensors is None:
             import torch
 
-            from meshbook.rank.tensors.engine import Tensors
+            from meshbook.rank.tensors.engine import RankTensors
 
-            self._tensors = Tensors(
-                self.told.rank,
+            self._tensors = RankTensors(
+                self.config.rank,
                 torch.device(self.device),
                 self._groups,
-                load=self._load,
-                dump=lambda thing: self._kept.dump(self.running or "", thing),
+                load=self._unpickle,
+                dump=lambda thing: self._value_store.dump(self.running_call_id or "", thing),
                 resolve=self.resolve,
-                hold=self._gate.held,
+                defer_interrupts=self._gate.defer_interrupts,
             )
         return self._tensors
 
     @property
-    def under_way(self) -> Any:
+    def current_operation(self) -> CurrentOp | None:
         """The operation on remote tensors that runs now (`rank.tensors.engine.UnderWay`); None: none does."""
-        return None if self._tensors is None else self._tensors.under_way()
+        return None if self._tensors is None else self._tensors.current_op()
 
     def _call_function(self, command: messages.CallFunction) -> Outcome:
-        function, args, kwargs = self._load(command.function)
-        self._lend_names(function)
-        return self._call(command, lambda: function(*args, **kwargs))
+        function, args, kwargs = self._unpickle(command.function)
+        self._inject_globals(function)
+        return self._call_and_describe(command, lambda: function(*args, **kwargs))
 
     def _evaluate(self, command: messages.Evaluate) -> Outcome:
-        path = self._load(command.path)
-        return self._call(command, lambda: paths.evaluate(path, self.shell.user_ns, self._kept, self.resolve))
+        expression = self._unpickle(command.expression)
+        return self._call_and_describe(
+            command, lambda: expressions.evaluate(expression, self.shell.user_ns, self._value_store, self.resolve)
+        )
 
-    def _call(self, command: messages.CallFunction | messages.Evaluate, act: Callable[[], Any]) -> Outcome:
-        called = self.shell.call(act)
+    def _call_and_describe(
+        self, command: messages.CallFunction | messages.Evaluate, function: Callable[[], Any]
+    ) -> Outcome:
+        called = self.shell.call(function)
         if called.status != "ok":
             return Outcome(status=called.status, error=called.error)
-        if command.keep_always:
-            self._kept.keep(command.call, called.result)
-        value = self._describe(command.call, called.result, command.inline_limit, keep=command.keep)
-        if command.keep_always:
+        if command.always_retain:
+            self._value_store.store(command.call, called.result)
+        value = self._describe_value(command.call, called.result, command.inline_limit, retain=command.retain)
+        if command.always_retain:
             value = msgspec.structs.replace(value, ref=command.call)
         return Outcome(status="ok", value=value)
 
     def _set_names(self, command: messages.SetNames) -> Outcome:
-        values = self._load(command.payload)
+        values = self._unpickle(command.payload)
         if command.per_rank:
-            values = values[self.told.rank]
+            values = values[self.config.rank]
         for name, value in zip(command.names, values, strict=True):
             self.shell.user_ns[name] = value
-        return Outcome(status="ok", bound=command.names)
+        return Outcome(status="ok", bound_names=command.names)
 
     def _delete_names(self, command: messages.DeleteNames) -> Outcome:
         for name in command.names:
             self.shell.user_ns.pop(name, None)
-        return Outcome(status="ok", unbound=command.names)
+        return Outcome(status="ok", deleted_names=command.names)
 
-    def _form_groups_or_say_why_not(self, command: messages.FormGroups) -> Outcome:
+    def _handle_form_groups(self, command: messages.FormGroups) -> Outcome:
         try:
             return self._form_groups(command)
         except Exception as error:
-            lacking = limits.shortage_behind(error)
-            if lacking is None:
+            shortage = limits.explain_fd_shortage(error)
+            if shortage is None:
                 raise
-            raise lacking from error
+            raise shortage from error
 
     def _form_groups(self, command: messages.FormGroups) -> Outcome:
         """The process groups of this epoch, and with the first of them the names that user code finds."""
-        spec = self.told.spec
+        spec = self.config.spec
         if not spec.torch:
-            self.shell.preset(rank=self.told.rank, local_rank=self.told.local_rank, world_size=self.told.world_size)
-            return Outcome(status="ok", answer={"backend": None})
+            self.shell.bind_presets(
+                rank=self.config.rank, local_rank=self.config.local_rank, world_size=self.config.world_size
+            )
+            return Outcome(status="ok", reply={"backend": None})
         import torch
         import torch.distributed as dist
 
@@ -305,255 +323,271 @@ class Executor:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         names: dict[str, Any] = {
-            "rank": self.told.rank,
-            "local_rank": self.told.local_rank,
-            "world_size": self.told.world_size,
+            "rank": self.config.rank,
+            "local_rank": self.config.local_rank,
+            "world_size": self.config.world_size,
             "device": device,
             "torch": torch,
             "dist": dist,
         }
         backend = None
         if spec.process_group:
-            from meshbook.rank.groups import Groups
+            from meshbook.rank.groups import ProcessGroups
             from meshbook.rank.store import MeshStore
 
-            if self._groups is None:
-                context = self._reporter.work.context
-                self._store = MeshStore(context, command.store, self.told.token, timeout_s=_FORM_TIMEOUT_S)
-                self._groups = Groups(self.ring, collective_timeout_s=spec.group_timeout_s)
-                if probes.switched_on():
-                    self._groups.observers.append(_Noting(self._words, self.shell))
-            self._held_for = None  # nobody asks any more about calls of the groups before
+            if self._groups is None or self._store is None:
+                context = self._reporter.work_socket.context
+                self._store = MeshStore(context, command.store_address, self.config.token, timeout_s=_FORM_TIMEOUT_S)
+                self._groups = ProcessGroups(self.ring, collective_timeout_s=spec.group_timeout_s)
+                if probes.are_probes_enabled():
+                    self._groups.observers.append(_CrashLogObserver(self._crash_log, self.shell))
+            self._holding_call = None  # nobody asks any more about calls of the groups before
             names["mesh"] = self._groups.form(
-                command.epoch,
-                rank=self.told.rank,
-                world_size=self.told.world_size,
+                command.generation,
+                rank=self.config.rank,
+                world_size=self.config.world_size,
                 store=self._store,
                 device=device,
                 timeout_s=_FORM_TIMEOUT_S,
                 axes=spec.axes,
             )
             backend = dist.get_backend()
-        if command.epoch == 1 or "rank" not in self.shell.user_ns:
-            self.shell.preset(**names)
-        return Outcome(status="ok", answer={"backend": backend})
+        if command.generation == 1 or "rank" not in self.shell.user_ns:
+            self.shell.bind_presets(**names)
+        return Outcome(status="ok", reply={"backend": backend})
 
     # ---- values
 
-    def _describe(self, call: str, result: Any, inline_limit: int, *, keep: bool) -> Value:
+    def _describe_value(self, call: str, result: Any, inline_limit: int, *, retain: bool) -> Value:
         """A value as it is reported: its preview, itself if small, and a name to ask for it later if not.
 
         Plain values always come along; others only up to `inline_limit` bytes of pickle.
         """
-        shown = self.shell.preview(result)
-        if shown.kind in ("plain", "none") and not shown.truncated:
-            inline_limit = max(inline_limit, _PLAIN_BYTES)
+        preview = self.shell.preview(result)
+        if preview.kind in ("plain", "none") and not preview.truncated:
+            inline_limit = max(inline_limit, _INLINE_PLAIN_BYTES)
         payload = pickling.dump_small(result, inline_limit) if inline_limit else None
         if payload is not None:
-            return Value(preview=shown, payload=payload)
-        if not keep:
-            return Value(preview=shown, payload=self._kept.dump(call, result))
-        self._kept.keep(call, result)
-        return Value(preview=shown, ref=call)
+            return Value(preview=preview, payload=payload)
+        if not retain:
+            return Value(preview=preview, payload=self._value_store.dump(call, result))
+        self._value_store.store(call, result)
+        return Value(preview=preview, ref=call)
 
-    def _lend_names(self, function: Any) -> None:
+    def _inject_globals(self, function: Any) -> None:
         """A function of the notebook, sent by value, knows only the globals that came with it; what it names beyond
         them (`rank`, `dist`, what cells have bound) it finds as if it had been defined in a cell."""
-        known = getattr(function, "__globals__", None)
+        function_globals = getattr(function, "__globals__", None)
         module = sys.modules.get(getattr(function, "__module__", None) or "")
-        if known is None or known is getattr(module, "__dict__", None):
+        if function_globals is None or function_globals is getattr(module, "__dict__", None):
             return
-        for name in _names_in(function.__code__):
-            if name not in known and name in self.shell.user_ns:
-                known[name] = self.shell.user_ns[name]
+        for name in _iter_global_names(function.__code__):
+            if name not in function_globals and name in self.shell.user_ns:
+                function_globals[name] = self.shell.user_ns[name]
 
-    def _load(self, payload: messages.Payload) -> Any:
+    def _unpickle(self, payload: messages.Payload) -> Any:
         return pickling.load(payload, reader=self.reader, resolve=self.resolve)
 
     def resolve(self, reference: str) -> Any:
         """The rank's own object for a handle among the arguments: `name:x`, `ref:<call>`, `tensor:<engine>#<id>`."""
         kind, _, key = reference.partition(":")
         if kind == "ref":
-            if key not in self._kept:
-                raise TransferError(f"the object behind this handle was released on rank {self.told.rank}")
-            return self._kept[key]
+            if key not in self._value_store:
+                raise TransferError(f"the object behind this handle was released on rank {self.config.rank}")
+            return self._value_store[key]
         if kind == "tensor":
             return self.tensors.resolve(key)
         if kind in self.resolvers:
             return self.resolvers[kind](key)
         if key not in self.shell.user_ns:
-            raise NameError(f"name {key!r} is not defined on rank {self.told.rank}")
+            raise NameError(f"name {key!r} is not defined on rank {self.config.rank}")
         return self.shell.user_ns[key]
 
     # ---- called by the service thread
 
-    def stop(self, call: CallId) -> None:
+    def interrupt_call(self, call: CallId) -> None:
         """End this call, also if the main thread has not begun it yet; never the one after it."""
-        self._gate.stop(call)
+        self._gate.interrupt_call(call)
 
     def unblock(self, reason: str, *, interrupt: bool) -> None:
         """Free the main thread from a collective it waits in; on an interrupt only if it waits in one."""
-        if self._groups is None or (interrupt and not self._groups.waiting):
+        if self._groups is None or (interrupt and not self._groups.is_waiting):
             return
-        self._groups.sever(KeyboardInterrupt(reason) if interrupt else RankLost(reason))
+        self._groups.abort(KeyboardInterrupt(reason) if interrupt else RankLost(reason))
 
     def position(self, about: CallId) -> messages.RankPosition:
         """Where this rank is in the order of its collectives."""
-        running, done, groups = self.running, self.done, self._groups
+        running, done, groups = self.running_call_id, self.last_finished_call, self._groups
         last = self.ring.last
-        since = self._begins.get(about, 0 if last is None else last.seq)  # not begun here: nothing moved for it
+        since = self._seq_before_call.get(
+            about, 0 if last is None else last.seq
+        )  # not begun here: nothing moved for it
         return messages.RankPosition(
-            rank=self.told.rank,
-            call=None if done is None else done.call,
-            status="" if done is None else done.outcome.status,
-            cause=self._left_because,
-            at_rest=running is None or groups is None or groups.is_held,
-            idle=running is None,
-            may_join=positions.may_join(self.ring),
-            num_named=0 if groups is None else groups.num_named,
+            rank=self.config.rank,
+            last_call=None if done is None else done.call,
+            last_status="" if done is None else done.outcome.status,
+            cause=self._leave_reason,
+            is_held_or_idle=running is None or groups is None or groups.is_held,
+            is_idle=running is None,
+            has_other_collective_threads=positions.has_other_collective_threads(self.ring),
+            num_groups_created=0 if groups is None else groups.num_groups_created,
             groups=()
             if groups is None
-            else positions.groups_now([group.label for group in groups.members()], self.ring, since),
+            else positions.group_positions([group.label for group in groups.all_groups()], self.ring, since),
         )
 
-    def _why_it_left(self, outcome: Outcome) -> str:
+    def _describe_leave_reason(self, outcome: Outcome) -> str:
         """Why others wait in vain for this rank: "rank 1 raised ValueError: no at line 3"; "" if it ended well."""
         error = outcome.error
         if outcome.status == "ok":
             return ""
-        if error is not None and error.released is not None and self._because is not None:
-            return self._because.cause  # it had left because of another one, which is the cause of all
+        if error is not None and error.released_from is not None and self._release_error is not None:
+            return self._release_error.cause  # it had left because of another one, which is the cause of all
         if outcome.status == "interrupted" or error is None:
-            return f"rank {self.told.rank} was stopped"
-        frame = next((frame for frame in reversed(error.frames) if is_user(frame.file)), None)
-        where = "" if frame is None else f" at {_place(frame.file, frame.line, error.frames[0].file)}"
+            return f"rank {self.config.rank} was stopped"
+        frame = next((frame for frame in reversed(error.frames) if is_user_file(frame.file)), None)
+        location = "" if frame is None else f" at {_format_location(frame.file, frame.line, error.frames[0].file)}"
         text = error.evalue.splitlines()[0] if error.evalue else ""
-        return f"rank {self.told.rank} raised {error.ename}{': ' if text else ''}{text}{where}"
+        return f"rank {self.config.rank} raised {error.ename}{': ' if text else ''}{text}{location}"
 
-    def hold_after(self, about: CallId) -> None:
+    def hold_collectives_after(self, about: CallId) -> None:
         """A call is being stopped: once it is over here, collectives wait until it is over everywhere. What has begun
         behind it before is left alone."""
-        if self._groups is None or self.running not in (None, about):
+        if self._groups is None or self.running_call_id not in (None, about):
             return
-        self._held_for = about
-        if self.running is None:
-            self._groups.hold()
+        self._holding_call = about
+        if self.running_call_id is None:
+            self._groups.hold_collectives()
 
     def complete_futures(self) -> None:
         """Of collectives that have ended unnoticed."""
         if self._groups is not None:
             self._groups.complete_futures()
 
-    def groups_checked(self, command: messages.GroupsChecked) -> None:
+    def groups_checked(self, command: messages.ResumeCollectives) -> None:
         """The call that was asked about is over everywhere, and these groups are out of step."""
         if self._groups is None:
             return
-        self._groups.break_named(command.broken, command.reason, epoch=command.epoch)
-        if self._held_for == command.about:
+        self._groups.invalidate_named(command.broken_groups, command.reason, generation=command.generation)
+        if self._holding_call == command.about_call:
             # Its host may have taken it back before it came here, and tell of it by its name: then it holds nothing.
-            self._held_for = None
-            self._groups.go_on()
+            self._holding_call = None
+            self._groups.resume_collectives()
 
     def ranks_left(self, command: messages.RanksLeft) -> None:
         """Others have left a call that this rank works on, or will."""
-        known = _remember(self._left, command.call, self._left.get(command.call, {}))
-        known.update({left.rank: left for left in command.left})
-        if self.running == command.call:
-            self._watch_left()
+        positions_by_rank = _store_bounded(
+            self._left_positions, command.call, self._left_positions.get(command.call, {})
+        )
+        positions_by_rank.update({left.rank: left for left in command.left_positions})
+        if self.running_call_id == command.call:
+            self._start_left_watcher()
 
-    def _watch_left(self) -> None:
-        if not self._watching and self._groups is not None:
-            self._watching = True
-            threading.Thread(target=self._release_waits, name="meshbook-left", daemon=True).start()
+    def _start_left_watcher(self) -> None:
+        if not self._is_watching_left and self._groups is not None:
+            self._is_watching_left = True
+            threading.Thread(target=self._watch_left_ranks, name="meshbook-left", daemon=True).start()
 
-    def _release_waits(self) -> None:
+    def _watch_left_ranks(self) -> None:
         """While the call runs that others have left: break the groups as soon as a collective waits for one of them."""
         pause = threading.Event()
+        groups = self._groups
+        assert groups is not None
         try:
-            while (call := self.running) is not None and call in self._left and self._groups.severed_with is None:
-                found = self._hopeless(tuple(self._left[call].values()))
-                if found is not None and self.running == call:
-                    self._because = found
-                    self._groups.sever(found, epoch=self._groups.epoch)
+            while (
+                (call := self.running_call_id) is not None
+                and call in self._left_positions
+                and groups.abort_failure is None
+            ):
+                error = self._find_doomed_wait(tuple(self._left_positions[call].values()))
+                if error is not None and self.running_call_id == call:
+                    self._release_error = error
+                    groups.abort(error, generation=groups.generation)
                     return
-                pause.wait(_LEFT_LOOK_S)
+                pause.wait(_LEFT_POLL_S)
         finally:
-            self._watching = False
+            self._is_watching_left = False
 
-    def _hopeless(self, lefts: tuple[messages.RankPosition, ...]) -> CollectiveAborted | None:
+    def _find_doomed_wait(self, left_positions: tuple[messages.RankPosition, ...]) -> CollectiveAborted | None:
         """The error for whoever waits here in what needs a rank that has left; None: nobody does."""
-        for one in self.ring.running():
-            for left in lefts:
-                if positions.is_hopeless(one, left, self.told.rank):
-                    return self._aborted(one.op, f"{one.op} #{one.group_seq}", one.line, left)
-        for label in self._groups.joining:
-            for left in lefts:
-                if positions.is_hopeless_to_join(label, left):
-                    return self._aborted("new_group", "new_group", None, left)
+        for collective in self.ring.running():
+            for left in left_positions:
+                if positions.can_never_complete(collective, left, self.config.rank):
+                    return self._make_aborted_error(
+                        collective.op, f"{collective.op} #{collective.group_seq}", collective.line, left
+                    )
+        for label in self._groups.connecting if self._groups is not None else ():
+            for left in left_positions:
+                if positions.can_never_form(label, left):
+                    return self._make_aborted_error("new_group", "new_group", None, left)
         return None
 
-    def _aborted(self, op: str, what: str, line: UserLine | None, left: messages.RankPosition) -> CollectiveAborted:
-        where = op if line is None else f"{op} at {_place(line.file, line.line, self.shell.running_file)}"
-        ended = f"rank {left.rank} ended the cell without coming to"
-        told = left.cause or f"{ended} it"
-        cause = left.cause or f"{ended} {what}"  # for those who wait for this rank in turn
-        return CollectiveAborted(f"{what} cannot be completed: {told}", ranks=(left.rank,), cause=cause, where=where)
+    def _make_aborted_error(
+        self, op: str, what: str, line: UserLine | None, left: messages.RankPosition
+    ) -> CollectiveAborted:
+        where = op if line is None else f"{op} at {_format_location(line.file, line.line, self.shell.running_file)}"
+        prefix = f"rank {left.rank} ended the cell without coming to"
+        reason = left.cause or f"{prefix} it"
+        cause = left.cause or f"{prefix} {what}"  # for those who wait for this rank in turn
+        return CollectiveAborted(f"{what} cannot be completed: {reason}", ranks=(left.rank,), cause=cause, where=where)
 
     def release(self, refs: tuple[str, ...], segments: tuple[str, ...]) -> None:
-        self._kept.release(refs, segments)
+        self._value_store.release(refs, segments)
 
     def drop_client(self, client: str) -> None:
         """Let go of what was held for a client that is gone."""
-        self._kept.drop_client(client)
+        self._value_store.drop_client(client)
         if self._tensors is not None:
-            self._tensors.drop(client)
+            self._tensors.drop_client(client)
 
     # ---- asking the user
 
-    def ask(self, prompt: str, password: bool) -> str:
+    def request_input(self, prompt: str, password: bool) -> str:
         """What the user answers in the notebook; input() and getpass() come here.
 
         Raises:
             EOFError: there is nobody to ask.
             KeyboardInterrupt: the user pressed Stop instead.
         """
-        work = self._reporter.work
-        call = self.running
+        work = self._reporter.work_socket
+        call = self.running_call_id
         if call is None or not self.shell.allow_input:
             raise EOFError(
                 "input() can be answered only while a cell of a notebook or terminal runs; "
                 "give the value as a variable instead"
             )
-        self._output.drain()
-        self._reporter.say(work)
-        self.asking = True  # before anybody hears of it
+        self._output.flush()
+        self._reporter.send_output(work)
+        self.awaiting_input = True  # before anybody hears of it
         try:
-            self._reporter.send(messages.RankAsked(rank=self.told.rank, call=call, prompt=prompt, password=password))
+            self._reporter.send(
+                messages.RankInputRequest(rank=self.config.rank, call=call, prompt=prompt, password=password)
+            )
             while True:
                 work.poll()  # a SIGINT raises here, with no message half taken
                 reply = codec.rank_commands.decode(work.recv_multipart())
-                if isinstance(reply, messages.ReplyInput) and reply.target == call:
+                if isinstance(reply, messages.InputReply) and reply.target == call:
                     if reply.interrupted:
                         raise KeyboardInterrupt
                     if reply.text is None:
                         raise EOFError("there is nobody to ask for input() here")
                     return reply.text
         finally:
-            self.asking = False
+            self.awaiting_input = False
 
     # ---- begin and end
 
     def choose_device(self) -> str:
         """`cuda:<local rank>` when there is a GPU for every rank of this host, else `cpu`."""
-        spec = self.told.spec
+        spec = self.config.spec
         if spec.torch and spec.device != "cpu":
             import torch
 
             num_gpus = torch.cuda.device_count()
             if spec.device == "cuda" and not num_gpus:
                 raise StartError("cuda was asked for, and this host has no GPU that torch can use; try --device cpu")
-            if num_gpus >= self.told.local_world_size or spec.device == "cuda":
-                self.device = f"cuda:{self.told.local_rank % max(1, num_gpus)}"
+            if num_gpus >= self.config.local_world_size or spec.device == "cuda":
+                self.device = f"cuda:{self.config.local_rank % max(1, num_gpus)}"
         return self.device
 
     def close(self) -> None:
@@ -563,43 +597,43 @@ class Executor:
         self.pool.close()
 
 
-def _place(file: str, line: int, own: str | None) -> str:
+def _format_location(file: str, line: int, running_file: str | None) -> str:
     """`line 3` of the cell that runs, `line 3 of cell 2` of another one, `train.py:3`."""
-    if file == own:
+    if file == running_file:
         return f"line {line}"
-    cell = cell_of(file)
+    cell = cell_label(file)
     return f"line {line} of {cell}" if cell is not None else f"{os.path.basename(file)}:{line}"
 
 
-def _remember(memory: dict[CallId, Any], call: CallId, what: Any) -> Any:
+def _store_bounded(values_by_call: dict[CallId, Any], call: CallId, value: Any) -> Any:
     """Keep something for a call, and for some calls before it."""
-    memory[call] = what
-    while len(memory) > _CALLS:
-        del memory[next(iter(memory))]
-    return what
+    values_by_call[call] = value
+    while len(values_by_call) > _MAX_REMEMBERED_CALLS:
+        del values_by_call[next(iter(values_by_call))]
+    return value
 
 
-class _Noting:
+class _CrashLogObserver:
     """Notes each collective where the host finds it should this process die in it; about 2 us."""
 
-    def __init__(self, words: LastWords, shell: RankShell) -> None:
-        self._words, self._shell = words, shell
+    def __init__(self, crash_log: CrashLog, shell: RankShell) -> None:
+        self._crash_log, self._shell = crash_log, shell
 
     def begun(self, collective: Collective, arguments: tuple[Any, ...]) -> None:
         line = collective.line
         where = ""
         if line is not None:
-            place = "the cell" if line.file == self._shell.running_file else line.file
-            where = f", at line {line.line} of {place}"
-        self._words.note(f"{collective.op} #{collective.group_seq} of {collective.label.members}{where}")
+            location = "the cell" if line.file == self._shell.running_file else line.file
+            where = f", at line {line.line} of {location}"
+        self._crash_log.set_note(f"{collective.op} #{collective.group_seq} of {collective.label.ranks_text}{where}")
 
     def finished(self, collective: Collective, arguments: tuple[Any, ...]) -> None:
         pass
 
 
-def _names_in(code: CodeType) -> Iterator[str]:
+def _iter_global_names(code: CodeType) -> Iterator[str]:
     """Global names that a function uses, also in functions inside it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names_in(constant)
+            yield from _iter_global_names(constant)

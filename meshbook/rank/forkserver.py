@@ -20,12 +20,12 @@ import time
 import traceback
 from typing import NoReturn
 
-from meshbook.wire import birth
-from meshbook.wire.lifeline import die_with_parent, end_group
+from meshbook.wire import spawn
+from meshbook.wire.process_control import die_with_parent, kill_process_group
 
 # What a rank needs in any case, imported here so that it is shared. DTensor and FSDP2 come with torch.distributed's
 # users; importing them here costs 0.3 s once and saves 0.3 s and 20 MiB in every rank that uses them.
-_WARM = (
+_PRELOADED_MODULES = (
     "numpy",
     "torch",
     "torch.distributed",
@@ -36,35 +36,35 @@ _WARM = (
 )
 
 
-def serve(fd: int, *, with_torch: bool, listen: str) -> NoReturn:
+def serve(fd: int, *, with_torch: bool, listen_path: str) -> NoReturn:
     """Fork on request until the host's end of the socket closes."""
     started = time.monotonic()
     host = socket.socket(fileno=fd)
-    for name in _WARM if with_torch else ():
+    for name in _PRELOADED_MODULES if with_torch else ():
         importlib.import_module(name)
     from meshbook.rank import main as _rank_main  # after torch, so that its threads setting is in place
-    from meshbook.rank.service import ACTORS
+    from meshbook.rank.service import ACTORS_ENTRY_POINT
     from meshbook.rank.shell import preload
 
     if with_torch:  # light ranks are for actors and seldom run a cell: they should rather be there at once
         preload()
-    importlib.import_module(ACTORS.partition(":")[0])
+    importlib.import_module(ACTORS_ENTRY_POINT.partition(":")[0])
 
     if with_torch:
         import torch
 
         torch.set_num_threads(1)  # a pool that exists here would be a pool of dead threads in every child
-    unfit = why_not_fork()
-    if unfit is not None:
-        host.send(birth.encoder.encode(birth.ForkServerUnfit(unfit)))
+    hazard = find_fork_hazard()
+    if hazard is not None:
+        host.send(spawn.encoder.encode(spawn.ForkUnsafe(hazard)))
         os._exit(0)
     gc.collect()
     gc.freeze()  # the collector must not write to the shared pages
-    host.send(birth.encoder.encode(birth.ForkServerReady(time.monotonic() - started)))
-    _fork_for(host, _listen(listen), _rank_main)
+    host.send(spawn.encoder.encode(spawn.ForkServerReady(time.monotonic() - started)))
+    _serve_fork_requests(host, _bind_listener(listen_path), _rank_main)
 
 
-def why_not_fork() -> str | None:
+def find_fork_hazard() -> str | None:
     """What makes this process unsafe to fork from; None: nothing does.
 
     A library that starts a thread or uses CUDA as it is imported (a plugin of torch's, for example) is enough: locks of
@@ -73,7 +73,7 @@ def why_not_fork() -> str | None:
     with contextlib.suppress(OSError):
         tasks = os.listdir("/proc/self/task")
         if len(tasks) > 1:
-            names = sorted({_name_of_thread(task) for task in tasks if task != str(os.getpid())})
+            names = sorted({_thread_name(task) for task in tasks if task != str(os.getpid())})
             return f"its imports have started {len(tasks) - 1} threads ({', '.join(names)})"
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -81,7 +81,7 @@ def why_not_fork() -> str | None:
     return None
 
 
-def _name_of_thread(task: str) -> str:
+def _thread_name(task: str) -> str:
     try:
         with open(f"/proc/self/task/{task}/comm") as file:
             return file.read().strip()
@@ -89,7 +89,7 @@ def _name_of_thread(task: str) -> str:
         return "ended meanwhile"
 
 
-def _listen(path: str) -> socket.socket:
+def _bind_listener(path: str) -> socket.socket:
     """Where other meshes of the same user may have this server branch off one for them, instead of importing all of it
     again. Its folder lets nobody else in."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -100,75 +100,75 @@ def _listen(path: str) -> socket.socket:
     return listener
 
 
-def _fork_for(host: socket.socket, listener: socket.socket, _rank_main: object) -> NoReturn:
-    children = _watch_children()
+def _serve_fork_requests(host: socket.socket, listener: socket.socket, _rank_main: object) -> NoReturn:
+    sigchld_fd = _open_sigchld_pipe()
     while True:
-        readable, _, _ = select.select([host.fileno(), children, listener.fileno()], [], [])
+        readable, _, _ = select.select([host.fileno(), sigchld_fd, listener.fileno()], [], [])
         if listener.fileno() in readable:
-            _branch(host, listener, children, _rank_main)
-        if children in readable:
+            _fork_detached_server(host, listener, sigchld_fd, _rank_main)
+        if sigchld_fd in readable:
             with contextlib.suppress(BlockingIOError):
-                os.read(children, 4096)
-            _reap(host)
+                os.read(sigchld_fd, 4096)
+            _reap_children(host)
         if host.fileno() in readable:
             try:
-                data, descriptors, _, _ = socket.recv_fds(host, birth.MAX_BIRTH_BYTES, 6)
+                data, descriptors, _, _ = socket.recv_fds(host, spawn.RECEIVE_BYTES, 6)
             except ConnectionError:  # the host was killed
                 data = b""
             if not data:
                 os._exit(0)
-            command = birth.fork_commands.decode(data)
-            if isinstance(command, birth.InFile):
+            command = spawn.fork_commands.decode(data)
+            if isinstance(command, spawn.CommandInFile):
                 with open(descriptors.pop(), "rb") as file:
                     file.seek(0)
-                    command = birth.fork_commands.decode(file.read())
-            answer: birth.ForkReport
+                    command = spawn.fork_commands.decode(file.read())
+            reply: spawn.ForkReport
             try:
                 pid = os.fork()
             except OSError as error:
-                answer = birth.NotForked(f"{error.strerror}: this user or container may have no more processes")
+                reply = spawn.ForkFailed(f"{error.strerror}: this user or container may have no more processes")
             else:
                 if pid == 0:
                     listener.close()  # or it would go on listening, and nobody answer, for as long as a rank lives
-                    _in_child(_rank_main, host, command, descriptors)
-                answer = birth.Forked(pid)
+                    _run_child(_rank_main, host, command, descriptors)
+                reply = spawn.Forked(pid)
             for descriptor in descriptors:
                 os.close(descriptor)
-            host.send(birth.encoder.encode(answer))
+            host.send(spawn.encoder.encode(reply))
 
 
-def _branch(host: socket.socket, listener: socket.socket, children: int, rank_main: object) -> None:
+def _fork_detached_server(host: socket.socket, listener: socket.socket, sigchld_fd: int, rank_main: object) -> None:
     """A fork server for another mesh. It is nobody's child, and ends when that mesh's host lets go of it."""
     connection, _ = listener.accept()
     try:
-        first = os.fork()
+        child_pid = os.fork()
     except OSError:  # no room for one more: that mesh hears of it by the end of the connection, and this one goes on
         connection.close()
         return
-    if first:
+    if child_pid:
         connection.close()
-        os.waitpid(first, 0)
+        os.waitpid(child_pid, 0)
         return
     try:
         if os.fork() == 0:
             # All that is this server's own: branches are branched off again, and would hand down more each time.
             os.close(signal.set_wakeup_fd(-1))
-            os.close(children)
+            os.close(sigchld_fd)
             host.close()
             listener.close()
-            told = birth.branches.decode(connection.recv(birth.MAX_BIRTH_BYTES))
+            request = spawn.branch_requests.decode(connection.recv(spawn.RECEIVE_BYTES))
             os.environ.clear()
-            os.environ.update(told.environment)
-            own = _listen(told.listen)
-            connection.send(birth.encoder.encode(birth.ForkServerReady(0.0)))
-            _fork_for(connection, own, rank_main)
+            os.environ.update(request.environment)
+            own_listener = _bind_listener(request.listen_path)
+            connection.send(spawn.encoder.encode(spawn.ForkServerReady(0.0)))
+            _serve_fork_requests(connection, own_listener, rank_main)
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(0)
 
 
-def _watch_children() -> int:
+def _open_sigchld_pipe() -> int:
     """A descriptor that becomes readable when a child ends."""
     readable, writable = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -176,7 +176,7 @@ def _watch_children() -> int:
     return readable
 
 
-def _reap(host: socket.socket) -> None:
+def _reap_children(host: socket.socket) -> None:
     while True:
         try:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -184,25 +184,25 @@ def _reap(host: socket.socket) -> None:
             return
         if ended is None:
             return
-        end_group(ended.si_pid)
+        kill_process_group(ended.si_pid)
         pid, status = os.waitpid(ended.si_pid, 0)
-        host.send(birth.encoder.encode(birth.ChildExited(pid, status)))
+        host.send(spawn.encoder.encode(spawn.ChildExited(pid, status)))
 
 
-def _in_child(rank_main: object, host: socket.socket, command: birth.ForkCommand, descriptors: list[int]) -> NoReturn:
+def _run_child(rank_main: object, host: socket.socket, command: spawn.ForkCommand, descriptors: list[int]) -> NoReturn:
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         host.close()
         die_with_parent()
         match command:
-            case birth.ForkRank(birth=told):
-                read_out, read_err, write_out, write_err, last_words = descriptors
+            case spawn.ForkRank(config=config):
+                read_out, read_err, write_out, write_err, crash_log_fd = descriptors
                 os.dup2(write_out, 1)
                 os.dup2(write_err, 2)
                 os.close(write_out)
                 os.close(write_err)
-                rank_main.be_rank(told, (read_out, read_err), last_words)  # type: ignore[attr-defined]
+                rank_main.run_rank(config, (read_out, read_err), crash_log_fd)  # type: ignore[attr-defined]
     except BaseException:
         traceback.print_exc()
     finally:
@@ -213,7 +213,7 @@ def _in_child(rank_main: object, host: socket.socket, command: birth.ForkCommand
 def main() -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
-    serve(int(sys.argv[1]), with_torch="--no-torch" not in sys.argv, listen=sys.argv[2])
+    serve(int(sys.argv[1]), with_torch="--no-torch" not in sys.argv, listen_path=sys.argv[2])
 
 
 if __name__ == "__main__":

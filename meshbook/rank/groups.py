@@ -1,7 +1,7 @@
 """The process groups of a rank: formed at its start, broken when somebody must get out of one, and formed again.
 
-`Groups` makes every process group of its process a `WatchedGroup`, whoever asks for it: `form`, a DeviceMesh, the
-user's own `dist.new_group`. So it can end all that is stuck (`sever`), and afterwards give the same objects new
+`ProcessGroups` makes every process group of its process a `WatchedGroup`, whoever asks for it: `form`, a DeviceMesh,
+the user's own `dist.new_group`. So it can end all that is stuck (`sever`), and afterwards give the same objects new
 connections, also to a member that is a new process (`form` with the next epoch).
 
 Each epoch has its own corner of the store, `e<epoch>/<group>`, so nothing of a former epoch is ever met again.
@@ -34,29 +34,29 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshbook.errors import MeshShapeError
 from meshbook.rank import backends
-from meshbook.rank.backends import Link
-from meshbook.rank.ring import Label, Ring, one_line
+from meshbook.rank.backends import BackendHandle
+from meshbook.rank.interrupted_steps import is_mid_step, num_rebucketed_models, reset_interrupted_steps
+from meshbook.rank.process_group import GroupBroken, GroupFailure, Observer, WatchedGroup
+from meshbook.rank.ring import CollectiveRing, GroupLabel, one_line_error
 from meshbook.rank.store import MeshStore
-from meshbook.rank.unfinished import forget_unfinished_steps, is_in_a_step, num_rearranged
-from meshbook.rank.watched import Break, GroupBroken, Observer, WatchedGroup
 
-__all__ = ["GroupBroken", "Groups", "Observer", "WatchedGroup"]
+__all__ = ["GroupBroken", "Observer", "ProcessGroups", "WatchedGroup"]
 
 # torch's module of process groups, whose state has no other door.
 c10d: Any = dist.distributed_c10d
 
 # The name our groups have while torch creates them. Users never see it: `dist.get_backend()` says what they asked for.
-_BACKEND = "meshbook"
+_BACKEND_NAME = "meshbook"
 
 # Seconds a collective may take before gloo gives up by itself: torch's own default. Stop and supervisor are quicker.
 _COLLECTIVE_TIMEOUT_S = 1800.0
 
 # Seconds that NCCL may take to abort before its rank counts as beyond help. Others saw 0.15 s (NeMo-RL) when it works.
-_ABORT_S = 20.0
+_ABORT_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True)
-class _Place:
+class _MeshLayout:
     """What must be unchanged for groups to be formed again in place."""
 
     rank: int
@@ -65,7 +65,7 @@ class _Place:
     axes: tuple[tuple[str, int], ...]
 
 
-class Groups:
+class ProcessGroups:
     """All process groups of this process. One per rank.
 
     `form` and `close` belong to the main thread. `sever`, `broken` and `broken_reason` may be used by any.
@@ -79,7 +79,7 @@ class Groups:
 
     def __init__(
         self,
-        ring: Ring,
+        ring: CollectiveRing,
         *,
         collective_timeout_s: float = _COLLECTIVE_TIMEOUT_S,
     ) -> None:
@@ -89,45 +89,49 @@ class Groups:
         """
         self.ring = ring
         self.observers: list[Observer] = []
-        self.epoch: int | None = None
+        self.generation: int | None = None
         self.mesh: DeviceMesh | None = None
         self._collective_timeout = timedelta(seconds=collective_timeout_s)
         self._store: Store | None = None
-        self._join_timeout_s: float | None = None  # while forming
-        self._place: _Place | None = None
-        self._members: dict[str, WatchedGroup] = {}
-        self._formed: set[str] = set()  # names of those that `form` itself made: every rank has them
-        self._held: dict[str, set[int]] = {}  # other groups of this epoch's beginning, and the ranks that had them
-        self._connected: Counter[str] = Counter()  # a group destroyed and made anew may have its former name
-        self._asked: dict[str, str] = {}  # backends of the group being created
+        self._form_timeout_s: float | None = None  # while forming
+        self._layout: _MeshLayout | None = None
+        self._groups_by_name: dict[str, WatchedGroup] = {}
+        self._mesh_group_names: set[str] = set()  # names of those that `form` itself made: every rank has them
+        self._user_group_ranks: dict[
+            str, set[int]
+        ] = {}  # other groups of this epoch's beginning, and the ranks that had them
+        self._num_connects: Counter[str] = Counter()  # a group destroyed and made anew may have its former name
+        self._requested_backends: dict[str, str] = {}  # backends of the group being created
         self._lock = threading.Lock()
-        self._severed: Break | None = None
-        self._aborting: threading.Thread | None = None
-        self._held_by: threading.Event | None = None
-        self._joining: list[Label] = []
-        self._left_backward = False  # a backward pass of the call that runs did not come to its end
-        self._num_reaching = 0  # threads that wait for the store or for peers to connect
-        self._replaced: list[tuple[Any, str, Any]] = []  # module, name, torch's own
-        ring.skip(Path(torch.__file__).parent)
-        ring.skip(typing_extensions.__file__)  # its wrapper of deprecated functions lies between the user and torch
+        self._abort_failure: GroupFailure | None = None
+        self._abort_thread: threading.Thread | None = None
+        self._hold_event: threading.Event | None = None
+        self._connecting: list[GroupLabel] = []
+        self._is_backward_incomplete = False  # a backward pass of the call that runs did not come to its end
+        self._num_rendezvous = 0  # threads that wait for the store or for peers to connect
+        self._patches: list[tuple[Any, str, Any]] = []  # module, name, torch's own
+        ring.skip_frames_of(Path(torch.__file__).parent)
+        ring.skip_frames_of(
+            typing_extensions.__file__
+        )  # its wrapper of deprecated functions lies between the user and torch
 
     # ---- broken, or not
 
     @property
-    def broken(self) -> bool:
+    def is_broken(self) -> bool:
         """True when any group cannot be used until the next `form`."""
-        return self.broken_reason is not None
+        return self.failure_reason is not None
 
     @property
-    def broken_reason(self) -> str | None:
-        if self._severed is not None:
-            return self._severed.reason
-        for group in list(self._members.values()):
-            if group.broken is not None:
-                return group.broken.reason
+    def failure_reason(self) -> str | None:
+        if self._abort_failure is not None:
+            return self._abort_failure.reason
+        for group in list(self._groups_by_name.values()):
+            if group.failure is not None:
+                return group.failure.reason
         return None
 
-    def sever(self, error: BaseException, *, epoch: int | None = None) -> None:
+    def abort(self, error: BaseException, *, generation: int | None = None) -> None:
         """End every wait in a collective, in whichever thread, with `error`, and break all groups. Any thread.
 
         Does not wait for those threads. Each gets its own copy of `error`. On gloo they have it within milliseconds.
@@ -135,116 +139,116 @@ class Groups:
         its next collective that raises, so look at `broken` too before believing a result.
 
         Args:
-            epoch: break the groups of this epoch only; a no-op when others have taken their place.
+            generation: break the groups of this epoch only; a no-op when others have taken their place.
         """
         with self._lock:
-            if epoch is not None and epoch != self.epoch:
+            if generation is not None and generation != self.generation:
                 return
-            cause = Break(str(error).splitlines()[0] if str(error) else type(error).__name__, error)
-            if self._severed is None:
-                self._severed = cause
-            members = list(self._members.values())
-            links = [link for group in members for link in group.links]
-            if self._num_reaching > 0 and isinstance(self._store, MeshStore):
-                self._store.give_up()
-        for group in members:
-            group.break_off(cause)
-        self.go_on()
-        self._cut(links)
+            failure = GroupFailure(str(error).splitlines()[0] if str(error) else type(error).__name__, error)
+            if self._abort_failure is None:
+                self._abort_failure = failure
+            groups = list(self._groups_by_name.values())
+            handles = [handle for group in groups for handle in group.backend_handles]
+            if self._num_rendezvous > 0 and isinstance(self._store, MeshStore):
+                self._store.cancel_waits()
+        for group in groups:
+            group.invalidate(failure)
+        self.resume_collectives()
+        self._abort_backends(handles)
 
     def complete_futures(self) -> None:
         """Of collectives that have ended unnoticed. Any thread; does not wait."""
-        for group in self.members():
+        for group in self.all_groups():
             group.complete_futures()
 
     @property
-    def severed_with(self) -> Break | None:
+    def abort_failure(self) -> GroupFailure | None:
         """What all groups were severed with since they were formed."""
-        return self._severed
+        return self._abort_failure
 
-    def hold(self) -> None:
+    def hold_collectives(self) -> None:
         """Have the collectives that begin from now on wait for `go_on`."""
-        if self._held_by is None:
-            self._held_by = threading.Event()
-        for group in list(self._members.values()):
-            group.held = self._held_by
+        if self._hold_event is None:
+            self._hold_event = threading.Event()
+        for group in list(self._groups_by_name.values()):
+            group.hold_event = self._hold_event
 
-    def go_on(self) -> None:
+    def resume_collectives(self) -> None:
         """Collectives that `hold` keeps waiting may begin. Any thread."""
-        held, self._held_by = self._held_by, None
-        for group in list(self._members.values()):
-            group.held = None
-        if held is not None:
-            held.set()
+        hold_event, self._hold_event = self._hold_event, None
+        for group in list(self._groups_by_name.values()):
+            group.hold_event = None
+        if hold_event is not None:
+            hold_event.set()
 
     @property
     def is_held(self) -> bool:
-        return self._held_by is not None
+        return self._hold_event is not None
 
-    def call_ended(self, *, well: bool) -> None:
+    def call_ended(self, *, succeeded: bool) -> None:
         """A call is over. A model that it left in the middle of a step would go on from another point on each rank:
         then the groups are to be formed again, which has all ranks forget the step. To be called when no user code
         runs."""
-        left_backward, self._left_backward = self._left_backward, False
-        if well or self.broken or not is_in_a_step(left_backward=left_backward):
+        backward_incomplete, self._is_backward_incomplete = self._is_backward_incomplete, False
+        if succeeded or self.is_broken or not is_mid_step(backward_incomplete=backward_incomplete):
             return
-        cause = Break("a model was left in the middle of a step")
-        for group in self.members():
-            group.break_off(cause)
+        failure = GroupFailure("a model was left in the middle of a step")
+        for group in self.all_groups():
+            group.invalidate(failure)
 
-    def break_named(self, names: Iterable[str], reason: str, *, epoch: int) -> None:
+    def invalidate_named(self, names: Iterable[str], reason: str, *, generation: int) -> None:
         """Refuse these groups until they are formed again; a no-op when another epoch's are there. Any thread."""
-        if epoch == self.epoch:
+        if generation == self.generation:
             for name in names:
-                group = self._members.get(name)
-                if group is not None and group.broken is None:
-                    group.break_off(Break(reason))
+                group = self._groups_by_name.get(name)
+                if group is not None and group.failure is None:
+                    group.invalidate(GroupFailure(reason))
 
-    def members(self) -> list[WatchedGroup]:
+    def all_groups(self) -> list[WatchedGroup]:
         """Every group of this process."""
-        return list(self._members.values())
+        return list(self._groups_by_name.values())
 
     @property
-    def num_named(self) -> int:
+    def num_groups_created(self) -> int:
         """How many groups torch has named here, which is the next one's name."""
         return int(c10d._world.group_count)
 
     @property
-    def joining(self) -> tuple[Label, ...]:
+    def connecting(self) -> tuple[GroupLabel, ...]:
         """Groups that wait for their members to come."""
-        return tuple(self._joining)
+        return tuple(self._connecting)
 
     @property
-    def on_nccl(self) -> bool:
+    def has_nccl(self) -> bool:
         """Whether any group of this process has an NCCL backend."""
-        return any(link.kind == "nccl" for group in self.members() for link in group.links)
+        return any(handle.kind == "nccl" for group in self.all_groups() for handle in group.backend_handles)
 
     @property
-    def waiting(self) -> bool:
+    def is_waiting(self) -> bool:
         """True while a thread is in a collective, or waits for the others to form a group. Any thread."""
-        return self._num_reaching > 0 or bool(self.ring.running())
+        return self._num_rendezvous > 0 or bool(self.ring.running())
 
-    def _cut(self, links: Iterable[Link]) -> None:
+    def _abort_backends(self, handles: Iterable[BackendHandle]) -> None:
         """End what is stuck in these backends. Does not wait."""
-        links = list(links)
-        backends.cut_connections({address for link in links for address in link.addresses})
-        nccl, before = [link for link in links if link.kind == "nccl"], self._aborting
+        handles = list(handles)
+        backends.shutdown_connections({address for handle in handles for address in handle.addresses})
+        nccl, previous_abort = [handle for handle in handles if handle.kind == "nccl"], self._abort_thread
         if nccl:
 
             def abort() -> None:
-                if before is not None:
-                    before.join()
+                if previous_abort is not None:
+                    previous_abort.join()
                 backends.abort(nccl)
 
             # A thread of its own: NCCL's abort takes long or hangs now and then, and who severs has other duties.
-            self._aborting = threading.Thread(target=abort, name="abort NCCL", daemon=True)
-            self._aborting.start()
+            self._abort_thread = threading.Thread(target=abort, name="abort NCCL", daemon=True)
+            self._abort_thread.start()
 
     # ---- forming
 
     def form(
         self,
-        epoch: int,
+        generation: int,
         *,
         rank: int,
         world_size: int,
@@ -263,7 +267,7 @@ class Groups:
         A group that a new process does not have yet is connected when it is first used, so it can make it meanwhile.
 
         Args:
-            epoch: greater than every one before.
+            generation: greater than every one before.
             store: the same for all ranks. A `MeshStore` is told when to give up waiting.
             device: cpu for gloo; cuda, with its index, for NCCL and beside it gloo for CPU tensors.
             timeout_s: seconds to wait for the others.
@@ -280,142 +284,148 @@ class Groups:
                 f"mesh axes {sizes} need {math.prod(axes.values())} ranks, but the world has {world_size}; "
                 "change an axis or the number of ranks"
             )
-        if self.epoch is not None and epoch <= self.epoch:
-            raise ValueError(f"epoch {epoch} has passed: the groups are those of epoch {self.epoch}")
-        place = _Place(rank, world_size, device, tuple(axes.items()))
-        in_place = self.mesh is not None and place == self._place and dist.group.WORLD in self._members.values()
+        if self.generation is not None and generation <= self.generation:
+            raise ValueError(f"epoch {generation} has passed: the groups are those of epoch {self.generation}")
+        layout = _MeshLayout(rank, world_size, device, tuple(axes.items()))
+        in_place = (
+            self.mesh is not None and layout == self._layout and dist.group.WORLD in self._groups_by_name.values()
+        )
         if not in_place:
-            self._drop_world()
+            self._destroy_world()
         else:
-            self._cut_all("the groups are formed again")
+            self._abort_all("the groups are formed again")
         with self._lock:
-            self.epoch, self._severed = epoch, None
-        self._place, self._held, self._store = place, {}, store
-        self._connected.clear()
-        self._join_timeout_s = timeout_s
-        self.go_on()
+            self.generation, self._abort_failure = generation, None
+        self._layout, self._user_group_ranks, self._store = layout, {}, store
+        self._num_connects.clear()
+        self._form_timeout_s = timeout_s
+        self.resume_collectives()
         try:
             store.set_timeout(timedelta(seconds=timeout_s))
             if in_place:
-                self._form_again(store)
+                self._reform(store)
             else:
-                self._form_first(place, store)
+                self._form_initial(layout, store)
         except BaseException as error:
             with self._lock:
-                if self._severed is None:
-                    said = str(error).splitlines()
-                    why = f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
-                    self._severed = Break(f"it could not be formed: {why}")
-            for group in self._members.values():
-                group.break_off(self._severed)
+                if self._abort_failure is None:
+                    lines = str(error).splitlines()
+                    reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+                    self._abort_failure = GroupFailure(f"it could not be formed: {reason}")
+            for group in self._groups_by_name.values():
+                group.invalidate(self._abort_failure)
             raise
         finally:
-            self._join_timeout_s = None
+            self._form_timeout_s = None
         assert self.mesh is not None
         return self.mesh
 
     def close(self) -> None:
         """Leave all groups without waiting for anybody. torch.distributed is as before the first `form` afterwards."""
-        self._drop_world()
-        self._uninstall()
+        self._destroy_world()
+        self._remove_patches()
 
-    def _form_first(self, place: _Place, store: Store) -> None:
-        if place.device.type == "cuda":
-            torch.cuda.set_device(place.device)
+    def _form_initial(self, layout: _MeshLayout, store: Store) -> None:
+        if layout.device.type == "cuda":
+            torch.cuda.set_device(layout.device)
             # Or else a DeviceMesh, which sees no device in use, would choose one by LOCAL_RANK.
             torch.cuda.init()  # type: ignore[no-untyped-call]
-        self._install()
+        self._install_patches()
         hook = sys.excepthook
         dist.init_process_group(
-            "nccl" if place.device.type == "cuda" else "gloo",
-            store=PrefixStore(f"e{self.epoch}", store),
-            rank=place.rank,
-            world_size=place.world_size,
+            "nccl" if layout.device.type == "cuda" else "gloo",
+            store=PrefixStore(f"e{self.generation}", store),
+            rank=layout.rank,
+            world_size=layout.world_size,
             timeout=self._collective_timeout,
         )
         sys.excepthook = hook  # torch's would put the rank before each line; whoever shows our output does that
-        names, sizes = zip(*place.axes, strict=True)
-        self.mesh = init_device_mesh(place.device.type, sizes, mesh_dim_names=names)
-        self._formed = set(self._members)
-        self._agree((), None)
+        names, sizes = zip(*layout.axes, strict=True)
+        self.mesh = init_device_mesh(layout.device.type, sizes, mesh_dim_names=names)
+        self._mesh_group_names = set(self._groups_by_name)
+        self._exchange_group_state((), None)
 
-    def _form_again(self, store: Store) -> None:
+    def _reform(self, store: Store) -> None:
         """New connections for the groups of the epoch before."""
-        mine = list(self._members.values())
-        for group in mine:
-            group.let_go()
-        for group in mine:
-            if group.label.name in self._formed:
+        groups = list(self._groups_by_name.values())
+        for group in groups:
+            group.detach_backends()
+        for group in groups:
+            if group.label.name in self._mesh_group_names:
                 self.connect(group)
         world = dist.group.WORLD
         name, _ = c10d._world.pg_map[world]
-        c10d._world.pg_map[world] = name, PrefixStore(f"e{self.epoch}", store)
+        c10d._world.pg_map[world] = name, PrefixStore(f"e{self.generation}", store)
         c10d._world.pg_coalesce_state.clear()  # left full, it refuses every later coalesced call
-        others = sorted(set(self._members) - self._formed)  # one order for all ranks, or two could wait for each other
-        alike = self._agree(others, c10d._world.group_count, num_rearranged())
-        for name in others:
-            group = self._members[name]
-            if self._held[name].issuperset(group.label.ranks):
+        user_groups = sorted(
+            set(self._groups_by_name) - self._mesh_group_names
+        )  # one order for all ranks, or two could wait for each other
+        same_buckets = self._exchange_group_state(user_groups, c10d._world.group_count, num_rebucketed_models())
+        for name in user_groups:
+            group = self._groups_by_name[name]
+            if self._user_group_ranks[name].issuperset(group.label.ranks):
                 self.connect(group)
-        forget_unfinished_steps(alike=alike)
+        reset_interrupted_steps(same_buckets=same_buckets)
 
-    def _agree(self, names: list[str] | tuple[()], num_named: int | None, rearranged: int = 0) -> bool:
+    def _exchange_group_state(
+        self, names: list[str] | tuple[()], num_groups_created: int | None, num_rebucketed: int = 0
+    ) -> bool:
         """Learn which ranks have which groups besides those that all have, and level the numbers that torch names
         groups by: where some ranks alone made a group, all would wait for each other in the next one for ever.
 
         Args:
-            num_named: how many groups torch has named here; None in a new process, which has those of the user's still
-                to make, under the names that they have elsewhere.
-            rearranged: how many models have other buckets than at the beginning.
+            num_groups_created: how many groups torch has named here; None in a new process, which has those of the
+                user's still to make, under the names that they have elsewhere.
+            num_rebucketed: how many models have other buckets than at the beginning.
 
         Returns:
             Whether all ranks told the same number of such models.
         """
         assert self._store is not None
-        assert self._place is not None
-        store = PrefixStore(f"e{self.epoch}/held", self._store)
-        with self._reaching():
-            store.set(str(self._place.rank), json.dumps([names, num_named, rearranged]))
-            told = store.multi_get([str(rank) for rank in range(self._place.world_size)])
-        numbers: list[int] = []
-        models: set[int] = set()
-        for rank, text in enumerate(told):
-            held, number, has_rearranged = json.loads(text)
-            models.add(has_rearranged)
-            if number is not None:
-                numbers.append(number)
-            for name in held:
-                self._held.setdefault(name, set()).add(rank)
-        if len(numbers) == len(told):
-            c10d._world.group_count = max(numbers)
-        return len(models) == 1
+        assert self._layout is not None
+        store = PrefixStore(f"e{self.generation}/held", self._store)
+        with self._rendezvous():
+            store.set(str(self._layout.rank), json.dumps([names, num_groups_created, num_rebucketed]))
+            replies = store.multi_get([str(rank) for rank in range(self._layout.world_size)])
+        group_counts: list[int] = []
+        rebucketed_counts: set[int] = set()
+        for rank, text in enumerate(replies):
+            group_names, group_count, rebucketed = json.loads(text)
+            rebucketed_counts.add(rebucketed)
+            if group_count is not None:
+                group_counts.append(group_count)
+            for name in group_names:
+                self._user_group_ranks.setdefault(name, set()).add(rank)
+        if len(group_counts) == len(replies):
+            c10d._world.group_count = max(group_counts)
+        return len(rebucketed_counts) == 1
 
-    def _cut_all(self, reason: str) -> None:
+    def _abort_all(self, reason: str) -> None:
         """End what may still be under way in the background, before its connections are replaced or dropped."""
-        members = list(self._members.values())
-        for group in members:
-            group.break_off(Break(reason))
-        self._cut(link for group in members for link in group.links)
-        if self._aborting is not None:
-            self._aborting.join(_ABORT_S)
-            if self._aborting.is_alive():
+        groups = list(self._groups_by_name.values())
+        for group in groups:
+            group.invalidate(GroupFailure(reason))
+        self._abort_backends(handle for group in groups for handle in group.backend_handles)
+        if self._abort_thread is not None:
+            self._abort_thread.join(_ABORT_TIMEOUT_S)
+            if self._abort_thread.is_alive():
                 raise RuntimeError(
-                    f"NCCL did not give up its communicators within {_ABORT_S:.0f} s: this rank is lost. That takes a "
-                    "new mesh: %mesh stop, then %mesh start"
+                    f"NCCL did not give up its communicators within {_ABORT_TIMEOUT_S:.0f} s: this rank is lost. That "
+                    "takes a new mesh: %mesh stop, then %mesh start"
                 )
-            self._aborting = None
+            self._abort_thread = None
 
-    def _drop_world(self) -> None:
-        self._formed = set()
-        if self._members:
+    def _destroy_world(self) -> None:
+        self._mesh_group_names = set()
+        if self._groups_by_name:
             # A backend's destructor joins threads that may be stuck in an operation.
-            self._cut_all("the groups were closed")
+            self._abort_all("the groups were closed")
         if isinstance(dist.group.WORLD, WatchedGroup):
             dist.destroy_process_group()
         elif not dist.is_initialized():
             c10d._world.group_count = 0  # a first attempt that failed used up a name that others have still to use
-        self._members.clear()
-        self.mesh = self._place = self._store = None
+        self._groups_by_name.clear()
+        self.mesh = self._layout = self._store = None
 
     # ---- what a WatchedGroup asks of us
 
@@ -428,35 +438,35 @@ class Groups:
             BaseException: what the groups were severed with meanwhile.
         """
         assert self._store is not None
-        self._refuse_severed()
-        if self._held_by is not None:
-            group.held = self._held_by
-            group._admit("making a process group")
+        self._check_not_aborted()
+        if self._hold_event is not None:
+            group.hold_event = self._hold_event
+            group._wait_until_allowed("making a process group")
         name = group.label.name
-        again, self._connected[name] = self._connected[name], self._connected[name] + 1
-        store = PrefixStore(f"e{self.epoch}/{name}" + (f"/{again}" if again else ""), self._store)
-        made: dict[str, Link] = {}
-        self._joining.append(group.label)
+        num_before, self._num_connects[name] = self._num_connects[name], self._num_connects[name] + 1
+        store = PrefixStore(f"e{self.generation}/{name}" + (f"/{num_before}" if num_before else ""), self._store)
+        handles: dict[str, BackendHandle] = {}
+        self._connecting.append(group.label)
         try:
-            with self._reaching():
+            with self._rendezvous():
                 for kind in group.backends.values():
-                    if kind not in made:
-                        made[kind] = self._link(kind, PrefixStore(kind, store), group)
+                    if kind not in handles:
+                        handles[kind] = self._connect_backend(kind, PrefixStore(kind, store), group)
         except BaseException as error:
             # Its corner of the store has half of this attempt in it, so a second one needs another epoch.
-            group.break_off(Break(f"connecting it failed: {one_line(error)}"))
+            group.invalidate(GroupFailure(f"connecting it failed: {one_line_error(error)}"))
             raise
         finally:
-            self._joining.remove(group.label)
-        group.label.restart(self.epoch or 0)
-        group.adopt(list(made.values()), store)
+            self._connecting.remove(group.label)
+        group.label.reset_counters(self.generation or 0)
+        group.attach_backends(list(handles.values()), store)
         with self._lock:
-            severed = self._severed
-        if severed is not None:  # while we were connecting
-            group.break_off(severed)
-            self._cut(group.links)
+            failure = self._abort_failure
+        if failure is not None:  # while we were connecting
+            group.invalidate(failure)
+            self._abort_backends(group.backend_handles)
 
-    def _link(self, kind: str, store: Store, group: WatchedGroup) -> Link:
+    def _connect_backend(self, kind: str, store: Store, group: WatchedGroup) -> BackendHandle:
         rank, size = group.rank(), group.size()
         if kind == "nccl":
             return backends.connect_nccl(store, rank, size, timeout=group.timeout, options=group.options)
@@ -467,62 +477,62 @@ class Groups:
             # Ranks that all reach a store on this machine are on it too: gloo, which asks nobody for a key, need not
             # be reachable from any other.
             hostname="127.0.0.1" if isinstance(self._store, MeshStore) and self._store.is_local else None,
-            connect_timeout_s=self._join_timeout_s or group.timeout.total_seconds(),
+            connect_timeout_s=self._form_timeout_s or group.timeout.total_seconds(),
             timeout=group.timeout,
         )
 
-    def forget(self, group: WatchedGroup) -> None:
+    def unregister(self, group: WatchedGroup) -> None:
         """A group was destroyed. One with a stuck operation is cut, since dropping it would wait for the operation."""
-        if self._members.pop(group.label.name, None) is None:
+        if self._groups_by_name.pop(group.label.name, None) is None:
             return
-        self._formed.discard(group.label.name)
+        self._mesh_group_names.discard(group.label.name)
         if any(collective.label is group.label for collective in self.ring.running()):
-            group.break_off(Break("the group was destroyed"))
-            self._cut(group.links)
+            group.invalidate(GroupFailure("the group was destroyed"))
+            self._abort_backends(group.backend_handles)
         if group is dist.group.WORLD:
-            self.mesh = self._place = self._store = None
+            self.mesh = self._layout = self._store = None
 
     def split(self, parent: WatchedGroup, ranks: list[int], name: str, timeout: timedelta) -> WatchedGroup:
         """A new group like `parent`, of some of its members (global ranks, this one among them)."""
         rank = ranks.index(parent.label.ranks[parent.rank()])
-        return self._make(name, ranks, rank, parent.get_group_store(), parent.backends, timeout, parent.options)
+        return self._make_group(name, ranks, rank, parent.get_group_store(), parent.backends, timeout, parent.options)
 
     @contextlib.contextmanager
-    def _reaching(self) -> Iterator[None]:
+    def _rendezvous(self) -> Iterator[None]:
         """Around whatever waits for the store or for peers, so that `sever` ends it, with its own error."""
         store = self._store
-        with store.one_wait() if isinstance(store, MeshStore) else contextlib.nullcontext():
+        with store.cancel_scope() if isinstance(store, MeshStore) else contextlib.nullcontext():
             with self._lock:
-                self._refuse_severed()
-                self._num_reaching += 1
+                self._check_not_aborted()
+                self._num_rendezvous += 1
             try:
                 yield
             except RuntimeError:
-                told = self._severed.raised() if self._severed is not None else None
-                if told is not None:
-                    raise told from None
+                abort_error = self._abort_failure.error_to_raise() if self._abort_failure is not None else None
+                if abort_error is not None:
+                    raise abort_error from None
                 raise
             finally:
                 with self._lock:
-                    self._num_reaching -= 1
+                    self._num_rendezvous -= 1
 
-    def _refuse_severed(self) -> None:
+    def _check_not_aborted(self) -> None:
         """Raises: what all groups were severed with, while they are formed; GroupBroken at other times."""
-        if self._severed is not None:
-            forming = self._join_timeout_s is not None
-            raise (self._severed.raised() if forming else None) or GroupBroken(
-                f"a process group cannot be connected while all are broken ({self._severed.reason}). They are formed "
-                "again before the next cell: run the cell again"
+        if self._abort_failure is not None:
+            forming = self._form_timeout_s is not None
+            raise (self._abort_failure.error_to_raise() if forming else None) or GroupBroken(
+                f"a process group cannot be connected while all are broken ({self._abort_failure.reason}). They are "
+                "formed again before the next cell: run the cell again"
             )
 
     # ---- making every group of this process one of ours
 
-    def _install(self) -> None:
+    def _install_patches(self) -> None:
         """Stand in torch's one way of making groups, which `init_process_group` and `new_group` take, and in two more
         places where torch treats our groups differently from its own."""
-        if self._replaced:
+        if self._patches:
             return
-        dist.Backend.register_backend(_BACKEND, self._create, extended_api=True, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(_BACKEND_NAME, self._create_group, extended_api=True, devices=["cpu", "cuda"])
         helper, one_by_one = c10d._new_process_group_helper, c10d.batch_isend_irecv
         backward = torch.autograd.graph._engine_run_backward
         signature = inspect.signature(helper)
@@ -536,85 +546,93 @@ class Groups:
         def engine_run_backward(*args: Any, **kwargs: Any) -> Any:
             return self._run_backward(backward, args, kwargs)
 
-        self._replace(c10d, "_new_process_group_helper", new_process_group)
-        self._replace(c10d, "batch_isend_irecv", batch_isend_irecv)
-        self._replace(dist, "batch_isend_irecv", batch_isend_irecv)
-        self._replace(torch.autograd.graph, "_engine_run_backward", engine_run_backward)
-        self._replace(torch.autograd, "_engine_run_backward", engine_run_backward)
+        self._patch(c10d, "_new_process_group_helper", new_process_group)
+        self._patch(c10d, "batch_isend_irecv", batch_isend_irecv)
+        self._patch(dist, "batch_isend_irecv", batch_isend_irecv)
+        self._patch(torch.autograd.graph, "_engine_run_backward", engine_run_backward)
+        self._patch(torch.autograd, "_engine_run_backward", engine_run_backward)
 
-    def _replace(self, module: Any, name: str, function: Callable[..., Any]) -> None:
-        self._replaced.append((module, name, getattr(module, name)))
+    def _patch(self, module: Any, name: str, function: Callable[..., Any]) -> None:
+        self._patches.append((module, name, getattr(module, name)))
         setattr(module, name, function)
 
-    def _uninstall(self) -> None:
-        for module, name, function in self._replaced:
+    def _remove_patches(self) -> None:
+        for module, name, function in self._patches:
             setattr(module, name, function)
-        self._replaced.clear()
+        self._patches.clear()
 
     def _new_process_group(self, helper: Callable[..., Any], call: inspect.BoundArguments) -> Any:
         """torch's helper, for a group of ours in place of the one asked for, under the name asked for."""
-        asked = dist.Backend(call.arguments["backend"])
-        config = c10d.BackendConfig(asked)
+        requested = dist.Backend(call.arguments["backend"])
+        config = c10d.BackendConfig(requested)
         kinds = {device: str(kind) for device, kind in config.get_device_backend_map().items()}
         if not set(kinds.values()) <= {"gloo", "nccl"} or getattr(c10d._world, "comms", None):
             return helper(*call.args, **call.kwargs)  # fake, MPI, UCC, torchcomms: not ours to break
         if "nccl" in kinds.values():
             kinds.setdefault("cpu", "gloo")  # NCCL alone refuses CPU tensors; nobody minds if they work
-        call.arguments["backend"] = _BACKEND
+        call.arguments["backend"] = _BACKEND_NAME
         # With a bound device torch would have NCCL split communicators off the default group's, which ties the life of
         # each to the other's; ours are made one by one and can be aborted and replaced one by one.
         call.arguments["device_id"] = None
         world: Any = dist.group.WORLD
-        bound = world.bound_device_id if world is not None else None
-        self._asked = kinds
-        if bound is not None:
+        bound_device = world.bound_device_id if world is not None else None
+        self._requested_backends = kinds
+        if bound_device is not None:
             world.bound_device_id = None
         try:
             group, store = helper(*call.args, **call.kwargs)
         finally:
-            if bound is not None:
-                world.bound_device_id = bound
+            if bound_device is not None:
+                world.bound_device_id = bound_device
         if isinstance(group, WatchedGroup):
-            c10d._world.pg_map[group] = asked, store
+            c10d._world.pg_map[group] = requested, store
             c10d._world.pg_backend_config[group] = str(config)
         return group, store
 
     def _run_backward(self, backward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Autograd's engine. DDP waits inside it in C++, where every error becomes a RuntimeError, a Stop's too."""
-        before, ended = self._severed, False
+        failure_before, ended = self._abort_failure, False
         try:
             result = backward(*args, **kwargs)
             ended = True
             return result
         except RuntimeError as error:
-            cause = self._severed
-            told = cause.raised() if cause is not None and cause is not before else None
-            if told is None and "KeyboardInterrupt: " in str(error):
-                told = KeyboardInterrupt()
-            if told is None or isinstance(error, GroupBroken):
+            failure = self._abort_failure
+            replacement = failure.error_to_raise() if failure is not None and failure is not failure_before else None
+            if replacement is None and "KeyboardInterrupt: " in str(error):
+                replacement = KeyboardInterrupt()
+            if replacement is None or isinstance(error, GroupBroken):
                 raise
-            raise told from None
+            raise replacement from None
         finally:
-            self._left_backward = self._left_backward or not ended
+            self._is_backward_incomplete = self._is_backward_incomplete or not ended
 
-    def _create(self, told: Any, options: Any = None) -> WatchedGroup:
+    def _create_group(self, backend_opts: Any, options: Any = None) -> WatchedGroup:
         """Called by torch's helper to create a group."""
-        ranks = told.global_ranks_in_group or range(told.group_size)  # empty for the world
-        return self._make(str(told.group_id), ranks, told.group_rank, told.store, self._asked, told.timeout, options)
+        ranks = backend_opts.global_ranks_in_group or range(backend_opts.group_size)  # empty for the world
+        return self._make_group(
+            str(backend_opts.group_id),
+            ranks,
+            backend_opts.group_rank,
+            backend_opts.store,
+            self._requested_backends,
+            backend_opts.timeout,
+            options,
+        )
 
-    def _make(
+    def _make_group(
         self, name: str, ranks: Any, rank: int, store: Store, kinds: Mapping[str, str], timeout: timedelta, options: Any
     ) -> WatchedGroup:
         if self._store is None:  # the user destroyed our world and makes one of their own, with their own store
-            self._store, self._severed = store, None
-        label = Label(name, ranks)
+            self._store, self._abort_failure = store, None
+        label = GroupLabel(name, ranks)
         group = WatchedGroup(self, label, rank, store=store, backends=kinds, timeout=timeout, options=options)
-        self._members[name] = group  # at once, so that whoever severs finds it
-        if not self._held.get(name, set()).intersection(label.ranks):
+        self._groups_by_name[name] = group  # at once, so that whoever severs finds it
+        if not self._user_group_ranks.get(name, set()).intersection(label.ranks):
             try:
                 self.connect(group)
             except BaseException:
-                del self._members[name]
+                del self._groups_by_name[name]
                 raise
         return group
 

@@ -16,11 +16,11 @@ from types import FrameType
 from typing import Any
 
 from meshbook.clock import monotonic
-from meshbook.wire.stop import SAME_STOP_S
+from meshbook.wire.stop_timing import SIGINT_DEBOUNCE_S
 
 # What wakes the main thread when it was told by name: nobody else's, so that it is never taken for a SIGINT. None where
 # the system has no such signals; a main thread that has begun its work is then stopped by SIGINT alone.
-_TOLD_BY_NAME: int | None = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
+_CALL_SIGNAL: int | None = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
 
 
 class InterruptGate:
@@ -37,35 +37,35 @@ class InterruptGate:
     """
 
     def __init__(self) -> None:
-        self.name: str | None = None
-        self.raised = 0
-        self.missed = 0
+        self.call_id: str | None = None
+        self.num_raised = 0
+        self.num_missed = 0
         self._armed = False
-        self._pending = False
+        self._is_sigint_pending = False
         self._depth = 0
         self._raised_at = float("-inf")
-        self._stop: str | None = None  # the call that `stop` was told last
-        self._stopped: str | None = None  # the call in which a KeyboardInterrupt was raised last
-        self._previous: Any = None
-        self._previous_by_name: Any = None
+        self._requested_call: str | None = None  # the call that `stop` was told last
+        self._interrupted_call: str | None = None  # the call in which a KeyboardInterrupt was raised last
+        self._previous_sigint_handler: Any = None
+        self._previous_call_handler: Any = None
         self._installed = False
 
     def install(self) -> None:
         """Handle SIGINT from here on. Main thread only."""
-        self._previous = signal.signal(signal.SIGINT, self._on_sigint)
-        if _TOLD_BY_NAME is not None:
-            self._previous_by_name = signal.signal(_TOLD_BY_NAME, self._on_told)
+        self._previous_sigint_handler = signal.signal(signal.SIGINT, self._on_sigint)
+        if _CALL_SIGNAL is not None:
+            self._previous_call_handler = signal.signal(_CALL_SIGNAL, self._on_call_signal)
         self._installed = True
 
     def uninstall(self) -> None:
         """Put back what handled SIGINT before."""
-        signal.signal(signal.SIGINT, self._previous)
-        if _TOLD_BY_NAME is not None:
-            signal.signal(_TOLD_BY_NAME, self._previous_by_name)
+        signal.signal(signal.SIGINT, self._previous_sigint_handler)
+        if _CALL_SIGNAL is not None:
+            signal.signal(_CALL_SIGNAL, self._previous_call_handler)
         self._installed = False
 
     @property
-    def armed(self) -> bool:
+    def is_armed(self) -> bool:
         """Whether a SIGINT would raise now."""
         return self._armed
 
@@ -77,8 +77,8 @@ class InterruptGate:
                 # User code left its own handlers there, and a rank that cannot be stopped is worse.
                 if signal.getsignal(signal.SIGINT) != self._on_sigint:
                     signal.signal(signal.SIGINT, self._on_sigint)
-                if not self._hears_its_name():
-                    signal.signal(_TOLD_BY_NAME, self._on_told)  # type: ignore[arg-type]
+                if not self._handles_call_signal():
+                    signal.signal(_CALL_SIGNAL, self._on_call_signal)  # type: ignore[arg-type]
         self._depth += 1
 
     def end(self) -> None:
@@ -87,30 +87,30 @@ class InterruptGate:
         self._depth -= 1
         if self._depth <= 0:
             self._depth = 0
-            if self._pending:
-                self._pending = False
-                self.missed += 1
+            if self._is_sigint_pending:
+                self._is_sigint_pending = False
+                self.num_missed += 1
 
-    def rest(self) -> None:
+    def reset(self) -> None:
         """No call is under way any more, however the last one ended."""
         self._armed = False
-        self.name = None
+        self.call_id = None
         if self._depth:
             self._depth = 1
             self.end()
 
-    def stop(self, name: str) -> None:
+    def interrupt_call(self, call_id: str) -> None:
         """End the call of this name, whether it has begun or not, and no other. From any thread.
 
         A call that a SIGINT has ended already, or that caught its KeyboardInterrupt and goes on, is not ended again.
         """
-        self._stop = name
-        if self._installed and _TOLD_BY_NAME is not None and self.name == name and self._hears_its_name():
-            signal.pthread_kill(threading.main_thread().ident or 0, _TOLD_BY_NAME)
+        self._requested_call = call_id
+        if self._installed and _CALL_SIGNAL is not None and self.call_id == call_id and self._handles_call_signal():
+            signal.pthread_kill(threading.main_thread().ident or 0, _CALL_SIGNAL)
 
-    def _hears_its_name(self) -> bool:
+    def _handles_call_signal(self) -> bool:
         """Whether the signal's handler is ours, or there is none: the default one would end the process."""
-        return _TOLD_BY_NAME is None or signal.getsignal(_TOLD_BY_NAME) == self._on_told
+        return _CALL_SIGNAL is None or signal.getsignal(_CALL_SIGNAL) == self._on_call_signal
 
     def arm(self) -> None:
         """User code follows.
@@ -119,9 +119,9 @@ class InterruptGate:
             KeyboardInterrupt: a SIGINT came since `begin`, or this call was told to stop.
         """
         self._armed = True
-        if self._pending or self._is_to_stop():
-            self._pending = False
-            self._raise()
+        if self._is_sigint_pending or self._is_interrupt_requested():
+            self._is_sigint_pending = False
+            self._raise_interrupt()
 
     def disarm(self) -> None:
         """User code is over. Call it in a `finally:`, and once more where its exception is caught: a SIGINT may come
@@ -129,7 +129,7 @@ class InterruptGate:
         self._armed = False
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def defer_interrupts(self) -> Iterator[None]:
         """Lines that must be done whole, such as starting a child and noting its pid. A SIGINT meanwhile is raised at
         their end.
 
@@ -144,24 +144,24 @@ class InterruptGate:
                 self.arm()
 
     def _on_sigint(self, _number: int, _frame: FrameType | None) -> None:
-        if self._stopped == self.name and monotonic() - self._raised_at < SAME_STOP_S:
-            self.missed += 1
+        if self._interrupted_call == self.call_id and monotonic() - self._raised_at < SIGINT_DEBOUNCE_S:
+            self.num_missed += 1
         elif self._armed:
-            self._raise()
+            self._raise_interrupt()
         elif self._depth and threading.current_thread() is threading.main_thread():
-            self._pending = True
+            self._is_sigint_pending = True
         else:
-            self.missed += 1
+            self.num_missed += 1
 
-    def _on_told(self, _number: int, _frame: FrameType | None) -> None:
-        if self._armed and self._is_to_stop():
-            self._raise()
+    def _on_call_signal(self, _number: int, _frame: FrameType | None) -> None:
+        if self._armed and self._is_interrupt_requested():
+            self._raise_interrupt()
 
-    def _is_to_stop(self) -> bool:
-        return self.name is not None and self._stop == self.name != self._stopped
+    def _is_interrupt_requested(self) -> bool:
+        return self.call_id is not None and self._requested_call == self.call_id != self._interrupted_call
 
-    def _raise(self) -> None:
-        self.raised += 1
-        self._stopped = self.name
+    def _raise_interrupt(self) -> None:
+        self.num_raised += 1
+        self._interrupted_call = self.call_id
         self._raised_at = monotonic()
         raise KeyboardInterrupt

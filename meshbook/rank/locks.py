@@ -17,54 +17,56 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
-_LOCK, _RLOCK = type(threading.Lock()), type(threading.RLock())
-_OWNER = re.compile(r"owner=(\d+)")
-_NOTHING = object()
+_LOCK_TYPE, _RLOCK_TYPE = type(threading.Lock()), type(threading.RLock())
+_OWNER_PATTERN = re.compile(r"owner=(\d+)")
+_MISSING = object()
 
 # Instructions at which a frame stands while a `with` waits to be entered.
-_ENTERING = ("BEFORE_WITH", "LOAD_SPECIAL")
+_WITH_ENTRY_OPS = ("BEFORE_WITH", "LOAD_SPECIAL")
 
 
-def waited_for(frame: FrameType, names: Mapping[int, str]) -> tuple[str | None, str | None]:
+def find_awaited_lock(frame: FrameType, thread_names: Mapping[int, str]) -> tuple[str | None, str | None]:
     """What a thread whose innermost frame this is waits for ("lock `a`"), and the name of the thread that has it.
 
     Both None: it is at no lock, or that cannot be told. A plain Lock does not know who took it.
 
     Args:
-        names: of threads, by their identifiers.
+        thread_names: of threads, by their identifiers.
     """
     code = frame.f_code
     if code.co_filename == threading.__file__:  # conditions, events, joins: who called them says more
         return None, None
     # Most frames are at no lock, and reading their source from a disk that hangs would hang whoever looks.
-    if "acquire" not in code.co_names and dis.opname[code.co_code[frame.f_lasti]] not in _ENTERING:
+    if "acquire" not in code.co_names and dis.opname[code.co_code[frame.f_lasti]] not in _WITH_ENTRY_OPS:
         return None, None
-    expression = _expression(frame)
+    expression = _lock_expression(frame)
     if expression is None:
         return None, None
-    lock = _looked_up(expression, frame)
-    if type(lock) not in (_LOCK, _RLOCK) or not _is_taken(lock):
+    lock = _resolve_statically(expression, frame)
+    if type(lock) not in (_LOCK_TYPE, _RLOCK_TYPE) or not _is_locked(lock):
         return None, None
-    owner = _OWNER.search(repr(lock)) if type(lock) is _RLOCK else None
-    return f"lock `{ast.unparse(expression)[:80]}`", None if owner is None else names.get(int(owner[1]))
+    owner = _OWNER_PATTERN.search(repr(lock)) if type(lock) is _RLOCK_TYPE else None
+    return f"lock `{ast.unparse(expression)[:80]}`", None if owner is None else thread_names.get(int(owner[1]))
 
 
-def _expression(frame: FrameType) -> ast.expr | None:
+def _lock_expression(frame: FrameType) -> ast.expr | None:
     """The `a` of `with a:`, of `a.acquire()`; None if the frame stands at neither."""
-    places = list(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2 + 1))
-    told = _source_at(frame, places[-1]) if places else None
-    if told is None:  # the whole `with` statement; what it enters was computed just before
-        told = _source_at(frame, next((place for place in reversed(places) if place != places[-1]), None))
-    if isinstance(told, ast.Call):
-        if not isinstance(told.func, ast.Attribute) or told.func.attr not in ("acquire", "__enter__"):
+    positions = list(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2 + 1))
+    node = _parse_source_at(frame, positions[-1]) if positions else None
+    if node is None:  # the whole `with` statement; what it enters was computed just before
+        node = _parse_source_at(
+            frame, next((position for position in reversed(positions) if position != positions[-1]), None)
+        )
+    if isinstance(node, ast.Call):
+        if not isinstance(node.func, ast.Attribute) or node.func.attr not in ("acquire", "__enter__"):
             return None
-        return told.func.value
-    return told if isinstance(told, ast.Name | ast.Attribute) else None
+        return node.func.value
+    return node if isinstance(node, ast.Name | ast.Attribute) else None
 
 
-def _source_at(frame: FrameType, place: tuple[int | None, ...] | None) -> ast.expr | None:
+def _parse_source_at(frame: FrameType, position: tuple[int | None, ...] | None) -> ast.expr | None:
     """The expression at a place of the frame's source: line, last line, columns in bytes. None if it is not one."""
-    line, end_line, start, end = place or (None, None, None, None)
+    line, end_line, start, end = position or (None, None, None, None)
     if line is None or line != end_line or start is None or end is None:
         return None
     source = linecache.getline(frame.f_code.co_filename, line).encode()
@@ -74,19 +76,19 @@ def _source_at(frame: FrameType, place: tuple[int | None, ...] | None) -> ast.ex
         return None
 
 
-def _looked_up(expression: ast.expr, frame: FrameType) -> Any:
+def _resolve_statically(expression: ast.expr, frame: FrameType) -> Any:
     match expression:
         case ast.Name(id=name):
             scopes: tuple[Mapping[str, Any], ...] = (frame.f_locals, frame.f_globals)
-            return next((scope[name] for scope in scopes if name in scope), _NOTHING)
+            return next((scope[name] for scope in scopes if name in scope), _MISSING)
         case ast.Attribute(value=value, attr=attribute):
             try:
-                own = object.__getattribute__(_looked_up(value, frame), "__dict__")
+                attributes = object.__getattribute__(_resolve_statically(value, frame), "__dict__")
             except AttributeError:
-                return _NOTHING
-            return own.get(attribute, _NOTHING) if isinstance(own, dict) else _NOTHING
-    return _NOTHING
+                return _MISSING
+            return attributes.get(attribute, _MISSING) if isinstance(attributes, dict) else _MISSING
+    return _MISSING
 
 
-def _is_taken(lock: Any) -> bool:
+def _is_locked(lock: Any) -> bool:
     return "<locked" in repr(lock)  # RLock has no locked() before Python 3.14

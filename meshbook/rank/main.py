@@ -22,72 +22,72 @@ from typing import Any, NoReturn
 import zmq
 
 from meshbook.rank.blas import set_blas_threads
-from meshbook.rank.capture import Output
+from meshbook.rank.capture import OutputBuffer
 from meshbook.rank.executor import Executor
 from meshbook.rank.service import Reporter, Service
 from meshbook.rank.shell import InterruptGate, RankShell
-from meshbook.wire import birth, messages
-from meshbook.wire.lastwords import LastWords
-from meshbook.wire.lifeline import be_readable_by, die_with_parent, lead_a_group
+from meshbook.wire import messages, spawn
+from meshbook.wire.crash_log import CrashLog
+from meshbook.wire.process_control import allow_ptrace_by, die_with_parent, start_new_process_group
 
 
-def be_rank(told: birth.RankBirth, pipes: tuple[int, int], last_words: int) -> NoReturn:
+def run_rank(config: spawn.RankConfig, pipes: tuple[int, int], crash_log_fd: int) -> NoReturn:
     """Live as a rank in this process; never returns.
 
     Args:
-        told: who to be.
+        config: who to be.
         pipes: read ends of the pipes that stdout and stderr (descriptors 1 and 2) write to.
-        last_words: descriptor of the ring in which the host finds what was said last.
+        crash_log_fd: descriptor of the ring in which the host finds what was said last.
     """
-    _settle(told)
+    _configure_process(config)
     gate = InterruptGate()
     gate.install()
     context = zmq.Context()
-    words = LastWords(last_words)
-    output = Output(fds=pipes, mirror=words.write)
+    crash_log = CrashLog(crash_log_fd)
+    output = OutputBuffer(fds=pipes, on_text=crash_log.write)
     output.install()
-    reporter = Reporter(context, told, output)
+    reporter = Reporter(context, config, output)
     shell = RankShell.make(output=output, gate=gate)
-    executor = Executor(told, shell, output, gate, reporter, words)
-    shell.ask = executor.ask
-    service = Service(context, told, executor, output, reporter)
+    executor = Executor(config, shell, output, gate, reporter, crash_log)
+    shell.request_input = executor.request_input
+    service = Service(context, config, executor, output, reporter)
     device = executor.choose_device()
-    ready = messages.RankReady(rank=told.rank, pid=os.getpid(), device=device, token=told.token)
+    ready = messages.RankReady(rank=config.rank, pid=os.getpid(), device=device, token=config.token)
     service.start(ready)
     reporter.send(ready)
-    code = 1
+    exit_code = 1
     try:
         executor.serve()
-        code = 0
+        exit_code = 0
     except BaseException:  # ours, for user code is caught where it runs; these are the rank's last words then
         traceback.print_exc()
     finally:
-        _end(executor, service, code)
+        _shut_down(executor, service, exit_code)
 
 
-def _settle(told: birth.RankBirth) -> None:
+def _configure_process(config: spawn.RankConfig) -> None:
     """Make this process the one that user code expects."""
-    lead_a_group()
-    be_readable_by(told.host_pid)
+    start_new_process_group()
+    allow_ptrace_by(config.host_pid)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if told.max_files is not None:
+    if config.max_files is not None:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (told.max_files, hard))
-    os.environ.update(told.spec.env)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (config.max_files, hard))
+    os.environ.update(config.spec.env)
     os.environ.update(
-        RANK=str(told.rank),
-        LOCAL_RANK=str(told.local_rank),
-        WORLD_SIZE=str(told.world_size),
-        LOCAL_WORLD_SIZE=str(told.local_world_size),
-        OMP_NUM_THREADS=str(told.threads),
+        RANK=str(config.rank),
+        LOCAL_RANK=str(config.local_rank),
+        WORLD_SIZE=str(config.world_size),
+        LOCAL_WORLD_SIZE=str(config.local_world_size),
+        OMP_NUM_THREADS=str(config.threads),
     )
-    for path in reversed(told.spec.sys_path):
+    for path in reversed(config.spec.sys_path):
         if path not in sys.path:
             sys.path.insert(0, path)
-    if told.spec.cwd:
+    if config.spec.cwd:
         with contextlib.suppress(OSError):
-            os.chdir(told.spec.cwd)
+            os.chdir(config.spec.cwd)
     # A DataLoader worker must not collect what its rank had dropped: the end of a process group waits for threads that
     # a forked child does not have.
     os.register_at_fork(after_in_child=gc.freeze)
@@ -96,10 +96,10 @@ def _settle(told: birth.RankBirth) -> None:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(told.threads)
-    if told.blas_threads is not None:
-        os.environ["OPENBLAS_NUM_THREADS"] = str(told.blas_threads)
-        set_blas_threads(told.blas_threads)
+        sys.modules["torch"].set_num_threads(config.threads)
+    if config.blas_threads is not None:
+        os.environ["OPENBLAS_NUM_THREADS"] = str(config.blas_threads)
+        set_blas_threads(config.blas_threads)
     fork_by_default()
 
 
@@ -120,7 +120,7 @@ def fork_by_default() -> None:
         multiprocessing.set_start_method("fork")
 
 
-def _end(executor: Executor, service: Service, code: int) -> NoReturn:
+def _shut_down(executor: Executor, service: Service, exit_code: int) -> NoReturn:
     """Leave without waiting for threads of the user's that may never end."""
     with contextlib.suppress(BaseException):
         service.end_actors()
@@ -129,19 +129,19 @@ def _end(executor: Executor, service: Service, code: int) -> NoReturn:
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
     with contextlib.suppress(BaseException):
-        service.finish()
-    os._exit(code)
+        service.send_final_output()
+    os._exit(exit_code)
 
 
 def main() -> NoReturn:
     """A rank in a fresh interpreter: `python -m meshbook.rank.main OUT_FD ERR_FD RING_FD`; standard input says who."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
-    told = birth.births.decode(sys.stdin.buffer.read())
+    config = spawn.rank_configs.decode(sys.stdin.buffer.read())
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    be_rank(told, (int(sys.argv[1]), int(sys.argv[2])), int(sys.argv[3]))
+    run_rank(config, (int(sys.argv[1]), int(sys.argv[2])), int(sys.argv[3]))
 
 
 if __name__ == "__main__":

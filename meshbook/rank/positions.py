@@ -9,65 +9,69 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
-from meshbook.rank.ring import Collective, Label, Ring
-from meshbook.wire.messages import ACTOR_THREAD, POINT_TO_POINT, GroupPosition, RankPosition
+from meshbook.rank.ring import Collective, CollectiveRing, GroupLabel
+from meshbook.wire.messages import ACTOR_THREAD_PREFIX, POINT_TO_POINT, GroupPosition, RankPosition
 
 
-def groups_now(labels: Iterable[Label], ring: Ring, since: int) -> tuple[GroupPosition, ...]:
+def group_positions(labels: Iterable[GroupLabel], ring: CollectiveRing, since: int) -> tuple[GroupPosition, ...]:
     """The position in each of these groups.
 
     Args:
         since: number in the ring of the last collective before the call that is asked about.
     """
-    kept = ring.snapshot()
-    forgotten = bool(kept) and kept[0].seq > since + 1  # the ring does not reach back to the call's begin
-    return tuple(_position(label, kept, since, forgotten) for label in labels)
+    recorded = ring.snapshot()
+    is_truncated = bool(recorded) and recorded[0].seq > since + 1  # the ring does not reach back to the call's begin
+    return tuple(_group_position(label, recorded, since, is_truncated) for label in labels)
 
 
-def _position(label: Label, kept: tuple[Collective, ...], since: int, forgotten: bool) -> GroupPosition:
-    mine = [one for one in kept if one.label is label and one.epoch == label.epoch]
-    failed = [one for one in mine if one.error is not None]
-    transfers = dict(label.transfers)
-    for one in failed:
-        if one.op in POINT_TO_POINT:
-            transfers[one.op == "send", one.peer] -= 1
+def _group_position(
+    label: GroupLabel, recorded: tuple[Collective, ...], since: int, is_truncated: bool
+) -> GroupPosition:
+    of_group = [
+        collective for collective in recorded if collective.label is label and collective.generation == label.generation
+    ]
+    failed = [collective for collective in of_group if collective.error is not None]
+    p2p_counts = dict(label.p2p_counts)
+    for collective in failed:
+        if collective.op in POINT_TO_POINT:
+            p2p_counts[collective.op == "send", collective.peer] -= 1
     return GroupPosition(
         name=label.name,
         ranks=label.ranks,
-        num_begun=label.num_begun,
-        failed=tuple(one.group_seq for one in failed if one.op not in POINT_TO_POINT),
-        sent={peer: count for (sends, peer), count in transfers.items() if sends and peer is not None},
-        received={peer: count for (sends, peer), count in transfers.items() if not sends and peer is not None},
-        received_from_any=transfers.get((False, None), 0),
-        is_doubtful=label.is_doubtful,
-        num_open=sum(one.t_end is None for one in mine),
-        moved=forgotten or any(one.seq > since for one in mine),
+        num_started=label.num_begun,
+        failed=tuple(collective.group_seq for collective in failed if collective.op not in POINT_TO_POINT),
+        sent={peer: count for (is_send, peer), count in p2p_counts.items() if is_send and peer is not None},
+        received={peer: count for (is_send, peer), count in p2p_counts.items() if not is_send and peer is not None},
+        received_from_any=p2p_counts.get((False, None), 0),
+        is_uncertain=label.is_doubtful,
+        num_in_flight=sum(collective.t_end is None for collective in of_group),
+        has_new_collectives=is_truncated or any(collective.seq > since for collective in of_group),
     )
 
 
-def may_join(ring: Ring) -> bool:
+def has_other_collective_threads(ring: CollectiveRing) -> bool:
     """Whether a thread beside the main one may begin collectives: it did before, or it is an actor's."""
     return bool(ring.other_threads()) or any(
-        thread.name.startswith(ACTOR_THREAD) for thread in threading.enumerate() if thread.is_alive()
+        thread.name.startswith(ACTOR_THREAD_PREFIX) for thread in threading.enumerate() if thread.is_alive()
     )
 
 
-def is_hopeless(one: Collective, left: RankPosition, me: int) -> bool:
-    """Whether a collective that is under way on rank `me` needs something of a rank that did not do it before it left
+def can_never_complete(collective: Collective, left: RankPosition, rank: int) -> bool:
+    """Whether a collective that is under way on rank `rank` needs something of a rank that did not do it before it left
     the call."""
-    transfer = one.op in POINT_TO_POINT
-    if left.rank not in one.group_ranks or (transfer and one.peer != left.rank):
+    is_p2p = collective.op in POINT_TO_POINT
+    if left.rank not in collective.group_ranks or (is_p2p and collective.peer != left.rank):
         return False
-    group = next((g for g in left.groups if g.name == one.group and g.ranks == one.group_ranks), None)
-    if group is None or group.is_doubtful:
+    group = next((g for g in left.groups if g.name == collective.group and g.ranks == collective.group_ranks), None)
+    if group is None or group.is_uncertain:
         return True
-    if not transfer:
-        return one.group_seq > group.num_begun or one.group_seq in group.failed
-    if one.op == "send":
-        return one.pair_seq > group.received.get(me, 0) + group.received_from_any
-    return one.pair_seq > group.sent.get(me, 0)
+    if not is_p2p:
+        return collective.group_seq > group.num_started or collective.group_seq in group.failed
+    if collective.op == "send":
+        return collective.pair_seq > group.received.get(rank, 0) + group.received_from_any
+    return collective.pair_seq > group.sent.get(rank, 0)
 
 
-def is_hopeless_to_join(label: Label, left: RankPosition) -> bool:
+def can_never_form(label: GroupLabel, left: RankPosition) -> bool:
     """Whether a group that is being made here needs a rank that left the call without making it."""
     return left.rank in label.ranks and all(g.name != label.name for g in left.groups)

@@ -29,25 +29,27 @@ from meshbook.wire.messages import Preview, TensorMeta
 if TYPE_CHECKING:
     from IPython.core.formatters import DisplayFormatter
 
-HTML_CHARS: Final = 100_000
+MAX_HTML_CHARS: Final = 100_000
 # One MIME type of one display. A front end holds every output in its page, so more would help nobody.
-DISPLAY_BYTES: Final = 8 << 20
+MAX_DISPLAY_BYTES: Final = 8 << 20
 # Content up to here is hashed, in 0.1 ms; beyond it, to say "equal" would cost more than to look.
-DIGEST_BYTES: Final = 64 << 10
+MAX_DIGEST_BYTES: Final = 64 << 10
 # Of nested lists, dicts and sets, in 3 ms at most; a flat list of numbers is hashed in one go and counts a 50th.
-DIGEST_ITEMS: Final = 4_000
+MAX_DIGEST_ITEMS: Final = 4_000
 # Single elements are read off a device one by one, each a wait for it.
-SCALARS_READ: Final = 16
+MAX_SCALARS_READ: Final = 16
 
 # Views of widgets: the objects behind them are on the rank, where no front end reaches them.
 _WIDGET_VIEW: Final = "application/vnd.jupyter.widget-view+json"
-_ADDRESS: Final = re.compile(r" at 0x[0-9a-fA-F]+")
-_PLAIN: Final = frozenset({int, float, complex, bool, str, bytes, type(None), type(Ellipsis)})
-_CONTAINERS: Final = frozenset({list, tuple, dict, set, frozenset})
+_ADDRESS_PATTERN: Final = re.compile(r" at 0x[0-9a-fA-F]+")
+_PLAIN_TYPES: Final = frozenset({int, float, complex, bool, str, bytes, type(None), type(Ellipsis)})
+_CONTAINER_TYPES: Final = frozenset({list, tuple, dict, set, frozenset})
 # Printed by IPython's printers without a call into anyone's class.
-_SAFE: Final = _PLAIN | _CONTAINERS | {OrderedDict, defaultdict, deque, range, bytearray, types.SimpleNamespace}
-_NUMBERS: Final = frozenset({int, float, complex, bool, type(None)})
-_FUNCTIONS: Final = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_SAFE_TYPES: Final = (
+    _PLAIN_TYPES | _CONTAINER_TYPES | {OrderedDict, defaultdict, deque, range, bytearray, types.SimpleNamespace}
+)
+_NUMBER_TYPES: Final = frozenset({int, float, complex, bool, type(None)})
+_FUNCTION_TYPES: Final = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 # Of torch, these are values: shown in full, equal where their texts are.
 _TORCH_VALUES: Final = frozenset({"Size", "dtype", "device"})
 
@@ -79,18 +81,18 @@ def preview(
     """
     kind = type(obj)
     if obj is None:
-        return _NONE
-    if kind in _PLAIN:
-        return _atom(obj, kind, text_limit, None if safe else formatter)
+        return _NONE_PREVIEW
+    if kind in _PLAIN_TYPES:
+        return _preview_plain(obj, kind, text_limit, None if safe else formatter)
     torch = sys.modules.get("torch")
     if torch is not None and issubclass(kind, torch.Tensor):
-        return _tensor(obj, text_limit, safe)
+        return _preview_tensor(obj, text_limit, safe)
     try:
-        return _object(obj, kind, text_limit, formatter if rich and not safe else None, formatter, safe)
+        return _preview_object(obj, kind, text_limit, formatter if rich and not safe else None, formatter, safe)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        return Preview(kind="object", type=type_name(kind), text=_broken(kind, error))
+        return Preview(kind="object", type=type_name(kind), text=_describe_repr_error(kind, error))
 
 
 def type_name(kind: type) -> str:
@@ -107,25 +109,25 @@ def type_name(kind: type) -> str:
 # Plain values
 
 
-_NONE: Final = Preview(kind="none", type="NoneType", text="None", digest="none")
+_NONE_PREVIEW: Final = Preview(kind="none", type="NoneType", text="None", digest="none")
 
 
-def _atom(obj: Any, kind: type, limit: int, formatter: DisplayFormatter | None) -> Preview:
+def _preview_plain(obj: Any, kind: type, limit: int, formatter: DisplayFormatter | None) -> Preview:
     name = kind.__name__
     if kind is str or kind is bytes:
         if len(obj) > limit:
-            text, cut = _cut(repr(obj[:limit]), limit), True
+            text, cut = _truncate(repr(obj[:limit]), limit), True
         else:
             text = repr(obj)
             cut = len(text) > limit
             if cut:
-                text = _cut(text, limit)
+                text = _truncate(text, limit)
             elif kind is str and not text.isascii():
-                text = _clean(text)
+                text = _escape_surrogates(text)
         if not cut:
             return Preview(kind="plain", type=name, text=text, digest=_digest_text(name, text))
-        data = obj.encode("utf-8", "surrogatepass") if kind is str and len(obj) <= DIGEST_BYTES else obj
-        digest = _digest(name, data) if len(obj) <= DIGEST_BYTES else None
+        data = obj.encode("utf-8", "surrogatepass") if kind is str and len(obj) <= MAX_DIGEST_BYTES else obj
+        digest = _digest(name, data) if len(obj) <= MAX_DIGEST_BYTES else None
         return Preview(kind="plain", type=name, text=text, digest=digest, truncated=True)
     if kind is int and obj.bit_length() > 4 * limit:
         text = f"<int of {obj.bit_length():,} bits>"
@@ -145,28 +147,28 @@ def _digest_text(name: str, text: str) -> str:
     return hashlib.blake2b(f"{name}:{text}".encode(), digest_size=8).hexdigest()
 
 
-class _TooMuch(Exception):
+class _NotDigestible(Exception):
     """More content than is worth hashing, or content that is not plain."""
 
 
-def _digest_content(obj: Any) -> str | None:
+def _digest_plain(obj: Any) -> str | None:
     """A hash over all of a value made of plain values; None if it is not, or is large."""
-    budget = [DIGEST_ITEMS, 16 * DIGEST_BYTES]
+    budget = [MAX_DIGEST_ITEMS, 16 * MAX_DIGEST_BYTES]
     try:
-        return _fold(obj, budget, ()).hex()
-    except (_TooMuch, RuntimeError):  # RuntimeError: a thread of the user's changes it meanwhile
+        return _hash_content(obj, budget, ()).hex()
+    except (_NotDigestible, RuntimeError):  # RuntimeError: a thread of the user's changes it meanwhile
         return None
 
 
-def _fold(obj: Any, budget: list[int], above: tuple[int, ...]) -> bytes:
+def _hash_content(obj: Any, budget: list[int], ancestors: tuple[int, ...]) -> bytes:
     kind = type(obj)
     budget[0] -= 1
-    if budget[0] < 0 or id(obj) in above:
-        raise _TooMuch
-    flat = kind in (list, tuple) and len(obj) > 20 and _NUMBERS.issuperset(map(type, obj[:20]))
-    if kind in _CONTAINERS and len(obj) > (50 if flat else 1) * budget[0]:
-        raise _TooMuch
-    if kind in _PLAIN:
+    if budget[0] < 0 or id(obj) in ancestors:
+        raise _NotDigestible
+    flat = kind in (list, tuple) and len(obj) > 20 and _NUMBER_TYPES.issuperset(map(type, obj[:20]))
+    if kind in _CONTAINER_TYPES and len(obj) > (50 if flat else 1) * budget[0]:
+        raise _NotDigestible
+    if kind in _PLAIN_TYPES:
         if kind is str:
             data = obj.encode("utf-8", "surrogatepass")
         elif kind is bytes:
@@ -179,19 +181,22 @@ def _fold(obj: Any, budget: list[int], above: tuple[int, ...]) -> bytes:
             data = repr(obj).encode()
         budget[1] -= len(data)
         if budget[1] < 0:
-            raise _TooMuch
+            raise _NotDigestible
         return hashlib.blake2b(kind.__name__.encode() + b":" + data, digest_size=8).digest()
-    if kind not in _CONTAINERS:
-        raise _TooMuch
-    if flat and _NUMBERS.issuperset(map(type, obj)):
+    if kind not in _CONTAINER_TYPES:
+        raise _NotDigestible
+    if flat and _NUMBER_TYPES.issuperset(map(type, obj)):
         budget[0] -= len(obj) // 50
         # Version 2 of the format writes equal numbers equally; later ones depend on which objects are shared.
         return hashlib.blake2b(kind.__name__.encode() + b"!" + marshal.dumps(obj, 2), digest_size=8).digest()
-    above = (*above, id(obj))
+    ancestors = (*ancestors, id(obj))
     if kind is dict:
-        parts = [_fold(key, budget, above) + _fold(value, budget, above) for key, value in obj.items()]
+        parts = [
+            _hash_content(key, budget, ancestors) + _hash_content(value, budget, ancestors)
+            for key, value in obj.items()
+        ]
     else:
-        parts = [_fold(item, budget, above) for item in obj]
+        parts = [_hash_content(item, budget, ancestors) for item in obj]
     if kind in (set, frozenset):
         parts.sort()  # the order of a set is each process's own
     return hashlib.blake2b(kind.__name__.encode() + b":" + b"".join(parts), digest_size=8).digest()
@@ -201,7 +206,7 @@ def _fold(obj: Any, budget: list[int], above: tuple[int, ...]) -> bytes:
 # Objects and containers
 
 
-def _object(
+def _preview_object(
     obj: Any,
     kind: type,
     limit: int,
@@ -211,83 +216,83 @@ def _object(
 ) -> Preview:
     data: dict[str, Any] = {}
     metadata: dict[str, Any] = {}
-    if rich is not None and kind not in _CONTAINERS:
+    if rich is not None and kind not in _CONTAINER_TYPES:
         data, metadata = rich.format(obj, exclude=("text/plain",))
-        if not data and _displayed_itself(obj, rich):
+        if not data and _has_displayed_itself(obj, rich):
             return Preview(kind="object", type=type_name(kind), text="", metadata={"displayed": True})
     html = data.pop("text/html", None)
     data.pop("text/plain", None)
     data.pop(_WIDGET_VIEW, None)
     truncated = False
-    if html is not None and (not isinstance(html, str) or len(html) > HTML_CHARS):
+    if html is not None and (not isinstance(html, str) or len(html) > MAX_HTML_CHARS):
         html, truncated = None, True
-    text, cut, plain = _printed(obj, limit, printers, safe)
+    text, cut, plain = _pretty_print(obj, limit, printers, safe)
     digest = None
     if plain:
-        digest = _digest_content(obj) if cut or kind in (set, frozenset) else _digest_text(type_name(kind), text)
+        digest = _digest_plain(obj) if cut or kind in (set, frozenset) else _digest_text(type_name(kind), text)
     else:
-        text = _ADDRESS.sub("", text)  # the same object on two ranks is shown once
+        text = _ADDRESS_PATTERN.sub("", text)  # the same object on two ranks is shown once
         digest = _digest_array(obj, kind)
     return Preview(
         kind="plain" if plain else "object",
         type=type_name(kind),
         text=text,
-        html=None if html is None else _clean(html),
-        data={mime: plain_mime(mime, value) for mime, value in data.items()},
-        metadata=plain_data(metadata),
+        html=None if html is None else _escape_surrogates(html),
+        data={mime: encode_mime(mime, value) for mime, value in data.items()},
+        metadata=to_json_data(metadata),
         digest=digest,
         truncated=cut or truncated,
     )
 
 
-def _displayed_itself(obj: Any, formatter: DisplayFormatter) -> bool:
+def _has_displayed_itself(obj: Any, formatter: DisplayFormatter) -> bool:
     """Whether `format` came back empty because the object has its own way to display."""
     return getattr(type(obj), "_ipython_display_", None) is not None or (
         type(obj) in formatter.ipython_display_formatter.type_printers
     )
 
 
-def _printed(obj: Any, limit: int, formatter: DisplayFormatter | None, safe: bool) -> tuple[str, bool, bool]:
+def _pretty_print(obj: Any, limit: int, formatter: DisplayFormatter | None, safe: bool) -> tuple[str, bool, bool]:
     """Text, whether it was cut, whether everything in it is plain."""
-    stream = _Stream(limit)
-    printer = _Printer(stream, formatter, safe)
+    stream = _BoundedText(limit)
+    printer = _PreviewPrinter(stream, formatter, safe)
     cut = False
     try:
         printer.pretty(obj)
         printer.flush()
-    except _Full:
+    except _TextLimitReached:
         cut = True
     except RuntimeError as error:  # "changed size during iteration": a thread of the user's is at it
-        return _broken(type(obj), error), False, False
+        return _describe_repr_error(type(obj), error), False, False
     text = stream.text()
     if cut or len(text) > limit:
-        text, cut = _cut(text, limit), True
-    return _clean(text), cut or printer.cut, printer.plain
+        text, cut = _truncate(text, limit), True
+    return _escape_surrogates(text), cut or printer.is_truncated, printer.is_plain
 
 
-class _Full(Exception):
+class _TextLimitReached(Exception):
     """Enough text."""
 
 
-class _Stream:
+class _BoundedText:
     def __init__(self, limit: int) -> None:
-        self._parts: list[str] = []
-        self._room = limit
+        self._pieces: list[str] = []
+        self._remaining_chars = limit
 
     def write(self, text: str) -> None:
-        self._parts.append(text)
-        self._room -= len(text)
-        if self._room < 0:
-            raise _Full
+        self._pieces.append(text)
+        self._remaining_chars -= len(text)
+        if self._remaining_chars < 0:
+            raise _TextLimitReached
 
     def text(self) -> str:
-        return "".join(self._parts)
+        return "".join(self._pieces)
 
 
-class _Printer(pretty.RepresentationPrinter):
+class _PreviewPrinter(pretty.RepresentationPrinter):
     """IPython's printer, with tensors in short, and with nothing that could raise, or run user code if not wanted."""
 
-    def __init__(self, stream: _Stream, formatter: DisplayFormatter | None, safe: bool) -> None:
+    def __init__(self, stream: _BoundedText, formatter: DisplayFormatter | None, safe: bool) -> None:
         if formatter is None or safe:
             super().__init__(stream)
         else:
@@ -300,39 +305,43 @@ class _Printer(pretty.RepresentationPrinter):
                 type_pprinters=text.type_printers,
                 deferred_pprinters=text.deferred_printers,
             )
-        self.plain = True  # nothing but plain values was met
-        self.cut = False  # something in the middle was left out
+        self.is_plain = True  # nothing but plain values was met
+        self.is_truncated = False  # something in the middle was left out
         self._safe = safe
-        self._scalars = SCALARS_READ
+        self._scalars_left = MAX_SCALARS_READ
         self._torch = sys.modules.get("torch")
 
     def pretty(self, obj: Any) -> None:
         kind = type(obj)
-        if kind in _CONTAINERS:
+        if kind in _CONTAINER_TYPES:
             if len(obj) > self.max_seq_length:
-                self.cut = True
-            if self._safe and kind in (set, frozenset) and not all(type(item) in _PLAIN for item in obj):
-                self.plain = False
+                self.is_truncated = True
+            if self._safe and kind in (set, frozenset) and not all(type(item) in _PLAIN_TYPES for item in obj):
+                self.is_plain = False
                 self.text(f"<{kind.__name__} of {len(obj):,}>")  # the printer would sort, and so compare, user objects
-            elif kind in (list, tuple) and len(obj) > 20 and _NUMBERS.issuperset(map(type, obj[: self.max_seq_length])):
-                self._numbers(obj, "[]" if kind is list else "()")
+            elif (
+                kind in (list, tuple)
+                and len(obj) > 20
+                and _NUMBER_TYPES.issuperset(map(type, obj[: self.max_seq_length]))
+            ):
+                self._print_numbers(obj, "[]" if kind is list else "()")
             else:
                 super().pretty(obj)
-        elif kind in _PLAIN:
+        elif kind in _PLAIN_TYPES:
             if kind in (str, bytes) and len(obj) > 1000:
-                self.cut = True
+                self.is_truncated = True
                 self.text(f"{obj[:1000]!r}…")
             elif kind is int and obj.bit_length() > 4000:
-                self.cut = True
+                self.is_truncated = True
                 self.text(f"<int of {obj.bit_length():,} bits>")
             else:
                 super().pretty(obj)
         else:
-            if not _is_value(kind):
-                self.plain = False
-            self._other(obj, kind)
+            if not _is_value_type(kind):
+                self.is_plain = False
+            self._print_other(obj, kind)
 
-    def _numbers(self, numbers: Any, brackets: str) -> None:
+    def _print_numbers(self, numbers: Any, brackets: str) -> None:
         """A long list of numbers, as many to a line as fit; IPython gives each a line of its own."""
         self.text(brackets[0])
         self.indentation += 1
@@ -354,38 +363,38 @@ class _Printer(pretty.RepresentationPrinter):
         self.indentation -= 1
         self.text(brackets[1])
 
-    def _other(self, obj: Any, kind: type) -> None:
+    def _print_other(self, obj: Any, kind: type) -> None:
         torch = self._torch
         if torch is not None and issubclass(kind, torch.Tensor):
-            self._tensor(obj)
+            self._print_tensor(obj)
         elif torch is not None and issubclass(kind, torch.nn.Module):
-            self.text(_module(obj, short=self._safe or bool(self.stack)))
+            self.text(_describe_module(obj, short=self._safe or bool(self.stack)))
         elif torch is not None and issubclass(kind, torch.optim.Optimizer):
-            self.text(_optimizer(obj))
-        elif self._safe and kind not in _SAFE and kind.__module__ != pretty.__name__:  # its own parts of a text
-            self.text(_named(obj, kind))
+            self.text(_describe_optimizer(obj))
+        elif self._safe and kind not in _SAFE_TYPES and kind.__module__ != pretty.__name__:  # its own parts of a text
+            self.text(_describe_statically(obj, kind))
         else:
             try:
                 super().pretty(obj)
-            except (_Full, KeyboardInterrupt):
+            except (_TextLimitReached, KeyboardInterrupt):
                 raise
             except BaseException as error:
-                self.text(_broken(kind, error))
+                self.text(_describe_repr_error(kind, error))
 
-    def _tensor(self, obj: Any) -> None:
+    def _print_tensor(self, obj: Any) -> None:
         """A tensor inside something else: its kind and shape; its value if it is one number."""
-        meta = _meta(obj)
-        text = f"{_tensor_word(obj)} {meta.dtype} {meta.shape}"
+        meta = _tensor_meta(obj)
+        text = f"{_tensor_class_label(obj)} {meta.dtype} {meta.shape}"
         if meta.device != "cpu":
             text += f" {meta.device}"
-        if self._scalars > 0 and _num_elements(meta.shape) == 1 and meta.placements is None:
-            self._scalars -= 1
-            glimpse = _glimpse(obj, self._safe)
-            text += f"  {glimpse}" if glimpse else ""
+        if self._scalars_left > 0 and _num_elements(meta.shape) == 1 and meta.placements is None:
+            self._scalars_left -= 1
+            elements = _first_elements(obj, self._safe)
+            text += f"  {elements}" if elements else ""
         self.text(text)
 
 
-def _is_value(kind: type) -> bool:
+def _is_value_type(kind: type) -> bool:
     """Whether a class outside the built-in ones is a plain value: numpy's numbers, torch's sizes and names."""
     if kind.__module__ == "torch":
         return kind.__name__ in _TORCH_VALUES
@@ -393,23 +402,23 @@ def _is_value(kind: type) -> bool:
     return numpy is not None and issubclass(kind, numpy.generic)
 
 
-def _named(obj: Any, kind: type) -> str:
+def _describe_statically(obj: Any, kind: type) -> str:
     """What can be said of an object without asking it; numpy's and torch's own values say it themselves."""
     if issubclass(kind, type):
         return f"<class {type_name(obj)}>"
-    if kind in _FUNCTIONS:
+    if kind in _FUNCTION_TYPES:
         return f"<function {obj.__qualname__}>"
     if kind is types.ModuleType:
         return f"<module {obj.__dict__.get('__name__', '')}>"
     numpy = sys.modules.get("numpy")
     if numpy is not None and kind is numpy.ndarray:
         return f"<numpy.ndarray {obj.shape} of objects>" if obj.dtype.hasobject else repr(obj)
-    if _is_value(kind):
+    if _is_value_type(kind):
         return repr(obj)
-    return f"<{type_name(kind)}{_shape_of_frame(obj, kind)}>"
+    return f"<{type_name(kind)}{_dataframe_shape(obj, kind)}>"
 
 
-def _shape_of_frame(obj: Any, kind: type) -> str:
+def _dataframe_shape(obj: Any, kind: type) -> str:
     """` 100 rows x 3 columns` of a pandas table."""
     pandas = sys.modules.get("pandas")
     if pandas is None or kind not in (getattr(pandas, "DataFrame", None), getattr(pandas, "Series", None)):
@@ -423,56 +432,56 @@ def _digest_array(obj: Any, kind: type) -> str | None:
     numpy = sys.modules.get("numpy")
     if numpy is None or not (kind is numpy.ndarray or issubclass(kind, numpy.generic)):
         return None
-    if obj.dtype.hasobject or obj.nbytes > DIGEST_BYTES:
+    if obj.dtype.hasobject or obj.nbytes > MAX_DIGEST_BYTES:
         return None
     return _digest("numpy", f"{obj.dtype.str}{obj.shape}:".encode() + obj.tobytes())
 
 
-def _broken(kind: type, error: BaseException) -> str:
+def _describe_repr_error(kind: type, error: BaseException) -> str:
     try:
-        said = f": {str(error)[:200]}"
+        detail = f": {str(error)[:200]}"
     except Exception:
-        said = ""
-    return _clean(f"<{type_name(kind)}: showing it raised {type(error).__name__}{said}>")
+        detail = ""
+    return _escape_surrogates(f"<{type_name(kind)}: showing it raised {type(error).__name__}{detail}>")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Tensors, modules, optimizers
 
 
-def _tensor(obj: Any, limit: int, safe: bool) -> Preview:
+def _preview_tensor(obj: Any, limit: int, safe: bool) -> Preview:
     kind = type(obj)
     try:
-        meta = _meta(obj)
+        meta = _tensor_meta(obj)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a subclass that denies its own shape
-        return Preview(kind="object", type=type_name(kind), text=_broken(kind, error))
+        return Preview(kind="object", type=type_name(kind), text=_describe_repr_error(kind, error))
     local = obj._local_tensor if meta.placements is not None else obj  # no collective: this rank's part only
-    words = [_tensor_word(obj), meta.dtype, str(meta.shape), meta.device]
+    words = [_tensor_class_label(obj), meta.dtype, str(meta.shape), meta.device]
     if meta.placements is not None:
         words += [meta.placements, f"local {meta.local_shape}"]
-    elif meta.requires_grad and _tensor_word(obj) == "tensor":
+    elif meta.requires_grad and _tensor_class_label(obj) == "tensor":
         words.append("requires_grad")
-    glimpse = _glimpse(local, safe)
-    text = " ".join(words) + (f"  {glimpse}" if glimpse else "")
+    elements = _first_elements(local, safe)
+    text = " ".join(words) + (f"  {elements}" if elements else "")
     digest = None if safe else _digest_tensor(local, meta)
     return Preview(
         kind="tensor",
         type=type_name(kind),
-        text=_cut(text, limit),
+        text=_truncate(text, limit),
         tensor=meta,
         digest=digest,
-        truncated=not glimpse or "…" in glimpse or len(text) > limit,
+        truncated=not elements or "…" in elements or len(text) > limit,
     )
 
 
-def _tensor_word(obj: Any) -> str:
+def _tensor_class_label(obj: Any) -> str:
     name = type(obj).__name__
     return "tensor" if name == "Tensor" else name
 
 
-def _meta(obj: Any) -> TensorMeta:
+def _tensor_meta(obj: Any) -> TensorMeta:
     placements = local_shape = None
     if _is_dtensor(obj):
         placements = str(tuple(obj.placements))
@@ -507,7 +516,7 @@ def _num_elements(shape: tuple[int, ...]) -> int:
     return total
 
 
-def _glimpse(obj: Any, safe: bool) -> str:
+def _first_elements(obj: Any, safe: bool) -> str:
     """The first few elements, nested as the tensor is; "" if they cannot be read, or not without waiting."""
     torch = sys.modules["torch"]
     try:
@@ -521,26 +530,26 @@ def _glimpse(obj: Any, safe: bool) -> str:
         rows = 2 if len(shape) < 4 else 1
         window = tuple(slice(0, 6 if n <= 6 else 4) for n in shape[-1:])
         window = tuple(slice(0, rows if n > 3 or len(shape) > 2 else 3) for n in shape[:-1]) + window
-        part = obj.detach()[window].to("cpu")
-        if part.is_floating_point() and part.element_size() == 1:
-            part = part.to(torch.float32)  # the 8-bit floats have no Python numbers
-        return _nested(part.tolist(), shape)
+        window_values = obj.detach()[window].to("cpu")
+        if window_values.is_floating_point() and window_values.element_size() == 1:
+            window_values = window_values.to(torch.float32)  # the 8-bit floats have no Python numbers
+        return _format_nested(window_values.tolist(), shape)
     except KeyboardInterrupt:
         raise
     except BaseException:  # a fake, functional or wrapped tensor; a device in a bad state
         return ""
 
 
-def _nested(values: Any, shape: tuple[int, ...]) -> str:
+def _format_nested(values: Any, shape: tuple[int, ...]) -> str:
     if not shape:
-        return _number(values)
-    inner = [_nested(value, shape[1:]) for value in values]
+        return _format_number(values)
+    inner = [_format_nested(value, shape[1:]) for value in values]
     if len(inner) < shape[0]:
         inner.append("…")
     return f"[{', '.join(inner)}]"
 
 
-def _number(value: Any) -> str:
+def _format_number(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, complex):
@@ -553,7 +562,7 @@ def _digest_tensor(local: Any, meta: TensorMeta) -> str | None:
     try:
         if local.layout is not torch.strided or local.is_meta or local.is_quantized:
             return None
-        if local.numel() * local.element_size() > DIGEST_BYTES:
+        if local.numel() * local.element_size() > MAX_DIGEST_BYTES:
             return None
         flat = local.detach().to("cpu").contiguous().reshape(-1)
         import numpy
@@ -564,16 +573,16 @@ def _digest_tensor(local: Any, meta: TensorMeta) -> str | None:
         raise
     except BaseException:
         return None
-    said = f"{meta.shape}{meta.dtype}{meta.requires_grad}{meta.placements}{meta.local_shape}:"
-    return _digest("tensor", said.encode() + content)
+    header = f"{meta.shape}{meta.dtype}{meta.requires_grad}{meta.placements}{meta.local_shape}:"
+    return _digest("tensor", header.encode() + content)
 
 
-def _module(obj: Any, *, short: bool) -> str:
+def _describe_module(obj: Any, *, short: bool) -> str:
     """`GPT: 10,788,929 parameters float32 cpu`, and its layers below."""
     count = 0
     dtypes: set[str] = set()
     devices: set[str] = set()
-    for parameter in itertools.islice(_parameters(obj), 100_000):
+    for parameter in itertools.islice(_iter_parameters(obj), 100_000):
         count += _num_elements(tuple(parameter.shape))
         dtypes.add(str(parameter.dtype).removeprefix("torch."))
         devices.add(str(parameter.device))
@@ -587,10 +596,10 @@ def _module(obj: Any, *, short: bool) -> str:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        return f"{head}\n{_broken(type(obj), error)}"
+        return f"{head}\n{_describe_repr_error(type(obj), error)}"
 
 
-def _parameters(module: Any) -> Iterator[Any]:
+def _iter_parameters(module: Any) -> Iterator[Any]:
     """Each parameter once, from the dictionaries that torch keeps: a Module's own methods may be overridden."""
     seen: set[int] = set()
     pending = [module]
@@ -606,7 +615,7 @@ def _parameters(module: Any) -> Iterator[Any]:
                 pending.append(child)
 
 
-def _optimizer(obj: Any) -> str:
+def _describe_optimizer(obj: Any) -> str:
     """`AdamW(lr=0.001, betas=(0.9, 0.95), weight_decay=0.1): 2 groups, 74 tensors`."""
     fields = getattr(obj, "__dict__", {})
     groups = fields.get("param_groups") or []
@@ -624,50 +633,50 @@ def _optimizer(obj: Any) -> str:
 # Texts and data fit to travel
 
 
-def _cut(text: str, limit: int) -> str:
+def _truncate(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[: max(0, limit - 1)]}…"
 
 
-def _clean(text: str) -> str:
+def _escape_surrogates(text: str) -> str:
     """Without lone surrogates, which cannot be encoded."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
-def plain_mime(mime: str, value: Any) -> Any:
+def encode_mime(mime: str, value: Any) -> Any:
     """A display's data of one MIME type, fit to travel; bytes in base64, as Jupyter has them."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         size = len(bytes(value))
-        if size <= DISPLAY_BYTES:
+        if size <= MAX_DISPLAY_BYTES:
             return base64.b64encode(bytes(value)).decode("ascii")
     elif isinstance(value, str):
         size = len(value)
-        if size <= DISPLAY_BYTES:
-            return _clean(value)
+        if size <= MAX_DISPLAY_BYTES:
+            return _escape_surrogates(value)
     else:
-        return plain_data(value)
+        return to_json_data(value)
     if mime == "text/plain":
-        return _clean(_cut(str(value), DISPLAY_BYTES))
-    return f"<{mime} of {size:,} bytes not shown: larger than {DISPLAY_BYTES:,}>"
+        return _escape_surrogates(_truncate(str(value), MAX_DISPLAY_BYTES))
+    return f"<{mime} of {size:,} bytes not shown: larger than {MAX_DISPLAY_BYTES:,}>"
 
 
-def plain_data(value: Any) -> Any:
+def to_json_data(value: Any) -> Any:
     """Structured data with nothing in it but what JSON has."""
     kind = type(value)
     if kind in (int, float, bool, type(None)):
         return value
     if kind is str or isinstance(value, str):
-        return _clean(str(value))
+        return _escape_surrogates(str(value))
     if isinstance(value, (bytes, bytearray, memoryview)):
         return base64.b64encode(bytes(value)).decode("ascii")
     if isinstance(value, dict):
-        return {str(key): plain_data(item) for key, item in value.items()}
+        return {str(key): to_json_data(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain_data(item) for item in value]
+        return [to_json_data(item) for item in value]
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
         return float(value)
     item: Callable[[], Any] | None = getattr(value, "item", None)  # a numpy number
     if callable(item) and getattr(value, "ndim", 1) == 0:
-        return plain_data(item())
+        return to_json_data(item())
     return str(value)

@@ -12,23 +12,23 @@ from collections.abc import Callable
 from typing import Any
 
 from meshbook.clock import monotonic, process_time
-from meshbook.rank.ring import Collective, Ring
+from meshbook.rank.ring import Collective, CollectiveRing
 from meshbook.rank.scalars import ScalarLog
-from meshbook.wire.messages import CollectiveSeen, Frame, Gpu, Health, Measured
+from meshbook.wire.messages import CollectiveInfo, Frame, Gpu, Health, RankMetrics
 
 # Collectives that one beat tells of beside the open ones, the newest. Describing one takes about 10 us, so that this
 # many cost less than a thousandth of the second.
-_TOLD_COLLECTIVES = 64
+_MAX_REPORTED_COLLECTIVES = 64
 
 # ... and of the open ones. More of them are only ever many sends or receives that wait for one peer.
-_TOLD_OPEN = 128
+_MAX_REPORTED_OPEN = 128
 
 # "0": a rank measures nothing and its ring keeps no lines and shapes. For benchmarks/probes.py, which tells the cost.
-SWITCH = "MESHBOOK_PROBES"
+PROBES_ENV_VAR = "MESHBOOK_PROBES"
 
 
-def switched_on() -> bool:
-    return os.environ.get(SWITCH) != "0"
+def are_probes_enabled() -> bool:
+    return os.environ.get(PROBES_ENV_VAR) != "0"
 
 
 class Probes:
@@ -41,7 +41,7 @@ class Probes:
     def __init__(
         self,
         rank: int,
-        ring: Ring,
+        ring: CollectiveRing,
         scalars: ScalarLog,
         *,
         clock: Callable[[], float] = monotonic,
@@ -49,57 +49,61 @@ class Probes:
     ) -> None:
         self._rank, self._ring, self._scalars = rank, ring, scalars
         self._clock, self._cpu_clock = clock, cpu_clock
-        self._at, self._cpu_s = clock(), cpu_clock()
-        self._lag_s = 0.0
-        self._told_seq = 0
-        self._open: list[Collective] = []  # told before they had ended
+        self._measured_at, self._cpu_s = clock(), cpu_clock()
+        self._gil_lag_s = 0.0
+        self._reported_seq = 0
+        self._open_collectives: list[Collective] = []  # told before they had ended
         self._gpu = GpuProbe()
         self.health: Health | None = None
 
-    def woke(self, late_s: float) -> None:
+    def record_wakeup_delay(self, delay_s: float) -> None:
         """The service thread wanted to run this long before it did: whoever had the GIL did not let go of it."""
-        if late_s > self._lag_s:
-            self._lag_s = late_s
+        if delay_s > self._gil_lag_s:
+            self._gil_lag_s = delay_s
 
-    def measure(self, device: str, moves: Callable[[], bool] = lambda: True) -> Measured:
+    def measure(self, device: str, is_progressing: Callable[[], bool] = lambda: True) -> RankMetrics:
         """All that there is to tell since the last time.
 
         Args:
             device: the rank's, "cpu" or "cuda:1".
-            moves: whether the main thread is on its way, and so not stuck in the allocator (`GpuProbe`).
+            is_progressing: whether the main thread is on its way, and so not stuck in the allocator (`GpuProbe`).
         """
         now, cpu_s = self._clock(), self._cpu_clock()
-        passed = max(1e-9, now - self._at)
+        elapsed_s = max(1e-9, now - self._measured_at)
         last = self._ring.last
         self.health = Health(
-            cpu_percent=round(100.0 * (cpu_s - self._cpu_s) / passed, 1),
-            gil_lag_s=round(self._lag_s, 4),
+            cpu_percent=round(100.0 * (cpu_s - self._cpu_s) / elapsed_s, 1),
+            gil_lag_s=round(self._gil_lag_s, 4),
             num_collectives=0 if last is None else last.seq,
-            steps=self._scalars.num_steps,
+            num_steps=self._scalars.num_steps,
             steps_per_s=self._scalars.steps_per_s(),
-            gpu=self._gpu.measure(device, moves),
+            gpu=self._gpu.measure(device, is_progressing),
         )
-        self._at, self._cpu_s, self._lag_s = now, cpu_s, 0.0
+        self._measured_at, self._cpu_s, self._gil_lag_s = now, cpu_s, 0.0
         scalars, num_dropped = self._scalars.drain()
-        return Measured(
+        return RankMetrics(
             rank=self._rank,
             health=self.health,
             scalars=scalars,
             num_dropped=num_dropped,
-            collectives=self._news(now),
+            collectives=self._new_collectives(now),
         )
 
-    def _news(self, now: float) -> tuple[CollectiveSeen, ...]:
+    def _new_collectives(self, now: float) -> tuple[CollectiveInfo, ...]:
         """Collectives begun since the last time, and those that were open then."""
-        fresh = self._ring.since(self._told_seq)
-        if fresh:
-            self._told_seq = fresh[-1].seq
-        told = [*self._open, *fresh[-_TOLD_COLLECTIVES:]]
-        self._open = [*self._open, *fresh]
-        self._ring.settle(self._open)
-        self._open = [collective for collective in self._open if collective.t_end is None][-_TOLD_OPEN:]
-        early = [collective for collective in self._open if collective not in told]  # open, and not of the newest
-        return tuple(seen(collective, now) for collective in [*early, *told])
+        new = self._ring.since(self._reported_seq)
+        if new:
+            self._reported_seq = new[-1].seq
+        reported = [*self._open_collectives, *new[-_MAX_REPORTED_COLLECTIVES:]]
+        self._open_collectives = [*self._open_collectives, *new]
+        self._ring.poll_completion(self._open_collectives)
+        self._open_collectives = [collective for collective in self._open_collectives if collective.t_end is None][
+            -_MAX_REPORTED_OPEN:
+        ]
+        unreported_open = [
+            collective for collective in self._open_collectives if collective not in reported
+        ]  # open, and not of the newest
+        return tuple(describe_collective(collective, now) for collective in [*unreported_open, *reported])
 
 
 class GpuProbe:
@@ -111,20 +115,20 @@ class GpuProbe:
     """
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[str, str, int]] = {}  # by device: its name, UUID and size
+        self._device_info: dict[str, tuple[str, str, int]] = {}  # by device: its name, UUID and size
         self._last: Gpu | None = None
 
-    def measure(self, device: str, moves: Callable[[], bool]) -> Gpu | None:
+    def measure(self, device: str, is_progressing: Callable[[], bool]) -> Gpu | None:
         torch: Any = sys.modules.get("torch")
         if torch is None or not device.startswith("cuda:"):
             return None
         try:
             if not torch.cuda.is_initialized():  # asking anything else would initialise it, on this thread
                 return None
-            if not moves():
+            if not is_progressing():
                 return self._last
             index = int(device.partition(":")[2])  # this thread's current device is always 0
-            name, uuid, total = self._described(torch, index, device)
+            name, uuid, total = self._describe_device(torch, index, device)
             stats = torch.cuda.memory_stats(index)
             self._last = Gpu(
                 name=name,
@@ -138,37 +142,39 @@ class GpuProbe:
             self._last = None
         return self._last
 
-    def _described(self, torch: Any, index: int, device: str) -> tuple[str, str, int]:
-        known = self._known.get(device)
-        if known is None:
+    def _describe_device(self, torch: Any, index: int, device: str) -> tuple[str, str, int]:
+        info = self._device_info.get(device)
+        if info is None:
             properties = torch.cuda.get_device_properties(index)
             uuid = getattr(properties, "uuid", None)
-            known = (str(properties.name), "" if uuid is None else str(uuid), int(properties.total_memory))
-            self._known[device] = known
-        return known
+            info = (str(properties.name), "" if uuid is None else str(uuid), int(properties.total_memory))
+            self._device_info[device] = info
+        return info
 
 
-def seen(collective: Collective, now: float) -> CollectiveSeen:
+def describe_collective(collective: Collective, now: float) -> CollectiveInfo:
     """A collective as it is told, at monotonic time `now`."""
     line, end = collective.line, collective.t_end
     dtypes = collective.dtypes
-    return CollectiveSeen(
+    return CollectiveInfo(
         op=collective.op,
         group=collective.group,
         group_ranks=collective.group_ranks,
         seq=collective.group_seq,
         shapes=collective.shapes,
         dtype=dtypes[0] if dtypes else "",
-        line=None if line is None else Frame(file=plain(line.file), line=line.line, function=plain(line.function)),
+        frame=None
+        if line is None
+        else Frame(file=sanitize_text(line.file), line=line.line, function=sanitize_text(line.function)),
         peer=collective.peer,
-        began_s=max(0.0, now - collective.t_start),
-        ended_s=None if end is None else max(0.0, now - end),
-        failed=None if collective.error is None else plain(collective.error),
-        epoch=collective.epoch,
+        began_s_ago=max(0.0, now - collective.t_start),
+        ended_s_ago=None if end is None else max(0.0, now - end),
+        failure=None if collective.error is None else sanitize_text(collective.error),
+        generation=collective.generation,
     )
 
 
-def plain(text: str, limit: int = 500) -> str:
+def sanitize_text(text: str, limit: int = 500) -> str:
     """Text of the user's as it can travel: without lone surrogates, and not endless."""
     if type(text) is str and len(text) <= limit and text.isascii():
         return text

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 from meshbook.clock import monotonic
 from meshbook.ids import name_ranks
-from meshbook.wire.messages import POINT_TO_POINT, RECORDED_STEP
+from meshbook.wire.messages import POINT_TO_POINT, RECORDED_STEP_FILE
 
 
 class UserLine(NamedTuple):
@@ -41,7 +41,7 @@ class TensorLike(Protocol):
     def dtype(self) -> object: ...
 
 
-class Label:
+class GroupLabel:
     """A process group as the ring sees it: its name, the global ranks in it, and counters of its collectives.
 
     Attributes:
@@ -50,41 +50,51 @@ class Label:
         is_doubtful: a signal came as a collective was noted: it may count here, and has not begun.
     """
 
-    __slots__ = ("_pairs", "_seqs", "epoch", "is_doubtful", "members", "name", "next_seq", "next_transfer", "ranks")
+    __slots__ = (
+        "_pair_counters",
+        "_seq_counter",
+        "generation",
+        "is_doubtful",
+        "name",
+        "next_p2p_seq",
+        "next_seq",
+        "ranks",
+        "ranks_text",
+    )
 
     def __init__(self, name: str, ranks: Iterable[int]) -> None:
         self.name = name
         self.ranks = tuple(ranks)
-        self.members = name_ranks(self.ranks)
-        self.restart(0)
+        self.ranks_text = name_ranks(self.ranks)
+        self.reset_counters(0)
 
-    def restart(self, epoch: int) -> None:
+    def reset_counters(self, generation: int) -> None:
         """Count from 1 again: after a break, members would go on from where each had come to, which differs."""
-        self.epoch = epoch
+        self.generation = generation
         self.is_doubtful = False
-        self._seqs = itertools.count(1)
-        self._pairs: dict[tuple[bool, int | None], itertools.count[int]] = {}
-        self.next_seq: Callable[[], int] = self._seqs.__next__  # atomic: collectives come from several threads
-        self.next_transfer: Callable[[], int] = itertools.count(1).__next__
+        self._seq_counter = itertools.count(1)
+        self._pair_counters: dict[tuple[bool, int | None], itertools.count[int]] = {}
+        self.next_seq: Callable[[], int] = self._seq_counter.__next__  # atomic: collectives come from several threads
+        self.next_p2p_seq: Callable[[], int] = itertools.count(1).__next__
 
-    def next_of_pair(self, sends: bool, peer: int | None) -> int:
+    def next_pair_seq(self, is_send: bool, peer: int | None) -> int:
         """The number of a send to this member, or of a receive from it, from 1; None: from any member."""
-        return next(self._pairs.setdefault((sends, peer), itertools.count(1)))
+        return next(self._pair_counters.setdefault((is_send, peer), itertools.count(1)))
 
     @property
     def num_begun(self) -> int:
         """How many collectives this rank has begun on these connections, sends and receives not counted."""
-        return _counted(self._seqs)
+        return _num_taken(self._seq_counter)
 
     @property
-    def transfers(self) -> dict[tuple[bool, int | None], int]:
+    def p2p_counts(self) -> dict[tuple[bool, int | None], int]:
         """How many sends (True) and receives (False) this rank has begun, by peer; None: receives from any member."""
-        return {pair: _counted(numbers) for pair, numbers in list(self._pairs.items())}
+        return {pair: _num_taken(counter) for pair, counter in list(self._pair_counters.items())}
 
 
-def _counted(numbers: itertools.count[int]) -> int:
+def _num_taken(counter: itertools.count[int]) -> int:
     """How many numbers were taken: the one thing that tells it without taking one is `count(5)`, in every Python."""
-    return int(repr(numbers)[len("count(") : -1]) - 1
+    return int(repr(counter)[len("count(") : -1]) - 1
 
 
 class Collective:
@@ -106,12 +116,12 @@ class Collective:
     __slots__ = (
         "_code",
         "_dtypes",
-        "_finished",
         "_instruction",
+        "_is_finished",
         "_on_device",
         "_shapes",
-        "epoch",
         "error",
+        "generation",
         "group_seq",
         "label",
         "op",
@@ -126,7 +136,7 @@ class Collective:
         self,
         op: str,
         seq: int,
-        label: Label,
+        label: GroupLabel,
         group_seq: int,
         shapes: tuple[Sequence[int], ...],
         dtypes: tuple[object, ...],
@@ -140,7 +150,7 @@ class Collective:
         self.seq = seq
         self.label = label
         self.group_seq = group_seq
-        self.epoch = label.epoch
+        self.generation = label.generation
         self.peer = peer
         self.pair_seq = pair_seq
         self.t_start = t_start
@@ -150,7 +160,7 @@ class Collective:
         self._dtypes = dtypes
         self._code = code  # the code object, not the frame: a frame would keep the user's locals alive
         self._instruction = instruction
-        self._finished: Callable[[], bool] | None = None
+        self._is_finished: Callable[[], bool] | None = None
         self._on_device = False  # `_finished` asks the device's driver
 
     @property
@@ -163,7 +173,7 @@ class Collective:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """What this rank puts in (a recv or broadcast: what it fills); at most `MAX_TENSORS` of them."""
+        """What this rank puts in (a recv or broadcast: what it fills); at most `MAX_RECORDED_TENSORS` of them."""
         return tuple(tuple(int(size) for size in shape) for shape in self._shapes)
 
     @property
@@ -174,7 +184,7 @@ class Collective:
     @property
     def line(self) -> UserLine | None:
         """The innermost frame of the user's code at the call; None if no such frame was on any stack."""
-        return None if self._code is None else _line_of(self._code, self._instruction)
+        return None if self._code is None else _find_line(self._code, self._instruction)
 
     def seconds(self, now: float | None = None) -> float:
         """How long it took, or has been running at monotonic time `now` (default: this moment)."""
@@ -184,17 +194,17 @@ class Collective:
         return end - self.t_start
 
     def __repr__(self) -> str:
-        where = self.line
+        user_line = self.line
         state = "running" if self.t_end is None else self.error or "done"
-        place = f" at {where.file}:{where.line}" if where else ""
-        return f"<{self.op} #{self.seq} on {self.group}{place}: {state}>"
+        location = f" at {user_line.file}:{user_line.line}" if user_line else ""
+        return f"<{self.op} #{self.seq} on {self.group}{location}: {state}>"
 
 
 # Shapes kept per collective. Coalesced calls carry hundreds of tensors; the first few tell a mismatch from a match.
-MAX_TENSORS = 8
+MAX_RECORDED_TENSORS = 8
 
 
-class Ring:
+class CollectiveRing:
     """The last `size` collectives.
 
     `begin` and `finish` are called by the threads that run collectives; everything else may be called by any thread
@@ -226,16 +236,16 @@ class Ring:
         self._next_seq: Callable[[], int] = itertools.count(1).__next__
         self._clock = clock
         self._detailed = detailed
-        self._skip: tuple[str, ...] = ("<frozen ", RECORDED_STEP)
-        self._skipped: dict[str, bool] = {}  # by file name: a dict look-up costs a tenth of a prefix test
+        self._skip_prefixes: tuple[str, ...] = ("<frozen ", RECORDED_STEP_FILE)
+        self._skip_cache: dict[str, bool] = {}  # by file name: a dict look-up costs a tenth of a prefix test
         # contextlib's frames lie between the user's `with` and the library that ends a coalesced collective in it.
         for path in (Path(__file__).resolve().parent.parent, contextlib.__file__, *skip):
-            self.skip(path)
+            self.skip_frames_of(path)
         self._last: Collective | None = None
         self.num_captures = 0
         self._device_error: str | None = None  # what the driver answers to every question from now on
         self._main_thread = threading.main_thread().ident
-        self._threads: set[int] = set()  # others that have begun a collective
+        self._other_thread_ids: set[int] = set()  # others that have begun a collective
 
     @property
     def size(self) -> int:
@@ -252,21 +262,23 @@ class Ring:
         return tuple(
             thread
             for thread in threading.enumerate()
-            if thread.ident in self._threads
+            if thread.ident in self._other_thread_ids
             and not isinstance(thread, threading._DummyThread)
             and not thread.name.startswith("meshbook-")  # an identifier is used again when its thread has ended
         )
 
-    def skip(self, path: str | os.PathLike[str]) -> None:
+    def skip_frames_of(self, path: str | os.PathLike[str]) -> None:
         """From now on frames of this file, or of the files in this folder, are not the user's."""
         prefix = str(path)
         if not prefix.endswith(".py"):
             prefix = prefix.rstrip(os.sep) + os.sep  # site-packages/torch/, and not site-packages/torchvision
-        if prefix not in self._skip:
-            self._skip = (*self._skip, prefix)
-            self._skipped = {}
+        if prefix not in self._skip_prefixes:
+            self._skip_prefixes = (*self._skip_prefixes, prefix)
+            self._skip_cache = {}
 
-    def begin(self, op: str, label: Label, tensors: Sequence[TensorLike] = (), peer: int | None = None) -> Collective:
+    def begin(
+        self, op: str, label: GroupLabel, tensors: Sequence[TensorLike] = (), peer: int | None = None
+    ) -> Collective:
         """Note that `op` starts now, called from the innermost frame that is not skipped.
 
         Args:
@@ -276,37 +288,37 @@ class Ring:
         frame: Any = None
         if self._detailed:
             frame = sys._getframe(1)
-            skipped = self._skipped
+            skip_cache = self._skip_cache
             while frame is not None:
                 name = frame.f_code.co_filename
-                skip = skipped.get(name)
-                if skip is None:
-                    skip = skipped[name] = name.startswith(self._skip)
-                if not skip:
+                is_skipped = skip_cache.get(name)
+                if is_skipped is None:
+                    is_skipped = skip_cache[name] = name.startswith(self._skip_prefixes)
+                if not is_skipped:
                     break
                 frame = frame.f_back
             if frame is None:
-                frame = self._users_frame()
-            if len(tensors) > MAX_TENSORS:
-                tensors = tensors[:MAX_TENSORS]
+                frame = self._main_thread_user_frame()
+            if len(tensors) > MAX_RECORDED_TENSORS:
+                tensors = tensors[:MAX_RECORDED_TENSORS]
         else:
             tensors = ()
         seq = self._next_seq()
         if get_ident() != self._main_thread:
-            self._threads.add(get_ident())
-        transfers = op in POINT_TO_POINT
+            self._other_thread_ids.add(get_ident())
+        is_p2p = op in POINT_TO_POINT
         collective = Collective(
             op,
             seq,
             label,
-            label.next_transfer() if transfers else label.next_seq(),
+            label.next_p2p_seq() if is_p2p else label.next_seq(),
             tuple([tensor.shape for tensor in tensors]),
             tuple([tensor.dtype for tensor in tensors]),
             peer,
             None if frame is None else frame.f_code,
             -1 if frame is None else frame.f_lasti,
             self._clock(),
-            label.next_of_pair(op == "send", peer) if transfers else 0,
+            label.next_pair_seq(op == "send", peer) if is_p2p else 0,
         )
         self._slots[seq % self._size] = self._last = collective
         return collective
@@ -316,32 +328,32 @@ class Ring:
         if collective.t_end is not None:
             return
         if error is not None:
-            collective.error = error if isinstance(error, str) else one_line(error)
+            collective.error = error if isinstance(error, str) else one_line_error(error)
         collective.t_end = self._clock()
-        collective._finished = None
+        collective._is_finished = None
 
-    def settle_by(
-        self, collective: Collective, finished: Callable[[], bool] | None, *, on_device: bool = False
+    def set_completion_check(
+        self, collective: Collective, is_finished: Callable[[], bool] | None, *, on_device: bool = False
     ) -> None:
-        """Give a collective that may end unnoticed a way to ask; readers of the ring call `finished` when they look.
+        """Give a collective that may end unnoticed a way to ask; readers of the ring call `is_finished` when they look.
 
         None takes it back: somebody will say `finish`.
 
         Args:
-            on_device: `finished` asks the device's driver. After its first error it is asked nothing any more: a
+            on_device: `is_finished` asks the device's driver. After its first error it is asked nothing any more: a
                 device-side assert, for example, is the answer to every question from then on.
         """
         collective._on_device = on_device
-        collective._finished = finished
+        collective._is_finished = is_finished
 
     def snapshot(self) -> tuple[Collective, ...]:
         """All that are kept, oldest first."""
         # Copying a list is one step under the interpreter lock, so a thread that begins another one cannot tear it.
-        kept = [collective for collective in self._slots[:] if collective is not None]
-        for collective in kept:
-            self._settle(collective)
-        kept.sort(key=lambda collective: collective.seq)
-        return tuple(kept)
+        recorded = [collective for collective in self._slots[:] if collective is not None]
+        for collective in recorded:
+            self._poll_one(collective)
+        recorded.sort(key=lambda collective: collective.seq)
+        return tuple(recorded)
 
     def since(self, seq: int) -> tuple[Collective, ...]:
         """Those after number `seq` that are kept, oldest first. Costs what there is of them, not the ring's size."""
@@ -349,22 +361,22 @@ class Ring:
         if last is None or last.seq <= seq:
             return ()
         first = max(seq + 1, last.seq - self._size + 1)
-        kept = [self._slots[number % self._size] for number in range(first, last.seq + 1)]
+        recorded = [self._slots[number % self._size] for number in range(first, last.seq + 1)]
         # A slot may have been used again, or not yet been filled by a thread that has its number.
-        return tuple(collective for collective in kept if collective is not None and first <= collective.seq)
+        return tuple(collective for collective in recorded if collective is not None and first <= collective.seq)
 
-    def settle(self, collectives: Iterable[Collective]) -> None:
+    def poll_completion(self, collectives: Iterable[Collective]) -> None:
         """Ask those that may have ended unnoticed whether they have."""
         for collective in collectives:
-            self._settle(collective)
+            self._poll_one(collective)
 
     def running(self) -> tuple[Collective, ...]:
         """Those that have not finished, oldest first."""
         return tuple(collective for collective in self.snapshot() if collective.t_end is None)
 
-    def _settle(self, collective: Collective) -> None:
-        finished = collective._finished
-        if collective.t_end is not None or finished is None:
+    def _poll_one(self, collective: Collective) -> None:
+        is_finished = collective._is_finished
+        if collective.t_end is not None or is_finished is None:
             return
         on_device = collective._on_device
         if on_device and self._device_error is not None:
@@ -373,42 +385,42 @@ class Ring:
         if on_device and self.num_captures:
             return
         try:
-            if finished():
+            if is_finished():
                 self.finish(collective)
         except Exception as error:
-            unknown = f"whether it has ended is unknown: {one_line(error)}"
+            unknown = f"whether it has ended is unknown: {one_line_error(error)}"
             if on_device:
                 self._device_error = unknown
             self.finish(collective, unknown)
 
-    def _users_frame(self) -> Any:
+    def _main_thread_user_frame(self) -> Any:
         """The user's frame on the main thread: where a backward pass was called that runs on a thread of its own."""
         main = threading.main_thread().ident
         frame: Any = sys._current_frames().get(main) if main is not None else None
-        while frame is not None and frame.f_code.co_filename.startswith(self._skip):
+        while frame is not None and frame.f_code.co_filename.startswith(self._skip_prefixes):
             frame = frame.f_back
         return frame
 
 
 # Lines by the addresses of their instructions, which are in their code objects. A step calls its collectives at the
 # same few lines each time, and finding a line among a cell's takes tens of microseconds.
-_lines: dict[int, tuple[CodeType, UserLine]] = {}
-_LINES = 4096
+_line_cache: dict[int, tuple[CodeType, UserLine]] = {}
+_MAX_CACHED_LINES = 4096
 
 
-def _line_of(code: CodeType, instruction: int) -> UserLine:
-    known = _lines.get(id(code) + instruction)
-    if known is not None and known[0] is code:
-        return known[1]
+def _find_line(code: CodeType, instruction: int) -> UserLine:
+    cached = _line_cache.get(id(code) + instruction)
+    if cached is not None and cached[0] is code:
+        return cached[1]
     numbers = (line for start, end, line in code.co_lines() if start <= instruction < end and line is not None)
     found = UserLine(code.co_filename, next(numbers, code.co_firstlineno), code.co_name)
-    if len(_lines) >= _LINES:
-        _lines.clear()
-    _lines[id(code) + instruction] = code, found
+    if len(_line_cache) >= _MAX_CACHED_LINES:
+        _line_cache.clear()
+    _line_cache[id(code) + instruction] = code, found
     return found
 
 
-def one_line(error: BaseException) -> str:
+def one_line_error(error: BaseException) -> str:
     """`RuntimeError: Connection closed by peer`, without the lines below."""
     text = str(error).strip()
     first = text.splitlines()[0] if text else ""

@@ -16,22 +16,22 @@ from meshbook.errors import UsageError
 from meshbook.wire.messages import Scalar
 
 # Calls that are kept between two beats; the oldest are dropped. Ten times what a loop that computes anything makes.
-_KEPT_CALLS = 16_384
+_MAX_BUFFERED_CALLS = 16_384
 
 # Calls of which one beat tells; of more, every n-th. A chart is some hundred points wide.
-_TOLD_CALLS = 512
+_MAX_REPORTED_CALLS = 512
 
 # Scalars that one beat tells at most, whatever one call holds.
-_TOLD_SCALARS = 4_096
+_MAX_REPORTED_SCALARS = 4_096
 
 # Characters of a name that are kept.
-_NAME_CHARS = 200
+_MAX_NAME_CHARS = 200
 
 # Seconds over which steps per second are counted: long enough for steps of a second to give a steady number.
 _RATE_WINDOW_S = 10.0
 
 # Its number, its step, when it was made, and what was given.
-Call = tuple[int, int, float, dict[str, Any]]
+LoggedCall = tuple[int, int, float, dict[str, Any]]
 
 
 class ScalarLog:
@@ -43,22 +43,22 @@ class ScalarLog:
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
-        self._calls: deque[Call] = deque(maxlen=_KEPT_CALLS)
+        self._calls: deque[LoggedCall] = deque(maxlen=_MAX_BUFFERED_CALLS)
         self._step = -1
         self._num_calls = 0
         self._last_drained = 0
         self.num_steps = 0
-        self._seen: deque[tuple[float, int]] = deque()  # when it was drained, and how many steps there were
+        self._step_samples: deque[tuple[float, int]] = deque()  # when it was drained, and how many steps there were
 
     def log(self, step: Any, scalars: dict[str, Any]) -> None:
         for name, value in scalars.items():
             if type(value) is not float:  # most are; and the dict is the caller's own, made by `**`
-                scalars[name] = _number(name, value)
+                scalars[name] = _to_float(name, value)
         if step is None:
             self._step = step = self._step + 1
             self.num_steps += 1
         elif step != self._step:
-            self._step = step = _whole(step)
+            self._step = step = _to_step(step)
             self.num_steps += 1
         self._num_calls += 1
         self._calls.append((self._num_calls, step, self._clock(), scalars))
@@ -73,46 +73,46 @@ class ScalarLog:
         width = max(1, max(len(call[3]) for call in calls))
         num_dropped = max(0, calls[-1][0] - self._last_drained - len(calls)) * width  # pushed out by newer ones; about
         self._last_drained = calls[-1][0]
-        every = math.ceil(len(calls) / min(_TOLD_CALLS, max(1, _TOLD_SCALARS // width)))
+        every = math.ceil(len(calls) / min(_MAX_REPORTED_CALLS, max(1, _MAX_REPORTED_SCALARS // width)))
         if every > 1:
-            kept = _thinned(calls, every)
-            num_dropped += sum(len(call[3]) for call in calls) - sum(len(call[3]) for call in kept)
-            calls = kept
+            thinned = _thin_out(calls, every)
+            num_dropped += sum(len(call[3]) for call in calls) - sum(len(call[3]) for call in thinned)
+            calls = thinned
         now = self._clock()
-        told = [
-            Scalar(_name(name), step, value, now - at)
-            for _, step, at, given in calls
-            for name, value in given.items()
+        reported = [
+            Scalar(_sanitize_name(name), step, value, now - logged_at)
+            for _, step, logged_at, scalars in calls
+            for name, value in scalars.items()
         ]
-        return tuple(told[-2 * _TOLD_SCALARS :]), num_dropped
+        return tuple(reported[-2 * _MAX_REPORTED_SCALARS :]), num_dropped
 
     def steps_per_s(self) -> float | None:
         """Over the last ten seconds in which this was asked, about; None before the first step. Ask once per beat."""
         now, steps = self._clock(), self.num_steps
-        seen = self._seen
-        seen.append((now, steps))
-        while len(seen) > 2 and now - seen[1][0] >= _RATE_WINDOW_S:
-            seen.popleft()
+        samples = self._step_samples
+        samples.append((now, steps))
+        while len(samples) > 2 and now - samples[1][0] >= _RATE_WINDOW_S:
+            samples.popleft()
         # What lies before the first step is not part of a rate: it is the time it took to get there.
-        while len(seen) > 2 and seen[0][1] == 0 and seen[1][1] == 0:
-            seen.popleft()
-        since, before = seen[0]
-        return (steps - before) / (now - since) if steps and now > since else None
+        while len(samples) > 2 and samples[0][1] == 0 and samples[1][1] == 0:
+            samples.popleft()
+        since, steps_then = samples[0]
+        return (steps - steps_then) / (now - since) if steps and now > since else None
 
 
-def _thinned(calls: list[Call], every: int) -> list[Call]:
+def _thin_out(calls: list[LoggedCall], every: int) -> list[LoggedCall]:
     """Every n-th call and the last, and each at which a number stopped or began to be finite: the step of a first NaN
     is what people look for."""
-    kept, was_finite = [], True
-    for nth, call in enumerate(calls):
+    selected, was_finite = [], True
+    for index, call in enumerate(calls):
         finite = all(map(math.isfinite, call[3].values()))
-        if finite != was_finite or nth % every == 0 or nth == len(calls) - 1:
-            kept.append(call)
+        if finite != was_finite or index % every == 0 or index == len(calls) - 1:
+            selected.append(call)
         was_finite = finite
-    return kept
+    return selected
 
 
-def _number(name: str, value: Any) -> float:
+def _to_float(name: str, value: Any) -> float:
     """One number as a float: Python's, NumPy's, a tensor with one element (of one on a GPU it waits for the value)."""
     kind = type(value)
     if kind is int or kind is bool:
@@ -132,29 +132,29 @@ def _number(name: str, value: Any) -> float:
         raise UsageError(f"meshbook.log takes one number for each name, and {name} {what}{hint}") from None
 
 
-def _whole(step: Any) -> int:
+def _to_step(step: Any) -> int:
     try:
         return int(step)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         raise UsageError(f"meshbook.log takes a whole number for step, and was given {step!r:.60}") from None
 
 
-def _name(name: str) -> str:
-    return name if name.isascii() and len(name) <= _NAME_CHARS else _plain(name)
+def _sanitize_name(name: str) -> str:
+    return name if name.isascii() and len(name) <= _MAX_NAME_CHARS else _truncate_name(name)
 
 
-def _plain(name: str) -> str:
-    return name[:_NAME_CHARS].encode("utf-8", "replace").decode()
+def _truncate_name(name: str) -> str:
+    return name[:_MAX_NAME_CHARS].encode("utf-8", "replace").decode()
 
 
 # A process is one rank for as long as it lives, and `meshbook.log` is a function of the process.
-_here: ScalarLog | None = None
+_installed_log: ScalarLog | None = None
 
 
 def install(scalars: ScalarLog | None) -> None:
     """From now on `meshbook.log` in this process is heard by `scalars`."""
-    global _here
-    _here = scalars
+    global _installed_log
+    _installed_log = scalars
 
 
 def log(*, step: int | None = None, **scalars: Any) -> None:
@@ -174,9 +174,9 @@ def log(*, step: int | None = None, **scalars: Any) -> None:
     Raises:
         UsageError: something is not one number; or this process is not a rank of a mesh.
     """
-    if _here is None:
+    if _installed_log is None:
         raise UsageError(
             "meshbook.log notes numbers on a rank, and this code runs on the controller; call it in a cell that runs "
             "on the mesh (mesh.run(...), or a cell of the Meshbook kernel without %%controller)"
         )
-    _here.log(step, scalars)
+    _installed_log.log(step, scalars)

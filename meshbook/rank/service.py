@@ -24,10 +24,10 @@ import zmq
 
 from meshbook.clock import monotonic, sleep
 from meshbook.ids import CallId
-from meshbook.rank import questions, scalars, snapshot
-from meshbook.rank.capture import Output
-from meshbook.rank.probes import Probes, plain, switched_on
-from meshbook.wire import birth, codec, keys, messages
+from meshbook.rank import introspection, scalars, snapshot
+from meshbook.rank.capture import OutputBuffer
+from meshbook.rank.probes import Probes, are_probes_enabled, sanitize_text
+from meshbook.wire import codec, keys, messages, spawn
 from meshbook.wire.loop import Loop
 
 if TYPE_CHECKING:
@@ -35,27 +35,27 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
 
 # How long output gathers before it is sent: below what a reader notices, above the time print() takes for its parts.
-_GATHER_S = 0.03
+_OUTPUT_BATCH_S = 0.03
 
 # What one rank may send of output: this much at once, then this much per second. Beyond it the buffer in `capture`
 # fills, and is cut in the middle with a notice. 512 KiB/s from each of several ranks is already more than a front end's
 # own limit (1 MB/s), and far more than anyone reads.
-_BURST_BYTES = 2 << 20
-_BYTES_PER_S = 512 << 10
+_OUTPUT_BURST_BYTES = 2 << 20
+_OUTPUT_BYTES_PER_S = 512 << 10
 
 # Seconds that a shared segment which nobody reads is kept for the next value that goes out.
 _IDLE_SEGMENT_S = 30.0
 
 # Actors stand beside ranks and not below them, so they are found by name, and only by who asks for them.
-ACTORS = "meshbook.actors.runtime.door:open_door"
+ACTORS_ENTRY_POINT = "meshbook.actors.runtime.rank_hooks:enable_actors"
 # How often, and after how many seconds, it is looked whether the main thread has moved.
-_MOVES_LOOKS, _MOVES_LOOK_S = 5, 0.002
+_PROGRESS_SAMPLES, _PROGRESS_SAMPLE_S = 5, 0.002
 # What the rank's log keeps of one traceback.
-_TRACEBACK_CHARS = 8000
-_LAST_S = 1.0  # how long the end of the rank waits for the host to have heard its last words
+_MAX_TRACEBACK_CHARS = 8000
+_FINAL_OUTPUT_TIMEOUT_S = 1.0  # how long the end of the rank waits for the host to have heard its last words
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -63,31 +63,31 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 class Reporter:
     """What both threads report through: output in order, each piece numbered, on the socket of whoever sends it."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], told: birth.RankBirth, output: Output) -> None:
-        self._told, self._output = told, output
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], config: spawn.RankConfig, output: OutputBuffer) -> None:
+        self._config, self._output = config, output
         self._lock = threading.Lock()
         self._seq = 0
-        self.work = connect(context, told.work_address, told.rank)
-        self.call: CallId | None = None  # the call whose output this is: the running one, else the last
+        self.work_socket = connect_to_host(context, config.work_address, config.rank)
+        self.call_id: CallId | None = None  # the call whose output this is: the running one, else the last
 
     def send(self, report: messages.RankReport) -> None:
         """Send from the main thread."""
-        self.work.send_multipart(codec.encode(report))
+        self.work_socket.send_multipart(codec.encode(report))
 
-    def take_rest(self) -> tuple[tuple[messages.OutputItem, ...], int]:
+    def pop_remaining_output(self) -> tuple[tuple[messages.OutputItem, ...], int]:
         """What has not been sent yet, and the number of the last piece that has."""
         with self._lock:
-            return self._output.take(), self._seq
+            return self._output.pop_items(), self._seq
 
-    def say(self, socket: zmq.Socket[bytes]) -> int:
+    def send_output(self, socket: zmq.Socket[bytes]) -> int:
         """Send what there is of output on `socket`; its size in bytes, about."""
         with self._lock:
-            items = self._output.take()
+            items = self._output.pop_items()
             if not items:
                 return 0
             self._seq += 1
             body = codec.encode_body(
-                messages.RankSaid(rank=self._told.rank, call=self.call, seq=self._seq, items=items)
+                messages.RankOutput(rank=self._config.rank, call=self.call_id, seq=self._seq, items=items)
             )
             socket.send_multipart([codec.PROTOCOL, body])
             return len(body)
@@ -99,35 +99,35 @@ class Service:
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        told: birth.RankBirth,
+        config: spawn.RankConfig,
         executor: Executor,
-        output: Output,
+        output: OutputBuffer,
         reporter: Reporter,
     ) -> None:
-        self._context, self._told, self._executor = context, told, executor
+        self._context, self._config, self._executor = context, config, executor
         self._output, self._reporter = output, reporter
         self.thread: threading.Thread | None = None
         self._main_thread = threading.get_ident()
         log = scalars.ScalarLog()
         scalars.install(log)
-        self._probes = Probes(told.rank, executor.ring, log) if switched_on() else None
-        self._budget = float(_BURST_BYTES)
-        self._budget_at = monotonic()
-        self._ending = self._said_last = False
-        self._heard_out = threading.Event()  # the host has everything
-        self._on_device = False  # this thread's CUDA device is the rank's
-        self._doing = "starting"
-        self._failures: set[tuple[str, type]] = set()  # that the user has been told of
-        self._loop = Loop(on_error=self._failed)
+        self._probes = Probes(config.rank, executor.ring, log) if are_probes_enabled() else None
+        self._budget = float(_OUTPUT_BURST_BYTES)
+        self._budget_updated_at = monotonic()
+        self._is_exiting = self._is_final_output_sent = False
+        self._exit_confirmed = threading.Event()  # the host has everything
+        self._is_device_selected = False  # this thread's CUDA device is the rank's
+        self._activity = "starting"
+        self._reported_failures: set[tuple[str, type]] = set()  # that the user has been told of
+        self._loop = Loop(on_error=self._report_failure)
         self._socket: zmq.Socket[bytes]
-        self._flush_due: float | None = None
-        self._answers: dict[type, Callable[[Any], Any]] = {
-            messages.Complete: lambda ask: questions.complete(executor.shell, ask.code, ask.cursor),
-            messages.Inspect: lambda ask: questions.inspect(executor.shell, ask.code, ask.cursor, ask.detail),
-            messages.Peek: lambda ask: questions.peek(executor.shell, ask.names),
-            messages.AskPositions: lambda ask: msgspec.to_builtins(executor.position(ask.about)),
-            messages.OpenActors: lambda ask: _found(ACTORS)(
-                executor.resolve, executor.resolvers, partial(use_device, executor.device)
+        self._flush_deadline: float | None = None
+        self._query_handlers: dict[type, Callable[[Any], Any]] = {
+            messages.Complete: lambda ask: introspection.complete(executor.shell, ask.code, ask.cursor),
+            messages.Inspect: lambda ask: introspection.inspect(executor.shell, ask.code, ask.cursor, ask.detail),
+            messages.PreviewNames: lambda ask: introspection.peek(executor.shell, ask.names),
+            messages.QueryPositions: lambda ask: msgspec.to_builtins(executor.position(ask.about_call)),
+            messages.OpenActors: lambda ask: _load_entry_point(ACTORS_ENTRY_POINT)(
+                executor.resolve, executor.resolvers, partial(select_device, executor.device)
             ),
         }
 
@@ -138,12 +138,12 @@ class Service:
     def _run(self, ready: messages.RankReady) -> None:
         # Signals are the main thread's: one delivered here would only wake it through a detour, and late.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        self._socket = connect(self._context, self._told.service_address, self._told.rank)
+        self._socket = connect_to_host(self._context, self._config.service_address, self._config.rank)
         self._send(ready)
-        self._loop.watch_socket(self._socket, self._hear)
-        for fd in self._output.service_fds():
-            self._loop.watch_fd(fd, self._output_waits)
-        self._next_beat(0.0)
+        self._loop.watch_socket(self._socket, self._on_command)
+        for fd in self._output.poll_fds():
+            self._loop.watch_fd(fd, self._on_output_ready)
+        self._schedule_heartbeat(0.0)
         self._loop.run()
 
     def _send(self, report: messages.RankReport) -> None:
@@ -151,84 +151,84 @@ class Service:
 
     # ---- what went wrong here
 
-    def _failed(self, error: BaseException) -> None:
+    def _report_failure(self, error: BaseException) -> None:
         """Tell the host, once for each kind: it shows the user a sentence, and keeps the traceback in the rank's log.
         Called by the loop, which goes on."""
-        kind = (self._doing, type(error))
-        if kind in self._failures:
+        kind = (self._activity, type(error))
+        if kind in self._reported_failures:
             return
-        self._failures.add(kind)
+        self._reported_failures.add(kind)
         self._send(
             messages.ServiceFailed(
-                rank=self._told.rank,
-                doing=self._doing,
-                error=plain(f"{type(error).__name__}: {error}"),
-                traceback=plain("".join(traceback.format_exception(error)), _TRACEBACK_CHARS),
+                rank=self._config.rank,
+                activity=self._activity,
+                error=sanitize_text(f"{type(error).__name__}: {error}"),
+                traceback=sanitize_text("".join(traceback.format_exception(error)), _MAX_TRACEBACK_CHARS),
             )
         )
 
-    def _attempt(self, doing: str, act: Callable[[], T]) -> T | None:
-        """What `act` returns; None if it failed, which is told."""
+    def _attempt(self, activity: str, function: Callable[[], T]) -> T | None:
+        """What `function` returns; None if it failed, which is told."""
         try:
-            return act()
+            return function()
         except BaseException as error:
-            self._doing = doing
-            self._failed(error)
+            self._activity = activity
+            self._report_failure(error)
             return None
 
     # ---- output
 
-    def _output_waits(self) -> None:
-        self._doing = "reading output"
+    def _on_output_ready(self) -> None:
+        self._activity = "reading output"
         self._output.pump()
-        if self._ending and not self._said_last:
-            self._said_last = True
-            self._reporter.say(self._socket)
-            self._send(messages.RankEnding(rank=self._told.rank))
-        elif self._flush_due is None:
-            self._next_flush(_GATHER_S)
+        if self._is_exiting and not self._is_final_output_sent:
+            self._is_final_output_sent = True
+            self._reporter.send_output(self._socket)
+            self._send(messages.RankExiting(rank=self._config.rank))
+        elif self._flush_deadline is None:
+            self._schedule_flush(_OUTPUT_BATCH_S)
 
-    def _next_flush(self, delay_s: float) -> None:
-        self._flush_due = monotonic() + delay_s
-        self._loop.call_later(delay_s, self._flush)
+    def _schedule_flush(self, delay_s: float) -> None:
+        self._flush_deadline = monotonic() + delay_s
+        self._loop.call_later(delay_s, self._flush_output)
 
-    def _flush(self) -> None:
+    def _flush_output(self) -> None:
         """Send output if the budget allows; if not, try again later."""
-        self._doing = "sending output"
+        self._activity = "sending output"
         now = monotonic()
-        self._woke(self._flush_due)
-        self._flush_due = None
-        self._budget = min(_BURST_BYTES, self._budget + (now - self._budget_at) * _BYTES_PER_S)
-        self._budget_at = now
+        self._record_wakeup(self._flush_deadline)
+        self._flush_deadline = None
+        self._budget = min(_OUTPUT_BURST_BYTES, self._budget + (now - self._budget_updated_at) * _OUTPUT_BYTES_PER_S)
+        self._budget_updated_at = now
         if self._budget <= 0:
-            self._next_flush(4 * _GATHER_S)
+            self._schedule_flush(4 * _OUTPUT_BATCH_S)
         else:
-            self._budget -= self._reporter.say(self._socket)
+            self._budget -= self._reporter.send_output(self._socket)
 
     # ---- commands
 
-    def _hear(self, frames: list[bytes]) -> None:
-        self._doing = "reading a message"
+    def _on_command(self, frames: list[bytes]) -> None:
+        self._activity = "reading a message"
         command = codec.rank_commands.decode(frames)
-        self._doing = f"carrying out {type(command).__name__}"
-        self._use_device()
-        answer = self._answers.get(type(command))
-        if answer is not None:
+        self._activity = f"carrying out {type(command).__name__}"
+        self._select_device()
+        handler = self._query_handlers.get(type(command))
+        if handler is not None:
             try:
-                answered = answer(command)
+                answered = handler(command)
             except BaseException as error:  # of code of the user's, which may raise anything
                 answered = {"error": f"{type(error).__name__}: {error}"}
             call = command.call  # type: ignore[union-attr]
-            self._send(messages.RankAnswered(rank=self._told.rank, call=call, answer=answered))
+            self._send(messages.RankReply(rank=self._config.rank, call=call, content=answered))
             return
         match command:
             case messages.Interrupt(target=target) if target is not None:
-                self._executor.stop(target)
-            case messages.Unblock(reason=reason, interrupt=interrupt):
+                self._executor.interrupt_call(target)
+            case messages.AbortCollectives(reason=reason, interrupt=interrupt):
                 self._executor.unblock(reason, interrupt=interrupt)
-            case messages.HoldGroups(about=about):
-                self._executor.hold_after(about)
-            case messages.GroupsChecked():
+            case messages.HoldCollectives(about_call=about):
+                self._executor.hold_collectives_after(about)
+            case messages.ResumeCollectives():
                 self._executor.groups_checked(command)
             case messages.RanksLeft():
                 self._executor.ranks_left(command)
@@ -237,122 +237,122 @@ class Service:
                 if client is not None:
                     self._executor.drop_client(client)
             case messages.TakeSnapshots():
-                self._snap(command)
-            case messages.Exit() if self._ending:
-                self._heard_out.set()
+                self._send_snapshot(command)
+            case messages.Exit() if self._is_exiting:
+                self._exit_confirmed.set()
             case messages.Exit():
                 try:
-                    threading.Thread(target=self._leave, name="meshbook-end", daemon=True).start()
+                    threading.Thread(target=self._exit_process, name="meshbook-end", daemon=True).start()
                 except RuntimeError:  # this process may have no more threads; what it printed can still be sent
-                    self._reporter.say(self._socket)
+                    self._reporter.send_output(self._socket)
                     os._exit(0)
 
-    def _use_device(self) -> None:
+    def _select_device(self) -> None:
         """Make the rank's GPU this thread's current device, once CUDA is in use. CUDA's calls (asking an event whether
         it has happened) use the thread's device, which is GPU 0 at first: every rank would make a context there, half
         a gigabyte each."""
-        if self._on_device or not self._executor.device.startswith("cuda:"):
+        if self._is_device_selected or not self._executor.device.startswith("cuda:"):
             return
         torch: Any = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
-            use_device(self._executor.device)
-            self._on_device = True
+            select_device(self._executor.device)
+            self._is_device_selected = True
 
-    def _leave(self) -> None:
+    def _exit_process(self) -> None:
         try:
             self.end_actors()
-            self.finish()
+            self.send_final_output()
         finally:
             os._exit(0)
 
     def end_actors(self) -> None:
         """The rank will end, and its actors before it. Blocks, for ACTORS_GRACE_S at most. For any thread but the
         service's own."""
-        actors = sys.modules.get(ACTORS.partition(":")[0])
+        actors = sys.modules.get(ACTORS_ENTRY_POINT.partition(":")[0])
         if actors is not None:
             actors.end_actors()
 
-    def finish(self) -> None:
+    def send_final_output(self) -> None:
         """The process is about to end: send what it has printed. Blocks until the host has it, for a second at most:
         a message that was sent may still be on its way out of this process. For any thread but the service's own."""
-        self._output.drain()
-        self._ending = True
+        self._output.flush()
+        self._is_exiting = True
         self._output.wake()
-        self._heard_out.wait(_LAST_S)
+        self._exit_confirmed.wait(_FINAL_OUTPUT_TIMEOUT_S)
 
-    def _snap(self, command: messages.TakeSnapshots) -> None:
+    def _send_snapshot(self, command: messages.TakeSnapshots) -> None:
         """Look at this rank. What goes wrong is told as what is missing."""
-        rank = self._told.rank
-        actors = sys.modules.get(ACTORS.partition(":")[0])
+        rank = self._config.rank
+        actors = sys.modules.get(ACTORS_ENTRY_POINT.partition(":")[0])
         try:
-            taken = snapshot.take(
+            rank_snapshot = snapshot.take_snapshot(
                 self._executor,
                 main_thread=self._main_thread,
                 health=None if self._probes is None else self._probes.health,
                 num_collectives=command.num_collectives,
                 stacks=command.stacks,
-                endpoints=() if actors is None else actors.endpoints_seen(),
+                endpoints=() if actors is None else actors.snapshot_endpoints(),
             )
-            frames = codec.encode(messages.SnapshotTaken(rank=rank, call=command.call, snapshot=taken))
+            frames = codec.encode(messages.RankSnapshotReply(rank=rank, call=command.call, snapshot=rank_snapshot))
         except Exception as error:
-            problem = f"the rank could not look at itself ({plain(f'{type(error).__name__}: {error}')})"
-            empty = messages.RankSnapshot(rank=rank, problem=problem)
-            frames = codec.encode(messages.SnapshotTaken(rank=rank, call=command.call, snapshot=empty))
+            problem = f"the rank could not look at itself ({sanitize_text(f'{type(error).__name__}: {error}')})"
+            failed_snapshot = messages.RankSnapshot(rank=rank, problem=problem)
+            frames = codec.encode(messages.RankSnapshotReply(rank=rank, call=command.call, snapshot=failed_snapshot))
         self._socket.send_multipart(frames)
 
     # ---- beats
 
-    def _next_beat(self, delay_s: float) -> None:
-        due = monotonic() + delay_s
-        self._loop.call_later(delay_s, lambda: self._beat(due))
+    def _schedule_heartbeat(self, delay_s: float) -> None:
+        scheduled_at = monotonic() + delay_s
+        self._loop.call_later(delay_s, lambda: self._send_heartbeat(scheduled_at))
 
-    def _beat(self, due: float) -> None:
+    def _send_heartbeat(self, scheduled_at: float) -> None:
         """Send a beat. What cannot be measured is left out of it: without a beat the rank would count as silent."""
-        self._doing = "sending a beat"
-        self._woke(due)
-        self._next_beat(BEAT_S)
-        self._attempt("choosing the GPU of this thread", self._use_device)
+        self._activity = "sending a beat"
+        self._record_wakeup(scheduled_at)
+        self._schedule_heartbeat(HEARTBEAT_S)
+        self._attempt("choosing the GPU of this thread", self._select_device)
         self._attempt("completing futures", self._executor.complete_futures)
         self._attempt("giving back shared memory", lambda: self._executor.pool.trim(_IDLE_SEGMENT_S))
         probes, device = self._probes, self._executor.device
         measured = None
         if probes is not None:
-            measured = self._attempt("measuring", lambda: probes.measure(device, self._moves))
+            measured = self._attempt("measuring", lambda: probes.measure(device, self._is_main_thread_progressing))
         self._send(
-            messages.RankBeat(
-                rank=self._told.rank,
-                call=self._executor.running,
-                line=self._attempt("finding the line of the cell", self._line),
-                rss_bytes=rss_bytes(),
+            messages.RankHeartbeat(
+                rank=self._config.rank,
+                call=self._executor.running_call_id,
+                line=self._attempt("finding the line of the cell", self._running_cell_line),
+                rss_bytes=read_rss_bytes(),
                 peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-                released=self._executor.reader.take_released(),
-                measured=measured,
+                released_segments=self._executor.reader.drain_released(),
+                metrics=measured,
             )
         )
-        if self._flush_due is None and self._output.pending():
-            self._next_flush(0.0)
+        if self._flush_deadline is None and self._output.has_pending():
+            self._schedule_flush(0.0)
 
-    def _woke(self, due: float | None) -> None:
-        """This thread wanted to run at monotonic time `due`. It runs late when another keeps the GIL."""
-        if self._probes is not None and due is not None:
-            self._probes.woke(monotonic() - due)
+    def _record_wakeup(self, scheduled_at: float | None) -> None:
+        """This thread wanted to run at monotonic time `scheduled_at`. It runs late when another keeps the GIL."""
+        if self._probes is not None and scheduled_at is not None:
+            self._probes.record_wakeup_delay(monotonic() - scheduled_at)
 
-    def _moves(self) -> bool:
+    def _is_main_thread_progressing(self) -> bool:
         """Whether the main thread has nothing to do, or gets on with it: it is somewhere else some moments later."""
-        if self._executor.running is None:
+        if self._executor.running_call_id is None:
             return True
-        before = self._place()
-        for _ in range(_MOVES_LOOKS):
-            sleep(_MOVES_LOOK_S)
-            if self._place() != before:
+        before = self._main_thread_position()
+        for _ in range(_PROGRESS_SAMPLES):
+            sleep(_PROGRESS_SAMPLE_S)
+            if self._main_thread_position() != before:
                 return True
         return False
 
-    def _place(self) -> tuple[int, int]:
+    def _main_thread_position(self) -> tuple[int, int]:
         frame = sys._current_frames().get(self._main_thread)
         return (0, 0) if frame is None else (id(frame.f_code), frame.f_lasti)
 
-    def _line(self) -> int | None:
+    def _running_cell_line(self) -> int | None:
         """The line of the running cell that the main thread is at, below whatever it called."""
         filename = self._executor.shell.running_file
         if filename is None:
@@ -365,12 +365,12 @@ class Service:
         return None
 
 
-def _found(place: str) -> Any:
-    module, _, name = place.partition(":")
+def _load_entry_point(entry_point: str) -> Any:
+    module, _, name = entry_point.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
-def use_device(device: str) -> None:
+def select_device(device: str) -> None:
     """Make a rank's GPU the calling thread's current device; nothing for a rank on the CPU. A new thread has GPU 0."""
     if device.startswith("cuda:"):
         import torch
@@ -378,7 +378,7 @@ def use_device(device: str) -> None:
         torch.cuda.set_device(device)
 
 
-def rss_bytes() -> int:
+def read_rss_bytes() -> int:
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * _PAGE_BYTES
@@ -386,10 +386,10 @@ def rss_bytes() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def connect(context: zmq.Context[zmq.Socket[bytes]], address: str, rank: int) -> zmq.Socket[bytes]:
+def connect_to_host(context: zmq.Context[zmq.Socket[bytes]], address: str, rank: int) -> zmq.Socket[bytes]:
     """A rank's DEALER to one of its host's sockets."""
     socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, b"r%d" % rank)
-    keys.harden(socket, max_message_bytes=codec.MAX_MESSAGE_BYTES)
+    keys.configure_socket(socket, max_message_bytes=codec.MAX_MESSAGE_BYTES)
     socket.connect(address)
     return socket

@@ -1,9 +1,9 @@
 """The IPython shell of a rank: runs cells, remembers their values, never ends the process.
 
 An `InteractiveShell` without a terminal, without files of its own and without a kernel: output and displays go to the
-rank's `Output`, the last expression's value is handed back, input() asks whoever composed the rank. A cell runs through
-a path of our own that is leaner than `run_cell` and arms interrupts around user code only; everything that IPython
-itself starts (`%run`, `%rerun`, extensions) goes through the inherited one.
+rank's `OutputBuffer`, the last expression's value is handed back, input() asks whoever composed the rank. A cell runs
+through a path of our own that is leaner than `run_cell` and arms interrupts around user code only; everything that
+IPython itself starts (`%run`, `%rerun`, extensions) goes through the inherited one.
 
 Knows nothing of messages beyond the words it is called with, nor of groups, hosts or other ranks.
 """
@@ -63,17 +63,17 @@ from traitlets.config import Config
 from meshbook.clock import perf_counter
 from meshbook.errors import MeshbookError
 from meshbook.ids import CallId
-from meshbook.rank import commands, failures, questions
-from meshbook.rank.capture import Output
+from meshbook.rank import introspection, shell_commands, tracebacks
+from meshbook.rank.capture import OutputBuffer
 from meshbook.rank.interrupt import InterruptGate
-from meshbook.rank.names import Names
-from meshbook.rank.preview import plain_data, plain_mime, preview, type_name
+from meshbook.rank.namespace import NamespaceTracker
+from meshbook.rank.preview import encode_mime, preview, to_json_data, type_name
 from meshbook.wire.messages import ClearOutput, Display, Notice, Preview, RankError, RunCell
 
 __all__ = ["CellRun", "InterruptGate", "RankShell", "preload"]
 
 # How many of `_1`, `_i1`, `_2`, ... there are at a time.
-NUMBERED_NAMES: Final = 200
+MAX_NUMBERED_NAMES: Final = 200
 
 _INLINE_BACKEND: Final = "module://matplotlib_inline.backend_inline"
 # Views of widgets: the objects behind them are on the rank, where no front end reaches them.
@@ -88,8 +88,8 @@ _BUILTINS: Final = [
 # What IPython's input transformations may have something to say about: magics, shell commands, help, pasted prompts,
 # quoting calls, an indented beginning. A superset, so a match costs time and nothing else; without a match the text is
 # Python already, and tokenizing it several times (30 us a line) finds nothing.
-_MAY_BE_SPECIAL: Final = re.compile(r"\A\s|\?|^\s*(?:[%!,;/]|>>>|\.\.\.|In ?\[|\[)|=\s*[%!]", re.MULTILINE)
-_WORD: Final = re.compile(r"[\w.]*")
+_MAY_NEED_TRANSFORM: Final = re.compile(r"\A\s|\?|^\s*(?:[%!,;/]|>>>|\.\.\.|In ?\[|\[)|=\s*[%!]", re.MULTILINE)
+_FIRST_WORD: Final = re.compile(r"[\w.]*")
 
 
 @dataclass(slots=True)
@@ -127,7 +127,7 @@ class RankShell(InteractiveShell):
     SyntaxTB: Any
 
     @classmethod
-    def make(cls, *, output: Output, gate: InterruptGate | None = None) -> RankShell:
+    def make(cls, *, output: OutputBuffer, gate: InterruptGate | None = None) -> RankShell:
         """The shell of this process, installed: `get_ipython()` finds it, input() asks through it."""
         cls.clear_instance()
         InteractiveShell.clear_instance()  # one of another class, inherited by a fork
@@ -141,28 +141,28 @@ class RankShell(InteractiveShell):
         shell.install()
         return shell
 
-    def __init__(self, *, output: Output, gate: InterruptGate, **kwargs: Any) -> None:
-        self.out = output
+    def __init__(self, *, output: OutputBuffer, gate: InterruptGate, **kwargs: Any) -> None:
+        self.output = output
         self.gate = gate
-        self.ask: Callable[[str, bool], str] = _nobody_to_ask
+        self.request_input: Callable[[str, bool], str] = _refuse_input
         self.allow_input = False
         self.running_file: str | None = None
-        self.awaiting: Coroutine[Any, Any, Any] | None = None
-        self._last_cell = ""
+        self.awaited_coroutine: Coroutine[Any, Any, Any] | None = None
+        self._last_call_id = ""
         self._num_displays = 0  # of the last cell, with an id of ours
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._undo: list[Callable[[], object]] = []
-        self._preset: dict[str, Any] = {}
-        self._modules: dict[str, ModuleType] = {}  # that were there when the presets were made
-        self._numbered: deque[str] = deque()
-        with _no_database():
+        self._undo_patches: list[Callable[[], object]] = []
+        self._preset_names: dict[str, Any] = {}
+        self._preset_modules: dict[str, ModuleType] = {}  # that were there when the presets were made
+        self._numbered_names: deque[str] = deque()
+        with _without_database():
             # display_page: what would go to a pager is displayed, for `less` would wait for a terminal for ever.
             super().__init__(display_page=True, **kwargs)
         self.db = _MemoryStore()
         self.loop_runner = self.run_coroutine
         self.InteractiveTB.tb_offset = 0  # frames that are not the user's are cut by name, not by number
-        self._names = Names(self.user_ns, self.user_ns_hidden)
-        self._known_transforms = self._transforms()
+        self._namespace_tracker = NamespaceTracker(self.user_ns, self.user_ns_hidden)
+        self._default_transforms = self._current_transforms()
 
     # -----------------------------------------------------------------------------------------------------------------
     # Making: what InteractiveShell would do with files and terminals
@@ -171,7 +171,7 @@ class RankShell(InteractiveShell):
         """No folder: a rank keeps nothing on disk."""
 
     def init_profile_dir(self, profile_dir: Any) -> None:
-        self.profile_dir = _NoProfile()
+        self.profile_dir = _InMemoryProfileDir()
 
     def init_environment(self) -> None:
         """What an ipykernel tells its subprocesses: colours are shown, pagers are not."""
@@ -194,7 +194,7 @@ class RankShell(InteractiveShell):
 
     def init_builtins(self) -> None:
         super().init_builtins()
-        self.builtin_trap = _SteadyTrap(shell=self)
+        self.builtin_trap = _PersistentBuiltinTrap(shell=self)
 
     def init_display_pub(self) -> None:
         self.display_pub = RankDisplayPublisher(parent=self, shell=self)
@@ -212,7 +212,7 @@ class RankShell(InteractiveShell):
     def install(self) -> None:
         """Make this process's input(), breakpoint() and hooks the shell's own."""
         self.builtin_trap.activate()
-        for place, name, value in (
+        for owner, name, value in (
             (sys, "excepthook", self.excepthook),
             (sys, "breakpointhook", self._breakpoint),
             (pdb, "set_trace", self._set_trace),
@@ -220,14 +220,14 @@ class RankShell(InteractiveShell):
             (getpass, "getpass", self._getpass),
             (IPython.core.display_functions, "_new_id", self._new_display_id),
         ):
-            self._undo.append(partial(setattr, place, name, getattr(place, name)))
-            setattr(place, name, value)
+            self._undo_patches.append(partial(setattr, owner, name, getattr(owner, name)))
+            setattr(owner, name, value)
 
     def close(self) -> None:
         """Undo `install`, and let another shell be made in this process."""
-        for undo in reversed(self._undo):
+        for undo in reversed(self._undo_patches):
             undo()
-        self._undo.clear()
+        self._undo_patches.clear()
         self.builtin_trap.deactivate()
         self.restore_sys_module_state_of_main()
         if self._loop is not None:
@@ -241,28 +241,28 @@ class RankShell(InteractiveShell):
         if self._orig_sys_modules_main_mod is not None:
             sys.modules[self._orig_sys_modules_main_name] = self._orig_sys_modules_main_mod
 
-    def preset(self, **names: Any) -> None:
+    def bind_presets(self, **names: Any) -> None:
         """Bind names that are there from the start: `%who` does not list them, and they are not news of any cell."""
-        self._preset.update(names)
-        self._modules = dict(sys.modules)
+        self._preset_names.update(names)
+        self._preset_modules = dict(sys.modules)
         self.push(names, interactive=False)
-        self._names.settle()
+        self._namespace_tracker.snapshot()
 
-    def numbered(self, name: str) -> None:
+    def register_numbered_name(self, name: str) -> None:
         """Note a name like `_7` or `_i7`, and forget the oldest of them: two more with every cell would make the
         namespace slow to look through. `In` and `Out` keep what they stand for.
         """
-        self._numbered.append(name)
-        while len(self._numbered) > NUMBERED_NAMES:
-            oldest = self._numbered.popleft()
+        self._numbered_names.append(name)
+        while len(self._numbered_names) > MAX_NUMBERED_NAMES:
+            oldest = self._numbered_names.popleft()
             value = self.user_ns_hidden.get(oldest, self)
-            if oldest not in self._numbered and self.user_ns.get(oldest) is value:
+            if oldest not in self._numbered_names and self.user_ns.get(oldest) is value:
                 del self.user_ns[oldest], self.user_ns_hidden[oldest]
 
     def reset(self, new_session: bool = True, aggressive: bool = False) -> None:
         """`%reset`: everything but the rank's own names."""
         super().reset(new_session, aggressive)
-        self.push(self._preset, interactive=False)
+        self.push(self._preset_names, interactive=False)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Running
@@ -273,24 +273,24 @@ class RankShell(InteractiveShell):
         A SIGINT ends it with status "interrupted", unless its code catches KeyboardInterrupt and goes on.
         """
         started = perf_counter()
-        self._last_cell, self._num_displays = cell.call, 0
+        self._last_call_id, self._num_displays = cell.call, 0
         self.allow_input = cell.allow_input
-        self._names.settle()
+        self._namespace_tracker.snapshot()
         if "_oh" not in self.user_ns:  # a cell has cleared its globals()
             self.init_user_ns()
-            self.push(self._preset, interactive=False)
+            self.push(self._preset_names, interactive=False)
         gate = self.gate
         gate.begin()
         try:
             if cell.silent:
-                with self.out.muted():
+                with self.output.muted():
                     run, codes = self._run_source(cell)
             else:
                 run, codes = self._run_source(cell)
         finally:
             gate.end()
             self.allow_input = False
-        run.bound, run.unbound = self._names.changes(codes)
+        run.bound, run.unbound = self._namespace_tracker.pop_changes(codes)
         run.seconds = perf_counter() - started
         return run
 
@@ -303,13 +303,13 @@ class RankShell(InteractiveShell):
             try:
                 try:
                     gate.arm()
-                    with _ForkedChildrenEnd():
+                    with _ExitForkedChildren():
                         result = function()
                 finally:
                     gate.disarm()
             except BaseException as error:
                 gate.disarm()
-                run = self._failed(error)
+                run = self._make_failed_run(error)
             else:
                 run = CellRun("ok", has_result=True, result=result)
         finally:
@@ -340,23 +340,23 @@ class RankShell(InteractiveShell):
             return CellRun("ok"), []
         gate = self.gate
         hook = self.displayhook
-        number = cell.number if cell.number is not None else self.execution_count
-        keeps = cell.store_history and not cell.silent
+        number = cell.execution_count if cell.execution_count is not None else self.execution_count
+        stores_history = cell.store_history and not cell.silent
         codes: list[CodeType] = []
-        info = _execution_info(cell)
+        info = _make_execution_info(cell)
         outcome = ExecutionResult(info)
         outcome.execution_count = number
         try:
             try:
-                text = self._transformed(source)
+                text = self._transform_source(source)
                 info.transformed_cell = text
                 name = cell.filename or self.compile.get_code_name(source, text, number)
-                self._remember_source(name, number, text)
+                self._cache_source(name, number, text)
                 self.execution_count = number
-                if keeps:
+                if stores_history:
                     self.history_manager.store_inputs(number, text, source)
-                hook.begin(number, text, silent=cell.silent)
-                codes += self._compiled(text, name, silent=cell.silent)
+                hook.begin_cell(number, text, silent=cell.silent)
+                codes += self._compile_cell(text, name, silent=cell.silent)
                 self.running_file = name
                 gate.arm()
                 with self.display_trap:
@@ -367,63 +367,67 @@ class RankShell(InteractiveShell):
             finally:
                 gate.disarm()
                 self.running_file = None
-                if keeps:
+                if stores_history:
                     self.execution_count = number + 1
         except BaseException as error:
             gate.disarm()
-            hook.end()
-            run = self._failed(error)
+            hook.end_cell()
+            run = self._make_failed_run(error)
             outcome.error_in_exec = error
         else:
-            has_result, result = hook.end()
+            has_result, result = hook.end_cell()
             run = CellRun("ok", has_result=has_result, result=result)
             outcome.result = result
-        self._after(outcome, silent=cell.silent)
+        self._run_post_hooks(outcome, silent=cell.silent)
         outcome.error_in_exec = None  # an exception holds its frames, and they whatever the cell had in its hands
         return run, codes
 
     def _execute(self, codes: list[CodeType]) -> None:
         try:
-            with _ForkedChildrenEnd():
-                if any(map(_awaits, codes)):
-                    self.run_coroutine(self._execute_in_loop(codes))
+            with _ExitForkedChildren():
+                if any(map(_has_top_level_await, codes)):
+                    self.run_coroutine(self._execute_async(codes))
                     return
                 for code in codes:
                     exec(code, self.user_ns)
         finally:
-            self._put_back()
+            self._restore_builtins()
 
-    def _put_back(self) -> None:
+    def _restore_builtins(self) -> None:
         """Put back what this process, its libraries and Meshbook in it, cannot go on without, where user code has made
         away with it: built-in functions that cannot be called any more, and modules if all are gone. A function of the
         user's in the place of a built-in one stays."""
-        now = builtins.__dict__
-        lost = [name for name, was in _BUILTINS if now.get(name) is not was and not _is_callable(now.get(name))]
+        current = builtins.__dict__
+        lost = [
+            name
+            for name, original in _BUILTINS
+            if current.get(name) is not original and not _is_callable(current.get(name))
+        ]
         if lost:
-            now.update([(name, was) for name, was in _BUILTINS if name in lost])
-            self.out.put(
+            current.update([(name, original) for name, original in _BUILTINS if name in lost])
+            self.output.put(
                 Notice(
                     f"put back what the cell had made of builtins: {', '.join(lost)} could not be called any more, and "
                     "all code of this process needs them"
                 )
             )
         if "sys" not in sys.modules:
-            for name, module in self._modules.items():
+            for name, module in self._preset_modules.items():
                 sys.modules.setdefault(name, module)
-            self.out.put(
+            self.output.put(
                 Notice(
                     "put modules back into sys.modules: the cell had cleared it, and without `sys` in it Python cannot "
                     "import anything. importlib.reload(module) loads one anew"
                 )
             )
 
-    async def _execute_in_loop(self, codes: list[CodeType]) -> None:
+    async def _execute_async(self, codes: list[CodeType]) -> None:
         for code in codes:
-            made = eval(code, self.user_ns)
-            if _awaits(code):
-                await made
+            result = eval(code, self.user_ns)
+            if _has_top_level_await(code):
+                await result
 
-    def _after(self, outcome: ExecutionResult, *, silent: bool) -> None:
+    def _run_post_hooks(self, outcome: ExecutionResult, *, silent: bool) -> None:
         """The hooks after a cell: matplotlib shows its figures in one of them, and drawing may take a while."""
         gate = self.gate
         self.last_execution_succeeded = outcome.success
@@ -445,9 +449,9 @@ class RankShell(InteractiveShell):
         """
         loop = self._event_loop()
         task = loop.create_task(coroutine)
-        outer, self.awaiting = self.awaiting, coroutine
+        outer_coroutine, self.awaited_coroutine = self.awaited_coroutine, coroutine
         try:
-            with self._awake_on_signals(loop):
+            with self._wake_loop_on_signals(loop):
                 return loop.run_until_complete(task)
         except KeyboardInterrupt:
             if task.done():  # it was computing, and has the exception itself
@@ -462,7 +466,7 @@ class RankShell(InteractiveShell):
                 where = cancelled.__traceback__  # leads to the line that awaited
             raise KeyboardInterrupt().with_traceback(where) from None
         finally:
-            self.awaiting = outer
+            self.awaited_coroutine = outer_coroutine
 
     def _event_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None or self._loop.is_closed():
@@ -471,7 +475,7 @@ class RankShell(InteractiveShell):
         return self._loop
 
     @contextlib.contextmanager
-    def _awake_on_signals(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+    def _wake_loop_on_signals(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
         """A signal that comes just before the loop goes to sleep wakes it, instead of waiting for its next timer."""
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -494,7 +498,7 @@ class RankShell(InteractiveShell):
     # -----------------------------------------------------------------------------------------------------------------
     # From text to code
 
-    def _transforms(self) -> tuple[Any, ...]:
+    def _current_transforms(self) -> tuple[Any, ...]:
         manager = self.input_transformer_manager
         return (
             *manager.cleanup_transforms,
@@ -503,29 +507,29 @@ class RankShell(InteractiveShell):
             *self.input_transformers_post,
         )
 
-    def _transformed(self, source: str) -> str:
+    def _transform_source(self, source: str) -> str:
         """The Python of a cell: magics and shell commands spelled out."""
-        if _MAY_BE_SPECIAL.search(source) or self._transforms() != self._known_transforms:
+        if _MAY_NEED_TRANSFORM.search(source) or self._current_transforms() != self._default_transforms:
             return str(self.transform_cell(source))
         text = source if source.endswith("\n") else source + "\n"
         # One line alone may be a magic without its %, a macro, or a bare `exit`.
-        if text.count("\n") == 1 and self._may_be_rewritten(text):
+        if text.count("\n") == 1 and self._may_need_rewrite(text):
             return str(self.transform_cell(source))
         return text
 
-    def _may_be_rewritten(self, line: str) -> bool:
-        word = _WORD.match(line).group()  # type: ignore[union-attr]  # it matches the empty string as well
+    def _may_need_rewrite(self, line: str) -> bool:
+        word = _FIRST_WORD.match(line).group()  # type: ignore[union-attr]  # it matches the empty string as well
         if not word:
             return False
-        held = self.user_ns.get(word)
+        value = self.user_ns.get(word)
         return (
             bool(self.autocall)
-            or isinstance(held, (Macro, IPython.core.autocall.IPyAutocall))
+            or isinstance(value, (Macro, IPython.core.autocall.IPyAutocall))
             or (self.automagic and self.find_line_magic(word) is not None)
             or (self.automagic and self.find_cell_magic(word) is not None)
         )
 
-    def _remember_source(self, name: str, number: int, text: str) -> None:
+    def _cache_source(self, name: str, number: int, text: str) -> None:
         """Tracebacks, `??` and debuggers find the lines of this cell, and call it `Cell In[number]`."""
         compiler = self.compile
         get_name = compiler.get_code_name
@@ -535,26 +539,26 @@ class RankShell(InteractiveShell):
         finally:
             compiler.get_code_name = get_name
 
-    def _compiled(self, text: str, name: str, *, silent: bool) -> list[CodeType]:
+    def _compile_cell(self, text: str, name: str, *, silent: bool) -> list[CodeType]:
         """The code of a cell: what is executed, then what is shown."""
         compiler = self.compile
         tree = compiler.ast_parse(text, filename=name)
         if self.ast_transformers:
             tree = self.transform_ast(tree)
         body: list[ast.stmt] = tree.body
-        executed, shown = self._split(body, "none" if silent else self.ast_node_interactivity)
+        executed, shown = self._split_statements(body, "none" if silent else self.ast_node_interactivity)
         # `from __future__` must come first in what is compiled in one go; after a magic it does not.
         late_future = any(isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in executed[1:])
-        parts = [[node] for node in executed] if late_future else [executed] if executed else []
+        statement_groups = [[node] for node in executed] if late_future else [executed] if executed else []
         flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT if self.autoawait else 0
         with compiler.extra_flags(flags):
             return [
-                *(compiler(ast.Module(part, []), name, "exec") for part in parts),
+                *(compiler(ast.Module(statements, []), name, "exec") for statements in statement_groups),
                 *(compiler(ast.Interactive([node]), name, "single") for node in shown),
             ]
 
     @staticmethod
-    def _split(body: list[ast.stmt], interactivity: str) -> tuple[list[ast.stmt], list[ast.stmt]]:
+    def _split_statements(body: list[ast.stmt], interactivity: str) -> tuple[list[ast.stmt], list[ast.stmt]]:
         """Statements to execute, and those whose values are shown."""
         if not body or interactivity == "none":
             return body, []
@@ -577,17 +581,17 @@ class RankShell(InteractiveShell):
     # -----------------------------------------------------------------------------------------------------------------
     # Failures
 
-    def _failed(self, error: BaseException) -> CellRun:
-        told = self.describe_error(error)
-        return CellRun("interrupted" if isinstance(error, KeyboardInterrupt) else "error", error=told)
+    def _make_failed_run(self, error: BaseException) -> CellRun:
+        rank_error = self.describe_error(error)
+        return CellRun("interrupted" if isinstance(error, KeyboardInterrupt) else "error", error=rank_error)
 
     def describe_error(self, error: BaseException) -> RankError:
         """What is told of an exception, which becomes the one that `%tb` shows. Raises nothing."""
-        told = failures.describe(error, self)
+        rank_error = tracebacks.to_rank_error(error, self)
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         if sys.version_info >= (3, 12):
             sys.last_exc = error
-        return told
+        return rank_error
 
     def render(self, error: BaseException) -> list[str]:
         """IPython's traceback of the exception."""
@@ -597,9 +601,9 @@ class RankShell(InteractiveShell):
         own = getattr(error, "_render_traceback_", None)
         if callable(own):
             return [str(part) for part in own()]
-        if isinstance(error, SyntaxError) and not _ran(tb):
+        if isinstance(error, SyntaxError) and not _has_user_frames(tb):
             return list(self.SyntaxTB.structured_traceback(kind, error, []))
-        if _has_group(error):  # IPython cannot draw them
+        if _has_exception_group(error):  # IPython cannot draw them
             return ["".join(traceback.format_exception(kind, error, tb)).rstrip("\n")]
         if isinstance(error, SyntaxError):
             return list(self.SyntaxTB.structured_traceback(kind, error, traceback.extract_tb(tb)))
@@ -608,7 +612,7 @@ class RankShell(InteractiveShell):
     def _get_exc_info(self, exc_tuple: Any = None) -> Any:
         """What `%tb` and failures inside magics show: without Meshbook's frames."""
         kind, value, _ = super()._get_exc_info(exc_tuple)
-        failures.cut_own_frames(value)
+        tracebacks.strip_meshbook_frames(value)
         sys.last_traceback = value.__traceback__
         return kind, value, value.__traceback__
 
@@ -621,9 +625,9 @@ class RankShell(InteractiveShell):
             return
         self.showtraceback()
         print(
-            f"{self._place()} has no terminal for a debugger. What the failure left is still there: in a cell that "
-            f"runs on this rank only ({self._how_to_run()}), `%tb Verbose` shows the variables of each frame, and "
-            f"sys.last_value is the exception. From outside, the process is pid {os.getpid()}."
+            f"{self._rank_title()} has no terminal for a debugger. What the failure left is still there: in a cell "
+            f"that runs on this rank only ({self._magic_for_this_rank()}), `%tb Verbose` shows the variables of each "
+            f"frame, and sys.last_value is the exception. From outside, the process is pid {os.getpid()}."
         )
 
     def _breakpoint(self, *args: Any, **kwargs: Any) -> Any:
@@ -634,16 +638,16 @@ class RankShell(InteractiveShell):
 
     def _set_trace(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise MeshbookError(
-            f"{self._place()} has no terminal for a debugger, so a breakpoint cannot stop here. Look at the variables "
-            f"of this frame with `%tb Verbose` in a cell that runs on this rank only ({self._how_to_run()}), or print "
-            "them here; PYTHONBREAKPOINT=0 passes breakpoints by"
+            f"{self._rank_title()} has no terminal for a debugger, so a breakpoint cannot stop here. Look at the "
+            "variables of this frame with `%tb Verbose` in a cell that runs on this rank only "
+            f"({self._magic_for_this_rank()}), or print them here; PYTHONBREAKPOINT=0 passes breakpoints by"
         )
 
-    def _place(self) -> str:
+    def _rank_title(self) -> str:
         rank = self.user_ns_hidden.get("rank")
         return "A rank" if rank is None else f"Rank {rank}"
 
-    def _how_to_run(self) -> str:
+    def _magic_for_this_rank(self) -> str:
         return f"%%mesh --ranks {self.user_ns_hidden.get('rank', 0)}"
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -652,13 +656,13 @@ class RankShell(InteractiveShell):
     def _new_display_id(self) -> str:
         """An id for a display that is to be updated. IPython's are random; equal displays of ranks would never fold."""
         self._num_displays += 1
-        return f"{self._last_cell}-{self._num_displays}"
+        return f"{self._last_call_id}-{self._num_displays}"
 
     def _input(self, prompt: object = "", /) -> str:
-        return self.ask(str(prompt), False)
+        return self.request_input(str(prompt), False)
 
     def _getpass(self, prompt: str = "Password: ", stream: Any = None, **_options: Any) -> str:
-        return self.ask(str(prompt), True)
+        return self.request_input(str(prompt), True)
 
     def enable_gui(self, gui: str | None = None) -> None:
         """Only what needs no event loop: figures are drawn inline."""
@@ -676,7 +680,7 @@ class RankShell(InteractiveShell):
         """`!cmd`: its output comes as it is written, its exit code is `_exit_code`. A SIGINT ends it and the cell."""
         if cmd.rstrip().endswith("&"):
             raise OSError("a command in the background would outlive its output; use subprocess.Popen for that")
-        code = commands.run_shown(self.var_expand(cmd, depth=1), self.gate)
+        code = shell_commands.run_streaming(self.var_expand(cmd, depth=1), self.gate)
         self.user_ns["_exit_code"] = code
         if getattr(self, "system_raise_on_error", False) and code != 0:
             raise subprocess.CalledProcessError(code, cmd)
@@ -687,11 +691,11 @@ class RankShell(InteractiveShell):
         """`x = !cmd`: what it printed, as lines."""
         if cmd.rstrip().endswith("&"):
             raise OSError("a command in the background has no output to wait for")
-        done = commands.run_captured(self.var_expand(cmd, depth=depth + 1))
-        self.user_ns["_exit_code"] = done.returncode
-        if getattr(self, "system_raise_on_error", False) and done.returncode != 0:
-            raise subprocess.CalledProcessError(done.returncode, cmd)
-        return SList(done.stdout.splitlines()) if split else LSString(done.stdout)
+        completed = shell_commands.run_captured(self.var_expand(cmd, depth=depth + 1))
+        self.user_ns["_exit_code"] = completed.returncode
+        if getattr(self, "system_raise_on_error", False) and completed.returncode != 0:
+            raise subprocess.CalledProcessError(completed.returncode, cmd)
+        return SList(completed.stdout.splitlines()) if split else LSString(completed.stdout)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -706,7 +710,7 @@ class RankDisplayHook(DisplayHook):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._number = 0
         self._text = ""
-        self._open = False  # between `begin` and `end`
+        self._is_capturing = False  # between `begin` and `end`
         self._has_value = False
         self._value: Any = None
         super().__init__(*args, **kwargs)
@@ -715,16 +719,16 @@ class RankDisplayHook(DisplayHook):
     def prompt_count(self) -> int:
         return self._number
 
-    def begin(self, number: int, text: str, *, silent: bool) -> None:
+    def begin_cell(self, number: int, text: str, *, silent: bool) -> None:
         """A cell starts; what is shown from here on is its value."""
         self._number, self._text = number, text
         self._has_value, self._value = False, None
-        self._open = not silent
+        self._is_capturing = not silent
 
-    def end(self) -> tuple[bool, Any]:
+    def end_cell(self) -> tuple[bool, Any]:
         """Whether the cell had a value, and the value, which is not kept."""
         found = self._has_value, self._value
-        self._open = self._has_value = False
+        self._is_capturing = self._has_value = False
         self._value = None
         return found
 
@@ -738,9 +742,9 @@ class RankDisplayHook(DisplayHook):
         if self._has_value:  # more than one value is shown (ast_node_interactivity = "all", or a cell within a cell)
             self._display(self._value)
         self.update_user_ns(result)
-        self.shell.numbered(f"_{self._number}")
+        self.shell.register_numbered_name(f"_{self._number}")
         self.fill_exec_result(result)
-        if self._open:
+        if self._is_capturing:
             self._has_value, self._value = True, result
         else:
             self._display(result)
@@ -767,19 +771,19 @@ class RankDisplayPublisher(DisplayPublisher):
         **_kwargs: Any,
     ) -> None:
         self._validate_data(data, metadata)
-        shown = {mime: plain_mime(mime, value) for mime, value in data.items() if mime != _WIDGET_VIEW}
+        shown = {mime: encode_mime(mime, value) for mime, value in data.items() if mime != _WIDGET_VIEW}
         display_id = (transient or {}).get("display_id")
-        self.shell.out.put(
+        self.shell.output.put(
             Display(
                 data=shown,
-                metadata=plain_data(metadata or {}),
+                metadata=to_json_data(metadata or {}),
                 display_id=None if display_id is None else str(display_id),
                 update=update,
             )
         )
 
     def clear_output(self, wait: bool = False) -> None:
-        self.shell.out.put(ClearOutput(bool(wait)))
+        self.shell.output.put(ClearOutput(bool(wait)))
 
 
 class RankHistory(HistoryManager):
@@ -797,16 +801,16 @@ class RankHistory(HistoryManager):
         names = {"_i": self._i, "_ii": self._ii, "_iii": self._iii, f"_i{line_num}": self._i00}
         self.shell.user_ns.update(names)
         self.shell.user_ns_hidden.update(names)
-        self.shell.numbered(f"_i{line_num}")
+        self.shell.register_numbered_name(f"_i{line_num}")
 
 
-class _SteadyTrap(BuiltinTrap):
+class _PersistentBuiltinTrap(BuiltinTrap):
     """`get_ipython` among the builtins for good.
 
     IPython's own adds and removes it around each use, and counts; the main and the service thread would miscount.
     """
 
-    def __enter__(self) -> _SteadyTrap:
+    def __enter__(self) -> _PersistentBuiltinTrap:
         return self
 
     def __exit__(self, *_exc_info: object) -> Literal[False]:
@@ -824,7 +828,7 @@ class _Exiter(ExitAutocall):
         self._shell.ask_exit()
 
 
-class _NoProfile(ProfileDir):
+class _InMemoryProfileDir(ProfileDir):
     """A profile without a folder."""
 
     def _location_changed(self, change: Any) -> None:
@@ -832,7 +836,7 @@ class _NoProfile(ProfileDir):
 
 
 @contextlib.contextmanager
-def _no_database() -> Iterator[None]:
+def _without_database() -> Iterator[None]:
     """Older IPython (9.0) makes the folder of its database when a shell is made, whoever needs it or not."""
     module: Any = IPython.core.interactiveshell
     eager = getattr(module, "PickleShareDB", None)
@@ -854,11 +858,11 @@ class _MemoryStore(dict[str, Any]):
         return names if pattern is None else fnmatch.filter(names, pattern)
 
 
-def _nobody_to_ask(_prompt: str, _password: bool) -> str:
+def _refuse_input(_prompt: str, _password: bool) -> str:
     raise EOFError("there is nobody to ask for input() here")
 
 
-def _execution_info(cell: RunCell) -> Any:
+def _make_execution_info(cell: RunCell) -> Any:
     """IPython's words for a cell, for the hooks of extensions. Made without its constructor, whose arguments differ
     from version to version.
     """
@@ -869,7 +873,7 @@ def _execution_info(cell: RunCell) -> Any:
     return info
 
 
-class _ForkedChildrenEnd:
+class _ExitForkedChildren:
     """A process that user code forks in this block ends at the block's end, as it would at the end of a script. It
     would go on as a second rank otherwise, on the first one's sockets."""
 
@@ -878,10 +882,10 @@ class _ForkedChildrenEnd:
 
     def __exit__(self, _kind: object, error: BaseException | None, _tb: object) -> None:
         if os.getpid() != self._pid:
-            _end_child(error)
+            _exit_child(error)
 
 
-def _end_child(error: BaseException | None) -> NoReturn:
+def _exit_child(error: BaseException | None) -> NoReturn:
     """End this process with the status that Python's own end would have."""
     status = 0
     try:
@@ -892,18 +896,18 @@ def _end_child(error: BaseException | None) -> NoReturn:
                 print(code, file=sys.stderr)
         elif error is not None:
             status = 1
-            failures.cut_own_frames(error)
+            tracebacks.strip_meshbook_frames(error)
             traceback.print_exception(error)
     finally:
         os._exit(status & 0xFF)
 
 
-def _awaits(code: CodeType) -> bool:
+def _has_top_level_await(code: CodeType) -> bool:
     """Whether there is an `await` at its top level: then evaluating it gives a coroutine."""
     return bool(code.co_flags & inspect.CO_COROUTINE)
 
 
-def _ran(tb: TracebackType | None) -> bool:
+def _has_user_frames(tb: TracebackType | None) -> bool:
     """Whether any code but IPython's and ours ran. If so, a SyntaxError is that of a module, not of the cell."""
     while tb is not None:
         module = tb.tb_frame.f_globals.get("__name__", "")
@@ -913,7 +917,7 @@ def _ran(tb: TracebackType | None) -> bool:
     return False
 
 
-def _has_group(error: BaseException | None) -> bool:
+def _has_exception_group(error: BaseException | None) -> bool:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, BaseExceptionGroup):
@@ -933,14 +937,14 @@ def preload() -> None:
     Starts no thread, opens no file for good, leaves no shell behind; 0.2 s.
     """
     environment = dict(os.environ)
-    output = Output(descriptors=False)
+    output = OutputBuffer(redirect_fds=False)
     output.install()
     shell = RankShell.make(output=output)
     try:
         for source in ("1 + 1", "def f():\n    return 1 / 0\n\nf()", "%who", "x = ["):
             shell.run(RunCell(call=CallId("preload"), ranks=(), source=source))
-        questions.complete(shell, "sys.st", 6)
-        questions.inspect(shell, "print", 5, 1)
+        introspection.complete(shell, "sys.st", 6)
+        introspection.inspect(shell, "print", 5, 1)
     finally:
         shell.close()
         output.uninstall()

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from meshbook.clock import monotonic
 from meshbook.ids import CallId
 from meshbook.rank import locks
-from meshbook.rank.probes import plain, seen
-from meshbook.rank.ring import Ring
+from meshbook.rank.probes import describe_collective, sanitize_text
+from meshbook.rank.ring import CollectiveRing
 from meshbook.wire.messages import (
     MAX_END_FRAMES,
-    MAX_THREADS,
-    REMOTE_OPERATION,
-    CollectiveSeen,
-    EndpointSeen,
+    MAX_STACKS,
+    REMOTE_OPERATION_FILE,
+    ActiveEndpoint,
+    CollectiveInfo,
     Frame,
     Health,
     Outcome,
@@ -35,40 +35,40 @@ from meshbook.wire.messages import (
 
 if TYPE_CHECKING:
     from meshbook.rank.executor import Executor
-    from meshbook.rank.tensors.engine import UnderWay
+    from meshbook.rank.tensors.engine import CurrentOp
 
 # Carries out operations on remote tensors; it cannot be imported here, for it has torch.
-_ENGINE = "meshbook/rank/tensors/engine.py"
+_ENGINE_FILE = "meshbook/rank/tensors/engine.py"
 
 # Open collectives that are told beside the last ones.
-_OPEN = 64
+_MAX_OPEN_COLLECTIVES = 64
 
 
-class Doing(NamedTuple):
+class RunningCall(NamedTuple):
     """The call on the main thread."""
 
     call: CallId
     label: str
-    began_at: float  # monotonic
+    started_at: float  # monotonic
 
 
-class Done(NamedTuple):
+class FinishedCall(NamedTuple):
     """How the last call ended."""
 
     call: CallId
     label: str
     outcome: Outcome
-    at: float  # monotonic
+    ended_at: float  # monotonic
 
 
-def take(
+def take_snapshot(
     executor: Executor,
     *,
     main_thread: int,
     health: Health | None,
     num_collectives: int,
     stacks: bool,
-    endpoints: tuple[EndpointSeen, ...] = (),
+    endpoints: tuple[ActiveEndpoint, ...] = (),
 ) -> RankSnapshot:
     """What this rank is doing now; the host adds what it knows better. Called on the service thread.
 
@@ -78,150 +78,160 @@ def take(
         endpoints: that the rank's actors are in.
     """
     now = monotonic()
-    doing, done, file = executor.doing, executor.done, executor.shell.running_file
-    cell = None if doing is None else doing.label or None
-    operation = executor.under_way
-    threads = tuple(thread_stacks(main_thread, executor.shell.awaiting)) if stacks else ()
+    running_call, finished_call, file = executor.running_call, executor.last_finished_call, executor.shell.running_file
+    cell = None if running_call is None else running_call.label or None
+    operation = executor.current_operation
+    threads = tuple(collect_thread_stacks(main_thread, executor.shell.awaited_coroutine)) if stacks else ()
     if operation is not None and operation.line is not None:
-        threads = tuple(issued_by(operation, stack) if stack.main else stack for stack in threads)
-        main = next((stack for stack in threads if stack.main), None)
+        threads = tuple(as_called_by_controller(operation, stack) if stack.is_main else stack for stack in threads)
+        main = next((stack for stack in threads if stack.is_main), None)
         file = operation.line.file if main is None or not main.frames else main.frames[0].file
         cell = operation.cells.get(file)
-    collectives = ring_seen(executor.ring, num_collectives, now)
+    collectives = describe_ring(executor.ring, num_collectives, now)
     last = executor.ring.last
-    error, error_file, error_line = _error(done) if doing is None else (None, None, None)
+    error, error_file, error_line = _last_error(finished_call) if running_call is None else (None, None, None)
     return RankSnapshot(
-        rank=executor.told.rank,
+        rank=executor.config.rank,
         source="inside",
-        call=None if doing is None else doing.call,
+        call=None if running_call is None else running_call.call,
         cell=cell,
-        file=error_file if file is None else plain(file),
-        cell_line=error_line if file is None else _line(threads, file),
-        running_s=None if doing is None else now - doing.began_at,
+        file=error_file if file is None else sanitize_text(file),
+        cell_line=error_line if file is None else _main_thread_cell_line(threads, file),
+        running_s=None if running_call is None else now - running_call.started_at,
         stacks=threads,
         collectives=collectives,
         num_collectives=0 if last is None else last.seq,
         health=health,
-        asking=executor.asking,
-        finished=None if done is None or doing is not None else done.outcome.status,
-        finished_s=None if done is None or doing is not None else now - done.at,
-        error=error,
-        last_cell=None if done is None else done.label or None,
-        last_call=None if done is None else done.call,
+        awaiting_input=executor.awaiting_input,
+        last_status=None if finished_call is None or running_call is not None else finished_call.outcome.status,
+        finished_s_ago=None if finished_call is None or running_call is not None else now - finished_call.ended_at,
+        last_error=error,
+        last_cell=None if finished_call is None else finished_call.label or None,
+        last_call=None if finished_call is None else finished_call.call,
         endpoints=endpoints,
     )
 
 
-def ring_seen(ring: Ring, limit: int, now: float) -> tuple[CollectiveSeen, ...]:
+def describe_ring(ring: CollectiveRing, limit: int, now: float) -> tuple[CollectiveInfo, ...]:
     """The last `limit` collectives and, whatever their age, those that are open; oldest first."""
-    kept = ring.snapshot()
-    split = max(0, len(kept) - limit)
-    old_open = [collective for collective in kept[:split] if collective.t_end is None]
-    return tuple(seen(collective, now) for collective in [*old_open[-_OPEN:], *kept[split:]])
+    recorded = ring.snapshot()
+    first_recent = max(0, len(recorded) - limit)
+    old_open = [collective for collective in recorded[:first_recent] if collective.t_end is None]
+    return tuple(
+        describe_collective(collective, now)
+        for collective in [*old_open[-_MAX_OPEN_COLLECTIVES:], *recorded[first_recent:]]
+    )
 
 
-def thread_stacks(main_thread: int, awaiting: Any = None) -> list[ThreadStack]:
+def collect_thread_stacks(main_thread: int, awaited_coroutine: Any = None) -> list[ThreadStack]:
     """Every thread's stack, the main one first; Meshbook's own threads left out.
 
     Args:
-        awaiting: the coroutine that the cell's event loop runs, if any: while it waits, the cell is on no stack.
+        awaited_coroutine: the coroutine that the cell's event loop runs, if any: while it waits, the cell is on no
+            stack.
     """
-    names = _names()
+    thread_names = _thread_names()
     found = []
     for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main_thread):
-        name, native_id = names.get(ident, (f"thread {ident}", None))
+        name, native_id = thread_names.get(ident, (f"thread {ident}", None))
         if name.startswith("meshbook-"):
             continue
         main = ident == main_thread
         if main:
             native_id = os.getpid()  # a thread that lives on in a forked process keeps its old number in `threading`
-        frames, num_cut, cut_at = _walk(frame)
-        if main and awaiting is not None and _in_event_loop(frames):
-            inner = _awaited(awaiting)
+        frames, num_cut, cut_at = _walk_stack(frame)
+        if main and awaited_coroutine is not None and _is_in_event_loop(frames):
+            inner = _awaited_frames(awaited_coroutine)
             frames, num_cut, cut_at = inner or frames, 0 if inner else num_cut, 0 if inner else cut_at
-        waits_on, held_by = locks.waited_for(frame, {ident: told for ident, (told, _) in names.items()})
+        waits_on, held_by = locks.find_awaited_lock(
+            frame, {ident: thread_name for ident, (thread_name, _) in thread_names.items()}
+        )
         found.append(
             ThreadStack(
                 name=name,
                 frames=frames,
-                main=main,
+                is_main=main,
                 native_id=native_id,
-                waits_on=None if waits_on is None else plain(waits_on),
+                waits_on=None if waits_on is None else sanitize_text(waits_on),
                 held_by=held_by,
-                num_cut=num_cut,
-                cut_at=cut_at,
+                num_truncated=num_cut,
+                truncated_at=cut_at,
             )
         )
-        if len(found) == MAX_THREADS:
+        if len(found) == MAX_STACKS:
             break
     return found
 
 
-def issued_by(operation: UnderWay, stack: ThreadStack) -> ThreadStack:
+def as_called_by_controller(operation: CurrentOp, stack: ThreadStack) -> ThreadStack:
     """The stack of an operation on remote tensors, as if the line of the controller that issued it had called it here:
     what ranks have of their own around it says nothing to anybody."""
-    own = max((place for place, frame in enumerate(stack.frames) if frame.file.endswith(_ENGINE)), default=-1)
+    engine_index = max(
+        (index for index, frame in enumerate(stack.frames) if frame.file.endswith(_ENGINE_FILE)), default=-1
+    )
     line, name = operation.line, operation.operation
-    for place in range(own + 1, len(stack.frames)):
-        frame = stack.frames[place]
-        if (under_way := operation.generated.get(frame.file)) is not None:
-            own, (name, inner) = place, under_way(frame.line)
+    for index in range(engine_index + 1, len(stack.frames)):
+        frame = stack.frames[index]
+        if (describe_generated_line := operation.generated_code.get(frame.file)) is not None:
+            engine_index, (name, inner) = index, describe_generated_line(frame.line)
             line = inner or line
             break
-    if own < 0 or line is None:
+    if engine_index < 0 or line is None:
         return stack
-    lead = (line, Frame(file=REMOTE_OPERATION, line=0, function=name))
-    cut_at = stack.cut_at - own - 1 + len(lead)
-    is_cut = stack.num_cut > 0 and cut_at >= len(lead)
+    issuing_frames = (line, Frame(file=REMOTE_OPERATION_FILE, line=0, function=name))
+    cut_at = stack.truncated_at - engine_index - 1 + len(issuing_frames)
+    is_cut = stack.num_truncated > 0 and cut_at >= len(issuing_frames)
     return ThreadStack(
         name=stack.name,
-        frames=(*lead, *stack.frames[own + 1 :]),
-        main=stack.main,
+        frames=(*issuing_frames, *stack.frames[engine_index + 1 :]),
+        is_main=stack.is_main,
         native_id=stack.native_id,
         waits_on=stack.waits_on,
         held_by=stack.held_by,
-        num_cut=stack.num_cut if is_cut else 0,
-        cut_at=cut_at if is_cut else 0,
+        num_truncated=stack.num_truncated if is_cut else 0,
+        truncated_at=cut_at if is_cut else 0,
     )
 
 
-def _walk(frame: FrameType | None) -> tuple[tuple[Frame, ...], int, int]:
+def _walk_stack(frame: FrameType | None) -> tuple[tuple[Frame, ...], int, int]:
     """A stack outermost first; how many frames of its middle are left out; and where."""
     inner: list[tuple[CodeType, int | None]] = []
     outer: deque[tuple[CodeType, int | None]] = deque(maxlen=MAX_END_FRAMES)
     num_walked = 0
     while frame is not None:
-        place = frame.f_code, frame.f_lineno  # the line is None while an interpreter's own instruction runs
+        code_and_line = frame.f_code, frame.f_lineno  # the line is None while an interpreter's own instruction runs
         if num_walked < MAX_END_FRAMES:
-            inner.append(place)
+            inner.append(code_and_line)
         else:
-            outer.append(place)
+            outer.append(code_and_line)
         num_walked += 1
         frame = frame.f_back
     num_cut = num_walked - len(inner) - len(outer)
-    frames = tuple(_told(*place) for place in [*reversed(outer), *reversed(inner)])
+    frames = tuple(_to_frame(*code_and_line) for code_and_line in [*reversed(outer), *reversed(inner)])
     return frames, num_cut, len(outer) if num_cut else 0
 
 
-def _told(code: CodeType, line: int | None) -> Frame:
-    return Frame(file=plain(code.co_filename), line=line or code.co_firstlineno, function=plain(code.co_name))
+def _to_frame(code: CodeType, line: int | None) -> Frame:
+    return Frame(
+        file=sanitize_text(code.co_filename), line=line or code.co_firstlineno, function=sanitize_text(code.co_name)
+    )
 
 
-def _in_event_loop(frames: tuple[Frame, ...]) -> bool:
+def _is_in_event_loop(frames: tuple[Frame, ...]) -> bool:
     """Whether a thread's innermost work is waiting in asyncio, and no task of it runs."""
     return any(frame.file == asyncio.base_events.__file__ for frame in frames) and frames[-1].file.endswith(
         ("selectors.py", "base_events.py")
     )
 
 
-def _awaited(coroutine: Any) -> tuple[Frame, ...]:
+def _awaited_frames(coroutine: Any) -> tuple[Frame, ...]:
     """Where a coroutine waits: itself, what it awaits, and so on."""
     frames: list[Frame] = []
     while coroutine is not None and len(frames) < 2 * MAX_END_FRAMES:
         for kind in ("cr", "gi", "ag"):
             frame = getattr(coroutine, f"{kind}_frame", None)
             if isinstance(frame, FrameType):
-                frames.append(_told(frame.f_code, frame.f_lineno))
+                frames.append(_to_frame(frame.f_code, frame.f_lineno))
                 coroutine = getattr(coroutine, f"{kind}_await" if kind != "gi" else "gi_yieldfrom", None)
                 break
         else:
@@ -229,7 +239,7 @@ def _awaited(coroutine: Any) -> tuple[Frame, ...]:
     return tuple(frames)
 
 
-def _names() -> dict[int, tuple[str, int | None]]:
+def _thread_names() -> dict[int, tuple[str, int | None]]:
     """Names of threads, and the system's numbers of them.
 
     Not by `threading.enumerate`: its lock may be held by a thread that is stopped or stuck.
@@ -238,28 +248,28 @@ def _names() -> dict[int, tuple[str, int | None]]:
     for ident, thread in dict(threading._active).items():  # type: ignore[attr-defined]
         name = getattr(thread, "_name", None)  # not the property, which a subclass may have made its own
         native_id = getattr(thread, "_native_id", None)
-        told = plain(name) if isinstance(name, str) else type(thread).__name__
-        names[ident] = told, native_id if isinstance(native_id, int) else None
+        thread_name = sanitize_text(name) if isinstance(name, str) else type(thread).__name__
+        names[ident] = thread_name, native_id if isinstance(native_id, int) else None
     return names
 
 
-def _line(stacks: tuple[ThreadStack, ...], file: str) -> int | None:
+def _main_thread_cell_line(stacks: tuple[ThreadStack, ...], file: str) -> int | None:
     """The line of the cell that the main thread is at, below whatever it called."""
-    main = next((stack for stack in stacks if stack.main), None)
-    return None if main is None else innermost(main.frames, file)
+    main = next((stack for stack in stacks if stack.is_main), None)
+    return None if main is None else innermost_line(main.frames, file)
 
 
-def innermost(frames: tuple[Frame, ...], file: str) -> int | None:
+def innermost_line(frames: tuple[Frame, ...], file: str) -> int | None:
     return next((frame.line for frame in reversed(frames) if frame.file == file), None)
 
 
-def _error(done: Done | None) -> tuple[str | None, str | None, int | None]:
+def _last_error(finished_call: FinishedCall | None) -> tuple[str | None, str | None, int | None]:
     """Of the last call, if it failed: what was raised, and in which file and line of the cell."""
-    error = None if done is None else done.outcome.error
+    error = None if finished_call is None else finished_call.outcome.error
     if error is None:
         return None, None, None
-    text = plain(f"{error.ename}: {error.evalue}" if error.evalue else error.ename)
+    text = sanitize_text(f"{error.ename}: {error.evalue}" if error.evalue else error.ename)
     if not error.frames:
         return text, None, None
     file = error.frames[0].file
-    return text, file, innermost(error.frames, file)
+    return text, file, innermost_line(error.frames, file)

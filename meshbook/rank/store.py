@@ -20,10 +20,10 @@ from torch.distributed import DistStoreError
 
 from meshbook.clock import monotonic
 from meshbook.wire import codec, keys, messages
-from meshbook.wire.messages import StoreAnswered
+from meshbook.wire.messages import StoreReply
 
 # How often a thread that waits looks whether it has been told to give up. Severing promises 0.2 s.
-_SLICE_MS = 20
+_POLL_MS = 20
 
 
 class MeshStore(Store):
@@ -42,34 +42,34 @@ class MeshStore(Store):
         super().__init__()
         self.set_timeout(timedelta(seconds=timeout_s))
         self._context, self._address, self._token = context, address, token
-        self._numbers = itertools.count(1)
-        self._mine = threading.local()
+        self._request_numbers = itertools.count(1)
+        self._thread_local = threading.local()
         self._sockets: list[zmq.Socket[bytes]] = []
-        self._num_given_up = 0
+        self._num_cancelled = 0
 
     @property
     def is_local(self) -> bool:
         """Whether all who can reach it are on this machine."""
         return self._address.startswith("ipc://")
 
-    def give_up(self) -> None:
+    def cancel_waits(self) -> None:
         """End every wait for keys that has begun, in whichever thread. Does not wait."""
-        self._num_given_up += 1
+        self._num_cancelled += 1
 
     @contextlib.contextmanager
-    def one_wait(self) -> Iterator[None]:
+    def cancel_scope(self) -> Iterator[None]:
         """Around several questions of this thread: `give_up` ends them all, also when it comes between two."""
-        self._mine.given_up_before = self._num_given_up
+        self._thread_local.given_up_before = self._num_cancelled
         try:
             yield
         finally:
-            del self._mine.given_up_before
+            del self._thread_local.given_up_before
 
     def close(self) -> None:
         """Close all connections. No thread may be asking."""
         while self._sockets:
             self._sockets.pop().close(linger=0)
-        self._mine = threading.local()
+        self._thread_local = threading.local()
 
     # ---- torch's Store
 
@@ -77,36 +77,36 @@ class MeshStore(Store):
         self.multi_set([key], [value])
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
-        pairs = tuple((key, _bytes(value)) for key, value in zip(keys, values, strict=True))
-        self._ask(messages.StoreSet(next(self._numbers), pairs))
+        pairs = tuple((key, _to_bytes(value)) for key, value in zip(keys, values, strict=True))
+        self._request(messages.StoreSet(next(self._request_numbers), pairs))
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return list(self._ask(messages.StoreGet(next(self._numbers), tuple(keys))).values)
+        return list(self._request(messages.StoreGet(next(self._request_numbers), tuple(keys))).values)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._ask(messages.StoreGet(next(self._numbers), tuple(keys), values=False), timeout)
+        self._request(messages.StoreGet(next(self._request_numbers), tuple(keys), want_values=False), timeout)
 
     def add(self, key: str, amount: int) -> int:
-        return self._ask(messages.StoreAdd(next(self._numbers), key, amount)).count
+        return self._request(messages.StoreAdd(next(self._request_numbers), key, amount)).count
 
     def append(self, key: str, value: str | bytes | Sequence[int]) -> None:
-        self._ask(messages.StoreAppend(next(self._numbers), key, _bytes(value)))
+        self._request(messages.StoreAppend(next(self._request_numbers), key, _to_bytes(value)))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        command = messages.StoreCompareSet(next(self._numbers), key, _bytes(expected), _bytes(desired))
-        return self._ask(command).values[0]
+        request = messages.StoreCompareSet(next(self._request_numbers), key, _to_bytes(expected), _to_bytes(desired))
+        return self._request(request).values[0]
 
     def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._ask(messages.StoreCheck(next(self._numbers), tuple(keys))).count)
+        return bool(self._request(messages.StoreCheck(next(self._request_numbers), tuple(keys))).count)
 
     def delete_key(self, key: str) -> bool:
-        return bool(self._ask(messages.StoreDelete(next(self._numbers), key)).count)
+        return bool(self._request(messages.StoreDelete(next(self._request_numbers), key)).count)
 
     def num_keys(self) -> int:
-        return self._ask(messages.StoreCount(next(self._numbers))).count
+        return self._request(messages.StoreCount(next(self._request_numbers))).count
 
     def has_extended_api(self) -> bool:
         return True
@@ -118,46 +118,46 @@ class MeshStore(Store):
 
     # ---- the connection
 
-    def _ask(self, command: Any, timeout: timedelta | None = None) -> StoreAnswered:
+    def _request(self, request: Any, timeout: timedelta | None = None) -> StoreReply:
         """Raises: DistStoreError, given up, or no answer in time."""
         socket = self._socket()
-        since = getattr(self._mine, "given_up_before", self._num_given_up)
-        socket.send_multipart(codec.encode(command))
+        num_cancelled_before = getattr(self._thread_local, "given_up_before", self._num_cancelled)
+        socket.send_multipart(codec.encode(request))
         deadline = monotonic() + (timeout or self.timeout).total_seconds()  # type: ignore[attr-defined]
         try:
-            while self._num_given_up == since:
-                left_ms = int((deadline - monotonic()) * 1000)
-                if socket.poll(max(0, min(_SLICE_MS, left_ms))):
+            while self._num_cancelled == num_cancelled_before:
+                remaining_ms = int((deadline - monotonic()) * 1000)
+                if socket.poll(max(0, min(_POLL_MS, remaining_ms))):
                     frames = socket.recv_multipart(zmq.NOBLOCK)
-                    answer = codec.store_answers.decode(frames)
-                    if answer.number == command.number:  # not that of a question given up before
-                        return answer
-                elif left_ms <= 0:
-                    raise DistStoreError(f"the mesh's store did not answer in time: {_describe(command)}")
+                    reply = codec.store_replies.decode(frames)
+                    if reply.request_id == request.request_id:  # not that of a question given up before
+                        return reply
+                elif remaining_ms <= 0:
+                    raise DistStoreError(f"the mesh's store did not answer in time: {_describe_request(request)}")
         except BaseException:
             with contextlib.suppress(zmq.ZMQError):
-                socket.send_multipart(codec.encode(messages.StoreForget(command.number)))
+                socket.send_multipart(codec.encode(messages.StoreCancel(request.request_id)))
             raise
-        raise DistStoreError(f"the wait for the mesh's store was given up: {_describe(command)}")
+        raise DistStoreError(f"the wait for the mesh's store was given up: {_describe_request(request)}")
 
     def _socket(self) -> zmq.Socket[bytes]:
-        socket: zmq.Socket[bytes] | None = getattr(self._mine, "socket", None)
+        socket: zmq.Socket[bytes] | None = getattr(self._thread_local, "socket", None)
         if socket is None:
             socket = self._context.socket(zmq.DEALER)
-            keys.harden(socket, max_message_bytes=codec.MAX_MESSAGE_BYTES)
+            keys.configure_socket(socket, max_message_bytes=codec.MAX_MESSAGE_BYTES)
             socket.connect(self._address)
             socket.send_multipart(codec.encode(messages.StoreHello(self._token)))
-            self._mine.socket = socket
+            self._thread_local.socket = socket
             self._sockets.append(socket)
         return socket
 
 
-def _bytes(value: str | bytes | Sequence[int]) -> bytes:
+def _to_bytes(value: str | bytes | Sequence[int]) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
 
 
-def _describe(command: Any) -> str:
-    if isinstance(command, messages.StoreGet):
-        shown = ", ".join(command.keys[:4])
-        return f"it waits for {shown}{' and others' if len(command.keys) > 4 else ''}, which nobody has set"
-    return type(command).__name__
+def _describe_request(request: Any) -> str:
+    if isinstance(request, messages.StoreGet):
+        shown = ", ".join(request.keys[:4])
+        return f"it waits for {shown}{' and others' if len(request.keys) > 4 else ''}, which nobody has set"
+    return type(request).__name__

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from meshbook.errors import MeshbookError
-from meshbook.host.descriptors import raise_limit
+from meshbook.host.rlimits import raise_fd_limit
 from meshbook.supervisor.driver import Driver
 from meshbook.wire import keys
 
@@ -27,11 +27,11 @@ def serve(arguments: list[str]) -> None:
     parser.add_argument("--source")  # a fork server to branch off
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    raise_limit()
+    raise_fd_limit()
     folder: Path = options.folder
     try:
-        _settle()
-        keys.hold(folder)
+        _configure_logging()
+        keys.lock_folder(folder)
         token = keys.new_token()
         driver = Driver(
             folder,
@@ -40,14 +40,14 @@ def serve(arguments: list[str]) -> None:
             address=options.listen,
             owner=options.owner,
             light=options.light,
-            source=options.source,
+            branch_from=options.source,
         )
-        keys.write_connection(folder, driver.connection)
+        keys.write_connection_file(folder, driver.connection)
     except (MeshbookError, OSError) as error:
         keys.remove_folder(folder)
-        _tell(options.ready_fd, str(error))
+        _write_status(options.ready_fd, str(error))
         os._exit(1)
-    _tell(options.ready_fd, "ready")
+    _write_status(options.ready_fd, "ready")
     try:
         driver.run()
     except BaseException:
@@ -59,12 +59,12 @@ def serve(arguments: list[str]) -> None:
     os._exit(0)
 
 
-def _settle() -> None:
+def _configure_logging() -> None:
     """Standard output and error are the mesh's log already; a daemon writes there in lines."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
 
 
-def _tell(fd: int, text: str) -> None:
+def _write_status(fd: int, text: str) -> None:
     with contextlib.suppress(OSError):
         os.write(fd, text.encode())
         os.close(fd)

@@ -41,7 +41,7 @@ class History:
             self._num_chars -= len(self._entries.popleft().source)
         return entry
 
-    def close(self, entry: HistoryEntry, *, seconds: float, status: str) -> None:
+    def finish(self, entry: HistoryEntry, *, seconds: float, status: str) -> None:
         """Note how a cell ended, if it is still remembered."""
         for index in range(len(self._entries) - 1, -1, -1):
             if self._entries[index] is entry:

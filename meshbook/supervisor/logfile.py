@@ -8,10 +8,10 @@ from pathlib import Path
 
 # At this size the log begins anew, and this much of its end is kept beside it as `<name>.1`.
 MAX_BYTES = 8 << 20
-KEPT_BYTES = 1 << 20
+RETAINED_BYTES = 1 << 20
 
 
-def shorten(path: Path, *, max_bytes: int = MAX_BYTES, kept_bytes: int = KEPT_BYTES) -> bool:
+def truncate_log(path: Path, *, max_bytes: int = MAX_BYTES, retained_bytes: int = RETAINED_BYTES) -> bool:
     """Begin a log anew if it has grown too large; whether it had. Never raises for want of space.
 
     All who write to it have it open to append, so they go on at its new end.
@@ -20,7 +20,7 @@ def shorten(path: Path, *, max_bytes: int = MAX_BYTES, kept_bytes: int = KEPT_BY
         if path.stat().st_size <= max_bytes:
             return False
         with contextlib.suppress(OSError), path.open("rb") as log:  # on a full disk there is no copy
-            log.seek(-kept_bytes, os.SEEK_END)
+            log.seek(-retained_bytes, os.SEEK_END)
             path.with_name(f"{path.name}.1").write_bytes(log.read())
         os.truncate(path, 0)
         return True

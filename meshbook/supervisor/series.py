@@ -20,67 +20,69 @@ LEVELS = ((1.0, 180), (10.0, 360), (120.0, 360))
 METRICS = ("rss_bytes", "cpu_percent", "collectives_per_s", "steps_per_s", "gpu_allocated_bytes", "gpu_utilisation")
 
 # Points of scalars that all curves together hold, and names of scalars; a name made of a counter must not fill memory.
-_POINTS_OF_ALL = 400_000
-_POINTS_OF_ONE = 2_000
-_POINTS_AT_LEAST = 16
-_NAMES = 64
-_NAME_CHARS = 120
+_MAX_POINTS = 400_000
+_MAX_CURVE_POINTS = 2_000
+_MIN_CURVE_POINTS = 16
+_MAX_NAMES = 64
+_MAX_NAME_CHARS = 120
 
 
-class Measured(Protocol):
+class HasRank(Protocol):
     """What a row of metrics is read from: a `RankNow`."""
 
     @property
     def rank(self) -> int: ...
 
 
-class Ring:
+class SampleRing:
     """The last values of one number, in equal steps; a step that saw several holds their mean."""
 
-    __slots__ = ("_newest", "_seen", "_size", "_values", "step_s")
+    __slots__ = ("_newest_step", "_num_in_newest", "_size", "_values", "step_s")
 
     def __init__(self, step_s: float, size: int) -> None:
         self.step_s, self._size = step_s, size
         self._values = array("f")  # grows to `size`: most ranks' GPUs, and most meshes' nights, never happen
-        self._newest: int | None = None  # the step that the last value is of, counted from the epoch
-        self._seen = 0  # values in it
+        self._newest_step: int | None = None  # the step that the last value is of, counted from the epoch
+        self._num_in_newest = 0  # values in it
 
     def put(self, at: float, value: float) -> bool:
         """Note a value; whether a new step began. One that is older than the newest step is the newest step's."""
         step = int(at // self.step_s)
-        if self._newest is None or step - self._newest >= self._size:
-            self._values, self._newest, self._seen = array("f", [value]), step, 1
+        if self._newest_step is None or step - self._newest_step >= self._size:
+            self._values, self._newest_step, self._num_in_newest = array("f", [value]), step, 1
             return True
-        if step <= self._newest:
-            self._seen += 1
-            self._values[-1] += (value - self._values[-1]) / self._seen
+        if step <= self._newest_step:
+            self._num_in_newest += 1
+            self._values[-1] += (value - self._values[-1]) / self._num_in_newest
             return False
-        missed = step - self._newest - 1
+        missed = step - self._newest_step - 1
         self._values.extend([math.nan] * missed)
         self._values.append(value)
         if len(self._values) > 2 * self._size:  # cut in one go, so that a value costs the same on average
             del self._values[: -self._size]
-        self._newest, self._seen = step, 1
+        self._newest_step, self._num_in_newest = step, 1
         return True
 
     def points(self) -> list[tuple[float, float]]:
         """(wall clock at the step's begin, value), oldest first; steps without a value are left out."""
-        if self._newest is None:
+        if self._newest_step is None:
             return []
         values = self._values[-self._size :]
-        first = self._newest - len(values) + 1
+        first = self._newest_step - len(values) + 1
         return [((first + at) * self.step_s, value) for at, value in enumerate(values) if not math.isnan(value)]
 
     def dump(self, since: float) -> list[Any] | None:
         """The steps since then, for `load`: the newest one's number, what it saw, and all values as bytes of floats."""
-        if self._newest is None:
+        if self._newest_step is None:
             return None
-        wanted = min(self._size, self._newest - math.ceil(since / self.step_s) + 1) if since > -math.inf else self._size
-        return [self._newest, self._seen, self._values[-wanted:].tobytes()] if wanted > 0 else None
+        wanted = (
+            min(self._size, self._newest_step - math.ceil(since / self.step_s) + 1) if since > -math.inf else self._size
+        )
+        return [self._newest_step, self._num_in_newest, self._values[-wanted:].tobytes()] if wanted > 0 else None
 
-    def load(self, told: Sequence[Any]) -> None:
+    def load(self, dumped: Sequence[Any]) -> None:
         """Be what another one of the same steps was."""
-        self._newest, self._seen, values = told
+        self._newest_step, self._num_in_newest, values = dumped
         self._values = array("f")
         self._values.frombytes(values)
 
@@ -90,17 +92,17 @@ class Series:
 
     def __init__(self, levels: Sequence[tuple[float, int]] = LEVELS) -> None:
         self._levels = tuple(levels)
-        self._rings: dict[tuple[str, int], tuple[Ring, ...]] = {}
+        self._rings: dict[tuple[str, int], tuple[SampleRing, ...]] = {}
 
     def put(self, metric: str, rank: int, at: float, value: float) -> None:
         rings = self._rings.get((metric, rank))
         if rings is None:
-            rings = self._rings[metric, rank] = tuple(Ring(step_s, size) for step_s, size in self._levels)
+            rings = self._rings[metric, rank] = tuple(SampleRing(step_s, size) for step_s, size in self._levels)
         for ring in rings:  # a coarse ring sees one value of each step of the next finer one: enough for its mean
             if not ring.put(at, value):
                 return
 
-    def saw(self, at: float, ranks: Iterable[Measured], only: Iterable[int] | None = None) -> None:
+    def sample(self, at: float, ranks: Iterable[HasRank], only: Iterable[int] | None = None) -> None:
         """Note what ranks measure now.
 
         Args:
@@ -141,51 +143,53 @@ class Series:
         if since == math.inf:
             return found
         for (metric, rank), rings in list(self._rings.items()):
-            told = [ring.dump(since) for ring in rings]
-            if any(told):
-                found.setdefault(metric, {})[rank] = told
+            dumps = [ring.dump(since) for ring in rings]
+            if any(dumps):
+                found.setdefault(metric, {})[rank] = dumps
         return found
 
     def load(self, data: Mapping[str, Mapping[Any, Sequence[Any]]]) -> None:
         """What another one's `dump` gave, in place of what was known."""
         for metric, by_rank in data.items():
-            for rank, told in by_rank.items():
-                rings = self._rings[metric, int(rank)] = tuple(Ring(step_s, size) for step_s, size in self._levels)
-                for ring, one in zip(rings, told, strict=True):
-                    if one is not None:
-                        ring.load(one)
+            for rank, dumps in by_rank.items():
+                rings = self._rings[metric, int(rank)] = tuple(
+                    SampleRing(step_s, size) for step_s, size in self._levels
+                )
+                for ring, dumped in zip(rings, dumps, strict=True):
+                    if dumped is not None:
+                        ring.load(dumped)
 
 
 class Curve:
     """One scalar on one rank. When it is full, every second of its points is dropped, and from then on of those that
     come; its first and its last point are always there."""
 
-    __slots__ = ("_every", "_skip", "_times", "_values", "_xs")
+    __slots__ = ("_num_since_stored", "_steps", "_stride", "_times", "_values")
 
     def __init__(self) -> None:
-        self._xs = array("d")  # steps
+        self._steps = array("d")  # steps
         self._values = array("d")
         self._times = array("d")
-        self._every = 1  # one of so many is kept
-        self._skip = 0  # points since the last that is kept for good
+        self._stride = 1  # one of so many is kept
+        self._num_since_stored = 0  # points since the last that is kept for good
 
     def put(self, step: float, value: float, at: float, limit: int) -> None:
-        if self._skip and self._xs:  # the last one is here only because it was the last
-            self._xs[-1], self._values[-1], self._times[-1] = step, value, at
+        if self._num_since_stored and self._steps:  # the last one is here only because it was the last
+            self._steps[-1], self._values[-1], self._times[-1] = step, value, at
         else:
-            self._xs.append(step)
+            self._steps.append(step)
             self._values.append(value)
             self._times.append(at)
-        self._skip = (self._skip + 1) % self._every
-        if len(self._xs) > limit:
+        self._num_since_stored = (self._num_since_stored + 1) % self._stride
+        if len(self._steps) > limit:
             for points in self._points():
                 del points[1:-1:2]
-            self._every *= 2
-            self._skip = 1 % self._every
+            self._stride *= 2
+            self._num_since_stored = 1 % self._stride
 
     def points(self, since: float = -math.inf) -> list[tuple[int, float, float]]:
         """(step, value, wall clock), in the order they were logged."""
-        rows = zip(self._xs, self._values, self._times, strict=False)  # another thread may be at `put`
+        rows = zip(self._steps, self._values, self._times, strict=False)  # another thread may be at `put`
         return [(int(step), value, at) for step, value, at in rows if at >= since]
 
     def dump(self, since: float) -> list[Any] | None:
@@ -193,24 +197,24 @@ class Curve:
         first = bisect_left(self._times, since)
         if first == len(self._times):
             return None
-        return [self._every, self._skip, *(points[first:].tobytes() for points in self._points())]
+        return [self._stride, self._num_since_stored, *(points[first:].tobytes() for points in self._points())]
 
-    def load(self, told: Sequence[Any]) -> None:
+    def load(self, dumped: Sequence[Any]) -> None:
         """Be what another one was."""
-        self._every, self._skip, *columns = told
+        self._stride, self._num_since_stored, *columns = dumped
         for points, column in zip(self._points(), columns, strict=True):
             del points[:]
             points.frombytes(column)
 
     def _points(self) -> tuple[array[float], ...]:
-        return self._xs, self._values, self._times
+        return self._steps, self._values, self._times
 
-    def after(self, step: float) -> list[tuple[int, float, float]]:
+    def points_after(self, step: float) -> list[tuple[int, float, float]]:
         """The points at its end whose steps are beyond this one; costs as much as there are such."""
-        first = len(self._xs)
-        while first and self._xs[first - 1] > step:
+        first = len(self._steps)
+        while first and self._steps[first - 1] > step:
             first -= 1
-        rows = zip(self._xs[first:], self._values[first:], self._times[first:], strict=False)
+        rows = zip(self._steps[first:], self._values[first:], self._times[first:], strict=False)
         return [(int(x), value, at) for x, value, at in rows]
 
 
@@ -218,7 +222,7 @@ class Curves:
     """The scalars that ranks logged.
 
     Attributes:
-        num_refused: points of names beyond the first `_NAMES`, which are not kept.
+        num_refused: points of names beyond the first `_MAX_NAMES`, which are not kept.
         num_dropped: points that ranks logged faster than they could tell.
     """
 
@@ -230,10 +234,10 @@ class Curves:
 
     def put(self, name: str, rank: int, step: float, value: float, at: float) -> bool:
         """Note a point; whether it was taken."""
-        name = name[:_NAME_CHARS]
+        name = name[:_MAX_NAME_CHARS]
         by_rank = self._curves.get(name)
         if by_rank is None:
-            if len(self._curves) >= _NAMES:
+            if len(self._curves) >= _MAX_NAMES:
                 self.num_refused += 1
                 return False
             by_rank = self._curves[name] = {}
@@ -241,7 +245,7 @@ class Curves:
         if curve is None:
             curve = by_rank[rank] = Curve()
             self._num_curves += 1
-        limit = min(_POINTS_OF_ONE, max(_POINTS_AT_LEAST, _POINTS_OF_ALL // self._num_curves))
+        limit = min(_MAX_CURVE_POINTS, max(_MIN_CURVE_POINTS, _MAX_POINTS // self._num_curves))
         curve.put(step, value, at, limit)
         return True
 
@@ -258,26 +262,26 @@ class Curves:
         curve = self._curves.get(name, {}).get(rank)
         return curve.points(since) if curve is not None else []
 
-    def after(self, name: str, rank: int, step: float) -> list[tuple[int, float, float]]:
+    def points_after(self, name: str, rank: int, step: float) -> list[tuple[int, float, float]]:
         """As `points`, of what was logged for steps beyond this one; cheap where that is little."""
         curve = self._curves.get(name, {}).get(rank)
-        return curve.after(step) if curve is not None else []
+        return curve.points_after(step) if curve is not None else []
 
     def dump(self, since: float) -> dict[str, dict[int, list[Any]]]:
         """Everything since then, as plain data: name -> rank -> what its curve gives."""
         found: dict[str, dict[int, list[Any]]] = {}
         for name, by_rank in self._curves.items() if since < math.inf else ():
             for rank, curve in by_rank.items():
-                if (told := curve.dump(since)) is not None:
-                    found.setdefault(name, {})[rank] = told
+                if (dumped := curve.dump(since)) is not None:
+                    found.setdefault(name, {})[rank] = dumped
         return found
 
     def load(self, data: Mapping[str, Mapping[Any, Sequence[Any]]]) -> None:
         """What another one's `dump` gave, in place of what was known."""
         for name, by_rank in data.items():
-            for rank, told in by_rank.items():
+            for rank, dumped in by_rank.items():
                 curve = self._curves.setdefault(name, {})[int(rank)] = Curve()
-                curve.load(told)
+                curve.load(dumped)
         self._num_curves = sum(map(len, self._curves.values()))
 
     def rows(self, since: float = -math.inf) -> Iterator[tuple[str, int, int, float, float]]:

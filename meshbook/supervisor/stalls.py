@@ -19,18 +19,18 @@ STALL_S = 8.0
 # ... when all ranks are busy: they compute, most likely, and nobody is told that.
 _BUSY_STALL_S = 60.0
 # Seconds between the two looks, from which it shows who moves.
-BETWEEN_LOOKS_S = 2.0
+BETWEEN_PROBES_S = 2.0
 # Seconds until the next look at a cell in which nothing certain was found; doubled each time.
-_LOOK_AGAIN_S = 15.0
-_LOOKS = 6
+_PROBE_AGAIN_S = 15.0
+_MAX_PROBES = 6
 # Percent of a core from which a rank counts as busy. Waiting in gloo takes 2 %, a Python loop or torch on a crowded
 # machine rarely less than 40 %.
 _BUSY_PERCENT = 30.0
 # Lines of a cell that are remembered, so that a loop that goes round is not taken for progress.
-_LINES = 4096
+_MAX_LINES = 4096
 
 
-def wanted_stall_s(environ: Mapping[str, str]) -> float:
+def read_stall_timeout(environ: Mapping[str, str]) -> float:
     """MESHBOOK_STALL_S: seconds after which a cell without progress is explained unasked; 0 for never."""
     try:
         return max(0.0, float(environ["MESHBOOK_STALL_S"]))
@@ -39,7 +39,7 @@ def wanted_stall_s(environ: Mapping[str, str]) -> float:
 
 
 @dataclass(frozen=True)
-class Pulse:
+class HeartbeatSample:
     """What a rank showed of itself with its last beat."""
 
     rank: int
@@ -48,36 +48,36 @@ class Pulse:
     steps: int | None
     cpu_percent: float | None
     beat_age_s: float | None
-    asking: bool = False
-    waits_for: Ranks = ()  # the group of the oldest collective that it is in
-    waits_s: float | None = None  # ... for how long
+    awaiting_input: bool = False
+    awaited_ranks: Ranks = ()  # the group of the oldest collective that it is in
+    waiting_s: float | None = None  # ... for how long
 
 
 @dataclass
-class _Rank:
+class _RankProgress:
     """One rank's part of a call."""
 
-    pulse: Pulse | None = None
+    sample: HeartbeatSample | None = None
     lines: set[int | None] = field(default_factory=set)  # where it was since it last did something
-    did_at: float = 0.0  # when it last printed, logged or began a collective
-    moved_at: float = 0.0  # ... or was at a line where it had not been since
+    last_progress_at: float = 0.0  # when it last printed, logged or began a collective
+    last_moved_at: float = 0.0  # ... or was at a line where it had not been since
 
 
 @dataclass
-class _Watch:
+class _CallProgress:
     """One call that runs."""
 
     call: str
-    ranks: dict[int, _Rank]
+    ranks: dict[int, _RankProgress]
     began_at: float
-    look_at: float = 0.0  # not before then
-    num_looks: int = 0
-    told: bool = False  # the user knows something
-    told_surely: bool = False
-    looking: bool = False
+    next_probe_at: float = 0.0  # not before then
+    num_probes: int = 0
+    is_reported: bool = False  # the user knows something
+    is_settled: bool = False
+    is_probing: bool = False
 
 
-class Stalls:
+class StallDetector:
     """The calls that run, and when each was last seen to move."""
 
     def __init__(self, stall_s: float = STALL_S) -> None:
@@ -86,111 +86,121 @@ class Stalls:
             stall_s: seconds without progress that are looked into; 0 for never.
         """
         self._stall_s = stall_s
-        self._watches: dict[str, _Watch] = {}
+        self._calls: dict[str, _CallProgress] = {}
 
-    def began(self, call: str, ranks: Iterable[int], now: float) -> None:
-        self._watches[call] = _Watch(
-            call, {rank: _Rank(did_at=now, moved_at=now) for rank in ranks}, now, look_at=now + self._stall_s
+    def call_began(self, call: str, ranks: Iterable[int], now: float) -> None:
+        self._calls[call] = _CallProgress(
+            call,
+            {rank: _RankProgress(last_progress_at=now, last_moved_at=now) for rank in ranks},
+            now,
+            next_probe_at=now + self._stall_s,
         )
 
-    def ended(self, call: str) -> None:
-        self._watches.pop(call, None)
+    def call_ended(self, call: str) -> None:
+        self._calls.pop(call, None)
 
-    def printed(self, call: str, ranks: Iterable[int], now: float) -> None:
+    def call_printed(self, call: str, ranks: Iterable[int], now: float) -> None:
         """Output of a call came."""
-        watch = self._watches.get(call)
-        if watch is not None:
+        call_progress = self._calls.get(call)
+        if call_progress is not None:
             for rank in ranks:
-                if rank in watch.ranks:
-                    self._did(watch.ranks[rank], now)
+                if rank in call_progress.ranks:
+                    self._record_progress(call_progress.ranks[rank], now)
 
-    def finished(self, call: str, ranks: Collection[int], now: float) -> None:
+    def ranks_finished(self, call: str, ranks: Collection[int], now: float) -> None:
         """Ranks are done with their part; the others have that much more to wait for."""
-        watch = self._watches.get(call)
-        if watch is not None:
-            for rank in [rank for rank in watch.ranks if rank in ranks]:
-                del watch.ranks[rank]
+        call_progress = self._calls.get(call)
+        if call_progress is not None:
+            for rank in [rank for rank in call_progress.ranks if rank in ranks]:
+                del call_progress.ranks[rank]
 
-    def beat(self, pulse: Pulse, now: float) -> None:
+    def heartbeat(self, sample: HeartbeatSample, now: float) -> None:
         """A rank told of itself."""
-        for watch in self._watches.values():
-            rank = watch.ranks.get(pulse.rank)
+        for call_progress in self._calls.values():
+            rank = call_progress.ranks.get(sample.rank)
             if rank is None:
                 continue
-            before, rank.pulse = rank.pulse, pulse
-            if before is not None and (
-                before.num_collectives != pulse.num_collectives
-                or before.steps != pulse.steps
-                or before.asking != pulse.asking
+            previous, rank.sample = rank.sample, sample
+            if previous is not None and (
+                previous.num_collectives != sample.num_collectives
+                or previous.steps != sample.steps
+                or previous.awaiting_input != sample.awaiting_input
             ):
-                self._did(rank, now)
-            if pulse.line not in rank.lines and len(rank.lines) < _LINES:
-                rank.lines.add(pulse.line)
-                rank.moved_at = now
+                self._record_progress(rank, now)
+            if sample.line not in rank.lines and len(rank.lines) < _MAX_LINES:
+                rank.lines.add(sample.line)
+                rank.last_moved_at = now
 
-    def _did(self, rank: _Rank, now: float) -> None:
-        rank.did_at = rank.moved_at = now
+    def _record_progress(self, rank: _RankProgress, now: float) -> None:
+        rank.last_progress_at = rank.last_moved_at = now
         rank.lines.clear()
 
-    def due(self, now: float) -> list[str]:
+    def start_due_probes(self, now: float) -> list[str]:
         """Calls that somebody should look at now. Each is told once, until `looked`."""
         if not self._stall_s:
             return []
-        found = []
-        for watch in self._watches.values():
-            if not watch.looking and not watch.told_surely and now >= watch.look_at and self._stands(watch, now):
-                watch.looking = True
-                watch.num_looks += 1
-                found.append(watch.call)
-        return found
+        calls = []
+        for call_progress in self._calls.values():
+            if (
+                not call_progress.is_probing
+                and not call_progress.is_settled
+                and now >= call_progress.next_probe_at
+                and self._is_stalled(call_progress, now)
+            ):
+                call_progress.is_probing = True
+                call_progress.num_probes += 1
+                calls.append(call_progress.call)
+        return calls
 
-    def stands(self, call: str, now: float) -> bool:
+    def is_stalled(self, call: str, now: float) -> bool:
         """Whether a call makes no progress."""
-        watch = self._watches.get(call)
-        return watch is not None and self._stands(watch, now)
+        call_progress = self._calls.get(call)
+        return call_progress is not None and self._is_stalled(call_progress, now)
 
-    def looked(self, call: str, *, told: bool, surely: bool, now: float) -> None:
+    def probe_ended(self, call: str, *, is_reported: bool, is_certain: bool, now: float) -> None:
         """Somebody looked.
 
         Args:
-            told: and the user was told what was seen.
-            surely: which was certain; there is nothing to add.
+            is_reported: and the user was told what was seen.
+            is_certain: which was certain; there is nothing to add.
         """
-        watch = self._watches.get(call)
-        if watch is None:
+        call_progress = self._calls.get(call)
+        if call_progress is None:
             return
-        watch.looking = False
-        watch.told = watch.told or told
-        watch.told_surely = watch.told_surely or surely or watch.num_looks >= _LOOKS
-        watch.look_at = now + _LOOK_AGAIN_S * 2 ** (watch.num_looks - 1)
+        call_progress.is_probing = False
+        call_progress.is_reported = call_progress.is_reported or is_reported
+        call_progress.is_settled = call_progress.is_settled or is_certain or call_progress.num_probes >= _MAX_PROBES
+        call_progress.next_probe_at = now + _PROBE_AGAIN_S * 2 ** (call_progress.num_probes - 1)
 
-    def may_tell(self, call: str, *, sure: bool) -> bool:
+    def may_report(self, call: str, *, is_certain: bool) -> bool:
         """Whether the user may still be told something of this call: once, and once more what is certain."""
-        watch = self._watches.get(call)
-        return watch is not None and not watch.told_surely and (sure or not watch.told)
+        call_progress = self._calls.get(call)
+        return (
+            call_progress is not None and not call_progress.is_settled and (is_certain or not call_progress.is_reported)
+        )
 
-    def _stands(self, watch: _Watch, now: float) -> bool:
-        ranks = watch.ranks
-        if not ranks or any(rank.pulse is not None and rank.pulse.asking for rank in ranks.values()):
+    def _is_stalled(self, call_progress: _CallProgress, now: float) -> bool:
+        ranks = call_progress.ranks
+        if not ranks or any(rank.sample is not None and rank.sample.awaiting_input for rank in ranks.values()):
             return False  # the question stands under the cell: the user knows whose turn it is
-        since = now - self._stall_s
+        progress_since = now - self._stall_s
         for rank in ranks.values():
-            pulse = rank.pulse
-            if pulse is None:
+            sample = rank.sample
+            if sample is None:
                 continue
-            if (pulse.beat_age_s or 0.0) >= self._stall_s:
+            if (sample.beat_age_s or 0.0) >= self._stall_s:
                 return True  # it keeps the GIL, or is stopped
-            if pulse.waits_s is not None and pulse.waits_s >= self._stall_s:
-                others = [ranks[other] for other in pulse.waits_for if other in ranks]
-                if all(other.did_at <= since for other in others):
+            if sample.waiting_s is not None and sample.waiting_s >= self._stall_s:
+                others = [ranks[other] for other in sample.awaited_ranks if other in ranks]
+                if all(other.last_progress_at <= progress_since for other in others):
                     return True
-        if any(rank.moved_at > since for rank in ranks.values()):
+        if any(rank.last_moved_at > progress_since for rank in ranks.values()):
             return False
-        if all(_computes(rank.pulse) for rank in ranks.values()):
-            return all(rank.moved_at <= now - max(_BUSY_STALL_S, self._stall_s) for rank in ranks.values())
+        if all(_is_computing(rank.sample) for rank in ranks.values()):
+            return all(rank.last_moved_at <= now - max(_BUSY_STALL_S, self._stall_s) for rank in ranks.values())
         return True
 
 
-def _computes(pulse: Pulse | None) -> bool:
+def _is_computing(sample: HeartbeatSample | None) -> bool:
     """Busy, and not because it waits for others: a GPU's wait keeps a core busy too."""
-    return pulse is not None and (pulse.cpu_percent or 0.0) >= _BUSY_PERCENT and pulse.waits_s is None
+    return sample is not None and (sample.cpu_percent or 0.0) >= _BUSY_PERCENT and sample.waiting_s is None

@@ -19,33 +19,33 @@ import msgspec
 from meshbook.fold.lines import FoldMerger, OutputBudget
 from meshbook.fold.outcomes import merge_parts
 from meshbook.ids import Ranks, format_ranks, name_ranks
+from meshbook.supervisor.desync import collect_positions, find_desynced_groups, has_left
+from meshbook.supervisor.effects import Effect as Effect
+from meshbook.supervisor.effects import SendToClient as SendToClient
+from meshbook.supervisor.effects import SendToHosts as SendToHosts
+from meshbook.supervisor.effects import SetTimer as SetTimer
+from meshbook.supervisor.effects import Shutdown as Shutdown
+from meshbook.supervisor.effects import StartHosts as StartHosts
 from meshbook.supervisor.history import History
-from meshbook.supervisor.instep import has_left, out_of_step, positions_of
-from meshbook.supervisor.seeing import Seeing
+from meshbook.supervisor.monitoring import Monitoring
 from meshbook.supervisor.stalls import STALL_S
-from meshbook.supervisor.steps import Alarm as Alarm
-from meshbook.supervisor.steps import Shutdown as Shutdown
-from meshbook.supervisor.steps import StartHosts as StartHosts
-from meshbook.supervisor.steps import Step as Step
-from meshbook.supervisor.steps import ToClient as ToClient
-from meshbook.supervisor.steps import ToHosts as ToHosts
 from meshbook.wire import messages
-from meshbook.wire.messages import HistoryEntry, MeshInfo, MeshSpec, Outcome, Part, RankInfo
-from meshbook.wire.stop import ABANDON_AFTER_S, HOLD_S
+from meshbook.wire.messages import HistoryEntry, MeshInfo, MeshSpec, Outcome, OutcomeGroup, RankInfo
+from meshbook.wire.stop_timing import ABANDON_AFTER_S, HOLD_COMMANDS_S
 
 # Seconds a mesh lives on without clients, unless the last one asked otherwise: long enough to restart a crashed kernel
 # or to find the notebook again after lunch, short enough that forgotten GPUs are free the same afternoon.
 ORPHAN_TTL_S = 1800.0
 # Seconds after which a call has reached its ranks' host, so that what the host says of them is said in the knowledge.
-_REACHED_S = 0.5
+_DELIVERY_S = 0.5
 # Seconds that hosts have to tell what survivors of a lost rank came to.
-_CONCLUDE_S = 0.5
+_END_CALL_TIMEOUT_S = 0.5
 # Seconds until ranks that are done with a call, and may still take part in its collectives, are asked again.
-_LEFT_AGAIN_S = 1.0
-_FLUSH_S = 0.05
-_FLUSH_CHARS = 32 << 10  # characters that one flush may show; see host.agent
-_SETUP_CELLS = 1000
-_NAMES = 10_000  # that are told to clients
+_RECHECK_LEFT_S = 1.0
+_FLUSH_INTERVAL_S = 0.05
+_MAX_FLUSH_CHARS = 32 << 10  # characters that one flush may show; see host.agent
+_MAX_SETUP_CELLS = 1000
+_MAX_NAMES = 10_000  # that are told to clients
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -63,152 +63,156 @@ class Client:
 
 
 @dataclass
-class Call:
+class ActiveCall:
     """A command that ranks work on."""
 
     id: str
     client: str
     label: str
     ranks: Ranks
-    waiting: set[int]  # hosts
+    waiting_hosts: set[int]  # hosts
     opened_at: float
-    main_thread: bool
+    is_main_thread: bool
     budget: OutputBudget
     merger: FoldMerger | None  # None: the mesh has one host, there is nothing to merge
-    parts: list[tuple[Part, ...]] = field(default_factory=list)
+    outcomes: list[tuple[OutcomeGroup, ...]] = field(default_factory=list)
     seconds: float = 0.0
     rank_seconds: dict[int, float] = field(default_factory=dict)
     lost: list[messages.RankExited] = field(default_factory=list)
-    entry: HistoryEntry | None = None
+    history_entry: HistoryEntry | None = None
     flush_at: float | None = None  # when an alarm will look for output that waits
-    asking: set[int] = field(default_factory=set)  # ranks that wait for input()
-    back_by: float = 0.0  # told to stop, it has until then to come back
-    stopping: set[int] = field(default_factory=set)  # ranks that were told to stop it
-    held: ToHosts | None = None  # not sent yet
-    about: str = ""  # the call that it asks ranks about, if it is a question of ours
-    done: set[int] = field(default_factory=set)  # ranks whose part is known to be over
-    left: set[int] = field(default_factory=set)  # ... and of which the others know that they have left
-    asks_left: bool = False  # ranks are being asked whether they have
-    holding: bool = False  # ranks wait with collectives that come after it
-    stopped: bool = False  # all that still run it were told to stop
-    failed: str = ""  # of process groups: the first rank that could not form them, and why
+    awaiting_input: set[int] = field(default_factory=set)  # ranks that wait for input()
+    stop_deadline: float = 0.0  # told to stop, it has until then to come back
+    stopping_ranks: set[int] = field(default_factory=set)  # ranks that were told to stop it
+    deferred: SendToHosts | None = None  # not sent yet
+    about_call: str = ""  # the call that it asks ranks about, if it is a question of ours
+    done_ranks: set[int] = field(default_factory=set)  # ranks whose part is known to be over
+    left_ranks: set[int] = field(default_factory=set)  # ... and of which the others know that they have left
+    is_querying_left: bool = False  # ranks are being asked whether they have
+    is_holding: bool = False  # ranks wait with collectives that come after it
+    is_stopped: bool = False  # all that still run it were told to stop
+    failure: str = ""  # of process groups: the first rank that could not form them, and why
 
 
-class State:
+class MeshState:
     """One mesh. The driver calls in, carries the steps out, and knows nothing."""
 
     def __init__(
-        self, name: str, pid: int, started_at: float, *, stall_s: float = STALL_S, store: str = ""
+        self, name: str, pid: int, started_at: float, *, stall_s: float = STALL_S, store_address: str = ""
     ) -> None:
         """
         Args:
-            store: address of the store in which ranks find each other.
+            store_address: address of the store in which ranks find each other.
         """
-        self.name, self._pid, self._started_at, self._store = name, pid, started_at, store
+        self.name, self._pid, self._started_at, self._store_address = name, pid, started_at, store_address
         self._clients: dict[str, Client] = {}
         self._spec: MeshSpec | None = None
-        self._start: tuple[str, str, float] | None = None  # call, client, since: a mesh that is coming up
+        self._pending_start: tuple[str, str, float] | None = None  # call, client, since: a mesh that is coming up
         self._host_of: dict[int, int] = {}
         self._hosts_ready: set[int] = set()
         self._ranks: dict[int, RankInfo] = {}
-        self._told_at: dict[int, float] = {}  # when their hosts told it
+        self._reported_at: dict[int, float] = {}  # when their hosts told it
         self._exited: dict[int, messages.RankExited] = {}
         self._groups = "none"
-        self._formed_badly = False  # tried, and failed: tried again when somebody wants to use them
-        self._num_questions = 0
+        self._forming_failed = False  # tried, and failed: tried again when somebody wants to use them
+        self._num_queries = 0
         self._backend: str | None = None
-        self._epoch = 0
-        self._calls: dict[str, Call] = {}
+        self._generation = 0
+        self._calls: dict[str, ActiveCall] = {}
         self._names: OrderedDict[str, None] = OrderedDict()
         self._history = History()
-        self._setup: deque[messages.RunCell] = deque(maxlen=_SETUP_CELLS)
-        self._questions: dict[str, str] = {}  # call -> client, for what hosts answer directly
-        self._late = OutputBudget()  # of what is printed when no call is open
+        self._setup_cells: deque[messages.RunCell] = deque(maxlen=_MAX_SETUP_CELLS)
+        self._forwarded_queries: dict[str, str] = {}  # call -> client, for what hosts answer directly
+        self._late_budget = OutputBudget()  # of what is printed when no call is open
         self._late_call: str | None = None  # whose output waits there for an alarm
-        self._orphaned = 0  # counts the times that the last client left, so that an old alarm is known as old
+        self._num_orphanings = 0  # counts the times that the last client left, so that an old alarm is known as old
         self._num_cells = 0
         self._stopping = False
-        self._seeing = Seeing(self, stall_s)
-        self._commands: dict[type, Callable[[Client, Any, bytes, float], list[Step]]] = {
+        self._monitoring = Monitoring(self, stall_s)
+        self._command_handlers: dict[type, Callable[[Client, Any, bytes, float], list[Effect]]] = {
             messages.StartMesh: self._start_mesh,
             messages.Interrupt: self._interrupt,
-            messages.ReplyInput: self._reply_input,
-            messages.Release: self._pass_on,
+            messages.InputReply: self._reply_input,
+            messages.Release: self._forward,
             messages.KillRanks: self._kill_ranks,
-            messages.AskStatus: self._ask_status,
-            messages.AskLogs: self._ask_logs,
-            messages.AskHistory: self._ask_history,
+            messages.QueryStatus: self._query_status,
+            messages.QueryLogs: self._query_logs,
+            messages.QueryHistory: self._query_history,
             messages.StopMesh: self._stop_mesh,
             messages.Detach: self._detach,
             messages.SetOrphanTtl: self._set_orphan_ttl,
-            messages.Ping: lambda client, command, body, now: [ToClient(client.id, messages.Pong())],
+            messages.Ping: lambda client, command, body, now: [SendToClient(client.id, messages.Pong())],
             messages.TakeSnapshots: self._take_snapshots,
-            messages.Watch: lambda client, command, body, now: self._seeing.watch(client.id, command, now),
+            messages.Subscribe: lambda client, command, body, now: self._monitoring.subscribe(client.id, command, now),
         }
-        self._reports: dict[type, Callable[[int, Any, float], list[Step]]] = {
+        self._report_handlers: dict[type, Callable[[int, Any, float], list[Effect]]] = {
             messages.HostReady: self._host_ready,
             messages.HostFailed: self._host_failed,
-            messages.HostBeat: self._host_beat,
+            messages.HostHeartbeat: self._host_heartbeat,
             messages.RankExited: self._rank_exited,
             messages.CallOutput: self._call_output,
             messages.CallProgressed: self._call_progressed,
             messages.RanksStuck: self._ranks_stuck,
             messages.CallFinished: self._call_finished,
-            messages.InputRequested: self._input_requested,
-            messages.Answered: self._host_answered,
-            messages.Segments: lambda host, report, now: [ToClient(None, report)],
-            messages.SnapshotsTaken: self._seeing.host_said,
+            messages.InputRequest: self._input_requested,
+            messages.CommandReply: self._host_replied,
+            messages.SegmentsReleased: lambda host, report, now: [SendToClient(None, report)],
+            messages.SnapshotReply: self._monitoring.snapshots_received,
         }
 
     # ---- ways in
 
-    def client_joined(self, hello: messages.Hello, now: float) -> list[Step]:
+    def client_joined(self, hello: messages.Hello, now: float) -> list[Effect]:
         ttl = ORPHAN_TTL_S if hello.orphan_ttl_s is None else hello.orphan_ttl_s
         self._clients[hello.client] = Client(hello.client, hello.kind, hello.pid, hello.observer, ttl)
         if not hello.observer:
-            self._orphaned += 1  # whoever was waiting for the mesh to be orphaned long enough waits in vain
-        return [ToClient(hello.client, messages.Welcome(info=self.info(), open_calls=self.open_calls(now)))]
+            self._num_orphanings += 1  # whoever was waiting for the mesh to be orphaned long enough waits in vain
+        return [SendToClient(hello.client, messages.Welcome(info=self.info(), open_calls=self.open_calls(now)))]
 
-    def client_said(self, client_id: str, command: messages.ClientCommand, body: bytes, now: float) -> list[Step]:
+    def command_received(
+        self, client_id: str, command: messages.ClientCommand, body: bytes, now: float
+    ) -> list[Effect]:
         client = self._clients.get(client_id)
         if client is None:
             return []
-        handler = self._commands.get(type(command))
+        handler = self._command_handlers.get(type(command))
         if handler is not None:
             return handler(client, command, body, now)
-        return self._call_ranks(client, command, body, now)
+        return self._start_call(client, command, body, now)
 
-    def client_gone(self, client_id: str) -> list[Step]:
+    def client_disconnected(self, client_id: str) -> list[Effect]:
         """A client's process ended, or it left. What it had started on the ranks goes on."""
         client = self._clients.pop(client_id, None)
         if client is None:
             return []
-        self._seeing.client_gone(client_id)
-        steps: list[Step] = []
+        self._monitoring.client_disconnected(client_id)
+        effects: list[Effect] = []
         for call in self._calls.values():
             if call.client == client_id:
-                for rank in sorted(call.asking):
-                    answer = messages.ReplyInput(target=call.id, rank=rank, text=None)  # type: ignore[arg-type]
-                    steps.append(ToHosts(self._hosts((rank,)), answer))
-                call.asking.clear()
-        left = tuple(rank for rank in sorted(self._ranks) if rank not in self._exited)
-        if client.has_called and left:
-            steps.append(ToHosts(self._hosts(left), messages.Release(ranks=left, client=client_id)))
+                for rank in sorted(call.awaiting_input):
+                    reply = messages.InputReply(target=call.id, rank=rank, text=None)  # type: ignore[arg-type]
+                    effects.append(SendToHosts(self._hosts_of((rank,)), reply))
+                call.awaiting_input.clear()
+        living = tuple(rank for rank in sorted(self._ranks) if rank not in self._exited)
+        if client.has_called and living:
+            effects.append(SendToHosts(self._hosts_of(living), messages.Release(ranks=living, client=client_id)))
         if not client.observer and all(other.observer for other in self._clients.values()):
-            self._orphaned += 1
-            steps.append(Alarm(f"orphan {self._orphaned}", client.orphan_ttl_s))
-        return steps
+            self._num_orphanings += 1
+            effects.append(SetTimer(f"orphan {self._num_orphanings}", client.orphan_ttl_s))
+        return effects
 
-    def host_said(self, host: int, report: messages.HostReport, now: float) -> list[Step]:
-        handler = self._reports.get(type(report))
+    def report_received(self, host: int, report: messages.HostReport, now: float) -> list[Effect]:
+        handler = self._report_handlers.get(type(report))
         return handler(host, report, now) if handler is not None else []
 
-    def host_ended(self, host: int, how: str, now: float) -> list[Step]:
+    def host_exited(self, host: int, reason: str, now: float) -> list[Effect]:
         """A whole host is gone, and its ranks with it."""
-        if self._start is not None:
-            return self._fail_start(f"host {host} {how} while the mesh was coming up; see supervisor.log")
-        steps: list[Step] = []
-        for rank in [rank for rank, place in self._host_of.items() if place == host and rank not in self._exited]:
+        if self._pending_start is not None:
+            return self._fail_start(f"host {host} {reason} while the mesh was coming up; see supervisor.log")
+        effects: list[Effect] = []
+        for rank in [
+            rank for rank, host_of_rank in self._host_of.items() if host_of_rank == host and rank not in self._exited
+        ]:
             info = self._ranks[rank]
             exited = messages.RankExited(
                 rank=rank,
@@ -218,37 +222,40 @@ class State:
                 host=info.host,
                 last_lines=(),
                 last_collective=None,
-                cause=f"ended with its host, which {how}",
+                cause=f"ended with its host, which {reason}",
             )
-            steps += self._rank_exited(host, exited, now)
-        for call in [call for call in self._calls.values() if host in call.waiting]:
+            effects += self._rank_exited(host, exited, now)
+        for call in [call for call in self._calls.values() if host in call.waiting_hosts]:
             lost = tuple(rank for rank in call.ranks if self._host_of[rank] == host)
-            error = messages.RankError(ename="RankLost", evalue=f"{name_ranks(lost)}: the host {how}", traceback=())
-            part = Part(lost, Outcome(status="lost", error=error))
-            steps += self._host_part(call, host, (part,), now)
-        return steps + self._seeing.host_gone(host, now)
+            error = messages.RankError(ename="RankLost", evalue=f"{name_ranks(lost)}: the host {reason}", traceback=())
+            part = OutcomeGroup(lost, Outcome(status="lost", error=error))
+            effects += self._host_finished(call, host, (part,), now)
+        return effects + self._monitoring.host_lost(host, now)
 
-    def alarm(self, name: str, now: float) -> list[Step]:
-        kind, _, what = name.partition(" ")
-        if kind == "orphan" and what == str(self._orphaned):
+    def timer_fired(self, name: str, now: float) -> list[Effect]:
+        kind, _, argument = name.partition(" ")
+        if kind == "orphan" and argument == str(self._num_orphanings):
             return [Shutdown("no client was left")]
-        if kind == "abandon" and (call := self._calls.get(what)) is not None:
-            conclude = messages.Conclude(call=call.id)  # type: ignore[arg-type]
-            return [ToHosts(tuple(sorted(call.waiting)), conclude), Alarm(f"concluded {call.id}", _CONCLUDE_S)]
-        if kind == "concluded" and (call := self._calls.get(what)) is not None:
-            return self._abandon(call, now)
-        if kind == "left" and (call := self._calls.get(what)) is not None:
-            return self._ask_who_left(call, now)
-        if kind == "flush" and (call := self._calls.get(what)) is not None:
+        if kind == "abandon" and (call := self._calls.get(argument)) is not None:
+            end_call = messages.EndCall(call=call.id)  # type: ignore[arg-type]
+            return [
+                SendToHosts(tuple(sorted(call.waiting_hosts)), end_call),
+                SetTimer(f"concluded {call.id}", _END_CALL_TIMEOUT_S),
+            ]
+        if kind == "concluded" and (call := self._calls.get(argument)) is not None:
+            return self._abandon_call(call, now)
+        if kind == "left" and (call := self._calls.get(argument)) is not None:
+            return self._query_left_ranks(call, now)
+        if kind == "flush" and (call := self._calls.get(argument)) is not None:
             call.flush_at = None
             return self._flush(call, now)
         if kind == "late" and self._late_call is not None:
             call_id, self._late_call = self._late_call, None
-            return self._say_late(call_id, (), now)
+            return self._send_late_output(call_id, (), now)
         if kind == "seeing":
-            return self._seeing.alarm(what, now)
+            return self._monitoring.timer_fired(argument, now)
         if kind == "release":
-            return self._release(now)
+            return self._send_deferred(now)
         return []
 
     # ---- what is known
@@ -257,10 +264,10 @@ class State:
         return MeshInfo(
             name=self.name,
             spec=self._spec,
-            ranks=self._ranks_now(),
+            ranks=self._current_ranks(),
             supervisor_pid=self._pid,
             started_at=self._started_at,
-            epoch=self._epoch,
+            group_generation=self._generation,
             groups=self._groups,  # type: ignore[arg-type]
             clients=tuple(f"{client.kind} (pid {client.pid})" for client in self._clients.values()),
             names=tuple(self._names),
@@ -279,35 +286,39 @@ class State:
                 seconds=now - call.opened_at,
             )
             for call in self._calls.values()
-            if call.main_thread and call.entry is not None
+            if call.is_main_thread and call.history_entry is not None
         )
 
-    def asking(self) -> Ranks:
+    def ranks_awaiting_input(self) -> Ranks:
         """Ranks that wait for an answer to input()."""
-        return tuple(rank for call in self._calls.values() for rank in call.asking)
+        return tuple(rank for call in self._calls.values() for rank in call.awaiting_input)
 
-    def place_of(self, rank: int) -> int:
+    def host_of(self, rank: int) -> int:
         """The host that a rank is on."""
         return self._host_of[rank]
 
-    def gone(self) -> Mapping[int, messages.RankExited]:
+    def exited_ranks(self) -> Mapping[int, messages.RankExited]:
         """Ranks that have ended."""
         return MappingProxyType(self._exited)
 
-    def wall(self, now: float) -> float:
+    def wall_time(self, now: float) -> float:
         """The wall clock at `now`."""
         return self._started_at + now
 
-    def _ranks_now(self) -> tuple[RankInfo, ...]:
+    def _current_ranks(self) -> tuple[RankInfo, ...]:
         """The ranks as hosts last told of them, a second ago at most, but busy or idle as their calls are now.
 
         A rank whose host says that it is idle, well after the call came, is done with its part: it raised, perhaps.
         """
-        at_work = {rank: call for call in self._calls.values() if call.main_thread for rank in call.ranks}
+        call_by_rank = {rank: call for call in self._calls.values() if call.is_main_thread for rank in call.ranks}
         found = []
         for rank in sorted(self._ranks):
-            info, call = self._ranks[rank], at_work.get(rank)
-            if info.state == "idle" and call is not None and self._told_at.get(rank, 0.0) < call.opened_at + _REACHED_S:
+            info, call = self._ranks[rank], call_by_rank.get(rank)
+            if (
+                info.state == "idle"
+                and call is not None
+                and self._reported_at.get(rank, 0.0) < call.opened_at + _DELIVERY_S
+            ):
                 info = msgspec.structs.replace(info, state="busy", call=call.id, cell=call.label)
             elif info.state == "busy" and call is None:
                 info = msgspec.structs.replace(info, state="idle", call=None, cell=None, line=None)
@@ -317,11 +328,11 @@ class State:
     @property
     def setup_cells(self) -> tuple[messages.RunCell, ...]:
         """Cells to be run again on ranks that join."""
-        return tuple(self._setup)
+        return tuple(self._setup_cells)
 
     # ---- coming up
 
-    def _start_mesh(self, client: Client, command: messages.StartMesh, body: bytes, now: float) -> list[Step]:
+    def _start_mesh(self, client: Client, command: messages.StartMesh, body: bytes, now: float) -> list[Effect]:
         if self._spec is not None:
             return self._refuse(
                 client,
@@ -334,99 +345,99 @@ class State:
         world_size = 1
         for size in spec.axes.values():
             world_size *= size
-        self._host_of = spread(world_size, spec.num_hosts)
+        self._host_of = assign_hosts(world_size, spec.num_hosts)
         self._ranks = {rank: RankInfo(rank=rank, state="starting", host="") for rank in range(world_size)}
-        self._start = (command.call, client.id, now)
+        self._pending_start = (command.call, client.id, now)
         self._groups = "forming" if spec.process_group and spec.torch else "none"
         return [StartHosts(spec)]
 
-    def _host_ready(self, host: int, report: messages.HostReady, now: float) -> list[Step]:
+    def _host_ready(self, host: int, report: messages.HostReady, now: float) -> list[Effect]:
         assert self._spec is not None
         self._hosts_ready.add(host)
-        mine = tuple(rank for rank, place in self._host_of.items() if place == host)
-        command = messages.StartRanks(spec=self._spec, ranks=mine, world_size=len(self._ranks))
-        for rank in mine:
+        local_ranks = tuple(rank for rank, host_of_rank in self._host_of.items() if host_of_rank == host)
+        command = messages.StartRanks(spec=self._spec, ranks=local_ranks, world_size=len(self._ranks))
+        for rank in local_ranks:
             self._ranks[rank] = msgspec.structs.replace(self._ranks[rank], host=report.hostname)
-        steps: list[Step] = [ToHosts((host,), command)]
+        effects: list[Effect] = [SendToHosts((host,), command)]
         if self._all_hosts() == tuple(sorted(self._hosts_ready)):
-            steps += self._form_groups(now)
-        return steps
+            effects += self._form_groups(now)
+        return effects
 
-    def _host_failed(self, host: int, report: messages.HostFailed, now: float) -> list[Step]:
-        if self._start is not None:
+    def _host_failed(self, host: int, report: messages.HostFailed, now: float) -> list[Effect]:
+        if self._pending_start is not None:
             return self._fail_start(f"host {host}: {report.reason}")
         return []
 
-    def _form_groups(self, now: float) -> list[Step]:
-        self._epoch += 1
+    def _form_groups(self, now: float) -> list[Effect]:
+        self._generation += 1
         if self._groups != "none":
             self._groups = "forming"
         ranks = tuple(sorted(self._ranks))
         command = messages.FormGroups(
-            call=f"form-{self._epoch}",  # type: ignore[arg-type]
+            call=f"form-{self._generation}",  # type: ignore[arg-type]
             ranks=ranks,
-            epoch=self._epoch,
-            store=self._store,
+            generation=self._generation,
+            store_address=self._store_address,
         )
-        self._open(command.call, "", "forming process groups", ranks, now)
-        return [ToHosts(self._all_hosts(), command)]
+        self._open_call(command.call, "", "forming process groups", ranks, now)
+        return [SendToHosts(self._all_hosts(), command)]
 
-    def _groups_formed(self, call: Call, parts: tuple[Part, ...], now: float) -> list[Step]:
+    def _groups_formed(self, call: ActiveCall, parts: tuple[OutcomeGroup, ...], now: float) -> list[Effect]:
         failed = [part for part in parts if part.outcome.status != "ok"]
         if failed:
             error = failed[0].outcome.error
             text = f"{error.ename}: {error.evalue}" if error is not None else failed[0].outcome.status
-            text = call.failed or f"{name_ranks(failed[0].ranks)}: {text}"
-            if self._start is not None:
+            text = call.failure or f"{name_ranks(failed[0].ranks)}: {text}"
+            if self._pending_start is not None:
                 return self._fail_start(f"the process group was not formed: {text}")
-            self._groups, self._formed_badly = "broken", True
+            self._groups, self._forming_failed = "broken", True
             notice = messages.Notice(
                 f"the process groups could not be formed anew: {text}\nThey are formed "
                 "again with the next cell. If that fails too, start a new mesh: %mesh stop, then %mesh start"
             )
-            said = messages.CallOutput(call=call.id, items=(messages.RankDisplay(call.ranks, notice),))  # type: ignore[arg-type]
-            changed = messages.RanksChanged(info=self.info())
-            return [ToClient(None, changed), ToClient(None, said), *self._release(now)]
+            output = messages.CallOutput(call=call.id, items=(messages.RankDisplay(call.ranks, notice),))  # type: ignore[arg-type]
+            changed = messages.MeshChanged(info=self.info())
+            return [SendToClient(None, changed), SendToClient(None, output), *self._send_deferred(now)]
         if self._groups == "forming":
             self._groups = "ready"
-        self._backend = parts[0].outcome.answer.get("backend") if parts and parts[0].outcome.answer else None
-        if self._start is None:
-            return [ToClient(None, messages.RanksChanged(info=self.info()))]
-        start_call, client, since = self._start
-        self._start = None
+        self._backend = parts[0].outcome.reply.get("backend") if parts and parts[0].outcome.reply else None
+        if self._pending_start is None:
+            return [SendToClient(None, messages.MeshChanged(info=self.info()))]
+        start_call, client, since = self._pending_start
+        self._pending_start = None
         for rank, info in self._ranks.items():
             if info.state == "starting":
                 self._ranks[rank] = msgspec.structs.replace(info, state="idle")
         ready = messages.MeshReady(call=start_call, info=self.info(), seconds=now - since)  # type: ignore[arg-type]
-        return [ToClient(client, ready)]
+        return [SendToClient(client, ready)]
 
-    def _fail_start(self, text: str) -> list[Step]:
-        assert self._start is not None
-        call, client, _ = self._start
-        self._start = None
+    def _fail_start(self, text: str) -> list[Effect]:
+        assert self._pending_start is not None
+        call, client, _ = self._pending_start
+        self._pending_start = None
         refused = messages.Refused(call=call, error="StartError", text=text)  # type: ignore[arg-type]
-        return [ToClient(client, refused), Shutdown("the mesh did not come up")]
+        return [SendToClient(client, refused), Shutdown("the mesh did not come up")]
 
     # ---- calls
 
-    def _call_ranks(self, client: Client, command: Any, body: bytes, now: float) -> list[Step]:
-        if self._spec is None or self._start is not None:
+    def _start_call(self, client: Client, command: Any, body: bytes, now: float) -> list[Effect]:
+        if self._spec is None or self._pending_start is not None:
             return self._refuse(
                 client, command.call, "NotAttached", f"the mesh {self.name!r} has no ranks yet; wait for it to start"
             )
-        refused = self._refuse_ranks(client, command)
+        refused = self._refuse_unknown_ranks(client, command)
         if refused:
             return refused
         if command.call in self._calls:
             return self._refuse(client, command.call, "ProtocolError", f"the call {command.call} is open already")
         label = getattr(command, "label", "") or type(command).__name__
-        call = self._open(command.call, client.id, label, command.ranks, now)
-        call.main_thread = not isinstance(command, messages.QUESTIONS)
-        client.has_called = client.has_called or call.main_thread
+        call = self._open_call(command.call, client.id, label, command.ranks, now)
+        call.is_main_thread = not isinstance(command, messages.QUERIES)
+        client.has_called = client.has_called or call.is_main_thread
         if isinstance(command, messages.RunCell) and not command.silent:
             self._num_cells += 1
             entry = HistoryEntry(
-                number=command.number,
+                number=command.execution_count,
                 label=command.label,
                 source=command.source,
                 ranks=command.ranks,
@@ -435,29 +446,29 @@ class State:
                 status="running",
                 setup=command.setup,
             )
-            call.entry = self._history.add(entry)
+            call.history_entry = self._history.add(entry)
             if command.setup:
-                self._setup.append(command)
-        send = ToHosts(self._hosts(command.ranks), command, body)
-        if not call.main_thread:
+                self._setup_cells.append(command)
+        send = SendToHosts(self._hosts_of(command.ranks), command, body)
+        if not call.is_main_thread:
             return [send]
-        if self._must_wait(call, now):
-            call.held = send
+        if self._must_defer(call, now):
+            call.deferred = send
             return []
-        forming: list[Step] = []
-        if self._formed_badly and isinstance(command, messages.RunCell | messages.CallFunction | messages.RunOps):
-            call.held = send  # does not count as busy
-            self._formed_badly = False
-            forming = self._mend_groups(now)  # goes before it
-        return [*forming, *self._send(call, send, now)]
+        forming: list[Effect] = []
+        if self._forming_failed and isinstance(command, messages.RunCell | messages.CallFunction | messages.RunOps):
+            call.deferred = send  # does not count as busy
+            self._forming_failed = False
+            forming = self._reform_groups(now)  # goes before it
+        return [*forming, *self._send_call(call, send, now)]
 
-    def _send(self, call: Call, send: ToHosts, now: float) -> list[Step]:
-        call.held = None
+    def _send_call(self, call: ActiveCall, send: SendToHosts, now: float) -> list[Effect]:
+        call.deferred = None
         waits = isinstance(send.message, messages.RunOps) and send.message.fetch is not None
-        users = waits or call.entry is not None or isinstance(send.message, messages.CallFunction)
-        return [send, *(self._seeing.call_began(call.id, call.client, call.ranks, now) if users else [])]
+        users = waits or call.history_entry is not None or isinstance(send.message, messages.CallFunction)
+        return [send, *(self._monitoring.call_began(call.id, call.client, call.ranks, now) if users else [])]
 
-    def _must_wait(self, call: Call, now: float) -> bool:
+    def _must_defer(self, call: ActiveCall, now: float) -> bool:
         """Whether a call would begin on some ranks while others are still in a call that was stopped, or before broken
         process groups are formed anew.
 
@@ -465,112 +476,122 @@ class State:
         its way. One of a rank that is not back waits for it; and so does one that comes behind others on its ranks,
         where the groups are broken: they are formed anew when those have ended.
         """
-        before = list(itertools.takewhile(lambda other: other is not call, self._calls.values()))
-        stopped = [other for other in self._calls.values() if other.stopping]
-        soon = any(now < other.back_by or self._exited.keys() | other.done >= set(other.ranks) for other in stopped)
-        late = {rank for other in stopped for rank in other.stopping - other.done} - self._exited.keys()
-        late.update(rank for other in before if other.held is not None for rank in other.ranks)
-        if self._groups == "broken" and not self._exited and not self._formed_badly:
-            busy = [other for other in before if other.main_thread and other.held is None]
-            late.update(rank for other in busy for rank in set(other.ranks) - other.done)
-            soon = soon or any(other.done >= set(other.ranks) for other in busy)
-        return soon or self._is_comparing() or not late.isdisjoint(call.ranks)
+        earlier = list(itertools.takewhile(lambda other: other is not call, self._calls.values()))
+        stopped = [other for other in self._calls.values() if other.stopping_ranks]
+        is_imminent = any(
+            now < other.stop_deadline or self._exited.keys() | other.done_ranks >= set(other.ranks) for other in stopped
+        )
+        unavailable = {
+            rank for other in stopped for rank in other.stopping_ranks - other.done_ranks
+        } - self._exited.keys()
+        unavailable.update(rank for other in earlier if other.deferred is not None for rank in other.ranks)
+        if self._groups == "broken" and not self._exited and not self._forming_failed:
+            busy = [other for other in earlier if other.is_main_thread and other.deferred is None]
+            unavailable.update(rank for other in busy for rank in set(other.ranks) - other.done_ranks)
+            is_imminent = is_imminent or any(other.done_ranks >= set(other.ranks) for other in busy)
+        return is_imminent or self._is_checking_desync() or not unavailable.isdisjoint(call.ranks)
 
-    def _is_comparing(self) -> bool:
+    def _is_checking_desync(self) -> bool:
         """Whether ranks are asked if they are in step. What begins meanwhile could compute wrong numbers."""
         return any(call.id.startswith("compare-") for call in self._calls.values())
 
-    def _release(self, now: float) -> list[Step]:
+    def _send_deferred(self, now: float) -> list[Effect]:
         """Send what was held and need not wait any more, in the order in which it came."""
-        steps: list[Step] = []
+        effects: list[Effect] = []
         for call in list(self._calls.values()):
-            if call.held is not None and not self._must_wait(call, now):
-                steps += self._send(call, call.held, now)
-        return steps
+            if call.deferred is not None and not self._must_defer(call, now):
+                effects += self._send_call(call, call.deferred, now)
+        return effects
 
-    def _refuse_ranks(self, client: Client, command: Any) -> list[Step]:
+    def _refuse_unknown_ranks(self, client: Client, command: Any) -> list[Effect]:
         """For a command that names ranks which are not in this mesh, or none."""
         unknown = [rank for rank in command.ranks if rank not in self._ranks]
         if not unknown and command.ranks:
             return []
         world = len(self._ranks)
-        what = f"{name_ranks(unknown)} {'is' if len(unknown) == 1 else 'are'} not" if unknown else "no rank is"
+        problem = f"{name_ranks(unknown)} {'is' if len(unknown) == 1 else 'are'} not" if unknown else "no rank is"
         return self._refuse(
-            client, command.call, "MeshShapeError", f"{what} in this mesh of {world} ranks (0-{world - 1})"
+            client, command.call, "MeshShapeError", f"{problem} in this mesh of {world} ranks (0-{world - 1})"
         )
 
-    def _take_snapshots(self, client: Client, command: messages.TakeSnapshots, body: bytes, now: float) -> list[Step]:
+    def _take_snapshots(self, client: Client, command: messages.TakeSnapshots, body: bytes, now: float) -> list[Effect]:
         if self._spec is None:
             return self._refuse(client, command.call, "NotAttached", f"the mesh {self.name!r} has no ranks yet")
-        return self._refuse_ranks(client, command) or self._seeing.take(client.id, command, now)
+        return self._refuse_unknown_ranks(client, command) or self._monitoring.take_snapshots(client.id, command, now)
 
-    def _open(self, call_id: str, client: str, label: str, ranks: Ranks, now: float) -> Call:
-        hosts = self._hosts(ranks)
+    def _open_call(self, call_id: str, client: str, label: str, ranks: Ranks, now: float) -> ActiveCall:
+        hosts = self._hosts_of(ranks)
         merger = None
         if len(self._all_hosts()) > 1:
             merger = FoldMerger({host: tuple(rank for rank in ranks if self._host_of[rank] == host) for host in hosts})
-        call = self._calls[call_id] = Call(call_id, client, label, ranks, set(hosts), now, True, OutputBudget(), merger)
+        call = self._calls[call_id] = ActiveCall(
+            call_id, client, label, ranks, set(hosts), now, True, OutputBudget(), merger
+        )
         return call
 
-    def _call_output(self, host: int, report: messages.CallOutput, now: float) -> list[Step]:
+    def _call_output(self, host: int, report: messages.CallOutput, now: float) -> list[Effect]:
         call = self._calls.get(report.call)
         if call is None:  # output after the end, of a thread that the cell left behind
-            return self._say_late(report.call, report.items, now)
+            return self._send_late_output(report.call, report.items, now)
         if call.merger is None:
-            return self._say(call, report.items, now)
+            return self._send_output(call, report.items, now)
         call.merger.feed(host, report.items, now)
         return self._flush(call, now)
 
-    def _flush(self, call: Call, now: float) -> list[Step]:
+    def _flush(self, call: ActiveCall, now: float) -> list[Effect]:
         """Show what can be shown now, and come back when there will be more although nobody speaks."""
-        items = tuple(call.merger.flush(now, max_chars=_FLUSH_CHARS)) if call.merger is not None else ()
-        return self._say(call, items, now)
+        items = tuple(call.merger.flush(now, max_chars=_MAX_FLUSH_CHARS)) if call.merger is not None else ()
+        return self._send_output(call, items, now)
 
-    def _come_back(self, call: Call, now: float) -> list[Step]:
+    def _schedule_flush(self, call: ActiveCall, now: float) -> list[Effect]:
         deadlines = [call.budget.next_deadline(), call.merger.next_deadline() if call.merger is not None else None]
         times = [deadline for deadline in deadlines if deadline is not None]
         if not times or call.flush_at is not None:
             return []
-        call.flush_at = max(min(times), now + _FLUSH_S)
-        return [Alarm(f"flush {call.id}", call.flush_at - now)]
+        call.flush_at = max(min(times), now + _FLUSH_INTERVAL_S)
+        return [SetTimer(f"flush {call.id}", call.flush_at - now)]
 
-    def _say(self, call: Call, items: tuple[messages.FoldedItem, ...], now: float) -> list[Step]:
+    def _send_output(self, call: ActiveCall, items: tuple[messages.FoldedItem, ...], now: float) -> list[Effect]:
         allowed = tuple(call.budget.admit(items, now))
-        self._seeing.call_said(call.id, allowed, now)
-        said = messages.CallOutput(call=call.id, items=allowed)  # type: ignore[arg-type]
-        return [*([ToClient(call.client, said)] if allowed else []), *self._come_back(call, now)]
+        self._monitoring.call_printed(call.id, allowed, now)
+        output = messages.CallOutput(call=call.id, items=allowed)  # type: ignore[arg-type]
+        return [*([SendToClient(call.client, output)] if allowed else []), *self._schedule_flush(call, now)]
 
-    def _say_late(self, call: str, items: tuple[messages.FoldedItem, ...], now: float) -> list[Step]:
-        allowed = tuple(self._late.admit(items, now))
-        steps: list[Step] = []
+    def _send_late_output(self, call: str, items: tuple[messages.FoldedItem, ...], now: float) -> list[Effect]:
+        allowed = tuple(self._late_budget.admit(items, now))
+        effects: list[Effect] = []
         if allowed:
-            steps.append(ToClient(None, messages.CallOutput(call=call, items=allowed)))  # type: ignore[arg-type]
-        deadline = self._late.next_deadline()
+            effects.append(SendToClient(None, messages.CallOutput(call=call, items=allowed)))  # type: ignore[arg-type]
+        deadline = self._late_budget.next_deadline()
         if deadline is not None and self._late_call is None:
             self._late_call = call
-            steps.append(Alarm("late", max(_FLUSH_S, deadline - now)))
-        return steps
+            effects.append(SetTimer("late", max(_FLUSH_INTERVAL_S, deadline - now)))
+        return effects
 
-    def _call_progressed(self, host: int, report: messages.CallProgressed, now: float) -> list[Step]:
+    def _call_progressed(self, host: int, report: messages.CallProgressed, now: float) -> list[Effect]:
         call = self._calls.get(report.call)
-        self._seeing.part_ended(report.call, report.done, now)
+        self._monitoring.ranks_finished(report.call, report.done, now)
         if call is None:
             return []
-        call.done.update(report.done)
-        if report.failed and not call.failed:
-            call.failed = report.failed
+        call.done_ranks.update(report.done)
+        if report.failure and not call.failure:
+            call.failure = report.failure
             # The others would wait for it until their time is up.
-            if staying := tuple(rank for rank in call.ranks if rank not in call.done):
-                told = messages.Unblock(ranks=staying, reason=f"groups were not formed: {report.failed}")
-                return [ToHosts(self._hosts(staying), told)]
-        released = self._release(now) if call.stopping else []
-        return [*released, *([ToClient(call.client, report)] if call.client else []), *self._ask_who_left(call, now)]
+            if remaining := tuple(rank for rank in call.ranks if rank not in call.done_ranks):
+                abort = messages.AbortCollectives(ranks=remaining, reason=f"groups were not formed: {report.failure}")
+                return [SendToHosts(self._hosts_of(remaining), abort)]
+        sent = self._send_deferred(now) if call.stopping_ranks else []
+        return [
+            *sent,
+            *([SendToClient(call.client, report)] if call.client else []),
+            *self._query_left_ranks(call, now),
+        ]
 
-    def _ranks_stuck(self, host: int, report: messages.RanksStuck, now: float) -> list[Step]:
+    def _ranks_stuck(self, host: int, report: messages.RanksStuck, now: float) -> list[Effect]:
         call = self._calls.get(report.call)
-        return [ToClient(call.client, report)] if call is not None and call.client else []
+        return [SendToClient(call.client, report)] if call is not None and call.client else []
 
-    def _call_finished(self, host: int, report: messages.CallFinished, now: float) -> list[Step]:
+    def _call_finished(self, host: int, report: messages.CallFinished, now: float) -> list[Effect]:
         call = self._calls.get(report.call)
         if call is None:
             return []
@@ -582,329 +603,342 @@ class State:
             items: tuple[messages.FoldedItem, ...] = ()
         else:
             items = report.items
-        return self._host_part(call, host, report.parts, now, items)
+        return self._host_finished(call, host, report.outcomes, now, items)
 
-    def _host_part(
+    def _host_finished(
         self,
-        call: Call,
+        call: ActiveCall,
         host: int,
-        parts: tuple[Part, ...],
+        parts: tuple[OutcomeGroup, ...],
         now: float,
         items: tuple[messages.FoldedItem, ...] = (),
-    ) -> list[Step]:
-        call.waiting.discard(host)
-        call.parts.append(parts)
-        self._seeing.part_ended(call.id, (rank for part in parts for rank in part.ranks), now)
-        call.done.update(rank for part in parts for rank in part.ranks)
-        if call.waiting:
+    ) -> list[Effect]:
+        call.waiting_hosts.discard(host)
+        call.outcomes.append(parts)
+        self._monitoring.ranks_finished(call.id, (rank for part in parts for rank in part.ranks), now)
+        call.done_ranks.update(rank for part in parts for rank in part.ranks)
+        if call.waiting_hosts:
             flushed = self._flush(call, now) if call.merger is not None else []
-            return [*flushed, *self._ask_who_left(call, now)]
+            return [*flushed, *self._query_left_ranks(call, now)]
         if call.merger is not None:
             items = tuple(call.merger.flush(now, final=True))
-        return self._settle(call, call.parts[0] if len(call.parts) == 1 else merge_parts(call.parts), items, now)
+        return self._finish_call(
+            call, call.outcomes[0] if len(call.outcomes) == 1 else merge_parts(call.outcomes), items, now
+        )
 
-    def ending(self) -> None:
+    def begin_shutdown(self) -> None:
         """The mesh ends: what its ranks come to from here on is its end, and no fault of theirs."""
         self._stopping = True
 
-    def _settle(
-        self, call: Call, parts: tuple[Part, ...], items: tuple[messages.FoldedItem, ...], now: float
-    ) -> list[Step]:
+    def _finish_call(
+        self, call: ActiveCall, parts: tuple[OutcomeGroup, ...], items: tuple[messages.FoldedItem, ...], now: float
+    ) -> list[Effect]:
         if self._stopping and any(part.outcome.status == "lost" for part in parts):
             # Whoever waits for it is told why the mesh has ended, by MeshStopped; and now what its ranks said last.
-            last = tuple(call.budget.admit(items, now, final=True))
-            said = messages.CallOutput(call=call.id, items=last)  # type: ignore[arg-type]
-            return [ToClient(call.client, said)] if last else []
+            last_items = tuple(call.budget.admit(items, now, final=True))
+            output = messages.CallOutput(call=call.id, items=last_items)  # type: ignore[arg-type]
+            return [SendToClient(call.client, output)] if last_items else []
         del self._calls[call.id]
         if call.id.startswith("form-"):
             return self._groups_formed(call, parts, now)
         if call.id.startswith("compare-"):
-            return self._compared(call, parts, now)
+            return self._desync_checked(call, parts, now)
         if call.id.startswith("left-"):
-            return self._who_left(call, parts, now)
+            return self._left_ranks_received(call, parts, now)
         for part in parts:
-            for name in part.outcome.bound:
+            for name in part.outcome.bound_names:
                 self._names[name] = None
-            for name in part.outcome.unbound:
+            for name in part.outcome.deleted_names:
                 self._names.pop(name, None)
-        while len(self._names) > _NAMES:
+        while len(self._names) > _MAX_NAMES:
             self._names.popitem(last=False)
-        if call.entry is not None:
-            self._close_entry(call, parts)
+        if call.history_entry is not None:
+            self._finish_entry(call, parts)
         broken = any(part.outcome.groups_broken for part in parts) and self._groups == "ready"
         if broken:
             self._groups = "broken"
-            if notice := self._what_to_discard(call):
+            if notice := self._discard_notice(call):
                 items = (*items, notice)
         small = len(call.ranks) <= 64
-        last = tuple(call.budget.admit(items, now, final=True))
-        self._seeing.call_said(call.id, last, now)
-        self._seeing.call_ended(call.id)
+        last_items = tuple(call.budget.admit(items, now, final=True))
+        self._monitoring.call_printed(call.id, last_items, now)
+        self._monitoring.call_ended(call.id)
         finished = messages.CallFinished(
             call=call.id,  # type: ignore[arg-type]
-            parts=parts,
+            outcomes=parts,
             seconds=call.seconds,
             rank_seconds=call.rank_seconds if small else None,
             lost=tuple(call.lost),
-            items=last,
+            items=last_items,
         )
-        steps: list[Step] = [ToClient(call.client, finished)]
-        badly = call.held is None and (call.holding or any(part.outcome.status != "ok" for part in parts))
-        if call.main_thread and self._groups == "ready" and badly:
-            return steps + self._compare(call, now)
-        steps += self._mend_groups(now)
-        return steps + self._release(now)
+        effects: list[Effect] = [SendToClient(call.client, finished)]
+        ended_badly = call.deferred is None and (call.is_holding or any(part.outcome.status != "ok" for part in parts))
+        if call.is_main_thread and self._groups == "ready" and ended_badly:
+            return effects + self._check_desync(call, now)
+        effects += self._reform_groups(now)
+        return effects + self._send_deferred(now)
 
     # ---- in step, or not
 
-    def _ask(self, kind: str, about: str, ranks: Ranks, now: float) -> list[Step]:
+    def _query_positions(self, kind: str, about_call: str, ranks: Ranks, now: float) -> list[Effect]:
         """Ask ranks for their positions. The answer is the end of a call of ours, within a second."""
-        self._num_questions += 1
-        call = self._open(f"{kind}-{self._num_questions}", "", kind, ranks, now)
-        call.main_thread, call.about = False, about
-        ask = messages.AskPositions(call=call.id, ranks=ranks, about=about)  # type: ignore[arg-type]
-        return [ToHosts(self._hosts(ranks), ask)]
+        self._num_queries += 1
+        call = self._open_call(f"{kind}-{self._num_queries}", "", kind, ranks, now)
+        call.is_main_thread, call.about_call = False, about_call
+        query = messages.QueryPositions(call=call.id, ranks=ranks, about_call=about_call)  # type: ignore[arg-type]
+        return [SendToHosts(self._hosts_of(ranks), query)]
 
-    def _compare(self, call: Call, now: float) -> list[Step]:
+    def _check_desync(self, call: ActiveCall, now: float) -> list[Effect]:
         """A call did not end well on some rank: where have all come to in their collectives?"""
-        question = self._ask("compare", call.id, tuple(sorted(self._ranks)), now)
-        asked = self._calls[f"compare-{self._num_questions}"]
-        asked.label, asked.client, asked.done = call.label, call.client, set(call.ranks)
-        return question
+        effects = self._query_positions("compare", call.id, tuple(sorted(self._ranks)), now)
+        query = self._calls[f"compare-{self._num_queries}"]
+        query.label, query.client, query.done_ranks = call.label, call.client, set(call.ranks)
+        return effects
 
-    def _compared(self, asked: Call, parts: tuple[Part, ...], now: float) -> list[Step]:
-        steps: list[Step] = []
+    def _desync_checked(self, query: ActiveCall, parts: tuple[OutcomeGroup, ...], now: float) -> list[Effect]:
+        effects: list[Effect] = []
         if self._groups == "ready":
-            found = out_of_step(positions_of(parts), asked.done)
-            checked = messages.GroupsChecked(
-                ranks=asked.ranks,
-                about=asked.about,  # type: ignore[arg-type]
-                epoch=self._epoch,
-                broken=tuple(found),
-                reason=next(iter(found.values()), ""),
+            desynced = find_desynced_groups(collect_positions(parts), query.done_ranks)
+            resume = messages.ResumeCollectives(
+                ranks=query.ranks,
+                about_call=query.about_call,  # type: ignore[arg-type]
+                generation=self._generation,
+                broken_groups=tuple(desynced),
+                reason=next(iter(desynced.values()), ""),
             )
-            steps.append(ToHosts(self._hosts(asked.ranks), checked))
-            if found:
+            effects.append(SendToHosts(self._hosts_of(query.ranks), resume))
+            if desynced:
                 self._groups = "broken"
-                if notice := self._what_to_discard(asked):
-                    said = messages.CallOutput(call=asked.about, items=(notice,))  # type: ignore[arg-type]
-                    steps.append(ToClient(asked.client or None, said))
-        return [*steps, *self._mend_groups(now), *self._release(now)]
+                if notice := self._discard_notice(query):
+                    output = messages.CallOutput(call=query.about_call, items=(notice,))  # type: ignore[arg-type]
+                    effects.append(SendToClient(query.client or None, output))
+        return [*effects, *self._reform_groups(now), *self._send_deferred(now)]
 
-    def _what_to_discard(self, call: Call) -> messages.RankDisplay | None:
+    def _discard_notice(self, call: ActiveCall) -> messages.RankDisplay | None:
         """What the user is told where work that was enqueued behind an aborted collective may have run all the same."""
         if self._backend is None or "nccl" not in self._backend:
             return None
         return messages.RankDisplay(ranks=call.ranks, item=messages.Notice(discard_notice(call.label)))
 
-    def _ask_who_left(self, call: Call, now: float) -> list[Step]:
+    def _query_left_ranks(self, call: ActiveCall, now: float) -> list[Effect]:
         """Some ranks are done with a call in which others go on. Have they certainly left its collectives?"""
-        news = tuple(rank for rank in call.ranks if rank in call.done - call.left and rank not in self._exited)
+        newly_done = tuple(
+            rank for rank in call.ranks if rank in call.done_ranks - call.left_ranks and rank not in self._exited
+        )
         has_groups = self._groups in ("ready", "broken") and not self._exited
-        wanted = self._spec is not None and self._spec.end_on_error and not call.stopped
+        wanted = self._spec is not None and self._spec.end_on_error and not call.is_stopped
         if (
             not has_groups
             or not wanted
-            or not call.main_thread
-            or call.asks_left
-            or not news
-            or len(call.done) >= len(call.ranks)
+            or not call.is_main_thread
+            or call.is_querying_left
+            or not newly_done
+            or len(call.done_ranks) >= len(call.ranks)
         ):
             return []
-        call.asks_left = True
-        return self._ask("left", call.id, news, now)
+        call.is_querying_left = True
+        return self._query_positions("left", call.id, newly_done, now)
 
-    def _who_left(self, asked: Call, parts: tuple[Part, ...], now: float) -> list[Step]:
-        call = self._calls.get(asked.about)
+    def _left_ranks_received(self, query: ActiveCall, parts: tuple[OutcomeGroup, ...], now: float) -> list[Effect]:
+        call = self._calls.get(query.about_call)
         if call is None:
             return []
-        call.asks_left = False
+        call.is_querying_left = False
         left = tuple(
-            position for position in positions_of(parts).values() if has_left(position, call.id) and not call.stopped
+            position
+            for position in collect_positions(parts).values()
+            if has_left(position, call.id) and not call.is_stopped
         )
-        call.left.update(position.rank for position in left)
-        staying = tuple(rank for rank in call.ranks if rank not in call.done and rank not in self._exited)
-        steps: list[Step] = []
-        if left and staying:
-            told = messages.RanksLeft(call=call.id, ranks=staying, left=left)  # type: ignore[arg-type]
-            steps.append(ToHosts(self._hosts(staying), told))
-        if call.done - call.left:
-            steps.append(Alarm(f"left {call.id}", _LEFT_AGAIN_S))
-        return steps
+        call.left_ranks.update(position.rank for position in left)
+        remaining = tuple(rank for rank in call.ranks if rank not in call.done_ranks and rank not in self._exited)
+        effects: list[Effect] = []
+        if left and remaining:
+            message = messages.RanksLeft(call=call.id, ranks=remaining, left_positions=left)  # type: ignore[arg-type]
+            effects.append(SendToHosts(self._hosts_of(remaining), message))
+        if call.done_ranks - call.left_ranks:
+            effects.append(SetTimer(f"left {call.id}", _RECHECK_LEFT_S))
+        return effects
 
-    def _mend_groups(self, now: float) -> list[Step]:
+    def _reform_groups(self, now: float) -> list[Effect]:
         """Re-form the process groups once nobody uses them. With a rank gone that has to wait for a new one."""
-        busy = any(call.main_thread and call.held is None for call in self._calls.values())
-        if self._groups != "broken" or self._formed_badly or busy or self._exited or self._stopping:
+        busy = any(call.is_main_thread and call.deferred is None for call in self._calls.values())
+        if self._groups != "broken" or self._forming_failed or busy or self._exited or self._stopping:
             return []
         return self._form_groups(now)
 
-    def _close_entry(self, call: Call, parts: tuple[Part, ...]) -> None:
-        entry = call.entry
+    def _finish_entry(self, call: ActiveCall, parts: tuple[OutcomeGroup, ...]) -> None:
+        entry = call.history_entry
         assert entry is not None
         found = {part.outcome.status for part in parts}
         status = next((word for word in ("lost", "error", "interrupted", "ok") if word in found), "ok")
-        self._history.close(entry, seconds=call.seconds, status=status)
+        self._history.finish(entry, seconds=call.seconds, status=status)
 
     # ---- faults
 
-    def _rank_exited(self, host: int, report: messages.RankExited, now: float) -> list[Step]:
+    def _rank_exited(self, host: int, report: messages.RankExited, now: float) -> list[Effect]:
         rank = report.rank
-        how = report.how
+        description = report.description
         info = self._ranks.get(rank)
         if info is None or rank in self._exited or self._stopping:
             return []
-        self._ranks[rank] = msgspec.structs.replace(info, state="dead", exit=how, call=None, cell=None, line=None)
+        self._ranks[rank] = msgspec.structs.replace(
+            info, state="dead", exit=description, call=None, cell=None, line=None
+        )
         self._exited[rank] = report
-        if self._start is not None:
+        if self._pending_start is not None:
             last = "".join(f"\n  {line}" for line in report.last_lines)
             return self._fail_start(
-                f"rank {rank} {how} while the mesh was coming up{': it said' + last if last else ''}"
+                f"rank {rank} {description} while the mesh was coming up{': it said' + last if last else ''}"
             )
         if self._groups in ("ready", "forming"):
             self._groups = "broken"
-        steps: list[Step] = [ToClient(None, messages.RanksChanged(info=self.info(), exited=(report,)))]
-        left = tuple(other for other in sorted(self._ranks) if other not in self._exited)
-        if left:  # also those that are idle: a collective of theirs would wait for the dead one
-            steps.append(ToHosts(self._hosts(left), messages.Unblock(ranks=left, reason=f"rank {rank} {how}")))
+        effects: list[Effect] = [SendToClient(None, messages.MeshChanged(info=self.info(), exited=(report,)))]
+        living = tuple(other for other in sorted(self._ranks) if other not in self._exited)
+        if living:  # also those that are idle: a collective of theirs would wait for the dead one
+            effects.append(
+                SendToHosts(
+                    self._hosts_of(living), messages.AbortCollectives(ranks=living, reason=f"rank {rank} {description}")
+                )
+            )
         for call in self._calls.values():
-            if rank not in call.ranks or not call.main_thread:
+            if rank not in call.ranks or not call.is_main_thread:
                 continue
             call.lost.append(report)
             survivors = tuple(other for other in call.ranks if other not in self._exited)
             if survivors:
                 interrupt = messages.Interrupt(ranks=survivors, target=call.id)  # type: ignore[arg-type]
-                steps.append(ToHosts(self._hosts(survivors), interrupt))
-                steps.append(Alarm(f"abandon {call.id}", ABANDON_AFTER_S))
-        return steps
+                effects.append(SendToHosts(self._hosts_of(survivors), interrupt))
+                effects.append(SetTimer(f"abandon {call.id}", ABANDON_AFTER_S))
+        return effects
 
-    def _abandon(self, call: Call, now: float) -> list[Step]:
+    def _abandon_call(self, call: ActiveCall, now: float) -> list[Effect]:
         """End a call for its client although some survivors have not come back from it yet."""
-        known = merge_parts(call.parts) if call.parts else ()
-        gone = tuple(exited.rank for exited in call.lost)
-        heard = {rank for part in known for rank in part.ranks} | set(gone)
-        late = tuple(rank for rank in call.ranks if rank not in heard)
+        known = merge_parts(call.outcomes) if call.outcomes else ()
+        lost_ranks = tuple(exited.rank for exited in call.lost)
+        reported = {rank for part in known for rank in part.ranks} | set(lost_ranks)
+        unreported = tuple(rank for rank in call.ranks if rank not in reported)
         parts = list(known)
-        if missing := tuple(rank for rank in gone if all(rank not in part.ranks for part in known)):
-            parts.append(Part(missing, Outcome(status="lost")))
-        if late:
-            parts.append(Part(late, Outcome(status="skipped")))
-        return self._settle(call, tuple(parts), (), now)
+        if missing := tuple(rank for rank in lost_ranks if all(rank not in part.ranks for part in known)):
+            parts.append(OutcomeGroup(missing, Outcome(status="lost")))
+        if unreported:
+            parts.append(OutcomeGroup(unreported, Outcome(status="skipped")))
+        return self._finish_call(call, tuple(parts), (), now)
 
     # ---- clients' other wishes
 
-    def _interrupt(self, client: Client, command: messages.Interrupt, body: bytes, now: float) -> list[Step]:
+    def _interrupt(self, client: Client, command: messages.Interrupt, body: bytes, now: float) -> list[Effect]:
         ranks = tuple(rank for rank in command.ranks if rank in self._ranks)
         if not ranks:
             return []
         stop = msgspec.structs.replace(command, ranks=ranks, client=client.id)
-        steps: list[Step] = [ToHosts(self._hosts(ranks), stop)]
-        meant = [call for call in self._calls.values() if call.main_thread and command.target in (None, call.id)]
-        for call in meant:
+        effects: list[Effect] = [SendToHosts(self._hosts_of(ranks), stop)]
+        targets = [call for call in self._calls.values() if call.is_main_thread and command.target in (None, call.id)]
+        for call in targets:
             if not set(call.ranks) & set(ranks):
                 continue
-            if call.held is not None and command.target is None and call.client != client.id:
+            if call.deferred is not None and command.target is None and call.client != client.id:
                 continue  # it waits its turn: a Stop is for what runs
-            if call.held is not None:
-                steps += self._settle(call, (Part(call.ranks, Outcome(status="interrupted")),), (), now)
+            if call.deferred is not None:
+                effects += self._finish_call(call, (OutcomeGroup(call.ranks, Outcome(status="interrupted")),), (), now)
             elif call.client:
-                call.stopped = call.stopped or set(call.ranks) - call.done <= set(ranks)
-                call.back_by = now + HOLD_S
-                call.stopping.update(set(ranks) & set(call.ranks))
-                if self._groups == "ready" and not call.holding:
-                    call.holding = True
-                    hold = messages.HoldGroups(ranks=call.ranks, about=call.id)  # type: ignore[arg-type]
-                    steps.append(ToHosts(self._hosts(call.ranks), hold))
-                steps.append(Alarm(f"release {call.id}", HOLD_S))
-        return steps
+                call.is_stopped = call.is_stopped or set(call.ranks) - call.done_ranks <= set(ranks)
+                call.stop_deadline = now + HOLD_COMMANDS_S
+                call.stopping_ranks.update(set(ranks) & set(call.ranks))
+                if self._groups == "ready" and not call.is_holding:
+                    call.is_holding = True
+                    hold = messages.HoldCollectives(ranks=call.ranks, about_call=call.id)  # type: ignore[arg-type]
+                    effects.append(SendToHosts(self._hosts_of(call.ranks), hold))
+                effects.append(SetTimer(f"release {call.id}", HOLD_COMMANDS_S))
+        return effects
 
-    def _reply_input(self, client: Client, command: messages.ReplyInput, body: bytes, now: float) -> list[Step]:
+    def _reply_input(self, client: Client, command: messages.InputReply, body: bytes, now: float) -> list[Effect]:
         call = self._calls.get(command.target)
         if call is not None:
-            call.asking.discard(command.rank)
-        return [ToHosts(self._hosts((command.rank,)), command, body)] if command.rank in self._ranks else []
+            call.awaiting_input.discard(command.rank)
+        return [SendToHosts(self._hosts_of((command.rank,)), command, body)] if command.rank in self._ranks else []
 
-    def _input_requested(self, host: int, report: messages.InputRequested, now: float) -> list[Step]:
+    def _input_requested(self, host: int, report: messages.InputRequest, now: float) -> list[Effect]:
         call = self._calls.get(report.call)
         if call is None or call.client not in self._clients:
-            return [ToHosts((host,), messages.ReplyInput(target=report.call, rank=report.rank, text=None))]
-        call.asking.add(report.rank)
-        return [ToClient(call.client, report)]
+            return [SendToHosts((host,), messages.InputReply(target=report.call, rank=report.rank, text=None))]
+        call.awaiting_input.add(report.rank)
+        return [SendToClient(call.client, report)]
 
-    def _pass_on(self, client: Client, command: Any, body: bytes, now: float) -> list[Step]:
+    def _forward(self, client: Client, command: Any, body: bytes, now: float) -> list[Effect]:
         ranks = tuple(rank for rank in command.ranks if rank in self._ranks)
-        return [ToHosts(self._hosts(ranks), command, body)] if ranks else []
+        return [SendToHosts(self._hosts_of(ranks), command, body)] if ranks else []
 
-    def _kill_ranks(self, client: Client, command: messages.KillRanks, body: bytes, now: float) -> list[Step]:
+    def _kill_ranks(self, client: Client, command: messages.KillRanks, body: bytes, now: float) -> list[Effect]:
         unknown = [rank for rank in command.ranks if rank not in self._ranks]
         if unknown:
             text = f"{name_ranks(unknown)}: this mesh has ranks {format_ranks(self._ranks)}"
             return self._refuse(client, command.call, "MeshShapeError", text)
         return [
-            ToHosts(self._hosts(command.ranks), command, body),
-            ToClient(client.id, messages.Answered(call=command.call)),
+            SendToHosts(self._hosts_of(command.ranks), command, body),
+            SendToClient(client.id, messages.CommandReply(call=command.call)),
         ]
 
-    def _ask_status(self, client: Client, command: messages.AskStatus, body: bytes, now: float) -> list[Step]:
-        return [ToClient(client.id, messages.Answered(call=command.call, info=self.info()))]
+    def _query_status(self, client: Client, command: messages.QueryStatus, body: bytes, now: float) -> list[Effect]:
+        return [SendToClient(client.id, messages.CommandReply(call=command.call, info=self.info()))]
 
-    def _ask_history(self, client: Client, command: messages.AskHistory, body: bytes, now: float) -> list[Step]:
-        return [ToClient(client.id, messages.Answered(call=command.call, history=self._history.entries()))]
+    def _query_history(self, client: Client, command: messages.QueryHistory, body: bytes, now: float) -> list[Effect]:
+        return [SendToClient(client.id, messages.CommandReply(call=command.call, history=self._history.entries()))]
 
-    def _ask_logs(self, client: Client, command: messages.AskLogs, body: bytes, now: float) -> list[Step]:
+    def _query_logs(self, client: Client, command: messages.QueryLogs, body: bytes, now: float) -> list[Effect]:
         if command.rank not in self._ranks:
             text = f"rank {command.rank} is not in this mesh of ranks {format_ranks(self._ranks)}"
             return self._refuse(client, command.call, "MeshShapeError", text)
-        self._questions[command.call] = client.id
-        return [ToHosts(self._hosts((command.rank,)), command, body)]
+        self._forwarded_queries[command.call] = client.id
+        return [SendToHosts(self._hosts_of((command.rank,)), command, body)]
 
-    def _host_answered(self, host: int, report: messages.Answered, now: float) -> list[Step]:
-        client = self._questions.pop(report.call, None)
-        return [ToClient(client, report)] if client is not None else []
+    def _host_replied(self, host: int, report: messages.CommandReply, now: float) -> list[Effect]:
+        client = self._forwarded_queries.pop(report.call, None)
+        return [SendToClient(client, report)] if client is not None else []
 
-    def _stop_mesh(self, client: Client, command: messages.StopMesh, body: bytes, now: float) -> list[Step]:
+    def _stop_mesh(self, client: Client, command: messages.StopMesh, body: bytes, now: float) -> list[Effect]:
         self._stopping = True
-        return [ToClient(client.id, messages.Answered(call=command.call)), Shutdown(f"stopped by a {client.kind}")]
+        return [
+            SendToClient(client.id, messages.CommandReply(call=command.call)),
+            Shutdown(f"stopped by a {client.kind}"),
+        ]
 
-    def _detach(self, client: Client, command: messages.Detach, body: bytes, now: float) -> list[Step]:
+    def _detach(self, client: Client, command: messages.Detach, body: bytes, now: float) -> list[Effect]:
         client.orphan_ttl_s = float("inf") if command.orphan_ttl_s is None else command.orphan_ttl_s
-        steps = [ToClient(client.id, messages.Answered(call=command.call))]
-        leaving = [step for step in self.client_gone(client.id) if not _never(step)]
-        return [*steps, *leaving]
+        effects = [SendToClient(client.id, messages.CommandReply(call=command.call))]
+        effects_of_leaving = [effect for effect in self.client_disconnected(client.id) if not _never_fires(effect)]
+        return [*effects, *effects_of_leaving]
 
-    def _set_orphan_ttl(
-        self, client: Client, command: messages.SetOrphanTtl, body: bytes, now: float
-    ) -> list[Step]:
+    def _set_orphan_ttl(self, client: Client, command: messages.SetOrphanTtl, body: bytes, now: float) -> list[Effect]:
         client.orphan_ttl_s = command.orphan_ttl_s
         return []
 
-    def _host_beat(self, host: int, report: messages.HostBeat, now: float) -> list[Step]:
+    def _host_heartbeat(self, host: int, report: messages.HostHeartbeat, now: float) -> list[Effect]:
         for info in report.ranks:
             known = self._ranks.get(info.rank)
             if known is not None and known.state != "dead":
-                starting = self._start is not None and info.state == "idle"
+                starting = self._pending_start is not None and info.state == "idle"
                 self._ranks[info.rank] = msgspec.structs.replace(info, state="starting") if starting else info
-                self._told_at[info.rank] = now
-        self._seeing.host_beat(report, now)
+                self._reported_at[info.rank] = now
+        self._monitoring.host_heartbeat(report, now)
         return []
 
     # ---- helpers
 
-    def _refuse(self, client: Client, call: str, error: str, text: str) -> list[Step]:
-        return [ToClient(client.id, messages.Refused(call=call, error=error, text=text))]  # type: ignore[arg-type]
+    def _refuse(self, client: Client, call: str, error: str, text: str) -> list[Effect]:
+        return [SendToClient(client.id, messages.Refused(call=call, error=error, text=text))]  # type: ignore[arg-type]
 
-    def _hosts(self, ranks: Ranks) -> tuple[int, ...]:
+    def _hosts_of(self, ranks: Ranks) -> tuple[int, ...]:
         return tuple(sorted({self._host_of[rank] for rank in ranks}))
 
     def _all_hosts(self) -> tuple[int, ...]:
         return tuple(sorted(set(self._host_of.values())))
 
 
-def spread(world_size: int, num_hosts: int) -> dict[int, int]:
+def assign_hosts(world_size: int, num_hosts: int) -> dict[int, int]:
     """The host of each rank: neighbours together, no host with more than one rank above another's. Four on three hosts
     are 2, 1 and 1."""
-    fewest, more = divmod(world_size, num_hosts)
-    sizes = [fewest + (host < more) for host in range(num_hosts)]
+    fewest, num_larger = divmod(world_size, num_hosts)
+    sizes = [fewest + (host < num_larger) for host in range(num_hosts)]
     return dict(enumerate(host for host, size in enumerate(sizes) for _ in range(size)))
 
 
@@ -917,5 +951,5 @@ def discard_notice(label: str) -> str:
     )
 
 
-def _never(step: Step) -> bool:
-    return isinstance(step, Alarm) and step.delay_s == float("inf")
+def _never_fires(effect: Effect) -> bool:
+    return isinstance(effect, SetTimer) and effect.delay_s == float("inf")

@@ -17,20 +17,20 @@ import zmq
 from meshbook.errors import ProtocolError, VersionMismatch
 from meshbook.wire import codec, keys, messages
 from meshbook.wire.loop import Loop
-from meshbook.wire.messages import StoreAnswered
-from meshbook.wire.refusals import Refusals
+from meshbook.wire.messages import StoreReply
+from meshbook.wire.rate_limited_log import RateLimitedLog
 
 log = logging.getLogger("meshbook.store")
 
-Answers = list[tuple[bytes, StoreAnswered]]  # each with the peer it is for
+Replies = list[tuple[bytes, StoreReply]]  # each with the peer it is for
 
 
 @dataclass
-class _Waiting:
+class _PendingGet:
     """A question that cannot be answered before these keys are there."""
 
     peer: bytes
-    asked: messages.StoreGet
+    request: messages.StoreGet
     missing: set[str]
 
 
@@ -39,67 +39,69 @@ class KeyStore:
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
-        self._waiting: list[_Waiting] = []
+        self._pending: list[_PendingGet] = []
 
-    def handle(self, peer: bytes, asked: messages.StoreCommand) -> Answers:
+    def handle(self, peer: bytes, request: messages.StoreCommand) -> Replies:
         """Answer a peer, and others for whom this was what they waited for."""
-        match asked:
-            case messages.StoreSet(number=number, pairs=pairs):
+        match request:
+            case messages.StoreSet(request_id=number, pairs=pairs):
                 self._values.update(pairs)
-                return [(peer, StoreAnswered(number)), *self._arrived(dict(pairs))]
-            case messages.StoreAppend(number=number, key=key, value=value):
+                return [(peer, StoreReply(number)), *self._complete_pending(dict(pairs))]
+            case messages.StoreAppend(request_id=number, key=key, value=value):
                 self._values[key] = self._values.get(key, b"") + value
-                return [(peer, StoreAnswered(number)), *self._arrived((key,))]
-            case messages.StoreAdd(number=number, key=key, amount=amount):
+                return [(peer, StoreReply(number)), *self._complete_pending((key,))]
+            case messages.StoreAdd(request_id=number, key=key, amount=amount):
                 total = int(self._values.get(key) or b"0") + amount
                 self._values[key] = b"%d" % total
-                return [(peer, StoreAnswered(number, count=total)), *self._arrived((key,))]
-            case messages.StoreCompareSet(number=number, key=key, expected=expected, desired=desired):
-                found = self._values.get(key)
-                if found == expected or (found is None and not expected):
+                return [(peer, StoreReply(number, count=total)), *self._complete_pending((key,))]
+            case messages.StoreCompareSet(request_id=number, key=key, expected=expected, desired=desired):
+                current = self._values.get(key)
+                if current == expected or (current is None and not expected):
                     self._values[key] = desired
-                    return [(peer, StoreAnswered(number, (desired,))), *self._arrived((key,))]
-                return [(peer, StoreAnswered(number, (expected if found is None else found,)))]
+                    return [(peer, StoreReply(number, (desired,))), *self._complete_pending((key,))]
+                return [(peer, StoreReply(number, (expected if current is None else current,)))]
             case messages.StoreGet(keys=names):
                 missing = {name for name in names if name not in self._values}
                 if not missing:
-                    return [(peer, self._found(asked))]
-                self._waiting.append(_Waiting(peer, asked, missing))
+                    return [(peer, self._reply_to_get(request))]
+                self._pending.append(_PendingGet(peer, request, missing))
                 return []
-            case messages.StoreCheck(number=number, keys=names):
-                return [(peer, StoreAnswered(number, count=int(all(name in self._values for name in names))))]
-            case messages.StoreDelete(number=number, key=key):
-                return [(peer, StoreAnswered(number, count=int(self._values.pop(key, None) is not None)))]
-            case messages.StoreCount(number=number):
-                return [(peer, StoreAnswered(number, count=len(self._values)))]
-            case messages.StoreForget(number=number):
-                self._waiting = [one for one in self._waiting if (one.peer, one.asked.number) != (peer, number)]
+            case messages.StoreCheck(request_id=number, keys=names):
+                return [(peer, StoreReply(number, count=int(all(name in self._values for name in names))))]
+            case messages.StoreDelete(request_id=number, key=key):
+                return [(peer, StoreReply(number, count=int(self._values.pop(key, None) is not None)))]
+            case messages.StoreCount(request_id=number):
+                return [(peer, StoreReply(number, count=len(self._values)))]
+            case messages.StoreCancel(request_id=number):
+                self._pending = [one for one in self._pending if (one.peer, one.request.request_id) != (peer, number)]
         return []
 
-    def drop(self, prefix: str) -> None:
+    def delete_prefix(self, prefix: str) -> None:
         """Forget all keys that begin so, and who waits for such."""
         self._values = {key: value for key, value in self._values.items() if not key.startswith(prefix)}
-        self._waiting = [one for one in self._waiting if not any(key.startswith(prefix) for key in one.missing)]
+        self._pending = [one for one in self._pending if not any(key.startswith(prefix) for key in one.missing)]
 
     def __len__(self) -> int:
         return len(self._values)
 
-    def _arrived(self, names: tuple[str, ...] | dict[str, bytes]) -> Answers:
-        if not self._waiting:
+    def _complete_pending(self, names: tuple[str, ...] | dict[str, bytes]) -> Replies:
+        if not self._pending:
             return []
-        for one in self._waiting:
-            one.missing.difference_update(names)
-        ready = [one for one in self._waiting if not one.missing]
+        for pending_get in self._pending:
+            pending_get.missing.difference_update(names)
+        ready = [pending_get for pending_get in self._pending if not pending_get.missing]
         if not ready:
             return []
-        self._waiting = [one for one in self._waiting if one.missing]
-        answers: Answers = []
-        for one in ready:  # a key that was deleted meanwhile is waited for again
-            answers += self.handle(one.peer, one.asked)
-        return answers
+        self._pending = [pending_get for pending_get in self._pending if pending_get.missing]
+        replies: Replies = []
+        for pending_get in ready:  # a key that was deleted meanwhile is waited for again
+            replies += self.handle(pending_get.peer, pending_get.request)
+        return replies
 
-    def _found(self, asked: messages.StoreGet) -> StoreAnswered:
-        return StoreAnswered(asked.number, tuple(self._values[name] for name in asked.keys) if asked.values else ())
+    def _reply_to_get(self, request: messages.StoreGet) -> StoreReply:
+        return StoreReply(
+            request.request_id, tuple(self._values[name] for name in request.keys) if request.want_values else ()
+        )
 
 
 class StoreServer:
@@ -109,35 +111,35 @@ class StoreServer:
         self.address = address
         self.store = KeyStore()
         self._loop, self._token = loop, token
-        self._known: set[bytes] = set()  # peers that have shown the token
-        self._refusals = Refusals(log)
+        self._authenticated: set[bytes] = set()  # peers that have shown the token
+        self._rejections = RateLimitedLog(log)
         self._socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
-        keys.harden(self._socket, max_message_bytes=codec.MAX_MESSAGE_BYTES)
+        keys.configure_socket(self._socket, max_message_bytes=codec.MAX_MESSAGE_BYTES)
         self._socket.bind(address)
-        loop.watch_socket(self._socket, self._hear)
+        loop.watch_socket(self._socket, self._on_message)
 
-    def begin_epoch(self, epoch: int) -> None:
+    def begin_generation(self, generation: int) -> None:
         """Groups are formed anew: what was written before the epoch before is nobody's any more."""
-        self.store.drop(f"e{epoch - 2}/")
+        self.store.delete_prefix(f"e{generation - 2}/")
 
     def close(self) -> None:
         self._loop.unwatch(self._socket)
         self._socket.close(linger=0)
 
-    def _hear(self, frames: list[bytes]) -> None:
+    def _on_message(self, frames: list[bytes]) -> None:
         peer = frames[0]
-        known = peer in self._known
+        is_authenticated = peer in self._authenticated
         try:
-            asked = (codec.store_commands if known else codec.store_hellos).decode(frames[1:])
+            request = (codec.store_commands if is_authenticated else codec.store_hellos).decode(frames[1:])
         except (VersionMismatch, ProtocolError) as error:
-            self._refusals.tell("a message from %r was refused: %s", peer[:16], error)
+            self._rejections.warning("a message from %r was refused: %s", peer[:16], error)
             return
-        if isinstance(asked, messages.StoreHello):
-            if hmac.compare_digest(asked.token.encode(), self._token.encode()):
-                self._known.add(peer)
+        if isinstance(request, messages.StoreHello):
+            if hmac.compare_digest(request.token.encode(), self._token.encode()):
+                self._authenticated.add(peer)
             else:
-                self._refusals.tell("%r showed the store a wrong token, and was refused", peer[:16])
+                self._rejections.warning("%r showed the store a wrong token, and was refused", peer[:16])
             return
-        for waiter, answer in self.store.handle(peer, asked):
+        for receiver, reply in self.store.handle(peer, request):
             with contextlib.suppress(zmq.ZMQError):  # a rank that is gone waits for nothing
-                self._socket.send_multipart([waiter, codec.PROTOCOL, codec.encode_body(answer)])
+                self._socket.send_multipart([receiver, codec.PROTOCOL, codec.encode_body(reply)])

@@ -11,55 +11,55 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshbook.controller.mesh import Mesh
-from meshbook.controller.remote import RemoteValue, tensor_at
+from meshbook.controller.remote import RemoteValue, handle_tensor_meta
 from meshbook.errors import MeshShapeError, PlacementError
 from meshbook.placement import parse_placements
-from meshbook.rank.tensors import calls
-from meshbook.tensors import mends, optimizers, remote
-from meshbook.tensors.engine import Engine, here
-from meshbook.tensors.plan import contiguous
+from meshbook.rank.tensors import operators
+from meshbook.tensors import optimizers, overrides, remote
+from meshbook.tensors.engine import TensorEngine, capture_call_site
+from meshbook.tensors.plan import contiguous_strides
 from meshbook.tensors.views import placements_of
 from meshbook.wire.messages import TensorMeta
 
-_making = threading.Lock()
-assert mends.MENDS  # imported so that they are in place before the first tensor is
+_engines_lock = threading.Lock()
+assert overrides.OVERRIDES  # imported so that they are in place before the first tensor is
 assert optimizers.__name__
 
 
-def engine_of(mesh: Mesh) -> Engine:
+def engine_of(mesh: Mesh) -> TensorEngine:
     """The engine of this part of a mesh; one for all views of the same ranks under the same axis names.
 
     Raises:
         MeshShapeError: a part that has no process groups of its own, such as `mesh.slice(dp=slice(0, 2))`.
     """
     session, axes = mesh.session, mesh.grid
-    session.check()
-    with _making:
+    session.check_attached()
+    with _engines_lock:
         engines = session.extras.setdefault("tensors", {})
-        engine: Engine | None = engines.get(axes)
+        engine: TensorEngine | None = engines.get(axes)
         if engine is None:
-            _check_part(mesh)
-            engine = engines[axes] = Engine(session, axes)
+            _check_slice(mesh)
+            engine = engines[axes] = TensorEngine(session, axes)
     return engine
 
 
-def _check_part(mesh: Mesh) -> None:
-    whole, part = mesh.session.axes, mesh.grid
-    assert whole is not None
+def _check_slice(mesh: Mesh) -> None:
+    full_axes, slice_axes = mesh.session.axes, mesh.grid
+    assert full_axes is not None
     spec = mesh.session.info.spec
     if spec is not None and not (spec.process_group and spec.torch):
         raise MeshShapeError("remote tensors need process groups: start the mesh without --no-process-group")
     fixed = {}
-    for name, size in zip(whole.names, whole.shape, strict=True):
-        if name not in part.names:
-            fixed[name] = {whole.point(rank)[name] for rank in part.ranks}
-        elif part.size_of(name) != size:
+    for name, size in zip(full_axes.names, full_axes.shape, strict=True):
+        if name not in slice_axes.names:
+            fixed[name] = {full_axes.point(rank)[name] for rank in slice_axes.ranks}
+        elif slice_axes.size_of(name) != size:
             fixed[name] = {0, 1}
-    ordered = [name for name in whole.names if name in part.names] == list(part.names)
-    if not ordered or any(len(places) > 1 for places in fixed.values()) or not part.names:
+    ordered = [name for name in full_axes.names if name in slice_axes.names] == list(slice_axes.names)
+    if not ordered or any(len(positions) > 1 for positions in fixed.values()) or not slice_axes.names:
         raise MeshShapeError(
-            f"tensors lie on all of a mesh, or on a part with whole axes, such as mesh.slice({whole.names[0]}=0) of "
-            f"{whole}; {part} is neither"
+            f"tensors lie on all of a mesh, or on a part with whole axes, such as mesh.slice({full_axes.names[0]}=0) "
+            f"of {full_axes}; {slice_axes} is neither"
         )
 
 
@@ -81,14 +81,14 @@ def distribute(
     if isinstance(tensor, remote.RemoteTensor):
         raise PlacementError("this tensor is on a mesh already; x.redistribute(...) places it otherwise")
     engine = engine_of(mesh)
-    places = placements_of(tensor.shape, engine.axes, placements, sharding_spec)
-    if any(place.is_partial() for place in places):
+    checked_placements = placements_of(tensor.shape, engine.axes, placements, sharding_spec)
+    if any(placement.is_partial() for placement in checked_placements):
         raise PlacementError("a whole tensor is not a part of a sum; place it with Shard(dim) or Replicate()")
-    made = remote.upload(engine, tensor, places)
-    made.requires_grad_(tensor.requires_grad)
+    result = remote.upload(engine, tensor, checked_placements)
+    result.requires_grad_(tensor.requires_grad)
     if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)  # type: ignore[return-value]
-    return made
+        return torch.nn.Parameter(result, requires_grad=tensor.requires_grad)  # type: ignore[return-value]
+    return result
 
 
 class activate(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -111,39 +111,39 @@ class activate(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return remote.dispatch(func, args, kwargs)
         if any(isinstance(leaf, torch.Tensor) for leaf in leaves):
             return func(*args, **kwargs)
-        if not _makes_a_tensor(func):
+        if not _returns_one_tensor(func):
             return func(*args, **kwargs)
-        return make(self._engine, func, args, kwargs)
+        return run_factory(self._engine, func, args, kwargs)
 
 
-def _makes_a_tensor(func: Any) -> bool:
+def _returns_one_tensor(func: Any) -> bool:
     returned = func._schema.returns
     return func.namespace == "aten" and len(returned) == 1 and str(returned[0].type) == "Tensor"
 
 
 # Factories whose result has a length that follows from floats.
-_BY_VALUE = (torch.ops.aten.arange, torch.ops.aten.range)
+_SHAPE_FROM_FLOATS = (torch.ops.aten.arange, torch.ops.aten.range)
 
 
-def make(engine: Engine, func: Any, args: Any, kwargs: dict[str, Any]) -> remote.RemoteTensor:
+def run_factory(engine: TensorEngine, func: Any, args: Any, kwargs: dict[str, Any]) -> remote.RemoteTensor:
     """A factory function, run by every rank for itself. Random ones differ between ranks."""
     kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory", "layout")}
     leaves = pytree.tree_leaves((args, kwargs))
     floats = [leaf for leaf in leaves if leaf.__class__ is float]
-    by_value = func.overloadpacket in _BY_VALUE
+    floats_in_key = func.overloadpacket in _SHAPE_FROM_FLOATS
     key = (
         func,
         torch.get_default_dtype(),
         len(args),
         *kwargs,
         *(len(arg) if isinstance(arg, (list, tuple)) else None for arg in args),
-        *(float if leaf.__class__ is float and not by_value else (leaf.__class__, leaf) for leaf in leaves),
+        *(float if leaf.__class__ is float and not floats_in_key else (leaf.__class__, leaf) for leaf in leaves),
     )
     template = engine.cache.get(key)
     if template is None:
-        given = kwargs | {"device": torch.device("cpu")}
-        template = engine.learn(key, engine.planner.plan, func, args, given, [])
-    made: remote.RemoteTensor = remote.perform(engine, template, func, args, kwargs, [0], [], floats)
+        plan_kwargs = kwargs | {"device": torch.device("cpu")}
+        template = engine.plan_and_cache(key, engine.planner.plan, func, args, plan_kwargs, [])
+    made: remote.RemoteTensor = remote.execute_template(engine, template, func, args, kwargs, [0], [], floats)
     return made
 
 
@@ -164,17 +164,19 @@ def adopt(mesh: Mesh, key: str, meta: TensorMeta) -> remote.RemoteTensor | None:
     except (MeshShapeError, PlacementError):
         return None
     dtype = getattr(torch, meta.dtype)
-    stride = tuple(meta.stride) if meta.stride is not None else contiguous(meta.shape)
+    stride = tuple(meta.stride) if meta.stride is not None else contiguous_strides(meta.shape)
     spec = engine.planner.spec(meta.shape, stride, 0, dtype, placements)
-    wanted = ("adopt", key, spec)
-    template = engine.cache.get(wanted)
+    cache_key = ("adopt", key, spec)
+    template = engine.cache.get(cache_key)
     if template is None:
-        told = (key, tuple(meta.shape), meta.dtype, placements, calls.MESH)
-        template = engine.learn(wanted, engine.planner.plan_own, "adopt", told, spec)
+        adopt_args = (key, tuple(meta.shape), meta.dtype, placements, operators.MESH)
+        template = engine.plan_and_cache(cache_key, engine.planner.plan_tensor_source, "adopt", adopt_args, spec)
     handle = engine.new_handle()
-    handle.changes = engine.others  # another name, or the same one looked up again, may be of the same storage
-    engine.emit([template.number, handle.id], here())
-    tensor = remote.wrap(spec, handle)
+    handle.version_counter = (
+        engine.foreign_version_counter
+    )  # another name, or the same one looked up again, may be of the same storage
+    engine.emit([template.number, handle.id], capture_call_site())
+    tensor = remote.wrap_handle(spec, handle)
     if meta.requires_grad and (dtype.is_floating_point or dtype.is_complex):
         tensor.requires_grad_()
     return tensor
@@ -182,10 +184,10 @@ def adopt(mesh: Mesh, key: str, meta: TensorMeta) -> remote.RemoteTensor | None:
 
 def with_tensors(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """A function of torch's, with remote tensors in place of the handles among its arguments."""
-    return func(*pytree.tree_map(tensor_of, args), **pytree.tree_map(tensor_of, kwargs))
+    return func(*pytree.tree_map(to_remote_tensor, args), **pytree.tree_map(to_remote_tensor, kwargs))
 
 
-def tensor_of(leaf: Any) -> Any:
+def to_remote_tensor(leaf: Any) -> Any:
     """What a handle of a tensor stands for, as a remote tensor; anything else as it is.
 
     Raises:
@@ -194,16 +196,16 @@ def tensor_of(leaf: Any) -> Any:
     if not isinstance(leaf, RemoteValue):
         return leaf
     session, ranks = leaf._meshbook_session, leaf._meshbook_ranks
-    meta = tensor_at(leaf)
+    meta = handle_tensor_meta(leaf)
     key = leaf._meshbook_key(session)
     assert session.axes is not None
-    whole = Mesh.of(session, session.axes)
-    found = adopt(whole, key, meta) if meta is not None and len(ranks) == session.axes.size else None
+    full_mesh = Mesh.of(session, session.axes)
+    found = adopt(full_mesh, key, meta) if meta is not None and len(ranks) == session.axes.size else None
     if found is None:
         raise TypeError(
             f"{leaf._meshbook_path} is not one tensor on every rank of {session.name!r} (alike in shape, dtype and "
             "placements); work with it in a cell, or pull it first"
         )
     if leaf._meshbook_values is not None:  # what keeps the object on the ranks until the operation has seen it
-        found._keeps = leaf
+        found._keep_alive = leaf
     return found

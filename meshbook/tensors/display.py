@@ -13,19 +13,19 @@ from typing import Any
 import torch
 
 from meshbook.ids import format_ranks
-from meshbook.mesh import MeshAxes
-from meshbook.rank.tensors.summary import summary
+from meshbook.mesh_axes import MeshAxes
+from meshbook.rank.tensors.summary import summarize
 from meshbook.tensors.plan import spans_of
 
 # Told apart by most colour-blind readers, light enough for dark text on them (after Okabe and Ito), then shades.
 COLOURS = ("#8ecae6", "#ffb703", "#95d5b2", "#f4a6c0", "#c9b6e4", "#f0e68c", "#d9c2a7", "#b8c0cc")
 
 _WIDTH, _HEIGHT = 220, 120  # of the drawing of a tensor, in pixels
-_MAX_DRAWN = 64  # parts; a mesh of more ranks is drawn by its first ones
+_MAX_BOXES_DRAWN = 64  # parts; a mesh of more ranks is drawn by its first ones
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardBox:
     """A box of the tensor and the ranks that hold it.
 
     Attributes:
@@ -42,12 +42,14 @@ class Part:
         return f"[{inside}]"
 
 
-def parts_of(shape: Sequence[int], placements: Sequence[Any], axes: MeshAxes) -> list[Part]:
+def shard_boxes(shape: Sequence[int], placements: Sequence[Any], axes: MeshAxes) -> list[ShardBox]:
     """The different boxes of a tensor, in the order of the first rank that holds each."""
-    held: dict[tuple[tuple[int, int], ...], list[int]] = {}
-    for place, rank in enumerate(axes.ranks):
-        held.setdefault(spans_of(shape, placements, axes, place), []).append(rank)
-    return [Part(spans, tuple(ranks), index % len(COLOURS)) for index, (spans, ranks) in enumerate(held.items())]
+    ranks_by_box: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for position, rank in enumerate(axes.ranks):
+        ranks_by_box.setdefault(spans_of(shape, placements, axes, position), []).append(rank)
+    return [
+        ShardBox(spans, tuple(ranks), index % len(COLOURS)) for index, (spans, ranks) in enumerate(ranks_by_box.items())
+    ]
 
 
 def title_of(shape: Sequence[int], dtype: torch.dtype, placements: Sequence[Any] | None, axes: MeshAxes) -> str:
@@ -56,21 +58,22 @@ def title_of(shape: Sequence[int], dtype: torch.dtype, placements: Sequence[Any]
     for length in shape:
         size *= length
     if placements is None:
-        how = f"one on each of {axes.size} ranks"
+        layout = f"one on each of {axes.size} ranks"
     else:
         names = axes.names or ("rank",)
-        how = ", ".join(
-            f"{name}={axes.size_of(name)}: {_word(place)}" for name, place in zip(names, placements, strict=True)
+        layout = ", ".join(
+            f"{name}={axes.size_of(name)}: {_placement_text(placement)}"
+            for name, placement in zip(names, placements, strict=True)
         )
-    return f"{tuple(shape)} {str(dtype).removeprefix('torch.')} · {how} · {_bytes(size)}"
+    return f"{tuple(shape)} {str(dtype).removeprefix('torch.')} · {layout} · {_format_bytes(size)}"
 
 
 def text_of(shape: Sequence[int], dtype: torch.dtype, placements: Sequence[Any] | None, axes: MeshAxes) -> str:
     """The drawing in words: a line for each part."""
     lines = [title_of(shape, dtype, placements, axes)]
     if placements is not None:
-        for part in parts_of(shape, placements, axes)[:_MAX_DRAWN]:
-            lines.append(f"  rank{'s' if len(part.ranks) > 1 else ''} {format_ranks(part.ranks)}: {part}")
+        for box in shard_boxes(shape, placements, axes)[:_MAX_BOXES_DRAWN]:
+            lines.append(f"  rank{'s' if len(box.ranks) > 1 else ''} {format_ranks(box.ranks)}: {box}")
     return "\n".join(lines)
 
 
@@ -78,35 +81,35 @@ def html_of(shape: Sequence[int], dtype: torch.dtype, placements: Sequence[Any] 
     """The drawing: the tensor cut into coloured boxes, beside it the mesh in the same colours."""
     title = html.escape(title_of(shape, dtype, placements, axes))
     if placements is None:
-        parts = [Part((), (rank,), index % len(COLOURS)) for index, rank in enumerate(axes.ranks)]
+        boxes = [ShardBox((), (rank,), index % len(COLOURS)) for index, rank in enumerate(axes.ranks)]
         drawing = ""
     else:
-        parts = parts_of(shape, placements, axes)
-        drawing = _tensor_svg(shape, placements, parts[:_MAX_DRAWN])
+        boxes = shard_boxes(shape, placements, axes)
+        drawing = _tensor_svg(shape, placements, boxes[:_MAX_BOXES_DRAWN])
     return (
         '<div class="meshbook-tensor" style="font-family:sans-serif;font-size:12px">'
         f'<div style="margin-bottom:4px">{title}</div>'
-        f'<div style="display:flex;gap:24px;align-items:center">{drawing}{_mesh_svg(axes, parts)}</div></div>'
+        f'<div style="display:flex;gap:24px;align-items:center">{drawing}{_mesh_svg(axes, boxes)}</div></div>'
     )
 
 
-def _tensor_svg(shape: Sequence[int], placements: Sequence[Any], parts: Sequence[Part]) -> str:
+def _tensor_svg(shape: Sequence[int], placements: Sequence[Any], boxes: Sequence[ShardBox]) -> str:
     down, across = _drawn_dims(shape, placements)
     rows = shape[down] if down is not None else 1
     columns = shape[across] if across is not None else 1
     drawn = []
-    for part in parts:
-        top, bottom = part.spans[down] if down is not None else (0, 1)
-        left, right = part.spans[across] if across is not None else (0, 1)
+    for box in boxes:
+        top, bottom = box.spans[down] if down is not None else (0, 1)
+        left, right = box.spans[across] if across is not None else (0, 1)
         if bottom <= top or right <= left:
             continue  # a rank without a piece
         x, width = _WIDTH * left / max(columns, 1), _WIDTH * (right - left) / max(columns, 1)
         y, height = _HEIGHT * top / max(rows, 1), _HEIGHT * (bottom - top) / max(rows, 1)
-        label = f"{'+' if _is_partial(placements) else ''}{format_ranks(part.ranks)}"
+        label = f"{'+' if _is_partial(placements) else ''}{format_ranks(box.ranks)}"
         drawn.append(
-            f"<g><title>rank {html.escape(format_ranks(part.ranks))}: {html.escape(str(part))}</title>"
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{COLOURS[part.colour]}" '
-            f'stroke="#444"{_dashes(placements)}/>'
+            f"<g><title>rank {html.escape(format_ranks(box.ranks))}: {html.escape(str(box))}</title>"
+            f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{COLOURS[box.colour]}" '
+            f'stroke="#444"{_stroke_style(placements)}/>'
             f'<text x="{x + width / 2:.1f}" y="{y + height / 2 + 4:.1f}" text-anchor="middle" font-size="11" '
             f'fill="#222">{html.escape(label)}</text></g>'
         )
@@ -119,16 +122,16 @@ def _tensor_svg(shape: Sequence[int], placements: Sequence[Any], parts: Sequence
     )
 
 
-def _mesh_svg(axes: MeshAxes, parts: Sequence[Part]) -> str:
+def _mesh_svg(axes: MeshAxes, boxes: Sequence[ShardBox]) -> str:
     """The mesh: its last axis across, all others down, each rank in the colour of what it holds."""
-    colour = {rank: COLOURS[part.colour] for part in parts for rank in part.ranks}
+    colour = {rank: COLOURS[box.colour] for box in boxes for rank in box.ranks}
     shape = axes.shape or (1,)
     columns = shape[-1]
-    ranks = list(axes.ranks)[: _MAX_DRAWN * 4]
+    ranks = list(axes.ranks)[: _MAX_BOXES_DRAWN * 4]
     cell = 26
     drawn = []
-    for place, rank in enumerate(ranks):
-        x, y = place % columns * cell, place // columns * cell
+    for position, rank in enumerate(ranks):
+        x, y = position % columns * cell, position // columns * cell
         drawn.append(
             f'<rect x="{x}" y="{y}" width="{cell - 4}" height="{cell - 4}" rx="4" fill="{colour.get(rank, "#eee")}" '
             f'stroke="#444"/><text x="{x + cell / 2 - 2}" y="{y + cell / 2 + 2}" text-anchor="middle" font-size="10" '
@@ -146,30 +149,34 @@ def _drawn_dims(shape: Sequence[int], placements: Sequence[Any]) -> tuple[int | 
     """The two dims that are drawn, down and across: those that are cut, and what there is besides."""
     if not shape:
         return None, None
-    cut = list(dict.fromkeys(place.dim for place in placements if not place.is_replicate() and not place.is_partial()))
+    cut = list(
+        dict.fromkeys(
+            placement.dim for placement in placements if not placement.is_replicate() and not placement.is_partial()
+        )
+    )
     others = [dim for dim in (*range(len(shape) - 2, len(shape)), *range(len(shape))) if dim >= 0 and dim not in cut]
     chosen = sorted(dict.fromkeys([*cut, *others]), key=lambda dim: dim not in cut)[:2]
-    first, *rest = sorted(chosen)
-    return first, rest[0] if rest else None
+    first, *remaining = sorted(chosen)
+    return first, remaining[0] if remaining else None
 
 
 def _is_partial(placements: Sequence[Any]) -> bool:
-    return any(place.is_partial() for place in placements)
+    return any(placement.is_partial() for placement in placements)
 
 
-def _dashes(placements: Sequence[Any]) -> str:
+def _stroke_style(placements: Sequence[Any]) -> str:
     return ' stroke-dasharray="4 3"' if _is_partial(placements) else ""
 
 
-def _word(place: Any) -> str:
-    if place.is_replicate():
+def _placement_text(placement: Any) -> str:
+    if placement.is_replicate():
         return "whole"
-    if place.is_partial():
-        return f"parts of a {place.reduce_op}"
-    return f"dim {place.dim} cut"
+    if placement.is_partial():
+        return f"parts of a {placement.reduce_op}"
+    return f"dim {placement.dim} cut"
 
 
-def _bytes(size: int) -> str:
+def _format_bytes(size: int) -> str:
     amount = float(size)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if amount < 1024 or unit == "GiB":
@@ -182,7 +189,7 @@ def _bytes(size: int) -> str:
 
 
 @dataclass(frozen=True)
-class Stats:
+class TensorStats:
     """Numbers about a tensor's numbers; least, greatest and mean are of those that are not NaN."""
 
     min: float
@@ -198,24 +205,24 @@ class Stats:
         )
 
 
-def stats(tensor: Any) -> Stats:
+def stats(tensor: Any) -> TensorStats:
     """Computed on the ranks; five numbers come from each. Blocks."""
     engine, spec = tensor.engine, tensor._spec
     session = engine.session
-    command = session.call_command(summary, (tensor.detach(),), {}, engine.ranks, label="stats")
-    finished = session.foreground(command)
-    session.conclude(finished, engine.ranks, label="stats")
-    told = session.values_of(finished.parts)
+    command = session.call_command(summarize, (tensor.detach(),), {}, engine.ranks, label="stats")
+    finished = session.run_foreground(command)
+    session.raise_for_status(finished, engine.ranks, label="stats")
+    summaries = session.rank_values(finished.outcomes)
     if spec.placements is None:
         ranks = engine.ranks
     else:
-        ranks = tuple(part.ranks[0] for part in parts_of(spec.shape, spec.placements, engine.axes))
-    count, nans, total = (sum(told[rank][at] for rank in ranks) for at in range(3))
-    known = count - nans
-    return Stats(
-        min=min(told[rank][3] for rank in ranks),
-        max=max(told[rank][4] for rank in ranks),
-        mean=total / known if known else float("nan"),
-        num_nan=nans,
+        ranks = tuple(box.ranks[0] for box in shard_boxes(spec.shape, spec.placements, engine.axes))
+    count, num_nan, total = (sum(summaries[rank][at] for rank in ranks) for at in range(3))
+    num_valid = count - num_nan
+    return TensorStats(
+        min=min(summaries[rank][3] for rank in ranks),
+        max=max(summaries[rank][4] for rank in ranks),
+        mean=total / num_valid if num_valid else float("nan"),
+        num_nan=num_nan,
         num_elements=count,
     )

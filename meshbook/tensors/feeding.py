@@ -26,31 +26,31 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.remote import RemoteValue
 from meshbook.errors import MeshbookError, UsageError
 from meshbook.ids import Ranks
-from meshbook.rank import paths
+from meshbook.rank import expressions
 from meshbook.rank.tensors import feeding
 from meshbook.tensors.creation import engine_of
-from meshbook.tensors.engine import Engine, Handle
-from meshbook.tensors.plan import contiguous
-from meshbook.tensors.remote import wrap
+from meshbook.tensors.engine import TensorEngine, TensorHandle
+from meshbook.tensors.plan import contiguous_strides
+from meshbook.tensors.remote import wrap_handle
 
 # Seconds between two looks at whether the loop has been left, where a thread waits for something else.
-_LOOK_S = 0.2
+_POLL_S = 0.2
 
 
 @dataclass
-class _Sent:
+class _SentBatch:
     """A batch on its way, or how the source ended."""
 
     call: str
     ranks: Ranks
     future: Future[Any] | None
     skeleton: Any = None  # the nest, with a _Rows for each tensor
-    handles: list[Handle] = field(default_factory=list)  # of the tensors; when they die, ranks let go of them
+    handles: list[TensorHandle] = field(default_factory=list)  # of the tensors; when they die, ranks let go of them
     error: BaseException | None = None
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _LeafMeta:
     """A leaf with rows, as it is known here while the ranks hold it."""
 
     shape: tuple[int, ...]
@@ -76,7 +76,7 @@ def feed(
     info = mesh.session.info
     if info.spec is not None and not info.spec.torch:
         raise UsageError("the ranks of this mesh have no torch, and feed gives tensors; mesh.scatter takes plain data")
-    return Feed(mesh, source, axis or _one_axis(mesh), prefetch, batch_size, drop_last, uneven, view)
+    return Feed(mesh, source, axis or _only_axis(mesh), prefetch, batch_size, drop_last, uneven, view)
 
 
 class Feed(Iterator[Any]):
@@ -95,44 +95,44 @@ class Feed(Iterator[Any]):
     ) -> None:
         self._mesh, self._axis, self._view = mesh, axis, view
         self._engine = engine_of(mesh) if view == "global" else None
-        even = _Even(axis, mesh.size(axis), drop_last=drop_last, uneven=uneven)
-        self._pump = _Pump(
-            _Sender(mesh, axis, self._engine),
-            even.checked(batches.batches_of(source, batch_size)),
+        even_check = _EvenSplitCheck(axis, mesh.size(axis), drop_last=drop_last, uneven=uneven)
+        self._prefetcher = _Prefetcher(
+            _BatchSender(mesh, axis, self._engine),
+            even_check.iter_checked(batches.iterate_batches(source, batch_size)),
             prefetch,
         )
-        self._end = weakref.finalize(self, self._pump.stop)
+        self._finalizer = weakref.finalize(self, self._prefetcher.stop)
 
     def __iter__(self) -> Feed:
         return self
 
     def __next__(self) -> Any:
         if self._engine is not None:
-            self._engine.pause()  # with each batch the same may be done again
-        sent = self._pump.take()
+            self._engine.flush_if_idle()  # with each batch the same may be done again
+        sent = self._prefetcher.pop()
         try:
-            return self._arrived(sent)
+            return self._deliver(sent)
         except BaseException:
             self.close()
             raise
 
-    def _arrived(self, sent: _Sent | None) -> Any:
+    def _deliver(self, sent: _SentBatch | None) -> Any:
         if sent is None:
             raise StopIteration
         if sent.error is not None or sent.future is None:
             raise sent.error or StopIteration
         session = self._mesh.session
         if self._view == "global" and not sent.future.done():
-            return _globally(self._mesh, self._axis, sent)  # ranks have it before whatever the loop does with it
+            return _to_global_batch(self._mesh, self._axis, sent)  # ranks have it before whatever the loop does with it
         finished = sent.future.result()
-        session.conclude(finished, sent.ranks, label="feed")
+        session.raise_for_status(finished, sent.ranks, label="feed")
         if self._view == "local":
-            return remote.kept(session, sent.call, sent.ranks, session.values_of(finished.parts), "batch")
-        return _globally(self._mesh, self._axis, sent)
+            return remote.result_handle(session, sent.call, sent.ranks, session.rank_values(finished.outcomes), "batch")
+        return _to_global_batch(self._mesh, self._axis, sent)
 
     def close(self) -> None:
         """Stop pulling; batches that were not asked for are let go on the ranks. Harmless when it has ended."""
-        self._end()
+        self._finalizer()
 
     def __enter__(self) -> Feed:
         return self
@@ -141,80 +141,82 @@ class Feed(Iterator[Any]):
         self.close()
 
 
-class _Even:
+class _EvenSplitCheck:
     """The rule for batches that do not divide: an error, left out (the last one), or cut unevenly."""
 
-    def __init__(self, axis: str, num_places: int, *, drop_last: bool, uneven: bool) -> None:
-        self._axis, self._num_places = axis, num_places
+    def __init__(self, axis: str, num_shards: int, *, drop_last: bool, uneven: bool) -> None:
+        self._axis, self._num_shards = axis, num_shards
         self._drop_last, self._uneven = drop_last, uneven
 
-    def checked(self, source: Iterator[Any]) -> Iterator[Any]:
-        short: tuple[int, Any] | None = None
+    def iter_checked(self, source: Iterator[Any]) -> Iterator[Any]:
+        dropped: tuple[int, Any] | None = None
         for number, batch in enumerate(source):
-            if short is not None:  # it was not the last one
-                raise batches.refuse_uneven(short[1], short[0], self._axis, self._num_places, last=False)
-            found = batches.normal(batch)
-            if not batches.leaves(found):
+            if dropped is not None:  # it was not the last one
+                raise batches.uneven_error(dropped[1], dropped[0], self._axis, self._num_shards, last=False)
+            normalized = batches.normalize(batch)
+            if not batches.leaves(normalized):
                 raise UsageError(f"batch {number} is a {type(batch).__name__} without any tensor, array or table in it")
-            if self._uneven or batches.is_even(found, self._num_places):
-                yield found
+            if self._uneven or batches.is_even(normalized, self._num_shards):
+                yield normalized
             elif self._drop_last:
-                short = number, found
+                dropped = number, normalized
             else:
-                raise batches.refuse_uneven(found, number, self._axis, self._num_places, last=True)
+                raise batches.uneven_error(normalized, number, self._axis, self._num_shards, last=True)
 
 
-class _Sender:
+class _BatchSender:
     """Sends a batch to the ranks, whole; each takes its own rows."""
 
-    def __init__(self, mesh: Mesh, axis: str, engine: Engine | None) -> None:
+    def __init__(self, mesh: Mesh, axis: str, engine: TensorEngine | None) -> None:
         self._mesh, self._axis, self._engine = mesh, axis, engine
 
-    def send(self, batch: Any) -> _Sent:
-        self._mesh.session.check()
+    def send(self, batch: Any) -> _SentBatch:
+        self._mesh.session.check_attached()
         batch = batches.map_leaves(batch, _as_tensor)
-        return self._send_rows(batch) if self._engine is None else self._send_whole(batch, self._engine)
+        return self._send_local(batch) if self._engine is None else self._send_global(batch, self._engine)
 
-    def _send_whole(self, batch: Any, engine: Engine) -> _Sent:
+    def _send_global(self, batch: Any, engine: TensorEngine) -> _SentBatch:
         tensors: list[torch.Tensor] = []
 
-        def note(leaf: Any) -> Any:
+        def record_leaf(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             tensors.append(leaf)
-            return _Rows(tuple(leaf.shape), leaf.dtype)
+            return _LeafMeta(tuple(leaf.shape), leaf.dtype)
 
-        skeleton = batches.map_leaves(batch, note)
-        placements = [_placements(engine, self._axis, tensor.shape) for tensor in tensors]
+        skeleton = batches.map_leaves(batch, record_leaf)
+        placements = [_batch_placements(engine, self._axis, tensor.shape) for tensor in tensors]
         handles, future = engine.feed(tensors, placements)
-        return _Sent("", engine.ranks, future, skeleton, handles)
+        return _SentBatch("", engine.ranks, future, skeleton, handles)
 
-    def _send_rows(self, batch: Any) -> _Sent:
+    def _send_local(self, batch: Any) -> _SentBatch:
         mesh, session = self._mesh, self._mesh.session
-        ranks = mesh.choose(None)
-        places = {rank: mesh.grid.point(rank)[self._axis] for rank in ranks}
-        here = RemoteValue(session, paths.Path(paths.Name("rank")), ranks)
-        device = RemoteValue(session, paths.Path(paths.Name("device")), ranks)
+        ranks = mesh.resolve_ranks(None)
+        shard_indices = {rank: mesh.grid.point(rank)[self._axis] for rank in ranks}
+        rank_handle = RemoteValue(session, expressions.Expression(expressions.NameRef("rank")), ranks)
+        device_handle = RemoteValue(session, expressions.Expression(expressions.NameRef("device")), ranks)
         command = session.call_command(
-            _take, (batch, places, mesh.size(self._axis), here, device), {}, ranks,
-            keep_always=True, label="feed", inline_limit=0,
+            _select_own_rows, (batch, shard_indices, mesh.size(self._axis), rank_handle, device_handle), {}, ranks,
+            always_retain=True, label="feed", inline_limit=0,
         )  # fmt: skip
-        return _Sent(command.call, ranks, session.connection.request(command))
+        return _SentBatch(command.call, ranks, session.connection.request(command))
 
     @property
-    def ended(self) -> bool:
+    def is_closed(self) -> bool:
         session = self._mesh.session
         return session.ended is not None or session.connection.closed or bool(session.lost)
 
-    def let_go(self, sent: _Sent) -> None:
+    def discard(self, sent: _SentBatch) -> None:
         """Nobody will ask for this batch."""
         session = self._mesh.session
         if self._engine is None and sent.future is not None and not session.connection.closed and session.ended is None:
-            sent.future.add_done_callback(lambda done: None if done.exception() else _drop(session, done.result()))
+            sent.future.add_done_callback(
+                lambda done: None if done.exception() else _release_values(session, done.result())
+            )
 
 
-def _take(batch: Any, places: dict[int, int], num_places: int, rank: int, device: Any) -> Any:
-    return feeding.own_rows(batch, places[rank], num_places, device)
+def _select_own_rows(batch: Any, shard_indices: dict[int, int], num_shards: int, rank: int, device: Any) -> Any:
+    return feeding.select_own_rows(batch, shard_indices[rank], num_shards, device)
 
 
 def _as_tensor(leaf: Any) -> Any:
@@ -225,133 +227,135 @@ def _as_tensor(leaf: Any) -> Any:
     return leaf
 
 
-class _Pump:
+class _Prefetcher:
     """What the thread shares with the loop. Knows nothing of the Feed, so that one nobody holds can end."""
 
-    def __init__(self, sender: _Sender, source: Iterator[Any], prefetch: int) -> None:
+    def __init__(self, sender: _BatchSender, source: Iterator[Any], prefetch: int) -> None:
         self._sender, self._source, self._prefetch = sender, source, prefetch
-        self._ready: deque[_Sent] = deque()
-        self._change = threading.Condition()
-        self._stopped = False
-        self._done = False
+        self._ready: deque[_SentBatch] = deque()
+        self._changed = threading.Condition()
+        self._is_stopped = False
+        self._is_exhausted = False
         self._thread: threading.Thread | None = None
 
-    def take(self) -> _Sent | None:
+    def pop(self) -> _SentBatch | None:
         """The next batch that is sent; None: there is no more. Waits for it."""
         if self._prefetch == 0:
-            return self._pull()
-        if self._thread is None and not self._stopped:
+            return self._send_next()
+        if self._thread is None and not self._is_stopped:
             self._thread = threading.Thread(target=self._run, name="meshbook-feed", daemon=True)
             self._thread.start()
-        with self._change:
-            self._change.wait_for(lambda: self._ready or self._stopped or self._done)
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._is_stopped or self._is_exhausted)
             sent = self._ready.popleft() if self._ready else None
-            self._change.notify_all()
+            self._changed.notify_all()
             return sent
 
     def stop(self) -> None:
-        with self._change:
-            self._stopped = True
-            left = list(self._ready)
+        with self._changed:
+            self._is_stopped = True
+            remaining = list(self._ready)
             self._ready.clear()
-            self._change.notify_all()
-        for sent in left:
-            self._sender.let_go(sent)
+            self._changed.notify_all()
+        for sent in remaining:
+            self._sender.discard(sent)
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(2.0)  # a source that is stuck is left to itself: the thread is a daemon and ends after it
         if thread is None or not thread.is_alive():
-            _close(self._source)
+            _close_source(self._source)
 
     def _run(self) -> None:
         try:
-            self._send_ahead()
+            self._prefetch_loop()
         except BaseException as error:  # who waits for a batch would wait for ever
-            with self._change:
-                self._ready.append(_Sent("", (), None, error=error))
-                self._done = True
-                self._change.notify_all()
+            with self._changed:
+                self._ready.append(_SentBatch("", (), None, error=error))
+                self._is_exhausted = True
+                self._changed.notify_all()
 
-    def _send_ahead(self) -> None:
-        under_way: deque[_Sent] = deque()
+    def _prefetch_loop(self) -> None:
+        in_flight: deque[_SentBatch] = deque()
         while True:
-            with self._change:
-                self._change.wait_for(lambda: self._stopped or len(self._ready) < self._prefetch)
-                if self._stopped:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_stopped or len(self._ready) < self._prefetch)
+                if self._is_stopped:
                     return
-            sent = self._pull()
-            with self._change:
-                if sent is not None and not self._stopped:
+            sent = self._send_next()
+            with self._changed:
+                if sent is not None and not self._is_stopped:
                     self._ready.append(sent)
                     sent = sent if sent.error is None else None
-                    late = None
+                    unwanted = None
                 else:
-                    late, sent = sent, None
-                self._done = sent is None
-                self._change.notify_all()
-            if late is not None:
-                self._sender.let_go(late)
+                    unwanted, sent = sent, None
+                self._is_exhausted = sent is None
+                self._changed.notify_all()
+            if unwanted is not None:
+                self._sender.let_go(unwanted)
             if sent is None:
                 return
-            under_way.append(sent)
-            if len(under_way) > 2 * self._prefetch and not self._arrived(under_way.popleft()):
+            in_flight.append(sent)
+            if len(in_flight) > 2 * self._prefetch and not self._wait_until_received(in_flight.popleft()):
                 return
 
-    def _arrived(self, sent: _Sent) -> bool:
+    def _wait_until_received(self, sent: _SentBatch) -> bool:
         """Wait until the ranks have a batch, or it is known that they will not; False: the loop was left.
 
         The loop may run ahead of the ranks, and what it takes must not pile up in front of them.
         """
-        while sent.future is not None and not self._stopped:
+        while sent.future is not None and not self._is_stopped:
             try:
-                sent.future.result(_LOOK_S)
+                sent.future.result(_POLL_S)
             except FutureTimeout:
-                if self._sender.ended:  # nobody sends it any more
+                if self._sender.is_closed:  # nobody sends it any more
                     return True
                 continue
             except MeshbookError:
                 pass  # the loop meets it at this batch
             return True
-        return not self._stopped
+        return not self._is_stopped
 
-    def _pull(self) -> _Sent | None:
+    def _send_next(self) -> _SentBatch | None:
         try:
             return self._sender.send(next(self._source))
         except StopIteration:
             return None
         except BaseException as error:  # the source's own, or no memory to share: raised where the loop asks
-            return _Sent("", (), None, error=error)
+            return _SentBatch("", (), None, error=error)
 
 
-def _drop(session: Any, finished: Any) -> None:
-    session.values_of(finished.parts)  # whose end releases what they stand for
+def _release_values(session: Any, finished: Any) -> None:
+    session.rank_values(finished.outcomes)  # whose end releases what they stand for
 
 
-def _close(source: Iterator[Any]) -> None:
+def _close_source(source: Iterator[Any]) -> None:
     close: Callable[[], None] | None = getattr(source, "close", None)
     if close is not None:
         close()
 
 
-def _one_axis(mesh: Mesh) -> str:
+def _only_axis(mesh: Mesh) -> str:
     if len(mesh.axes) != 1:
         raise UsageError(f"this mesh has the axes {', '.join(mesh.axes)}; say over which to shard with axis=…")
     return next(iter(mesh.axes))
 
 
-def _globally(mesh: Mesh, axis: str, sent: _Sent) -> Any:
+def _to_global_batch(mesh: Mesh, axis: str, sent: _SentBatch) -> Any:
     """The batch with a RemoteTensor for each of its tensors. Does not wait."""
     engine, handles = engine_of(mesh), iter(sent.handles)
 
-    def made(leaf: Any) -> Any:
-        if not isinstance(leaf, _Rows):
+    def to_remote_tensor(leaf: Any) -> Any:
+        if not isinstance(leaf, _LeafMeta):
             return leaf
-        places = _placements(engine, axis, leaf.shape)
-        return wrap(engine.planner.spec(leaf.shape, contiguous(leaf.shape), 0, leaf.dtype, places), next(handles))
+        placements = _batch_placements(engine, axis, leaf.shape)
+        return wrap_handle(
+            engine.planner.spec(leaf.shape, contiguous_strides(leaf.shape), 0, leaf.dtype, placements), next(handles)
+        )
 
-    return batches.map_leaves(sent.skeleton, made)
+    return batches.map_leaves(sent.skeleton, to_remote_tensor)
 
 
-def _placements(engine: Engine, axis: str, shape: Sequence[int]) -> tuple[Replicate | Shard, ...]:
+def _batch_placements(engine: TensorEngine, axis: str, shape: Sequence[int]) -> tuple[Replicate | Shard, ...]:
     """Cut over the axis along dim 0; what has no rows is everybody's."""
     return tuple(Shard(0) if name == axis and len(shape) else Replicate() for name in engine.axes.names)

@@ -21,13 +21,13 @@ from torch.utils import _pytree as pytree
 from meshbook.controller import remote as handles
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import PlacementError, UsageError
-from meshbook.rank import paths
+from meshbook.rank import expressions
 from meshbook.rank.tensors import building, modes, modules
-from meshbook.rank.tensors.calls import FLOAT, TENSOR, Sent
+from meshbook.rank.tensors.operators import FLOAT, TENSOR, TemplateMessage
 from meshbook.tensors import remote
-from meshbook.tensors.creation import distribute, engine_of, tensor_of
-from meshbook.tensors.engine import Engine
-from meshbook.tensors.plan import Spec, Template
+from meshbook.tensors.creation import distribute, engine_of, to_remote_tensor
+from meshbook.tensors.engine import TensorEngine
+from meshbook.tensors.plan import Template, TensorSpec
 
 Placements = Sequence[Any] | Mapping[str, Any] | Callable[[str, torch.Tensor], Any] | None
 
@@ -55,32 +55,34 @@ def module_to_mesh(module: nn.Module, mesh: Mesh, placements: Placements = None)
         PlacementError: they do not fit a parameter or the mesh, which the message names.
     """
     moved: dict[int, Any] = {}
-    for prefix, part in list(module.named_modules()):
-        if isinstance(part, nn.LSTM) and not any(isinstance(one, remote.RemoteTensor) for one in part.parameters()):
-            _step_by_step(part)
-        for kind in (part._parameters, part._buffers):
-            for name, tensor in list(kind.items()):
+    for prefix, submodule in list(module.named_modules()):
+        if isinstance(submodule, nn.LSTM) and not any(
+            isinstance(one, remote.RemoteTensor) for one in submodule.parameters()
+        ):
+            _disable_fused_lstm(submodule)
+        for tensor_dict in (submodule._parameters, submodule._buffers):
+            for name, tensor in list(tensor_dict.items()):
                 if tensor is None or isinstance(tensor, remote.RemoteTensor):
                     continue
                 if id(tensor) not in moved:
-                    full = f"{prefix}.{name}" if prefix else name
+                    full_name = f"{prefix}.{name}" if prefix else name
                     try:
-                        place = _placements_for(placements, full, tensor)
-                        moved[id(tensor)] = _brought(tensor, mesh, place)
+                        tensor_placements = _placements_for(placements, full_name, tensor)
+                        moved[id(tensor)] = _distribute_tensor(tensor, mesh, tensor_placements)
                     except PlacementError as error:
-                        raise PlacementError(f"{full}: {error}") from None
-                kind[name] = moved[id(tensor)]
+                        raise PlacementError(f"{full_name}: {error}") from None
+                tensor_dict[name] = moved[id(tensor)]
     module.register_forward_pre_hook(_refuse_foreign_autocast)
     return module
 
 
 # Devices whose autocast says nothing of remote tensors.
-_FOREIGN = ("cuda", "xpu", "mps")
+_FOREIGN_AUTOCAST_DEVICES = ("cuda", "xpu", "mps")
 
 
 def _refuse_foreign_autocast(*_: Any) -> None:
     """Asked before a forward: operations do not see it, for torch hides it from what is below autograd."""
-    for device in _FOREIGN:
+    for device in _FOREIGN_AUTOCAST_DEVICES:
         if torch.is_autocast_enabled(device):
             raise NotImplementedError(
                 f'torch.autocast("{device}") does not reach remote tensors, which are a CPU\'s here wherever their '
@@ -89,7 +91,7 @@ def _refuse_foreign_autocast(*_: Any) -> None:
             )
 
 
-def _brought(tensor: torch.Tensor, mesh: Mesh, placements: Any) -> Any:
+def _distribute_tensor(tensor: torch.Tensor, mesh: Mesh, placements: Any) -> Any:
     if nn.parameter.is_lazy(tensor):
         raise UsageError(
             "a parameter has no shape yet, as it is of a lazy module; run the module once on a local input, and bring "
@@ -100,26 +102,26 @@ def _brought(tensor: torch.Tensor, mesh: Mesh, placements: Any) -> Any:
             "a parameter is on the meta device and has no values; materialise the module first, or let "
             "meshbook.distribute(factory, mesh) build it on the ranks"
         )
-    there: Any = distribute(tensor.detach(), mesh, placements)
+    remote_tensor: Any = distribute(tensor.detach(), mesh, placements)
     if not isinstance(tensor, nn.Parameter):
-        return there
-    return nn.Parameter(there, requires_grad=tensor.requires_grad)
+        return remote_tensor
+    return nn.Parameter(remote_tensor, requires_grad=tensor.requires_grad)
 
 
 # Whether oneDNN was in use before each of the LSTMs that run now.
-_onednn: list[bool] = []
+_onednn_was_enabled: list[bool] = []
 
 
-def _step_by_step(module: nn.LSTM) -> None:
+def _disable_fused_lstm(module: nn.LSTM) -> None:
     """On a CPU torch has one operation for a whole LSTM, of oneDNN's, for which DTensor has no rule."""
 
     def before(module: nn.Module, args: Any) -> None:
-        _onednn.append(torch._C._get_mkldnn_enabled())
+        _onednn_was_enabled.append(torch._C._get_mkldnn_enabled())
         torch._C._set_mkldnn_enabled(False)
 
     def after(module: nn.Module, args: Any, result: Any) -> None:
-        if _onednn:
-            torch._C._set_mkldnn_enabled(_onednn.pop())
+        if _onednn_was_enabled:
+            torch._C._set_mkldnn_enabled(_onednn_was_enabled.pop())
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after, always_call=True)
@@ -129,7 +131,7 @@ def _placements_for(placements: Placements, name: str, tensor: torch.Tensor) -> 
     if placements is None:
         return None
     if isinstance(placements, Mapping):
-        return next((place for pattern, place in placements.items() if fnmatch.fnmatchcase(name, pattern)), None)
+        return next((matched for pattern, matched in placements.items() if fnmatch.fnmatchcase(name, pattern)), None)
     return placements(name, tensor) if callable(placements) else placements
 
 
@@ -181,25 +183,25 @@ def distribute_module(
         raise UsageError("a module is spread over a whole mesh; this is a part of one")
     session, ranks = mesh.session, engine.ranks
     key = secrets.token_hex(6)
-    here = handles.RemoteValue(session, paths.Path(paths.Name("mesh")), ranks)
+    mesh_handle = handles.RemoteValue(session, expressions.Expression(expressions.NameRef("mesh")), ranks)
     dtype = _PRECISIONS[precision]
     command = session.call_command(
-        modules.settle,
-        (key, source, strategy, dtype, here, axis, torch.get_rng_state(), options, modes.now()),
+        modules.build_resident,
+        (key, source, strategy, dtype, mesh_handle, axis, torch.get_rng_state(), options, modes.non_default_modes()),
         {},
         ranks,
-        keep_always=True,
+        always_retain=True,
         inline_limit=0,
         label="distribute",
     )
-    finished = session.foreground(command)
-    session.conclude(finished, ranks, label="distribute")
-    resident = handles.kept(session, command.call, ranks, session.values_of(finished.parts), "module")
-    told = _asked(engine, modules.describe, resident)[0]
+    finished = session.run_foreground(command)
+    session.raise_for_status(finished, ranks, label="distribute")
+    resident = handles.result_handle(session, command.call, ranks, session.rank_values(finished.outcomes), "module")
+    description = _call_on_ranks(engine, modules.describe, resident)[0]
     if not isinstance(source, nn.Module):
-        torch.set_rng_state(told["numbers"])  # as if it had been made here
+        torch.set_rng_state(description["numbers"])  # as if it had been made here
     name = strategy if isinstance(strategy, str) else getattr(strategy, "__name__", "a strategy")
-    return RemoteModule(engine, key, resident, told, f"{name} over {axis}={mesh.size(axis)}", precision)
+    return RemoteModule(engine, key, resident, description, f"{name} over {axis}={mesh.size(axis)}", precision)
 
 
 def _batch_axis(mesh: Mesh) -> str:
@@ -210,32 +212,32 @@ def _batch_axis(mesh: Mesh) -> str:
     raise UsageError(f"this mesh has the axes {', '.join(mesh.axes)}; say over which batches are cut with axis=…")
 
 
-def _asked(engine: Engine, function: Callable[..., Any], *args: Any) -> list[Any]:
+def _call_on_ranks(engine: TensorEngine, function: Callable[..., Any], *args: Any) -> list[Any]:
     """What a function gives on each of the ranks. Blocks."""
     session = engine.session
     command = session.call_command(function, args, {}, engine.ranks, label=function.__name__, inline_limit=1 << 30)
-    finished = session.foreground(command)
-    session.conclude(finished, engine.ranks, label=function.__name__)
-    values = session.values_of(finished.parts)
+    finished = session.run_foreground(command)
+    session.raise_for_status(finished, engine.ranks, label=function.__name__)
+    values = session.rank_values(finished.outcomes)
     return [values[rank] for rank in engine.ranks]
 
 
-class _Plan:
+class _ForwardSpec:
     """What is known of a forward of one kind: which tensors it gives, and how they make up the result."""
 
-    def __init__(self, told: Sequence[Mapping[str, Any]], engine: Engine) -> None:
-        first = told[0]
-        self.specs = [_spec(engine, *tensor) for tensor in first["tensors"]]
-        self.outline, self.differentiable = first["result"], first["differentiable"]
-        self.draws: bool = any(rank["draws"] for rank in told)  # random numbers
-        self.used: list[int] | None = None  # places of parameters that get a gradient; None: not seen yet
+    def __init__(self, descriptions: Sequence[Mapping[str, Any]], engine: TensorEngine) -> None:
+        first = descriptions[0]
+        self.specs = [_spec_from_meta(engine, *tensor) for tensor in first["tensors"]]
+        self.output_tree, self.is_differentiable = first["result"], first["differentiable"]
+        self.uses_rng: bool = any(rank["draws"] for rank in descriptions)  # random numbers
+        self.params_with_grad: list[int] | None = None  # places of parameters that get a gradient; None: not seen yet
 
-    def result(self, tensors: Iterable[Any]) -> Any:
-        left = iter(tensors)
-        return pytree.tree_map(lambda leaf: next(left) if leaf is TENSOR else leaf, self.outline)
+    def build_result(self, tensors: Iterable[Any]) -> Any:
+        remaining = iter(tensors)
+        return pytree.tree_map(lambda leaf: next(remaining) if leaf is TENSOR else leaf, self.output_tree)
 
 
-def _spec(engine: Engine, shape: Any, stride: Any, dtype: str, placements: Any) -> Spec:
+def _spec_from_meta(engine: TensorEngine, shape: Any, stride: Any, dtype: str, placements: Any) -> TensorSpec:
     return engine.planner.spec(shape, stride, 0, getattr(torch, dtype), tuple(placements))
 
 
@@ -250,28 +252,34 @@ class RemoteModule(nn.Module):
     """
 
     def __init__(
-        self, engine: Engine, key: str, resident: Any, told: Mapping[str, Any], plan: str, precision: str | None
+        self,
+        engine: TensorEngine,
+        key: str,
+        resident: Any,
+        description: Mapping[str, Any],
+        plan: str,
+        precision: str | None,
     ) -> None:
         super().__init__()
-        blocks = f", {told['blocks']} blocks" if told["blocks"] > 0 else ""
+        blocks = f", {description['blocks']} blocks" if description["blocks"] > 0 else ""
         self.plan = f"{plan}{blocks}{f', {precision}' if precision else ''}"
         # What nn.Module would take for a submodule or show in its dict is kept in one place that is neither.
-        self._there = _There(engine, key, resident, told)
-        there = self._there
-        for name, place, is_parameter in told["names"]:
+        self._client = _ModuleClient(engine, key, resident, description)
+        client = self._client
+        for name, index, is_parameter in description["names"]:
             *path, last = name.split(".")
-            part: nn.Module = self
-            for step in path:
-                if step not in part._modules:
-                    part.add_module(step, _Part())
-                part = part._modules[step]  # type: ignore[assignment]
+            submodule: nn.Module = self
+            for child_name in path:
+                if child_name not in submodule._modules:
+                    submodule.add_module(child_name, _SubmodulePlaceholder())
+                submodule = submodule._modules[child_name]  # type: ignore[assignment]
             if is_parameter:
-                part._parameters[last] = there.tensors[place]
+                submodule._parameters[last] = client.tensors[index]
             else:
-                part._buffers[last] = there.tensors[place]
+                submodule._buffers[last] = client.tensors[index]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._there.forward(self.training, args, kwargs)
+        return self._client.forward(self.training, args, kwargs)
 
     def state_dict(self, *args: Any, full: bool = False, **kwargs: Any) -> Any:
         """Names and tensors, as RemoteTensors.
@@ -287,11 +295,11 @@ class RemoteModule(nn.Module):
         if assign:
             raise UsageError("assign=True would replace the tensors that the ranks compute with; leave it out")
         own = super().state_dict()
-        brought = {
-            name: _like(tensor, own[name], self._there.engine) if name in own else tensor
+        uploaded = {
+            name: _upload_like(tensor, own[name], self._client.engine) if name in own else tensor
             for name, tensor in state_dict.items()
         }
-        return super().load_state_dict(brought, strict=strict)
+        return super().load_state_dict(uploaded, strict=strict)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         raise UsageError(
@@ -299,94 +307,100 @@ class RemoteModule(nn.Module):
         )
 
     def __repr__(self) -> str:
-        return f"RemoteModule({self.plan})\n{self._there.text}"
+        return f"RemoteModule({self.plan})\n{self._client.text}"
 
     def __reduce__(self) -> Any:
         raise UsageError("this module lives on the ranks; save model.state_dict(full=True)")
 
 
-class _Part(nn.Module):
+class _SubmodulePlaceholder(nn.Module):
     """A place in the tree of names; what computes is on the ranks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise UsageError("only the whole module can be called here: its parts are on the ranks")
 
 
-def _like(tensor: Any, own: Any, engine: Engine) -> Any:
+def _upload_like(tensor: Any, own: Any, engine: TensorEngine) -> Any:
     if isinstance(tensor, remote.RemoteTensor) or tensor.shape != own.shape:
         return tensor  # torch says which shapes differ
     return remote.upload(engine, tensor.detach().to(own.dtype), own._spec.placements)
 
 
-class _There:
+class _ModuleClient:
     """The controller's side of a resident module: how its operations are issued."""
 
-    def __init__(self, engine: Engine, key: str, resident: Any, told: Mapping[str, Any]) -> None:
-        self.engine, self.key, self.resident, self.text = engine, key, resident, told["text"]
-        self.specs = [_spec(engine, *tensor) for tensor in told["tensors"]]
-        self.parameters = list(dict.fromkeys(place for _, place, is_parameter in told["names"] if is_parameter))
-        self.local: bool = told["local"]
-        self._plans: dict[Any, _Plan] = {}
-        self.changing: tuple[int, ...] = ()  # places of buffers that forwards have changed
-        self._firsts = itertools.count(1)
-        self._ticket = engine.planner.spec((0,), (1,), 0, torch.float32, None)
-        outputs = [*self.specs, self._ticket]
-        *made, self._keeper = self._issue(("tensors",), "module_tensors", (key,), [], [], outputs, is_view=True)
-        for tensor in made:
-            tensor._handle.changes = engine.others
-        trained = set(told["trained"])
+    def __init__(self, engine: TensorEngine, key: str, resident: Any, description: Mapping[str, Any]) -> None:
+        self.engine, self.key, self.resident, self.text = engine, key, resident, description["text"]
+        self.specs = [_spec_from_meta(engine, *tensor) for tensor in description["tensors"]]
+        self.parameter_indices = list(
+            dict.fromkeys(index for _, index, is_parameter in description["names"] if is_parameter)
+        )
+        self.runs_locally: bool = description["local"]
+        self._forward_specs: dict[Any, _ForwardSpec] = {}
+        self.mutated_buffers: tuple[int, ...] = ()  # places of buffers that forwards have changed
+        self._first_forward_ids = itertools.count(1)
+        self._graph_token_spec = engine.planner.spec((0,), (1,), 0, torch.float32, None)
+        outputs = [*self.specs, self._graph_token_spec]
+        *wrapped, self._lifetime_token = self._run_op(
+            ("tensors",), "module_tensors", (key,), [], [], outputs, is_view=True
+        )
+        for tensor in wrapped:
+            tensor._handle.version_counter = engine.foreign_version_counter
+        trainable = set(description["trained"])
         self.tensors: list[Any] = [
-            nn.Parameter(tensor, requires_grad=place in trained) if place in self.parameters else tensor
-            for place, tensor in enumerate(made)
+            nn.Parameter(tensor, requires_grad=index in trainable) if index in self.parameter_indices else tensor
+            for index, tensor in enumerate(wrapped)
         ]
 
-    def trained(self) -> tuple[int, ...]:
+    def trainable_indices(self) -> tuple[int, ...]:
         """Places of the parameters that want a gradient now: who froze one may thaw it again."""
-        return tuple(place for place in self.parameters if self.tensors[place].requires_grad)
+        return tuple(index for index in self.parameter_indices if self.tensors[index].requires_grad)
 
-    def _issue(
+    def _run_op(
         self,
-        kind: Any,
+        key_parts: Any,
         function: str,
         args: tuple[Any, ...],
         tensors: list[Any],
         floats: list[float],
-        outputs: Sequence[Spec],
+        outputs: Sequence[TensorSpec],
         *,
         is_view: bool = False,
     ) -> list[Any]:
-        """An operation of ours; `kind` tells those with the same template from others."""
+        """An operation of ours; `key_parts` tells those with the same template from others."""
         engine = self.engine
-        engine.follow_modes()
-        key = ("module", self.key, function, *kind, *(tensor._spec for tensor in tensors), *outputs)
+        engine.sync_modes()
+        key = ("module", self.key, function, *key_parts, *(tensor._spec for tensor in tensors), *outputs)
         template = engine.cache.get(key)
         if template is None:
             number = next(engine.planner._numbers)
-            sent = Sent(number, f"meshbook::{function}", args, {}, (-1,) * len(outputs), "many", (), not is_view, False)
+            message = TemplateMessage(
+                number, f"meshbook::{function}", args, {}, (-1,) * len(outputs), "many", (), not is_view, False
+            )
             planned = Template(
                 number,
                 None,
                 tuple(outputs),
                 "list",
                 communicates=not is_view,
-                body=pickle.dumps(sent, 5),
-                name=sent.function,
+                body=pickle.dumps(message, 5),
+                name=message.function,
             )
-            template = engine.learn(key, lambda: planned)
+            template = engine.plan_and_cache(key, lambda: planned)
         numbers: list[Any] = [0, *(tensor._handle.id for tensor in tensors)]
-        made: list[Any] = remote.perform(engine, template, None, (), {}, numbers, tensors, floats)
-        engine.others[0] += 1  # its buffers, say
+        made: list[Any] = remote.execute_template(engine, template, None, (), {}, numbers, tensors, floats)
+        engine.foreign_version_counter[0] += 1  # its buffers, say
         return made
 
     def forward(self, training: bool, args: Any, kwargs: Any) -> Any:
         tensors: list[Any] = []
         floats: list[float] = []
 
-        def mark(leaf: Any) -> Any:
+        def to_placeholder(leaf: Any) -> Any:
             """What stands for it in the template; floats are carried, as with any operation."""
-            leaf = tensor_of(leaf)
+            leaf = to_remote_tensor(leaf)
             if isinstance(leaf, torch.Tensor):
-                tensors.append(self._here(leaf))
+                tensors.append(self._to_module_input(leaf))
                 return TENSOR
             if type(leaf) is float:
                 floats.append(leaf)
@@ -394,55 +408,79 @@ class _There:
             return leaf
 
         _refuse_foreign_autocast()
-        if self.engine.trouble:
-            self.engine.look_at([tensor._handle.id for tensor in self.tensors])
-        marks = pytree.tree_map(mark, (args, kwargs))
-        leaves, shape = pytree.tree_flatten(marks)
-        trained = self.trained() if torch.is_grad_enabled() else ()
+        if self.engine.needs_fault_check:
+            self.engine.check_ids([tensor._handle.id for tensor in self.tensors])
+        call_template = pytree.tree_map(to_placeholder, (args, kwargs))
+        leaves, shape = pytree.tree_flatten(call_template)
+        trainable_indices = self.trainable_indices() if torch.is_grad_enabled() else ()
         # Of "cpu" it is asked, for that is what these tensors say that they are on.
-        casting = _name(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else None
-        kind = (training, casting, trained, str(shape), *map(_hashable, leaves))
-        found = (*kind, *(tensor._spec for tensor in tensors))
-        grad = torch.is_grad_enabled() and (bool(trained) or any(t.requires_grad for t in tensors))
-        plan = self._plans.get(found)
-        number = None
-        if plan is None:
-            left, floats_left = iter(tensors), iter(floats)
-            given = pytree.tree_map(
-                lambda leaf: next(left).detach() if leaf is TENSOR else next(floats_left) if leaf is FLOAT else leaf,
-                marks,
+        autocast_dtype = _dtype_name(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else None
+        forward_key = (training, autocast_dtype, trainable_indices, str(shape), *map(_hashable_key, leaves))
+        spec_key = (*forward_key, *(tensor._spec for tensor in tensors))
+        grad = torch.is_grad_enabled() and (bool(trainable_indices) or any(t.requires_grad for t in tensors))
+        forward_spec = self._forward_specs.get(spec_key)
+        first_forward_id = None
+        if forward_spec is None:
+            tensors_left, floats_left = iter(tensors), iter(floats)
+            call_args = pytree.tree_map(
+                lambda leaf: (
+                    next(tensors_left).detach() if leaf is TENSOR else next(floats_left) if leaf is FLOAT else leaf
+                ),
+                call_template,
             )
-            wanting = tuple(at for at, tensor in enumerate(tensors) if tensor.requires_grad) if grad else None
-            number = next(self._firsts)
-            plan = self._plans[found] = self._first(number, training, casting, wanting, trained, given)
-        call = _Forward(self, plan, kind, (training, casting, *marks), trained, floats, number)
+            inputs_with_grad = tuple(at for at, tensor in enumerate(tensors) if tensor.requires_grad) if grad else None
+            first_forward_id = next(self._first_forward_ids)
+            forward_spec = self._forward_specs[spec_key] = self._run_first_forward(
+                first_forward_id, training, autocast_dtype, inputs_with_grad, trainable_indices, call_args
+            )
+        call = _ForwardCall(
+            self,
+            forward_spec,
+            forward_key,
+            (training, autocast_dtype, *call_template),
+            trainable_indices,
+            floats,
+            first_forward_id,
+        )
         if not grad:
-            return plan.result(call.issue(tensors, None)[0])
-        parameters = [self.tensors[place] for place in trained]
-        return plan.result(_Through.apply(call, len(tensors), *tensors, *parameters))  # type: ignore[no-untyped-call]
+            return forward_spec.build_result(call.run(tensors, None)[0])
+        parameters = [self.tensors[index] for index in trainable_indices]
+        return forward_spec.build_result(_RemoteForward.apply(call, len(tensors), *tensors, *parameters))  # type: ignore[no-untyped-call]
 
-    def _first(
+    def _run_first_forward(
         self,
-        number: int,
+        first_forward_id: int,
         training: bool,
-        casting: str | None,
-        wanting: tuple[int, ...] | None,
-        trained: tuple[int, ...],
-        given: Any,
-    ) -> _Plan:
+        autocast_dtype: str | None,
+        inputs_with_grad: tuple[int, ...] | None,
+        trainable_indices: tuple[int, ...],
+        call_args: Any,
+    ) -> _ForwardSpec:
         """Run the first forward of a kind, which tells what those after it give. The ranks keep what it gave."""
-        before = torch.get_rng_state()
+        rng_state = torch.get_rng_state()
         seed = remote.new_seed()
-        made_trained = None if wanting is None else trained
-        how = (modes.now(), self.key, number, training, casting, wanting, made_trained, self.changing, seed)
-        told = _asked(self.engine, modules.module_first, *how, *given)
-        plan = _Plan(told, self.engine)
-        if not plan.draws:
-            torch.set_rng_state(before)
-        self.changing = tuple(sorted({*self.changing, *(place for rank in told for place in rank["changed"])}))
-        return plan
+        trainable_or_none = None if inputs_with_grad is None else trainable_indices
+        call_options = (
+            modes.non_default_modes(),
+            self.key,
+            first_forward_id,
+            training,
+            autocast_dtype,
+            inputs_with_grad,
+            trainable_or_none,
+            self.mutated_buffers,
+            seed,
+        )
+        descriptions = _call_on_ranks(self.engine, modules.module_first, *call_options, *call_args)
+        forward_spec = _ForwardSpec(descriptions, self.engine)
+        if not forward_spec.uses_rng:
+            torch.set_rng_state(rng_state)
+        self.mutated_buffers = tuple(
+            sorted({*self.mutated_buffers, *(index for rank in descriptions for index in rank["changed"])})
+        )
+        return forward_spec
 
-    def _here(self, tensor: Any) -> Any:
+    def _to_module_input(self, tensor: Any) -> Any:
         """An input as a tensor of this mesh; local ones go whole to every rank."""
         if isinstance(tensor, remote.RemoteTensor):
             if tensor._spec.engine is not self.engine:
@@ -458,103 +496,137 @@ class _There:
         return remote.upload(self.engine, tensor.detach(), (Replicate(),) * len(self.engine.axes.shape))
 
 
-class _Forward:
+class _ForwardCall:
     """One forward and its backward."""
 
     def __init__(
         self,
-        there: _There,
-        plan: _Plan,
-        kind: Any,
-        given: Any,
-        trained: tuple[int, ...],
+        client: _ModuleClient,
+        forward_spec: _ForwardSpec,
+        forward_key: Any,
+        call_args: Any,
+        trainable_indices: tuple[int, ...],
         floats: list[float],
-        number: int | None,
+        first_forward_id: int | None,
     ) -> None:
-        self.there, self.plan, self.kind, self.given, self.floats = there, plan, kind, given, floats
-        self.trained = trained  # places of parameters
-        self.number = number  # of a forward that the ranks have run already, and keep
+        self.client, self.forward_spec, self.forward_key, self.call_args, self.floats = (
+            client,
+            forward_spec,
+            forward_key,
+            call_args,
+            floats,
+        )
+        self.trainable_indices = trainable_indices  # places of parameters
+        self.first_forward_id = first_forward_id  # of a forward that the ranks have run already, and keep
 
-    def issue(self, tensors: list[Any], wanting: tuple[int, ...] | None) -> tuple[list[Any], Any]:
+    def run(self, tensors: list[Any], inputs_with_grad: tuple[int, ...] | None) -> tuple[list[Any], Any]:
         """The outputs and, with a graph, the ticket."""
-        training, casting, args, kwargs = self.given
-        plan, there = self.plan, self.there
-        outputs = plan.specs if wanting is None else [*plan.specs, there._ticket]
-        if self.number is not None:
-            kept = float(self.number)
-            made = there._issue((*self.kind, wanting), "module_kept", (there.key, FLOAT), [], [kept], outputs)
-            return (made, None) if wanting is None else (made[:-1], made[-1])
-        promised = tuple(tuple(spec.shape) for spec in plan.specs)
-        seeds = [remote.new_seed()] if plan.draws else []
-        trained = None if wanting is None else self.trained
+        training, autocast_dtype, args, kwargs = self.call_args
+        forward_spec, client = self.forward_spec, self.client
+        outputs = forward_spec.specs if inputs_with_grad is None else [*forward_spec.specs, client._graph_token_spec]
+        if self.first_forward_id is not None:
+            first_forward_id = float(self.first_forward_id)
+            made = client._run_op(
+                (*self.forward_key, inputs_with_grad),
+                "module_first_result",
+                (client.key, FLOAT),
+                [],
+                [first_forward_id],
+                outputs,
+            )
+            return (made, None) if inputs_with_grad is None else (made[:-1], made[-1])
+        expected_shapes = tuple(tuple(spec.shape) for spec in forward_spec.specs)
+        seeds = [remote.new_seed()] if forward_spec.uses_rng else []
+        trainable_indices = None if inputs_with_grad is None else self.trainable_indices
         seed = FLOAT if seeds else None
-        changing = there.changing
-        args = (there.key, training, casting, wanting, trained, changing, promised, seed, args, kwargs)
-        kind = (*self.kind, wanting, changing)
-        made = there._issue(kind, "module_forward", args, tensors, seeds + self.floats, outputs)
-        return (made, None) if wanting is None else (made[:-1], made[-1])
+        mutated_buffers = client.mutated_buffers
+        args = (
+            client.key,
+            training,
+            autocast_dtype,
+            inputs_with_grad,
+            trainable_indices,
+            mutated_buffers,
+            expected_shapes,
+            seed,
+            args,
+            kwargs,
+        )
+        key_parts = (*self.forward_key, inputs_with_grad, mutated_buffers)
+        made = client._run_op(key_parts, "module_forward", args, tensors, seeds + self.floats, outputs)
+        return (made, None) if inputs_with_grad is None else (made[:-1], made[-1])
 
 
-class _Through(torch.autograd.Function):
+class _RemoteForward(torch.autograd.Function):
     """What autograd here sees of a module there."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Forward, num_inputs: int, *tensors: Any) -> Any:
+    def forward(ctx: Any, call: _ForwardCall, num_inputs: int, *tensors: Any) -> Any:
         inputs = list(tensors[:num_inputs])
-        wanting = [at for at in range(num_inputs) if ctx.needs_input_grad[2 + at]]
-        outputs, ctx.ticket = call.issue(inputs, tuple(wanting))
-        ctx.call, ctx.num_inputs, ctx.wanting = call, num_inputs, wanting
-        ctx.specs = [inputs[at]._spec for at in wanting]
+        inputs_with_grad = [at for at in range(num_inputs) if ctx.needs_input_grad[2 + at]]
+        outputs, ctx.ticket = call.run(inputs, tuple(inputs_with_grad))
+        ctx.call, ctx.num_inputs, ctx.wanting = call, num_inputs, inputs_with_grad
+        ctx.specs = [inputs[at]._spec for at in inputs_with_grad]
         ctx.sources = [tensor for tensor, needed in zip(tensors, ctx.needs_input_grad[2:], strict=True) if needed]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
-            *(output for output, smooth in zip(outputs, call.plan.differentiable, strict=True) if not smooth)
+            *(
+                output
+                for output, is_differentiable in zip(outputs, call.forward_spec.is_differentiable, strict=True)
+                if not is_differentiable
+            )
         )
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        call: _Forward = ctx.call
-        there, plan = call.there, call.plan
+        call: _ForwardCall = ctx.call
+        client, forward_spec = call.client, call.forward_spec
         if ctx.ticket is None:
             raise RuntimeError(
                 "backward a second time through a module on the ranks: its graph was let go of by the first. Run the "
                 "forward again, or use meshbook.module_to_mesh, where retain_graph=True works"
             )
-        ticket, ctx.ticket = ctx.ticket, None
+        graph_token, ctx.ticket = ctx.ticket, None
         sources, ctx.sources = ctx.sources, None
-        outs = tuple(at for at, grad in enumerate(grads) if grad is not None)
+        output_indices = tuple(at for at, grad in enumerate(grads) if grad is not None)
         given = [
-            grad if isinstance(grad, remote.RemoteTensor) else remote.RemoteTensor._like(spec, grad)  # as of `y.gt_(0)`
-            for spec, grad in zip(plan.specs, grads, strict=True)
+            grad
+            if isinstance(grad, remote.RemoteTensor)
+            else remote.RemoteTensor._upload_grad(spec, grad)  # as of `y.gt_(0)`
+            for spec, grad in zip(forward_spec.specs, grads, strict=True)
             if grad is not None
         ]
-        if plan.used is None:
-            how = (modes.now(), there.key, given, outs, ticket)
-            plan.used = _asked(there.engine, modules.module_used, *how)[0]
-        specs = [_settled(spec, there.engine) for spec in ctx.specs] + [there.specs[place] for place in plan.used]
-        args = (there.key, tuple(plan.used), [TENSOR] * len(given), outs, TENSOR)
-        kind = (*call.kind, tuple(plan.used), outs)
-        made = there._issue(kind, "module_backward", args, [*given, ticket], [], specs)
+        if forward_spec.params_with_grad is None:
+            call_options = (modes.non_default_modes(), client.key, given, output_indices, graph_token)
+            forward_spec.params_with_grad = _call_on_ranks(
+                client.engine, modules.module_params_with_grad, *call_options
+            )[0]
+        specs = [_input_grad_spec(spec, client.engine) for spec in ctx.specs] + [
+            client.specs[index] for index in forward_spec.params_with_grad
+        ]
+        args = (client.key, tuple(forward_spec.params_with_grad), [TENSOR] * len(given), output_indices, TENSOR)
+        key_parts = (*call.forward_key, tuple(forward_spec.params_with_grad), output_indices)
+        made = client._run_op(key_parts, "module_backward", args, [*given, graph_token], [], specs)
         found: list[Any] = [None] * ctx.num_inputs
         for at, grad in zip(ctx.wanting, made, strict=False):
             found[at] = grad
-        by_place = dict(zip(plan.used, made[len(ctx.wanting) :], strict=True))
-        found += (by_place.get(place) for place in call.trained)
+        grad_by_index = dict(zip(forward_spec.params_with_grad, made[len(ctx.wanting) :], strict=True))
+        found += (grad_by_index.get(index) for index in call.trainable_indices)
         if torch.is_grad_enabled():  # create_graph=True
-            found = _Once.of(found, [*given, *sources])
+            found = _OnceDifferentiable.wrap_grads(found, [*given, *sources])
         return (None, None, *found)
 
 
-class _Once(torch.autograd.Function):
+class _OnceDifferentiable(torch.autograd.Function):
     """Gradients that a module on the ranks gave, which are not differentiated again. torch's `once_differentiable` asks
     the gradients that came in only, and would take these for constants."""
 
     @staticmethod
-    def of(grads: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
+    def wrap_grads(grads: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
         """The same, computed from these sources as autograd sees it."""
         made = [grad for grad in grads if grad is not None]
-        given = iter(_Once.apply(len(made), *made, *sources))  # type: ignore[no-untyped-call]
+        given = iter(_OnceDifferentiable.apply(len(made), *made, *sources))  # type: ignore[no-untyped-call]
         return [None if grad is None else next(given) for grad in grads]
 
     @staticmethod
@@ -569,7 +641,7 @@ class _Once(torch.autograd.Function):
         )
 
 
-def _settled(spec: Spec, engine: Engine) -> Spec:
+def _input_grad_spec(spec: TensorSpec, engine: TensorEngine) -> TensorSpec:
     """The spec of an input's gradient: contiguous, and where the input is."""
     stride, step = [], 1
     for length in reversed(spec.shape):
@@ -578,11 +650,11 @@ def _settled(spec: Spec, engine: Engine) -> Spec:
     return engine.planner.spec(spec.shape, tuple(reversed(stride)), 0, spec.dtype, spec.placements)
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _hashable(leaf: Any) -> Any:
+def _hashable_key(leaf: Any) -> Any:
     try:
         hash(leaf)
     except TypeError:

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from meshbook.controller.presses import uninterrupted
+from meshbook.controller.sigint import defer_sigint
 from meshbook.errors import OperationFailed
-from meshbook.rank.tensors.calls import FLOAT, MESH, TENSOR, Sent
-from meshbook.tensors.engine import AFTER_FAULT, Engine, here
+from meshbook.rank.tensors.operators import FLOAT, MESH, TENSOR, TemplateMessage
+from meshbook.tensors.engine import FAULT_CALLBACKS, TensorEngine, capture_call_site
 from meshbook.tensors.plan import Template
 from meshbook.tensors.remote import RemoteTensor
 
@@ -36,34 +36,34 @@ class OptimizerStep:
     def __init__(self, optimizer: Optimizer) -> None:
         self.serial = next(_serials)
         self._optimizer = weakref.ref(optimizer)
-        self._without = [
+        self._params_without_state = [
             weakref.ref(parameter) for parameter in _parameters(optimizer) if not optimizer.state.get(parameter)
         ]
-        self._counts: list[tuple[dict[str, Any], str, Any]] = []
-        local: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        self._saved_scalars: list[tuple[dict[str, Any], str, Any]] = []
+        scalars: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         for state in optimizer.state.values():
             for name, value in state.items():
                 if type(value) is torch.Tensor and value.numel() == 1:
-                    local.append((state, name, value))
+                    scalars.append((state, name, value))
                 elif type(value) in (int, float):
-                    self._counts.append((state, name, value))
+                    self._saved_scalars.append((state, name, value))
         # A copy of each, made at once where they are alike.
-        if len({(value.dtype, value.shape, value.device) for _, _, value in local}) == 1:
-            copies: Any = torch.stack([value for _, _, value in local]).unbind()
+        if len({(value.dtype, value.shape, value.device) for _, _, value in scalars}) == 1:
+            copies: Any = torch.stack([value for _, _, value in scalars]).unbind()
         else:
-            copies = [value.clone() for _, _, value in local]
-        self._counts += [(state, name, copy) for (state, name, _), copy in zip(local, copies, strict=True)]
+            copies = [value.clone() for _, _, value in scalars]
+        self._saved_scalars += [(state, name, copy) for (state, name, _), copy in zip(scalars, copies, strict=True)]
 
     def undo(self) -> None:
         """See `engine.Step`."""
         optimizer = self._optimizer()
         if optimizer is None:
             return
-        for parameter in self._without:
+        for parameter in self._params_without_state:
             if (found := parameter()) is not None:
                 optimizer.state.pop(found, None)
         with torch.no_grad():
-            for state, name, before in self._counts:
+            for state, name, before in self._saved_scalars:
                 if name not in state:
                     continue
                 if isinstance(before, torch.Tensor):
@@ -76,7 +76,7 @@ def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _engine_of(optimizer: Optimizer) -> Engine | None:
+def _engine_of(optimizer: Optimizer) -> TensorEngine | None:
     """The engine of its parameters; None: they are local, or of several meshes, whose ranks cannot ask each other."""
     engines = {
         id(parameter.engine): parameter.engine
@@ -86,7 +86,7 @@ def _engine_of(optimizer: Optimizer) -> Engine | None:
     return next(iter(engines.values())) if len(engines) == 1 else None
 
 
-def needed_by(optimizer: Optimizer) -> list[int]:
+def ids_used_by_step(optimizer: Optimizer) -> list[int]:
     """Ids of what a step reads or changes: gradients, parameters that have one, and their state."""
     found: dict[int, None] = {}
     for parameter in _parameters(optimizer):
@@ -98,74 +98,76 @@ def needed_by(optimizer: Optimizer) -> list[int]:
     return list(found)
 
 
-def _begin(engine: Engine, ids: list[int], serial: int) -> None:
+def _emit_begin_step(engine: TensorEngine, ids: list[int], serial: int) -> None:
     template = engine.cache.get(("begin_step", len(ids)))
     if template is None:
-        template = engine.learn(
-            ("begin_step", len(ids)), _plan, engine, "begin_step", ([TENSOR] * len(ids), MESH, FLOAT)
+        template = engine.plan_and_cache(
+            ("begin_step", len(ids)), _plan_step_marker, engine, "begin_step", ([TENSOR] * len(ids), MESH, FLOAT)
         )
-    engine.emit([template.number, *ids, float(serial)], here(3))
+    engine.emit([template.number, *ids, float(serial)], capture_call_site(3))
 
 
-def _end(engine: Engine, serial: int) -> None:
+def _emit_end_step(engine: TensorEngine, serial: int) -> None:
     template = engine.cache.get("end_step")
     if template is None:
-        template = engine.learn("end_step", _plan, engine, "end_step", (FLOAT,))
-    engine.emit([template.number, float(serial)], here(3))
+        template = engine.plan_and_cache("end_step", _plan_step_marker, engine, "end_step", (FLOAT,))
+    engine.emit([template.number, float(serial)], capture_call_site(3))
 
 
-def _plan(engine: Engine, name: str, args: tuple[Any, ...]) -> Template:
-    begins = name == "begin_step"
+def _plan_step_marker(engine: TensorEngine, name: str, args: tuple[Any, ...]) -> Template:
+    is_begin = name == "begin_step"
     number = next(engine.planner._numbers)
-    sent = Sent(number, f"meshbook::{name}", args, {}, (), "none", (), begins, False)
-    return Template(number, None, (), "none", communicates=begins, body=pickle.dumps(sent, 5), name=sent.function)
+    message = TemplateMessage(number, f"meshbook::{name}", args, {}, (), "none", (), is_begin, False)
+    return Template(
+        number, None, (), "none", communicates=is_begin, body=pickle.dumps(message, 5), name=message.function
+    )
 
 
-def _whole(step: Callable[..., Any]) -> Callable[..., Any]:
+def _make_atomic(step: Callable[..., Any]) -> Callable[..., Any]:
     """An optimizer's `step`, of which ranks take all or nothing."""
 
     @functools.wraps(step)
     def stepped(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         engine = _engine_of(self)
         # With a closure a step has forwards and backwards in it, and values that are waited for.
-        if engine is None or args or kwargs.get("closure") is not None or engine.is_in_step:
+        if engine is None or args or kwargs.get("closure") is not None or engine.is_in_optimizer_step:
             return step(self, *args, **kwargs)
-        engine.look_at(())  # a step that ranks have not taken is undone before this one reads the state
-        ids = needed_by(self)
+        engine.check_ids(())  # a step that ranks have not taken is undone before this one reads the state
+        ids = ids_used_by_step(self)
         try:
-            engine.look_at(ids)
+            engine.check_ids(ids)
         except OperationFailed:
-            forget_lost(self, engine)
+            drop_lost_tensors(self, engine)
             raise
-        with uninterrupted():
-            taken = OptimizerStep(self)
-            engine.begin_step(taken)
+        with defer_sigint():
+            optimizer_step = OptimizerStep(self)
+            engine.begin_step(optimizer_step)
             try:
-                _begin(engine, ids, taken.serial)
+                _emit_begin_step(engine, ids, optimizer_step.serial)
                 result = step(self, **kwargs)
-                _end(engine, taken.serial)
+                _emit_end_step(engine, optimizer_step.serial)
             except BaseException:
-                if engine.drop_step():
-                    taken.undo()
+                if engine.cancel_step():
+                    optimizer_step.undo()
                 else:
-                    engine.end_step(taken)
+                    engine.end_step(optimizer_step)
                 raise
-            engine.end_step(taken)
-        engine.send_if_due()
-        engine.look_at(ids)
+            engine.end_step(optimizer_step)
+        engine.flush_if_full()
+        engine.check_ids(ids)
         return result
 
     stepped._meshbook_whole = True  # type: ignore[attr-defined]
     return stepped
 
 
-def _wrap(kind: type[Optimizer]) -> None:
+def _wrap_step_method(kind: type[Optimizer]) -> None:
     step: Any = kind.step
     if not getattr(step, "_meshbook_whole", False):
-        kind.step = _whole(step)  # type: ignore[method-assign]
+        kind.step = _make_atomic(step)  # type: ignore[method-assign]
 
 
-def forget_lost(optimizer: Optimizer, engine: Engine) -> list[tuple[str, torch.Tensor]]:
+def drop_lost_tensors(optimizer: Optimizer, engine: TensorEngine) -> list[tuple[str, torch.Tensor]]:
     """Drop gradients and state that ranks could not compute: they would be refused wherever they are used.
 
     Returns:
@@ -182,30 +184,30 @@ def forget_lost(optimizer: Optimizer, engine: Engine) -> list[tuple[str, torch.T
     return dropped
 
 
-def _is_lost(value: Any, engine: Engine) -> bool:
+def _is_lost(value: Any, engine: TensorEngine) -> bool:
     return isinstance(value, RemoteTensor) and value.engine is engine and engine.is_lost(value._handle.id)
 
 
 # Those that were given remote parameters.
-_known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_remote_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
-def _after_fault(engine: Engine) -> None:
-    for optimizer in list(_known):
-        forget_lost(optimizer, engine)
+def _after_fault(engine: TensorEngine) -> None:
+    for optimizer in list(_remote_optimizers):
+        drop_lost_tensors(optimizer, engine)
 
 
-AFTER_FAULT.append(_after_fault)
+FAULT_CALLBACKS.append(_after_fault)
 
-_add_param_group = Optimizer.add_param_group
+_original_add_param_group = Optimizer.add_param_group
 
 
-@functools.wraps(_add_param_group)
-def _added(self: Optimizer, param_group: dict[str, Any]) -> None:
-    _add_param_group(self, param_group)
+@functools.wraps(_original_add_param_group)
+def _patched_add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
+    _original_add_param_group(self, param_group)
     if any(isinstance(parameter, RemoteTensor) for parameter in param_group["params"]):
-        _wrap(type(self))
-        _known.add(self)
+        _wrap_step_method(type(self))
+        _remote_optimizers.add(self)
 
 
-Optimizer.add_param_group = _added  # type: ignore[method-assign]
+Optimizer.add_param_group = _patched_add_param_group  # type: ignore[method-assign]

@@ -27,20 +27,20 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from meshbook.errors import PlacementError
-from meshbook.mesh import MeshAxes
+from meshbook.mesh_axes import MeshAxes
 from meshbook.placement import Shard as Cut
 from meshbook.placement import local_spans
-from meshbook.rank.tensors import rules
-from meshbook.rank.tensors.calls import (
+from meshbook.rank.tensors import dtensor_patches
+from meshbook.rank.tensors.operators import (
     FLOAT,
     MESH,
     TENSOR,
-    Reduced,
-    Sent,
-    Whole,
+    ReducedOp,
+    ReplicatedOp,
+    TemplateMessage,
     as_global,
     as_local,
-    may_stay,
+    may_stay_partial,
     name_of,
     overwrites,
 )
@@ -58,30 +58,30 @@ _SCANS = {
 
 
 # Places of elements: of equal ones DTensor takes the first rank's, and it fails where pieces differ in length.
-_PLACES = {aten.argmax.default, aten.argmin.default}
+_INDEX_REDUCTIONS = {aten.argmax.default, aten.argmin.default}
 
 # What DTensor asks each part of a sum, or of a product, as if the sum were not 0 where a part is not.
-_TRUTHS = {aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims}
+_LOGICAL_REDUCTIONS = {aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims}
 
 # torch's words for what Meshbook says in the mesh's.
-_UNEVEN = re.compile(
+_UNEVEN_ERROR = re.compile(
     r"output dimension (?P<dim>\d+) \(size (?P<length>\d+)\) is not evenly divisible by mesh dimension (?P<axis>\d+)"
 )
-_ALONG = re.compile(
+_SHARDED_DIM_ERROR = re.compile(
     r"along the sharded dimension|without redistribution, which is disallowed|redistribute the tensor before"
 )
 
 # What gives other tensors on some machines than it says here, and what counts on where elements lie in memory.
-_NOT_ON_THE_WHOLE = {aten.mkldnn_rnn_layer.default, aten.as_strided.default}
+_NEVER_REPLICATED = {aten.mkldnn_rnn_layer.default, aten.as_strided.default}
 
 # What DTensor's rules fail at where a dim has length 0: of a view they look for a divisor of it without end, and a
 # squeeze drops it.
-_NOT_OF_NOTHING = {
+_FAILS_ON_EMPTY = {
     aten.view.default, aten._unsafe_view.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
 }  # fmt: skip
 
 # What can only be computed, and not be told the shape of without data: it is that of this input.
-_SHAPED_AS = {
+_SHAPE_OF_INPUT = {
     aten.multi_margin_loss_backward.default: 1, aten.multilabel_margin_loss_backward.default: 1,
     aten.fractional_max_pool3d_backward.default: 1, aten._sample_dirichlet.default: 0, aten._dirichlet_grad.default: 0,
     aten._standard_gamma.default: 0, aten._standard_gamma_grad.default: 1, aten.binomial.default: 0,
@@ -89,7 +89,7 @@ _SHAPED_AS = {
 }  # fmt: skip
 
 # Reductions, and which of their arguments are the dims. None at all are all of them; DTensor leaves some undone then.
-_REDUCTIONS = {
+_REDUCTION_DIM_ARG = {
     aten.sum.dim_IntList: 1, aten.nansum.default: 1, aten.mean.dim: 1, aten.amax.default: 1, aten.amin.default: 1,
     aten.logsumexp.default: 1, aten.count_nonzero.dim_IntList: 1, aten.var.correction: 1, aten.std.correction: 1,
     aten.var_mean.correction: 1, aten.std_mean.correction: 1, aten.linalg_vector_norm.default: 2,
@@ -97,10 +97,10 @@ _REDUCTIONS = {
 }  # fmt: skip
 
 # What may be done on each part of a sum by itself, by name.
-_LINEAR = ("mul", "div", "neg", "positive", "clone", "_to_copy", "to", "copy", "zero", "conj", "_conj_physical")
+_LINEAR_OPS = ("mul", "div", "neg", "positive", "clone", "_to_copy", "to", "copy", "zero", "conj", "_conj_physical")
 
 # What is right on empty pieces, too, beside what works on each element by itself.
-_PIECE_BY_PIECE = {
+_SAFE_ON_EMPTY_SHARDS = {
     aten.mm.default, aten.bmm.default, aten.addmm.default, aten.sum.default, aten.sum.dim_IntList, aten.clone.default,
     aten._to_copy.default, aten.copy_.default, aten.fill_.Scalar, aten.zero_.default, aten.t.default,
     aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.detach.default, aten.empty_like.default,
@@ -108,13 +108,13 @@ _PIECE_BY_PIECE = {
 }  # fmt: skip
 
 # What DTensor computes with pieces of one operand and all of the other.
-_ALL_ALIKE = {aten.linalg_solve_triangular.default}
+_NEEDS_EQUAL_PLACEMENTS = {aten.linalg_solve_triangular.default}
 
 # Convolutions, and which of their tensors is the image; the weight is the next.
-_CONVOLUTIONS = {aten.convolution.default: 0, aten.convolution_backward.default: 1}
+_CONVOLUTION_INPUT_ARG = {aten.convolution.default: 0, aten.convolution_backward.default: 1}
 
 
-class Spec:
+class TensorSpec:
     """Everything about a tensor but its data. Interned: equal specs of an engine are one object.
 
     Attributes:
@@ -126,7 +126,16 @@ class Spec:
     """
 
     __slots__ = (
-        "__weakref__", "copied", "device", "dtype", "engine", "making", "offset", "placements", "shape", "stride",
+        "__weakref__",
+        "device",
+        "dtype",
+        "engine",
+        "is_copied_view",
+        "offset",
+        "placements",
+        "shape",
+        "stride",
+        "wrapper_args",
     )  # fmt: skip
 
     shape: tuple[int, ...]
@@ -134,13 +143,13 @@ class Spec:
     offset: int
     dtype: torch.dtype
     placements: tuple[Any, ...] | None
-    copied: bool
+    is_copied_view: bool
     engine: Any
     device: torch.device
-    making: tuple[Any, ...] | None
+    wrapper_args: tuple[Any, ...] | None
 
     def __repr__(self) -> str:
-        return f"{tuple(self.shape)} {words_of(self.placements)}"
+        return f"{tuple(self.shape)} {format_placements(self.placements)}"
 
 
 @dataclass(slots=True)
@@ -164,35 +173,35 @@ class Template:
     """
 
     number: int
-    single: Spec | None
-    outputs: tuple[Spec | int | None, ...]
+    single_output: TensorSpec | None
+    outputs: tuple[TensorSpec | int | None, ...]
     returns: str
-    first: tuple[tuple[int, tuple[Any, ...]], ...] = ()
+    redistributions: tuple[tuple[int, tuple[Any, ...]], ...] = ()
     mutates: tuple[int, ...] = ()
-    instead: Any = None
+    functional_op: Any = None
     seeded: bool = False
     is_view: bool = False
-    shares: bool = False
-    special: bool = False  # anything of the above: off the hot path
-    quick: Spec | None = field(init=False)  # `single`, where that is all there is to do
+    shares_storage: bool = False
+    needs_slow_path: bool = False  # anything of the above: off the hot path
+    fast_path_output: TensorSpec | None = field(init=False)  # `single`, where that is all there is to do
     communicates: bool = False
     body: bytes = b""
     name: str = ""
     overwrites: bool = False
 
     def __post_init__(self) -> None:
-        self.quick = None if self.special else self.single
+        self.fast_path_output = None if self.needs_slow_path else self.single_output
 
 
 class Planner:
     """Plans for one mesh. Thread-safe as far as the interpreter is: two threads may plan the same thing twice."""
 
     def __init__(self, axes: MeshAxes, engine: Any) -> None:
-        rules.install()
+        dtensor_patches.install()
         self.axes, self.engine = axes, engine
         self.device = torch.device("cpu")  # what wrappers report; any other would make torch look for its backend
-        self.mesh = _empty_mesh(axes)
-        self._specs: weakref.WeakValueDictionary[Any, Spec] = weakref.WeakValueDictionary()
+        self.mesh = _fake_device_mesh(axes)
+        self._specs: weakref.WeakValueDictionary[Any, TensorSpec] = weakref.WeakValueDictionary()
         self._numbers = itertools.count(1)  # 0 frees ids
 
     def spec(
@@ -202,36 +211,36 @@ class Planner:
         offset: int,
         dtype: torch.dtype,
         placements: Any,
-        copied: bool = False,
-    ) -> Spec:
+        is_copied_view: bool = False,
+    ) -> TensorSpec:
         """The one spec of these."""
-        key = (tuple(shape), tuple(stride), offset, dtype, placements, copied)
+        key = (tuple(shape), tuple(stride), offset, dtype, placements, is_copied_view)
         found = self._specs.get(key)
         if found is None:
-            found = Spec()
-            found.shape, found.stride, found.offset, found.dtype, found.placements, found.copied = key
-            found.engine, found.device, found.making = self.engine, self.device, None
+            found = TensorSpec()
+            found.shape, found.stride, found.offset, found.dtype, found.placements, found.is_copied_view = key
+            found.engine, found.device, found.wrapper_args = self.engine, self.device, None
             self._specs[key] = found
         return found
 
-    def copied(self, spec: Spec) -> Spec:
+    def as_copied_view(self, spec: TensorSpec) -> TensorSpec:
         """The same, of a view that is a copy."""
         return self.spec(spec.shape, spec.stride, spec.offset, spec.dtype, spec.placements, True)
 
-    def spec_of(self, tensor: torch.Tensor, placements: Any) -> Spec:
+    def contiguous_spec(self, tensor: torch.Tensor, placements: Any) -> TensorSpec:
         """The spec of a contiguous tensor like this local one."""
-        return self.spec(tensor.shape, contiguous(tensor.shape), 0, tensor.dtype, placements)
+        return self.spec(tensor.shape, contiguous_strides(tensor.shape), 0, tensor.dtype, placements)
 
-    def empty(self, spec: Spec) -> torch.Tensor:
+    def empty_tensor(self, spec: TensorSpec) -> torch.Tensor:
         """A tensor like that without data; a DTensor, unless the spec is per rank."""
         if spec.placements is None:
             return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
         local = local_shape(spec.shape, spec.placements, self.axes)
-        strides = list(spec.stride) if local == tuple(spec.shape) else _dense(local, spec)
-        piece = torch.empty_strided(local, strides, dtype=spec.dtype, device="meta")
+        strides = list(spec.stride) if local == tuple(spec.shape) else _dense_strides(local, spec)
+        local_tensor = torch.empty_strided(local, strides, dtype=spec.dtype, device="meta")
         meta = TensorMeta(torch.Size(spec.shape), tuple(spec.stride), spec.dtype)
-        place = DTensorSpec(self.mesh, spec.placements, tensor_meta=meta)
-        return DTensor(piece, place, requires_grad=False)  # type: ignore[no-untyped-call]
+        dtensor_spec = DTensorSpec(self.mesh, spec.placements, tensor_meta=meta)
+        return DTensor(local_tensor, dtensor_spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
     def plan(self, function: Any, args: Any, kwargs: dict[str, Any], inputs: Sequence[Any]) -> Template:
         """What this operation comes to.
@@ -244,12 +253,14 @@ class Planner:
             NotImplementedError: DTensor has no rule for it; the text says which way there is.
             RuntimeError and others: torch's own, about shapes and dtypes.
         """
-        template = self._plan(function, args, kwargs, inputs)
-        if template.first and {at for at, _ in template.first}.intersection(_mutated(function, args, kwargs, inputs)):
-            return _not_in_place(function)  # what is brought elsewhere is a copy
+        template = self._plan_op(function, args, kwargs, inputs)
+        if template.redistributions and {at for at, _ in template.redistributions}.intersection(
+            _mutated_inputs(function, args, kwargs, inputs)
+        ):
+            return _plan_functional_variant(function)  # what is brought elsewhere is a copy
         return template
 
-    def _plan(self, function: Any, args: Any, kwargs: dict[str, Any], inputs: Sequence[Any]) -> Template:
+    def _plan_op(self, function: Any, args: Any, kwargs: dict[str, Any], inputs: Sequence[Any]) -> Template:
         for tensor in inputs:
             if tensor._spec.engine is not self.engine:
                 raise ValueError(
@@ -270,23 +281,25 @@ class Planner:
                 "are there; use the one that makes a view (without the trailing underscore), x = x.t(), or, where "
                 "torch's own code does it, mesh.execute(fn, x) or x.full_tensor()"
             )
-        first = _to_be_moved(function, args, inputs, self.mesh) or self._untrusted(function, inputs)
-        if first:
-            return Template(0, None, (), "none", first=first, special=True)
+        moves_first = _op_specific_moves(function, args, inputs, self.mesh) or self._unsafe_input_moves(
+            function, inputs
+        )
+        if moves_first:
+            return Template(0, None, (), "none", redistributions=moves_first, needs_slow_path=True)
         if (
-            function in _NOT_OF_NOTHING
+            function in _FAILS_ON_EMPTY
             and 0 in inputs[0]._spec.shape
-            and (found := self._on_the_whole(function, args, kwargs, inputs))
+            and (found := self._plan_replicated(function, args, kwargs, inputs))
         ):
             return found
-        args = _with_all_dims(function, args)
+        args = _expand_reduction_dims(function, args)
         empties: dict[int, Any] = {}
 
         def empty_of(leaf: Any) -> Any:
             spec = getattr(leaf, "_spec", None)
             if spec is not None:
                 if id(leaf) not in empties:
-                    empties[id(leaf)] = self.empty(spec)
+                    empties[id(leaf)] = self.empty_tensor(spec)
                 return empties[id(leaf)]
             if leaf is MESH:
                 return self.mesh
@@ -299,154 +312,181 @@ class Planner:
                 )
             return leaf
 
-        rules.tell_numbers_apart(function)
-        watch = _Watch(function)
+        dtensor_patches.include_scalars_in_cache_key(function)
+        observer = _OpObserver(function)
         try:
             # Whatever watches the user's operations, `mesh.activate()` for one, has nothing to do with these.
-            with _disable_current_modes(), torch.no_grad(), rules.quiet(), _as_rank_0(), watch:
+            with _disable_current_modes(), torch.no_grad(), dtensor_patches.suppress_warnings(), _as_rank_0(), observer:
                 empty_args, empty_kwargs = pytree.tree_map(empty_of, (args, kwargs))
                 results = function(*empty_args, **empty_kwargs)
         except Exception as error:
             if "in-place operations that require placement changes" in str(error):
-                return _not_in_place(function)
+                return _plan_functional_variant(function)
             # Nobody writes _unsafe_view: it is inside a matmul, where the user can do nothing about it.
-            uneven = _UNEVEN.search(str(error)) is not None and function is not aten._unsafe_view.default
-            if _ALONG.search(str(error)) is not None and not uneven and (moves := self._made_whole(inputs[:1])):
-                return Template(0, None, (), "none", first=moves, special=True)
-            if _lacks_a_rule(function, error) or (not uneven and _goes_on_one_process(function, args, kwargs)):
-                if (other := _that_makes_a_new_one(function)) is not None:
-                    return Template(0, None, (), "none", instead=other, special=True)
-                if found := self._on_the_whole(function, args, kwargs, inputs):
+            uneven = _UNEVEN_ERROR.search(str(error)) is not None and function is not aten._unsafe_view.default
+            if (
+                _SHARDED_DIM_ERROR.search(str(error)) is not None
+                and not uneven
+                and (moves := self._replicate_moves(inputs[:1]))
+            ):
+                return Template(0, None, (), "none", redistributions=moves, needs_slow_path=True)
+            if _is_missing_rule_error(function, error) or (
+                not uneven and _works_on_plain_tensors(function, args, kwargs)
+            ):
+                if (other := _functional_variant(function)) is not None:
+                    return Template(0, None, (), "none", functional_op=other, needs_slow_path=True)
+                if found := self._plan_replicated(function, args, kwargs, inputs):
                     return found
-            raise self._told(function, error, inputs) from None
-        made = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, DTensor)]
+            raise self._translate_error(function, error, inputs) from None
+        dtensors = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, DTensor)]
         unary = len(inputs) == 1 and torch.Tag.pointwise in getattr(function, "tags", ())
-        linear = not unary or all(_is_linear(function, place) for leaf in made for place in leaf.placements)
-        trusted = linear and not self._is_other_kind(function, args, kwargs, made)
-        if moves := _summed(inputs) if _is_coarser(inputs, made) else () if trusted else self._made_whole(inputs):
-            return Template(0, None, (), "none", first=moves, special=True)
-        if isinstance(function, torch._ops.OpOverload) and any(
-            not may_stay(place, leaf.dtype) for leaf in made for place in leaf.placements
+        linear = not unary or all(_is_linear(function, placement) for leaf in dtensors for placement in leaf.placements)
+        trusted = linear and not self._has_wrong_dtype(function, args, kwargs, dtensors)
+        if (
+            moves := _reduce_partial_moves(inputs)
+            if _loses_precision(inputs, dtensors)
+            else ()
+            if trusted
+            else self._replicate_moves(inputs)
         ):
-            for place in itertools.chain.from_iterable(leaf.placements for leaf in made):
-                if hasattr(place, "mask_buffer"):  # DTensor keeps it for all operations of this kind
-                    place.mask_buffer.release_mask()
-            return self._plan(Reduced(function), args, kwargs, inputs)
-        if watch.missed([empties[id(inputs[at])] for at in _mutated(function, args, kwargs, inputs)]):
-            return _not_in_place(function)
-        return self._template(function, args, kwargs, inputs, empties, results, watch.communicates)
+            return Template(0, None, (), "none", redistributions=moves, needs_slow_path=True)
+        if isinstance(function, torch._ops.OpOverload) and any(
+            not may_stay_partial(placement, leaf.dtype) for leaf in dtensors for placement in leaf.placements
+        ):
+            for placement in itertools.chain.from_iterable(leaf.placements for leaf in dtensors):
+                if hasattr(placement, "mask_buffer"):  # DTensor keeps it for all operations of this kind
+                    placement.mask_buffer.release_mask()
+            return self._plan_op(ReducedOp(function), args, kwargs, inputs)
+        if observer.missed_mutation(
+            [empties[id(inputs[at])] for at in _mutated_inputs(function, args, kwargs, inputs)]
+        ):
+            return _plan_functional_variant(function)
+        return self._build_template(function, args, kwargs, inputs, empties, results, observer.communicates)
 
-    def _on_the_whole(self, function: Any, args: Any, kwargs: Any, inputs: Sequence[Any]) -> Template | None:
+    def _plan_replicated(self, function: Any, args: Any, kwargs: Any, inputs: Sequence[Any]) -> Template | None:
         """An operation that DTensor has no rule for, done by every rank on all of every operand, if that can be."""
-        everywhere = (Replicate(),) * self.mesh.ndim
+        replicated = (Replicate(),) * self.mesh.ndim
         if not isinstance(function, torch._ops.OpOverload) or function._schema.is_mutable or not inputs:
             return None
-        if function in _NOT_ON_THE_WHOLE:
+        if function in _NEVER_REPLICATED:
             return None
         if any(tensor._spec.placements is None for tensor in inputs):
             return None
         empties = {
-            id(tensor): self.empty(
-                self.spec(tensor._spec.shape, tensor._spec.stride, 0, tensor._spec.dtype, everywhere)
+            id(tensor): self.empty_tensor(
+                self.spec(tensor._spec.shape, tensor._spec.stride, 0, tensor._spec.dtype, replicated)
             )
             for tensor in inputs
         }
-        whole = Whole(function)
+        replicated_op = ReplicatedOp(function)
         try:
-            with _disable_current_modes(), torch.no_grad(), rules.quiet():
-                given = pytree.tree_map(lambda leaf: empties.get(id(leaf), leaf), (args, kwargs))
-                shaped_as = _SHAPED_AS.get(function)
-                results = whole(*given[0], **given[1]) if shaped_as is None else torch.empty_like(given[0][shaped_as])
+            with _disable_current_modes(), torch.no_grad(), dtensor_patches.suppress_warnings():
+                empty_operands = pytree.tree_map(lambda leaf: empties.get(id(leaf), leaf), (args, kwargs))
+                shaped_as = _SHAPE_OF_INPUT.get(function)
+                results = (
+                    replicated_op(*empty_operands[0], **empty_operands[1])
+                    if shaped_as is None
+                    else torch.empty_like(empty_operands[0][shaped_as])
+                )
         except Exception:
             return None
         if not all(isinstance(leaf, (DTensor, type(None))) for leaf in pytree.tree_leaves(results)):
             return None
-        if moves := self._made_whole(inputs):
-            return Template(0, None, (), "none", first=moves, special=True)
-        return self._template(whole, args, kwargs, inputs, empties, results, communicates=False)
+        if moves := self._replicate_moves(inputs):
+            return Template(0, None, (), "none", redistributions=moves, needs_slow_path=True)
+        return self._build_template(replicated_op, args, kwargs, inputs, empties, results, communicates=False)
 
-    def _made_whole(self, inputs: Sequence[Any]) -> tuple[tuple[int, tuple[Any, ...]], ...]:
+    def _replicate_moves(self, inputs: Sequence[Any]) -> tuple[tuple[int, tuple[Any, ...]], ...]:
         """What brings to every rank all of those of these tensors that are not there yet."""
-        everywhere = (Replicate(),) * self.mesh.ndim
-        return tuple((at, everywhere) for at, tensor in enumerate(inputs) if tensor._spec.placements != everywhere)
+        replicated = (Replicate(),) * self.mesh.ndim
+        return tuple((at, replicated) for at, tensor in enumerate(inputs) if tensor._spec.placements != replicated)
 
-    def _untrusted(self, function: Any, inputs: Sequence[Any]) -> tuple[tuple[int, tuple[Any, ...]], ...]:
+    def _unsafe_input_moves(self, function: Any, inputs: Sequence[Any]) -> tuple[tuple[int, tuple[Any, ...]], ...]:
         """Placements that inputs need first, because DTensor computes wrongly with theirs, whatever the operation:
         parts that may not stay, and pieces of which some are empty. A rank with an empty one raises what others do not,
         or takes no part in a collective."""
         if not isinstance(function, torch._ops.OpOverload):
             return ()
-        safe = torch.Tag.pointwise in function.tags or function in _PIECE_BY_PIECE or "foreach" in function._opname
+        is_safe = (
+            torch.Tag.pointwise in function.tags or function in _SAFE_ON_EMPTY_SHARDS or "foreach" in function._opname
+        )
         moves: list[tuple[int, tuple[Any, ...]]] = []
         for at, tensor in enumerate(inputs):
             spec = tensor._spec
-            places = spec.placements
-            if places is None:
+            placements = spec.placements
+            if placements is None:
                 continue
-            empty = set() if safe else {dim for dim in range(len(spec.shape)) if self._lacks_rows(spec, dim)}
-            wanted = tuple(
-                Replicate() if not may_stay(place, spec.dtype) or (_is_cut(place) and place.dim in empty) else place
-                for place in places
+            empty_dims = (
+                set() if is_safe else {dim for dim in range(len(spec.shape)) if self._has_empty_shard(spec, dim)}
             )
-            if wanted != places:
-                moves.append((at, wanted))
+            required = tuple(
+                Replicate()
+                if not may_stay_partial(placement, spec.dtype)
+                or (_is_sharded(placement) and placement.dim in empty_dims)
+                else placement
+                for placement in placements
+            )
+            if required != placements:
+                moves.append((at, required))
         return tuple(moves)
 
-    def _is_other_kind(self, function: Any, args: Any, kwargs: Any, made: Sequence[Any]) -> bool:
+    def _has_wrong_dtype(self, function: Any, args: Any, kwargs: Any, made: Sequence[Any]) -> bool:
         """Whether DTensor has made another dtype of parts than torch does. Integers beside parts of a sum it divides by
         the number of ranks."""
-        in_parts = [leaf for leaf in made if any(place.is_partial() for place in leaf.placements)]
-        if len(in_parts) != 1 or torch.Tag.pointwise not in getattr(function, "tags", ()):
+        partial_results = [leaf for leaf in made if any(placement.is_partial() for placement in leaf.placements)]
+        if len(partial_results) != 1 or torch.Tag.pointwise not in getattr(function, "tags", ()):
             return False
         try:
             with _disable_current_modes(), torch.no_grad():
-                whole = function(*(pytree.tree_map(_without_data, args)), **pytree.tree_map(_without_data, kwargs))
+                expected = function(*(pytree.tree_map(_to_meta, args)), **pytree.tree_map(_to_meta, kwargs))
         except Exception:
             return False
-        return isinstance(whole, torch.Tensor) and whole.dtype != in_parts[0].dtype
+        return isinstance(expected, torch.Tensor) and expected.dtype != partial_results[0].dtype
 
-    def _lacks_rows(self, spec: Spec, dim: int) -> bool:
+    def _has_empty_shard(self, spec: TensorSpec, dim: int) -> bool:
         """Whether some rank has no row of this dim."""
-        ranks = 1
-        for place, size in zip(spec.placements or (), self.mesh.shape, strict=True):
-            ranks *= size if _is_cut(place) and place.dim == dim else 1
-        if ranks == 1:
+        num_shards = 1
+        for placement, size in zip(spec.placements or (), self.mesh.shape, strict=True):
+            num_shards *= size if _is_sharded(placement) and placement.dim == dim else 1
+        if num_shards == 1:
             return False
-        last = local_shape(spec.shape, spec.placements or (), self.axes, self.axes.size - 1)
-        return last[dim] == 0
+        last_shape = local_shape(spec.shape, spec.placements or (), self.axes, self.axes.size - 1)
+        return last_shape[dim] == 0
 
-    def _unlike_means(
+    def _uneven_mean_moves(
         self, function: Any, inputs: Sequence[Any], placements: Sequence[Any]
     ) -> tuple[tuple[int, tuple[Any, ...]], ...]:
         """What makes inputs whole along an axis where DTensor would take the mean of means of pieces unlike in size."""
-        means = [axis for axis, place in enumerate(placements) if getattr(place, "reduce_op", None) == "avg"]
-        for axis in means if isinstance(function, torch._ops.OpOverload) else ():
+        mean_axes = [
+            axis for axis, placement in enumerate(placements) if getattr(placement, "reduce_op", None) == "avg"
+        ]
+        for axis in mean_axes if isinstance(function, torch._ops.OpOverload) else ():
             if all(tensor._spec.placements[axis].is_replicate() for tensor in inputs):  # DTensor has cut it by itself
-                return self._made_whole(inputs)
+                return self._replicate_moves(inputs)
         moves: list[tuple[int, tuple[Any, ...]]] = []
-        for at, tensor in enumerate(inputs) if means else ():
-            placed = list(tensor._spec.placements)
-            for axis in means:
-                place = placed[axis]
-                if place.is_shard() and tensor._spec.shape[place.dim] % self.mesh.shape[axis]:
-                    placed[axis] = Replicate()
-            if placed != list(tensor._spec.placements):
-                moves.append((at, tuple(placed)))
+        for at, tensor in enumerate(inputs) if mean_axes else ():
+            new_placements = list(tensor._spec.placements)
+            for axis in mean_axes:
+                placement = new_placements[axis]
+                if placement.is_shard() and tensor._spec.shape[placement.dim] % self.mesh.shape[axis]:
+                    new_placements[axis] = Replicate()
+            if new_placements != list(tensor._spec.placements):
+                moves.append((at, tuple(new_placements)))
         return tuple(moves)
 
-    def plan_own(self, name: str, args: tuple[Any, ...], output: Spec) -> Template:
+    def plan_tensor_source(self, name: str, args: tuple[Any, ...], output: TensorSpec) -> Template:
         """A template of a function of ours that makes one tensor out of none, whose spec the caller knows."""
         number = next(self._numbers)
-        sent = Sent(number, f"meshbook::{name}", args, {}, (-1,), "one", (), False, False)
-        return Template(number, output, (output,), "one", body=pickle.dumps(sent, 5), name=sent.function)
+        message = TemplateMessage(number, f"meshbook::{name}", args, {}, (-1,), "one", (), False, False)
+        return Template(number, output, (output,), "one", body=pickle.dumps(message, 5), name=message.function)
 
-    def plan_none(self, name: str, args: tuple[Any, ...]) -> Template:
+    def plan_void_function(self, name: str, args: tuple[Any, ...]) -> Template:
         """A template of a function of ours that takes no tensor and makes none."""
         number = next(self._numbers)
-        sent = Sent(number, f"meshbook::{name}", args, {}, (), "none", (), False, False)
-        return Template(number, None, (), "none", body=pickle.dumps(sent, 5), name=sent.function)
+        message = TemplateMessage(number, f"meshbook::{name}", args, {}, (), "none", (), False, False)
+        return Template(number, None, (), "none", body=pickle.dumps(message, 5), name=message.function)
 
-    def _template(
+    def _build_template(
         self,
         function: Any,
         args: Any,
@@ -456,25 +496,25 @@ class Planner:
         results: Any,
         communicates: bool,
     ) -> Template:
-        given = {id(empty): tensor for tensor in inputs if (empty := empties.get(id(tensor))) is not None}
-        several = isinstance(results, (tuple, list))
-        flat = list(results) if several else [] if results is None else [results]
-        outputs: list[Spec | int | None] = []
+        input_by_empty = {id(empty): tensor for tensor in inputs if (empty := empties.get(id(tensor))) is not None}
+        is_sequence = isinstance(results, (tuple, list))
+        flat = list(results) if is_sequence else [] if results is None else [results]
+        outputs: list[TensorSpec | int | None] = []
         for result in flat:
-            if id(result) in given:
-                outputs.append(next(at for at, tensor in enumerate(inputs) if tensor is given[id(result)]))
+            if id(result) in input_by_empty:
+                outputs.append(next(at for at, tensor in enumerate(inputs) if tensor is input_by_empty[id(result)]))
             elif isinstance(result, DTensor):
                 placements = tuple(result.placements)
-                if any(_is_strided(place) for place in placements):
+                if any(_is_strided_shard(placement) for placement in placements):
                     # A dim made of a cut inner dim: DTensor's backward of such a piece is wrong, so it is made whole.
-                    whole = tuple(
-                        Replicate() if _is_strided(after) else before
+                    replicated = tuple(
+                        Replicate() if _is_strided_shard(after) else before
                         for before, after in zip(inputs[0]._spec.placements, placements, strict=True)
                     )
-                    return Template(0, None, (), "none", first=((0, whole),), special=True)
-                if moves := self._unlike_means(function, inputs, placements):
-                    return Template(0, None, (), "none", first=moves, special=True)
-                stride = _strides_as_laid_out(result)
+                    return Template(0, None, (), "none", redistributions=((0, replicated),), needs_slow_path=True)
+                if moves := self._uneven_mean_moves(function, inputs, placements):
+                    return Template(0, None, (), "none", redistributions=moves, needs_slow_path=True)
+                stride = _actual_strides(result)
                 outputs.append(self.spec(result.shape, stride, 0, result.dtype, placements))
             elif isinstance(result, torch.Tensor):
                 outputs.append(self.spec(result.shape, result.stride(), 0, result.dtype, None))
@@ -482,18 +522,18 @@ class Planner:
                 outputs.append(None)
             else:
                 raise NotImplementedError(f"{name_of(function)} gives a {type(result).__name__}, not tensors")
-        mutates = _mutated(function, args, kwargs, inputs)
-        is_view, shares = _sharing(function, inputs, empties, flat)
-        copied = is_view and (not shares or inputs[0]._spec.copied)
-        if copied:
-            outputs = [self.copied(output) if isinstance(output, Spec) else output for output in outputs]
+        mutates = _mutated_inputs(function, args, kwargs, inputs)
+        is_view, shares = _view_kind(function, inputs, empties, flat)
+        is_copied_view = is_view and (not shares or inputs[0]._spec.is_copied_view)
+        if is_copied_view:
+            outputs = [self.as_copied_view(output) if isinstance(output, TensorSpec) else output for output in outputs]
         seeded = torch.Tag.nondeterministic_seeded in getattr(function, "tags", ()) and bool(inputs or flat)
-        if seeded and (moves := _drawn_alike(inputs, outputs)):
-            return Template(0, None, (), "none", first=moves, special=True)
+        if seeded and (moves := _random_op_moves(inputs, outputs)):
+            return Template(0, None, (), "none", redistributions=moves, needs_slow_path=True)
         returns = (
-            ("list" if isinstance(results, list) else "tuple") if several else "none" if results is None else "one"
+            ("list" if isinstance(results, list) else "tuple") if is_sequence else "none" if results is None else "one"
         )
-        single = outputs[0] if returns == "one" and isinstance(outputs[0], Spec) else None
+        single = outputs[0] if returns == "one" and isinstance(outputs[0], TensorSpec) else None
 
         def placeholder(leaf: Any) -> Any:
             if getattr(leaf, "_spec", None) is not None:
@@ -501,72 +541,72 @@ class Planner:
             return FLOAT if leaf.__class__ is float else leaf
 
         number = next(self._numbers)
-        sent_args, sent_kwargs = pytree.tree_map(placeholder, (tuple(args), dict(kwargs)))
-        sent = Sent(
+        message_args, message_kwargs = pytree.tree_map(placeholder, (tuple(args), dict(kwargs)))
+        message = TemplateMessage(
             number=number,
             function=name_of(function),
-            args=sent_args,
-            kwargs=sent_kwargs,
-            outputs=tuple(-1 if isinstance(output, Spec) else output for output in outputs),
+            args=message_args,
+            kwargs=message_kwargs,
+            outputs=tuple(-1 if isinstance(output, TensorSpec) else output for output in outputs),
             returns={"list": "many", "tuple": "many"}.get(returns, returns),
             mutates=mutates,
             communicates=communicates,
             seeded=seeded,
-            default=_default_of(inputs, outputs, kwargs),
+            default_dtype=_default_dtype_name(inputs, outputs, kwargs),
             overwrites=bool(mutates) and overwrites(function),
-            views=is_view and shares,
+            is_view=is_view and shares,
         )
         return Template(
             number=number,
-            single=single,
+            single_output=single,
             outputs=tuple(outputs),
             returns=returns,
             mutates=mutates,
             seeded=seeded,
-            special=copied or bool(mutates) or seeded,
+            needs_slow_path=is_copied_view or bool(mutates) or seeded,
             is_view=is_view,
-            shares=shares,
+            shares_storage=shares,
             communicates=communicates,
-            body=pickle.dumps(sent, 5),
+            body=pickle.dumps(message, 5),
             name=name_of(function),
-            overwrites=sent.overwrites,
+            overwrites=message.overwrites,
         )
 
-    def _told(self, function: Any, error: Exception, inputs: Sequence[Any]) -> Exception:
+    def _translate_error(self, function: Any, error: Exception, inputs: Sequence[Any]) -> Exception:
         """torch's complaint, about the tensors as the user knows them."""
         text = str(error).strip().split("\n\nSharding propagation failed")[0].strip()
         name = name_of(function)
         operands = ", ".join(repr(tensor._spec) for tensor in inputs[:4])
-        where = f"on a mesh of {self.axes}"
-        plain = name.partition("::")[2].partition(".")[0]
-        if text.startswith("aten.nonzero") and plain == "index":
+        mesh_text = f"on a mesh of {self.axes}"
+        op_name = name.partition("::")[2].partition(".")[0]
+        if text.startswith("aten.nonzero") and op_name == "index":
             return NotImplementedError(
-                f"x[mask] of {operands} {where}: the shape of its result depends on the data, which is on the ranks. "
-                "torch.where(mask, x, other) keeps the shape, and x[mask] = value changes x; or run it where the data "
-                "is, mesh.execute(fn, x), or on the whole tensor here, x.full_tensor()"
+                f"x[mask] of {operands} {mesh_text}: the shape of its result depends on the data, which is on the "
+                "ranks. torch.where(mask, x, other) keeps the shape, and x[mask] = value changes x; or run it where "
+                "the data is, mesh.execute(fn, x), or on the whole tensor here, x.full_tensor()"
             )
         if function is aten.mkldnn_rnn_layer.default:
             return NotImplementedError(
-                f"lstm of {operands} {where}: on a CPU it is one operation of oneDNN's, for which DTensor has no rule. "
-                "`with torch.backends.mkldnn.flags(enabled=False):` it is made of others; "
+                f"lstm of {operands} {mesh_text}: on a CPU it is one operation of oneDNN's, for which DTensor has no "
+                "rule. `with torch.backends.mkldnn.flags(enabled=False):` it is made of others; "
                 "meshbook.module_to_mesh(module, mesh) sees to that by itself"
             )
-        if _lacks_a_rule(function, error):
+        if _is_missing_rule_error(function, error):
             return NotImplementedError(
-                f"{plain} of {operands} {where}: DTensor has no rule for it (or the shape of its result depends on "
-                f"data). Ways round: run it on the ranks, mesh.execute(fn, x); or on the whole tensor here, "
+                f"{op_name} of {operands} {mesh_text}: DTensor has no rule for it (or the shape of its result depends "
+                f"on data). Ways round: run it on the ranks, mesh.execute(fn, x); or on the whole tensor here, "
                 f"x.full_tensor(); or first bring x to every rank, x.redistribute([Replicate()] * {self.mesh.ndim})"
             )
-        uneven = _UNEVEN.search(text)
+        uneven = _UNEVEN_ERROR.search(text)
         if uneven is not None:
             dim, length, axis = uneven["dim"], int(uneven["length"]), int(uneven["axis"])
             size = self.axes.shape[axis]
             return PlacementError(
-                f"{plain} of {operands}: dim {dim} of {length} rows cannot be sharded evenly over "
+                f"{op_name} of {operands}: dim {dim} of {length} rows cannot be sharded evenly over "
                 f"{self.axes.names[axis]}={size}: {length} = {size} * {length // size} + {length % size}. "
                 f"Redistribute the tensor first so that {self.axes.names[axis]} cuts another dim, or none"
             )
-        text = f"{text} ({plain} of {operands} {where})"
+        text = f"{text} ({op_name} of {operands} {mesh_text})"
         try:
             return type(error)(text)
         except Exception:
@@ -576,127 +616,134 @@ class Planner:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _to_be_moved(
+def _op_specific_moves(
     function: Any, args: Any, inputs: Sequence[Any], mesh: DeviceMesh
 ) -> tuple[tuple[int, tuple[Any, ...]], ...]:
     """Placements that inputs need first, where DTensor would compute a wrong number as they are."""
-    if function in _CONVOLUTIONS:
+    if function in _CONVOLUTION_INPUT_ARG:
         # DTensor's own way takes shards as they come, and trades edges by the ranks of the whole world.
-        image = _CONVOLUTIONS[function]
-        places = inputs[image]._spec.placements
-        if places is None:
+        image = _CONVOLUTION_INPUT_ARG[function]
+        placements = inputs[image]._spec.placements
+        if placements is None:
             return ()
         length = inputs[image]._spec.shape[0]
-        rows = tuple(  # a rank without a row would fail, or be believed
-            place if isinstance(place, Shard) and place.dim == 0 and _all_have_some(length, size) else Replicate()
-            for place, size in zip(places, mesh.shape, strict=True)
+        row_placements = tuple(  # a rank without a row would fail, or be believed
+            placement
+            if isinstance(placement, Shard) and placement.dim == 0 and _has_no_empty_shard(length, size)
+            else Replicate()
+            for placement, size in zip(placements, mesh.shape, strict=True)
         )
         # The images and the gradient of what came out by rows; weight and bias are needed whole.
-        wanted = [rows if at <= image else (Replicate(),) * mesh.ndim for at in range(len(inputs))]
+        required = [row_placements if at <= image else (Replicate(),) * mesh.ndim for at in range(len(inputs))]
         return tuple(
-            (at, places)
-            for at, (tensor, places) in enumerate(zip(inputs, wanted, strict=True))
-            if tensor._spec.placements != places
+            (at, placements)
+            for at, (tensor, placements) in enumerate(zip(inputs, required, strict=True))
+            if tensor._spec.placements != placements
         )
-    if function in _ALL_ALIKE and len({tensor._spec.placements for tensor in inputs}) > 1:
-        everywhere = (Replicate(),) * mesh.ndim
-        return tuple((at, everywhere) for at, tensor in enumerate(inputs) if tensor._spec.placements != everywhere)
-    if function in _TRUTHS:
-        return _summed(inputs[:1])
+    if function in _NEEDS_EQUAL_PLACEMENTS and len({tensor._spec.placements for tensor in inputs}) > 1:
+        replicated = (Replicate(),) * mesh.ndim
+        return tuple((at, replicated) for at, tensor in enumerate(inputs) if tensor._spec.placements != replicated)
+    if function in _LOGICAL_REDUCTIONS:
+        return _reduce_partial_moves(inputs[:1])
     if function is aten.embedding.default and Shard(0) in (inputs[0]._spec.placements or ()):
         # DTensor cuts the indices as it likes then, and now and then masks rows by those of another cut.
         weight, indices = (tensor._spec.placements for tensor in inputs)
         uncut = tuple(
-            there if here.is_replicate() else Replicate() for here, there in zip(weight, indices, strict=True)
+            index_placement if weight_placement.is_replicate() else Replicate()
+            for weight_placement, index_placement in zip(weight, indices, strict=True)
         )
         return ((1, uncut),) if uncut != indices else ()
-    if (function in _SCANS or function in _PLACES) and inputs and inputs[0]._spec.placements is not None:
+    if (function in _SCANS or function in _INDEX_REDUCTIONS) and inputs and inputs[0]._spec.placements is not None:
         spec = inputs[0]._spec
         rank = max(len(spec.shape), 1)
-        named = args[1] if len(args) > 1 else None
-        dims = {dim % rank for dim in (named if isinstance(named, (list, tuple)) else [named]) if isinstance(dim, int)}
+        dim_arg = args[1] if len(args) > 1 else None
+        dims = {
+            dim % rank for dim in (dim_arg if isinstance(dim_arg, (list, tuple)) else [dim_arg]) if isinstance(dim, int)
+        }
         if function in (aten.roll.default,):
             dims = {dim % rank for dim in (args[2] if len(args) > 2 else range(rank))}
-        if function in _PLACES and named is None:
+        if function in _INDEX_REDUCTIONS and dim_arg is None:
             dims = set(range(rank))
         if function is aten.kthvalue.default or function is aten.renorm.default:
             dims = set(range(rank))
-        places = tuple(
-            Replicate() if place.is_partial() or (_is_cut(place) and place.dim % rank in dims) else place
-            for place in spec.placements
+        placements = tuple(
+            Replicate()
+            if placement.is_partial() or (_is_sharded(placement) and placement.dim % rank in dims)
+            else placement
+            for placement in spec.placements
         )
-        if places != spec.placements:
-            return ((0, places),)
+        if placements != spec.placements:
+            return ((0, placements),)
     return ()
 
 
-def _summed(inputs: Sequence[Any]) -> tuple[tuple[int, tuple[Any, ...]], ...]:
+def _reduce_partial_moves(inputs: Sequence[Any]) -> tuple[tuple[int, tuple[Any, ...]], ...]:
     """What sums up those of these tensors that are in parts."""
     return tuple(
-        (at, tuple(Replicate() if place.is_partial() else place for place in tensor._spec.placements))
+        (at, tuple(Replicate() if placement.is_partial() else placement for placement in tensor._spec.placements))
         for at, tensor in enumerate(inputs)
-        if any(place.is_partial() for place in tensor._spec.placements or ())
+        if any(placement.is_partial() for placement in tensor._spec.placements or ())
     )
 
 
-def _is_coarser(inputs: Sequence[Any], made: Sequence[Any]) -> bool:
+def _loses_precision(inputs: Sequence[Any], made: Sequence[Any]) -> bool:
     """Whether parts of a sum become parts of a dtype with fewer digits: what those lose, the sum need not have lost."""
-    digits = [
+    epsilons = [
         torch.finfo(tensor._spec.dtype).eps
         for tensor in inputs
-        if _is_inexact(tensor._spec) and any(place.is_partial() for place in tensor._spec.placements or ())
+        if _is_inexact(tensor._spec) and any(placement.is_partial() for placement in tensor._spec.placements or ())
     ]
-    return bool(digits) and any(
+    return bool(epsilons) and any(
         (leaf.dtype.is_floating_point or leaf.dtype.is_complex)
-        and torch.finfo(leaf.dtype).eps > min(digits)
-        and any(place.is_partial() for place in leaf.placements)
+        and torch.finfo(leaf.dtype).eps > min(epsilons)
+        and any(placement.is_partial() for placement in leaf.placements)
         for leaf in made
     )
 
 
-def _drawn_alike(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[tuple[int, tuple[Any, ...]], ...]:
+def _random_op_moves(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[tuple[int, tuple[Any, ...]], ...]:
     """What makes the first input whole along axes where the result is: ranks draw by the shards that they are given,
     and would draw differently what DTensor takes for the same."""
-    made = next((output for output in outputs if isinstance(output, Spec)), None)
-    if made is None or not inputs or made.placements is None:
+    new_output = next((output for output in outputs if isinstance(output, TensorSpec)), None)
+    if new_output is None or not inputs or new_output.placements is None:
         return ()
-    given = inputs[0]._spec.placements
-    wanted = tuple(
-        Replicate() if after.is_replicate() and _is_cut(before) else before
-        for before, after in zip(given, made.placements, strict=True)
+    input_placements = inputs[0]._spec.placements
+    required = tuple(
+        Replicate() if after.is_replicate() and _is_sharded(before) else before
+        for before, after in zip(input_placements, new_output.placements, strict=True)
     )
-    return ((0, wanted),) if wanted != given else ()
+    return ((0, required),) if required != input_placements else ()
 
 
-def _all_have_some(length: int, ranks: int) -> bool:
+def _has_no_empty_shard(length: int, ranks: int) -> bool:
     """Whether no rank's piece is empty when so many rows are cut as `torch.chunk` cuts them."""
     return -(-length // ranks) * (ranks - 1) < length
 
 
-def _with_all_dims(function: Any, args: Any) -> Any:
+def _expand_reduction_dims(function: Any, args: Any) -> Any:
     """A reduction's arguments, with the dims written out."""
-    at = _REDUCTIONS.get(function)
+    at = _REDUCTION_DIM_ARG.get(function)
     if at is None or len(args) < at or (len(args) > at and (args[at] is None or args[at])):
         return args
     return (*args[:at], list(range(args[0].dim())), *args[at + 1 :])
 
 
-def _default_of(inputs: Sequence[Any], outputs: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
+def _default_dtype_name(inputs: Sequence[Any], outputs: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
     """The default dtype, where ranks must be told: theirs is the usual one."""
     default = torch.get_default_dtype()
     if default is torch.float32 or kwargs.get("dtype") is not None:
         return None
     if any(_is_inexact(tensor._spec) for tensor in inputs):
         return None
-    made = any(isinstance(output, Spec) and _is_inexact(output) for output in outputs)
+    made = any(isinstance(output, TensorSpec) and _is_inexact(output) for output in outputs)
     return str(default).removeprefix("torch.") if made else None
 
 
-def _is_inexact(spec: Spec) -> bool:
+def _is_inexact(spec: TensorSpec) -> bool:
     return spec.dtype.is_floating_point or spec.dtype.is_complex
 
 
-def _lacks_a_rule(function: Any, error: Exception) -> bool:
+def _is_missing_rule_error(function: Any, error: Exception) -> bool:
     """Whether this is DTensor's way of saying so."""
     text = str(error).strip()
     return (
@@ -710,21 +757,21 @@ def _lacks_a_rule(function: Any, error: Exception) -> bool:
     )
 
 
-def _goes_on_one_process(function: Any, args: Any, kwargs: Any) -> bool:
+def _works_on_plain_tensors(function: Any, args: Any, kwargs: Any) -> bool:
     """Whether torch does the operation, so that it is DTensor's fault, and not the user's, if it does not."""
     if not isinstance(function, torch._ops.OpOverload):
         return False
 
     try:
         with _disable_current_modes(), torch.no_grad():
-            whole_args, whole_kwargs = pytree.tree_map(_without_data, (args, kwargs))
-            function(*whole_args, **whole_kwargs)
+            meta_args, meta_kwargs = pytree.tree_map(_to_meta, (args, kwargs))
+            function(*meta_args, **meta_kwargs)
     except Exception:
         return False
     return True
 
 
-def _without_data(leaf: Any) -> Any:
+def _to_meta(leaf: Any) -> Any:
     """A tensor like this remote one, of all of its rows, without data; anything else as it is."""
     spec = getattr(leaf, "_spec", None)
     if spec is not None:
@@ -732,7 +779,7 @@ def _without_data(leaf: Any) -> Any:
     return torch.device("meta") if isinstance(leaf, torch.device) else leaf
 
 
-def _that_makes_a_new_one(function: Any) -> Any:
+def _functional_variant(function: Any) -> Any:
     """The operation that gives a new tensor with what this one would have left in the tensor it changes, or None."""
     name = getattr(function, "_opname", "")
     if not name.endswith("_") or name.startswith("_foreach"):
@@ -740,56 +787,61 @@ def _that_makes_a_new_one(function: Any) -> Any:
     other = getattr(getattr(torch.ops, function.namespace), name.removesuffix("_"), None)
     if other is None:
         return None
-    taken = [str(argument.type) for argument in function._schema.arguments]
-    named = [function._overloadname, *other.overloads()]  # pow_.Scalar is pow.Tensor_Scalar's; pow.Scalar is another
-    overloads = [getattr(other, name) for name in named if hasattr(other, name)]
-    fitting = (one for one in overloads if [str(argument.type) for argument in one._schema.arguments] == taken)
-    return next(fitting, None)
+    argument_types = [str(argument.type) for argument in function._schema.arguments]
+    overload_names = [
+        function._overloadname,
+        *other.overloads(),
+    ]  # pow_.Scalar is pow.Tensor_Scalar's; pow.Scalar is another
+    overloads = [getattr(other, name) for name in overload_names if hasattr(other, name)]
+    matching = (
+        one for one in overloads if [str(argument.type) for argument in one._schema.arguments] == argument_types
+    )
+    return next(matching, None)
 
 
-def _not_in_place(function: Any) -> Template:
+def _plan_functional_variant(function: Any) -> Template:
     """The plan of an operation in place by way of the one that makes a new tensor."""
-    other = _that_makes_a_new_one(function)
+    other = _functional_variant(function)
     if other is None:
         raise NotImplementedError(
             f"{function._opname} with operands that are placed otherwise than the tensor it changes: bring them to its "
             "placements first, y.redistribute(x.placements)"
         )
-    return Template(0, None, (), "none", instead=other, special=True)
+    return Template(0, None, (), "none", functional_op=other, needs_slow_path=True)
 
 
-def _is_linear(function: Any, place: Any) -> bool:
+def _is_linear(function: Any, placement: Any) -> bool:
     """Whether the operation, of one tensor and numbers, may be done on each of such parts by itself. What DTensor has
     cached of other operands now and then says so of `x + 0.5`, which then is added in every part."""
     name = function._opname.removesuffix("_").removeprefix("_foreach_")
-    shifts = ("add", "sub", "rsub") if getattr(place, "reduce_op", None) == "avg" else ()
-    return not place.is_partial() or name in (*_LINEAR, *shifts)
+    shifts = ("add", "sub", "rsub") if getattr(placement, "reduce_op", None) == "avg" else ()
+    return not placement.is_partial() or name in (*_LINEAR_OPS, *shifts)
 
 
-def _is_cut(place: Any) -> bool:
-    return not place.is_replicate() and not place.is_partial()
+def _is_sharded(placement: Any) -> bool:
+    return not placement.is_replicate() and not placement.is_partial()
 
 
-def _is_strided(place: Any) -> bool:
-    return type(place).__name__ == "_StridedShard"
+def _is_strided_shard(placement: Any) -> bool:
+    return type(placement).__name__ == "_StridedShard"
 
 
-def _mutated(function: Any, args: Any, kwargs: Any, inputs: Sequence[Any]) -> tuple[int, ...]:
+def _mutated_inputs(function: Any, args: Any, kwargs: Any, inputs: Sequence[Any]) -> tuple[int, ...]:
     """Indices of the inputs that the operation changes, by its schema."""
     schema = getattr(function, "_schema", None)
     if schema is None or not schema.is_mutable:
         return ()
-    changed: list[int] = []
-    for place, argument in enumerate(schema.arguments):
+    mutated: list[int] = []
+    for position, argument in enumerate(schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
-        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
         for leaf in value if isinstance(value, (list, tuple)) else [value]:
-            changed += [at for at, tensor in enumerate(inputs) if tensor is leaf]
-    return tuple(dict.fromkeys(changed))
+            mutated += [at for at, tensor in enumerate(inputs) if tensor is leaf]
+    return tuple(dict.fromkeys(mutated))
 
 
-def _sharing(function: Any, inputs: Sequence[Any], empties: dict[int, Any], results: list[Any]) -> tuple[bool, bool]:
+def _view_kind(function: Any, inputs: Sequence[Any], empties: dict[int, Any], results: list[Any]) -> tuple[bool, bool]:
     """Whether the results are views of the first input, and whether they share its storage, as views should."""
     if function in (as_global, as_local):
         return True, True
@@ -798,52 +850,52 @@ def _sharing(function: Any, inputs: Sequence[Any], empties: dict[int, Any], resu
         return False, False
     if not any(output.alias_info is not None for output in schema.returns):
         return False, False
-    source = _storage(empties[id(inputs[0])])
-    return True, all(_storage(result) == source for result in results if isinstance(result, torch.Tensor))
+    source = _storage_id(empties[id(inputs[0])])
+    return True, all(_storage_id(result) == source for result in results if isinstance(result, torch.Tensor))
 
 
-def _storage(tensor: Any) -> int:
+def _storage_id(tensor: Any) -> int:
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     found: int = local.untyped_storage()._cdata
     return found
 
 
-class _Planning(threading.local):
+class _PlanningFlag(threading.local):
     """Whether this thread plans an operation."""
 
-    now = False
+    is_active = False
 
 
-_planning = _Planning()
+_planning = _PlanningFlag()
 
 
 @contextlib.contextmanager
 def _as_rank_0() -> Iterator[None]:
     """DTensor asks for its own rank in the default group here and there; this process is in none."""
-    before, _planning.now = _planning.now, True
+    before, _planning.is_active = _planning.is_active, True
     try:
         yield
     finally:
-        _planning.now = before
+        _planning.is_active = before
 
 
-class _Distributed:
+class _DistributedProxy:
     """`torch.distributed` as DTensor's convolutions see it, which have no other way to be told a rank."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(dist, name)
 
     def get_rank(self, group: Any = None) -> int:
-        return 0 if _planning.now and not dist.is_initialized() else dist.get_rank(group)
+        return 0 if _planning.is_active and not dist.is_initialized() else dist.get_rank(group)
 
     def get_world_size(self, group: Any = None) -> int:
-        return 1 if _planning.now and not dist.is_initialized() else dist.get_world_size(group)
+        return 1 if _planning.is_active and not dist.is_initialized() else dist.get_world_size(group)
 
 
-_tp_conv.dist = _Distributed()  # type: ignore[assignment, attr-defined]
+_tp_conv.dist = _DistributedProxy()  # type: ignore[assignment, attr-defined]
 
 
-class _EmptyMesh(DeviceMesh):
+class _FakeDeviceMesh(DeviceMesh):
     """A mesh that this process is the first place of, whatever it is in."""
 
     def get_rank(self) -> int:
@@ -853,7 +905,7 @@ class _EmptyMesh(DeviceMesh):
         return 0
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _OpObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees whether ranks would speak to each other."""
 
     def __init__(self, function: Any) -> None:
@@ -862,18 +914,20 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._function = function
         schema = getattr(function, "_schema", None)
         arguments = schema.arguments if schema is not None and schema.is_mutable else ()
-        self._written = [
-            (place, argument.name)
-            for place, argument in enumerate(arguments)
+        self._mutated_args = [
+            (position, argument.name)
+            for position, argument in enumerate(arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
-        self._changed: list[tuple[int, torch.Size]] = []  # storages and shapes that local operations wrote to
+        self._mutated_storages: list[tuple[int, torch.Size]] = []  # storages and shapes that local operations wrote to
 
-    def missed(self, tensors: Sequence[Any]) -> bool:
+    def missed_mutation(self, tensors: Sequence[Any]) -> bool:
         """Whether one of these, which were to be changed, was not, or only a part of it was: DTensor brings operands
         to common placements, and then the operation changes a copy, or a shard, of what it was given."""
-        wanted = [(_storage(tensor), tensor._local_tensor.shape) for tensor in tensors if isinstance(tensor, DTensor)]
-        return bool(self._changed) and any(one not in self._changed for one in wanted)
+        expected = [
+            (_storage_id(tensor), tensor._local_tensor.shape) for tensor in tensors if isinstance(tensor, DTensor)
+        ]
+        return bool(self._mutated_storages) and any(one not in self._mutated_storages for one in expected)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -881,17 +935,17 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if "c10d" in func.namespace:
             self.communicates = True
         if func is self._function:
-            for place, name in self._written:
-                written = args[place] if place < len(args) else (kwargs or {}).get(name)
+            for position, name in self._mutated_args:
+                written = args[position] if position < len(args) else (kwargs or {}).get(name)
                 for leaf in pytree.tree_leaves(written):
                     if isinstance(leaf, torch.Tensor):
-                        self._changed.append((_storage(leaf), leaf.shape))
+                        self._mutated_storages.append((_storage_id(leaf), leaf.shape))
         return func(*args, **(kwargs or {}))
 
 
-def _empty_mesh(axes: MeshAxes) -> DeviceMesh:
+def _fake_device_mesh(axes: MeshAxes) -> DeviceMesh:
     """A DeviceMesh of these axes with groups that carry nothing. This process joins no group: `dist` stays unused."""
-    mesh = _EmptyMesh(
+    mesh = _FakeDeviceMesh(
         "cpu",
         torch.arange(axes.size).reshape(axes.shape or (1,)),
         mesh_dim_names=axes.names or ("rank",),
@@ -914,7 +968,7 @@ def _empty_mesh(axes: MeshAxes) -> DeviceMesh:
     return mesh
 
 
-def _dense(local: Sequence[int], spec: Spec) -> list[int]:
+def _dense_strides(local: Sequence[int], spec: TensorSpec) -> list[int]:
     """Strides of a piece of this shape that leaves no room between elements, its dims in the whole tensor's order."""
     order = sorted(range(len(local)), key=lambda dim: (-spec.stride[dim], -(spec.shape[dim] != 1), dim))
     strides, step = [0] * len(local), 1
@@ -926,33 +980,33 @@ def _dense(local: Sequence[int], spec: Spec) -> list[int]:
     return strides
 
 
-def local_shape(shape: Sequence[int], placements: Sequence[Any], axes: MeshAxes, place: int = 0) -> tuple[int, ...]:
+def local_shape(shape: Sequence[int], placements: Sequence[Any], axes: MeshAxes, position: int = 0) -> tuple[int, ...]:
     """The shape of what one rank holds, by its place in the mesh's order."""
-    return tuple(stop - start for start, stop in spans_of(shape, placements, axes, place))
+    return tuple(stop - start for start, stop in spans_of(shape, placements, axes, position))
 
 
 def spans_of(
-    shape: Sequence[int], placements: Sequence[Any], axes: MeshAxes, place: int
+    shape: Sequence[int], placements: Sequence[Any], axes: MeshAxes, position: int
 ) -> tuple[tuple[int, int], ...]:
     """The box that the rank at that place holds."""
-    from meshbook.placement import Replicate as Whole
+    from meshbook.placement import Replicate as Replicated
 
-    cuts = [Cut(where.dim) if _is_cut(where) else Whole() for where in placements]
+    mesh_placements = [Cut(placement.dim) if _is_sharded(placement) else Replicated() for placement in placements]
     point = []
     for size in reversed(axes.shape or (1,)):
-        point.append(place % size)
-        place //= size
-    return local_spans(shape, cuts, axes.shape or (1,), tuple(reversed(point)))
+        point.append(position % size)
+        position //= size
+    return local_spans(shape, mesh_placements, axes.shape or (1,), tuple(reversed(point)))
 
 
-def _strides_as_laid_out(tensor: DTensor) -> tuple[int, ...]:
+def _actual_strides(tensor: DTensor) -> tuple[int, ...]:
     """Strides of the whole, in the order in which the pieces have theirs. DTensor now and then says others; torch here
     would then take a view for possible that the ranks cannot make."""
-    said, local = tensor.stride(), tensor._local_tensor
+    reported, local = tensor.stride(), tensor._local_tensor
     dims = [dim for dim in range(local.dim()) if local.shape[dim] > 1]
     order = sorted(dims, key=local.stride, reverse=True)
-    if all(said[one] >= said[other] for one, other in itertools.pairwise(order)):
-        return tuple(said)
+    if all(reported[one] >= reported[other] for one, other in itertools.pairwise(order)):
+        return tuple(reported)
     strides, step = [0] * local.dim(), 1
     for dim in reversed([dim for dim in range(local.dim()) if dim not in dims] + order):
         strides[dim] = step if dim not in dims or local.stride(dim) else 0
@@ -960,7 +1014,7 @@ def _strides_as_laid_out(tensor: DTensor) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of a contiguous tensor of this shape, in items."""
     strides, step = [], 1
     for length in reversed(shape):
@@ -969,8 +1023,8 @@ def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def words_of(placements: Sequence[Any] | None) -> str:
+def format_placements(placements: Sequence[Any] | None) -> str:
     """Placements as people read them."""
     if placements is None:
         return "per rank"
-    return f"({', '.join(str(place) for place in placements)})"
+    return f"({', '.join(str(placement) for placement in placements)})"

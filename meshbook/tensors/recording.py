@@ -22,16 +22,16 @@ import torch
 from torch.utils import _pytree as pytree
 
 from meshbook.tensors import engine as engines
-from meshbook.tensors.engine import Engine, Held, Issued
-from meshbook.tensors.steps import Book
+from meshbook.tensors.engine import HeldOps, PendingOp, TensorEngine
+from meshbook.tensors.traces import TraceCache
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 # Calls in a row that could not be held to their end, after which the function is not held any more.
-_MAX_BROKEN = 3
+_MAX_BREAKS = 3
 # Times that one sequence of operations is recorded anew, because other tensors outlive it or their pattern is another.
-_MAX_TAPES = 3
+_MAX_RECORDINGS = 3
 
 
 @overload
@@ -65,7 +65,7 @@ def record(function: Any = None, /, *, enabled: bool = True) -> Any:
 
 
 @dataclass
-class Stats:
+class RecordingStats:
     """How the calls of a recorded function were carried out."""
 
     one_by_one: int = 0
@@ -80,35 +80,35 @@ class Recorded(Generic[P, T]):
 
     def __init__(self, function: Callable[P, T], enabled: bool) -> None:
         self._function, self._enabled = function, enabled
-        self._books: dict[str, Book] = {}  # by engine: a mesh that was started anew has other templates
-        self._stats = Stats()
-        self._broken_in_a_row = 0
+        self._caches: dict[str, TraceCache] = {}  # by engine: a mesh that was started anew has other templates
+        self._stats = RecordingStats()
+        self._consecutive_breaks = 0
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         engine = self._engine_of(args, kwargs) if self._enabled else None
-        if engine is None or self._broken_in_a_row >= _MAX_BROKEN:
+        if engine is None or self._consecutive_breaks >= _MAX_BREAKS:
             return self._function(*args, **kwargs)
-        held = Held()
+        held = HeldOps()
         try:
             if not engine.hold(held):  # a part of another recorded function's call
                 return self._function(*args, **kwargs)
             result = self._function(*args, **kwargs)
-            self._end(engine, held)
+            self._finish_call(engine, held)
         except BaseException:
             engine.release(held, None)
             raise
         return result
 
-    def stats(self) -> Stats:
+    def stats(self) -> RecordingStats:
         return self._stats
 
     def forget(self) -> None:
         """Drop what was recorded; the next calls record anew."""
-        for book in self._books.values():
-            book.forget()
-        self._books.clear()
-        self._broken_in_a_row = 0
+        for cache in self._caches.values():
+            cache.clear()
+        self._caches.clear()
+        self._consecutive_breaks = 0
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -119,80 +119,84 @@ class Recorded(Generic[P, T]):
 
     # ----
 
-    def _engine_of(self, args: Any, kwargs: Any) -> Engine | None:
+    def _engine_of(self, args: Any, kwargs: Any) -> TensorEngine | None:
         """The engine of its tensors; None: of several, or that nobody can tell, so that nothing is held."""
-        found = [engine for engine in list(engines.ENGINES) if engine.is_open]
-        if len(found) < 2:
-            return found[0] if found else None
-        return _among((args, kwargs), found) or _among(_named_by(self._function), found)
+        open_engines = [engine for engine in list(engines.ENGINES) if engine.is_open]
+        if len(open_engines) < 2:
+            return open_engines[0] if open_engines else None
+        return _engine_among((args, kwargs), open_engines) or _engine_among(
+            _referenced_by(self._function), open_engines
+        )
 
-    def _end(self, engine: Engine, held: Held) -> None:
+    def _finish_call(self, engine: TensorEngine, held: HeldOps) -> None:
         """The function has ended: one message, or all that it issued."""
-        engine.release(held, functools.partial(self._exchange, engine))
-        if not held.broken:
-            self._broken_in_a_row = 0
+        engine.release(held, functools.partial(self._rewrite_ops, engine))
+        if not held.break_reason:
+            self._consecutive_breaks = 0
             return
         self._stats.broken += 1
-        self._broken_in_a_row += 1
-        if self._broken_in_a_row == _MAX_BROKEN:
+        self._consecutive_breaks += 1
+        if self._consecutive_breaks == _MAX_BREAKS:
             warnings.warn(
-                f"{self.__name__}() asks for a value before it ends ({held.broken}), so it is not held to its "  # type: ignore[attr-defined]
+                f"{self.__name__}() asks for a value before it ends ({held.break_reason}), so it is not held to its "  # type: ignore[attr-defined]
                 "end any more; return the tensor and read it outside, and it can be recorded as one",
                 stacklevel=3,
             )
 
-    def _exchange(self, engine: Engine, issued: list[Issued], freed: list[int]) -> tuple[Issued, set[int]] | None:
+    def _rewrite_ops(
+        self, engine: TensorEngine, ops: list[PendingOp], freed_ids: list[int]
+    ) -> tuple[PendingOp, set[int]] | None:
         """See `engine.Exchange`."""
         stats = self._stats
-        stats.num_ops = len(issued)
-        if not issued:
+        stats.num_ops = len(ops)
+        if not ops:
             return None
-        book = self._book_of(engine)
-        stream, wheres = [number for numbers, _ in issued for number in numbers], [where for _, where in issued]
-        shape = book.find(stream, wheres)
-        if shape is None:
-            book.add(stream, wheres)
+        cache = self._cache_of(engine)
+        stream, call_sites = [number for numbers, _ in ops for number in numbers], [call_site for _, call_site in ops]
+        trace = cache.find(stream, call_sites)
+        if trace is None:
+            cache.add(stream, call_sites)
             stats.one_by_one += 1
             return None
-        own = shape.ids_of(stream)
-        made = set(shape.made(own))
-        alive = made.difference(freed)
-        if shape.tape is not None and alive.issubset(shape.results(own)):
+        ids = trace.ids_of(stream)
+        created = set(trace.created_ids(ids))
+        alive = created.difference(freed_ids)
+        if trace.recording is not None and alive.issubset(trace.result_ids(ids)):
             stats.replayed += 1
-        elif shape.num_tapes < _MAX_TAPES and shape.make_tape({own.index(id) for id in alive}):
+        elif trace.num_recordings < _MAX_RECORDINGS and trace.make_recording({ids.index(id) for id in alive}):
             stats.recorded += 1
         else:
             stats.one_by_one += 1
             return None
-        return (shape.again(own, stream), wheres[-1]), made.difference(shape.results(own))
+        return (trace.replay_op(ids, stream), call_sites[-1]), created.difference(trace.result_ids(ids))
 
-    def _book_of(self, engine: Engine) -> Book:
-        book = self._books.get(engine.name)
-        if book is None:
-            self._books = {name: kept for name, kept in self._books.items() if kept.engine.is_open}
-            book = self._books[engine.name] = Book(engine)
-        return book
+    def _cache_of(self, engine: TensorEngine) -> TraceCache:
+        cache = self._caches.get(engine.name)
+        if cache is None:
+            self._caches = {name: cached for name, cached in self._caches.items() if cached.engine.is_open}
+            cache = self._caches[engine.name] = TraceCache(engine)
+        return cache
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Whose step it is
 
 
-def _among(things: Any, found: list[Engine]) -> Engine | None:
+def _engine_among(things: Any, engines_open: list[TensorEngine]) -> TensorEngine | None:
     """The one engine whose tensors are among these: as they are, as parameters, or as attributes."""
-    own = {id(tensor._spec.engine) for tensor in _near(things) if hasattr(tensor, "_spec")}
-    matching = [engine for engine in found if id(engine) in own]
+    engine_ids = {id(tensor._spec.engine) for tensor in _iter_candidates(things) if hasattr(tensor, "_spec")}
+    matching = [engine for engine in engines_open if id(engine) in engine_ids]
     return matching[0] if len(matching) == 1 else None
 
 
-def _near(things: Any) -> Iterator[Any]:
+def _iter_candidates(things: Any) -> Iterator[Any]:
     for leaf in pytree.tree_leaves(things):
         is_plain = isinstance(leaf, (torch.Tensor, ModuleType, type)) or not hasattr(leaf, "__dict__")
         for thing in (leaf, *(() if is_plain else vars(leaf).values())):
             yield from thing.parameters() if isinstance(thing, torch.nn.Module) else (thing,)
 
 
-def _named_by(function: Callable[..., Any]) -> list[Any]:
+def _referenced_by(function: Callable[..., Any]) -> list[Any]:
     """What the function's own code names, around it and in its module."""
     try:
         names = inspect.getclosurevars(function)

@@ -16,8 +16,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshbook.errors import UsageError
-from meshbook.rank.tensors.calls import MESH, TENSOR, Sent
-from meshbook.tensors.engine import Engine, Fault, here
+from meshbook.rank.tensors.operators import MESH, TENSOR, TemplateMessage
+from meshbook.tensors.engine import Fault, TensorEngine, capture_call_site
 from meshbook.tensors.plan import Template
 from meshbook.tensors.remote import RemoteTensor
 
@@ -49,17 +49,19 @@ class Recovery:
     def __repr__(self) -> str:
         lines = [f"{len(self.whole)} tensors whole"]
         for rank in sorted({rank for _, rank in self.restored}):
-            lines.append(f"restored from rank {rank}: {_listed([name for name, at in self.restored if at == rank])}")
+            lines.append(
+                f"restored from rank {rank}: {_format_names([name for name, at in self.restored if at == rank])}"
+            )
         if self.half_written:
-            lines.append(f"half written, load from a checkpoint: {_listed(self.half_written)}")
+            lines.append(f"half written, load from a checkpoint: {_format_names(self.half_written)}")
         if self.dropped:
-            lines.append(f"dropped, made anew by the next step: {_listed(self.dropped)}")
+            lines.append(f"dropped, made anew by the next step: {_format_names(self.dropped)}")
         if self.lost:
-            lines.append(f"never computed, make or load them anew: {_listed(self.lost)}")
+            lines.append(f"never computed, make or load them anew: {_format_names(self.lost)}")
         return "Recovery: " + "\n  ".join(lines)
 
 
-def _listed(names: Any) -> str:
+def _format_names(names: Any) -> str:
     shown = ", ".join(names[:6])
     return f"{shown} and {len(names) - 6} more" if len(names) > 6 else shown
 
@@ -77,21 +79,23 @@ def recover(*things: nn.Module | Optimizer | RemoteTensor) -> Recovery:
         UsageError: there is no remote tensor among them.
         RankLost, CellInterrupted: as a cell.
     """
-    named = _named(things)
+    named = _tensors_by_name(things)
     if not named:
         raise UsageError("meshbook.recover(model, optimizer) looks at remote tensors, and there is none among these")
     found: dict[str, list[Any]] = {"whole": [], "restored": [], "half_written": [], "lost": []}
     engines = {id(tensor.engine): tensor.engine for tensor in named.values()}.values()
     for engine in engines:
-        engine.settle()  # which drops what can be made anew
-    left = _named(things)
+        engine.resync()  # which drops what can be made anew
+    remaining = _tensors_by_name(things)
     for engine in engines:
-        _Look(engine, {name: tensor for name, tensor in left.items() if tensor.engine is engine}).judge(found)
-    dropped = tuple(name for name in named if name not in left)
+        _Inspection(engine, {name: tensor for name, tensor in remaining.items() if tensor.engine is engine}).repair(
+            found
+        )
+    dropped = tuple(name for name in named if name not in remaining)
     return Recovery(**{kind: tuple(names) for kind, names in found.items()}, dropped=dropped)
 
 
-def _named(things: Any) -> dict[str, RemoteTensor]:
+def _tensors_by_name(things: Any) -> dict[str, RemoteTensor]:
     """Remote tensors by name, each once."""
     found: dict[str, RemoteTensor] = {}
     seen: set[int] = set()
@@ -122,20 +126,20 @@ def _named(things: Any) -> dict[str, RemoteTensor]:
     return found
 
 
-class _Look:
+class _Inspection:
     """Tensors of one engine, as its ranks have them."""
 
-    def __init__(self, engine: Engine, tensors: dict[str, RemoteTensor]) -> None:
+    def __init__(self, engine: TensorEngine, tensors: dict[str, RemoteTensor]) -> None:
         self.engine, self.tensors = engine, tensors
         ids = [tensor._handle.id for tensor in tensors.values()]
-        told = engine.state(ids)
-        self.hashes = {id: {rank: told[rank]["hashes"][at] for rank in engine.ranks} for at, id in enumerate(ids)}
+        states = engine.fetch_state(ids)
+        self.hashes = {id: {rank: states[rank]["hashes"][at] for rank in engine.ranks} for at, id in enumerate(ids)}
         self.faults: dict[int, tuple[Fault, dict[int, int], bool]] = engine.faults_of(ids)
 
-    def judge(self, found: dict[str, list[Any]]) -> None:
-        source = self._source()
-        clear: list[int] = []
-        copy: list[RemoteTensor] = []
+    def repair(self, found: dict[str, list[Any]]) -> None:
+        source = self._choose_source()
+        ids_to_clear: list[int] = []
+        to_copy: list[RemoteTensor] = []
         for name, tensor in self.tensors.items():
             id = tensor._handle.id
             fault = self.faults.get(id)
@@ -143,29 +147,29 @@ class _Look:
                 found["lost"].append(name)
                 continue
             if fault is not None:
-                clear.append(id)
-            if self._differs(tensor):
-                copy.append(tensor)
+                ids_to_clear.append(id)
+            if self._has_unlike_replicas(tensor):
+                to_copy.append(tensor)
                 found["restored"].append((name, source))
-            elif fault is not None and self._is_half(tensor, fault):
+            elif fault is not None and self._is_half_written(tensor, fault):
                 found["half_written"].append(name)
             else:
                 found["whole"].append(name)
-        self.engine.clear(clear)
-        for tensor in copy:
-            self._copy_from(tensor, source)
+        self.engine.clear_faults(ids_to_clear)
+        for tensor in to_copy:
+            self._broadcast_from(tensor, source)
 
-    def _source(self) -> int:
+    def _choose_source(self) -> int:
         """The rank whose copies serve: one that has done all that was under way, or else one that has done nothing."""
 
-        def doubts(rank: int) -> tuple[int, int, int]:
-            left_out = sum(counts.get(rank, 0) for _, counts, _ in self.faults.values())
-            in_part = sum(begun and rank in counts for _, counts, begun in self.faults.values())
-            return in_part, left_out, rank
+        def damage(rank: int) -> tuple[int, int, int]:
+            num_skipped = sum(counts.get(rank, 0) for _, counts, _ in self.faults.values())
+            num_partial = sum(write_started and rank in counts for _, counts, write_started in self.faults.values())
+            return num_partial, num_skipped, rank
 
-        return min(self.engine.ranks, key=doubts)
+        return min(self.engine.ranks, key=damage)
 
-    def _groups(self, tensor: RemoteTensor) -> Iterator[list[int]]:
+    def _replica_groups(self, tensor: RemoteTensor) -> Iterator[list[int]]:
         """Ranks that have the same piece of a tensor."""
         placements, axes = tensor.placements, self.engine.axes
         if placements is None:
@@ -173,42 +177,45 @@ class _Look:
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in self.engine.ranks:
             point = axes.point(rank)
-            places = tuple(
-                point[name] for name, place in zip(axes.names, placements, strict=True) if not place.is_replicate()
+            coordinates = tuple(
+                point[name]
+                for name, placement in zip(axes.names, placements, strict=True)
+                if not placement.is_replicate()
             )
-            groups.setdefault(places, []).append(rank)
+            groups.setdefault(coordinates, []).append(rank)
         yield from groups.values()
 
-    def _differs(self, tensor: RemoteTensor) -> bool:
+    def _has_unlike_replicas(self, tensor: RemoteTensor) -> bool:
         hashes = self.hashes[tensor._handle.id]
-        return any(len({hashes[rank] for rank in group}) > 1 for group in self._groups(tensor))
+        return any(len({hashes[rank] for rank in group}) > 1 for group in self._replica_groups(tensor))
 
-    def _is_half(self, tensor: RemoteTensor, fault: tuple[Fault, dict[int, int], bool]) -> bool:
+    def _is_half_written(self, tensor: RemoteTensor, fault: tuple[Fault, dict[int, int], bool]) -> bool:
         """Whether pieces are of two steps, or a piece may be."""
-        _, counts, begun = fault
-        if begun:
+        _, counts, write_started = fault
+        if write_started:
             return True
-        whole_copies = any(len(group) == len(self.engine.ranks) for group in self._groups(tensor))
-        return not whole_copies and len({counts.get(rank, 0) for rank in self.engine.ranks}) > 1
+        is_replicated = any(len(group) == len(self.engine.ranks) for group in self._replica_groups(tensor))
+        return not is_replicated and len({counts.get(rank, 0) for rank in self.engine.ranks}) > 1
 
-    def _copy_from(self, tensor: RemoteTensor, source: int) -> None:
+    def _broadcast_from(self, tensor: RemoteTensor, source: int) -> None:
         engine, axes = self.engine, self.engine.axes
         point = axes.point(source)
-        for axis, (name, place) in enumerate(zip(axes.names, tensor.placements or (), strict=True)):
-            if not place.is_replicate() or axes.shape[axis] == 1:
+        for axis, (name, placement) in enumerate(zip(axes.names, tensor.placements or (), strict=True)):
+            if not placement.is_replicate() or axes.shape[axis] == 1:
                 continue
-            key = ("take_from", axis, point[name])
+            key = ("broadcast_from", axis, point[name])
             template = engine.cache.get(key)
             if template is None:
-                template = engine.learn(key, _plan, engine, axis, point[name])
-            engine.emit([template.number, tensor._handle.id], here())
+                template = engine.plan_and_cache(key, _plan_broadcast, engine, axis, point[name])
+            engine.emit([template.number, tensor._handle.id], capture_call_site())
 
 
-def _plan(engine: Engine, axis: int, place: int) -> Template:
+def _plan_broadcast(engine: TensorEngine, axis: int, position: int) -> Template:
     number = next(engine.planner._numbers)
-    args = (TENSOR, MESH, axis, place)
-    sent = Sent(number, "meshbook::take_from", args, {}, (), "none", (0,), True, False, overwrites=True)
-    body = pickle.dumps(sent, 5)
+    args = (TENSOR, MESH, axis, position)
+    name = "meshbook::broadcast_from"
+    message = TemplateMessage(number, name, args, {}, (), "none", (0,), True, False, overwrites=True)
+    body = pickle.dumps(message, 5)
     return Template(
-        number, None, (), "none", mutates=(0,), communicates=True, body=body, name=sent.function, overwrites=True
+        number, None, (), "none", mutates=(0,), communicates=True, body=body, name=message.function, overwrites=True
     )

@@ -20,23 +20,23 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from meshbook.controller.mesh import Mesh
-from meshbook.controller.presses import uninterrupted
-from meshbook.rank.tensors import calls
-from meshbook.tensors import parts, values, views
-from meshbook.tensors.engine import Engine, Handle, here
-from meshbook.tensors.plan import Spec, Template, contiguous
+from meshbook.controller.sigint import defer_sigint
+from meshbook.rank.tensors import operators
+from meshbook.tensors import functional_views, values, views
+from meshbook.tensors.engine import TensorEngine, TensorHandle, capture_call_site
+from meshbook.tensors.plan import Template, TensorSpec, contiguous_strides
 
 aten = torch.ops.aten
 
 # A local tensor among the operands is sent along up to this size; larger ones had better be sent once.
-SEND_ALONG_BYTES = 1 << 20
+MAX_INLINE_OPERAND_BYTES = 1 << 20
 
-_make = torch.Tensor._make_wrapper_subclass
+_make_wrapper = torch.Tensor._make_wrapper_subclass
 _is_inference = torch.is_inference_mode_enabled
 _default_dtype = torch.get_default_dtype  # what an operation on integers, or a factory, gives
 # Seeds fit a float, which is how they travel.
-_SEEDS = 1 << 52
-_NOTHING_HELD = contextlib.nullcontext()
+_NUM_SEEDS = 1 << 52
+_NULL_CONTEXT = contextlib.nullcontext()
 
 
 class RemoteTensor(torch.Tensor):
@@ -46,16 +46,16 @@ class RemoteTensor(torch.Tensor):
     `full_tensor()`, `local(rank)`; everything else returns at once.
     """
 
-    _handle: Handle
-    _spec: Spec = property(attrgetter("_handle.spec"))  # type: ignore[assignment]
-    _keeps: Any  # what must live as long
+    _handle: TensorHandle
+    _spec: TensorSpec = property(attrgetter("_handle.spec"))  # type: ignore[assignment]
+    _keep_alive: Any  # what must live as long
     _meshbook_is_tensor = True  # handles of the floor below make way for it
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, spec: Spec, handle: Handle, requires_grad: bool = False) -> RemoteTensor:
-        return wrap(spec, handle, requires_grad)
+    def __new__(cls, spec: TensorSpec, handle: TensorHandle, requires_grad: bool = False) -> RemoteTensor:
+        return wrap_handle(spec, handle, requires_grad)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -74,9 +74,9 @@ class RemoteTensor(torch.Tensor):
         return Mesh.of(engine.session, engine.axes)
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> TensorEngine:
         """What carries its operations."""
-        found: Engine = self._spec.engine
+        found: TensorEngine = self._spec.engine
         return found
 
     # ---- what is in it
@@ -160,23 +160,26 @@ class RemoteTensor(torch.Tensor):
         parts would else be summed again by every operation of an optimizer."""
         super().requires_grad_(requires_grad)
         if requires_grad and self._spec.placements is not None and not getattr(self, "_settles", False):
-            self._settles = True
-            self.register_post_accumulate_grad_hook(settle_grad)  # type: ignore[no-untyped-call]
+            self._has_grad_hook = True
+            self.register_post_accumulate_grad_hook(redistribute_grad)  # type: ignore[no-untyped-call]
         return self
 
     def backward(self, gradient: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> None:
         """As torch's. A local gradient is cut as this tensor is."""
         if gradient is not None and not isinstance(gradient, RemoteTensor) and gradient.shape == self.shape:
-            gradient = self._like(self._spec, gradient)
+            gradient = self._upload_grad(self._spec, gradient)
         super().backward(gradient, *args, **kwargs)  # type: ignore[no-untyped-call]
 
     @staticmethod
-    def _like(spec: Spec, local: torch.Tensor) -> RemoteTensor:
+    def _upload_grad(spec: TensorSpec, grad: torch.Tensor) -> RemoteTensor:
         """A local gradient, placed as the tensor of this spec is; of a sum in parts, whole. Does not wait."""
-        places = spec.placements
-        if places is not None:
-            places = tuple(torch.distributed.tensor.Replicate() if place.is_partial() else place for place in places)
-        return upload(spec.engine, local.detach(), places)
+        placements = spec.placements
+        if placements is not None:
+            placements = tuple(
+                torch.distributed.tensor.Replicate() if placement.is_partial() else placement
+                for placement in placements
+            )
+        return upload(spec.engine, grad.detach(), placements)
 
     @property
     def data(self) -> RemoteTensor:
@@ -194,7 +197,7 @@ class RemoteTensor(torch.Tensor):
         self._handle = other._handle
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return values.describe(self)
+        return values.format_repr(self)
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else format(str(self), spec)
@@ -223,7 +226,7 @@ class RemoteTensor(torch.Tensor):
             return found
         if not self.is_leaf:
             raise RuntimeError("only tensors that autograd did not compute can be copied deeply; detach() it first")
-        with uninterrupted(), torch.no_grad():
+        with defer_sigint(), torch.no_grad():
             copied: Any = self.detach().clone()
         copied.requires_grad_(self.requires_grad)
         if getattr(self, "_is_param", False):
@@ -236,40 +239,44 @@ class RemoteTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         values.refuse_pickling(self)
 
-    def _run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """A function of ours (`rank.tensors.calls`) as an operation, below autograd."""
-        return call(function, self._spec.engine, *args)
+    def _call_rank_function(self, function: Callable[..., Any], *args: Any) -> Any:
+        """A function of ours (`rank.tensors.operators`) as an operation, below autograd."""
+        return call_rank_function(function, self._spec.engine, *args)
 
     def _meshbook_key(self, session: Any) -> str:
         """What names this tensor to the ranks, where it is among the things that are sent to them."""
         return values.key_of(self, session)
 
 
-def settle_grad(leaf: Any) -> None:
+def redistribute_grad(leaf: Any) -> None:
     """Bring a gradient to its tensor's placements, once: every operation of an optimizer would do it again."""
     grad = leaf.grad
     if isinstance(grad, torch.Tensor) and not isinstance(grad, RemoteTensor):
-        leaf.grad = leaf._like(leaf._spec, grad)  # autograd was given a local gradient
+        leaf.grad = leaf._upload_grad(leaf._spec, grad)  # autograd was given a local gradient
         return
     if grad is None or grad._spec.placements is None:
         return
-    spec, wanted = grad._spec, leaf._spec.placements
+    spec, placements = grad._spec, leaf._spec.placements
     if grad.requires_grad:  # of create_graph=True: it may be differentiated again
-        leaf.grad = views.move(grad, wanted)
+        leaf.grad = views.redistribute_to(grad, placements)
         return
     engine = spec.engine
-    key = (settle_grad, spec, leaf._spec)  # placements have hashes and equality of Python's
+    key = (redistribute_grad, spec, leaf._spec)  # placements have hashes and equality of Python's
     template = engine.cache.get(key)
     if template is None:
-        if spec.placements == wanted:
+        if spec.placements == placements:
             return
-        template = engine.learn(key, engine.planner.plan, calls.redistribute, (grad, wanted), {}, [grad])
-    leaf.grad = perform(engine, template, calls.redistribute, (grad, wanted), {}, [0, grad._handle.id], [grad], [])
+        template = engine.plan_and_cache(
+            key, engine.planner.plan, operators.redistribute, (grad, placements), {}, [grad]
+        )
+    leaf.grad = execute_template(
+        engine, template, operators.redistribute, (grad, placements), {}, [0, grad._handle.id], [grad], []
+    )
 
 
-def wrap(spec: Spec, handle: Handle, requires_grad: bool = False) -> RemoteTensor:
+def wrap_handle(spec: TensorSpec, handle: TensorHandle, requires_grad: bool = False) -> RemoteTensor:
     """The tensor of a handle."""
-    tensor: RemoteTensor = _make(*(spec.making or _how_to_make(spec)))
+    tensor: RemoteTensor = _make_wrapper(*(spec.wrapper_args or _wrapper_args_of(spec)))
     handle.spec = spec
     tensor._handle = handle
     if requires_grad:
@@ -277,30 +284,30 @@ def wrap(spec: Spec, handle: Handle, requires_grad: bool = False) -> RemoteTenso
     return tensor
 
 
-def _how_to_make(spec: Spec) -> tuple[Any, ...]:
-    """What `_make` is given. By place, for names cost a third more; and what goes without saying is read a third
-    faster."""
-    usual = spec.offset == 0 and spec.stride == contiguous(spec.shape)
-    where = (None, None) if usual else (spec.stride, spec.offset)
-    spec.making = (RemoteTensor, spec.shape, *where, None, spec.dtype, torch.strided, spec.device)
-    return spec.making
+def _wrapper_args_of(spec: TensorSpec) -> tuple[Any, ...]:
+    """What `_make_wrapper` is given. By place, for names cost a third more; and what goes without saying is read a
+    third faster."""
+    is_contiguous = spec.offset == 0 and spec.stride == contiguous_strides(spec.shape)
+    layout_args = (None, None) if is_contiguous else (spec.stride, spec.offset)
+    spec.wrapper_args = (RemoteTensor, spec.shape, *layout_args, None, spec.dtype, torch.strided, spec.device)
+    return spec.wrapper_args
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The hot path
 
 
-def arrive(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+def torch_dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """Run an operation on the ranks; returns at once. `__torch_dispatch__` itself."""
-    which = id(func)  # an operator's own hash is computed in Python; operators live for ever
-    special = SPECIAL.get(which)
-    if special is not None:
-        return special(func, args, kwargs or {})
-    key: list[Any] = [which, _default_dtype()]
+    op_id = id(func)  # an operator's own hash is computed in Python; operators live for ever
+    override = OVERRIDES_BY_ID.get(op_id)
+    if override is not None:
+        return override(func, args, kwargs or {})
+    key: list[Any] = [op_id, _default_dtype()]
     numbers: list[Any] = [0]
     tensors: list[RemoteTensor] = []
     floats: list[float] = []
-    strangers = False
+    has_local_operands = False
     for arg in args if not kwargs else (*args, *itertools.chain.from_iterable(kwargs.items())):
         kind = arg.__class__
         if kind is RemoteTensor:
@@ -325,7 +332,7 @@ def arrive(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                     key.append(float)
                     floats.append(item)
                 elif isinstance(item, torch.Tensor):
-                    strangers = True
+                    has_local_operands = True
                 else:
                     key.append(kind)
                     key.append(item)
@@ -333,46 +340,46 @@ def arrive(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             key.append(float)
             floats.append(arg)
         elif isinstance(arg, torch.Tensor):
-            strangers = True
+            has_local_operands = True
         else:  # bool too, which would equal 1
             key.append(kind)
             key.append(arg)
-    if strangers:
-        args, kwargs = _sent_along(func, args, kwargs or {})
-        return arrive(func, types, args, kwargs)
-    engine: Engine = tensors[0]._handle.spec.engine
-    found = tuple(key)
-    template = engine.cache.get(found)
+    if has_local_operands:
+        args, kwargs = _upload_local_operands(func, args, kwargs or {})
+        return torch_dispatch(func, types, args, kwargs)
+    engine: TensorEngine = tensors[0]._handle.spec.engine
+    cache_key = tuple(key)
+    template = engine.cache.get(cache_key)
     if template is None:
-        template = engine.learn(found, engine.planner.plan, func, args, kwargs or {}, tensors)
-    spec = template.quick
+        template = engine.plan_and_cache(cache_key, engine.planner.plan, func, args, kwargs or {}, tensors)
+    spec = template.fast_path_output
     if spec is None or (template.is_view and _is_inference()):
-        return perform(engine, template, func, args, kwargs, numbers, tensors, floats)
-    # What `perform` does, for the common case: one new tensor, nothing to look out for.
-    result = _make(*(spec.making or _how_to_make(spec)))
-    result._handle = handle = Handle()
+        return execute_template(engine, template, func, args, kwargs, numbers, tensors, floats)
+    # What `execute_template` does, for the common case: one new tensor, nothing to look out for.
+    result = _make_wrapper(*(spec.wrapper_args or _wrapper_args_of(spec)))
+    result._handle = handle = TensorHandle()
     handle.spec = spec
-    handle.id = made = engine.next_id()
-    handle.__del__ = partial(engine.free, made)
-    handle.changes = tensors[0]._handle.family() if template.is_view else None
+    handle.id = new_id = engine.next_id()
+    handle.__del__ = partial(engine.free_id, new_id)
+    handle.version_counter = tensors[0]._handle.get_version_counter() if template.is_view else None
     numbers[0] = template.number
-    numbers.append(made)
+    numbers.append(new_id)
     if floats:
         numbers += floats
-    engine.emit(numbers, here())
+    engine.emit(numbers, capture_call_site())
     return result
 
 
-RemoteTensor.__torch_dispatch__ = staticmethod(arrive)
+RemoteTensor.__torch_dispatch__ = staticmethod(torch_dispatch)
 
 
 def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation on the ranks, below autograd; returns at once."""
-    return arrive(func, (), args, kwargs)
+    return torch_dispatch(func, (), args, kwargs)
 
 
-def perform(
-    engine: Engine,
+def execute_template(
+    engine: TensorEngine,
     template: Template,
     func: Any,
     args: Any,
@@ -382,18 +389,18 @@ def perform(
     floats: list[float],
 ) -> Any:
     """Name the results of a planned operation, and send it on its way."""
-    if template.special:
-        if template.first:
-            return _moved_first(template, func, args, kwargs, tensors)
-        if template.instead is not None:
-            return _not_in_place(func, template, args, kwargs)
+    if template.needs_slow_path:
+        if template.redistributions:
+            return _redistribute_then_dispatch(template, func, args, kwargs, tensors)
+        if template.functional_op is not None:
+            return _dispatch_functional_variant(func, template, args, kwargs)
         if len(template.mutates) > 1:
-            parts.check_apart([tensors[at] for at in template.mutates], template.name)
+            functional_views.check_disjoint([tensors[at] for at in template.mutates], template.name)
         if template.seeded:
-            floats.append(float(torch.randint(_SEEDS, (), device="cpu")))
+            floats.append(float(torch.randint(_NUM_SEEDS, (), device="cpu")))
     numbers[0] = template.number
     # In inference mode, too, a view of a tensor that autograd may follow is one that it may follow.
-    as_usual = template.is_view and _is_inference() and not tensors[0].is_inference()
+    leave_inference_mode = template.is_view and _is_inference() and not tensors[0].is_inference()
     results: list[Any] = []
     for output in template.outputs:
         if output.__class__ is int:
@@ -403,17 +410,17 @@ def perform(
         else:
             handle = engine.new_handle()
             numbers.append(handle.id)
-            with torch.inference_mode(False) if as_usual else contextlib.nullcontext():
-                results.append(wrap(output, handle))  # type: ignore[arg-type]
+            with torch.inference_mode(False) if leave_inference_mode else contextlib.nullcontext():
+                results.append(wrap_handle(output, handle))  # type: ignore[arg-type]
     if floats:
         numbers += floats
-    counted = any(tensors[at]._handle.changes is not None for at in template.mutates)
-    with uninterrupted() if counted else _NOTHING_HELD:
-        engine.emit(numbers, here())
+    bumps_version = any(tensors[at]._handle.version_counter is not None for at in template.mutates)
+    with defer_sigint() if bumps_version else _NULL_CONTEXT:
+        engine.emit(numbers, capture_call_site())
         if template.is_view:
-            _follow(template, results, func, args, kwargs, tensors)
+            _track_views(template, results, func, args, kwargs, tensors)
         for at in template.mutates:
-            _changed(tensors[at])
+            _after_mutation(tensors[at])
     if template.returns == "one":
         return results[0]
     if template.returns == "none":
@@ -421,96 +428,111 @@ def perform(
     return results if template.returns == "list" else tuple(results)
 
 
-def call(function: Callable[..., Any], engine: Engine, *args: Any) -> Any:
-    """Run one of our own functions (`rank.tensors.calls`) as an operation. Its arguments must be hashable, or
-    RemoteTensors; `calls.MESH` stands for the mesh."""
+def call_rank_function(function: Callable[..., Any], engine: TensorEngine, *args: Any) -> Any:
+    """Run one of our own functions (`rank.tensors.operators`) as an operation. Its arguments must be hashable, or
+    RemoteTensors; `operators.MESH` stands for the mesh."""
     tensors = [arg for arg in args if isinstance(arg, RemoteTensor)]
     key = (function, *(arg._spec if isinstance(arg, RemoteTensor) else arg for arg in args))
     template = engine.cache.get(key)
     if template is None:
-        template = engine.learn(key, engine.planner.plan, function, args, {}, tensors)
+        template = engine.plan_and_cache(key, engine.planner.plan, function, args, {}, tensors)
     numbers = [0, *(tensor._handle.id for tensor in tensors)]
-    return perform(engine, template, function, args, {}, numbers, tensors, [])
+    return execute_template(engine, template, function, args, {}, numbers, tensors, [])
 
 
 @_disable_current_modes()
 def new_seed() -> float:
     """From this process's generator: what random numbers on the ranks are drawn from."""
-    return float(torch.randint(_SEEDS, (), device="cpu"))
+    return float(torch.randint(_NUM_SEEDS, (), device="cpu"))
 
 
-def _follow(
+def _track_views(
     template: Template, results: list[Any], func: Any, args: Any, kwargs: Any, tensors: Sequence[RemoteTensor]
 ) -> None:
     """Have views know of what they are one."""
-    of = tensors[0]
-    if of._handle.is_part or not template.shares:
-        issue = dispatch if isinstance(func, torch._ops.OpOverload) else _call_again
-        same = wrap(of._spec, of._handle)
-        parts.follow(results, of, same, func, args, kwargs, shares=template.shares, issue=issue)
+    base = tensors[0]
+    if base._handle.is_functional_view or not template.shares_storage:
+        run_op = dispatch if isinstance(func, torch._ops.OpOverload) else _rerun_rank_function
+        base_alias = wrap_handle(base._spec, base._handle)
+        functional_views.track_views(
+            results, base, base_alias, func, args, kwargs, shares_storage=template.shares_storage, run_op=run_op
+        )
     else:
         for result in results:
-            result._handle.changes = of._handle.family()
+            result._handle.version_counter = base._handle.get_version_counter()
 
 
-def _changed(tensor: RemoteTensor) -> None:
+def _after_mutation(tensor: RemoteTensor) -> None:
     """An operation that changes it in place has been issued."""
     handle = tensor._handle
-    changes = handle.changes
-    if changes is not None:
-        changes[0] += 1
-        if handle.is_part:
-            parts.write_back(tensor, _move)
+    version_counter = handle.version_counter
+    if version_counter is not None:
+        version_counter[0] += 1
+        if handle.is_functional_view:
+            functional_views.write_back(tensor, _redistribute)
 
 
-def _move(tensor: RemoteTensor, placements: tuple[Any, ...]) -> Any:
+def _redistribute(tensor: RemoteTensor, placements: tuple[Any, ...]) -> Any:
     """Bring to placements, also to parts of a sum."""
-    now = tensor._spec.placements or ()
-    whole = tuple(
+    current = tensor._spec.placements or ()
+    reduced = tuple(
         torch.distributed.tensor.Replicate() if after.is_partial() and before != after else after
-        for before, after in zip(now, placements, strict=True)
+        for before, after in zip(current, placements, strict=True)
     )
-    if whole != placements:
-        if whole != now:
-            tensor = call(calls.redistribute, tensor.engine, tensor, whole)
-        return call(calls.in_parts, tensor.engine, tensor, calls.MESH, placements)
-    return call(calls.redistribute, tensor.engine, tensor, placements)
+    if reduced != placements:
+        if reduced != current:
+            tensor = call_rank_function(operators.redistribute, tensor.engine, tensor, reduced)
+        return call_rank_function(operators.to_partial, tensor.engine, tensor, operators.MESH, placements)
+    return call_rank_function(operators.redistribute, tensor.engine, tensor, placements)
 
 
-def _call_again(func: Any, args: Any, kwargs: Any) -> Any:
-    return call(func, next(arg for arg in args if isinstance(arg, RemoteTensor)).engine, *args)
+def _rerun_rank_function(func: Any, args: Any, kwargs: Any) -> Any:
+    return call_rank_function(func, next(arg for arg in args if isinstance(arg, RemoteTensor)).engine, *args)
 
 
-def _moved_first(template: Template, func: Any, args: Any, kwargs: Any, tensors: Sequence[RemoteTensor]) -> Any:
-    moved = {id(tensors[at]): _move(tensors[at], places) for at, places in template.first}
+def _redistribute_then_dispatch(
+    template: Template, func: Any, args: Any, kwargs: Any, tensors: Sequence[RemoteTensor]
+) -> Any:
+    moved = {id(tensors[at]): _redistribute(tensors[at], placements) for at, placements in template.redistributions}
     moved_args, moved_kwargs = pytree.tree_map(lambda leaf: moved.get(id(leaf), leaf), (args, kwargs or {}))
     result = dispatch(func, moved_args, moved_kwargs)
     schema = getattr(func, "_schema", None)
     if schema is not None and not schema.is_mutable and any(output.alias_info is not None for output in schema.returns):
-        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, RemoteTensor)]
-        for leaf in made:
-            leaf._handle.spec = leaf.engine.planner.copied(leaf._spec)
-        of = tensors[0]
-        parts.follow(made, of, wrap(of._spec, of._handle), func, args, kwargs, shares=False, issue=dispatch)
+        results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, RemoteTensor)]
+        for leaf in results:
+            leaf._handle.spec = leaf.engine.planner.as_copied_view(leaf._spec)
+        base = tensors[0]
+        functional_views.track_views(
+            results,
+            base,
+            wrap_handle(base._spec, base._handle),
+            func,
+            args,
+            kwargs,
+            shares_storage=False,
+            run_op=dispatch,
+        )
     return result
 
 
-def _not_in_place(func: Any, template: Template, args: Any, kwargs: Any) -> Any:
+def _dispatch_functional_variant(func: Any, template: Template, args: Any, kwargs: Any) -> Any:
     target = args[0]
     # torch leaves out what is usual in place, and the one that makes a new tensor may have to be told.
-    arguments = zip(func._schema.arguments[len(args) :], template.instead._schema.arguments[len(args) :], strict=False)
-    usual = {
-        there.name: here.default_value
-        for here, there in arguments
-        if here.has_default_value() and not there.has_default_value()
+    arguments = zip(
+        func._schema.arguments[len(args) :], template.functional_op._schema.arguments[len(args) :], strict=False
+    )
+    defaults = {
+        other.name: own.default_value
+        for own, other in arguments
+        if own.has_default_value() and not other.has_default_value()
     }
-    made = dispatch(template.instead, args, {**usual, **(kwargs or {})})
-    if not torch.can_cast(made._spec.dtype, target._spec.dtype):
-        raise RuntimeError(f"result type {made._spec.dtype} cannot be kept in a tensor of {target._spec.dtype}")
-    if made._spec.placements != target._spec.placements:
-        made = made.to(target._spec.dtype)  # truth values are in no parts of a sum
-        made = _move(made, target._spec.placements)
-    changed = dispatch(aten.copy_.default, (target, made), None)
+    result = dispatch(template.functional_op, args, {**defaults, **(kwargs or {})})
+    if not torch.can_cast(result._spec.dtype, target._spec.dtype):
+        raise RuntimeError(f"result type {result._spec.dtype} cannot be kept in a tensor of {target._spec.dtype}")
+    if result._spec.placements != target._spec.placements:
+        result = result.to(target._spec.dtype)  # truth values are in no parts of a sum
+        result = _redistribute(result, target._spec.placements)
+    changed = dispatch(aten.copy_.default, (target, result), None)
     return changed if func._schema.returns else None  # as torch's own operators, or as a custom one
 
 
@@ -518,7 +540,7 @@ def _not_in_place(func: Any, template: Template, args: Any, kwargs: Any) -> Any:
 # Operands of other kinds
 
 
-def _sent_along(func: Any, args: Any, kwargs: Any) -> Any:
+def _upload_local_operands(func: Any, args: Any, kwargs: Any) -> Any:
     """The same arguments with local tensors sent to the ranks, each whole to every rank."""
     remote = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, RemoteTensor)]
     engine = remote[0].engine
@@ -526,9 +548,9 @@ def _sent_along(func: Any, args: Any, kwargs: Any) -> Any:
     if any(tensor._spec.placements is not None for tensor in remote):
         placements = (torch.distributed.tensor.Replicate(),) * engine.planner.mesh.ndim
     schema = func._schema
-    for place, argument in enumerate(schema.arguments):
+    for position, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
             for leaf in pytree.tree_leaves(value):
                 if isinstance(leaf, torch.Tensor) and not isinstance(leaf, RemoteTensor):
                     raise TypeError(
@@ -536,7 +558,7 @@ def _sent_along(func: Any, args: Any, kwargs: Any) -> Any:
                         "x.full_tensor()"
                     )
 
-    numbers: dict[Any, RemoteTensor] = {}  # a fused optimizer gives one for each parameter, all alike
+    uploaded_scalars: dict[Any, RemoteTensor] = {}  # a fused optimizer gives one for each parameter, all alike
 
     def send(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or isinstance(leaf, RemoteTensor):
@@ -544,35 +566,35 @@ def _sent_along(func: Any, args: Any, kwargs: Any) -> Any:
         if leaf.is_meta:
             raise ValueError(f"{func}: the local operand of shape {tuple(leaf.shape)} is on meta, without data to send")
         size = leaf.numel() * leaf.element_size()
-        if size > SEND_ALONG_BYTES:
+        if size > MAX_INLINE_OPERAND_BYTES:
             raise ValueError(
                 f"{func}: the local operand of shape {tuple(leaf.shape)} has {size:,} bytes, and only up to "
-                f"{SEND_ALONG_BYTES:,} are sent along with an operation; place it on the mesh once, "
+                f"{MAX_INLINE_OPERAND_BYTES:,} are sent along with an operation; place it on the mesh once, "
                 "meshbook.distribute(t, mesh, sharding_spec=[...]), and use that"
             )
         if leaf.numel() != 1 or not leaf.is_floating_point():
             return upload(engine, leaf, placements)
         key = leaf.dtype, leaf.shape, leaf.item()
-        if key not in numbers:
-            numbers[key] = upload(engine, leaf, placements)
-        return numbers[key]
+        if key not in uploaded_scalars:
+            uploaded_scalars[key] = upload(engine, leaf, placements)
+        return uploaded_scalars[key]
 
     return pytree.tree_map(send, (args, kwargs))
 
 
-def upload(engine: Engine, tensor: torch.Tensor, placements: tuple[Any, ...] | None) -> RemoteTensor:
+def upload(engine: TensorEngine, tensor: torch.Tensor, placements: tuple[Any, ...] | None) -> RemoteTensor:
     """A local tensor, placed on the mesh. Does not wait for the ranks."""
-    return wrap(engine.planner.spec_of(tensor, placements), engine.upload(tensor, placements))
+    return wrap_handle(engine.planner.contiguous_spec(tensor, placements), engine.upload(tensor, placements))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Operations that are not sent as they are
 
 
-def _same(func: Any, args: Any, kwargs: Any) -> Any:
+def _alias(func: Any, args: Any, kwargs: Any) -> Any:
     """Another Python object for the same tensor: nothing for the ranks to do."""
     tensor = args[0]
-    return wrap(tensor._spec, tensor._handle)
+    return wrap_handle(tensor._spec, tensor._handle)
 
 
 def _item(func: Any, args: Any, kwargs: Any) -> Any:
@@ -583,31 +605,31 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
     """copy_ into a local tensor is a fetch; into a remote one, an operation."""
     target, source = args[0], args[1]
     if isinstance(target, RemoteTensor):
-        if not isinstance(source, RemoteTensor) and source.numel() * source.element_size() > SEND_ALONG_BYTES:
+        if not isinstance(source, RemoteTensor) and source.numel() * source.element_size() > MAX_INLINE_OPERAND_BYTES:
             if source.shape != target.shape or target._spec.placements is None:
                 source = source.to(target.dtype).expand(target.shape)
             placements = target._spec.placements
             source = upload(target.engine, source.contiguous(), placements)
             args = (target, source, *args[2:])
-        return dispatch_as_is(func, args, kwargs)
+        return dispatch_without_override(func, args, kwargs)
     target.copy_(source.full_tensor())
     return target
 
 
-def _by_value(func: Any, args: Any, kwargs: Any) -> Any:
-    return dispatch_as_is(func, args, kwargs, by_value=True)
+def _dispatch_floats_in_key(func: Any, args: Any, kwargs: Any) -> Any:
+    return dispatch_without_override(func, args, kwargs, floats_in_key=True)
 
 
-def dispatch_as_is(func: Any, args: Any, kwargs: Any, *, by_value: bool = False) -> Any:
+def dispatch_without_override(func: Any, args: Any, kwargs: Any, *, floats_in_key: bool = False) -> Any:
     """`dispatch`, for an operation in SPECIAL that is sent after all.
 
     Args:
-        by_value: its floats say how the result is placed or computed later, and so belong to the key.
+        floats_in_key: its floats say how the result is placed or computed later, and so belong to the key.
     """
-    leaves = _leaves(args, kwargs)
+    leaves = _flat_operands(args, kwargs)
     if any(isinstance(leaf, torch.Tensor) and not isinstance(leaf, RemoteTensor) for leaf in leaves):
-        args, kwargs = _sent_along(func, args, kwargs)
-        leaves = _leaves(args, kwargs)
+        args, kwargs = _upload_local_operands(func, args, kwargs)
+        leaves = _flat_operands(args, kwargs)
     tensors = [leaf for leaf in leaves if isinstance(leaf, RemoteTensor)]
     floats = [leaf for leaf in leaves if leaf.__class__ is float]
     engine = tensors[0].engine
@@ -620,19 +642,19 @@ def dispatch_as_is(func: Any, args: Any, kwargs: Any, *, by_value: bool = False)
             leaf._spec
             if isinstance(leaf, RemoteTensor)
             else float
-            if leaf.__class__ is float and not by_value
+            if leaf.__class__ is float and not floats_in_key
             else (leaf.__class__, leaf)
             for leaf in leaves
         ),
     )
     template = engine.cache.get(key)
     if template is None:
-        template = engine.learn(key, engine.planner.plan, func, args, kwargs, tensors)
+        template = engine.plan_and_cache(key, engine.planner.plan, func, args, kwargs, tensors)
     numbers = [0, *(tensor._handle.id for tensor in tensors)]
-    return perform(engine, template, func, args, kwargs, numbers, tensors, floats)
+    return execute_template(engine, template, func, args, kwargs, numbers, tensors, floats)
 
 
-def _leaves(args: Any, kwargs: Any) -> list[Any]:
+def _flat_operands(args: Any, kwargs: Any) -> list[Any]:
     """What an operator is given; lists are in nothing but arguments."""
     found: list[Any] = []
     for arg in (*args, *kwargs.values()):
@@ -643,27 +665,27 @@ def _leaves(args: Any, kwargs: Any) -> list[Any]:
     return found
 
 
-Special = Callable[[Any, Any, Any], Any]  # (operation, args, kwargs) -> result
+Override = Callable[[Any, Any, Any], Any]  # (operation, args, kwargs) -> result
 
 # Operations that are not sent as they are, by the operator's id.
-SPECIAL: dict[int, Special] = {}
+OVERRIDES_BY_ID: dict[int, Override] = {}
 
 
-def treat(table: dict[Any, Special]) -> None:
+def register_overrides(table: dict[Any, Override]) -> None:
     """Have these operations done by these functions."""
-    SPECIAL.update({id(operator): function for operator, function in table.items()})
+    OVERRIDES_BY_ID.update({id(operator): function for operator, function in table.items()})
 
 
-treat(
+register_overrides(
     {
-        aten.detach.default: _same,
-        aten.alias.default: _same,
-        aten.lift_fresh.default: _same,
+        aten.detach.default: _alias,
+        aten.alias.default: _alias,
+        aten.lift_fresh.default: _alias,
         aten._local_scalar_dense.default: _item,
         aten.item.default: _item,
         aten.copy_.default: _copy,
         # Placed as parts of a norm of this order, which are summed as such later.
-        aten.linalg_vector_norm.default: _by_value,
-        aten._foreach_norm.Scalar: _by_value,
+        aten.linalg_vector_norm.default: _dispatch_floats_in_key,
+        aten._foreach_norm.Scalar: _dispatch_floats_in_key,
     }
 )

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from meshbook.errors import MeshShapeError, TransferError
-from meshbook.tensors.plan import spans_of, words_of
+from meshbook.tensors.plan import format_placements, spans_of
 from meshbook.wire import messages
 
 if TYPE_CHECKING:
@@ -20,9 +20,9 @@ Box = tuple[tuple[int, int], ...]  # first index and the one after the last, of 
 # Above it, `full_tensor()` asks whether it is meant.
 FULL_TENSOR_BYTES = 1 << 30
 # From here on ranks write into this process's memory; less is copied twice in less time than that takes to set up.
-ROOM_BYTES = 1 << 20
+MIN_SHARED_READ_BYTES = 1 << 20
 # A repr fetches tensors of up to this many elements; larger ones are described only.
-_SHOWN_ELEMENTS = 1000
+_MAX_SHOWN_ELEMENTS = 1000
 
 
 def item(tensor: remote.RemoteTensor) -> Any:
@@ -35,10 +35,10 @@ def item(tensor: remote.RemoteTensor) -> Any:
         values = {rank: value.item() for rank, value in found.items()}
         first = next(iter(values.values()))
         if any(value != first and not (value != value and first != first) for value in values.values()):
-            told = ", ".join(f"rank {rank}: {value}" for rank, value in sorted(values.items())[:8])
+            values_text = ", ".join(f"rank {rank}: {value}" for rank, value in sorted(values.items())[:8])
             raise ValueError(
-                f"every rank has a number of its own here ({told}); take one of them, t.local(rank).item(), or reduce "
-                "them, t.reduce(axis)"
+                f"every rank has a number of its own here ({values_text}); take one of them, t.local(rank).item(), or "
+                "reduce them, t.reduce(axis)"
             )
         return first
     rank = engine.ranks[0]
@@ -58,12 +58,12 @@ def full_tensor(tensor: remote.RemoteTensor, *, force: bool = False) -> torch.Te
         )
     shape = tuple(spec.shape)
     if spec.placements is None:
-        row = tuple((0, length) for length in shape)
-        boxes = {rank: ((place, place + 1), *row) for place, rank in enumerate(engine.axes.ranks)}
+        local_box = tuple((0, length) for length in shape)
+        boxes = {rank: ((position, position + 1), *local_box) for position, rank in enumerate(engine.axes.ranks)}
         return read(tensor, "local", (len(boxes), *shape), boxes)
     holders: dict[Box, int] = {}
-    for place, rank in enumerate(engine.axes.ranks):
-        holders.setdefault(spans_of(shape, spec.placements, engine.axes, place), rank)
+    for position, rank in enumerate(engine.axes.ranks):
+        holders.setdefault(spans_of(shape, spec.placements, engine.axes, position), rank)
     boxes = {rank: box for box, rank in holders.items() if all(stop > start for start, stop in box)}
     return read(tensor, "parts", shape, boxes or {engine.axes.ranks[0]: tuple((0, length) for length in shape)})
 
@@ -92,47 +92,49 @@ def read(
     """
     dtype, ranks = tensor.dtype, tuple(boxes)
     size = math.prod(shape) * dtype.itemsize
-    room = tensor.engine.session.room(size) if size >= ROOM_BYTES else None
-    whole: torch.Tensor | None
-    if room is None:
-        sent = fetch(tensor, how, ranks)
-        whole = torch.empty(shape, dtype=dtype, device="cpu") if len(sent) > 1 else None
+    buffer = tensor.engine.session.allocate_buffer(size) if size >= MIN_SHARED_READ_BYTES else None
+    result: torch.Tensor | None
+    if buffer is None:
+        pieces = fetch(tensor, how, ranks)
+        result = torch.empty(shape, dtype=dtype, device="cpu") if len(pieces) > 1 else None
     else:
-        with room:
-            sent = fetch(tensor, how, ranks, messages.Room(room.place, shape, boxes))
-            memory = torch.frombuffer(room.keep(), dtype=torch.uint8)
-            whole = memory.view(dtype).view(shape)
-    if len(sent) == len(ranks) == 1:
-        part: torch.Tensor = sent[ranks[0]]
-        return part.reshape(shape) if part.numel() == math.prod(shape) else part
-    assert whole is not None
-    for rank, piece in sent.items():  # of those that could not write it there
-        whole[tuple(slice(*span) for span in boxes[rank])] = piece
-    return whole
+        with buffer:
+            pieces = fetch(tensor, how, ranks, messages.FetchBuffer(buffer.memory, shape, boxes))
+            memory = torch.frombuffer(buffer.claim(), dtype=torch.uint8)
+            result = memory.view(dtype).view(shape)
+    if len(pieces) == len(ranks) == 1:
+        piece_only: torch.Tensor = pieces[ranks[0]]
+        return piece_only.reshape(shape) if piece_only.numel() == math.prod(shape) else piece_only
+    assert result is not None
+    for rank, piece in pieces.items():  # of those that could not write it there
+        result[tuple(slice(*span) for span in boxes[rank])] = piece
+    return result
 
 
 def fetch(
-    tensor: remote.RemoteTensor, how: Any, ranks: tuple[int, ...], room: messages.Room | None = None
+    tensor: remote.RemoteTensor, how: Any, ranks: tuple[int, ...], buffer: messages.FetchBuffer | None = None
 ) -> dict[int, Any]:
     """What these ranks answer, without those that have written it into the room. Blocks."""
-    question = messages.Fetch(how=how, id=tensor._handle.id, ranks=tuple(sorted(ranks)), room=room)
-    answers = tensor.engine.fetch(question)
-    return {rank: answers[rank]["value"] for rank in ranks if room is None or "value" in answers[rank]}
+    request = messages.Fetch(mode=how, id=tensor._handle.id, ranks=tuple(sorted(ranks)), buffer=buffer)
+    answers = tensor.engine.fetch(request)
+    return {rank: answers[rank]["value"] for rank in ranks if buffer is None or "value" in answers[rank]}
 
 
-def describe(tensor: remote.RemoteTensor) -> str:
+def format_repr(tensor: remote.RemoteTensor) -> str:
     """A repr: small tensors with their numbers, for which it waits; large ones without."""
     spec = tensor._spec
     grad = ", requires_grad=True" if tensor.requires_grad and tensor.is_leaf else ""
     if tensor.grad_fn is not None:
         grad = f", grad_fn=<{type(tensor.grad_fn).__name__}>"
-    place = f", placements={words_of(spec.placements)}" if spec.placements is not None else ", per rank"
-    tail = f"{place} on {tensor.engine.axes}{grad})"
-    if tensor.numel() * (1 if spec.placements is not None else tensor.engine.axes.size) > _SHOWN_ELEMENTS:
+    placements_text = (
+        f", placements={format_placements(spec.placements)}" if spec.placements is not None else ", per rank"
+    )
+    suffix = f"{placements_text} on {tensor.engine.axes}{grad})"
+    if tensor.numel() * (1 if spec.placements is not None else tensor.engine.axes.size) > _MAX_SHOWN_ELEMENTS:
         dtype = "" if spec.dtype is torch.get_default_dtype() else f", dtype={spec.dtype}"
-        return f"RemoteTensor(shape={tuple(spec.shape)}{dtype}{tail}"
+        return f"RemoteTensor(shape={tuple(spec.shape)}{dtype}{suffix}"
     numbers = repr(full_tensor(tensor.detach()))  # type: ignore[arg-type]
-    return f"RemoteTensor({numbers.removeprefix('tensor(').rpartition(')')[0]}{tail}"
+    return f"RemoteTensor({numbers.removeprefix('tensor(').rpartition(')')[0]}{suffix}"
 
 
 def key_of(tensor: remote.RemoteTensor, session: Any) -> str:

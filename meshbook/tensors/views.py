@@ -13,8 +13,8 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from meshbook.errors import MeshShapeError, PlacementError
-from meshbook.mesh import MeshAxes
-from meshbook.rank.tensors import calls
+from meshbook.mesh_axes import MeshAxes
+from meshbook.rank.tensors import operators
 
 if TYPE_CHECKING:
     from meshbook.tensors import remote
@@ -37,7 +37,7 @@ def placements_of(
     if placements is not None and sharding_spec is not None:
         raise PlacementError("give placements= or sharding_spec=, not both")
     if sharding_spec is not None:
-        return _from_spec(shape, axes, sharding_spec)
+        return _from_sharding_spec(shape, axes, sharding_spec)
     if placements is None:
         return (Replicate(),) * len(axes.shape or (1,))
     if not isinstance(placements, (list, tuple)):
@@ -47,27 +47,27 @@ def placements_of(
             f"{len(placements)} placements for a mesh of {len(axes.shape)} axes ({axes}); give one per axis, such as "
             f"[{', '.join(['Shard(0)', *['Replicate()'] * (len(axes.shape) - 1)])}]"
         )
-    return tuple(_checked(place, shape) for place in placements)
+    return tuple(_check_placement(placement, shape) for placement in placements)
 
 
-def _checked(place: Any, shape: Sequence[int]) -> Any:
-    name = type(place).__name__
+def _check_placement(placement: Any, shape: Sequence[int]) -> Any:
+    name = type(placement).__name__
     if name == "Replicate":
         return Replicate()
     if name == "Partial":
-        return place if isinstance(place, Partial) else Partial(place.op)
+        return placement if isinstance(placement, Partial) else Partial(placement.op)
     if name == "Shard":
-        if not -len(shape) <= place.dim < len(shape):
+        if not -len(shape) <= placement.dim < len(shape):
             raise PlacementError(
-                f"Shard({place.dim}) needs dim {place.dim}, but a tensor of shape {tuple(shape)} has "
+                f"Shard({placement.dim}) needs dim {placement.dim}, but a tensor of shape {tuple(shape)} has "
                 f"{len(shape)} dims (0-{len(shape) - 1})" if shape else
-                f"Shard({place.dim}) of a tensor without dims; use Replicate()"
+                f"Shard({placement.dim}) of a tensor without dims; use Replicate()"
             )  # fmt: skip
-        return Shard(place.dim % len(shape))
-    raise PlacementError(f"{place!r} is not a placement; use Shard(dim), Replicate() or Partial(op)")
+        return Shard(placement.dim % len(shape))
+    raise PlacementError(f"{placement!r} is not a placement; use Shard(dim), Replicate() or Partial(op)")
 
 
-def _from_spec(shape: Sequence[int], axes: MeshAxes, spec: Any) -> tuple[Any, ...]:
+def _from_sharding_spec(shape: Sequence[int], axes: MeshAxes, spec: Any) -> tuple[Any, ...]:
     if isinstance(spec, str):
         spec = [spec]
     if len(spec) > len(shape):
@@ -75,16 +75,19 @@ def _from_spec(shape: Sequence[int], axes: MeshAxes, spec: Any) -> tuple[Any, ..
             f"sharding_spec {list(spec)} names {len(spec)} dims, the tensor of shape {tuple(shape)} has {len(shape)}; "
             "give an axis or None per tensor dim"
         )
-    found: dict[str, int] = {}
-    for dim, over in enumerate(spec):
-        for axis in (over,) if isinstance(over, str) else over or ():
+    dim_of_axis: dict[str, int] = {}
+    for dim, axes_of_dim in enumerate(spec):
+        for axis in (axes_of_dim,) if isinstance(axes_of_dim, str) else axes_of_dim or ():
             axes.size_of(axis)
-            if axis in found:
+            if axis in dim_of_axis:
                 raise PlacementError(
-                    f"axis {axis} is to cut dim {found[axis]} and dim {dim} both; one axis cuts one dim of a tensor"
+                    f"axis {axis} is to cut dim {dim_of_axis[axis]} and dim {dim} both; one axis cuts one "
+                    "dim of a tensor"
                 )
-            found[axis] = dim
-    return tuple(Shard(found[name]) if name in found else Replicate() for name in axes.names) or (Replicate(),)
+            dim_of_axis[axis] = dim
+    return tuple(Shard(dim_of_axis[name]) if name in dim_of_axis else Replicate() for name in axes.names) or (
+        Replicate(),
+    )
 
 
 def check_even(shape: Sequence[int], placements: Sequence[Any], axes: MeshAxes) -> None:
@@ -93,44 +96,45 @@ def check_even(shape: Sequence[int], placements: Sequence[Any], axes: MeshAxes) 
     Raises:
         PlacementError: a cut dim does not divide.
     """
-    left = list(shape)
-    for axis, (place, size) in enumerate(zip(placements, axes.shape, strict=True)):
-        if isinstance(place, Shard):
-            if left[place.dim] % size:
+    remaining = list(shape)
+    for axis, (placement, size) in enumerate(zip(placements, axes.shape, strict=True)):
+        if isinstance(placement, Shard):
+            if remaining[placement.dim] % size:
                 raise PlacementError(
-                    f"dim {place.dim} of {shape[place.dim]} rows cannot be sharded evenly over "
-                    f"{axes.names[axis]}={size}: {left[place.dim]} = {size} * {left[place.dim] // size} + "
-                    f"{left[place.dim] % size}; pad it, or choose another dim"
+                    f"dim {placement.dim} of {shape[placement.dim]} rows cannot be sharded evenly over "
+                    f"{axes.names[axis]}={size}: {remaining[placement.dim]} = {size} * "
+                    f"{remaining[placement.dim] // size} + {remaining[placement.dim] % size}; pad it, or choose "
+                    "another dim"
                 )
-            left[place.dim] //= size
+            remaining[placement.dim] //= size
 
 
-def _made(ctx: Any, result: Any) -> Any:
+def _save_for_backward(ctx: Any, result: Any) -> Any:
     """What a function gives, noted for its backward."""
     ctx.spec, ctx.kind = result._spec, type(result)
     return result
 
 
-def _on_mesh(ctx: Any, grad: Any) -> Any:
+def _grad_on_mesh(ctx: Any, grad: Any) -> Any:
     """The gradient of that. For a tensor that became a mask in place (`gt_`), and for one that nothing has used, torch
     makes zeros in this process."""
-    return grad if isinstance(grad, ctx.kind) else ctx.kind._like(ctx.spec, grad)
+    return grad if isinstance(grad, ctx.kind) else ctx.kind._upload_grad(ctx.spec, grad)
 
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any, placements: tuple[Any, ...]) -> Any:
         ctx.before = tensor._spec.placements
-        return _made(ctx, tensor._run(calls.redistribute, tensor, placements))
+        return _save_for_backward(ctx, tensor._call_rank_function(operators.redistribute, tensor, placements))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         # A part of a sum has the gradient of the sum, whole; a gradient that is in parts stays so where it may.
-        wanted = tuple(Replicate() if place.is_partial() else place for place in ctx.before)
-        return move(_on_mesh(ctx, grad), wanted), None
+        placements = tuple(Replicate() if placement.is_partial() else placement for placement in ctx.before)
+        return redistribute_to(_grad_on_mesh(ctx, grad), placements), None
 
 
-def move(tensor: Any, placements: tuple[Any, ...]) -> Any:
+def redistribute_to(tensor: Any, placements: tuple[Any, ...]) -> Any:
     """To other placements."""
     if tensor._spec.placements == placements:
         return tensor
@@ -138,19 +142,19 @@ def move(tensor: Any, placements: tuple[Any, ...]) -> Any:
 
 
 def redistribute(tensor: remote.RemoteTensor, placements: Any, sharding_spec: Any) -> remote.RemoteTensor:
-    _need_global(tensor, "redistribute")
-    wanted = placements_of(tensor.shape, tensor.engine.axes, placements, sharding_spec)
-    now = tensor._spec.placements
-    assert now is not None
-    for axis, (before, after) in enumerate(zip(now, wanted, strict=True)):
+    _require_global(tensor, "redistribute")
+    requested = placements_of(tensor.shape, tensor.engine.axes, placements, sharding_spec)
+    current = tensor._spec.placements
+    assert current is not None
+    for axis, (before, after) in enumerate(zip(current, requested, strict=True)):
         if after.is_partial() and before != after:
             raise PlacementError(
                 f"{tensor.engine.axes.names[axis]}: {before} cannot become {after}; parts of a sum come from "
                 "operations, or from t.as_global([Partial()]) of per-rank tensors"
             )
-    if wanted == now:
+    if requested == current:
         return tensor
-    return _Redistribute.apply(tensor, wanted)  # type: ignore[no-any-return, no-untyped-call]
+    return _Redistribute.apply(tensor, requested)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _AsGlobal(torch.autograd.Function):
@@ -158,34 +162,35 @@ class _AsGlobal(torch.autograd.Function):
     def forward(ctx: Any, tensor: Any, placements: tuple[Any, ...]) -> Any:
         ctx.placements = placements
         sizes = zip(placements, tensor.engine.axes.shape, strict=False)  # a mesh of one rank has no axes
-        ctx.num_copies = math.prod(size for place, size in sizes if place.is_replicate())
-        return _made(ctx, tensor._run(calls.as_global, tensor, calls.MESH, placements))
+        ctx.num_copies = math.prod(size for placement, size in sizes if placement.is_replicate())
+        result = tensor._call_rank_function(operators.as_global, tensor, operators.MESH, placements)
+        return _save_for_backward(ctx, result)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        wanted = tuple(Replicate() if place.is_partial() else place for place in ctx.placements)
-        own: Any = _AsLocal.apply(move(_on_mesh(ctx, grad), wanted))  # type: ignore[no-untyped-call]
+        placements = tuple(Replicate() if placement.is_partial() else placement for placement in ctx.placements)
+        local_grad: Any = _AsLocal.apply(redistribute_to(_grad_on_mesh(ctx, grad), placements))  # type: ignore[no-untyped-call]
         # The ranks' copies are tensors of their own, whose gradients add up to the one's: as `_AsLocal` adds them up.
-        return own if ctx.num_copies == 1 else own / ctx.num_copies, None
+        return local_grad if ctx.num_copies == 1 else local_grad / ctx.num_copies, None
 
 
 class _AsLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Any:
         ctx.placements = tensor._spec.placements
-        return _made(ctx, tensor._run(calls.as_local, tensor))
+        return _save_for_backward(ctx, tensor._call_rank_function(operators.as_local, tensor))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         # Each rank's use of a whole copy adds to its gradient: together they are a sum in parts.
-        wanted = tuple(Partial() if place.is_replicate() else place for place in ctx.placements)
-        wanted = tuple(Replicate() if place.is_partial() and not before.is_replicate() else place
-                       for place, before in zip(wanted, ctx.placements, strict=True))  # fmt: skip
-        return _AsGlobal.apply(_on_mesh(ctx, grad), wanted)  # type: ignore[no-untyped-call]
+        placements = tuple(Partial() if placement.is_replicate() else placement for placement in ctx.placements)
+        placements = tuple(Replicate() if placement.is_partial() and not before.is_replicate() else placement
+                       for placement, before in zip(placements, ctx.placements, strict=True))  # fmt: skip
+        return _AsGlobal.apply(_grad_on_mesh(ctx, grad), placements)  # type: ignore[no-untyped-call]
 
 
 def as_global(tensor: remote.RemoteTensor, placements: Any) -> remote.RemoteTensor:
-    _need_local(tensor, "as_global")
+    _require_local(tensor, "as_global")
     wanted = placements_of(tensor.shape, tensor.engine.axes, placements)
     return _AsGlobal.apply(tensor, wanted)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -202,18 +207,19 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any, axis: int, op: str) -> Any:
         ctx.axis, ctx.op, ctx.size = axis, op, tensor.engine.axes.shape[axis]
-        return _made(ctx, tensor._run(calls.reduce_local, tensor, calls.MESH, axis, op))
+        result = tensor._call_rank_function(operators.reduce_local, tensor, operators.MESH, axis, op)
+        return _save_for_backward(ctx, result)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         if ctx.op not in ("sum", "avg"):
             raise NotImplementedError(f"the gradient of reduce(op={ctx.op!r}); reduce a detached tensor")
-        total: Any = _Reduce.apply(_on_mesh(ctx, grad), ctx.axis, "sum")  # type: ignore[no-untyped-call]
+        total: Any = _Reduce.apply(_grad_on_mesh(ctx, grad), ctx.axis, "sum")  # type: ignore[no-untyped-call]
         return (total / ctx.size if ctx.op == "avg" else total), None, None
 
 
 def reduce(tensor: remote.RemoteTensor, axis: str, op: str) -> remote.RemoteTensor:
-    _need_local(tensor, "reduce")
+    _require_local(tensor, "reduce")
     if op not in _REDUCTIONS:
         raise PlacementError(f"{op!r} is not a reduction; use one of {', '.join(_REDUCTIONS)}")
     tensor.engine.axes.size_of(axis)
@@ -221,46 +227,50 @@ def reduce(tensor: remote.RemoteTensor, axis: str, op: str) -> remote.RemoteTens
     return _Reduce.apply(tensor, at, op)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _Slice(torch.autograd.Function):
+class _SliceMesh(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Any, axis: int, place: int) -> Any:
-        ctx.axis, ctx.place = axis, place
-        return _made(ctx, tensor._run(calls.slice_local, tensor, calls.MESH, axis, place))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        total = _Reduce.apply(_on_mesh(ctx, grad), ctx.axis, "sum")  # type: ignore[no-untyped-call]
-        return _KeepAt.apply(total, ctx.axis, ctx.place), None, None  # type: ignore[no-untyped-call]
-
-
-class _KeepAt(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Any, axis: int, place: int) -> Any:
-        ctx.axis, ctx.place = axis, place
-        return _made(ctx, tensor._run(calls.keep_at, tensor, calls.MESH, axis, place))
+    def forward(ctx: Any, tensor: Any, axis: int, position: int) -> Any:
+        ctx.axis, ctx.place = axis, position
+        result = tensor._call_rank_function(operators.slice_local, tensor, operators.MESH, axis, position)
+        return _save_for_backward(ctx, result)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return _KeepAt.apply(_on_mesh(ctx, grad), ctx.axis, ctx.place), None, None  # type: ignore[no-untyped-call]
+        total = _Reduce.apply(_grad_on_mesh(ctx, grad), ctx.axis, "sum")  # type: ignore[no-untyped-call]
+        return _ZeroExceptAt.apply(total, ctx.axis, ctx.place), None, None  # type: ignore[no-untyped-call]
 
 
-def slice_mesh(tensor: remote.RemoteTensor, which: Mapping[str, int]) -> remote.RemoteTensor:
-    _need_local(tensor, "slice_mesh")
+class _ZeroExceptAt(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, axis: int, position: int) -> Any:
+        ctx.axis, ctx.place = axis, position
+        result = tensor._call_rank_function(operators.zero_except_at, tensor, operators.MESH, axis, position)
+        return _save_for_backward(ctx, result)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return _ZeroExceptAt.apply(_grad_on_mesh(ctx, grad), ctx.axis, ctx.place), None, None  # type: ignore[no-untyped-call]
+
+
+def slice_mesh(tensor: remote.RemoteTensor, positions: Mapping[str, int]) -> remote.RemoteTensor:
+    _require_local(tensor, "slice_mesh")
     axes = tensor.engine.axes
     found: Any = tensor
-    for axis, place in which.items():
+    for axis, position in positions.items():
         size = axes.size_of(axis)
-        if not -size <= place < size:
-            raise MeshShapeError(f"{axis}={place} is out of range: axis {axis} has size {size} (0-{size - 1})")
-        found = _Slice.apply(found, axes.names.index(axis), place % size)  # type: ignore[no-untyped-call]
+        if not -size <= position < size:
+            raise MeshShapeError(f"{axis}={position} is out of range: axis {axis} has size {size} (0-{size - 1})")
+        found = _SliceMesh.apply(found, axes.names.index(axis), position % size)  # type: ignore[no-untyped-call]
     return found  # type: ignore[no-any-return]
 
 
-def _need_global(tensor: remote.RemoteTensor, what: str) -> None:
+def _require_global(tensor: remote.RemoteTensor, method: str) -> None:
     if tensor._spec.placements is None:
-        raise PlacementError(f"{what} is for tensors seen as one; every rank has its own here: t.as_global(placements)")
+        raise PlacementError(
+            f"{method} is for tensors seen as one; every rank has its own here: t.as_global(placements)"
+        )
 
 
-def _need_local(tensor: remote.RemoteTensor, what: str) -> None:
+def _require_local(tensor: remote.RemoteTensor, method: str) -> None:
     if tensor._spec.placements is not None:
-        raise PlacementError(f"{what} is for per-rank tensors; this one is seen as one: t.as_local().{what}(...)")
+        raise PlacementError(f"{method} is for per-rank tensors; this one is seen as one: t.as_local().{method}(...)")

@@ -14,8 +14,8 @@ Who may use a segment when:
 - A reader that died lets go of everything: `SegmentPool.forget_reader`, or `drop` for whoever counts readers himself.
 - An owner that dies takes nothing from those who have mapped already; who opens afterwards gets `TransferError`.
 
-The other way round, an owner takes a `Room`, others write into it (`filling`), and the owner keeps it: what came from
-many processes lies in one piece, copied once. It is used again when the owner's last view of it is gone.
+The other way round, an owner takes a `ReceiveBuffer`, others write into it (`map_for_writing`), and the owner keeps it:
+what came from many processes lies in one piece, copied once. It is used again when the owner's last view of it is gone.
 
 Where there are no such files (another system than Linux, a forbidden `memfd_create`, no file descriptors left), `write`
 answers with `InlineBuffer`s, which ride in the message.
@@ -54,7 +54,9 @@ PACKED_SEGMENT_BYTES = 64 << 20  # what one small survivor can hold back at most
 MAX_FREE_BYTES = 512 << 20
 MAX_FREE_SEGMENTS = 64  # a file descriptor each, of 1,024 that a process usually has
 
-_USE = struct.Struct("<Q")  # at the start of every segment: how often it has been used. The buffers begin a page later.
+_USE_COUNT = struct.Struct(
+    "<Q"
+)  # at the start of every segment: how often it has been used. The buffers begin a page later.
 
 # Linux's own numbers, for what `mmap` and `os` lack or cannot do (map at an address; a map that keeps no descriptor).
 _PROT_READ, _PROT_WRITE = 0x1, 0x2
@@ -77,33 +79,33 @@ class SegmentPool:
     def __init__(self, *, max_free_bytes: int = MAX_FREE_BYTES, clock: Clock | None = None) -> None:
         self._max_free_bytes = max_free_bytes
         self._clock = clock or SystemClock()
-        self._start()
-        self.available = _memory_files_work()  # False: `write` puts everything inline
-        _on_fork(self)
+        self._reset()
+        self.is_available = _has_memory_files()  # False: `write` puts everything inline
+        _register_fork_handlers(self)
 
-    def _start(self) -> None:
+    def _reset(self) -> None:
         self._lock = threading.Lock()
-        self._token = secrets.token_hex(4)
+        self._name_prefix = secrets.token_hex(4)
         self._num_created = 0
         self._in_use: dict[str, _Segment] = {}  # by the name of the use
-        self._rooms: dict[str, _Segment] = {}  # in use too, by this process
-        self._left: deque[str] = deque()  # rooms that nobody looks at any more; by finalizers, at any moment
+        self._receiving: dict[str, _Segment] = {}  # in use too, by this process
+        self._finalized_names: deque[str] = deque()  # rooms that nobody looks at any more; by finalizers, at any moment
         self._free: dict[str, _Segment] = {}  # by the name of the last use; the one free for longest first
         self._closed = False
 
-    def _drop_inherited(self) -> None:
+    def _reset_after_fork(self) -> None:
         """After a fork, in the child. The descriptors would keep the parent's memory; the lock may be held for ever."""
-        inherited = [*self._in_use.values(), *self._rooms.values(), *self._free.values()]
+        inherited = [*self._in_use.values(), *self._receiving.values(), *self._free.values()]
         closed = self._closed
-        self._start()
+        self._reset()
         self._closed = closed
         for segment in inherited:
             segment.close()
 
-    def _give_away_rooms(self) -> None:
+    def _disown_receiving(self) -> None:
         """After a fork, in the parent: the child sees the rooms as they are, so they are not used again."""
-        for segment in list(self._rooms.values()):
-            segment.is_ours = False
+        for segment in list(self._receiving.values()):
+            segment.is_exclusive = False
 
     def __enter__(self) -> SegmentPool:
         return self
@@ -115,14 +117,16 @@ class SegmentPool:
     def used_bytes(self) -> int:
         """Memory of segments that readers have not released, and of rooms."""
         with self._lock:
-            self._take_back_rooms()
-            return sum(segment.resident_bytes for held in (self._in_use, self._rooms) for segment in held.values())
+            self._reclaim_receiving()
+            return sum(
+                segment.resident_bytes for segments in (self._in_use, self._receiving) for segment in segments.values()
+            )
 
     @property
     def free_bytes(self) -> int:
         """Memory kept for reuse."""
         with self._lock:
-            self._take_back_rooms()
+            self._reclaim_receiving()
             return sum(segment.resident_bytes for segment in self._free.values())
 
     def write(
@@ -141,54 +145,54 @@ class SegmentPool:
         Raises:
             TransferError: there is no memory for it, or the pool is closed. Nothing is kept.
         """
-        views = [_flat(buffer) for buffer in buffers]
-        awaited = _Readers.of(readers)
-        if not self.available:
+        views = [_flatten(buffer) for buffer in buffers]
+        pending_readers = _Readers.of(readers)
+        if not self.is_available:
             return [InlineBuffer(bytes(view)) for view in views]
         written: list[SharedBuffer | None] = [None] * len(views)
         names: list[str] = []
         try:
-            for group in _grouped([view.nbytes for view in views]):
+            for group in _group_by_segment([view.nbytes for view in views]):
                 end = PAGE_BYTES
-                places = []
+                pieces = []
                 for index in group:
-                    places.append((end, views[index]))
+                    pieces.append((end, views[index]))
                     end = _round_up(end + views[index].nbytes, ALIGN_BYTES)
-                segment = self._take(end, awaited.copy())
+                segment = self._acquire(end, pending_readers.copy())
                 names.append(segment.use_name)
-                segment.fill(places)
-                for index, (offset, view) in zip(group, places, strict=True):
+                segment.fill(pieces)
+                for index, (offset, view) in zip(group, pieces, strict=True):
                     written[index] = SharedBuffer(os.getpid(), segment.fd, offset, view.nbytes, segment.use_name)
         except BaseException as error:  # KeyboardInterrupt too: what nobody was told of, nobody would release
             for name in names:
                 self._discard(name)
             if isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.ENOSPC):
-                raise TransferError(_no_memory(sum(view.nbytes for view in views), self)) from error
+                raise TransferError(_no_memory_message(sum(view.nbytes for view in views), self)) from error
             if isinstance(error, OSError):  # no descriptors left, or forbidden: slower, but it arrives
                 return [InlineBuffer(bytes(view)) for view in views]
             raise
         return [shared for shared in written if shared is not None]
 
-    def room(self, nbytes: int) -> Room | None:
+    def receive_buffer(self, nbytes: int) -> ReceiveBuffer | None:
         """Memory for others to write into and for this process to keep, with its pages; None: there is no such memory
         here, or no descriptors left.
 
         Raises:
             TransferError: there is no memory for it, or the pool is closed.
         """
-        if not self.available:
+        if not self.is_available:
             return None
         end = PAGE_BYTES + nbytes
         try:
-            segment = self._take(end, None)
+            segment = self._acquire(end, None)
         except OSError:
             return None
         try:
-            return Room(segment, nbytes, self)
+            return ReceiveBuffer(segment, nbytes, self)
         except BaseException as error:
             self._discard(segment.use_name)
             if isinstance(error, OSError):
-                raise TransferError(_no_memory(nbytes, self)) from error
+                raise TransferError(_no_memory_message(nbytes, self)) from error
             raise
 
     def release(self, segment: str, count: int = 1, *, reader: int | None = None) -> None:
@@ -197,109 +201,110 @@ class SegmentPool:
         A name that is not in use (any more) is ignored: it was released, dropped or closed before.
         """
         with self._lock:
-            held = self._in_use.get(segment)
-            if held is None:
+            in_use = self._in_use.get(segment)
+            if in_use is None:
                 return
-            held.readers.let_go(count, reader)
-            if not held.readers:
-                self._set_free(segment)
-            doomed = self._over_the_limit()
-        _close_all(doomed)
+            in_use.readers.release(count, reader)
+            if not in_use.readers:
+                self._mark_free(segment)
+            excess = self._pop_excess()
+        _close_all(excess)
 
-    def forget_reader(self, reader: int) -> None:
+    def remove_reader(self, reader: int) -> None:
         """A reader is gone, and with it every claim it had by name."""
         with self._lock:
-            held = [name for name, segment in self._in_use.items() if reader in segment.readers.ranks]
-        for name in held:
+            names = [name for name, segment in self._in_use.items() if reader in segment.readers.ranks]
+        for name in names:
             self.release(name, reader=reader)
 
-    def drop(self, segment: str) -> None:
+    def release_all(self, segment: str) -> None:
         """Nobody reads this segment any more, whatever was counted."""
         with self._lock:
             if segment in self._in_use:
-                self._set_free(segment)
-            doomed = self._over_the_limit()
-        _close_all(doomed)
+                self._mark_free(segment)
+            excess = self._pop_excess()
+        _close_all(excess)
 
     def trim(self, idle_s: float) -> None:
         """Give back the memory of segments that have been free for longer than `idle_s` seconds."""
         with self._lock:
-            self._take_back_rooms()
-            before = self._clock.monotonic() - idle_s
-            idle = [name for name, segment in self._free.items() if segment.free_since <= before]
-            doomed = [self._free.pop(name) for name in idle] + self._over_the_limit()
-        _close_all(doomed)
+            self._reclaim_receiving()
+            freed_before = self._clock.monotonic() - idle_s
+            idle = [name for name, segment in self._free.items() if segment.free_since <= freed_before]
+            excess = [self._free.pop(name) for name in idle] + self._pop_excess()
+        _close_all(excess)
 
     def close(self) -> None:
         """Give everything back. Who has mapped a segment keeps it; who has not yet, will get `TransferError`."""
         with self._lock:
-            doomed = [*self._in_use.values(), *self._rooms.values(), *self._free.values()]
+            segments = [*self._in_use.values(), *self._receiving.values(), *self._free.values()]
             self._in_use.clear()
-            self._rooms.clear()
+            self._receiving.clear()
             self._free.clear()
             self._closed = True
-        _close_all(doomed)
+        _close_all(segments)
 
-    def _take(self, need_bytes: int, readers: _Readers | None) -> _Segment:
+    def _acquire(self, min_bytes: int, readers: _Readers | None) -> _Segment:
         """A segment for others to read; without readers, as a room."""
         with self._lock:
             if self._closed:
                 raise TransferError("the shared memory of this process is closed: its mesh was stopped or detached")
-            self._take_back_rooms()
+            self._reclaim_receiving()
             fitting = [
-                name for name, segment in self._free.items()
-                if need_bytes <= segment.capacity <= max(2 * need_bytes, 2 * PAGE_BYTES)
+                name
+                for name, segment in self._free.items()
+                if min_bytes <= segment.capacity <= max(2 * min_bytes, 2 * PAGE_BYTES)
             ]
             if fitting:
                 segment = self._free.pop(min(fitting, key=lambda name: self._free[name].capacity))
             else:
                 self._num_created += 1
-                segment = _Segment.create(f"{self._token}-{self._num_created}", _roomy(need_bytes))
+                segment = _Segment.create(f"{self._name_prefix}-{self._num_created}", _round_up_capacity(min_bytes))
             segment.num_uses += 1
             if readers is None:
-                self._rooms[segment.use_name] = segment
+                self._receiving[segment.use_name] = segment
             else:
                 segment.readers = readers
                 self._in_use[segment.use_name] = segment
             return segment
 
-    def _take_back_rooms(self) -> None:
+    def _reclaim_receiving(self) -> None:
         """Holds the lock."""
-        for name in _drained(self._left):
-            segment = self._rooms.pop(name, None)
-            if segment is not None and segment.is_ours:
-                self._keep_free(name, segment)
+        for name in _drain(self._finalized_names):
+            segment = self._receiving.pop(name, None)
+            if segment is not None and segment.is_exclusive:
+                self._add_free(name, segment)
             elif segment is not None:
                 segment.close()
 
-    def _set_free(self, name: str) -> None:
+    def _mark_free(self, name: str) -> None:
         """Holds the lock."""
-        self._keep_free(name, self._in_use.pop(name))
+        self._add_free(name, self._in_use.pop(name))
 
-    def _keep_free(self, name: str, segment: _Segment) -> None:
+    def _add_free(self, name: str, segment: _Segment) -> None:
         segment.free_since = self._clock.monotonic()
         self._free[name] = segment
 
-    def _over_the_limit(self) -> list[_Segment]:
+    def _pop_excess(self) -> list[_Segment]:
         """Free segments to close: those too large to keep at all, then those free for longest. Holds the lock."""
-        doomed = []
+        excess = []
         total = sum(segment.resident_bytes for segment in self._free.values())
         too_large = [name for name, segment in self._free.items() if segment.resident_bytes > self._max_free_bytes]
         while self._free and (total > self._max_free_bytes or len(self._free) > MAX_FREE_SEGMENTS):
             segment = self._free.pop(too_large.pop() if too_large else next(iter(self._free)))
             total -= segment.resident_bytes
-            doomed.append(segment)
-        return doomed
+            excess.append(segment)
+        return excess
 
     def _discard(self, name: str) -> None:
         with self._lock:
-            segment = self._in_use.pop(name, None) or self._rooms.pop(name, None)
+            segment = self._in_use.pop(name, None) or self._receiving.pop(name, None)
         if segment is not None:
             segment.close()
 
 
-class Room:
-    """Memory that other processes fill, by `filling(room.place)`, and that this one then keeps.
+class ReceiveBuffer:
+    """Memory that other processes fill, by `map_for_writing(room.place)`, and that this one then keeps.
 
     As a context manager it ends as nobody's, its memory given back, unless `keep` was called: whoever still writes into
     it, because it was called off or its controller was stopped, writes into what nobody will ever read.
@@ -307,49 +312,51 @@ class Room:
 
     def __init__(self, segment: _Segment, nbytes: int, pool: SegmentPool) -> None:
         self._pool = pool
-        self._mapping: MappedFile | None = segment.prepared(PAGE_BYTES + nbytes)
-        self.place = SharedBuffer(os.getpid(), segment.fd, PAGE_BYTES, nbytes, segment.use_name)
+        self._mapping: MappedFile | None = segment.map_for_receiving(PAGE_BYTES + nbytes)
+        self.memory = SharedBuffer(os.getpid(), segment.fd, PAGE_BYTES, nbytes, segment.use_name)
 
-    def __enter__(self) -> Room:
+    def __enter__(self) -> ReceiveBuffer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         mapping, self._mapping = self._mapping, None
         if mapping is not None:
             mapping.unmap()
-            self._pool._discard(self.place.segment)
+            self._pool._discard(self.memory.segment)
 
-    def keep(self) -> memoryview:
+    def claim(self) -> memoryview:
         """The bytes, once all have written. Goes back to the pool when the last view of it is gone."""
         mapping, self._mapping = self._mapping, None
         assert mapping is not None, "a room is kept once"
         view = mapping.view()
-        weakref.finalize(view.obj, _let_go, mapping, self.place.segment, self._pool._left).atexit = False
+        weakref.finalize(
+            view.obj, _unmap_and_release, mapping, self.memory.segment, self._pool._finalized_names
+        ).atexit = False
         return view[PAGE_BYTES:]
 
 
 @contextlib.contextmanager
-def filling(place: SharedBuffer, start: int, stop: int) -> Iterator[memoryview]:
+def map_for_writing(memory: SharedBuffer, start: int, stop: int) -> Iterator[memoryview]:
     """Another process's room, whose bytes from `start` to `stop` may be written until the end of the `with`.
 
     Raises:
         TransferError: the room is not there any more, or not on this machine.
     """
-    end = place.offset + place.nbytes
+    end = memory.offset + memory.nbytes
     with contextlib.ExitStack() as stack:
-        fd = _open_segment(place, os.O_RDWR, end)
+        fd = _open_segment(memory, os.O_RDWR, end)
         try:
-            mapping = MappedFile.of(fd, end, _PROT_READ | _PROT_WRITE, _MAP_SHARED)
+            mapping = MappedFile.from_fd(fd, end, _PROT_READ | _PROT_WRITE, _MAP_SHARED)
             stack.callback(mapping.unmap)
-            mapping.populate(place.offset + start, place.offset + stop)
+            mapping.populate(memory.offset + start, memory.offset + stop)
         except OSError as error:
-            raise TransferError(_cannot_open(place.pid, end, error)) from error
+            raise TransferError(_cannot_open_message(memory.pid, end, error)) from error
         finally:
             os.close(fd)
         view = mapping.view()
-        if _USE.unpack_from(view)[0] != _use_number(place.segment):
-            raise TransferError(f"process {place.pid} has reused this room, for which this one has come too late")
-        yield view[place.offset :]
+        if _USE_COUNT.unpack_from(view)[0] != _use_number(memory.segment):
+            raise TransferError(f"process {memory.pid} has reused this room, for which this one has come too late")
+        yield view[memory.offset :]
 
 
 class SegmentReader:
@@ -381,10 +388,10 @@ class SegmentReader:
             if isinstance(buffer, SharedBuffer):
                 if buffer.offset < PAGE_BYTES or buffer.nbytes < 0:
                     raise TransferError(f"not a shared buffer: {buffer.nbytes} bytes at {buffer.offset}")
-                place = (buffer.pid, buffer.fd, buffer.segment)
-                end = segments[place][1] if place in segments else 0
-                segments[place] = buffer, max(end, buffer.offset + buffer.nbytes)
-        mapped = {place: self._map(buffer, end) for place, (buffer, end) in segments.items()}
+                key = (buffer.pid, buffer.fd, buffer.segment)
+                end = segments[key][1] if key in segments else 0
+                segments[key] = buffer, max(end, buffer.offset + buffer.nbytes)
+        mapped = {key: self._map(buffer, end) for key, (buffer, end) in segments.items()}
         return [
             memoryview(bytearray(buffer.data)) if isinstance(buffer, InlineBuffer)
             else mapped[buffer.pid, buffer.fd, buffer.segment][buffer.offset : buffer.offset + buffer.nbytes]
@@ -396,53 +403,53 @@ class SegmentReader:
         segments = {buffer.segment: None for buffer in buffers if isinstance(buffer, SharedBuffer)}
         self._released.extend(segments)
 
-    def take_released(self) -> tuple[str, ...]:
+    def drain_released(self) -> tuple[str, ...]:
         """Segments released since the last call, in order; for their owners' `release`. Never waits."""
-        return tuple(_drained(self._released))
+        return tuple(_drain(self._released))
 
-    def _map(self, place: SharedBuffer, length: int) -> memoryview:
-        pid, segment = place.pid, place.segment
-        opened = _open_segment(place, os.O_RDONLY, length)
+    def _map(self, buffer: SharedBuffer, length: int) -> memoryview:
+        pid, segment = buffer.pid, buffer.segment
+        opened = _open_segment(buffer, os.O_RDONLY, length)
         try:
-            mapping = MappedFile.of(opened, length, _PROT_READ | _PROT_WRITE, _MAP_PRIVATE | _MAP_NORESERVE)
+            mapping = MappedFile.from_fd(opened, length, _PROT_READ | _PROT_WRITE, _MAP_PRIVATE | _MAP_NORESERVE)
         except OSError as error:
-            raise TransferError(_cannot_open(pid, length, error)) from error
+            raise TransferError(_cannot_open_message(pid, length, error)) from error
         finally:
             os.close(opened)
         view = mapping.view()
         # Never unmapped at exit: other threads may still read when the interpreter ends.
-        weakref.finalize(view.obj, _let_go, mapping, segment, self._released).atexit = False
-        if _USE.unpack_from(view)[0] != _use_number(segment):
+        weakref.finalize(view.obj, _unmap_and_release, mapping, segment, self._released).atexit = False
+        if _USE_COUNT.unpack_from(view)[0] != _use_number(segment):
             raise TransferError(f"process {pid} has reused the memory of this value, which came too late; resend it")
         return view
 
 
-def _open_segment(place: SharedBuffer, mode: int, length: int) -> int:
+def _open_segment(buffer: SharedBuffer, mode: int, length: int) -> int:
     """A descriptor of the owner's segment, opened here, if it is that and has `length` bytes."""
     try:
         # Non-blocking, for a stranger's descriptor may by now be a pipe.
-        opened = os.open(f"/proc/{place.pid}/fd/{place.fd}", mode | os.O_CLOEXEC | os.O_NONBLOCK)
+        opened = os.open(f"/proc/{buffer.pid}/fd/{buffer.fd}", mode | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise TransferError(_cannot_open(place.pid, length, error)) from error
+        raise TransferError(_cannot_open_message(buffer.pid, length, error)) from error
     try:
-        if os.readlink(f"/proc/self/fd/{opened}") != f"/memfd:{_file_name(place.segment)} (deleted)":
-            raise TransferError(f"process {place.pid} no longer holds the data of this value; send it again")
+        if os.readlink(f"/proc/self/fd/{opened}") != f"/memfd:{_file_name(buffer.segment)} (deleted)":
+            raise TransferError(f"process {buffer.pid} no longer holds the data of this value; send it again")
         if os.fstat(opened).st_size < length:  # touching what lies behind a file's end would kill this process
             raise TransferError(f"not a shared buffer: it ends {length} bytes into a smaller file")
     except BaseException as error:
         os.close(opened)
         if isinstance(error, OSError):
-            raise TransferError(_cannot_open(place.pid, length, error)) from error
+            raise TransferError(_cannot_open_message(buffer.pid, length, error)) from error
         raise
     return opened
 
 
-def _let_go(mapping: MappedFile, segment: str, released: deque[str]) -> None:
+def _unmap_and_release(mapping: MappedFile, segment: str, released: deque[str]) -> None:
     mapping.unmap()
     released.append(segment)
 
 
-def _drained(released: deque[str]) -> Iterator[str]:
+def _drain(released: deque[str]) -> Iterator[str]:
     while True:
         try:
             yield released.popleft()
@@ -458,27 +465,27 @@ def _drained(released: deque[str]) -> Iterator[str]:
 class _Readers:
     """Who has not let go yet: so many, or these."""
 
-    number: int = 0
+    num_unnamed: int = 0
     ranks: set[int] = field(default_factory=set)
 
     @staticmethod
     def of(readers: int | Collection[int]) -> _Readers:
-        awaited = _Readers(number=readers) if isinstance(readers, int) else _Readers(ranks=set(readers))
-        if awaited.number < 0 or not awaited:
+        pending = _Readers(num_unnamed=readers) if isinstance(readers, int) else _Readers(ranks=set(readers))
+        if pending.num_unnamed < 0 or not pending:
             raise ValueError("a buffer that nobody reads would never be released; give at least one reader")
-        return awaited
+        return pending
 
     def copy(self) -> _Readers:
-        return _Readers(self.number, set(self.ranks))
+        return _Readers(self.num_unnamed, set(self.ranks))
 
-    def let_go(self, count: int, rank: int | None) -> None:
+    def release(self, count: int, rank: int | None) -> None:
         if rank is None:
-            self.number = max(0, self.number - count)
+            self.num_unnamed = max(0, self.num_unnamed - count)
         else:
             self.ranks.discard(rank)
 
     def __bool__(self) -> bool:
-        return bool(self.number or self.ranks)
+        return bool(self.num_unnamed or self.ranks)
 
 
 @dataclass
@@ -494,11 +501,11 @@ class _Segment:
     written_bytes: int = 0  # from the start; these have pages
     huge_bytes: int = 0  # from the start; these have huge pages
     can_be_huge: bool = True  # as far as is known
-    is_ours: bool = True  # no process that was forked from this one sees what is in it
+    is_exclusive: bool = True  # no process that was forked from this one sees what is in it
 
     @classmethod
     def create(cls, name: str, capacity: int) -> _Segment:
-        fd = _memory_file(_file_name(f"{name}."))
+        fd = _create_memory_file(_file_name(f"{name}."))
         try:
             os.ftruncate(fd, capacity)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
@@ -518,7 +525,7 @@ class _Segment:
     def close(self) -> None:
         os.close(self.fd)
 
-    def fill(self, places: Sequence[tuple[int, memoryview]]) -> None:
+    def fill(self, pieces: Sequence[tuple[int, memoryview]]) -> None:
         """Write the number of this use and each buffer at its offset.
 
         Measured, in copies into warm memory: into fresh small pages 2.5 to 4 by pwrite and 5 to 10 through a mapping;
@@ -526,50 +533,50 @@ class _Segment:
         purpose, if they are huge. And of small pages the reader's first look costs another copy. A mapping that is kept
         would be as fast, and would count as this process's memory for as long as it is.
         """
-        end = max(offset + view.nbytes for offset, view in places)
-        if self._has_huge_pages(end):
+        end = max(offset + view.nbytes for offset, view in pieces)
+        if self._ensure_huge_pages(end):
             import numpy as np  # whose copies leave the GIL to other threads
 
-            mapping = MappedFile.of(self.fd, end, _PROT_READ | _PROT_WRITE, _MAP_SHARED)
+            mapping = MappedFile.from_fd(self.fd, end, _PROT_READ | _PROT_WRITE, _MAP_SHARED)
             try:
                 target = mapping.view()
-                _USE.pack_into(target, 0, self.num_uses)
-                for offset, view in places:
-                    room = np.frombuffer(target, np.uint8, view.nbytes, offset)
-                    np.copyto(room, np.frombuffer(view, np.uint8))
+                _USE_COUNT.pack_into(target, 0, self.num_uses)
+                for offset, view in pieces:
+                    destination = np.frombuffer(target, np.uint8, view.nbytes, offset)
+                    np.copyto(destination, np.frombuffer(view, np.uint8))
             finally:
                 mapping.unmap()
         else:
-            for offset, view in ((0, memoryview(_USE.pack(self.num_uses))), *places):
+            for offset, view in ((0, memoryview(_USE_COUNT.pack(self.num_uses))), *pieces):
                 _write_at(self.fd, view, offset)
         self.written_bytes = max(self.written_bytes, end)
 
-    def prepared(self, end: int) -> MappedFile:
+    def map_for_receiving(self, end: int) -> MappedFile:
         """Its first `end` bytes, with the number of this use and with pages for all others to write to.
 
         Raises:
             OSError: there is no memory for it.
         """
-        is_huge = self._has_huge_pages(end)
-        mapping = MappedFile.of(self.fd, end, _PROT_READ | _PROT_WRITE, _MAP_SHARED)
+        is_huge = self._ensure_huge_pages(end)
+        mapping = MappedFile.from_fd(self.fd, end, _PROT_READ | _PROT_WRITE, _MAP_SHARED)
         try:
             if not is_huge:
                 mapping.populate()
-            _USE.pack_into(mapping.view(), 0, self.num_uses)
+            _USE_COUNT.pack_into(mapping.view(), 0, self.num_uses)
         except BaseException:
             mapping.unmap()
             raise
         self.written_bytes = max(self.written_bytes, end)
         return mapping
 
-    def _has_huge_pages(self, end: int) -> bool:
+    def _ensure_huge_pages(self, end: int) -> bool:
         """Whether its first `end` bytes have huge pages; those that have not yet get them, if they can. What is in them
         is lost."""
         length = _round_up(end, HUGE_PAGE_BYTES)
         if end < HUGE_PAGE_BYTES or not self.can_be_huge:
             return False
         if self.huge_bytes < length:
-            mapping = MappedFile.of(self.fd, length, _PROT_READ | _PROT_WRITE, _MAP_SHARED)
+            mapping = MappedFile.from_fd(self.fd, length, _PROT_READ | _PROT_WRITE, _MAP_SHARED)
             try:
                 start = mapping.address + self.huge_bytes
                 for address in range(start, mapping.address + length, HUGE_PAGE_BYTES):
@@ -582,15 +589,18 @@ class _Segment:
         return self.can_be_huge
 
 
-def copy_to_fresh(target: memoryview, source: memoryview) -> None:
+def copy_to_fresh_pages(target: memoryview, source: memoryview) -> None:
     """Copy to memory that nobody has touched yet. A large one gets huge pages, and so takes a third of the time."""
     import numpy as np  # whose copies leave the GIL to other threads
 
-    to = np.frombuffer(target, np.uint8)
-    if to.nbytes >= 2 * HUGE_PAGE_BYTES:
-        first, last = _round_up(to.ctypes.data, PAGE_BYTES), (to.ctypes.data + to.nbytes) // PAGE_BYTES * PAGE_BYTES
+    destination = np.frombuffer(target, np.uint8)
+    if destination.nbytes >= 2 * HUGE_PAGE_BYTES:
+        first, last = (
+            _round_up(destination.ctypes.data, PAGE_BYTES),
+            (destination.ctypes.data + destination.nbytes) // PAGE_BYTES * PAGE_BYTES,
+        )
         _libc().madvise(first, last - first, _MADV_HUGEPAGE)
-    np.copyto(to, np.frombuffer(source, np.uint8))
+    np.copyto(destination, np.frombuffer(source, np.uint8))
 
 
 @dataclass(frozen=True)
@@ -606,7 +616,7 @@ class MappedFile:
     length: int
 
     @classmethod
-    def of(cls, fd: int, length: int, protection: int, flags: int) -> MappedFile:
+    def from_fd(cls, fd: int, length: int, protection: int, flags: int) -> MappedFile:
         libc = _libc()
         slack = HUGE_PAGE_BYTES if length >= HUGE_PAGE_BYTES else 0
         reserved = _round_up(length, PAGE_BYTES) + slack
@@ -650,7 +660,7 @@ def _libc() -> ctypes.CDLL:
     return libc
 
 
-def _memory_file(name: str) -> int:
+def _create_memory_file(name: str) -> int:
     """A new anonymous memory file that can be sealed."""
     try:
         return os.memfd_create(name, os.MFD_CLOEXEC | _MFD_NOEXEC_SEAL)
@@ -660,12 +670,12 @@ def _memory_file(name: str) -> int:
         return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
-def _memory_files_work() -> bool:
+def _has_memory_files() -> bool:
     """Whether this process can make such a file and open it by its path."""
     if not hasattr(os, "memfd_create"):
         return False
     try:
-        fd = _memory_file("meshbook-probe")
+        fd = _create_memory_file("meshbook-probe")
     except OSError:
         return False
     try:
@@ -677,16 +687,16 @@ def _memory_files_work() -> bool:
     return True
 
 
-def _on_fork(pool: SegmentPool) -> None:
-    pool_or_gone = weakref.ref(pool)
+def _register_fork_handlers(pool: SegmentPool) -> None:
+    pool_ref = weakref.ref(pool)
 
     def in_child() -> None:
-        if (pool := pool_or_gone()) is not None:
-            pool._drop_inherited()
+        if (pool := pool_ref()) is not None:
+            pool._reset_after_fork()
 
     def in_parent() -> None:
-        if (pool := pool_or_gone()) is not None:
-            pool._give_away_rooms()
+        if (pool := pool_ref()) is not None:
+            pool._disown_receiving()
 
     os.register_at_fork(after_in_child=in_child, after_in_parent=in_parent)
 
@@ -703,13 +713,13 @@ def _write_at(fd: int, view: memoryview, offset: int) -> None:
         done += os.pwrite(fd, view[done:], offset + done)
 
 
-def _flat(buffer: memoryview) -> memoryview:
+def _flatten(buffer: memoryview) -> memoryview:
     """The same bytes in one dimension."""
     view = memoryview(buffer)
     return view.cast("B") if view.nbytes else memoryview(b"")  # a view with a zero in its shape cannot be cast
 
 
-def _grouped(sizes: Sequence[int]) -> Iterator[list[int]]:
+def _group_by_segment(sizes: Sequence[int]) -> Iterator[list[int]]:
     """Indices of buffers that share a segment: a large one by itself, small ones together."""
     packed: list[int] = []
     packed_bytes = 0
@@ -726,10 +736,10 @@ def _grouped(sizes: Sequence[int]) -> Iterator[list[int]]:
         yield packed
 
 
-def _roomy(need_bytes: int) -> int:
+def _round_up_capacity(min_bytes: int) -> int:
     """A size at most a quarter larger, so that the next value, a little larger, fits too. Room unused costs nothing."""
-    step = max(PAGE_BYTES, 1 << max(0, need_bytes.bit_length() - 3))
-    rounded = _round_up(need_bytes, step)
+    step = max(PAGE_BYTES, 1 << max(0, min_bytes.bit_length() - 3))
+    rounded = _round_up(min_bytes, step)
     return _round_up(rounded, HUGE_PAGE_BYTES) if rounded >= HUGE_PAGE_BYTES else rounded
 
 
@@ -747,20 +757,22 @@ def _use_number(use_name: str) -> int:
     return int(number) if number.isdecimal() else 0  # 0: never the number of a use
 
 
-def _mib(nbytes: int) -> str:
+def _format_mib(nbytes: int) -> str:
     return f"{nbytes / (1 << 20):,.1f} MiB"
 
 
-def _no_memory(needed_bytes: int, pool: SegmentPool) -> str:
+def _no_memory_message(needed_bytes: int, pool: SegmentPool) -> str:
     return (
-        f"no memory for the {_mib(needed_bytes)} of this value to be shared: {_mib(pool.used_bytes)} are in use, "
-        f"{_mib(pool.free_bytes)} kept for reuse; delete values that came from here, or send less"
+        f"no memory for the {_format_mib(needed_bytes)} of this value to be shared: {_format_mib(pool.used_bytes)} are "
+        f"in use, {_format_mib(pool.free_bytes)} kept for reuse; delete values that came from here, or send less"
     )
 
 
-def _cannot_open(pid: int, length: int, error: OSError) -> str:
-    if not _lives(pid):
-        return f"process {pid}, which held the {_mib(length)} of this value, is gone; make it again and resend it"
+def _cannot_open_message(pid: int, length: int, error: OSError) -> str:
+    if not _is_alive(pid):
+        return (
+            f"process {pid}, which held the {_format_mib(length)} of this value, is gone; make it again and resend it"
+        )
     if isinstance(error, FileNotFoundError):
         return f"process {pid} no longer holds the data of this value; send it again"
     if isinstance(error, PermissionError):
@@ -768,10 +780,10 @@ def _cannot_open(pid: int, length: int, error: OSError) -> str:
             f"this process may not read the memory that process {pid} shares ({error.strerror}); both must run as the "
             f"same user, and neither with capabilities of its own"
         )
-    return f"the {_mib(length)} of this value, shared by process {pid}, cannot be mapped here: {error.strerror}"
+    return f"the {_format_mib(length)} of this value, shared by process {pid}, cannot be mapped here: {error.strerror}"
 
 
-def _lives(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             return stat.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")

@@ -15,7 +15,7 @@ import msgspec
 from meshbook.errors import ProtocolError, TransferError, VersionMismatch
 from meshbook.wire import messages
 
-PROTOCOL = b"meshbook/1"
+PROTOCOL = b"meshbook/2"
 
 # The largest message a socket accepts; beyond it zmq closes the connection. Large data goes through shared memory; what
 # rides inline (another machine, macOS) has to fit.
@@ -33,7 +33,7 @@ def encode(message: messages.Message) -> list[bytes]:
     return [PROTOCOL, encode_body(message)]
 
 
-def encode_body(message: messages.Message | messages.StoreAnswered) -> bytes:
+def encode_body(message: messages.Message | messages.StoreReply) -> bytes:
     """The body of a message.
 
     Raises:
@@ -42,11 +42,11 @@ def encode_body(message: messages.Message | messages.StoreAnswered) -> bytes:
     return check_size(_encoder.encode(message), type(message).__name__)
 
 
-def check_size(body: bytes, what: str = "a message") -> bytes:
+def check_size(body: bytes, name: str = "a message") -> bytes:
     """The body itself, if a socket takes it. Raises TransferError."""
     if len(body) > MAX_MESSAGE_BYTES:
         raise TransferError(
-            f"{what} has {len(body):,} bytes, and a message takes {MAX_MESSAGE_BYTES:,}: large values go through "
+            f"{name} has {len(body):,} bytes, and a message takes {MAX_MESSAGE_BYTES:,}: large values go through "
             "shared memory, which could not be had (no memory files, or no file descriptors left: see ulimit -n); "
             "send it in parts"
         )
@@ -56,8 +56,8 @@ def check_size(body: bytes, what: str = "a message") -> bytes:
 class Decoder(Generic[M]):
     """Frames to messages, for one role; see the instances below."""
 
-    def __init__(self, kinds: Any, *, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
-        self._decoder = msgspec.msgpack.Decoder(kinds)
+    def __init__(self, message_types: Any, *, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self._decoder = msgspec.msgpack.Decoder(message_types)
         self._max_bytes = max_bytes
 
     def decode(self, frames: Sequence[bytes]) -> M:
@@ -68,7 +68,7 @@ class Decoder(Generic[M]):
             ProtocolError: these are not the frames of a message that this role hears.
         """
         if not frames or frames[0] != PROTOCOL:
-            raise VersionMismatch(describe_version(frames[0] if frames else b""))
+            raise VersionMismatch(describe_version_mismatch(frames[0] if frames else b""))
         if len(frames) != 2:
             raise ProtocolError(f"a message has 2 frames, and {len(frames)} came")
         if len(frames[1]) > self._max_bytes:
@@ -83,7 +83,7 @@ class Decoder(Generic[M]):
         return message
 
 
-def describe_version(first_frame: bytes) -> str:
+def describe_version_mismatch(first_frame: bytes) -> str:
     """What to tell someone whose peer's first frame is not our version."""
     ours = PROTOCOL.decode()
     if not first_frame.startswith(b"meshbook/"):
@@ -108,5 +108,5 @@ rank_hellos: Decoder[messages.RankReady] = Decoder(messages.RankReady, max_bytes
 store_hellos: Decoder[messages.StoreHello] = Decoder(messages.StoreHello, max_bytes=MAX_HELLO_BYTES)
 
 store_commands: Decoder[messages.StoreCommand] = Decoder(messages.StoreCommand)
-store_answers: Decoder[messages.StoreAnswered] = Decoder(messages.StoreAnswered)
+store_replies: Decoder[messages.StoreReply] = Decoder(messages.StoreReply)
 supervisor_reports: Decoder[messages.SupervisorReport] = Decoder(messages.SupervisorReport)

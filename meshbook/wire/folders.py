@@ -30,19 +30,19 @@ import psutil
 
 from meshbook.errors import MeshInUse, StartError, UsageError
 from meshbook.wire import processes
-from meshbook.wire.processes import Process
+from meshbook.wire.processes import ProcessIdentity
 
 # Linux's limit for a socket's path is 108 bytes with its end mark; the longest name we add is "h1234-service.sock".
-_MAX_PATH = 107
-_LONGEST_SOCKET = "h1234-service.sock"
-_MAX_SOCKET_FOLDER = _MAX_PATH - len("/" + _LONGEST_SOCKET)
-_MAX_NAME = 48
-_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{_MAX_NAME - 1}}}")
+_MAX_SOCKET_PATH = 107
+_LONGEST_SOCKET_NAME = "h1234-service.sock"
+_MAX_SOCKET_FOLDER_BYTES = _MAX_SOCKET_PATH - len("/" + _LONGEST_SOCKET_NAME)
+_MAX_NAME_CHARS = 48
+_NAME_PATTERN = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{_MAX_NAME_CHARS - 1}}}")
 
-_MARKER = ".meshbook"  # in every folder that is ours; holds the process it belongs to
+_MARKER_NAME = ".meshbook"  # in every folder that is ours; holds the process it belongs to
 
 # File systems that one machine has to itself. Of others, sockets may not work, and meshes of another machine be met.
-_LOCAL = frozenset({
+_LOCAL_FILE_SYSTEMS = frozenset({
     "apfs", "bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "overlay", "ramfs", "tmpfs", "xfs", "zfs",
 })  # fmt: skip
 
@@ -63,30 +63,30 @@ def runtime_folder() -> Path:
     if chosen := os.environ.get("MESHBOOK_RUNTIME_DIR"):
         folder = Path(chosen).absolute() / "meshbook"
     else:
-        folder = _usual_folder()
+        folder = _default_folder()
     try:
-        _make(folder)
+        _make_folder(folder)
     except OSError as error:
         raise StartError(
             f"the runtime folder {folder} cannot be made ({error.strerror}); "
             "set MESHBOOK_RUNTIME_DIR to a folder of yours"
         ) from error
-    _check(folder)
+    _check_ownership(folder)
     return folder
 
 
-def _usual_folder() -> Path:
+def _default_folder() -> Path:
     state = Path(os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state"))
     folder = state / "meshbook"
-    fits = len(os.fsencode(folder)) + 1 + _MAX_NAME <= _MAX_SOCKET_FOLDER
+    fits = len(os.fsencode(folder)) + 1 + _MAX_NAME_CHARS <= _MAX_SOCKET_FOLDER_BYTES
     if state.is_absolute() and fits and _is_local(folder):
         with contextlib.suppress(OSError):  # no home, or one that cannot be written to
-            _make(folder)
+            _make_folder(folder)
             return folder
     return Path("/tmp") / f"meshbook-{os.getuid()}"
 
 
-def _make(folder: Path) -> None:
+def _make_folder(folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
 
@@ -95,12 +95,14 @@ def _make(folder: Path) -> None:
 def _is_local(folder: Path) -> bool:
     """Whether this machine has the file system to itself."""
     real = Path(os.path.realpath(folder))
-    kinds = {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}  # the later one is on top
-    at = next((place for place in (real, *real.parents) if str(place) in kinds), None)
-    return at is not None and kinds[str(at)] in _LOCAL
+    file_systems = {
+        mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)
+    }  # the later one is on top
+    mount_point = next((parent for parent in (real, *real.parents) if str(parent) in file_systems), None)
+    return mount_point is not None and file_systems[str(mount_point)] in _LOCAL_FILE_SYSTEMS
 
 
-def _check(folder: Path) -> None:
+def _check_ownership(folder: Path) -> None:
     status = folder.lstat()
     if stat.S_ISLNK(status.st_mode) or not stat.S_ISDIR(status.st_mode):
         raise StartError(f"{folder} is not a folder; remove it, or set MESHBOOK_RUNTIME_DIR to a folder of yours")
@@ -122,9 +124,9 @@ def _check(folder: Path) -> None:
 
 
 def check_name(name: str) -> str:
-    if not _NAME.fullmatch(name):
+    if not _NAME_PATTERN.fullmatch(name):
         raise UsageError(
-            f"{name!r} cannot name a mesh: use 1 to {_MAX_NAME} letters, digits, '.', '_' or '-', "
+            f"{name!r} cannot name a mesh: use 1 to {_MAX_NAME_CHARS} letters, digits, '.', '_' or '-', "
             "beginning with a letter or digit"
         )
     return name
@@ -139,30 +141,31 @@ def claim_folder(name: str) -> Path:
     """
     folder = runtime_folder() / check_name(name)
     length = len(os.fsencode(folder))
-    if length > _MAX_SOCKET_FOLDER:
+    if length > _MAX_SOCKET_FOLDER_BYTES:
         raise StartError(
-            f"the folder {folder} is {length} bytes long, and a socket in it may have at most {_MAX_SOCKET_FOLDER}: "
-            f"{length} + {_MAX_PATH - _MAX_SOCKET_FOLDER} for /{_LONGEST_SOCKET} is over the system's {_MAX_PATH}; "
+            f"the folder {folder} is {length} bytes long, and a socket in it may have at most "
+            f"{_MAX_SOCKET_FOLDER_BYTES}: {length} + {_MAX_SOCKET_PATH - _MAX_SOCKET_FOLDER_BYTES} for "
+            f"/{_LONGEST_SOCKET_NAME} is over the system's {_MAX_SOCKET_PATH}; "
             "set MESHBOOK_RUNTIME_DIR to a shorter one, or give the mesh a shorter name"
         )
     doomed = None
     try:
-        with _alone_in(folder.parent):
+        with _exclusive_lock(folder.parent):
             if os.path.lexists(folder):
-                if owner_of(folder) is None:
+                if read_owner(folder) is None:
                     raise StartError(
                         f"{folder} is in the way: it is not a folder that Meshbook made, so it is left alone; "
                         "choose another name with --name, or move it"
                     )
-                if not is_dead(folder):
+                if not is_stale(folder):
                     raise MeshInUse(
                         f"a mesh named {name!r} is running; attach to it (%mesh attach {name}), stop it, or choose "
                         "another name with --name"
                     )
-                doomed = _set_aside(folder)
+                doomed = _rename_aside(folder)
             draft = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
             try:
-                mark(draft)
+                write_marker(draft)
                 draft.rename(folder)
             except BaseException:
                 shutil.rmtree(draft, ignore_errors=True)
@@ -178,42 +181,42 @@ def claim_folder(name: str) -> Path:
     return folder
 
 
-def mark(folder: Path) -> None:
+def write_marker(folder: Path) -> None:
     """Say that the folder is this process's.
 
     Raises:
         OSError: that cannot be written; the mark that was there stays.
     """
-    write_whole(folder / _MARKER, msgspec.json.encode(processes.identify(os.getpid())))
+    write_atomically(folder / _MARKER_NAME, msgspec.json.encode(processes.identify(os.getpid())))
 
 
-def hold(folder: Path) -> None:
+def lock_folder(folder: Path) -> None:
     """Mark a folder as this process's, and lock it for as long as the process lives.
 
     The lock says that the mesh lives also to those who cannot see its process, as in another container; and
     systemd-tmpfiles, which clears what is old out of /tmp, leaves a locked folder alone.
     """
-    mark(folder)
+    write_marker(folder)
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     with contextlib.suppress(OSError):  # a file system without locks
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
-def owner_of(folder: Path) -> Process | None:
+def read_owner(folder: Path) -> ProcessIdentity | None:
     """The process that a folder belongs to; None: it is not a folder of ours."""
     try:
         status = folder.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
             return None
-        return msgspec.json.decode((folder / _MARKER).read_bytes(), type=Process)
+        return msgspec.json.decode((folder / _MARKER_NAME).read_bytes(), type=ProcessIdentity)
     except (OSError, msgspec.MsgspecError):
         return None
 
 
-def is_dead(folder: Path) -> bool:
+def is_stale(folder: Path) -> bool:
     """Whether this is a folder of ours whose process is known to be gone."""
-    owner = owner_of(folder)
-    if owner is None or processes.is_running(owner) or processes.is_elsewhere(owner):
+    owner = read_owner(folder)
+    if owner is None or processes.is_running(owner) or processes.is_on_other_host(owner):
         return False
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -234,32 +237,32 @@ def is_dead(folder: Path) -> bool:
 def remove_folder(folder: Path) -> None:
     """Remove a mesh's folder. One that is not ours is left alone."""
     with contextlib.suppress(OSError):
-        with _alone_in(folder.parent):
-            doomed = _set_aside(folder) if owner_of(folder) is not None else None
+        with _exclusive_lock(folder.parent):
+            doomed = _rename_aside(folder) if read_owner(folder) is not None else None
         if doomed is not None:
             shutil.rmtree(doomed, ignore_errors=True)
 
 
-def remove_if_dead(folder: Path) -> bool:
+def remove_if_stale(folder: Path) -> bool:
     """Remove what a dead mesh has left; whether there was such a thing."""
-    if not is_dead(folder):
+    if not is_stale(folder):
         return False
     with contextlib.suppress(OSError):
-        with _alone_in(folder.parent):
-            doomed = _set_aside(folder) if is_dead(folder) else None
+        with _exclusive_lock(folder.parent):
+            doomed = _rename_aside(folder) if is_stale(folder) else None
         if doomed is not None:
             shutil.rmtree(doomed, ignore_errors=True)
             return True
     return False
 
 
-def remove_dead() -> list[str]:
+def remove_stale_folders() -> list[str]:
     """Remove what all dead meshes have left. Returns their names."""
-    removed = [place.name for place in sorted(runtime_folder().iterdir()) if remove_if_dead(place)]
+    removed = [folder.name for folder in sorted(runtime_folder().iterdir()) if remove_if_stale(folder)]
     return [name for name in removed if not name.startswith(".")]
 
 
-def write_whole(target: Path, content: bytes) -> None:
+def write_atomically(target: Path, content: bytes) -> None:
     """Write a file whole or not at all, readable by this user alone.
 
     Raises:
@@ -277,7 +280,7 @@ def write_whole(target: Path, content: bytes) -> None:
         raise
 
 
-def _set_aside(folder: Path) -> Path:
+def _rename_aside(folder: Path) -> Path:
     """Take a folder from its name, so that what is being removed is not met."""
     doomed = folder.with_name(f".old-{secrets.token_hex(4)}")
     folder.rename(doomed)
@@ -285,7 +288,7 @@ def _set_aside(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
+def _exclusive_lock(folder: Path) -> Iterator[None]:
     """While nobody else makes or removes a mesh's folder: between a look and a removal another mesh could be made."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -18,22 +18,22 @@ from meshbook.errors import MeshNameError, NotAttached, StartError
 from meshbook.wire import processes
 from meshbook.wire.folders import check_name as check_name
 from meshbook.wire.folders import claim_folder as claim_folder
-from meshbook.wire.folders import hold as hold
-from meshbook.wire.folders import remove_dead as remove_dead
+from meshbook.wire.folders import lock_folder as lock_folder
 from meshbook.wire.folders import remove_folder as remove_folder
-from meshbook.wire.folders import remove_if_dead as remove_if_dead
+from meshbook.wire.folders import remove_if_stale as remove_if_stale
+from meshbook.wire.folders import remove_stale_folders as remove_stale_folders
 from meshbook.wire.folders import runtime_folder as runtime_folder
-from meshbook.wire.folders import write_whole
-from meshbook.wire.processes import Process
+from meshbook.wire.folders import write_atomically
+from meshbook.wire.processes import ProcessIdentity
 
 
-class Connection(Struct, frozen=True):
+class ConnectionInfo(Struct, frozen=True):
     """What `mesh.json` says."""
 
     name: str
     address: str  # ipc://… or tcp://…
     token: str
-    process: Process  # the supervisor's
+    process: ProcessIdentity  # the supervisor's
     started_at: float  # wall clock
     protocol: str
     owner: str | None = None  # the notebook or script that started it: a restarted kernel finds its mesh by this
@@ -46,7 +46,7 @@ class Connection(Struct, frozen=True):
         return self.process.pid
 
     @property
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether its supervisor's process runs on this machine."""
         return processes.is_running(self.process)
 
@@ -55,7 +55,7 @@ def new_token() -> str:
     return secrets.token_hex(32)
 
 
-def write_connection(folder: Path, connection: Connection) -> None:
+def write_connection_file(folder: Path, connection: ConnectionInfo) -> None:
     """Write `mesh.json`, whole or not at all, readable by this user alone.
 
     Raises:
@@ -63,7 +63,7 @@ def write_connection(folder: Path, connection: Connection) -> None:
     """
     target = folder / "mesh.json"
     try:
-        write_whole(target, msgspec.json.encode(connection))
+        write_atomically(target, msgspec.json.encode(connection))
     except OSError as error:
         raise StartError(
             f"{target} cannot be written: {error.strerror}; "
@@ -71,31 +71,31 @@ def write_connection(folder: Path, connection: Connection) -> None:
         ) from error
 
 
-def remove_dead_mesh(connection: Connection) -> None:
+def remove_stale_mesh(connection: ConnectionInfo) -> None:
     """Remove what this mesh left, if it is dead and nobody has taken its name since."""
     folder = runtime_folder() / connection.name
-    found = read_connection(folder)
+    found = read_connection_file(folder)
     if found is not None and found.token == connection.token:
-        remove_if_dead(folder)
+        remove_if_stale(folder)
 
 
-def read_connection(folder: Path) -> Connection | None:
+def read_connection_file(folder: Path) -> ConnectionInfo | None:
     """What `mesh.json` in this folder says; None when there is none or it is not ours to read."""
     try:
-        return msgspec.json.decode((folder / "mesh.json").read_bytes(), type=Connection)
+        return msgspec.json.decode((folder / "mesh.json").read_bytes(), type=ConnectionInfo)
     except (OSError, msgspec.MsgspecError):
         return None
 
 
-def list_connections() -> list[Connection]:
+def list_connections() -> list[ConnectionInfo]:
     """Every mesh of this user that lives on this machine, oldest first. What dead ones left is removed."""
-    remove_dead()
-    found = [read_connection(folder) for folder in runtime_folder().iterdir()]
-    living = [connection for connection in found if connection is not None and connection.lives]
+    remove_stale_folders()
+    found = [read_connection_file(folder) for folder in runtime_folder().iterdir()]
+    living = [connection for connection in found if connection is not None and connection.is_alive]
     return sorted(living, key=lambda connection: connection.started_at)
 
 
-def find_connection(name: str | None) -> Connection:
+def find_connection(name: str | None) -> ConnectionInfo:
     """The mesh of that name; with None, the only one there is.
 
     Raises:
@@ -104,10 +104,10 @@ def find_connection(name: str | None) -> Connection:
     """
     if name is not None:
         folder = runtime_folder() / check_name(name)
-        connection = read_connection(folder)
-        if connection is not None and not connection.lives:
+        connection = read_connection_file(folder)
+        if connection is not None and not connection.is_alive:
             where = f"(pid {connection.pid} on {connection.process.host})"
-            if not remove_if_dead(folder) and folder.exists():
+            if not remove_if_stale(folder) and folder.exists():
                 raise NotAttached(
                     f"the mesh {name!r} cannot be reached from here: its supervisor {where} belongs to another machine "
                     "or container; attach to it there"
@@ -130,7 +130,7 @@ def find_connection(name: str | None) -> Connection:
     raise MeshNameError(f"no mesh is named {name!r}; running: {names}")
 
 
-def curve_keys() -> tuple[bytes, bytes]:
+def new_curve_keys() -> tuple[bytes, bytes]:
     """A new CURVE pair: public, secret.
 
     No ZAP handler checks clients' keys, and none is needed: a client cannot say a word to a CURVE server without that
@@ -145,7 +145,7 @@ def curve_keys() -> tuple[bytes, bytes]:
     return zmq.curve_keypair()
 
 
-def harden(socket: zmq.Socket[bytes], *, max_message_bytes: int) -> None:
+def configure_socket(socket: zmq.Socket[bytes], *, max_message_bytes: int) -> None:
     """Options that every socket of ours has: nothing lingers, oversized messages are refused, high-water marks off
     (bounds are kept by counting, not by silently dropping)."""
     socket.setsockopt(zmq.LINGER, 0)

@@ -22,20 +22,20 @@ from meshbook.clock import Clock, SystemClock
 log = logging.getLogger("meshbook.loop")
 
 # Messages taken from one socket before the others get their turn.
-_FAIR_SHARE = 64
+_MAX_MESSAGES_PER_TURN = 64
 
 # Failures in a row after which a descriptor is let go: it stays readable as long as nobody reads it, and the loop would
 # do nothing else. A descriptor that user code has closed is let go at its first failure.
-_FD_FAILURES = 10
+_MAX_FD_FAILURES = 10
 
 
 class Timer:
     """A call in the future; `cancel()` undoes it."""
 
-    __slots__ = ("callback", "due")
+    __slots__ = ("callback", "deadline")
 
-    def __init__(self, due: float, callback: Callable[[], None]) -> None:
-        self.due = due
+    def __init__(self, deadline: float, callback: Callable[[], None]) -> None:
+        self.deadline = deadline
         self.callback: Callable[[], None] | None = callback
 
     def cancel(self) -> None:
@@ -55,19 +55,19 @@ class Loop:
         self._poller = zmq.Poller()
         self._handlers: dict[Any, Callable[[], None]] = {}
         self._timers: list[tuple[float, int, Timer]] = []
-        self._order = itertools.count()
+        self._sequence = itertools.count()
         self._stopped = False
 
     def watch_socket(self, socket: zmq.Socket[bytes], on_frames: Callable[[list[bytes]], None]) -> None:
         """Call `on_frames` with each message that arrives."""
 
         def drain() -> None:
-            for _ in range(_FAIR_SHARE):
+            for _ in range(_MAX_MESSAGES_PER_TURN):
                 try:
                     frames = socket.recv_multipart(zmq.NOBLOCK)
                 except zmq.Again:
                     return
-                self._guarded(lambda frames=frames: on_frames(frames))  # type: ignore[misc]
+                self._call_guarded(lambda frames=frames: on_frames(frames))  # type: ignore[misc]
 
         self._handlers[socket] = drain
         self._poller.register(socket, zmq.POLLIN)
@@ -81,7 +81,7 @@ class Loop:
                 on_readable()
             except BaseException:
                 failures += 1
-                if failures >= _FD_FAILURES or not _is_open(fd):
+                if failures >= _MAX_FD_FAILURES or not _is_open(fd):
                     self.unwatch(fd)
                     log.error("descriptor %d is not watched any more", fd)
                 raise
@@ -96,7 +96,7 @@ class Loop:
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> Timer:
         timer = Timer(self.clock.monotonic() + delay_s, callback)
-        heapq.heappush(self._timers, (timer.due, next(self._order), timer))
+        heapq.heappush(self._timers, (timer.deadline, next(self._sequence), timer))
         return timer
 
     def stop(self) -> None:
@@ -104,22 +104,22 @@ class Loop:
 
     def run(self) -> None:
         while not self._stopped:
-            self.turn()
+            self.run_once()
 
-    def turn(self, max_wait_s: float | None = None) -> None:
+    def run_once(self, max_wait_s: float | None = None) -> None:
         """Wait for the next thing to happen, at most `max_wait_s` seconds, and handle all that did."""
-        for source, _ in self._poller.poll(self._wait_ms(max_wait_s)):
+        for source, _ in self._poller.poll(self._poll_timeout_ms(max_wait_s)):
             handler = self._handlers.get(source)
             if handler is not None:
-                self._guarded(handler)
+                self._call_guarded(handler)
         now = self.clock.monotonic()
         while self._timers and self._timers[0][0] <= now:
             timer = heapq.heappop(self._timers)[2]
             callback, timer.callback = timer.callback, None
             if callback is not None:
-                self._guarded(callback)
+                self._call_guarded(callback)
 
-    def _wait_ms(self, max_wait_s: float | None) -> int | None:
+    def _poll_timeout_ms(self, max_wait_s: float | None) -> int | None:
         while self._timers and self._timers[0][2].callback is None:
             heapq.heappop(self._timers)
         waits = [] if max_wait_s is None else [max_wait_s]
@@ -128,7 +128,7 @@ class Loop:
         # Rounded up: a timer polled a fraction early would spin.
         return max(0, int(min(waits) * 1000) + 1) if waits else None
 
-    def _guarded(self, callback: Callable[[], None]) -> None:
+    def _call_guarded(self, callback: Callable[[], None]) -> None:
         try:
             callback()
         except BaseException as error:

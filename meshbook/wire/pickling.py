@@ -37,7 +37,7 @@ import cloudpickle
 
 from meshbook.clock import monotonic
 from meshbook.errors import TransferError
-from meshbook.wire.buffers import SegmentPool, SegmentReader, copy_to_fresh
+from meshbook.wire.buffers import SegmentPool, SegmentReader, copy_to_fresh_pages
 from meshbook.wire.codec import MAX_MESSAGE_BYTES
 from meshbook.wire.messages import InlineBuffer, Payload, SharedBuffer
 
@@ -47,12 +47,12 @@ if TYPE_CHECKING:
 
 INLINE_THRESHOLD = 64 << 10  # bytes; below it a copy into the message is cheaper than opening and releasing a segment
 STREAM_THRESHOLD = 1 << 20  # of the pickle itself (a list of a million ints): one copy instead of one per rank and hop
-APART_BYTES = 128 << 10  # of a piece that pickle writes: those are bytes or text, for its own frames are shorter
-BLAME_BUDGET_S = 1.0  # how long the search for what cannot be pickled may take; then it names what it has come to
-BLAME_DEPTH = 32
+OUT_OF_BAND_BYTES = 128 << 10  # of a piece that pickle writes: those are bytes or text, for its own frames are shorter
+SEARCH_BUDGET_S = 1.0  # how long the search for what cannot be pickled may take; then it names what it has come to
+MAX_SEARCH_DEPTH = 32
 
-Persistent = Callable[[object], "str | None"]  # the key of an object that the other side has, else None
-Resolve = Callable[[str], object]  # that object
+PersistentKey = Callable[[object], "str | None"]  # the key of an object that the other side has, else None
+ResolveKey = Callable[[str], object]  # that object
 
 
 def dump(
@@ -61,7 +61,7 @@ def dump(
     pool: SegmentPool | None,
     readers: int | Collection[int] = 1,
     inline_threshold: int = INLINE_THRESHOLD,
-    persistent: Persistent | None = None,
+    persistent: PersistentKey | None = None,
     name: str | Sequence[str] = "value",
 ) -> Payload:
     """`obj`, pickled. Waits for the copy into shared memory.
@@ -76,42 +76,42 @@ def dump(
         TransferError: it cannot be pickled, naming the part that is to blame; or there is no memory to share it.
             No segment is kept.
     """
-    sink = _Sink(apart_from=None if pool is None else APART_BYTES)
-    loose: list[pickle.PickleBuffer] = []
+    writer = _PickleWriter(out_of_band_bytes=None if pool is None else OUT_OF_BAND_BYTES)
+    out_of_band: list[pickle.PickleBuffer] = []
 
     def take_out(buffer: pickle.PickleBuffer) -> bool:
         if buffer.raw().nbytes < inline_threshold:
             return True  # stays in the pickle
-        loose.append(buffer)
+        out_of_band.append(buffer)
         return False
 
-    pickler = _Pickler(sink, take_out, persistent)
+    pickler = _Pickler(writer, take_out, persistent)
     try:
         pickler.dump(obj)
-        windows = pickler.tensors.windows() if pickler.tensors else []
+        tensor_bytes = pickler.tensors.extract_storages() if pickler.tensors else []
     except Exception as error:
-        raise TransferError(_explain(obj, name, persistent, error)) from error
-    large = [buffer.raw() for buffer in loose]
+        raise TransferError(_describe_unpicklable(obj, name, persistent, error)) from error
+    large = [buffer.raw() for buffer in out_of_band]
     storages: list[int | bytes] = []
-    for window in windows:
-        if window.nbytes < inline_threshold:
-            storages.append(bytes(window))
+    for storage_bytes in tensor_bytes:
+        if storage_bytes.nbytes < inline_threshold:
+            storages.append(bytes(storage_bytes))
         else:
             storages.append(len(large))
-            large.append(window)
-    head = _table(pickler, storages)
-    stream = sink.joined(head)
+            large.append(storage_bytes)
+    head = _dump_tensor_table(pickler, storages)
+    stream = writer.join(head)
     if pool is None:
         return Payload(stream, tuple(InlineBuffer(bytes(view)) for view in large))
-    large += [piece for _, piece in sink.apart]
+    large += [piece for _, piece in writer.out_of_band]
     if len(stream) >= STREAM_THRESHOLD:
         large.append(memoryview(stream))
         stream = b""
-    cuts = tuple(len(head) + at for at, _ in sink.apart)
-    return Payload(stream, _that_fit(pool.write(large, readers)) if large else (), cuts)
+    cuts = tuple(len(head) + offset for offset, _ in writer.out_of_band)
+    return Payload(stream, _check_inline_size(pool.write(large, readers)) if large else (), cuts)
 
 
-def _that_fit(buffers: Sequence[SharedBuffer | InlineBuffer]) -> tuple[SharedBuffer | InlineBuffer, ...]:
+def _check_inline_size(buffers: Sequence[SharedBuffer | InlineBuffer]) -> tuple[SharedBuffer | InlineBuffer, ...]:
     """Raises TransferError: shared memory could not be had, and a message cannot take what rides in it instead."""
     inline = sum(len(buffer.data) for buffer in buffers if isinstance(buffer, InlineBuffer))
     if inline > MAX_MESSAGE_BYTES:
@@ -123,7 +123,7 @@ def _that_fit(buffers: Sequence[SharedBuffer | InlineBuffer]) -> tuple[SharedBuf
     return tuple(buffers)
 
 
-def dump_small(obj: object, limit: int, *, persistent: Persistent | None = None) -> Payload | None:
+def dump_small(obj: object, limit: int, *, persistent: PersistentKey | None = None) -> Payload | None:
     """`obj` in at most `limit` bytes without separate buffers, or None: it would take more.
 
     Ends as soon as that is known. Asked of every cell's value, so a failure is told without a search for its place.
@@ -131,22 +131,22 @@ def dump_small(obj: object, limit: int, *, persistent: Persistent | None = None)
     Raises:
         TransferError: it cannot be pickled.
     """
-    sink = _Sink(limit)
-    pickler = _Pickler(sink, lambda buffer: sink.make_room(buffer.raw().nbytes), persistent, limit=limit)
+    writer = _PickleWriter(limit)
+    pickler = _Pickler(writer, lambda buffer: writer.check_limit(buffer.raw().nbytes), persistent, limit=limit)
     try:
         pickler.dump(obj)
         if pickler.tensors:
-            sink.make_room(pickler.tensors.nbytes())
-        windows = pickler.tensors.windows() if pickler.tensors else []
-    except _TooLarge:
+            writer.check_limit(pickler.tensors.nbytes())
+        tensor_bytes = pickler.tensors.extract_storages() if pickler.tensors else []
+    except _LimitExceeded:
         return None
     except Exception as error:
-        raise TransferError(f"a {_type_name(obj)} cannot be pickled: {_reason(error)}") from error
-    stream = sink.joined(_table(pickler, [bytes(window) for window in windows]))
+        raise TransferError(f"a {_type_name(obj)} cannot be pickled: {_format_error(error)}") from error
+    stream = writer.join(_dump_tensor_table(pickler, [bytes(storage_bytes) for storage_bytes in tensor_bytes]))
     return Payload(stream) if len(stream) <= limit else None
 
 
-def _without_modes() -> contextlib.AbstractContextManager[object]:
+def _disable_torch_modes() -> contextlib.AbstractContextManager[object]:
     """What a mode of torch makes of new tensors (`with mesh.activate()`, say) is not meant for those that arrive."""
     torch = sys.modules.get("torch")
     if torch is None or not torch._C._len_torch_dispatch_stack():
@@ -156,7 +156,7 @@ def _without_modes() -> contextlib.AbstractContextManager[object]:
     return _disable_current_modes()
 
 
-def load(payload: Payload, *, reader: SegmentReader | None = None, resolve: Resolve | None = None) -> Any:
+def load(payload: Payload, *, reader: SegmentReader | None = None, resolve: ResolveKey | None = None) -> Any:
     """The object of a payload.
 
     Large arrays and tensors in it are private views of shared memory: writable, copied page by page when written to,
@@ -170,11 +170,15 @@ def load(payload: Payload, *, reader: SegmentReader | None = None, resolve: Reso
     if reader is None and not all(isinstance(buffer, InlineBuffer) for buffer in payload.buffers):
         raise TransferError("this value is in another process's memory, which cannot be read here")
     views = (reader or SegmentReader()).open_all(payload.buffers)
-    stream: io.BytesIO | _Stream | None = None
+    stream: io.BytesIO | _SplicedStream | None = None
     try:
-        stream = _Stream.of(payload, views) if payload.cuts or not payload.pickled else io.BytesIO(payload.pickled)
-        with _without_modes():
-            return _Unpickler(stream, views, _TensorsReceived(pickle.load(stream), views), resolve).load()
+        stream = (
+            _SplicedStream.from_payload(payload, views)
+            if payload.splice_offsets or not payload.pickled
+            else io.BytesIO(payload.pickled)
+        )
+        with _disable_torch_modes():
+            return _Unpickler(stream, views, _TensorTableReader(pickle.load(stream), views), resolve).load()
     except (TransferError, MemoryError):
         raise
     except Exception as error:
@@ -192,47 +196,47 @@ def load(payload: Payload, *, reader: SegmentReader | None = None, resolve: Reso
 # Pickling
 
 
-class _TooLarge(Exception):
+class _LimitExceeded(Exception):
     """More than the limit: no error, an answer."""
 
 
-class _Refused(Exception):
+class _NotSendable(Exception):
     """An object that could be pickled and must not be. Becomes a `TransferError`, with the place."""
 
 
-class _Sink:
+class _PickleWriter:
     """Where a pickler writes. Keeps the pieces: nothing is copied until `joined`.
 
     Attributes:
         apart: large pieces, each with where in all the others it belongs.
     """
 
-    def __init__(self, limit: int | None = None, *, apart_from: int | None = None) -> None:
-        self.apart: list[tuple[int, memoryview]] = []
+    def __init__(self, limit: int | None = None, *, out_of_band_bytes: int | None = None) -> None:
+        self.out_of_band: list[tuple[int, memoryview]] = []
         self._pieces: list[bytes] = []
-        self._limit, self._apart_from = limit, apart_from
+        self._limit, self._out_of_band_bytes = limit, out_of_band_bytes
         self._nbytes = 0
 
     def write(self, piece: bytes | bytearray | memoryview) -> int:
-        if self._apart_from is not None and len(piece) >= self._apart_from:
-            self.apart.append((self._nbytes, memoryview(piece)))
+        if self._out_of_band_bytes is not None and len(piece) >= self._out_of_band_bytes:
+            self.out_of_band.append((self._nbytes, memoryview(piece)))
             return len(piece)
         self._nbytes += len(piece)
-        self.make_room(0)
+        self.check_limit(0)
         self._pieces.append(bytes(piece))  # bytes are not copied by this
         return len(piece)
 
-    def make_room(self, nbytes: int) -> bool:
+    def check_limit(self, nbytes: int) -> bool:
         """True: so many more bytes are welcome.
 
         Raises:
             _TooLarge: they are not.
         """
         if self._limit is not None and self._nbytes + nbytes > self._limit:
-            raise _TooLarge
+            raise _LimitExceeded
         return True
 
-    def joined(self, head: bytes) -> bytes:
+    def join(self, head: bytes) -> bytes:
         return b"".join([head, *self._pieces])
 
 
@@ -241,13 +245,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
     def __init__(
         self,
-        sink: Any,
+        writer: Any,
         buffer_callback: Callable[[pickle.PickleBuffer], Any],
-        persistent: Persistent | None,
+        persistent: PersistentKey | None,
         *,
         limit: int | None = None,
     ) -> None:
-        super().__init__(sink, protocol=5, buffer_callback=buffer_callback)
+        super().__init__(writer, protocol=5, buffer_callback=buffer_callback)
         self._persistent = persistent
         self._limit = limit
         self._torch: Any = sys.modules.get("torch")
@@ -255,7 +259,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         self._storage_type: Any = getattr(self._torch, "UntypedStorage", None) or ()
         self._typed_storage_type: Any = getattr(self._torch, "TypedStorage", None) or ()
         self._array_type: Any = getattr(sys.modules.get("numpy"), "ndarray", None)
-        self.tensors = _TensorsSent()
+        self.tensors = _TensorTableWriter()
 
     def reducer_override(self, obj: Any) -> Any:
         """Called by pickle for everything but plain containers, numbers and strings."""
@@ -264,25 +268,25 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         if isinstance(obj, self._tensor_type):
             return self._reduce_tensor(obj)
         if isinstance(obj, self._storage_type):  # as a tensor, to be shared with the tensors that use it
-            return _untyped_storage, (self._bytes_of(obj),)
+            return _untyped_storage, (self._storage_as_tensor(obj),)
         if isinstance(obj, self._typed_storage_type):
-            return _typed_storage, (self._bytes_of(obj._untyped_storage), obj.dtype)
+            return _typed_storage, (self._storage_as_tensor(obj._untyped_storage), obj.dtype)
         if type(obj) is self._array_type and not obj.dtype.hasobject:
             if self._limit is not None and obj.nbytes > self._limit:
-                raise _TooLarge
+                raise _LimitExceeded
             if not obj.flags.forc:  # numpy would put it into the pickle itself
                 return obj.copy().__reduce_ex__(5)
         return super().reducer_override(obj)
 
-    def _bytes_of(self, storage: UntypedStorage) -> torch.Tensor:
+    def _storage_as_tensor(self, storage: UntypedStorage) -> torch.Tensor:
         flat: torch.Tensor = self._torch.empty(0, dtype=self._torch.uint8, device=storage.device).set_(storage)
         return flat
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
         torch = self._torch
-        whole = _plain(tensor)
-        if whole is not tensor:
-            return _same, (whole,)
+        unwrapped = _unwrap_tensor(tensor)
+        if unwrapped is not tensor:
+            return _same, (unwrapped,)
         is_parameter = type(tensor) is torch.nn.Parameter
         if (
             not (is_parameter or type(tensor) is torch.Tensor)
@@ -302,7 +306,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         return _tensor, (index,)
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
+def _unwrap_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, or, where torch distributed has wrapped one that is whole on this rank, that one; zeros where
     autograd has made some that have no memory.
 
@@ -312,14 +316,16 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     wrapper = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     if wrapper is not None and isinstance(tensor, wrapper):
         mesh = tensor.device_mesh
-        if not all(place.is_replicate() or mesh.size(axis) == 1 for axis, place in enumerate(tensor.placements)):
-            raise _Refused(
+        if not all(
+            placement.is_replicate() or mesh.size(axis) == 1 for axis, placement in enumerate(tensor.placements)
+        ):
+            raise _NotSendable(
                 f"a DTensor with placements {tensor.placements} is not whole on any rank; send x.full_tensor() (all of "
                 f"it; every rank has to call it) or x.to_local() (this rank's shard)"
             )
         return cast("torch.Tensor", tensor.detach().to_local().requires_grad_(tensor.requires_grad))
-    waiting = getattr(sys.modules.get("torch.distributed._functional_collectives"), "AsyncCollectiveTensor", None)
-    if waiting is not None and isinstance(tensor, waiting):
+    async_tensor = getattr(sys.modules.get("torch.distributed._functional_collectives"), "AsyncCollectiveTensor", None)
+    if async_tensor is not None and isinstance(tensor, async_tensor):
         return cast("torch.Tensor", tensor.wait())
     if tensor._is_zerotensor():
         zeros = sys.modules["torch"].zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -328,29 +334,29 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass
-class _View:
+class _TensorView:
     """One tensor of the table, as plain data."""
 
     dtype: str
-    item_bytes: int
+    itemsize: int
     offset: int  # in items, from the start of what is sent
     size: tuple[int, ...]
     stride: tuple[int, ...]
     requires_grad: bool
     is_parameter: bool
 
-    def span(self) -> tuple[int, int]:
+    def byte_range(self) -> tuple[int, int]:
         """First byte, and the one after the last."""
         if 0 in self.size:
             return 0, 0
         last = sum((length - 1) * step for length, step in zip(self.size, self.stride, strict=True))
-        return self.offset * self.item_bytes, (self.offset + last + 1) * self.item_bytes
+        return self.offset * self.itemsize, (self.offset + last + 1) * self.itemsize
 
     def nbytes(self) -> int:
         items = 1
         for length in self.size:
             items *= length
-        return items * self.item_bytes
+        return items * self.itemsize
 
 
 @dataclass
@@ -360,25 +366,25 @@ class _Storage:
     index: int
     storage: UntypedStorage  # kept, so that its address stays its own
     sample: torch.Tensor  # one of the tensors
-    views: list[_View] = field(default_factory=list)
+    views: list[_TensorView] = field(default_factory=list)
 
-    def window(self) -> tuple[int, int]:
+    def byte_range(self) -> tuple[int, int]:
         """The bytes that all views together span. Starts where any item can be aligned."""
-        spans = [view.span() for view in self.views if 0 not in view.size]
+        spans = [view.byte_range() for view in self.views if 0 not in view.size]
         if not spans:
             return 0, 0
         return min(start for start, _ in spans) // 64 * 64, max(stop for _, stop in spans)
 
     def is_sparse(self) -> bool:
         """A lone view, say a column of a matrix, that leaves out more than it shows."""
-        start, stop = self.window()
+        start, stop = self.byte_range()
         return len(self.views) == 1 and 2 * self.views[0].nbytes() < stop - start
 
     def nbytes(self) -> int:
-        start, stop = self.window()
+        start, stop = self.byte_range()
         return self.views[0].nbytes() if self.is_sparse() else stop - start
 
-    def take(self) -> memoryview:
+    def extract_bytes(self) -> memoryview:
         """The bytes to send; moves the views to where their items are in them.
 
         On the CPU this is the storage's own memory, to be copied by whoever keeps it; of another device, a copy.
@@ -388,9 +394,9 @@ class _Storage:
             packed = self.sample.detach().clone(memory_format=torch.contiguous_format)
             self.storage = packed.untyped_storage()
             self.views[0].offset, self.views[0].stride = 0, tuple(packed.stride())
-        start, stop = self.window()
+        start, stop = self.byte_range()
         for view in self.views:
-            view.offset = 0 if 0 in view.size else view.offset - start // view.item_bytes
+            view.offset = 0 if 0 in view.size else view.offset - start // view.itemsize
         flat = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
         import numpy
 
@@ -399,12 +405,12 @@ class _Storage:
         return numpy.from_dlpack(flat[start:stop].cpu()).data
 
 
-class _TensorsSent:
+class _TensorTableWriter:
     """The tensors of a pickle. What is sent of a storage is decided when all that look at it are known."""
 
     def __init__(self) -> None:
         self._storages: dict[tuple[str, int, int], _Storage] = {}
-        self._views: list[tuple[int, _View]] = []  # with the index of the storage
+        self._views: list[tuple[int, _TensorView]] = []  # with the index of the storage
 
     def __bool__(self) -> bool:
         return bool(self._views)
@@ -412,82 +418,84 @@ class _TensorsSent:
     def add(self, tensor: torch.Tensor, is_parameter: bool) -> int:
         """Its place in the table."""
         storage = tensor.untyped_storage()
-        view = _View(
+        view = _TensorView(
             str(tensor.dtype).removeprefix("torch."), tensor.element_size(), int(tensor.storage_offset()),
             tuple(tensor.shape), tuple(tensor.stride()), tensor.requires_grad, is_parameter,
         )  # fmt: skip
-        if view.span()[1] > storage.nbytes():
-            raise _Refused(
+        if view.byte_range()[1] > storage.nbytes():
+            raise _NotSendable(
                 f"a tensor of shape {view.size} whose storage holds {storage.nbytes()} bytes has been freed (as FSDP "
                 f"frees unsharded parameters); gather it first"
             )
         # By address: two storages over one memory, as torch.from_numpy makes them, are one.
         key = (str(storage.device), storage.data_ptr() or -len(self._views), storage.nbytes())
-        shared = self._storages.setdefault(key, _Storage(len(self._storages), storage, tensor))
-        shared.views.append(view)
-        self._views.append((shared.index, view))
+        entry = self._storages.setdefault(key, _Storage(len(self._storages), storage, tensor))
+        entry.views.append(view)
+        self._views.append((entry.index, view))
         return len(self._views) - 1
 
     def nbytes(self) -> int:
         return sum(storage.nbytes() for storage in self._storages.values())
 
-    def windows(self) -> list[memoryview]:
+    def extract_storages(self) -> list[memoryview]:
         """The bytes of each storage, in the order of their indices."""
-        return [storage.take() for storage in self._storages.values()]
+        return [storage.extract_bytes() for storage in self._storages.values()]
 
-    def table(self) -> list[tuple[Any, ...]]:
+    def rows(self) -> list[tuple[Any, ...]]:
         return [
             (index, view.dtype, view.offset, view.size, view.stride, view.requires_grad, view.is_parameter)
             for index, view in self._views
         ]
 
 
-def _table(pickler: _Pickler, storages: Sequence[int | bytes]) -> bytes:
+def _dump_tensor_table(pickler: _Pickler, storages: Sequence[int | bytes]) -> bytes:
     """The first of the stream's two pickles. A storage is the index of its buffer, or its bytes."""
     if not pickler.tensors:
         return pickle.dumps(None, 0)  # two bytes
-    return pickle.dumps((list(storages), pickler.tensors.table()), 5)
+    return pickle.dumps((list(storages), pickler.tensors.rows()), 5)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Unpickling
 
 
-class _Stream:
+class _SplicedStream:
     """A pickled stream some of whose pieces lie elsewhere, as the file that an unpickler reads."""
 
-    def __init__(self, parts: Iterable[memoryview]) -> None:
-        self._parts = deque(part for part in parts if part.nbytes)
+    def __init__(self, chunks: Iterable[memoryview]) -> None:
+        self._chunks = deque(chunk for chunk in chunks if chunk.nbytes)
 
     @classmethod
-    def of(cls, payload: Payload, views: list[memoryview]) -> _Stream:
+    def from_payload(cls, payload: Payload, views: list[memoryview]) -> _SplicedStream:
         """
         Raises:
             IndexError, ValueError: the payload is damaged.
         """
-        rest = memoryview(payload.pickled) if payload.pickled else views[-1]
-        pieces = views[: None if payload.pickled else -1][-len(payload.cuts) :] if payload.cuts else []
-        parts, done = [], 0
-        for cut, piece in zip(payload.cuts, pieces, strict=True):
-            parts += [rest[done:cut], piece]
-            done = cut
-        return cls([*parts, rest[done:]])
+        stream = memoryview(payload.pickled) if payload.pickled else views[-1]
+        pieces = (
+            views[: None if payload.pickled else -1][-len(payload.splice_offsets) :] if payload.splice_offsets else []
+        )
+        chunks, done = [], 0
+        for offset, piece in zip(payload.splice_offsets, pieces, strict=True):
+            chunks += [stream[done:offset], piece]
+            done = offset
+        return cls([*chunks, stream[done:]])
 
     def readinto(self, target: memoryview) -> int:
         """Bytes, bytearrays: the unpickler has made room for all of it, which nobody has touched yet."""
         done = 0
-        while done < target.nbytes and self._parts:
-            part = self._take(target.nbytes - done)
-            copy_to_fresh(target[done : done + part.nbytes], part)
-            done += part.nbytes
+        while done < target.nbytes and self._chunks:
+            chunk = self._next_chunk(target.nbytes - done)
+            copy_to_fresh_pages(target[done : done + chunk.nbytes], chunk)
+            done += chunk.nbytes
         return done
 
     def read(self, nbytes: int) -> bytes:
-        if self._parts and nbytes <= self._parts[0].nbytes:
-            return bytes(self._take(nbytes))
+        if self._chunks and nbytes <= self._chunks[0].nbytes:
+            return bytes(self._next_chunk(nbytes))
         pieces = []
-        while nbytes > 0 and self._parts:
-            pieces.append(self._take(nbytes))
+        while nbytes > 0 and self._chunks:
+            pieces.append(self._next_chunk(nbytes))
             nbytes -= pieces[-1].nbytes
         return b"".join(pieces)
 
@@ -498,16 +506,16 @@ class _Stream:
         return line
 
     def close(self) -> None:
-        self._parts.clear()
+        self._chunks.clear()
 
-    def _take(self, nbytes: int) -> memoryview:
-        part = self._parts.popleft()
-        if nbytes < part.nbytes:
-            self._parts.appendleft(part[nbytes:])
-        return part[:nbytes]
+    def _next_chunk(self, nbytes: int) -> memoryview:
+        chunk = self._chunks.popleft()
+        if nbytes < chunk.nbytes:
+            self._chunks.appendleft(chunk[nbytes:])
+        return chunk[:nbytes]
 
 
-class _TensorsReceived:
+class _TensorTableReader:
     """The table of tensors on the receiving side. Tensors are made when the pickle asks for them."""
 
     def __init__(
@@ -520,14 +528,14 @@ class _TensorsReceived:
         try:
             import torch
         except ImportError as error:
-            raise TransferError(_cannot_import("torch", error)) from error
+            raise TransferError(_cannot_import_message("torch", error)) from error
         storages, self._table = table
-        for place in storages:
+        for storage in storages:
             flat = torch.empty(0, dtype=torch.uint8, device="cpu")  # whatever torch.set_default_device says
-            if isinstance(place, int):  # stays where it is
-                flat = torch.frombuffer(views[place], dtype=torch.uint8)
-            elif place:  # torch's own memory: aligned, resizable
-                flat = torch.frombuffer(bytearray(place), dtype=torch.uint8).clone()
+            if isinstance(storage, int):  # stays where it is
+                flat = torch.frombuffer(views[storage], dtype=torch.uint8)
+            elif storage:  # torch's own memory: aligned, resizable
+                flat = torch.frombuffer(bytearray(storage), dtype=torch.uint8).clone()
             self._storages.append(flat.untyped_storage())
 
     def __call__(self, index: int) -> torch.Tensor:
@@ -546,25 +554,25 @@ class _Unpickler(pickle.Unpickler):
 
     def __init__(
         self,
-        stream: io.BytesIO | _Stream,
+        stream: io.BytesIO | _SplicedStream,
         views: Sequence[memoryview],
-        tensors: _TensorsReceived,
-        resolve: Resolve | None,
+        tensors: _TensorTableReader,
+        resolve: ResolveKey | None,
     ) -> None:
         super().__init__(stream, buffers=views)
-        self._instead: dict[tuple[str, str], Any] = {
+        self._overrides: dict[tuple[str, str], Any] = {
             (__name__, "_tensor"): tensors,
             (__name__, "_resolve"): resolve or _resolve,
             ("torch._utils", "_rebuild_sparse_tensor"): _sparse_tensor,
         }
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in self._instead:
-            return self._instead[module, name]
+        if (module, name) in self._overrides:
+            return self._overrides[module, name]
         try:
             return super().find_class(module, name)
         except ImportError as error:
-            raise TransferError(_cannot_import(module, error)) from error
+            raise TransferError(_cannot_import_message(module, error)) from error
         except AttributeError as error:
             raise TransferError(
                 f"the value needs `{name}` from module `{module}`, which has none where the value arrived: the two "
@@ -572,7 +580,7 @@ class _Unpickler(pickle.Unpickler):
             ) from error
 
 
-def _cannot_import(module: str, error: ImportError) -> str:
+def _cannot_import_message(module: str, error: ImportError) -> str:
     missing = error.name or module
     because = "" if missing == module else f" (it needs `{missing}`)"
     return (
@@ -626,33 +634,35 @@ def _typed_storage(flat: torch.Tensor, dtype: torch.dtype) -> Any:
 # Whose fault it is
 
 
-def _explain(obj: object, name: str | Sequence[str], persistent: Persistent | None, error: Exception) -> str:
+def _describe_unpicklable(
+    obj: object, name: str | Sequence[str], persistent: PersistentKey | None, error: Exception
+) -> str:
     """The sentence for an object that cannot be pickled."""
     path = name if isinstance(name, str) else "value"
     if isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError):
         return f"`{path}` is nested too deeply to be pickled; send it in a flatter form, or raise sys.setrecursionlimit"
-    search = _Search(persistent, error)
+    search = _CulpritSearch(persistent, error)
     if isinstance(name, str) or not isinstance(obj, tuple):
         search.descend(path, obj)
     else:
         search.descend_into_first(zip(name, obj, strict=False))
     culprit = f"`{search.path or path}` (a {_type_name(search.culprit)})"
-    if isinstance(search.error, _Refused):
+    if isinstance(search.error, _NotSendable):
         return f"{culprit} cannot travel: {search.error}"
-    return f"{culprit} cannot be pickled: {_reason(search.error)}; {_advice(search)}"
+    return f"{culprit} cannot be pickled: {_format_error(search.error)}; {_suggest_fix(search)}"
 
 
-class _Search:
+class _CulpritSearch:
     """From an object that cannot be pickled down to the part that is to blame, by trying the parts one by one.
 
     Objects on the way down, and those found to be fine, count as pickled: a part is not blamed for pointing back to
     its owner, and nothing is pickled again and again.
     """
 
-    def __init__(self, persistent: Persistent | None, error: Exception) -> None:
+    def __init__(self, persistent: PersistentKey | None, error: Exception) -> None:
         self._persistent = persistent
-        self._deadline = monotonic() + BLAME_BUDGET_S
-        self._settled: dict[int, object] = {}  # by id; kept, so that the ids stay theirs
+        self._deadline = monotonic() + SEARCH_BUDGET_S
+        self._visited: dict[int, object] = {}  # by id; kept, so that the ids stay theirs
         self.path = ""
         self.culprit: object = None
         self.owner: object = None
@@ -661,35 +671,35 @@ class _Search:
     def descend(self, path: str, obj: object) -> None:
         """Blame `obj`, or the part of it that is to blame."""
         self.path, self.culprit = path, obj
-        for _ in range(BLAME_DEPTH):
-            self._settled[id(self.culprit)] = self.culprit
-            if not self._step(_parts(self.path, self.culprit)):
+        for _ in range(MAX_SEARCH_DEPTH):
+            self._visited[id(self.culprit)] = self.culprit
+            if not self._descend_once(_iter_parts(self.path, self.culprit)):
                 return
 
     def descend_into_first(self, parts: Iterator[tuple[str, object]]) -> None:
-        if self._step(parts):
+        if self._descend_once(parts):
             self.descend(self.path, self.culprit)
 
-    def _step(self, parts: Iterator[tuple[str, object]]) -> bool:
+    def _descend_once(self, parts: Iterator[tuple[str, object]]) -> bool:
         """Go to the first part that cannot be pickled. False: there is none, or no time to find it."""
         owner = self.culprit
         try:
             for path, part in parts:
                 if monotonic() > self._deadline:
                     return False
-                error = self._error_of(part)
+                error = self._try_pickle(part)
                 if error is not None:
                     self.path, self.culprit, self.owner, self.error = path, part, owner, error
                     return True
-                self._settled[id(part)] = part
+                self._visited[id(part)] = part
         except Exception:  # user code that fails while it tells its parts (__reduce__, a key's __repr__): that is it
             return False
         return False
 
-    def _error_of(self, part: object) -> Exception | None:
-        probe = _Probe(self._persistent, self._settled, self._deadline)
+    def _try_pickle(self, part: object) -> Exception | None:
+        pickler = _TrialPickler(self._persistent, self._visited, self._deadline)
         try:
-            probe.dump(part)
+            pickler.dump(part)
         except _OutOfTime:
             return None
         except Exception as error:
@@ -701,12 +711,12 @@ class _OutOfTime(Exception):
     """The search takes too long: no error, an answer."""
 
 
-class _Probe(_Pickler):
+class _TrialPickler(_Pickler):
     """Pickles into nothing, and takes settled objects for pickled."""
 
-    def __init__(self, persistent: Persistent | None, settled: dict[int, object], deadline: float) -> None:
+    def __init__(self, persistent: PersistentKey | None, visited: dict[int, object], deadline: float) -> None:
         super().__init__(self, lambda buffer: False, persistent)
-        self._settled = settled
+        self._visited = visited
         self._deadline = deadline
 
     def write(self, piece: bytes | memoryview) -> int:
@@ -715,20 +725,20 @@ class _Probe(_Pickler):
         return len(piece)
 
     def persistent_id(self, obj: object) -> str | None:
-        return "settled" if id(obj) in self._settled else None
+        return "settled" if id(obj) in self._visited else None
 
 
-def _parts(path: str, obj: object) -> Iterator[tuple[str, object]]:
+def _iter_parts(path: str, obj: object) -> Iterator[tuple[str, object]]:
     """What an object's pickle is made of, each with what a person would call it."""
     if type(obj) is dict:
-        yield from ((f"{path}[{_short(key)}]", part) for key, part in cast("dict[object, object]", obj).items())
-        yield from ((f"key {_short(key)} of {path}", key) for key in obj)
+        yield from ((f"{path}[{_short_repr(key)}]", part) for key, part in cast("dict[object, object]", obj).items())
+        yield from ((f"key {_short_repr(key)} of {path}", key) for key in obj)
     elif type(obj) in (list, tuple):
         yield from ((f"{path}[{index}]", part) for index, part in enumerate(cast("list[object]", obj)))
     elif type(obj) in (set, frozenset):
-        yield from ((f"{_short(part)} in {path}", part) for part in cast("set[object]", obj))
+        yield from ((f"{_short_repr(part)} in {path}", part) for part in cast("set[object]", obj))
     elif isinstance(obj, types.FunctionType):
-        yield from _parts_of_function(path, obj)
+        yield from _iter_function_parts(path, obj)
     elif isinstance(obj, types.MethodType):
         yield f"{path}.__self__", obj.__self__
     elif isinstance(obj, functools.partial):
@@ -742,17 +752,17 @@ def _parts(path: str, obj: object) -> Iterator[tuple[str, object]]:
         accessors = (obj.fget, obj.fset, obj.fdel) if isinstance(obj, property) else (obj.__func__,)
         yield from ((path, part) for part in accessors)
     else:
-        yield from _parts_of_object(path, obj)
+        yield from _iter_object_parts(path, obj)
 
 
-def _parts_of_function(path: str, function: types.FunctionType) -> Iterator[tuple[str, object]]:
+def _iter_function_parts(path: str, function: types.FunctionType) -> Iterator[tuple[str, object]]:
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield f"{path} -> {name}", cell.cell_contents
         except ValueError:  # not bound yet
             continue
-    for name in _globals_of(code):
+    for name in _global_names(code):
         if name in function.__globals__:
             yield f"{path} -> {name}", function.__globals__[name]
     positional = code.co_varnames[: code.co_argcount]
@@ -762,16 +772,16 @@ def _parts_of_function(path: str, function: types.FunctionType) -> Iterator[tupl
     yield from ((f"{path}.{name}", part) for name, part in vars(function).items())
 
 
-def _globals_of(code: types.CodeType) -> list[str]:
+def _global_names(code: types.CodeType) -> list[str]:
     """Global names that the code, or a function inside it, uses: those that cloudpickle sends along."""
     names = {str(step.argval): None for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names.update(dict.fromkeys(_globals_of(constant)))
+            names.update(dict.fromkeys(_global_names(constant)))
     return list(names)
 
 
-def _parts_of_object(path: str, obj: object) -> Iterator[tuple[str, object]]:
+def _iter_object_parts(path: str, obj: object) -> Iterator[tuple[str, object]]:
     reduce = copyreg.dispatch_table.get(type(obj))
     reduced: Any = reduce(obj) if reduce is not None else obj.__reduce_ex__(5)
     if isinstance(reduced, str):
@@ -781,16 +791,16 @@ def _parts_of_object(path: str, obj: object) -> Iterator[tuple[str, object]]:
         if isinstance(attributes, dict):
             yield from ((f"{path}.{name}", part) for name, part in attributes.items())
     yield from ((f"{path}[{index}]", part) for index, part in enumerate(items or ()))
-    yield from ((f"{path}[{_short(key)}]", part) for key, part in pairs or ())
+    yield from ((f"{path}[{_short_repr(key)}]", part) for key, part in pairs or ())
     for index, argument in enumerate(arguments):
         yield (argument.__qualname__ if isinstance(argument, type) else f"{path}.__reduce__()[1][{index}]"), argument
     if not isinstance(state, dict):
         yield f"{path}.__getstate__()", state
 
 
-def _advice(search: _Search) -> str:
+def _suggest_fix(search: _CulpritSearch) -> str:
     kind = _type_name(search.culprit)
-    for start, advice in _ADVICE.items():
+    for start, advice in _SUGGESTED_FIXES.items():
         if kind.startswith(start):
             return advice
     owner = search.owner
@@ -800,7 +810,7 @@ def _advice(search: _Search) -> str:
 
 
 # By the start of a type's name, without importing what it comes from.
-_ADVICE = {
+_SUGGESTED_FIXES = {
     "generator": "send list(...) of it, or make it where it is needed",
     "coroutine": "await it, and send what it gives",
     "_io.": "send its path, and open it where it is needed",
@@ -816,11 +826,11 @@ def _type_name(obj: object) -> str:
     return kind.__qualname__ if plain else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _reason(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     text = str(error).strip().rstrip(".")
     return text if text else type(error).__name__
 
 
-def _short(key: object) -> str:
+def _short_repr(key: object) -> str:
     text = repr(key)
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -15,7 +15,7 @@ import psutil
 from msgspec import Struct
 
 
-class Process(Struct, frozen=True):
+class ProcessIdentity(Struct, frozen=True):
     """One process of one boot of one machine."""
 
     pid: int
@@ -24,21 +24,21 @@ class Process(Struct, frozen=True):
     host: str
 
 
-def identify(pid: int) -> Process:
+def identify(pid: int) -> ProcessIdentity:
     """The process that has this pid now. One that is gone gets ticks that no process has."""
-    _, ticks = _state_and_start(pid) or ("", -1)
-    return Process(pid, ticks, boot_id(), socket.gethostname())
+    _, ticks = _read_state_and_start(pid) or ("", -1)
+    return ProcessIdentity(pid, ticks, boot_id(), socket.gethostname())
 
 
-def is_running(process: Process) -> bool:
+def is_running(process: ProcessIdentity) -> bool:
     """Whether that very process lives here, not a later one with its pid."""
     if process.boot_id != boot_id():
         return False
-    found = _state_and_start(process.pid)
+    found = _read_state_and_start(process.pid)
     return found is not None and found[1] == process.started_ticks and found[0] not in ("Z", "X")
 
 
-def is_elsewhere(process: Process) -> bool:
+def is_on_other_host(process: ProcessIdentity) -> bool:
     """Whether it belongs to another machine, so that nothing can be said of it here."""
     return process.boot_id != boot_id() and process.host != socket.gethostname()
 
@@ -51,7 +51,7 @@ def boot_id() -> str:
         return ""
 
 
-def _state_and_start(pid: int) -> tuple[str, int] | None:
+def _read_state_and_start(pid: int) -> tuple[str, int] | None:
     """A process's state letter and the ticks at its start; None when there is none of that pid."""
     if os.path.exists("/proc/self/stat"):
         try:

@@ -16,7 +16,7 @@ import torch
 from meshbook import rdma
 from meshbook.actors.buffer import Buffer, RDMABuffer
 from meshbook.errors import TransferError
-from meshbook.wire.regions import Regions, memory_file
+from meshbook.wire.regions import RegionPublisher, create_memory_file
 from tests.wire.other_process import OtherProcess
 
 TIMEOUT_S = 20.0
@@ -33,7 +33,7 @@ from meshbook.actors.buffer import Buffer
 @pytest.fixture(scope="module")
 def shared_owner() -> Iterator[OtherProcess]:
     with OtherProcess() as other:
-        other.ask(OWNER)
+        other.evaluate(OWNER)
         yield other
 
 
@@ -41,9 +41,9 @@ def shared_owner() -> Iterator[OtherProcess]:
 def owner(shared_owner: OtherProcess) -> Iterator[OtherProcess]:
     """A process that owns nothing, at the start and in the end."""
     yield shared_owner
-    shared_owner.ask("[each.drop() for each in list(globals().values()) if isinstance(each, Buffer)]; None")
-    shared_owner.ask("for name in ('t', 'model', 'buffer', 'other'): globals().pop(name, None)")
-    assert shared_owner.ask("len(buffers._offered)") == 0
+    shared_owner.evaluate("[each.drop() for each in list(globals().values()) if isinstance(each, Buffer)]; None")
+    shared_owner.evaluate("for name in ('t', 'model', 'buffer', 'other'): globals().pop(name, None)")
+    assert shared_owner.evaluate("len(buffers._published)") == 0
 
 
 def read(buffer: Buffer, **kwargs: Any) -> torch.Tensor:
@@ -53,9 +53,9 @@ def read(buffer: Buffer, **kwargs: Any) -> torch.Tensor:
 
 
 def test_a_reader_sees_what_the_owner_has_written_since(owner: OtherProcess) -> None:
-    buffer = owner.ask("t = torch.arange(6.).reshape(2, 3); buffer = Buffer(t); buffer")
+    buffer = owner.evaluate("t = torch.arange(6.).reshape(2, 3); buffer = Buffer(t); buffer")
     assert torch.equal(read(buffer), torch.arange(6.0).reshape(2, 3))
-    owner.ask("t.mul_(10)")
+    owner.evaluate("t.mul_(10)")
     assert torch.equal(read(buffer), 10 * torch.arange(6.0).reshape(2, 3))
     assert (buffer.size(), buffer.nbytes, buffer.shape, buffer.dtype) == (24, 24, (2, 3), torch.float32)
     assert str(owner.pid) in buffer.owner
@@ -65,20 +65,22 @@ def test_a_reader_sees_what_the_owner_has_written_since(owner: OtherProcess) -> 
 def test_what_is_written_from_afar_is_in_the_owners_tensor_and_in_all_that_share_its_storage(
     owner: OtherProcess,
 ) -> None:
-    buffer = owner.ask(
+    buffer = owner.evaluate(
         "model = torch.nn.Linear(3, 2); flat = model.weight.view(-1); buffer = Buffer(model.weight.detach()[1]); buffer"
     )
-    before = owner.ask("model.weight.tolist()")
+    before = owner.evaluate("model.weight.tolist()")
     buffer.write_from(torch.tensor([1.0, 2.0, 3.0])).get(TIMEOUT_S)
-    assert owner.ask("model.weight.tolist()") == [before[0], [1, 2, 3]]
-    assert owner.ask("flat.tolist()[3:]") == [1, 2, 3]
+    assert owner.evaluate("model.weight.tolist()") == [before[0], [1, 2, 3]]
+    assert owner.evaluate("flat.tolist()[3:]") == [1, 2, 3]
     buffer.write_from(torch.tensor([7.0]), offset=8).get(TIMEOUT_S)
-    assert owner.ask("model(torch.ones(3)).sum().backward(); model.weight[1].tolist()") == [1, 2, 7]
+    assert owner.evaluate("model(torch.ones(3)).sum().backward(); model.weight[1].tolist()") == [1, 2, 7]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.float8_e4m3fn, torch.complex64])
 def test_bytes_arrive_as_they_are_whatever_they_mean(owner: OtherProcess, dtype: torch.dtype) -> None:
-    buffer = owner.ask(f"t = torch.arange(64, dtype=torch.uint8).view({dtype}).clone(); buffer = Buffer(t); buffer")
+    buffer = owner.evaluate(
+        f"t = torch.arange(64, dtype=torch.uint8).view({dtype}).clone(); buffer = Buffer(t); buffer"
+    )
     raw = torch.zeros(64, dtype=torch.uint8)
     buffer.read_into(raw).get(TIMEOUT_S)
     assert raw.tolist() == list(range(64))
@@ -86,14 +88,14 @@ def test_bytes_arrive_as_they_are_whatever_they_mean(owner: OtherProcess, dtype:
 
 
 def test_anything_with_the_buffer_protocol_can_be_read_into_and_written_from(owner: OtherProcess) -> None:
-    buffer = owner.ask("t = torch.arange(4.); buffer = Buffer(t); buffer")
+    buffer = owner.evaluate("t = torch.arange(4.); buffer = Buffer(t); buffer")
     array, raw = np.zeros(4, np.float32), bytearray(16)
     buffer.read_into(array).get(TIMEOUT_S)
     buffer.read_into(memoryview(raw)).get(TIMEOUT_S)
     assert array.tolist() == [0, 1, 2, 3]
     assert np.frombuffer(raw, np.float32).tolist() == [0, 1, 2, 3]
     buffer.write_from(np.float32([5, 6]).tobytes(), offset=4).get(TIMEOUT_S)
-    assert owner.ask("t.tolist()") == [0, 5, 6, 3]
+    assert owner.evaluate("t.tolist()") == [0, 5, 6, 3]
     buffer.read_into(piece := np.zeros(2, np.float32), offset=8).get(TIMEOUT_S)
     assert piece.tolist() == [6, 3]
     buffer.read_into(longer := np.zeros(6, np.float32)).get(TIMEOUT_S)
@@ -101,7 +103,7 @@ def test_anything_with_the_buffer_protocol_can_be_read_into_and_written_from(own
 
 
 def test_a_large_copy_leaves_the_event_loop_free(owner: OtherProcess) -> None:
-    buffer = owner.ask("t = torch.ones(1 << 24); buffer = Buffer(t); buffer")
+    buffer = owner.evaluate("t = torch.ones(1 << 24); buffer = Buffer(t); buffer")
     turns = 0
 
     async def both() -> torch.Tensor:
@@ -119,34 +121,34 @@ def test_a_large_copy_leaves_the_event_loop_free(owner: OtherProcess) -> None:
 
 
 def test_a_buffer_can_be_made_again_and_again_without_moving_anything(owner: OtherProcess) -> None:
-    owner.ask("t = torch.zeros(1000); buffer = Buffer(t); address = t.data_ptr()")
-    again = owner.ask("t.fill_(2); other = Buffer(t[500:]); buffer.drop().get(); other")
-    assert owner.ask("t.data_ptr() == address")
+    owner.evaluate("t = torch.zeros(1000); buffer = Buffer(t); address = t.data_ptr()")
+    again = owner.evaluate("t.fill_(2); other = Buffer(t[500:]); buffer.drop().get(); other")
+    assert owner.evaluate("t.data_ptr() == address")
     assert read(again).sum() == 1000
     again.drop()
 
 
 def test_a_tensor_that_was_made_in_shared_memory_is_not_moved(owner: OtherProcess) -> None:
-    owner.ask("t = Buffer.empty(10, 20, dtype=torch.int32).fill_(3); address = t.data_ptr()")
-    buffer = owner.ask("buffer = Buffer(t); buffer")
-    assert owner.ask("t.data_ptr() == address")
+    owner.evaluate("t = Buffer.empty(10, 20, dtype=torch.int32).fill_(3); address = t.data_ptr()")
+    buffer = owner.evaluate("buffer = Buffer(t); buffer")
+    assert owner.evaluate("t.data_ptr() == address")
     assert read(buffer).sum() == 600
 
 
 @pytest.mark.gpu
 def test_a_cuda_tensor_is_read_and_written_from_another_process() -> None:
     with OtherProcess() as owner:
-        owner.ask(OWNER)
-        buffer = owner.ask("t = torch.arange(8., device='cuda')[2:]; buffer = Buffer(t); buffer")
+        owner.evaluate(OWNER)
+        buffer = owner.evaluate("t = torch.arange(8., device='cuda')[2:]; buffer = Buffer(t); buffer")
         assert buffer.backend == "cuda ipc"
         assert read(buffer).tolist() == [2, 3, 4, 5, 6, 7]
         on_gpu = torch.zeros(6, device="cuda")
         buffer.read_into(on_gpu).get(TIMEOUT_S)
         assert on_gpu.tolist() == [2, 3, 4, 5, 6, 7]
         buffer.write_from(10 * on_gpu[:2], offset=4).get(TIMEOUT_S)
-        assert owner.ask("t.tolist()") == [2, 20, 30, 5, 6, 7]
+        assert owner.evaluate("t.tolist()") == [2, 20, 30, 5, 6, 7]
         del on_gpu
-        owner.ask("buffer.drop().get()")
+        owner.evaluate("buffer.drop().get()")
         with pytest.raises(TransferError, match="was dropped"):
             read(buffer)
 
@@ -159,10 +161,10 @@ def test_a_cuda_tensor_is_read_and_written_from_another_process() -> None:
 def test_a_dropped_buffer_is_refused_whoever_dropped_it_and_the_tensor_is_the_owners_alone(
     owner: OtherProcess, by: str
 ) -> None:
-    buffer = owner.ask("t = torch.arange(3.); buffer = Buffer(t); buffer")
+    buffer = owner.evaluate("t = torch.arange(3.); buffer = Buffer(t); buffer")
     read(buffer)
     if by == "owner":
-        owner.ask("buffer.drop().get()")
+        owner.evaluate("buffer.drop().get()")
     else:
         buffer.drop().get(TIMEOUT_S)
     with pytest.raises(TransferError, match=re.escape(f"was dropped, by its owner (process {owner.pid}) or by")):
@@ -170,19 +172,19 @@ def test_a_dropped_buffer_is_refused_whoever_dropped_it_and_the_tensor_is_the_ow
     with pytest.raises(TransferError, match="was dropped"):
         buffer.write_from(torch.zeros(3)).get(TIMEOUT_S)
     buffer.drop().get(TIMEOUT_S)  # twice is the same as once
-    assert owner.ask("t.tolist()") == [0, 1, 2]
-    assert owner.ask("len(buffers._offered)") == 0
+    assert owner.evaluate("t.tolist()") == [0, 1, 2]
+    assert owner.evaluate("len(buffers._published)") == 0
 
 
 def test_a_reader_lets_go_of_what_was_dropped_when_it_next_reads(owner: OtherProcess) -> None:
-    owner.ask("t = torch.ones(1 << 20); other = torch.ones(4); gone, kept = Buffer(t), Buffer(other)")
-    gone, kept = owner.ask("(gone, kept)")
+    owner.evaluate("t = torch.ones(1 << 20); other = torch.ones(4); gone, kept = Buffer(t), Buffer(other)")
+    gone, kept = owner.evaluate("(gone, kept)")
     read(gone)
     num_mapped = mapped_shared_memory()
-    owner.ask("gone.drop().get(); del t, gone")
+    owner.evaluate("gone.drop().get(); del t, gone")
     read(kept)
     assert mapped_shared_memory() == num_mapped  # one more for `kept`, one less for `gone`
-    owner.ask("kept.drop().get()")
+    owner.evaluate("kept.drop().get()")
 
 
 def mapped_shared_memory() -> int:
@@ -192,8 +194,8 @@ def mapped_shared_memory() -> int:
 
 def test_a_dead_owner_is_named_and_nothing_of_it_is_taken_for_its_state() -> None:
     with OtherProcess() as owner:
-        owner.ask(OWNER)
-        known, unknown = owner.ask("t = torch.ones(5); (Buffer(t), Buffer(t))")
+        owner.evaluate(OWNER)
+        known, unknown = owner.evaluate("t = torch.ones(5); (Buffer(t), Buffer(t))")
         read(known)
         owner.kill()
         for buffer in (known, unknown):
@@ -203,27 +205,30 @@ def test_a_dead_owner_is_named_and_nothing_of_it_is_taken_for_its_state() -> Non
 
 
 def test_a_forked_child_offers_nothing_of_its_parents(owner: OtherProcess) -> None:
-    buffer = owner.ask("t = torch.ones(5); buffer = Buffer(t); buffer")
-    assert owner.ask(
-        "end, start = os.pipe(); pid = os.fork()\n"
-        "if pid == 0:\n"
-        "    os.write(start, bytes([len(buffers._offered)])); buffer.drop().get(); os._exit(0)\n"
-        "os.waitpid(pid, 0); os.read(end, 1)[0]"
-    ) == 0
+    buffer = owner.evaluate("t = torch.ones(5); buffer = Buffer(t); buffer")
+    assert (
+        owner.evaluate(
+            "end, start = os.pipe(); pid = os.fork()\n"
+            "if pid == 0:\n"
+            "    os.write(start, bytes([len(buffers._published)])); buffer.drop().get(); os._exit(0)\n"
+            "os.waitpid(pid, 0); os.read(end, 1)[0]"
+        )
+        == 0
+    )
     with pytest.raises(TransferError, match="was dropped"):  # the child may drop it, as any reader may
         read(buffer)
 
 
 def test_memory_of_another_machine_is_refused_with_what_to_do(owner: OtherProcess) -> None:
-    buffer = owner.ask("t = torch.ones(5); buffer = Buffer(t); buffer")
-    buffer._place = buffer._place._replace(machine="another")
+    buffer = owner.evaluate("t = torch.ones(5); buffer = Buffer(t); buffer")
+    buffer._region = buffer._region._replace(machine="another")
     with pytest.raises(TransferError, match=r"another machine.*no engine here offers.*send the tensor"):
         read(buffer)
 
 
 def test_a_region_that_lies_outside_its_file_is_refused(owner: OtherProcess) -> None:
-    buffer = owner.ask("t = torch.ones(5); buffer = Buffer(t); buffer")
-    buffer._place = buffer._place._replace(offset=4096)
+    buffer = owner.evaluate("t = torch.ones(5); buffer = Buffer(t); buffer")
+    buffer._region = buffer._region._replace(offset=4096)
     with pytest.raises(TransferError, match="not a buffer: 20 bytes from 4096 of a file of 20 bytes"):
         read(buffer)
 
@@ -283,12 +288,12 @@ def test_a_storage_that_does_not_fit_into_shared_memory_is_refused_before_it_is_
 
 
 def test_several_copies_are_one_action(owner: OtherProcess) -> None:
-    a, b = owner.ask("t = torch.arange(4.); other = torch.zeros(1 << 20); (Buffer(t), Buffer(other))")
+    a, b = owner.evaluate("t = torch.arange(4.); other = torch.zeros(1 << 20); (Buffer(t), Buffer(other))")
     dst = torch.zeros(4)
     action = rdma.RDMAAction().read_remote(dst, a).write_remote(b, torch.ones(1 << 20))
     action.submit().get(TIMEOUT_S)
     assert dst.tolist() == [0, 1, 2, 3]
-    assert owner.ask("float(other.sum())") == 1 << 20
+    assert owner.evaluate("float(other.sum())") == 1 << 20
     b.drop()
     with pytest.raises(TransferError, match="was dropped"):
         action.submit().get(TIMEOUT_S)
@@ -297,9 +302,9 @@ def test_several_copies_are_one_action(owner: OtherProcess) -> None:
 
 def test_a_process_that_offers_a_thousand_buffers_makes_and_reads_them_in_no_time(owner: OtherProcess) -> None:
     started = time.monotonic()
-    many = owner.ask("t = torch.arange(300.); many = [Buffer(t[i:i + 1]) for i in range(300)]; many")
+    many = owner.evaluate("t = torch.arange(300.); many = [Buffer(t[i:i + 1]) for i in range(300)]; many")
     assert [int(read(buffer)) for buffer in many] == list(range(300))
-    owner.ask("[buffer.drop() for buffer in many]; many.clear(); None")
+    owner.evaluate("[buffer.drop() for buffer in many]; many.clear(); None")
     assert time.monotonic() - started < TIMEOUT_S
 
 
@@ -308,18 +313,18 @@ class Thing:
 
 
 def test_a_place_on_the_board_rests_before_another_region_gets_it() -> None:
-    regions, fd, owner = Regions(), memory_file(1), Thing()
+    regions, fd, owner = RegionPublisher(), create_memory_file(1), Thing()
     try:
         slots = []
         for _ in range(1200):
-            region = regions.offer(fd, 0, 1, owner)
+            region = regions.publish(fd, 0, 1, owner)
             regions.drop(region)
             slots.append(region.slot)
         assert len(set(slots[:500])) == 500
         assert len(set(slots)) < 600
     finally:
         os.close(fd)
-        regions._drop_inherited()
+        regions._reset_after_fork()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -331,22 +336,22 @@ LOW_LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 2
 
 def test_thousands_of_buffers_cost_a_descriptor_for_each_tensor_that_lives_and_no_more() -> None:
     with OtherProcess() as owner:
-        owner.ask(OWNER + LOW_LIMIT)
-        num_open = owner.ask("t = torch.zeros(100); buffer = Buffer(t); len(os.listdir('/proc/self/fd'))")
-        owner.ask("for _ in range(5000): buffer = Buffer(t)")
-        assert owner.ask("len(os.listdir('/proc/self/fd'))") == num_open
-        owner.ask("for n in range(5000): t = torch.full((10,), float(n)); buffer = Buffer(t)")
-        assert owner.ask("len(os.listdir('/proc/self/fd'))") == num_open
-        assert read(owner.ask("buffer")).tolist() == [4999] * 10
-        owner.ask("del t, buffer")
-        assert owner.ask("len(buffers._offered)") == 0
+        owner.evaluate(OWNER + LOW_LIMIT)
+        num_open = owner.evaluate("t = torch.zeros(100); buffer = Buffer(t); len(os.listdir('/proc/self/fd'))")
+        owner.evaluate("for _ in range(5000): buffer = Buffer(t)")
+        assert owner.evaluate("len(os.listdir('/proc/self/fd'))") == num_open
+        owner.evaluate("for n in range(5000): t = torch.full((10,), float(n)); buffer = Buffer(t)")
+        assert owner.evaluate("len(os.listdir('/proc/self/fd'))") == num_open
+        assert read(owner.evaluate("buffer")).tolist() == [4999] * 10
+        owner.evaluate("del t, buffer")
+        assert owner.evaluate("len(buffers._published)") == 0
 
 
 def test_without_a_descriptor_a_buffer_is_refused_and_those_that_are_there_live_on() -> None:
     with OtherProcess() as owner:
-        owner.ask(OWNER + LOW_LIMIT)
-        owner.ask("tensors = [torch.ones(1) for _ in range(300)]; kept = []")
-        told = owner.ask(
+        owner.evaluate(OWNER + LOW_LIMIT)
+        owner.evaluate("tensors = [torch.ones(1) for _ in range(300)]; kept = []")
+        told = owner.evaluate(
             "told = None\n"
             "try:\n"
             "    for t in tensors: kept.append(Buffer(t))\n"
@@ -354,28 +359,28 @@ def test_without_a_descriptor_a_buffer_is_refused_and_those_that_are_there_live_
             "told"
         )
         assert told == "TransferError"
-        owner.ask("del tensors[200:], kept[200:], t")
-        assert read(owner.ask("kept[0]")).tolist() == [1]
+        owner.evaluate("del tensors[200:], kept[200:], t")
+        assert read(owner.evaluate("kept[0]")).tolist() == [1]
 
 
 def test_buffers_of_one_tensor_are_dropped_apart_from_each_other(owner: OtherProcess) -> None:
-    first, second = owner.ask("t = torch.arange(3.); many = [Buffer(t), Buffer(t)]; many")
+    first, second = owner.evaluate("t = torch.arange(3.); many = [Buffer(t), Buffer(t)]; many")
     first.drop().get(TIMEOUT_S)
     assert read(second).tolist() == [0, 1, 2]
-    assert read(owner.ask("many.append(Buffer(t)); many[-1]")).tolist() == [0, 1, 2]
-    owner.ask("[buffer.drop() for buffer in many]; many.clear(); None")
+    assert read(owner.evaluate("many.append(Buffer(t)); many[-1]")).tolist() == [0, 1, 2]
+    owner.evaluate("[buffer.drop() for buffer in many]; many.clear(); None")
 
 
 def test_a_buffer_whose_tensor_is_gone_is_refused_with_what_to_do(owner: OtherProcess) -> None:
-    buffer = owner.ask("t = torch.ones(3); Buffer(t)")
+    buffer = owner.evaluate("t = torch.ones(3); Buffer(t)")
     assert read(buffer).tolist() == [1, 1, 1]
-    owner.ask("_ = t = None")
+    owner.evaluate("_ = t = None")
     with pytest.raises(TransferError, match=r"or its tensor is gone there; .* keep the tensor"):
         read(buffer)
 
 
 def test_a_buffer_keeps_a_temporary_tensor_where_it_was_made(owner: OtherProcess) -> None:
-    buffer = owner.ask("buffer = Buffer(torch.arange(3.) + 1); buffer")
+    buffer = owner.evaluate("buffer = Buffer(torch.arange(3.) + 1); buffer")
     assert read(buffer).tolist() == [1, 2, 3]
 
 
@@ -390,17 +395,17 @@ TAKEN_BEFORE = {
 def test_what_looks_at_a_tensors_old_memory_is_left_behind_and_never_reads_freed_memory(
     owner: OtherProcess, how: str
 ) -> None:
-    owner.ask("t = torch.ones(1 << 23)")  # so large that its memory goes back to the system when it is freed
-    owner.ask(TAKEN_BEFORE[how])
-    said = owner.ask(
+    owner.evaluate("t = torch.ones(1 << 23)")  # so large that its memory goes back to the system when it is freed
+    owner.evaluate(TAKEN_BEFORE[how])
+    said = owner.evaluate(
         "import warnings\n"
         "with warnings.catch_warnings(record=True) as said: warnings.simplefilter('always'); buffer = Buffer(t)\n"
         "[str(each.message) for each in said]"
     )
-    owner.ask("t.fill_(7)")
-    assert owner.ask("float(sum(a[:1000]))") == 1000
-    assert read(owner.ask("buffer")).sum() == 7 << 23
-    owner.ask("del a")
+    owner.evaluate("t.fill_(7)")
+    assert owner.evaluate("float(sum(a[:1000]))") == 1000
+    assert read(owner.evaluate("buffer")).sum() == 7 << 23
+    owner.evaluate("del a")
     if how == "numpy":
         (text,) = said
         assert re.search(r"numpy array made of it before does not go along.*Buffer.empty", text)
@@ -413,8 +418,8 @@ def test_the_old_memory_goes_when_the_tensor_goes(owner: OtherProcess) -> None:
         "for _ in range(10): t = torch.ones(1 << 22); buffer = Buffer(t)\n"
         "int(open('/proc/self/statm').read().split()[1]) * 4096"
     )
-    before = owner.ask(rounds)
-    assert owner.ask(rounds) - before < 10 * (1 << 24) / 2
+    before = owner.evaluate(rounds)
+    assert owner.evaluate(rounds) - before < 10 * (1 << 24) / 2
 
 
 @pytest.mark.parametrize("how", ["torch.from_numpy(numpy.ones(4))", "torch.frombuffer(bytearray(16))", "mapped"])

@@ -19,7 +19,7 @@ from meshbook.actors.runtime.ports import Channel
 from meshbook.actors.shape import Point
 from meshbook.actors.values import Accumulator
 from meshbook.errors import MeshTimeout, TransferError
-from tests.actors.cast import Counter, Founder, Gate, Tidy, open_gate
+from tests.actors.example_actors import CleanupActor, Counter, Gate, SpawningActor, open_gate
 
 WAIT_S = 20
 pytestmark = pytest.mark.timeout(60)  # for the waits that have no argument for it
@@ -59,7 +59,7 @@ def test_a_message_knows_its_place_in_the_mesh_that_was_called(counters: Any, pr
 
 
 def test_large_arrays_and_bytes_arrive_whole_and_their_memory_comes_back(counters: Any) -> None:
-    from meshbook.actors.runtime.post import here
+    from meshbook.actors.runtime.transport import local_transport
 
     array, raw = numpy.arange(1 << 18), bytes(range(256)) * 4096
     for answer in counters.echo.call(array, raw=raw).get(WAIT_S).values():
@@ -68,7 +68,7 @@ def test_large_arrays_and_bytes_arrive_whole_and_their_memory_comes_back(counter
         assert named == {"raw": raw}
     del answer, found, named
     counters.add.call(0).get(WAIT_S)  # what has been let go of is told before the next message
-    pool = here().parcels.pool
+    pool = local_transport().payloads.pool
     given_back = threading.Event()
     for _ in range(200):
         if not pool.used_bytes:
@@ -115,7 +115,7 @@ def test_a_timeout_does_not_use_the_future_up(counters: Any) -> None:
     future = counters.hold.call()
     with pytest.raises(MeshTimeout, match=r"counters.hold was not answered within 0.01 s"):
         future.get(timeout=0.01)
-    counters._apply_now(open_gate).get(WAIT_S)
+    counters._apply_concurrently(open_gate).get(WAIT_S)
     assert list(future.get(WAIT_S).values()) == [None] * 3
 
 
@@ -128,7 +128,7 @@ def test_futures_are_awaited_and_come_as_completed(counters: Any) -> None:
     slow, fast = counters.slice(gpus=0).hold.call(), counters.slice(gpus=1).add.call(0)
     done = as_completed([slow, fast], timeout=WAIT_S)
     assert next(done) is fast
-    counters.slice(gpus=0)._apply_now(open_gate).get(WAIT_S)
+    counters.slice(gpus=0)._apply_concurrently(open_gate).get(WAIT_S)
     assert list(done) == [slow]
     assert slow.exception(WAIT_S) is None
     assert isinstance(counters.fail.call().exception(WAIT_S), ActorError)
@@ -175,13 +175,13 @@ def test_an_actor_can_live_beside_the_program_that_spawns_it(procs: ProcMesh) ->
 
 
 def test_a_stopped_actor_has_cleaned_up_and_says_that_it_ended(procs: ProcMesh, tmp_path: Any) -> None:
-    tidy = procs.spawn("tidy", Tidy, str(tmp_path / "note"))
+    tidy = procs.spawn("tidy", CleanupActor, str(tmp_path / "note"))
     assert list(tidy.add.call().get(WAIT_S).values()) == [1, 1, 1]
     tidy.stop("enough").get(WAIT_S)
     assert sorted(path.read_text() for path in tmp_path.iterdir()) == ["1, None"] * 3
     with pytest.raises(ActorStopped, match="the actor 'tidy' has ended: enough"):
         tidy.add.call().get(WAIT_S)
-    procs.spawn("tidy", Tidy, str(tmp_path / "note")).stop().get(WAIT_S)  # its name is free again
+    procs.spawn("tidy", CleanupActor, str(tmp_path / "note")).stop().get(WAIT_S)  # its name is free again
 
 
 def test_an_exception_in_init_is_every_calls_answer(procs: ProcMesh) -> None:
@@ -193,12 +193,12 @@ def test_an_exception_in_init_is_every_calls_answer(procs: ProcMesh) -> None:
 
 
 def test_an_actor_can_start_processes_and_actors_of_its_own(procs: ProcMesh) -> None:
-    founder = procs.slice(gpus=0).spawn("founder", Founder)
+    founder = procs.slice(gpus=0).spawn("founder", SpawningActor)
     assert founder.found.call_one().get(WAIT_S) == [3, 3, 2]
 
 
 def test_an_answer_that_nobody_asks_for_is_let_go_of(procs: ProcMesh) -> None:
-    founder = procs.slice(gpus=1).spawn("founder", Founder)
+    founder = procs.slice(gpus=1).spawn("founder", SpawningActor)
     dropped = founder.big.call_one(1 << 20)
     assert founder.held.call_one().get(WAIT_S) > 1 << 20  # it has come, for answers keep their order
     del dropped

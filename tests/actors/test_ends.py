@@ -25,17 +25,17 @@ import meshbook
 from meshbook.actors.base import Actor, endpoint
 from meshbook.actors.mesh import interrupt
 from meshbook.actors.procs import ProcMesh, this_host, this_proc
-from meshbook.actors.runtime import cabin, futures
-from meshbook.actors.runtime import life as lives
-from meshbook.actors.runtime import post as posts
+from meshbook.actors.runtime import futures, runner
+from meshbook.actors.runtime import registry as lives
+from meshbook.actors.runtime import transport as posts
 from meshbook.actors.runtime.faults import ActorError, ActorStopped, MeshFailure, SupervisionError
-from meshbook.actors.runtime.peer import Peer, PeerGone
+from meshbook.actors.runtime.peer import Peer, PeerLost
 from meshbook.actors.runtime.ports import Channel
-from meshbook.actors.runtime.post import Post, here
+from meshbook.actors.runtime.transport import Transport, local_transport
 from meshbook.actors.state import pull
 from meshbook.errors import MeshTimeout
 from meshbook.wire import messages
-from tests.actors.cast import AsyncTidy, Counter, Gate, Tidy, open_gate, press_stop_when
+from tests.actors.example_actors import AsyncCleanupActor, CleanupActor, Counter, Gate, open_gate, send_sigint_when
 
 WAIT_S = 20
 pytestmark = pytest.mark.timeout(60)  # for the waits that have no argument for it
@@ -74,7 +74,7 @@ class Sender(Actor):
 
 
 def test_an_async_actor_that_is_stopped_answers_everybody_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cabin, "_GRACE_S", 0.1)
+    monkeypatch.setattr(runner, "_STOP_GRACE_S", 0.1)
     gate = this_proc().spawn("stopped gate", Gate)
     running = gate.wait.call_one("a")
     stops = [gate.stop("enough"), gate.stop("again")]
@@ -95,10 +95,10 @@ def test_a_clean_up_that_fails_is_said_and_the_actor_ends(caplog: pytest.LogCapt
 def test_stopped_processes_end_their_actors_first(tmp_path: Path) -> None:
     """What they were sent before is worked off; what does not end is interrupted in time for `__cleanup__`."""
     mine = this_host().spawn_procs({"gpus": 2}, name="tidy")
-    mine.spawn("idle", Tidy, str(tmp_path / "idle"))
-    tidy = mine.spawn("working", Tidy, str(tmp_path / "working"))
-    waiting = mine.spawn("waiting", AsyncTidy, str(tmp_path / "waiting"))
-    spinning = mine.spawn("spinning", Tidy, str(tmp_path / "spinning"))
+    mine.spawn("idle", CleanupActor, str(tmp_path / "idle"))
+    tidy = mine.spawn("working", CleanupActor, str(tmp_path / "working"))
+    waiting = mine.spawn("waiting", AsyncCleanupActor, str(tmp_path / "waiting"))
+    spinning = mine.spawn("spinning", CleanupActor, str(tmp_path / "spinning"))
     for _ in range(500):
         tidy.add.broadcast()
     open_call, stuck = waiting.forever.call(), spinning.spin.call()
@@ -119,7 +119,7 @@ def test_a_mesh_that_is_stopped_ends_its_actors_first(
     cell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with meshbook.create_mesh(2, torch=False) as mesh:
-        tidy = mesh.spawn("tidy", Tidy, str(tmp_path / "tidy"))
+        tidy = mesh.spawn("tidy", CleanupActor, str(tmp_path / "tidy"))
         assert list(tidy.add.call().get(WAIT_S).values()) == [1, 1]
         mesh.run("1")
         if cell:
@@ -135,7 +135,11 @@ def test_a_mesh_that_is_stopped_ends_its_actors_first(
 
 def _running() -> list[str]:
     """The endpoints that run in this process."""
-    return [message.method for each in list(lives.life().actors.values()) for message in list(each.running.values())]
+    return [
+        message.method
+        for each in list(lives.local_registry().actors.values())
+        for message in list(each.running.values())
+    ]
 
 
 def _spins() -> bool:
@@ -143,7 +147,7 @@ def _spins() -> bool:
     for frame in sys._current_frames().values():
         inner: Any = frame
         while inner is not None:
-            if inner.f_code.co_name == "spin" and "due" in inner.f_locals:
+            if inner.f_code.co_name == "spin" and "deadline" in inner.f_locals:
                 return True
             inner = inner.f_back
     return False
@@ -195,8 +199,8 @@ INTERRUPTED_AS_IT_WAITED = """
     from meshbook.actors.runtime.interrupts import Interruptible
 
     code, waited = Interruptible(), []
-    futures.stop_waiting = lambda thread, error: waited.append(error) is None  # it hears of it there
-    with code.of("it"):
+    futures.raise_in_waiter = lambda thread, error: waited.append(error) is None  # it hears of it there
+    with code.section("it"):
         other = threading.Thread(target=code.interrupt, args=("it",))
         other.start()
         try:
@@ -255,12 +259,12 @@ def test_async_endpoints_are_cancelled_at_an_await_and_interrupted_between_two()
 def test_stop_lets_a_short_endpoint_end_and_interrupts_a_long_one(
     monkeypatch: pytest.MonkeyPatch, ends_by_itself: bool
 ) -> None:
-    monkeypatch.setattr(futures, "_FINISH_S", WAIT_S if ends_by_itself else 0.0)
-    monkeypatch.setattr(futures, "_END_S", WAIT_S)
+    monkeypatch.setattr(futures, "_FINISH_GRACE_S", WAIT_S if ends_by_itself else 0.0)
+    monkeypatch.setattr(futures, "_INTERRUPT_GRACE_S", WAIT_S)
     counter = this_proc().spawn("stopped", Counter)
     call = counter.hold_or_spin.call_one(ends_by_itself)
-    then = (lambda: counter._apply_now(open_gate).get(WAIT_S)) if ends_by_itself else (lambda: None)
-    presses = press_stop_when(lambda: "hold_or_spin" in _running() if ends_by_itself else _spins(), then)
+    then = (lambda: counter._apply_concurrently(open_gate).get(WAIT_S)) if ends_by_itself else (lambda: None)
+    presses = send_sigint_when(lambda: "hold_or_spin" in _running() if ends_by_itself else _spins(), then)
     with pytest.raises(KeyboardInterrupt) as caught:
         call.get(WAIT_S)
     presses.join()
@@ -324,16 +328,16 @@ def test_a_recv_that_was_given_up_takes_no_message_along() -> None:
 def _until_all_is_heard() -> None:
     """What this process has sent to itself."""
     heard = threading.Event()
-    here().call_soon(heard.set)
+    local_transport().call_soon(heard.set)
     assert heard.wait(WAIT_S)
 
 
 def _used_bytes() -> int:
     _until_all_is_heard()
     gc.collect()
-    here().let_go()
+    local_transport().release_segments()
     _until_all_is_heard()
-    return here().parcels.pool.used_bytes
+    return local_transport().payloads.pool.used_bytes
 
 
 def test_memory_goes_back_where_nobody_opens_what_has_come() -> None:
@@ -356,10 +360,10 @@ def test_memory_goes_back_where_the_caller_has_gone_before_its_answer_was_packed
     peer = Peer(near, None, lambda _: None, lambda: 0)
     far.close()
     peer.close("it has ended")
-    plain, payload = here().parcels.pack(bytes(LARGE_BYTES), (peer,))
-    assert here().parcels.pool.used_bytes > LARGE_BYTES
-    here().reply(peer, messages.Answer(1, plain, payload))
-    assert here().parcels.pool.used_bytes == 0
+    plain, payload = local_transport().payloads.pack(bytes(LARGE_BYTES), (peer,))
+    assert local_transport().payloads.pool.used_bytes > LARGE_BYTES
+    local_transport().reply(peer, messages.ActorReply(1, plain, payload))
+    assert local_transport().payloads.pool.used_bytes == 0
 
 
 def test_one_actor_picked_at_random_answers_through_its_port(procs: ProcMesh, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,7 +387,7 @@ def test_a_name_is_free_again_as_soon_as_its_actor_is_told_to_stop(procs: ProcMe
     heir = procs.spawn("handed on", Counter)
     assert heir.add.call().get(WAIT_S).item(gpus=0) == 1
     assert not stopped.done()
-    busy._apply_now(open_gate).get(WAIT_S)
+    busy._apply_concurrently(open_gate).get(WAIT_S)
     stopped.get(WAIT_S)
     heir.stop().get(WAIT_S)
 
@@ -391,7 +395,7 @@ def test_a_name_is_free_again_as_soon_as_its_actor_is_told_to_stop(procs: ProcMe
 def test_state_is_read_when_the_actor_is_there() -> None:
     started.clear()
     late = this_proc().spawn("late", Late)
-    looked = late._apply_now(operator.attrgetter("ready"))
+    looked = late._apply_concurrently(operator.attrgetter("ready"))
     assert not looked.done()
     started.set()
     assert looked.get(WAIT_S).item() is True
@@ -405,11 +409,13 @@ def test_state_is_read_when_the_actor_is_there() -> None:
 def test_a_mesh_whose_supervisor_was_killed_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[MeshFailure] = []
     told = threading.Event()
-    monkeypatch.setattr(lives.life(), "root", lambda failure, name: (heard.append(failure), told.set()))
+    monkeypatch.setattr(
+        lives.local_registry(), "on_unhandled_failure", lambda failure, name: (heard.append(failure), told.set())
+    )
     procs: Any = this_host().spawn_procs({"gpus": 1}, name="headless")
     counters = procs.spawn("headless counters", Counter)
     assert counters.add.call_one().get(WAIT_S) == 1
-    os.kill(procs._procs.mesh().session.connection.found.pid, signal.SIGKILL)
+    os.kill(procs._backend.mesh().session.connection.connection_info.pid, signal.SIGKILL)
     assert told.wait(WAIT_S)
     assert heard[0].mesh_name == "headless counters"
     procs.stop().get(30)
@@ -420,17 +426,17 @@ def test_a_mesh_whose_supervisor_was_killed_is_a_failure(monkeypatch: pytest.Mon
 
 
 def test_nobody_else_sends_on_a_connection_before_it_has_greeted(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = Post()
+    other = Transport()
     known = []
     real = posts.encode
 
     def encode(word: Any) -> bytes:
-        known.append(other.address.node in here()._peers)
+        known.append(other.address.node in local_transport()._peers)
         return real(word)
 
     try:
         monkeypatch.setattr(posts, "encode", encode)
-        here().peer(other.address)
+        local_transport().peer(other.address)
         assert known == [False]
     finally:
         other.close()
@@ -439,7 +445,7 @@ def test_nobody_else_sends_on_a_connection_before_it_has_greeted(monkeypatch: py
 def test_who_has_not_greeted_is_heard_for_a_few_bytes_only() -> None:
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.settimeout(WAIT_S)
-        stranger.connect(posts._place(here().address.node))
+        stranger.connect(posts._socket_address(local_transport().address.node))
         stranger.send((5000).to_bytes(4, "little")[:2])  # in two parts, so that it has to be kept
         stranger.send((5000).to_bytes(4, "little")[2:])
         assert stranger.recv(1) == b""
@@ -464,16 +470,16 @@ STRANGER = """
 
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="becomes another user")
 def test_another_user_is_neither_greeted_nor_heard() -> None:
-    ended = Post()
+    ended = Transport()
     address = ended.address
     ended.close()
-    command = [sys.executable, "-c", textwrap.dedent(STRANGER), address.node, here().address.node]
+    command = [sys.executable, "-c", textwrap.dedent(STRANGER), address.node, local_transport().address.node]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stranger:
         try:
             assert stranger.stdout is not None
             assert stranger.stdout.readline() == "listens\n"
-            with pytest.raises(PeerGone):
-                here().peer(address)
+            with pytest.raises(PeerLost):
+                local_transport().peer(address)
             assert stranger.communicate(timeout=WAIT_S)[0] == "0 0\n"
         finally:
             stranger.kill()

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from meshbook.actors import client
+from meshbook.actors import unhandled_faults
 from meshbook.actors.procs import ProcMesh, this_host
-from meshbook.actors.runtime import life as lives
+from meshbook.actors.runtime import registry as lives
 from meshbook.actors.runtime.faults import ActorStopped, MeshFailure, SupervisionError
-from tests.actors.cast import Boss, Counter, Founder, Gate
+from tests.actors.example_actors import Counter, Gate, ParentActor, SpawningActor
 
 WAIT_S = 20
 
@@ -34,8 +34,8 @@ def doomed() -> Iterator[ProcMesh]:
 def unhandled(monkeypatch: pytest.MonkeyPatch) -> list[MeshFailure]:
     """Failures that came to the end of the line, which is here."""
     heard: list[MeshFailure] = []
-    alive = lives.life()
-    monkeypatch.setattr(alive, "root", lambda failure, name: heard.append(failure))
+    alive = lives.local_registry()
+    monkeypatch.setattr(alive, "on_unhandled_failure", lambda failure, name: heard.append(failure))
     return heard
 
 
@@ -79,18 +79,18 @@ def test_a_dead_process_fails_every_open_call_on_it_at_once_and_slices_without_i
 
 
 def _has_called(callers: Any) -> bool:
-    running = callers.slice(gpus=0)._apply_now(_running).get(WAIT_S)
+    running = callers.slice(gpus=0)._apply_concurrently(_running).get(WAIT_S)
     return "call_lost" in running.get(0)
 
 
 def _running(actor: Any) -> list[str]:
-    return [method for row in lives.life().rows() for method in [row["running"]] if method]
+    return [method for row in lives.local_registry().status_rows() for method in [row["running"]] if method]
 
 
 def test_the_owner_is_told_and_what_it_handles_goes_no_further(
     doomed: ProcMesh, procs: ProcMesh, unhandled: list[MeshFailure]
 ) -> None:
-    boss = procs.slice(gpus=0).spawn("boss", Boss, doomed, True)
+    boss = procs.slice(gpus=0).spawn("boss", ParentActor, doomed, True)
     assert boss.ask.call_one().get(WAIT_S) == [1, 1, 1]
     boss.lose.call_one(1).get(WAIT_S)
     _until(lambda: boss.news.call_one().get(WAIT_S))
@@ -102,7 +102,7 @@ def test_the_owner_is_told_and_what_it_handles_goes_no_further(
 def test_what_an_owner_does_not_handle_goes_to_its_owner(
     doomed: ProcMesh, procs: ProcMesh, unhandled: list[MeshFailure]
 ) -> None:
-    boss = procs.slice(gpus=0).spawn("lax boss", Boss, doomed, False)
+    boss = procs.slice(gpus=0).spawn("lax boss", ParentActor, doomed, False)
     boss.lose.call_one(0).get(WAIT_S)
     _until(lambda: unhandled)
     assert unhandled[0].mesh_name == "staff"
@@ -135,7 +135,7 @@ SCRIPT = """
     import os, sys, time
     from meshbook.actors import procs
     from meshbook.actors.runtime import faults
-    from tests.actors.cast import Counter
+    from tests.actors.example_actors import Counter
 
     started = procs.this_host().spawn_procs({"gpus": 2})
     counters = started.spawn("counters", Counter)
@@ -172,12 +172,12 @@ def test_a_hook_of_the_users_own_is_asked_instead(doomed: ProcMesh, monkeypatch:
     os.kill(_pids(counters)[0], signal.SIGKILL)
     _until(lambda: heard)
     assert heard[0].mesh_name == "counters"
-    assert client.unhandled_fault_hook is not heard.append
+    assert unhandled_faults.unhandled_fault_hook is not heard.append
     assert counters.slice(gpus=1).add.call_one().get(WAIT_S) == 1
 
 
 def test_a_forked_child_does_not_hide_the_end_of_its_parent(doomed: ProcMesh, unhandled: list[MeshFailure]) -> None:
-    founder = doomed.slice(gpus=0).spawn("founder", Founder)
+    founder = doomed.slice(gpus=0).spawn("founder", SpawningActor)
     pid, child = founder.fork.call_one().get(WAIT_S)
     try:
         waiting = doomed.slice(gpus=0).spawn("waiting", Counter).sleep.call_one(60)

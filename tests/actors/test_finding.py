@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 import meshbook
-from meshbook.actors.finding import find_actors
+from meshbook.actors.lookup import find_actors
 from meshbook.actors.procs import this_host
-from meshbook.actors.runtime import life as lives
+from meshbook.actors.runtime import registry as lives
 from meshbook.actors.runtime.faults import MeshFailure
 from meshbook.errors import MeshNameError
-from tests.actors.cast import Counter
+from tests.actors.example_actors import Counter
 
 WAIT_S = 20
 pytestmark = pytest.mark.timeout(60)
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(60)
 PROGRAM = """
     import os, signal, meshbook
     from meshbook.actor import Actor, endpoint
-    from tests.actors.cast import Counter
+    from tests.actors.example_actors import Counter
 
     class Tally(Actor):
         def __init__(self, start):
@@ -63,7 +63,9 @@ def test_actors_of_a_killed_program_are_found_by_name_and_have_a_new_owner(
     heard: list[MeshFailure] = []
     told = threading.Event()
     this_host()  # from here on this process hears of failures
-    monkeypatch.setattr(lives.life(), "root", lambda failure, name: (heard.append(failure), told.set()))
+    monkeypatch.setattr(
+        lives.local_registry(), "on_unhandled_failure", lambda failure, name: (heard.append(failure), told.set())
+    )
     found = left.actors()
     assert "tallies" in str(found)
     tallies = found["tallies"]
@@ -89,10 +91,10 @@ def test_actors_whose_owner_lives_are_found_and_stay_its_own(left: Any) -> None:
     program = """
         import sys, meshbook
         mesh = meshbook.attach(sys.argv[1])
-        from meshbook.actors.runtime.life import life
-        print(mesh.actors()["owned"].add.call_one(2).get(20), len(life().owned))
+        from meshbook.actors.runtime.registry import local_registry
+        print(mesh.actors()["owned"].add.call_one(2).get(20), len(local_registry().owned))
     """
-    mesh = counter._ref.home.mesh
+    mesh = counter._ref.procs_ref.mesh
     command = [sys.executable, "-c", textwrap.dedent(program), mesh]
     done = subprocess.run(command, capture_output=True, text=True, timeout=40, check=False)
     assert done.stdout == "5 0\n", done.stderr

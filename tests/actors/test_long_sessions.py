@@ -14,30 +14,30 @@ from typing import Any
 import pytest
 import torch
 
-from meshbook.actors import answers
+from meshbook.actors import replies
 from meshbook.actors.procs import ProcMesh, this_host, this_proc
-from meshbook.actors.runtime import life as lives
-from meshbook.actors.runtime.context import Home, context
+from meshbook.actors.runtime import registry as lives
+from meshbook.actors.runtime.bounded_dict import BoundedDict
+from meshbook.actors.runtime.context import ProcMeshRef, context
 from meshbook.actors.runtime.faults import ActorError, MeshFailure, SupervisionError
 from meshbook.actors.runtime.futures import Future
-from meshbook.actors.runtime.post import here
-from meshbook.actors.runtime.remembered import Remembered
+from meshbook.actors.runtime.transport import local_transport
 from meshbook.rank import service
-from tests.actors.cast import Counter, Gate
+from tests.actors.example_actors import Counter, Gate
 
 WAIT_S = 20
 pytestmark = pytest.mark.timeout(60)  # for the waits that have no argument for it
 
 
 @pytest.fixture
-def alive() -> Iterator[lives.Life]:
-    found = lives.life()
+def alive() -> Iterator[lives.ActorRegistry]:
+    found = lives.local_registry()
     yield found
     found.use_device = lambda: None
 
 
-def _kept(alive: lives.Life) -> tuple[int, int, int]:
-    return len(alive.owned), len(alive.actors), len(here()._expected)
+def _kept(alive: lives.ActorRegistry) -> tuple[int, int, int]:
+    return len(alive.owned), len(alive.actors), len(local_transport()._reply_handlers)
 
 
 def _until(condition: Any) -> None:
@@ -53,7 +53,9 @@ def _stop_itself(actor: Any) -> None:
     context().actor_instance.stop()
 
 
-def test_actors_that_were_stopped_leave_nothing_where_they_were_spawned(alive: lives.Life, procs: ProcMesh) -> None:
+def test_actors_that_were_stopped_leave_nothing_where_they_were_spawned(
+    alive: lives.ActorRegistry, procs: ProcMesh
+) -> None:
     procs.spawn("first", Counter).stop().get(WAIT_S)
     before = _kept(alive)
     for number in range(300):
@@ -70,10 +72,10 @@ def test_actors_that_were_stopped_leave_nothing_where_they_were_spawned(alive: l
 
 
 def test_processes_that_have_ended_leave_nothing_of_their_actors(
-    alive: lives.Life, monkeypatch: pytest.MonkeyPatch
+    alive: lives.ActorRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[MeshFailure] = []
-    monkeypatch.setattr(alive, "root", lambda failure, name: heard.append(failure))
+    monkeypatch.setattr(alive, "on_unhandled_failure", lambda failure, name: heard.append(failure))
     before = _kept(alive)
     stopped, killed = (this_host().spawn_procs({"n": 2}, name=name) for name in ("stopped", "killed"))
     for procs in (stopped, killed):
@@ -89,17 +91,22 @@ def test_processes_that_have_ended_leave_nothing_of_their_actors(
 
 
 def test_what_is_remembered_of_ended_processes_and_failures_has_an_end() -> None:
-    remembered: Remembered[int, int] = Remembered()
-    for number in range(3 * Remembered.LIMIT):
+    remembered: BoundedDict[int, int] = BoundedDict()
+    for number in range(3 * BoundedDict.LIMIT):
         remembered[number] = number
         remembered[0] = number
-    assert len(remembered) == Remembered.LIMIT
+    assert len(remembered) == BoundedDict.LIMIT
     assert remembered[0] == number
-    assert type(answers.told) is type(answers.stopped_homes) is type(here().news._told) is Remembered
-    post = here()
-    for _ in range(3 * Remembered.LIMIT):
-        post._remember_gone("nobody")
-    assert len(post._gone_nodes) == Remembered.LIMIT
+    assert (
+        type(replies.reported_failures)
+        is type(replies.stopped_procs)
+        is type(local_transport().exit_reasons._reason_by_pid)
+        is BoundedDict
+    )
+    post = local_transport()
+    for _ in range(3 * BoundedDict.LIMIT):
+        post._record_lost_node("nobody")
+    assert len(post._lost_nodes) == BoundedDict.LIMIT
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -109,7 +116,7 @@ def test_what_is_remembered_of_ended_processes_and_failures_has_an_end() -> None
 def test_all_answers_of_a_call_are_heard_on_one_thread(procs: ProcMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an actor in this process, of one in another, and of one that is lost."""
     heard_on: list[str] = []
-    real = answers.Gather.arrived, answers.Gather.lost
+    real = replies.GatherCollector.on_reply, replies.GatherCollector.on_peer_lost
 
     def arrived(self: Any, peer: Any, word: Any) -> bool:
         heard_on.append(threading.current_thread().name)
@@ -119,15 +126,15 @@ def test_all_answers_of_a_call_are_heard_on_one_thread(procs: ProcMesh, monkeypa
         heard_on.append(threading.current_thread().name)
         return real[1](self, peer, reason)
 
-    far = procs.slice(gpus=0)._procs.home().addresses[0]
+    far = procs.slice(gpus=0)._backend.procs_ref().addresses[0]
     lost_one = far.__class__("nobody", "", 0)
-    home = Home("mixed", ("place",), (2,), (here().address, far), None)
-    mixed = ProcMesh.of_home(home).spawn("mixed", Counter)
-    monkeypatch.setattr(answers.Gather, "arrived", arrived)
-    monkeypatch.setattr(answers.Gather, "lost", lost)
+    home = ProcMeshRef("mixed", ("place",), (2,), (local_transport().address, far), None)
+    mixed = ProcMesh.from_ref(home).spawn("mixed", Counter)
+    monkeypatch.setattr(replies.GatherCollector, "on_reply", arrived)
+    monkeypatch.setattr(replies.GatherCollector, "on_peer_lost", lost)
     assert list(mixed.add.call().get(WAIT_S).values()) == [1, 1]
     both = mixed._ref.addresses
-    mixed._ref.addresses, mixed._ref._peers = (here().address, lost_one), [None, None]
+    mixed._ref.addresses, mixed._ref._peers = (local_transport().address, lost_one), [None, None]
     with pytest.raises(SupervisionError, match="rank 1 of 'mixed' is lost"):
         mixed.add.call().get(WAIT_S)
     assert len(heard_on) >= 3
@@ -150,7 +157,7 @@ def test_answers_that_come_on_two_threads_at_once_wait_for_each_other() -> None:
 
     one = first.hold.call_one()
     one.add_done_callback(slow)
-    first._apply_now(lambda actor: actor.gate.set())
+    first._apply_concurrently(lambda actor: actor.gate.set())
     assert entered.wait(WAIT_S)
     other = second.add.call_one()
     other.add_done_callback(lambda _: order.append("other"))
@@ -162,13 +169,13 @@ def test_answers_that_come_on_two_threads_at_once_wait_for_each_other() -> None:
 
 
 def test_a_call_after_the_end_of_the_process_s_post_fails_at_once() -> None:
-    from meshbook.actors.runtime.peer import PeerGone
-    from meshbook.actors.runtime.post import Post
+    from meshbook.actors.runtime.peer import PeerLost
+    from meshbook.actors.runtime.transport import Transport
 
-    post = Post()
+    post = Transport()
     mine = post.peer(post.address)
     post.close()
-    with pytest.raises(PeerGone, match="this process has left"):
+    with pytest.raises(PeerLost, match="this process has left"):
         mine.send(b"\0\0\0\0")
     done: list[int] = []
     post.call_soon(lambda: done.append(1))
@@ -191,18 +198,18 @@ def _current_device(actor: Any) -> str:
 
 @pytest.mark.parametrize("Class", [Counter, Gate], ids=["def", "async def"])
 def test_every_thread_of_an_actor_has_its_ranks_gpu(
-    alive: lives.Life, monkeypatch: pytest.MonkeyPatch, Class: type
+    alive: lives.ActorRegistry, monkeypatch: pytest.MonkeyPatch, Class: type
 ) -> None:
     monkeypatch.setattr(torch, "cuda", AnyCuda())
-    alive.use_device = partial(service.use_device, "cuda:3")
+    alive.use_device = partial(service.select_device, "cuda:3")
     actor = this_proc().spawn("on a gpu", Class)
     assert actor._apply(_current_device).get(WAIT_S).item() == "cuda:3"
-    assert actor._apply_now(_current_device).get(WAIT_S).item() == "cuda:3"
+    assert actor._apply_concurrently(_current_device).get(WAIT_S).item() == "cuda:3"
     actor.stop().get(WAIT_S)
 
 
 def _device_of_rank(actor: Any) -> str:
-    (device,) = sys.modules["meshbook.actors.runtime.life"].life().use_device.args
+    (device,) = sys.modules["meshbook.actors.runtime.registry"].local_registry().use_device.args
     return str(device)
 
 
@@ -212,16 +219,16 @@ def test_a_rank_tells_its_actors_which_device_it_has(procs: ProcMesh) -> None:
     counters.stop().get(WAIT_S)
 
 
-def test_a_gpu_that_cannot_be_used_is_an_error_of_the_actor(alive: lives.Life, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_cannot_be_used_is_an_error_of_the_actor(
+    alive: lives.ActorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Broken(AnyCuda):
         def set_device(self, device: str) -> None:
             raise RuntimeError("CUDA error: device-side assert triggered")
 
     monkeypatch.setattr(torch, "cuda", Broken())
-    alive.use_device = partial(service.use_device, "cuda:3")
+    alive.use_device = partial(service.select_device, "cuda:3")
     actor = this_proc().spawn("without its gpu", Counter)
     with pytest.raises((SupervisionError, ActorError), match="device-side assert"):
         actor.add.call_one().get(WAIT_S)
     actor.stop().get(WAIT_S)
-
-

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from meshbook.actor import Actor, endpoint
-from meshbook.actors import grounds
-from meshbook.actors.needs import needs_torch
+from meshbook.actors import proc_backends
 from meshbook.actors.procs import this_host
+from meshbook.actors.torch_detection import needs_torch
 
 WAIT_S = 20
 
@@ -83,10 +83,10 @@ def test_what_is_spawned_decides_also_when_it_is_said_late(monkeypatch: pytest.M
         go.wait(WAIT_S)
         return Session()
 
-    really = grounds.Started._warm
-    monkeypatch.setattr(grounds.Started, "_warm", warm)
-    monkeypatch.setattr(grounds, "_CHOICE_S", 0.0)
-    monkeypatch.setattr(grounds, "alike", lambda *, torch: None)
+    really = proc_backends.SpawnedProcBackend._get_warm_session
+    monkeypatch.setattr(proc_backends.SpawnedProcBackend, "_get_warm_session", warm)
+    monkeypatch.setattr(proc_backends, "_FIRST_SPAWN_WAIT_S", 0.0)
+    monkeypatch.setattr(proc_backends, "find_warm_mesh", lambda *, torch: None)
     procs = this_host().spawn_procs()
     try:
         assert imports.wait(WAIT_S)

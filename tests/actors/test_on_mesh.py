@@ -11,15 +11,15 @@ import torch
 
 import meshbook
 from meshbook.actor import Actor, ActorError, ValueMesh, current_rank, endpoint, pull
-from meshbook.actors import grounds
+from meshbook.actors import proc_backends
 from meshbook.actors import procs as meshes
-from meshbook.actors.patience import Patience
+from meshbook.actors.deadlock_watch import DeadlockWatch
 from meshbook.actors.procs import ProcMesh, this_host
-from meshbook.actors.runtime.post import here
+from meshbook.actors.runtime.transport import local_transport
 from meshbook.actors.state import ActorState
-from meshbook.controller.late import late_output
+from meshbook.controller.background_output import background_output_of
 from meshbook.errors import TransferError
-from tests.actors.cast import Counter, open_gate, press_stop_when
+from tests.actors.example_actors import Counter, open_gate, send_sigint_when
 
 WAIT_S = 20
 pytestmark = pytest.mark.timeout(60)  # for the waits that have no argument for it
@@ -113,7 +113,7 @@ def test_a_remote_tensor_among_the_arguments_is_the_ranks_own_and_lives_until_it
         holders.note.broadcast(one * number)  # nobody holds these here
     two = holders.add.call(one * 2)
     one.full_tensor()  # frees of earlier tensors have reached the ranks
-    holders._apply_now(open_gate).get(WAIT_S)
+    holders._apply_concurrently(open_gate).get(WAIT_S)
     blocked.get(WAIT_S)
     assert list(two.get(WAIT_S).values()) == [[13.0] * 3, [14.0] * 3]
     there = mesh.slice(dp=0).spawn("there", Holder, one)
@@ -128,14 +128,14 @@ def test_a_remote_tensor_among_the_arguments_is_the_ranks_own_and_lives_until_it
 
 def test_actors_beside_a_tensors_ranks_are_refused_before_anything_is_sent() -> None:
     class Session:
-        def _reference_to(self, thing: Any) -> str:
+        def _persistent_id(self, thing: Any) -> str:
             return "tensor:part#7"
 
     class Tensor:
         class engine:
             ranks = (0, 1)
 
-    lend = grounds.Lender(Session()).to([1, 2, 3], [])  # type: ignore[arg-type]
+    lend = proc_backends.MeshReferences(Session()).persistent_id_for([1, 2, 3], [])  # type: ignore[arg-type]
     with pytest.raises(TransferError, match=r"lies on ranks 0-1, and actors on ranks 2-3 .*slice of the actors"):
         lend(Tensor())
 
@@ -167,15 +167,15 @@ def test_what_endpoints_print_is_folded_and_logging_option_rules_it(
 
 def test_stop_ends_the_wait_for_what_cannot_be_interrupted_and_the_actor_lives(mesh: Any, counters: Any) -> None:
     def all_hold() -> bool:
-        running = [row["running"] for row in meshes.survey(mesh) if row["actor"] == "counters"]
+        running = [row["running"] for row in meshes.list_actors(mesh) if row["actor"] == "counters"]
         return running == ["hold", "hold"]
 
     call = counters.hold.call()
-    presses = press_stop_when(all_hold)
+    presses = send_sigint_when(all_hold)
     with pytest.raises(KeyboardInterrupt, match=r"counters.hold on ranks 0-1 was interrupted and goes on: it sleeps"):
         call.get(WAIT_S)
     presses.join()
-    counters._apply_now(open_gate).get(WAIT_S)
+    counters._apply_concurrently(open_gate).get(WAIT_S)
     counters._apply(_clear_gate).get(WAIT_S)
     assert len(counters.add.call(0).get(WAIT_S)) == 2
 
@@ -190,7 +190,7 @@ def test_rows_say_what_each_actor_does(mesh: Any, counters: Any) -> None:
     counters.slice(dp=1).add.call(0).get(WAIT_S)
     tick = threading.Event()
     for _ in range(500):  # it has to take the message up first
-        rows = {row["rank"]: row for row in meshes.survey(mesh) if row["actor"] == "counters"}
+        rows = {row["rank"]: row for row in meshes.list_actors(mesh) if row["actor"] == "counters"}
         if rows[0]["running"]:
             break
         tick.wait(0.02)
@@ -200,7 +200,7 @@ def test_rows_say_what_each_actor_does(mesh: Any, counters: Any) -> None:
     assert rows[1]["running"] is None
     assert rows[1]["state"] == "living"
     assert rows[1]["messages"] > 0
-    counters.slice(dp=0)._apply_now(open_gate).get(WAIT_S)
+    counters.slice(dp=0)._apply_concurrently(open_gate).get(WAIT_S)
     busy.get(WAIT_S)
 
 
@@ -292,17 +292,17 @@ def test_async_actors_that_call_each_other_in_a_ring_are_answered(mesh: Any) -> 
 def test_a_program_that_waits_for_actors_in_a_circle_is_told_unasked(
     mesh: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(here(), "on_expect", None)
-    monkeypatch.setattr(late_output(mesh.session), "shown", False)  # that is what ranks print
+    monkeypatch.setattr(local_transport(), "on_call_started", None)
+    monkeypatch.setattr(background_output_of(mesh.session), "enabled", False)  # that is what ranks print
     told = threading.Event()
 
     def tell(answer: Any) -> bool:
-        if not grounds.tell_of_circle(answer):
+        if not proc_backends.report_deadlock(answer):
             return False
         told.set()
         return True
 
-    Patience(here(), tell, after_s=0.5)
+    DeadlockWatch(local_transport(), tell, after_s=0.5)
     ring = [mesh.slice(dp=place).spawn(f"told ring {place}", Ring) for place in range(2)]
     call = ring[0].go.call_one(ring)
     waiter = threading.Thread(target=call.exception)

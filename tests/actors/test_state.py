@@ -14,7 +14,7 @@ import torch
 
 from meshbook import actor
 from meshbook.actor import Actor, ActorError, ActorMesh, ProcMesh, ValueMesh, current_rank, endpoint, pull, this_host
-from meshbook.actors import cells, finding, overview, redefine
+from meshbook.actors import cells, listing, lookup, redefine
 from meshbook.errors import MeshNameError, TransferError, ValuesDiffer
 
 TIMEOUT_S = 30.0
@@ -83,7 +83,7 @@ def test_what_is_set_is_on_every_rank_and_a_value_mesh_gives_each_its_own(traine
 def test_reading_never_waits_behind_a_long_endpoint(trainers: ActorMesh) -> None:
     waiting = trainers.wait.call()
     assert trainers.state.step == 0
-    trainers._apply_now(lambda actor: actor.go_on.set()).get(TIMEOUT_S)
+    trainers._apply_concurrently(lambda actor: actor.go_on.set()).get(TIMEOUT_S)
     waiting.get(TIMEOUT_S)
 
 
@@ -110,9 +110,9 @@ def test_the_table_shows_what_waits_what_runs_and_what_went_wrong(procs: ProcMes
     behind = [trainers.slice(gpus=1).learn.call_one() for _ in range(3)]
     with pytest.raises(ActorError):
         trainers.slice(gpus=0)._apply(_fail).get(TIMEOUT_S)
-    trainers.slice(gpus=1)._apply_now(_until_it_waits).get(TIMEOUT_S)
-    shown = str(overview.all_actors())
-    trainers._apply_now(lambda actor: actor.go_on.set()).get(TIMEOUT_S)
+    trainers.slice(gpus=1)._apply_concurrently(_until_it_waits).get(TIMEOUT_S)
+    shown = str(listing.all_actors())
+    trainers._apply_concurrently(lambda actor: actor.go_on.set()).get(TIMEOUT_S)
     waiting.get(TIMEOUT_S)
     assert [future.get(TIMEOUT_S) for future in behind] == [1, 2, 3]
     first, second = (line for line in shown.splitlines() if line.startswith("trainers"))
@@ -135,13 +135,13 @@ def test_ranks_that_do_the_same_share_a_line() -> None:
         "messages": 5, "last_error": None,
     }  # fmt: skip
     rows = [{**row, "rank": 0}, {**row, "rank": 1, "mailbox": 7}, {**row, "rank": 2, "running": "step", "seconds": 2.0}]
-    assert str(overview.table("Mesh m", rows)) == (
+    assert str(listing.actor_table("Mesh m", rows)) == (
         "Mesh m: 3 in 1 mesh.\n"
         "actor  class  ranks  state   mailbox  runs            messages\n"
         "a      A      0-1    living  0-7                      5\n"
         "a      A      2      living  0        step for 2.0 s  5"
     )
-    assert "no actors" in str(overview.table("Mesh m", []))
+    assert "no actors" in str(listing.actor_table("Mesh m", []))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def test_ranks_that_do_the_same_share_a_line() -> None:
 
 
 def test_a_cell_runs_in_the_actors_with_self_bound_and_keeps_its_names(trainers: ActorMesh) -> None:
-    found = finding.find_actors("trainers")
+    found = lookup.find_actors("trainers")
     shown = cells.run_in_actors(found, "double = 2 * self.place\nself.step = 40 + double\nself.step")
     assert repr(shown) == "[0] 40\n[1] 42"
     assert cells.run_in_actors(found, "triple = lambda: double + self.place") is None
@@ -160,7 +160,7 @@ def test_a_cell_runs_in_the_actors_with_self_bound_and_keeps_its_names(trainers:
     with pytest.raises(SyntaxError):
         cells.run_in_actors(found, "x =")
     with pytest.raises(MeshNameError, match=r"no actors are named 'trainer'; did you mean trainers\?"):
-        finding.find_actors("trainer")
+        lookup.find_actors("trainer")
 
 
 def test_a_cell_in_an_actor_with_an_event_loop_may_await(procs: ProcMesh) -> None:
@@ -251,10 +251,10 @@ def test_messages_sent_before_run_the_old_methods_and_later_ones_the_new(procs: 
     blocked, before = counters.block.call_one(), counters.add.call_one(1)
     cell(SECOND, names)
     (said,) = actor.redefine(names["Counter"])
-    assert said.is_later
+    assert said.is_pending
     assert "after what it is running" in str(said)
     after = counters.add.call_one(1, times=5)
-    counters._apply_now(lambda counter: counter.go_on.set()).get(TIMEOUT_S)
+    counters._apply_concurrently(lambda counter: counter.go_on.set()).get(TIMEOUT_S)
     blocked.get(TIMEOUT_S)
     assert (before.get(TIMEOUT_S), after.get(TIMEOUT_S)) == (1, 6)
     counters.stop().get(TIMEOUT_S)

@@ -58,13 +58,13 @@ _RESTARTED = """() => {
 
 
 @contextmanager
-def _served(
-    command: list[str], folder: Path, says: re.Pattern[str], environment: Mapping[str, str] | None = None
+def _run_server(
+    command: list[str], folder: Path, ready_pattern: re.Pattern[str], environment: Mapping[str, str] | None = None
 ) -> Iterator[str]:
     """Run a server in a folder for as long as the block.
 
     Args:
-        says: what it prints once it listens; the first group is the port.
+        ready_pattern: what it prints once it listens; the first group is the port.
 
     Yields:
         Its port.
@@ -81,12 +81,12 @@ def _served(
         )
     try:
 
-        def said() -> re.Match[str] | None:
+        def find_port() -> re.Match[str] | None:
             assert server.poll() is None, f"{command[0]} has ended:\n{log.read_text()}"
-            return says.search(log.read_text(errors="replace"))
+            return ready_pattern.search(log.read_text(errors="replace"))
 
-        wait_until(lambda: said() is not None, TIMEOUT_S, f"{command[0]} is up, which")
-        found = said()
+        wait_until(lambda: find_port() is not None, TIMEOUT_S, f"{command[0]} is up, which")
+        found = find_port()
         assert found is not None
         yield found[1]
     finally:
@@ -132,7 +132,7 @@ def lab(browser: Browser, folder: Path) -> Iterator[Lab]:
         "--LabApp.expose_app_in_browser=True",
     ]
     environment = {"JUPYTER_TOKEN": token, "JUPYTERLAB_SETTINGS_DIR": str(settings), "MESHBOOK_RANKS": "2"}
-    with _served(command, folder, re.compile(r"http://127\.0\.0\.1:(\d+)/lab"), environment) as port:
+    with _run_server(command, folder, re.compile(r"http://127\.0\.0\.1:(\d+)/lab"), environment) as port:
         yield Lab(browser, f"http://127.0.0.1:{port}", token, folder)
 
 
@@ -245,7 +245,7 @@ def marimo(browser: Browser, folder: Path, source: str) -> Iterator[MarimoNotebo
     # Settings and histories of its own. Where these are unset, they are below HOME.
     environment = {f"XDG_{kind}_HOME": str(folder.with_suffix(".home") / kind) for kind in ("CONFIG", "STATE", "CACHE")}
     with (
-        _served(command, folder, re.compile(r"http://[\w.]+:(\d+)"), environment) as port,
+        _run_server(command, folder, re.compile(r"http://[\w.]+:(\d+)"), environment) as port,
         _page(browser, f"http://127.0.0.1:{port}/?access_token={token.read_text()}") as page,
     ):
         page.wait_for_selector('[data-testid="cell-editor"]')

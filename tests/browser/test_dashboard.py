@@ -14,8 +14,8 @@ import pytest
 
 from meshbook.actor import Actor, ActorError, endpoint
 from meshbook.controller.mesh import Mesh, attach, create_mesh
-from meshbook.dashboard.desk import Desk
-from meshbook.dashboard.page import Server, open_page
+from meshbook.dashboard.hub import DashboardHub
+from meshbook.dashboard.web_server import DashboardServer, start_server
 from meshbook.wire.keys import list_connections
 from tests.browser.pages import LAB_READY, TIMEOUT_S, Lab, LabNotebook, marimo
 from tests.kernel.frontend import wait_until
@@ -46,9 +46,7 @@ def test_in_lab_it_lives_and_answers_while_a_cell_hangs_also_after_a_reload(note
     notebook.run("%%controller\nmesh.dashboard()")
     page = notebook.page
     expect(chips(page)).to_have_text("2 idle")
-    running = notebook.start(
-        f"t = torch.ones(1)\nif rank == 1:\n    wait_for({str(gate)!r})\ndist.all_reduce(t)"
-    )
+    running = notebook.start(f"t = torch.ones(1)\nif rank == 1:\n    wait_for({str(gate)!r})\ndist.all_reduce(t)")
     expect(chips(page)).to_have_text(re.compile("1 waiting"))
     press(page, "Stacks")
     tree = page.locator(".mbd-tree")
@@ -150,14 +148,14 @@ def mesh() -> Iterator[Mesh]:
 
 
 @pytest.fixture(scope="module")
-def server(mesh: Mesh) -> Iterator[Server]:
-    server = open_page(mesh)
+def server(mesh: Mesh) -> Iterator[DashboardServer]:
+    server = start_server(mesh)
     yield server
     server.close()
 
 
 @pytest.fixture
-def board(browser: Browser, server: Server) -> Iterator[Page]:
+def board(browser: Browser, server: DashboardServer) -> Iterator[Page]:
     page = browser.new_page(viewport={"width": 1000, "height": 900})
     page.goto(server.address)
     expect(chips(page)).to_have_text("4 idle")
@@ -174,7 +172,7 @@ def fetch(address: str, host: str | None = None) -> int:
         return error.code
 
 
-def test_a_page_without_its_token_or_under_a_foreign_name_is_refused(server: Server) -> None:
+def test_a_page_without_its_token_or_under_a_foreign_name_is_refused(server: DashboardServer) -> None:
     root = f"http://127.0.0.1:{server.port}"
     assert fetch(server.address) == 200
     assert fetch(f"{server.address}dashboard.css") == 200
@@ -257,7 +255,7 @@ def test_actors_have_a_panel_once_there_are_some_that_says_what_each_does(board:
     expect(rows.nth(2)).to_contain_text("ValueError: <b>on purpose</b>")
     expect(rows.nth(4)).to_contain_text("hold for")
     for future in (held, waits):
-        actors.slice(dp=1, tp=1)._apply_now(_let_go).get(TIMEOUT_S)
+        actors.slice(dp=1, tp=1)._apply_concurrently(_let_go).get(TIMEOUT_S)
         future.get(TIMEOUT_S)
     expect(rows.nth(4)).not_to_contain_text("hold for")
     actors.stop().get(TIMEOUT_S)
@@ -284,7 +282,7 @@ def test_the_page_draws_curves_and_finds_the_mesh_again_and_watching_ends_with_t
     expect(chips(board)).to_have_text("4 idle")
     board.get_by_role("tab", name="Scalars").click()
     expect(board.locator("figcaption")).to_contain_text("loss")
-    desk = Desk.of(mesh.session)
-    assert desk.watches
+    desk = DashboardHub.of(mesh.session)
+    assert desk.is_subscribed
     board.goto("about:blank")
-    wait_until(lambda: not desk.watches, TIMEOUT_S, "nobody looks any more, so the watching")
+    wait_until(lambda: not desk.is_subscribed, TIMEOUT_S, "nobody looks any more, so the watching")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Done:
+class CommandResult:
     """How the command ended."""
 
     status: int
@@ -18,7 +18,7 @@ class Done:
     err: str
 
 
-def meshbook(*words: str, cwd: Path | None = None, env: dict[str, str] | None = None, text: str = "") -> Done:
+def meshbook(*words: str, cwd: Path | None = None, env: dict[str, str] | None = None, text: str = "") -> CommandResult:
     """Run `meshbook WORDS...` to its end.
 
     Args:
@@ -28,4 +28,4 @@ def meshbook(*words: str, cwd: Path | None = None, env: dict[str, str] | None = 
     done = subprocess.run(
         command, cwd=cwd, env={**os.environ, **(env or {})}, input=text, capture_output=True, text=True, timeout=110
     )
-    return Done(done.returncode, done.stdout, done.stderr)
+    return CommandResult(done.returncode, done.stdout, done.stderr)

@@ -141,7 +141,7 @@ def test_a_check_that_fails_itself_is_a_finding() -> None:
     ],
 )
 def test_versions_are_compared_by_their_numbers(version: str, constraint: str, fits: bool) -> None:
-    assert doctor._fits(version, constraint) is fits
+    assert doctor._satisfies(version, constraint) is fits
 
 
 def test_the_packages_it_looks_for_are_those_of_the_project() -> None:

@@ -22,7 +22,10 @@ def test_install_writes_the_absolute_path_of_this_python(tmp_path: Path) -> None
     assert spec["argv"] == [sys.executable, "-m", "meshbook.kernel", "-f", "{connection_file}"]
     assert spec["interrupt_mode"] == "message"
     assert sorted(file.name for file in folder.iterdir()) == [
-        "kernel.json", "logo-32x32.png", "logo-64x64.png", "logo-svg.svg",
+        "kernel.json",
+        "logo-32x32.png",
+        "logo-64x64.png",
+        "logo-svg.svg",
     ]
 
 
@@ -54,6 +57,6 @@ def test_a_folder_that_cannot_be_written_is_said_so(tmp_path: Path) -> None:
 
 
 def test_the_commands_own_kernel_needs_no_installation() -> None:
-    spec = kernels.OurKernel(kernel_dirs=[]).get_kernel_spec("meshbook")
+    spec = kernels.MeshbookKernelSpecManager(kernel_dirs=[]).get_kernel_spec("meshbook")
     assert spec.argv[:3] == [sys.executable, "-m", "meshbook.kernel"]
     assert spec.interrupt_mode == "message"

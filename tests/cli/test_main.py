@@ -17,8 +17,8 @@ from meshbook import create_mesh, list_meshes
 from meshbook.controller.mesh import Mesh
 from meshbook.wire import keys
 from tests.cli.commands import meshbook
-from tests.kernel.frontend import is_gone, wait_until
-from tests.tracing import held
+from tests.kernel.frontend import has_exited, wait_until
+from tests.ptrace import ptrace_stopped
 
 
 @pytest.fixture(scope="module")
@@ -110,18 +110,18 @@ def test_stop_ends_a_mesh_and_all_that_is_on_it(run: object) -> None:
     pids = [mesh.session.info.supervisor_pid, mesh.run("import os; os.getpid()").values[0]]
     done = meshbook("stop", "to-be-stopped")
     assert (done.status, done.out, done.err) == (0, "to-be-stopped has ended\n", "")
-    assert [pid for pid in pids if not is_gone(pid)] == []
+    assert [pid for pid in pids if not has_exited(pid)] == []
     assert not (keys.runtime_folder() / "to-be-stopped").exists()
 
 
 def test_a_supervisor_that_does_not_answer_is_ended_all_the_same(run: object) -> None:
     mesh = create_mesh(1, name="stuck")
     rank = mesh.run("import os; os.getpid()").values[0]
-    with held(mesh.session.info.supervisor_pid):
+    with ptrace_stopped(mesh.session.info.supervisor_pid):
         assert "does not answer" in meshbook("list").out
         done = meshbook("stop", "stuck")
     assert (done.status, done.out) == (0, "stuck did not answer and was killed\n")
-    wait_until(lambda: is_gone(rank), 10, "the end of the rank")
+    wait_until(lambda: has_exited(rank), 10, "the end of the rank")
     assert not (keys.runtime_folder() / "stuck").exists()
     mesh.session.close()
 
@@ -131,8 +131,7 @@ def test_stop_all_ends_every_mesh_of_this_folder(tmp_path_factory: pytest.TempPa
     folder = str(tmp_path_factory.mktemp("r"))
     os.chmod(folder, 0o700)
     program = (
-        "import meshbook, sys\n"
-        "for name in 'ab': meshbook.create_mesh(1, name=name, process_group=False).detach(60)"
+        "import meshbook, sys\nfor name in 'ab': meshbook.create_mesh(1, name=name, process_group=False).detach(60)"
     )
     env = {"MESHBOOK_RUNTIME_DIR": folder}
     subprocess.run([sys.executable, "-c", program], env={**os.environ, **env}, check=True, timeout=60)

@@ -17,14 +17,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from meshbook import create_mesh
-from tests.cli.commands import Done, meshbook
-from tests.kernel.frontend import is_gone, plain, wait_until
+from tests.cli.commands import CommandResult, meshbook
+from tests.kernel.frontend import has_exited, strip_ansi, wait_until
 
 
-def talk(*words: str, lines: list[str]) -> Done:
+def talk(*words: str, lines: list[str]) -> CommandResult:
     """A session of plain prompts; the last thing typed is the end of the input."""
     done = meshbook(*words, "--simple", text="\n".join([*lines, "exit"]) + "\n")
-    return Done(done.status, plain(done.out), plain(done.err))
+    return CommandResult(done.status, strip_ansi(done.out), strip_ansi(done.err))
 
 
 def test_cells_run_on_every_rank_and_nothing_is_left(run: object) -> None:
@@ -47,7 +47,7 @@ def test_axes_and_a_name_may_be_given(run: object) -> None:
 def test_it_works_where_jupyter_does_not_know_the_kernel(run: object, tmp_path: Path) -> None:
     env = {"JUPYTER_PATH": "", "JUPYTER_DATA_DIR": str(tmp_path)}
     done = meshbook("repl", "--simple", "-n", "1", text="world_size\nexit\n", env=env)
-    assert "Out[1]: 1" in plain(done.out), done.err
+    assert "Out[1]: 1" in strip_ansi(done.out), done.err
 
 
 def test_a_progress_bar_shows_its_last_state(run: object) -> None:
@@ -112,9 +112,9 @@ def test_control_c_stops_the_ranks_and_the_next_cell_works(run: object) -> None:
         os.write(tty, b"print('be' + 'gun'); import time; time.sleep(1000)\n")
         read_until(tty, "begun")
         os.write(tty, b"\x03")
-        assert "KeyboardInterrupt" in plain(read_until(tty, "In [2]: "))
+        assert "KeyboardInterrupt" in strip_ansi(read_until(tty, "In [2]: "))
         os.write(tty, b"rank * 3\n")
-        assert "[1] 3" in plain(read_until(tty, "In [3]: "))
+        assert "[1] 3" in strip_ansi(read_until(tty, "In [3]: "))
         os.write(tty, b"exit\n")
         assert process.wait(30) == 0
 
@@ -123,8 +123,8 @@ def test_a_terminal_that_is_closed_takes_the_mesh_with_it(run: object) -> None:
     with terminal("repl", "--simple", "-n", "1") as (process, tty):
         read_until(tty, "In [1]: ")
         os.write(tty, b"import os; print('pid', os.getpid())\n")
-        found = re.search(r"pid (\d+)", plain(read_until(tty, "In [2]: ")).partition("getpid())")[2])
+        found = re.search(r"pid (\d+)", strip_ansi(read_until(tty, "In [2]: ")).partition("getpid())")[2])
         assert found is not None
         process.send_signal(signal.SIGHUP)
-        wait_until(lambda: is_gone(int(found[1])), 30, "the end of the rank")
+        wait_until(lambda: has_exited(int(found[1])), 30, "the end of the rank")
         assert process.wait(30) == 128 + signal.SIGHUP

@@ -106,9 +106,7 @@ def test_a_cell_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "tag"), [(signal.SIGINT, ""), (signal.SIGTERM, ""), (signal.SIGINT, "raises-exception")]
 )
-def test_an_interrupt_stops_the_ranks_and_keeps_what_there_is(
-    tmp_path: Path, number: signal.Signals, tag: str
-) -> None:
+def test_an_interrupt_stops_the_ranks_and_keeps_what_there_is(tmp_path: Path, number: signal.Signals, tag: str) -> None:
     path = notebook(tmp_path, ("print('begun')\nimport time\nwhile True: time.sleep(1)", tag), "print('never')")
     running = subprocess.Popen(
         [sys.executable, "-m", "meshbook", "run", str(path), "-n", "2"],
@@ -258,4 +256,4 @@ def test_our_magics_may_be_written_as_remarks() -> None:
 
 def test_an_empty_script_is_an_empty_notebook() -> None:
     assert notebook_of("\n\n").cells == []
-    assert json.loads(nbformat.writes(notebook_of(""))) ["cells"] == []
+    assert json.loads(nbformat.writes(notebook_of("")))["cells"] == []

@@ -15,7 +15,7 @@ import pytest
 import zmq
 
 from meshbook.controller import connection as connections
-from meshbook.controller.connection import Connection
+from meshbook.controller.connection import SupervisorConnection
 from meshbook.errors import NotAttached
 from meshbook.wire import codec, keys, messages, processes
 
@@ -27,7 +27,7 @@ class Supervisor:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self.context.socket(zmq.ROUTER)
         self.socket.bind(f"ipc://{folder}/control.sock")
-        found = keys.Connection(
+        found = keys.ConnectionInfo(
             name="m",
             address=f"ipc://{folder}/control.sock",
             token="token",
@@ -37,7 +37,7 @@ class Supervisor:
         )
         welcomer = threading.Thread(target=self._welcome)
         welcomer.start()
-        self.line = Connection(found, kind="script")
+        self.line = SupervisorConnection(found, kind="script")
         welcomer.join(30)
 
     def _welcome(self) -> None:
@@ -51,7 +51,7 @@ class Supervisor:
             ranks=(),
             supervisor_pid=1,
             started_at=0.0,
-            epoch=1,
+            group_generation=1,
             groups="ready",
             clients=(),
             names=(),
@@ -76,7 +76,7 @@ def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
 
 def _finished(call: str) -> messages.CallFinished:
     item = messages.RankDisplay(ranks=(0,), item=messages.Notice("said last"))
-    return messages.CallFinished(call=call, parts=(), seconds=0.0, items=(item,))  # type: ignore[arg-type]
+    return messages.CallFinished(call=call, outcomes=(), seconds=0.0, items=(item,))  # type: ignore[arg-type]
 
 
 def test_a_call_ends_although_what_shows_its_output_fails(
@@ -89,8 +89,8 @@ def test_a_call_ends_although_what_shows_its_output_fails(
         raise ValueError("I/O operation on closed file")
 
     for show_it in (fail, fail, show):
-        call = supervisor.line.next_call()
-        command = messages.AskStatus(call=call)
+        call = supervisor.line.next_call_id()
+        command = messages.QueryStatus(call=call)
         future = supervisor.line.request(command, on_output=show_it)
         supervisor.say(_finished(call))
         assert future.result(30).call == call
@@ -103,26 +103,26 @@ def test_a_call_ends_although_what_shows_its_output_fails(
 
 def test_a_report_that_cannot_be_read_does_not_end_the_listening(supervisor: Supervisor) -> None:
     supervisor.socket.send_multipart([supervisor.listener, codec.PROTOCOL, b"\xc1"])
-    call = supervisor.line.next_call()
-    future = supervisor.line.request(messages.AskStatus(call=call))
-    supervisor.say(messages.Answered(call=call))
+    call = supervisor.line.next_call_id()
+    future = supervisor.line.request(messages.QueryStatus(call=call))
+    supervisor.say(messages.CommandReply(call=call))
     assert future.result(30).call == call
 
 
 def test_one_listener_that_fails_does_not_keep_the_news_from_the_next(supervisor: Supervisor) -> None:
     heard = threading.Event()
-    supervisor.line.listeners.segments += [lambda report: {}["x"], lambda report: heard.set()]
-    supervisor.say(messages.Segments(rank=0, segments=()))
+    supervisor.line.listeners.segments_released += [lambda report: {}["x"], lambda report: heard.set()]
+    supervisor.say(messages.SegmentsReleased(rank=0, segments=()))
     assert heard.wait(30)
 
 
 def test_without_pidfds_the_end_of_the_supervisor_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "open_pidfd", lambda pid: None)
-    monkeypatch.setattr(connections, "_LIFE_POLL_S", 0.01)
+    monkeypatch.setattr(connections, "_LIVENESS_POLL_S", 0.01)
     tmp_path.chmod(0o700)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         supervisor = Supervisor(tmp_path, child.pid)
-        future = supervisor.line.request(messages.AskStatus(call=supervisor.line.next_call()))
+        future = supervisor.line.request(messages.QueryStatus(call=supervisor.line.next_call_id()))
         child.kill()
         child.wait()
         with pytest.raises(NotAttached, match="has ended"):

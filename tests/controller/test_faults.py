@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from meshbook.controller.launch import FORK_SERVER
+from meshbook.controller.launch import FORK_SERVER_VARIABLE
 from meshbook.controller.mesh import Mesh, create_mesh
 from meshbook.errors import CellError, CellInterrupted, NotAttached, RankLost, StartError
 from meshbook.wire import keys, messages
@@ -108,7 +108,7 @@ def test_the_rank_that_outgrows_its_memory_is_lost_and_the_others_live(own_mesh:
 
 def test_the_death_of_an_idle_rank_is_news_at_once(own_mesh: Mesh) -> None:
     news: list[int] = []
-    own_mesh.session.on_lost.append(lambda exited: news.extend(one.rank for one in exited))
+    own_mesh.session.lost_listeners.append(lambda exited: news.extend(one.rank for one in exited))
     os.kill(pid_of(own_mesh, 0), signal.SIGKILL)
     when(lambda: news == [0])
     assert "rank 0 lost" in repr(own_mesh)
@@ -196,7 +196,7 @@ def test_a_torch_that_cannot_be_imported_fails_the_start_with_its_reason_and_lea
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('this torch is broken')")
-    monkeypatch.delenv(FORK_SERVER)
+    monkeypatch.delenv(FORK_SERVER_VARIABLE)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     with pytest.raises(StartError, match="this torch is broken"):
         create_mesh(2)
@@ -217,7 +217,7 @@ def test_a_stop_reaches_a_rank_that_takes_its_cell_late(own_mesh: Mesh) -> None:
     command = session.cell_command("while True: pass", own_mesh.ranks)
     future = session.request(command, on_output=said.append)
     session.interrupt(own_mesh.ranks, target=command.call)
-    assert {part.outcome.status for part in future.result(30).parts} == {"interrupted"}
+    assert {part.outcome.status for part in future.result(30).outcomes} == {"interrupted"}
     assert "rank 1 was stopped (SIGSTOP), and let go on (SIGCONT) by Stop" in str(said)
     assert dict(own_mesh.run("rank").values) == {0: 0, 1: 1, 2: 2}
 
@@ -239,7 +239,7 @@ def test_what_a_signal_handler_raises_in_the_ranks_own_lines_ends_its_call_alone
     source = (
         "import sys\n"
         "def trace(frame, event, arg):\n"  # a profiler raises where a signal handler would, but at a line of our choice
-        "    if frame.f_code.co_name == '_finish':\n"
+        "    if frame.f_code.co_name == '_report_finished':\n"
         "        sys.setprofile(None)\n"
         "        raise TimeoutError('too late')\n"
         "if rank == 1:\n"

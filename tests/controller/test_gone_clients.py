@@ -15,16 +15,16 @@ from tests.controller.test_run import when
 HELD = """
 import gc
 executor = next(one for one in gc.get_objects() if type(one).__name__ == "Executor")
-len(executor._kept), executor.pool.used_bytes >> 20
+len(executor._value_store), executor.pool.used_bytes >> 20
 """
 
 CLIENT = """
 import os, sys, meshbook
 from meshbook.controller.remote import _evaluate, RemoteValue
-from meshbook.rank import paths
+from meshbook.rank import expressions
 m = meshbook.attach("left-behind")
 m.run("import numpy as np; big = np.ones(1 << 19); large = np.ones(1 << 21)")
-value = RemoteValue(m.session, paths.Path(paths.Name("big")), m.ranks)
+value = RemoteValue(m.session, expressions.Expression(expressions.NameRef("big")), m.ranks)
 handles = [_evaluate(value, value._meshbook_path.attr("copy").call()) for _ in range(5)]
 whole = m.pull("large")
 print(*m.run(sys.argv[2], echo=False).values[0], flush=True)

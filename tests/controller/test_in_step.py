@@ -222,15 +222,15 @@ first(batch)
 
 def test_ranks_that_fail_in_step_keep_their_groups(mesh: Mesh) -> None:
     works(mesh)
-    epoch = mesh.status().epoch
+    epoch = mesh.status().group_generation
     failure_of(mesh, "sums()\nraise ValueError('after the step')")
     works(mesh)
-    assert mesh.status().epoch == epoch
+    assert mesh.status().group_generation == epoch
 
 
 def test_work_that_cells_leave_open_while_all_goes_well_is_left_alone(mesh: Mesh) -> None:
     works(mesh)
-    epoch = mesh.status().epoch
+    epoch = mesh.status().group_generation
     mesh.run(
         "late = torch.full((1,), float(rank))\nif rank == 0: open_work = dist.all_reduce(late, async_op=True)",
         echo=False,
@@ -238,7 +238,7 @@ def test_work_that_cells_leave_open_while_all_goes_well_is_left_alone(mesh: Mesh
     mesh.run("if rank: dist.all_reduce(late)", echo=False, timeout=DEADLINE_S)
     assert set(mesh.run("if rank == 0: open_work.wait()\nlate.item()", echo=False).values.values()) == {3.0}
     works(mesh)
-    assert mesh.status().epoch == epoch
+    assert mesh.status().group_generation == epoch
 
 
 def test_a_cell_of_some_ranks_that_fails_out_of_step_leaves_all_of_them_right(mesh: Mesh) -> None:

@@ -12,15 +12,15 @@ import psutil
 import pytest
 
 from meshbook.controller import listing
-from meshbook.controller.connection import Connection
-from meshbook.controller.launch import FORK_SERVER, launch_supervisor
+from meshbook.controller.connection import SupervisorConnection
+from meshbook.controller.launch import FORK_SERVER_VARIABLE, launch_supervisor
 from meshbook.controller.mesh import attach, create_mesh
 from meshbook.controller.session import Session
 from meshbook.errors import MeshInUse, MeshNameError, NotAttached, StartError
 from meshbook.wire import keys
 from meshbook.wire.messages import MeshInfo
 from tests.controller.test_run import when
-from tests.tracing import held
+from tests.ptrace import ptrace_stopped
 
 
 def processes_of(pid: int) -> list[psutil.Process]:
@@ -29,7 +29,7 @@ def processes_of(pid: int) -> list[psutil.Process]:
 
 
 def test_stop_leaves_no_process_no_folder_and_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(FORK_SERVER)
+    monkeypatch.delenv(FORK_SERVER_VARIABLE)
     before = set(os.listdir("/dev/shm"))
     mesh = create_mesh(2)
     processes = processes_of(mesh.session.info.supervisor_pid)
@@ -133,7 +133,7 @@ def test_leaving_a_mesh_that_does_not_answer_is_told_and_done(monkeypatch: pytes
     mesh = create_mesh(1, process_group=False)
     other, pid = attach(mesh.name), mesh.session.info.supervisor_pid
     monkeypatch.setattr("meshbook.controller.session._STOP_TIMEOUT_S", 0.3)
-    with held(pid), pytest.raises(NotAttached, match=rf"did not answer .* `meshbook stop {mesh.name}`"):
+    with ptrace_stopped(pid), pytest.raises(NotAttached, match=rf"did not answer .* `meshbook stop {mesh.name}`"):
         other.detach()
     monkeypatch.undo()
     assert other.session.connection.closed
@@ -176,13 +176,13 @@ def test_attaching_to_a_name_that_is_not_there_lists_those_that_are() -> None:
 def test_a_mesh_that_cannot_be_asked_is_listed_with_the_reason_and_the_others_as_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def look_at(connection: keys.Connection) -> MeshInfo:
+    def look_at(connection: keys.ConnectionInfo) -> MeshInfo:
         if connection.name == "odd":
             raise OSError("too many open files")
         return really(connection)
 
-    really = listing.look_at
-    monkeypatch.setattr(listing, "look_at", look_at)
+    really = listing.fetch_mesh_info
+    monkeypatch.setattr(listing, "fetch_mesh_info", look_at)
     with create_mesh(1, name="odd"), create_mesh(1, name="even"):
         found = {mesh.name: mesh for mesh in listing.list_meshes()}
     assert found["odd"].trouble == "too many open files"
@@ -191,7 +191,7 @@ def test_a_mesh_that_cannot_be_asked_is_listed_with_the_reason_and_the_others_as
 
 def test_a_supervisor_without_ranks_warms_up_and_starts_them_quickly_later() -> None:
     found = launch_supervisor("spare")
-    session = Session(Connection(found, kind="test"), stop_at_exit=True)
+    session = Session(SupervisorConnection(found, kind="test"), stop_at_exit=True)
     try:
         with pytest.raises(NotAttached, match="no ranks yet"):
             attach("spare")

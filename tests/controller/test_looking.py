@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from meshbook.controller.connection import Connection
+from meshbook.controller.connection import SupervisorConnection
 from meshbook.controller.exporter import Exporter
 from meshbook.controller.mesh import Mesh, create_mesh
-from meshbook.controller.onlooker import Onlooker, Picture
+from meshbook.controller.subscription import MeshSnapshot, MeshSubscription
 from meshbook.errors import MeshShapeError, RankLost, StartError, UsageError
 from meshbook.wire import keys, messages
 from tests.controller.test_run import when
@@ -70,7 +70,7 @@ class Hanging:
 
     def __exit__(self, *_exc_info: object) -> None:
         self._mesh.session.interrupt(self._mesh.ranks, target=self._call)
-        assert self.future.result(20).parts[0].outcome.status == "interrupted"
+        assert self.future.result(20).outcomes[0].outcome.status == "interrupted"
 
 
 # ---- a mesh that hangs
@@ -107,7 +107,7 @@ def test_the_lines_of_a_cell_that_begins_with_empty_ones_are_shown(mesh: Mesh) -
 
 
 def test_a_cell_that_stands_still_is_explained_under_it_unasked_once(mesh: Mesh) -> None:
-    with Onlooker(mesh.session, per_s=10) as onlooker, Hanging(mesh) as hanging:
+    with MeshSubscription(mesh.session, max_updates_per_s=10) as onlooker, Hanging(mesh) as hanging:
         picture = onlooker.wait_until(lambda picture: bool(picture.findings), 20)
         assert picture.findings[0].ranks == (1,)
         assert picture.ranks[0].waits_in is not None
@@ -156,13 +156,14 @@ def test_a_rank_that_is_killed_while_its_stack_is_taken_delays_nobody(own_mesh: 
 
 def test_a_front_end_that_is_killed_amid_the_news_is_forgotten_and_others_hear_on(mesh: Mesh) -> None:
     source = (
-        "import sys\nfrom meshbook.controller.mesh import attach\nfrom meshbook.controller.onlooker import Onlooker\n"
+        "import sys\nfrom meshbook.controller.mesh import attach\n"
+        "from meshbook.controller.subscription import MeshSubscription\n"
         f"mesh = attach({mesh.name!r}, kind='vanishing', observer=True)\n"
-        "onlooker = Onlooker(mesh.session, per_s=10)\n"
-        "onlooker.changed.append(lambda picture: print(len(picture.ranks), flush=True))\n"
+        "onlooker = MeshSubscription(mesh.session, max_updates_per_s=10)\n"
+        "onlooker.listeners.append(lambda picture: print(len(picture.ranks), flush=True))\n"
         "sys.stdin.read()"
     )
-    with Onlooker(mesh.session, per_s=10) as onlooker:
+    with MeshSubscription(mesh.session, max_updates_per_s=10) as onlooker:
         with subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
             assert other.stdout is not None
             try:
@@ -172,31 +173,31 @@ def test_a_front_end_that_is_killed_amid_the_news_is_forgotten_and_others_hear_o
             finally:
                 other.kill()
         onlooker.wait_until(lambda picture: not any("vanishing" in client for client in picture.clients), 20)
-        at = onlooker.picture.at
+        at = onlooker.snapshot.at
         onlooker.wait_until(lambda picture: picture.at > at, 20)
 
 
 def test_several_onlookers_share_a_connection_and_one_that_fails_or_leaves_is_its_own_affair(mesh: Mesh) -> None:
-    def fail(picture: Picture) -> None:
+    def fail(picture: MeshSnapshot) -> None:
         raise RuntimeError("this listener is broken")
 
-    seen: list[Picture] = []
-    with Onlooker(mesh.session, per_s=10) as first:
-        first.changed += [fail, seen.append]
-        with Onlooker(mesh.session, per_s=5) as second:
+    seen: list[MeshSnapshot] = []
+    with MeshSubscription(mesh.session, max_updates_per_s=10) as first:
+        first.listeners += [fail, seen.append]
+        with MeshSubscription(mesh.session, max_updates_per_s=5) as second:
             mesh.run("import meshbook\nfor step in range(5): meshbook.log(loss=1 / (step + 1), step=step)", echo=False)
             second.wait_until(lambda picture: bool(picture.scalars.points("loss", 2)), 20)
         first.wait_until(lambda picture: "loss" in picture.scalars.names, 20)
         count = len(seen)
         first.wait_until(lambda picture: len(seen) > count, 20)
-    assert [step for step, _, _ in first.picture.scalars.points("loss", 2)] == [0, 1, 2, 3, 4]
-    assert first.picture.series.points("rss_bytes", 0)
+    assert [step for step, _, _ in first.snapshot.scalars.points("loss", 2)] == [0, 1, 2, 3, 4]
+    assert first.snapshot.series.points("rss_bytes", 0)
 
 
 def test_the_last_picture_outlives_the_mesh_and_says_why_there_is_no_more() -> None:
     with create_mesh(1, torch=False) as mesh:
-        connection = Connection(keys.find_connection(mesh.name), kind="cli", observer=True)
-        onlooker = Onlooker(connection, per_s=10)
+        connection = SupervisorConnection(keys.find_connection(mesh.name), kind="cli", observer=True)
+        onlooker = MeshSubscription(connection, max_updates_per_s=10)
         mesh.stop()
         picture = onlooker.wait_until(lambda picture: picture.ended is not None, 20)
     assert picture.ended == "stopped by a script"
@@ -251,13 +252,13 @@ def test_what_is_asked_wrongly_is_refused_with_a_sentence(mesh: Mesh) -> None:
         mesh.memory(kind="excel")
     refused: list[Exception] = []
 
-    def ask(picture: Picture) -> None:
+    def ask(picture: MeshSnapshot) -> None:
         try:
             mesh.why()
         except UsageError as error:
             refused.append(error)
 
-    with Onlooker(mesh.session, per_s=10) as onlooker:
-        onlooker.changed.append(ask)
+    with MeshSubscription(mesh.session, max_updates_per_s=10) as onlooker:
+        onlooker.listeners.append(ask)
         when(lambda: bool(refused))
     assert "ask from another thread" in str(refused[0])

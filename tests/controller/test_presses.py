@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from meshbook.controller.mesh import Mesh
-from meshbook.controller.presses import Presses, uninterrupted
+from meshbook.controller.sigint import SigintLatch, defer_sigint
 from meshbook.errors import CellInterrupted
 from meshbook.wire import messages
 
@@ -26,9 +26,9 @@ def test_a_press_while_a_report_is_handled_loses_nothing_of_it_and_stops_the_cal
         shown.append("".join(str(item) for item in items))
 
     command = session.cell_command("import time\nprint('first')\ntime.sleep(0.3)\ntime.sleep(1000)", mesh.ranks)
-    finished = session.foreground(command, sink=show)
+    finished = session.run_foreground(command, on_output=show)
     with pytest.raises(CellInterrupted):
-        session.conclude(finished, mesh.ranks, label="the call")
+        session.raise_for_status(finished, mesh.ranks, label="the call")
     assert "first" in shown[0]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -40,32 +40,32 @@ def test_a_press_that_comes_as_the_call_ends_raises_behind_it(mesh: Mesh) -> Non
     future.result(30)
     future.add_done_callback = lambda done: (done(future), press())  # type: ignore[method-assign, func-returns-value]
     with pytest.raises(KeyboardInterrupt):
-        session.attend(command, future)
-    assert session.press_stop(kill=False) is False
+        session.wait_foreground(command, future)
+    assert session.interrupt_foreground(may_escalate=False) is False
 
 
 def test_a_press_is_noted_and_a_second_raises_while_nobody_has_looked() -> None:
     woken = []
-    with Presses(lambda: woken.append(1)) as presses:
+    with SigintLatch(lambda: woken.append(1)) as presses:
         press()
-        assert (woken, presses.take(), presses.take()) == ([1], True, False)
+        assert (woken, presses.pop(), presses.pop()) == ([1], True, False)
         press()
         with pytest.raises(KeyboardInterrupt):
             press()
-        assert presses.take()
-        with pytest.raises(KeyboardInterrupt), presses.raised():
+        assert presses.pop()
+        with pytest.raises(KeyboardInterrupt), presses.handler_restored():
             press()
         press()
-        assert presses.take()
+        assert presses.pop()
 
 
 def test_a_handler_of_the_users_that_raises_nothing_is_called_and_stops_nothing() -> None:
     called = []
     before = signal.signal(signal.SIGINT, lambda *_: called.append(1))
     try:
-        with Presses(lambda: called.append(2)) as presses:
+        with SigintLatch(lambda: called.append(2)) as presses:
             press()
-            assert (called, presses.take()) == ([1], False)
+            assert (called, presses.pop()) == ([1], False)
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -74,9 +74,9 @@ def test_lines_that_must_be_done_whole_are_and_the_press_raises_behind_them() ->
     done = []
 
     def act() -> None:
-        with uninterrupted():
+        with defer_sigint():
             press()
-            with uninterrupted():
+            with defer_sigint():
                 press()
             done.append("all")
 
@@ -87,21 +87,21 @@ def test_lines_that_must_be_done_whole_are_and_the_press_raises_behind_them() ->
 
 
 def test_a_wait_inside_such_lines_hears_of_presses_and_so_does_one_inside_a_wait() -> None:
-    with uninterrupted(), Presses(lambda: None) as presses:
+    with defer_sigint(), SigintLatch(lambda: None) as presses:
         press()
-        assert presses.take()
-        with Presses(lambda: None) as inner:
+        assert presses.pop()
+        with SigintLatch(lambda: None) as inner:
             press()
-            assert (inner.take(), presses.take()) == (True, False)
+            assert (inner.pop(), presses.pop()) == (True, False)
 
 
 def test_a_stop_pressed_as_the_call_is_sent_stops_it(mesh: Mesh) -> None:
     session = mesh.session
-    session.before_call.append(press)
+    session.before_call_hooks.append(press)
     try:
         command = session.cell_command("import time; time.sleep(1000)", mesh.ranks)
-        finished = session.foreground(command)
+        finished = session.run_foreground(command)
     finally:
-        session.before_call.remove(press)
+        session.before_call_hooks.remove(press)
     with pytest.raises(CellInterrupted):
-        session.conclude(finished, mesh.ranks, label="the call")
+        session.raise_for_status(finished, mesh.ranks, label="the call")

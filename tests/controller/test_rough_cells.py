@@ -12,7 +12,7 @@ import pytest
 import meshbook
 from meshbook.controller.mesh import Mesh, create_mesh
 from meshbook.errors import CellError, CellInterrupted
-from meshbook.host.descriptors import WANTED
+from meshbook.host.rlimits import TARGET_FD_LIMIT
 from tests.controller.test_run import when
 
 REDUCED = "t = torch.ones(1)\ndist.all_reduce(t)\nt.item()"
@@ -130,7 +130,7 @@ def test_the_supervisor_may_open_more_files_than_the_ranks_whose_limit_is_their_
     limits = rough.run("import resource\nresource.getrlimit(resource.RLIMIT_NOFILE)").values
     assert dict(limits) == {0: (1000, hard), 1: (1000, hard)}
     supervisor = resource.prlimit(rough.session.info.supervisor_pid, resource.RLIMIT_NOFILE)
-    assert supervisor == (min(WANTED, hard), hard)
+    assert supervisor == (min(TARGET_FD_LIMIT, hard), hard)
 
 
 def test_what_runs_on_ranks_takes_its_time_from_where_user_code_does_not_rebind_it() -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from meshbook.cli.main import end
+from meshbook.cli.main import end_mesh
 from meshbook.controller.mesh import create_mesh
 from meshbook.wire import keys
-from meshbook.wire.lifeline import is_stopped
+from meshbook.wire.process_control import is_stopped
 from tests.controller.test_run import when
 
 
@@ -26,7 +26,7 @@ def test_a_mesh_whose_supervisor_is_stopped_is_left_and_ended_in_good_order(way:
         os.kill(supervisor, signal.SIGSTOP)
         when(lambda: is_stopped(supervisor))
         (left,) = [one for one in keys.list_connections() if one.pid == supervisor]
-        assert end(left) == "has ended"
+        assert end_mesh(left) == "has ended"
     else:
         mesh.stop()
     when(lambda: not Path(f"/proc/{supervisor}").exists())

@@ -34,7 +34,7 @@ def mesh(ranks: list[RankInfo], **known: object) -> MeshInfo:
         "ranks": tuple(ranks),
         "supervisor_pid": 1,
         "started_at": NOW - 300,
-        "epoch": 1,
+        "group_generation": 1,
         "groups": "ready",
         "clients": (),
         "names": (),
@@ -150,9 +150,18 @@ def test_a_cells_first_line_is_the_one_that_says_something() -> None:
 
 def test_times_and_sizes_read_as_people_say_them() -> None:
     assert [format_age(s) for s in (-1, 0.5, 100, 600, 4000, 360_000)] == [
-        "0 s", "0 s", "100 s", "10 min", "1 h 06 min", "4 days 4 h",
+        "0 s",
+        "0 s",
+        "100 s",
+        "10 min",
+        "1 h 06 min",
+        "4 days 4 h",
     ]
     assert [format_seconds(s) for s in (0.0004, 0.05, 1.26, 300)] == ["0 ms", "50 ms", "1.3 s", "5 min"]
     assert [format_bytes(n) for n in (5, 2048, 10 << 20, 3 << 29, 1 << 45)] == [
-        "5 B", "2 KiB", "10 MiB", "1.5 GiB", "32768.0 GiB",
+        "5 B",
+        "2 KiB",
+        "10 MiB",
+        "1.5 GiB",
+        "32768.0 GiB",
     ]

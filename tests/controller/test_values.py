@@ -36,9 +36,9 @@ def test_values_of_tensors_stack_in_rank_order(mesh: Mesh) -> None:
 
 def test_a_large_value_stays_on_its_rank_until_it_is_asked_for(mesh: Mesh) -> None:
     values = mesh.run("torch.arange(1_000_000) + rank").values
-    assert values._here == {}
+    assert values._loaded == {}
     assert torch.equal(values[2], torch.arange(1_000_000) + 2)
-    assert set(values._here) == {2}
+    assert set(values._loaded) == {2}
 
 
 def test_a_large_value_that_nobody_holds_is_let_go_of_on_the_rank(mesh: Mesh) -> None:
@@ -49,7 +49,7 @@ def test_a_large_value_that_nobody_holds_is_let_go_of_on_the_rank(mesh: Mesh) ->
     assert mesh.run("gc.collect(); watch() is not None").values.same() is True
     del values
     gc.collect()
-    mesh.session.let_go()
+    mesh.session.release_unused()
     when(lambda: set(mesh.run("gc.collect(); watch() is None").values.values()) == {True})
 
 

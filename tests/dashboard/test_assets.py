@@ -13,21 +13,21 @@ from meshbook.dashboard import assets
 
 
 def test_joined_modules_import_nothing_and_export_only_what_a_widget_is() -> None:
-    joined = assets.joined("anywidget.js")
+    joined = assets.bundle("anywidget.js")
     assert not re.search(r"^import ", joined, re.MULTILINE)
     assert re.findall(r"^export .*", joined, re.MULTILINE) == ["export default { render };"]
 
 
 def test_names_of_all_modules_are_different_for_they_are_joined() -> None:
-    joined = assets.joined("anywidget.js")
+    joined = assets.bundle("anywidget.js")
     names = re.findall(r"^(?:async )?(?:function|class|const|let) (\w+)", joined, re.MULTILINE)
     assert len(names) > 40
     assert sorted(names) == sorted(set(names))
 
 
 def test_nothing_that_ranks_say_can_become_markup() -> None:
-    for name in assets.names():
-        text = assets.text(name)
+    for name in assets.asset_names():
+        text = assets.read_asset(name)
         for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function"):
             assert way not in text, f"{name} uses {way}"
 
@@ -53,7 +53,7 @@ BEHIND = {
 
 @pytest.mark.parametrize("theme", BEHIND)
 def test_all_that_is_written_can_be_read_on_what_is_behind_it(theme: str) -> None:
-    block = assets.text("dashboard.css").partition(theme)[2].partition("}")[0]
+    block = assets.read_asset("dashboard.css").partition(theme)[2].partition("}")[0]
     colours = dict(re.findall(r"--mbd-([a-z]+): (#[0-9a-f]{6})", block))
     written = ("text", "muted", "starting", "idle", "busy", "waiting", "silent", "dead")
     for behind in (*BEHIND[theme], colours["panel"]):
@@ -66,6 +66,6 @@ def test_all_that_is_written_can_be_read_on_what_is_behind_it(theme: str) -> Non
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node to read JavaScript with")
 def test_the_joined_module_can_be_read(tmp_path: Path) -> None:
     path = tmp_path / "joined.mjs"
-    path.write_text(assets.joined("anywidget.js"))
+    path.write_text(assets.bundle("anywidget.js"))
     done = subprocess.run(["node", "--check", str(path)], capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 0, done.stderr

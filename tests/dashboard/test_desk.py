@@ -10,8 +10,8 @@ import pytest
 
 from meshbook.actors.procs import this_host
 from meshbook.controller.mesh import Mesh, create_mesh
-from meshbook.dashboard.desk import Audience, Desk
-from tests.actors.cast import Counter
+from meshbook.dashboard.hub import DashboardClient, DashboardHub
+from tests.actors.example_actors import Counter
 from tests.kernel.frontend import wait_until
 
 WAIT_S = 15.0
@@ -23,7 +23,7 @@ class Page:
     def __init__(self, mesh: Mesh) -> None:
         self.told: list[dict[str, Any]] = []
         self.gone = False
-        self.audience = Audience(mesh, self.hear)
+        self.audience = DashboardClient(mesh, self.hear)
 
     def hear(self, message: dict[str, Any]) -> None:
         if self.gone:
@@ -48,45 +48,45 @@ def mesh() -> Iterator[Mesh]:
 
 
 def test_a_page_that_is_gone_is_forgotten_and_watching_ends_with_the_last_one(mesh: Mesh) -> None:
-    desk, first, second = Desk.of(mesh.session), Page(mesh), Page(mesh)
-    desk.join(first.audience)
-    desk.join(second.audience)
+    desk, first, second = DashboardHub.of(mesh.session), Page(mesh), Page(mesh)
+    desk.add_client(first.audience)
+    desk.add_client(second.audience)
     for page in (first, second):
         page.wait_for(lambda message: message["kind"] == "layout")
     first.gone = True
     mesh.run("x = 1", echo=False)
-    desk.hear(second.audience, {"kind": "ready"})
+    desk.on_request(second.audience, {"kind": "ready"})
     second.wait_for(lambda message: message["kind"] == "update" and message["full"])
-    desk.hear(first.audience, {"kind": "logs", "rank": 0})
-    wait_until(lambda: first.audience not in desk._audiences, WAIT_S, "the page is forgotten, which")
-    assert desk.watches
-    desk.leave(second.audience)
-    desk.leave(second.audience)
-    assert not desk.watches
+    desk.on_request(first.audience, {"kind": "logs", "rank": 0})
+    wait_until(lambda: first.audience not in desk._clients, WAIT_S, "the page is forgotten, which")
+    assert desk.is_subscribed
+    desk.remove_client(second.audience)
+    desk.remove_client(second.audience)
+    assert not desk.is_subscribed
 
 
 def test_actors_on_processes_of_their_own_are_in_the_tab_too(mesh: Mesh) -> None:
-    desk, page = Desk.of(mesh.session), Page(mesh)
+    desk, page = DashboardHub.of(mesh.session), Page(mesh)
     procs = this_host().spawn_procs({"n": 2}, name="light")
     try:
         assert procs.spawn("counters", Counter).add.call().get(WAIT_S)
-        desk.join(page.audience)
+        desk.add_client(page.audience)
         assert page.wait_for(lambda message: message["kind"] == "layout")["actors"]
-        desk.hear(page.audience, {"kind": "actors"})
+        desk.on_request(page.audience, {"kind": "actors"})
         rows = page.wait_for(lambda message: message["kind"] == "actors")["rows"]
         assert [(row["actor"], row["rank"].partition("-")[0], row["rank"][-3:]) for row in rows] == [
             ("counters", "light", ": 0"), ("counters", "light", ": 1"),
         ]  # fmt: skip
     finally:
-        desk.leave(page.audience)
+        desk.remove_client(page.audience)
         procs.stop().get(30)
 
 
 def test_a_picture_that_cannot_be_made_is_logged_and_said_once_and_the_next_one_is_shown(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    desk, page = Desk.of(mesh.session), Page(mesh)
-    whole, calls = page.audience.view.everything, []
+    desk, page = DashboardHub.of(mesh.session), Page(mesh)
+    whole, calls = page.audience.encoder.full_update, []
 
     def everything(picture: Any) -> Any:
         calls.append(picture)
@@ -94,12 +94,12 @@ def test_a_picture_that_cannot_be_made_is_logged_and_said_once_and_the_next_one_
             raise KeyError("a rank that nobody knows")
         return whole(picture)
 
-    monkeypatch.setattr(page.audience.view, "everything", everything)
-    desk.join(page.audience)
+    monkeypatch.setattr(page.audience.encoder, "full_update", everything)
+    desk.add_client(page.audience)
     for _ in range(4):  # news, so that it is told again at once
         mesh.run("x = 1", echo=False)
     page.wait_for(lambda message: message["kind"] == "layout")
-    desk.leave(page.audience)
+    desk.remove_client(page.audience)
     assert [message["text"] for message in page.told if message["kind"] == "told"] == [
         "part of this picture could not be made (KeyError: 'a rank that nobody knows'); the mesh is not affected"
     ]
@@ -108,36 +108,36 @@ def test_a_picture_that_cannot_be_made_is_logged_and_said_once_and_the_next_one_
 
 def test_requests_are_answered_while_a_cell_runs_each_to_who_asked_and_once(mesh: Mesh, tmp_path: Any) -> None:
     gate = tmp_path / "gate"
-    desk, page = Desk.of(mesh.session), Page(mesh)
-    desk.join(page.audience)
+    desk, page = DashboardHub.of(mesh.session), Page(mesh)
+    desk.add_client(page.audience)
     running = mesh.run(
         f"import os, time\nwhile not os.path.exists({str(gate)!r}):\n    time.sleep(0.01)", wait=False, echo=False
     )
     try:
         page.wait_for(lambda message: message["kind"] == "update" and "line" in message["columns"])
-        desk.hear(page.audience, {"kind": "stacks", "ranks": "0-1", "view": "a", "id": "a-1"})
+        desk.on_request(page.audience, {"kind": "stacks", "ranks": "0-1", "view": "a", "id": "a-1"})
         tree = page.wait_for(lambda message: message["kind"] == "stacks")
         assert (tree["view"], tree["ranks"]) == ("a", "0-1")
         for _ in range(3):
-            desk.hear(page.audience, {"kind": "why", "view": "a", "id": "a-2"})
+            desk.on_request(page.audience, {"kind": "why", "view": "a", "id": "a-2"})
         page.wait_for(lambda message: message["kind"] == "findings" and message["asked"])
-        desk.hear(page.audience, {"kind": "stacks", "ranks": "<b>", "view": "a", "id": "a-3"})
+        desk.on_request(page.audience, {"kind": "stacks", "ranks": "<b>", "view": "a", "id": "a-3"})
         assert "list of ranks" in page.wait_for(lambda message: message["kind"] == "told")["text"]
         for nonsense in (None, 7, [], {}, {"kind": "no such thing"}, {"kind": "logs", "rank": "x"}, {"kind": ["kill"]}):
-            desk.hear(page.audience, nonsense)
+            desk.on_request(page.audience, nonsense)
         assert len([message for message in page.told if message["kind"] == "findings" and message["asked"]]) == 1
     finally:
         gate.touch()
         running.result(WAIT_S)
-        desk.leave(page.audience)
+        desk.remove_client(page.audience)
 
 
 def test_the_end_of_the_mesh_is_told_and_ends_the_watching() -> None:
     with create_mesh(1) as mesh:
-        desk, page = Desk.of(mesh.session), Page(mesh)
-        desk.join(page.audience)
+        desk, page = DashboardHub.of(mesh.session), Page(mesh)
+        desk.add_client(page.audience)
     assert page.wait_for(lambda message: message["kind"] == "gone")["reason"]
-    wait_until(lambda: not desk.watches, WAIT_S, "the watching has ended, which")
+    wait_until(lambda: not desk.is_subscribed, WAIT_S, "the watching has ended, which")
     wait_until(
         lambda: not any(thread.name == "meshbook-dashboard" for thread in threading.enumerate()),
         WAIT_S,
@@ -150,11 +150,11 @@ def test_the_widget_is_one_however_often_it_is_shown_and_a_new_one_once_it_was_c
     assert mesh.dashboard() is widget
     part = mesh.slice(rank=slice(0, 1)).dashboard()
     assert part is not widget
-    desk = Desk.of(mesh.session)
+    desk = DashboardHub.of(mesh.session)
     widget.close()
-    assert desk.watches
+    assert desk.is_subscribed
     assert mesh.dashboard() is not widget
     for other in (mesh.dashboard(), part):
         other.close()
         other.close()
-    assert not desk.watches
+    assert not desk.is_subscribed

@@ -12,8 +12,8 @@ from textual.pilot import Pilot
 from textual.widgets import DataTable, Static
 
 from benchmarks.pictures import Training
-from meshbook.controller.onlooker import Picture
-from meshbook.dashboard.screen import Confirm, Top
+from meshbook.controller.subscription import MeshSnapshot
+from meshbook.dashboard.terminal import Confirm, TopApp
 from meshbook.errors import NotAttached
 
 WAIT_S = 10.0
@@ -45,20 +45,20 @@ class PretendMesh:
 
 @dataclass
 class PretendOnlooker:
-    picture: Picture
+    snapshot: MeshSnapshot
 
 
-def drive(training: Training, act: Callable[[Pilot[None], Top, PretendMesh], Any]) -> None:
+def drive(training: Training, act: Callable[[Pilot[None], TopApp, PretendMesh], Any]) -> None:
     async def run() -> None:
         mesh = PretendMesh(tuple(range(training.size)))
-        app = Top(mesh, PretendOnlooker(training.picture))  # type: ignore[arg-type]
+        app = TopApp(mesh, PretendOnlooker(training.picture))  # type: ignore[arg-type]
         async with app.run_test(size=(120, 40)) as pilot:
             await act(pilot, app, mesh)
 
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-async def says(pilot: Pilot[None], app: Top, text: str) -> None:
+async def says(pilot: Pilot[None], app: TopApp, text: str) -> None:
     """Wait until it is shown below the ranks."""
 
     async def shown() -> None:
@@ -73,7 +73,7 @@ def test_a_hang_is_seen_and_its_ranks_are_interrupted_and_killed_after_a_questio
     training.step()
     training.step()
 
-    async def act(pilot: Pilot[None], app: Top, mesh: PretendMesh) -> None:
+    async def act(pilot: Pilot[None], app: TopApp, mesh: PretendMesh) -> None:
         assert "3 waiting" in str(app.query_one("#head", Static).content)
         assert "Rank 2 sleeps" in str(app.query_one("#findings", Static).content)
         table: DataTable[Any] = app.query_one("#ranks", DataTable)
@@ -104,7 +104,7 @@ def test_a_thousand_ranks_are_a_few_rows() -> None:
     training.step()
     training.step()
 
-    async def act(pilot: Pilot[None], app: Top, mesh: PretendMesh) -> None:
+    async def act(pilot: Pilot[None], app: TopApp, mesh: PretendMesh) -> None:
         table: DataTable[Any] = app.query_one("#ranks", DataTable)
         assert [str(table.get_row_at(at)[0]) for at in range(table.row_count)] == ["0-699,701-1023", "700"]
         await pilot.press("down", "enter", "s")

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from benchmarks.pictures import Training
-from meshbook.controller.looking import Stacks
-from meshbook.controller.onlooker import Picture
+from meshbook.controller.reports import Stacks
+from meshbook.controller.subscription import MeshSnapshot
 from meshbook.dashboard import view
-from meshbook.dashboard.view import View
+from meshbook.dashboard.view import UpdateEncoder
 from meshbook.diagnose.findings import Finding
 from meshbook.ids import parse_ranks
-from meshbook.supervisor.watching import RankNow
+from meshbook.supervisor.telemetry import RankStatus
 from meshbook.wire.messages import Frame, RankSnapshot, ThreadStack
 
 
@@ -37,11 +37,11 @@ def columns_after(messages: list[dict[str, Any]]) -> dict[str, dict[int, Any]]:
 
 
 def test_who_was_told_every_change_knows_what_who_is_told_everything_knows() -> None:
-    training, told = Training({"dp": 4, "tp": 2}, stuck=5, stuck_after=3), View()
-    messages = told.everything(training.picture)
+    training, told = Training({"dp": 4, "tp": 2}, stuck=5, stuck_after=3), UpdateEncoder()
+    messages = told.full_update(training.picture)
     for _ in range(8):
-        messages += told.news(training.step())
-    late = columns_after(View().everything(training.picture))
+        messages += told.updates(training.step())
+    late = columns_after(UpdateEncoder().full_update(training.picture))
     followed = columns_after(messages)
     for name, column in late.items():
         assert {rank: followed[name][rank] for rank in column} == column
@@ -49,25 +49,25 @@ def test_who_was_told_every_change_knows_what_who_is_told_everything_knows() -> 
 
 
 def test_nothing_is_said_of_a_mesh_that_does_not_change() -> None:
-    training, told = Training({"rank": 4}), View()
-    told.everything(training.picture)
-    told.news(training.picture)
-    assert told.news(training.picture) == []
+    training, told = Training({"rank": 4}), UpdateEncoder()
+    told.full_update(training.picture)
+    told.updates(training.picture)
+    assert told.updates(training.picture) == []
 
 
 def test_a_thousand_ranks_in_training_cost_fifteen_kibibytes_an_update_at_most() -> None:
-    training, told = Training({"dp": 32, "tp": 32}), View()
-    told.everything(training.picture)
-    sizes = [len(json.dumps(told.news(training.step()), separators=(",", ":"))) for _ in range(6)]
+    training, told = Training({"dp": 32, "tp": 32}), UpdateEncoder()
+    told.full_update(training.picture)
+    sizes = [len(json.dumps(told.updates(training.step()), separators=(",", ":"))) for _ in range(6)]
     assert sorted(sizes)[3] <= 15 << 10
-    assert len(json.dumps(View().everything(training.picture))) <= 128 << 10
+    assert len(json.dumps(UpdateEncoder().full_update(training.picture))) <= 128 << 10
 
 
 def test_a_hang_is_told_with_its_finding_and_with_who_waits_for_whom() -> None:
     training = Training({"dp": 2, "tp": 2}, stuck=2, stuck_after=1)
     training.step()
     training.step()
-    told = by_kind(View().everything(training.picture))
+    told = by_kind(UpdateEncoder().full_update(training.picture))
     (finding,) = told["findings"]["findings"]
     assert (finding["severity"], finding["ranks"], finding["involved"]) == ("bad", "2", "0-3")
     assert "Next:" in finding["copy"]
@@ -76,53 +76,53 @@ def test_a_hang_is_told_with_its_finding_and_with_who_waits_for_whom() -> None:
 
 
 def test_an_answer_to_why_stands_until_something_else_runs() -> None:
-    training, told = Training({"rank": 2}), View()
-    told.everything(training.picture)
+    training, told = Training({"rank": 2}), UpdateEncoder()
+    told.full_update(training.picture)
     found = Finding(kind="straggler", ranks=(1,), title="Rank 1 is late")
-    answer = told.asked_why(training.picture, (found,))
-    assert "findings" not in by_kind(told.news(training.step()))
-    assert by_kind(told.everything(training.step()))["findings"] == answer
-    assert by_kind(told.news(replace(training.step(), calls=())))["findings"]["findings"] == []
+    answer = told.record_why(training.picture, (found,))
+    assert "findings" not in by_kind(told.updates(training.step()))
+    assert by_kind(told.full_update(training.step()))["findings"] == answer
+    assert by_kind(told.updates(replace(training.step(), calls=())))["findings"]["findings"] == []
 
 
 def test_few_ranks_have_a_line_each_and_of_many_those_that_are_followed() -> None:
     few, many = Training({"rank": 4}), Training({"rank": 64})
 
-    def lines(told: View, picture: Picture) -> dict[str, set[str]]:
-        charts = by_kind(told.everything(picture))["charts"]["charts"]
+    def lines(told: UpdateEncoder, picture: MeshSnapshot) -> dict[str, set[str]]:
+        charts = by_kind(told.full_update(picture))["charts"]["charts"]
         return {chart["name"]: set(chart["lines"]) for chart in charts}
 
-    assert lines(View(), few.picture)["loss"] == {"0", "1", "2", "3"}
-    told = View()
+    assert lines(UpdateEncoder(), few.picture)["loss"] == {"0", "1", "2", "3"}
+    told = UpdateEncoder()
     assert lines(told, many.picture)["loss"] == set()
     told.follow((7, 9))
     assert lines(told, many.picture)["loss"] == lines(told, many.picture)[".gpu"] == {"7", "9"}
-    charts = by_kind(View().everything(many.picture))["charts"]["charts"]
+    charts = by_kind(UpdateEncoder().full_update(many.picture))["charts"]["charts"]
     (loss,) = (chart for chart in charts if chart["name"] == "loss")
     assert all(low <= middle <= high for _, low, middle, high in loss["band"])
     assert len(loss["band"]) == many.tick
 
 
 def test_curves_told_bit_by_bit_are_those_told_at_once() -> None:
-    training, told = Training({"rank": 16}), View()
-    known = {chart["name"]: chart["band"] for chart in by_kind(told.everything(training.picture))["charts"]["charts"]}
+    training, told = Training({"rank": 16}), UpdateEncoder()
+    known = {chart["name"]: chart["band"] for chart in by_kind(told.full_update(training.picture))["charts"]["charts"]}
     for _ in range(5):
-        for chart in by_kind(told.news(training.step())).get("charts", {"charts": []})["charts"]:
+        for chart in by_kind(told.updates(training.step())).get("charts", {"charts": []})["charts"]:
             known[chart["name"]] = chart["band"] if chart["full"] else known[chart["name"]] + chart["band"]
-    at_once = by_kind(View().everything(training.picture))["charts"]["charts"]
+    at_once = by_kind(UpdateEncoder().full_update(training.picture))["charts"]["charts"]
     assert known["loss"] == next(chart["band"] for chart in at_once if chart["name"] == "loss")
 
 
 def test_a_part_of_a_mesh_shows_its_own_ranks_only() -> None:
-    told = by_kind(View((1, 3), {"dp": 2}).everything(Training({"dp": 2, "tp": 2}).picture))
+    told = by_kind(UpdateEncoder((1, 3), {"dp": 2}).full_update(Training({"dp": 2, "tp": 2}).picture))
     assert (told["layout"]["ranks"], told["layout"]["axes"]) == ("1,3", [["dp", 2]])
     assert {ranks for _, ranks in told["update"]["columns"]["state"]} == {"1,3"}
 
 
 def test_memory_is_of_the_gpu_where_there_is_one_and_of_the_highest_peak_where_there_is_none() -> None:
-    gpu = RankNow(rank=0, rss_bytes=5, gpu_reserved_bytes=30, gpu_total_bytes=40)
-    assert view.memory(gpu, most=10) == (30, 40)
-    assert view.memory(RankNow(rank=0, rss_bytes=5), most=10) == (5, 10)
+    gpu = RankStatus(rank=0, rss_bytes=5, gpu_reserved_bytes=30, gpu_total_bytes=40)
+    assert view.memory_usage(gpu, memory_scale=10) == (30, 40)
+    assert view.memory_usage(RankStatus(rank=0, rss_bytes=5), memory_scale=10) == (5, 10)
 
 
 def test_actors_are_one_row_each_of_the_ranks_that_are_shown() -> None:
@@ -131,26 +131,26 @@ def test_actors_are_one_row_each_of_the_ranks_that_are_shown() -> None:
         "last_error": "step: ValueError: " + "x" * 1000,
     }  # fmt: skip
     rows = [{**row, "actor": "b", "rank": 0}, {**row, "actor": "a", "rank": 1}, {**row, "actor": "a", "rank": 0}]
-    told = view.actors(rows, (0,))["rows"]
+    told = view.actors_message(rows, (0,))["rows"]
     assert [(one["actor"], one["rank"]) for one in told] == [("a", 0), ("b", 0)]
     assert (told[0]["running"], told[0]["seconds"], told[0]["mailbox"]) == ("apply", 2.0, 3)
     assert told[0]["error"].startswith("step: ValueError: xx")
     assert len(told[0]["error"]) < 400
     light = {**row, "actor": "light", "rank": 2, "home": "procs-1a2b"}
-    assert [one["rank"] for one in view.actors([*rows, light], (0,))["rows"]] == [0, 0, "procs-1a2b: 2"]
-    quiet, busy = View(), View()
+    assert [one["rank"] for one in view.actors_message([*rows, light], (0,))["rows"]] == [0, 0, "procs-1a2b: 2"]
+    quiet, busy = UpdateEncoder(), UpdateEncoder()
     busy.has_actors = True
-    layouts = [by_kind(one.everything(Training({"rank": 2}).picture))["layout"] for one in (quiet, busy)]
+    layouts = [by_kind(one.full_update(Training({"rank": 2}).picture))["layout"] for one in (quiet, busy)]
     assert [layout["actors"] for layout in layouts] == [False, True]
 
 
 def test_logs_are_text_without_a_terminals_orders() -> None:
-    told = view.logs(3, "\x1b[1;31mred\x1b[0m\r\n 10%\r 90%\r100%\n<b>\x1b]0;title\x07\x00", 1 << 16)
+    told = view.logs_message(3, "\x1b[1;31mred\x1b[0m\r\n 10%\r 90%\r100%\n<b>\x1b]0;title\x07\x00", 1 << 16)
     assert told["text"] == "red\n100%\n<b>"
     assert not told["cut"]
-    assert view.logs(3, "x" * 100, 100)["cut"]
+    assert view.logs_message(3, "x" * 100, 100)["cut"]
     # A reset, a change of the character set, an eight-bit order, and a title that is never ended.
-    assert view.logs(3, "a\x1bcb\x1b(0c\x9bd\n\x1b]title\nseen", 1 << 16)["text"] == "abcd\n\nseen"
+    assert view.logs_message(3, "a\x1bcb\x1b(0c\x9bd\n\x1b]title\nseen", 1 << 16)["text"] == "abcd\n\nseen"
 
 
 def test_a_loss_that_is_no_number_any_more_is_told_as_json_can_say_it() -> None:
@@ -158,9 +158,11 @@ def test_a_loss_that_is_no_number_any_more_is_told_as_json_can_say_it() -> None:
     picture = training.step()
     for rank in range(4):
         picture.scalars.put("loss", rank, 10_000, math.nan if rank else math.inf, picture.at)
-    for told in (View(), View(ranks=(0,)), View(ranks=tuple(range(4)))):
-        json.dumps(told.everything(picture), allow_nan=False)
-    (loss,) = (one for one in by_kind(View().everything(picture))["charts"]["charts"] if one["name"] == "loss")
+    for told in (UpdateEncoder(), UpdateEncoder(ranks=(0,)), UpdateEncoder(ranks=tuple(range(4)))):
+        json.dumps(told.full_update(picture), allow_nan=False)
+    (loss,) = (
+        one for one in by_kind(UpdateEncoder().full_update(picture))["charts"]["charts"] if one["name"] == "loss"
+    )
     assert [loss["lines"][rank][-1] for rank in ("0", "1")] == [[10_000, "inf"], [10_000, "nan"]]
 
 
@@ -168,10 +170,10 @@ def test_stacks_are_a_tree_that_says_cells_and_marks_what_is_the_users() -> None
     def snapshot(rank: int, line: int) -> RankSnapshot:
         frames = (Frame("<ipython-input-7-ab>", 9, "<module>"), Frame("<ipython-input-7-ab>", line, "train"))
         return RankSnapshot(
-            rank=rank, file="<ipython-input-7-ab>", cell="cell 7", stacks=(ThreadStack("main", frames, main=True),)
+            rank=rank, file="<ipython-input-7-ab>", cell="cell 7", stacks=(ThreadStack("main", frames, is_main=True),)
         )
 
-    told = view.stacks(Stacks(tuple(snapshot(rank, 4 if rank == 2 else 5) for rank in range(4))), (0, 1, 2, 3))
+    told = view.stacks_message(Stacks(tuple(snapshot(rank, 4 if rank == 2 else 5) for rank in range(4))), (0, 1, 2, 3))
     (root,) = told["tree"]
     assert (root["where"], root["ranks"], root["user"]) == ("cell 7, line 9", "0-3", True)
     assert [(node["where"], node["ranks"]) for node in root["children"]] == [
@@ -184,9 +186,9 @@ def test_stacks_are_a_tree_that_says_cells_and_marks_what_is_the_users() -> None
 @pytest.mark.parametrize("text", [None, 7, "all", "1-", "<b>"])
 def test_ranks_that_are_no_ranks_are_refused(text: Any) -> None:
     with pytest.raises(ValueError, match="list of ranks"):
-        view.chosen(text, (0, 1))
+        view.parse_ranks_in_mesh(text, (0, 1))
 
 
 def test_ranks_that_there_are_not_are_left_out() -> None:
-    assert view.chosen("0-9", (0, 1)) == (0, 1)
-    assert view.chosen("", (0, 1)) == ()
+    assert view.parse_ranks_in_mesh("0-9", (0, 1)) == (0, 1)
+    assert view.parse_ranks_in_mesh("", (0, 1)) == ()

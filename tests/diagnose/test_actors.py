@@ -5,34 +5,36 @@ from __future__ import annotations
 from typing import Any
 
 from meshbook.diagnose.findings import as_text, explain
-from meshbook.wire.messages import ACTOR_THREAD, AnswerAwaited, EndpointSeen, Frame, RankSnapshot
-from tests.diagnose import made
+from meshbook.wire.messages import ACTOR_THREAD_PREFIX, ActiveEndpoint, Frame, PendingEndpointCall, RankSnapshot
+from tests.diagnose import factories
 
 FUTURES = Frame("/env/lib/python3.11/site-packages/meshbook/actors/runtime/futures.py", 140, "get")
 
 
-def awaits(name: str, endpoint: str, rank: int, call: int = 1, **more: Any) -> AnswerAwaited:
+def awaits(name: str, endpoint: str, rank: int, call: int = 1, **more: Any) -> PendingEndpointCall:
     more.setdefault("since_s", 12.0)
-    return AnswerAwaited(f"{name}-id", name, endpoint, f"node {rank}", call, **more)
+    return PendingEndpointCall(f"{name}-id", name, endpoint, f"node {rank}", call, **more)
 
 
-def runs(name: str, endpoint: str, rank: int, *answers: AnswerAwaited, **more: Any) -> EndpointSeen:
-    return EndpointSeen(f"{name}-id", name, f"node {rank}", endpoint, awaits=answers, **more)
+def runs(name: str, endpoint: str, rank: int, *answers: PendingEndpointCall, **more: Any) -> ActiveEndpoint:
+    return ActiveEndpoint(f"{name}-id", name, f"node {rank}", endpoint, pending_calls=answers, **more)
 
 
-def rank(number: int, *endpoints: EndpointSeen, **more: Any) -> RankSnapshot:
+def rank(number: int, *endpoints: ActiveEndpoint, **more: Any) -> RankSnapshot:
     """It runs no cell; each of these endpoints is at a line of its own, in `get()` if it awaits something."""
     stacks = tuple(
-        made.thread(
-            f"{ACTOR_THREAD}{seen.name}",
-            *made.at(10 * number + place, *([FUTURES] if seen.awaits else []), function=seen.endpoint),
-            state="S" if seen.awaits else "R",
+        factories.thread(
+            f"{ACTOR_THREAD_PREFIX}{seen.name}",
+            *factories.frames_at(
+                10 * number + place, *([FUTURES] if seen.pending_calls else []), function=seen.endpoint
+            ),
+            state="S" if seen.pending_calls else "R",
         )
         for place, seen in enumerate(endpoints, 1)
-        if not seen.interleaves
+        if not seen.is_async
     )
     settings: dict[str, Any] = {"call": None, "cell": None, "file": None, "running_s": None, "stacks": stacks}
-    return made.look(number, endpoints=endpoints, **(settings | more))
+    return factories.running_rank(number, endpoints=endpoints, **(settings | more))
 
 
 def test_two_actors_that_call_each_other_are_told_with_the_whole_chain_and_its_lines() -> None:
@@ -94,15 +96,15 @@ def test_a_mesh_that_calls_the_same_actor_of_another_rank_is_no_circle() -> None
 
 def test_an_async_actor_takes_the_call_back_so_only_the_endpoint_that_was_called_counts() -> None:
     """asker.ask awaits answerer.answer, which awaits asker.ping: that runs, beside `ask`."""
-    ask = runs("asker", "ask", 0, awaits("answerer", "answer", 1), interleaves=True, caller="cell", call=1)
-    ping = runs("asker", "ping", 0, interleaves=True, caller="node 1", call=5)
+    ask = runs("asker", "ask", 0, awaits("answerer", "answer", 1), is_async=True, caller="cell", call=1)
+    ping = runs("asker", "ping", 0, is_async=True, caller="node 1", call=5)
     answer = runs("answerer", "answer", 1, awaits("asker", "ping", 0, call=5))
     found = explain([rank(0, ask, ping), rank(1, answer)])
     assert "actor-deadlock" not in {one.kind for one in found}
     # ... and if that one awaits who waits for it, it is one.
     ping = runs(
-        "asker", "ping", 0, awaits("answerer", "more", 1, call=9), interleaves=True, caller="node 1", call=5,
-        frames=made.at(33, function="ping"),
+        "asker", "ping", 0, awaits("answerer", "more", 1, call=9), is_async=True, caller="node 1", call=5,
+        frames=factories.frames_at(33, function="ping"),
     )  # fmt: skip
     (found_now,) = explain([rank(0, ask, ping), rank(1, answer)])
     assert found_now.kind == "actor-deadlock"
@@ -120,7 +122,9 @@ def test_what_was_called_a_moment_ago_needs_a_second_look() -> None:
 
 
 def test_an_endpoint_that_waits_for_one_that_works_is_not_blamed() -> None:
-    busy = made.thread(f"{ACTOR_THREAD}worker", *made.at(7, function="work"), active=True, state="R")
+    busy = factories.thread(
+        f"{ACTOR_THREAD_PREFIX}worker", *factories.frames_at(7, function="work"), is_active=True, state="R"
+    )
     found = explain(
         [
             rank(0, runs("asker", "ask", 0, awaits("worker", "work", 1))),

@@ -9,22 +9,22 @@ from msgspec import structs
 
 from meshbook.diagnose.findings import as_text, explain
 from meshbook.diagnose.kinds import KINDS
-from meshbook.diagnose.looks import has_moved
-from meshbook.diagnose.tree import as_text as stacks_as_text
-from meshbook.diagnose.tree import merge, moved
-from meshbook.wire.messages import Frame, Health, Process
-from tests.diagnose.made import (
+from meshbook.diagnose.rank_activity import has_moved
+from meshbook.diagnose.stack_tree import as_text as stacks_as_text
+from meshbook.diagnose.stack_tree import merge, moved_by_rank
+from meshbook.wire.messages import Frame, Health, ProcessStatus
+from tests.diagnose.factories import (
     CELL,
     IN_COLLECTIVE,
     STDLIB,
     TORCH,
-    at,
     computing,
     dead,
     ended,
-    look,
-    main,
+    frames_at,
+    main_thread,
     op,
+    running_rank,
     thread,
     waiting,
 )
@@ -66,7 +66,7 @@ def told(finding):
     ],
 )
 def test_a_rank_that_waits_elsewhere_is_blamed_with_its_line_and_who_waits_for_it(below, kind, words):
-    finding = only(waiting(0), waiting(1), waiting(2), look(3, *at(9, below, function="load")))
+    finding = only(waiting(0), waiting(1), waiting(2), running_rank(3, *frames_at(9, below, function="load")))
     assert told(finding) == (kind, (3,), (0, 1, 2), 9)
     assert words in finding.title
     assert "at cell 7, line 9 in load" in finding.title
@@ -89,15 +89,15 @@ def test_a_rank_that_waits_elsewhere_is_blamed_with_its_line_and_who_waits_for_i
     ],
 )
 def test_what_leaves_no_frame_is_known_by_its_system_call(syscall, target, kind):
-    process = Process(state="S", syscall=syscall, target=target)
-    finding = only(waiting(0), waiting(1), waiting(2), look(3, *at(9), process=process))
+    process = ProcessStatus(state="S", syscall=syscall, syscall_target=target)
+    finding = only(waiting(0), waiting(1), waiting(2), running_rank(3, *frames_at(9), process=process))
     assert told(finding) == (kind, (3,), (0, 1, 2), 9)
     assert (target or "") in finding.title
 
 
 def test_torch_waiting_for_threads_of_its_own_is_no_lock_of_the_users():
     backward = Frame(f"{TORCH}/autograd/graph.py", 800, "_engine_run_backward")
-    busy = look(3, *at(9, backward), process=Process(state="S", syscall="futex"))
+    busy = running_rank(3, *frames_at(9, backward), process=ProcessStatus(state="S", syscall="futex"))
     finding = only(waiting(0), waiting(1), waiting(2), busy)
     assert told(finding) == ("missing-from-collective", (3,), (0, 1, 2), 9)
     assert "Rank 3 waits in torch at cell 7, line 9" in finding.title
@@ -107,7 +107,7 @@ def test_a_rank_that_computes_is_missing_and_one_look_is_not_sure_of_that():
     finding = only(waiting(0), waiting(1), waiting(2), computing(3))
     assert told(finding) == ("missing-from-collective", (3,), (0, 1, 2), 9)
     assert not finding.sure
-    asleep = look(3, *at(9), process=Process(state="S", syscall="clock_nanosleep"))
+    asleep = running_rank(3, *frames_at(9), process=ProcessStatus(state="S", syscall="clock_nanosleep"))
     finding = only(waiting(0), waiting(1), waiting(2), asleep, earlier=[asleep])
     assert told(finding) == ("missing-from-collective", (3,), (0, 1, 2), 9)
     assert finding.sure
@@ -120,26 +120,28 @@ def test_a_loop_that_two_looks_find_in_the_same_function_is_one():
 
 
 def test_a_rank_whose_collectives_advance_is_a_straggler():
-    behind = computing(3, collectives=(op(4, ended_s=1.0),), num_collectives=4)
-    before = [computing(3, collectives=(op(3, ended_s=1.0),), num_collectives=3)]
+    behind = computing(3, collectives=(op(4, ended_s_ago=1.0),), num_collectives=4)
+    before = [computing(3, collectives=(op(3, ended_s_ago=1.0),), num_collectives=3)]
     finding = only(waiting(0, op(9)), waiting(1, op(9)), waiting(2, op(9)), behind, earlier=before)
     assert told(finding) == ("straggler", (3,), (0, 1, 2), 9)
 
 
 def test_asking_for_input_is_seen_without_any_stack():
-    finding = only(waiting(0), waiting(1), waiting(2), look(3, asking=True, cell_line=4))
+    finding = only(waiting(0), waiting(1), waiting(2), running_rank(3, awaiting_input=True, cell_line=4))
     assert told(finding) == ("waits-for-input", (3,), (0, 1, 2), 4)
 
 
 def test_a_line_outside_the_cell_is_named_by_its_file():
-    stack = at(5, Frame("/home/me/project/data/load.py", 88, "fetch"))
-    finding = only(waiting(0), waiting(1), waiting(2), look(3, *stack, process=Process(state="S", syscall="futex")))
+    stack = frames_at(5, Frame("/home/me/project/data/load.py", 88, "fetch"))
+    finding = only(
+        waiting(0), waiting(1), waiting(2), running_rank(3, *stack, process=ProcessStatus(state="S", syscall="futex"))
+    )
     assert (finding.file, finding.line) == ("/home/me/project/data/load.py", 88)
     assert "at data/load.py, line 88 in fetch" in finding.title
 
 
 def test_ranks_that_stand_at_one_line_are_one_finding_and_named_by_their_axis():
-    stuck = [look(rank, *at(9), process=Process(state="S", syscall="futex")) for rank in (1, 3)]
+    stuck = [running_rank(rank, *frames_at(9), process=ProcessStatus(state="S", syscall="futex")) for rank in (1, 3)]
     finding = only(waiting(0), waiting(2), *stuck, axes={"dp": 2, "tp": 2})
     assert told(finding) == ("waits-for-lock", (1, 3), (0, 2), 9)
     assert finding.title.startswith("Ranks 1,3 wait for a lock at cell 7, line 9 and have not come to all_reduce")
@@ -150,7 +152,7 @@ def test_who_waits_for_a_waiting_rank_is_not_told_apart():
     pair = op(1, group="pair", ranks=(0, 1), line=5)
     finding = only(
         waiting(0, pair),
-        look(1, *at(9), process=Process(state="S", syscall="futex")),
+        running_rank(1, *frames_at(9), process=ProcessStatus(state="S", syscall="futex")),
         waiting(2),
         waiting(3),
     )
@@ -162,13 +164,15 @@ def test_who_waits_for_a_waiting_rank_is_not_told_apart():
 
 
 def test_a_rank_that_raised_is_blamed_with_its_error_and_line():
-    finding = only(waiting(0), waiting(1), waiting(2), ended(3, "error", error="KeyError: 'x'", file=CELL, cell_line=6))
+    finding = only(
+        waiting(0), waiting(1), waiting(2), ended(3, "error", last_error="KeyError: 'x'", file=CELL, cell_line=6)
+    )
     assert told(finding) == ("raised-before-collective", (3,), (0, 1, 2), 6)
     assert "ended cell 7 with KeyError: 'x' at cell 7, line 6 before coming to all_reduce #1" in finding.title
 
 
 def test_a_rank_that_left_early_is_blamed_with_the_line_that_it_missed():
-    made = ended(3, collectives=(op(1, ended_s=13.0),))
+    made = ended(3, collectives=(op(1, ended_s_ago=13.0),))
     finding = only(*(waiting(rank, op(2)) for rank in range(3)), made)
     assert told(finding) == ("left-early", (3,), (0, 1, 2), 3)
     assert "rank 3 made 1 collective of the group" in finding.evidence
@@ -182,7 +186,7 @@ def test_one_rank_ahead_of_all_others_is_the_one_to_name():
 
 
 def test_a_call_on_a_slice_of_the_mesh_that_uses_the_world_is_alone():
-    idle = [look(rank, call=None, cell=None, file=None) for rank in (1, 2, 3)]
+    idle = [running_rank(rank, call=None, cell=None, file=None) for rank in (1, 2, 3)]
     assert told(only(waiting(0), *idle)) == ("alone-in-collective", (0,), (), 3)
 
 
@@ -227,10 +231,12 @@ def test_a_mismatch_explains_those_who_wait_for_its_members():
 
 def test_counts_of_former_connections_are_not_compared():
     """After an interrupt one rank had made fewer calls; the groups were formed again, and all count from one."""
-    old = [op(seq, ended_s=60.0, began_s=61.0) for seq in (1, 2, 3, 4, 5)]
-    new = op(1, epoch=2)
-    looks = [look(rank, *at(3, *IN_COLLECTIVE), collectives=(*old[: 5 - rank], new)) for rank in range(3)]
-    stuck = look(3, *at(9), collectives=tuple(old), process=Process(state="S", syscall="futex"))
+    old = [op(seq, ended_s_ago=60.0, began_s_ago=61.0) for seq in (1, 2, 3, 4, 5)]
+    new = op(1, generation=2)
+    looks = [
+        running_rank(rank, *frames_at(3, *IN_COLLECTIVE), collectives=(*old[: 5 - rank], new)) for rank in range(3)
+    ]
+    stuck = running_rank(3, *frames_at(9), collectives=tuple(old), process=ProcessStatus(state="S", syscall="futex"))
     assert told(only(*looks, stuck)) == ("waits-for-lock", (3,), (0, 1, 2), 9)
 
 
@@ -248,10 +254,10 @@ def test_two_groups_in_a_different_order_name_the_odd_one():
 
 
 def test_a_group_made_by_some():
-    making = at(6, Frame(f"{TORCH}/distributed/distributed_c10d.py", 5000, "new_group"))
-    finding = only(look(0, *making), waiting(1), waiting(2))
+    making = frames_at(6, Frame(f"{TORCH}/distributed/distributed_c10d.py", 5000, "new_group"))
+    finding = only(running_rank(0, *making), waiting(1), waiting(2))
     assert told(finding) == ("group-made-by-some", (0,), (1, 2), 6)
-    finding = only(look(0, *making), ended(1), ended(2))
+    finding = only(running_rank(0, *making), ended(1), ended(2))
     assert told(finding) == ("group-made-by-some", (0,), (), 6)
 
 
@@ -293,7 +299,7 @@ def test_a_pipeline_waits_for_its_slow_stage_and_not_for_a_wrong_one():
 
 
 def test_of_two_transfers_that_are_waited_for_together_the_one_without_a_partner_counts():
-    both = look(0, *at(3, *IN_COLLECTIVE), collectives=(send(1), recv(2, line=3)))
+    both = running_rank(0, *frames_at(3, *IN_COLLECTIVE), collectives=(send(1), recv(2, line=3)))
     finding = only(both, waiting(1, recv(0)), ended(2))
     assert told(finding) == ("receive-without-send", (0,), (), 3)
     posted = computing(2, collectives=(op(1, "send", 8, peer=0),))  # goes on by itself, whatever rank 2 does now
@@ -309,13 +315,18 @@ def test_a_transfer_under_way_is_nobodys_fault():
 
 
 def test_a_stopped_rank_is_blamed_with_its_pid():
-    finding = only(waiting(0), waiting(1), waiting(2), look(3, *at(9), source="outside", process=Process(state="T")))
+    finding = only(
+        waiting(0),
+        waiting(1),
+        waiting(2),
+        running_rank(3, *frames_at(9), source="outside", process=ProcessStatus(state="T")),
+    )
     assert told(finding) == ("stopped", (3,), (0, 1, 2), 9)
     assert "kill -CONT 1003" in finding.next_step
 
 
 def test_a_rank_stopped_within_a_collective_is_not_missed_by_the_others_who_are_all_in_it():
-    stopped = waiting(3, process=Process(state="T"), source="outside")
+    stopped = waiting(3, process=ProcessStatus(state="T"), source="outside")
     assert only(waiting(0), waiting(1), waiting(2), stopped).kind == "stopped"
 
 
@@ -324,7 +335,7 @@ def test_a_dead_rank():
     assert told(finding) == ("killed", (2,), (), None)
     assert "Rank 2 was killed by SIGKILL" in finding.title
     assert "it said last: last words" in finding.evidence
-    assert only(dead(2, process=Process(oom_killed=True))).kind == "out-of-memory"
+    assert only(dead(2, process=ProcessStatus(oom_killed=True))).kind == "out-of-memory"
 
 
 def test_a_rank_that_gloo_ended_for_sizes_that_differ():
@@ -332,54 +343,63 @@ def test_a_rank_that_gloo_ended_for_sizes_that_differ():
     died = structs.replace(
         died, exited=structs.replace(died.exited, last_lines=("[enforce] op.preamble.length <= op.nbytes",))
     )
-    failed = [waiting(0, op(ended_s=0.1)), waiting(1, op(ended_s=0.1, dtype="float64"))]
-    finding = only(*(structs.replace(each, call=None, finished="lost") for each in failed), died)
+    failed = [waiting(0, op(ended_s_ago=0.1)), waiting(1, op(ended_s_ago=0.1, dtype="float64"))]
+    finding = only(*(structs.replace(each, call=None, last_status="lost") for each in failed), died)
     assert told(finding) == ("shape-mismatch", (2,), (), 3)
     assert "rank 1 brought 4 float64 to all_reduce #1 at cell 7, line 3" in finding.evidence
 
 
 def test_a_silent_rank_says_why_nothing_is_known():
-    silent = look(3, source="none", beat_age_s=40.0, problem="py-spy is not allowed to read process 1003")
+    silent = running_rank(3, source="none", beat_age_s=40.0, problem="py-spy is not allowed to read process 1003")
     finding = only(waiting(0), waiting(1), waiting(2), silent)
     assert told(finding) == ("rank-silent", (3,), (0, 1, 2), None)
     assert any("py-spy is not allowed" in line for line in finding.evidence)
 
 
 def test_a_silent_host():
-    away = [look(rank, host="two", source="none", beat_age_s=40.0) for rank in (2, 3)]
+    away = [running_rank(rank, host="two", source="none", beat_age_s=40.0) for rank in (2, 3)]
     finding = only(waiting(0), waiting(1), *away, silent_hosts=("two",))
     assert told(finding) == ("host-silent", (2, 3), (0, 1), None)
     assert explain((), silent_hosts=("two",))[0].title == "The host two does not answer"
 
 
 def test_the_interpreter_lock_kept_by_the_main_thread_and_by_another():
-    kept = look(3, source="outside", stacks=(main(*at(9), has_gil=True),), process=Process(state="R"))
+    kept = running_rank(
+        3, source="outside", stacks=(main_thread(*frames_at(9), has_gil=True),), process=ProcessStatus(state="R")
+    )
     assert told(only(waiting(0), waiting(1), waiting(2), kept)) == ("gil-kept", (3,), (0, 1, 2), 9)
-    other = thread("Thread-1", *at(12, function="work"), has_gil=True)
-    kept = look(3, source="outside", stacks=(main(*at(9)), other), process=Process(state="S", syscall="futex"))
+    other = thread("Thread-1", *frames_at(12, function="work"), has_gil=True)
+    kept = running_rank(
+        3,
+        source="outside",
+        stacks=(main_thread(*frames_at(9)), other),
+        process=ProcessStatus(state="S", syscall="futex"),
+    )
     finding = only(waiting(0), waiting(1), waiting(2), kept)
     assert told(finding) == ("gil-kept", (3,), (0, 1, 2), 12)
     assert "in its thread Thread-1" in finding.title
 
 
 def test_disk_sleep():
-    finding = only(waiting(0), look(1, *at(9), process=Process(state="D", target="/nfs/data")))
+    finding = only(
+        waiting(0), running_rank(1, *frames_at(9), process=ProcessStatus(state="D", syscall_target="/nfs/data"))
+    )
     assert told(finding) == ("disk-sleep", (1,), (0,), 9)
     assert "/nfs/data" in finding.title
 
 
 def test_two_threads_that_have_each_others_lock():
-    other = thread("worker", *at(20, function="second"), state="S", syscall="futex")
-    stuck = look(3, stacks=(main(*at(9), state="S", syscall="futex"), other))
+    other = thread("worker", *frames_at(20, function="second"), state="S", syscall="futex")
+    stuck = running_rank(3, stacks=(main_thread(*frames_at(9), state="S", syscall="futex"), other))
     finding = only(waiting(0), waiting(1), waiting(2), stuck)
     assert told(finding) == ("thread-deadlock", (3,), (0, 1, 2), 9)
     assert any("worker" in line and "line 20" in line for line in finding.evidence)
 
 
 def test_a_thread_that_waits_in_c_for_no_lock_makes_no_deadlock_of_a_lock_that_is_named():
-    feeder = thread("feeder", *at(20, function="feed"), state="S", syscall="futex")
-    stuck = structs.replace(main(*at(9), state="S", syscall="futex"), waits_on="lock `turn`")
-    finding = only(waiting(0), waiting(1), waiting(2), look(3, stacks=(stuck, feeder)))
+    feeder = thread("feeder", *frames_at(20, function="feed"), state="S", syscall="futex")
+    stuck = structs.replace(main_thread(*frames_at(9), state="S", syscall="futex"), waits_on="lock `turn`")
+    finding = only(waiting(0), waiting(1), waiting(2), running_rank(3, stacks=(stuck, feeder)))
     assert told(finding) == ("waits-for-lock", (3,), (0, 1, 2), 9)
     assert "waits for lock `turn`" in finding.title
     (line,) = (line for line in finding.evidence if "feeder" in line)
@@ -388,8 +408,8 @@ def test_a_thread_that_waits_in_c_for_no_lock_makes_no_deadlock_of_a_lock_that_i
 
 def test_a_dead_worker_is_told():
     below = Frame(f"{TORCH}/utils/data/dataloader.py", 1410, "_get_data")
-    process = Process(state="S", children=((55, "Z", "pt_data_worker"),))
-    finding = only(waiting(0), look(1, *at(9, below), process=process))
+    process = ProcessStatus(state="S", children=((55, "Z", "pt_data_worker"),))
+    finding = only(waiting(0), running_rank(1, *frames_at(9, below), process=process))
     assert "waits for a DataLoader worker, which has died" in finding.title
     assert "child process 55 has died: pt_data_worker" in finding.evidence
 
@@ -398,7 +418,7 @@ def test_a_dead_worker_is_told():
 
 
 def test_idle():
-    assert told(only(*(look(rank, call=None, cell=None, file=None) for rank in range(4)))) == (
+    assert told(only(*(running_rank(rank, call=None, cell=None, file=None) for rank in range(4)))) == (
         "idle",
         (0, 1, 2, 3),
         (),
@@ -420,21 +440,21 @@ def test_just_slow():
 
 def test_a_mesh_that_runs_well_is_not_accused_of_what_one_look_at_it_seems_to_show():
     """Ranks are not looked at in the same moment: some are one collective ahead, some still leave the last one."""
-    ahead = [waiting(rank, op(3, began_s=0.01), num_collectives=3) for rank in (1, 2)]
-    assert only(waiting(0, op(2, began_s=0.02), num_collectives=2), *ahead).kind == "slow"
-    looks = [waiting(0, op(9, began_s=0.01), num_collectives=9), computing(1, num_collectives=8)]
+    ahead = [waiting(rank, op(3, began_s_ago=0.01), num_collectives=3) for rank in (1, 2)]
+    assert only(waiting(0, op(2, began_s_ago=0.02), num_collectives=2), *ahead).kind == "slow"
+    looks = [waiting(0, op(9, began_s_ago=0.01), num_collectives=9), computing(1, num_collectives=8)]
     assert not only(*looks).sure
     before = [computing(0, num_collectives=5), waiting(1, op(5), num_collectives=5)]
     assert only(*looks, earlier=before).kind == "slow"
     crossing = [
-        waiting(0, recv(1, began_s=0.01), num_collectives=9),
-        waiting(1, recv(0, began_s=0.01), num_collectives=9),
+        waiting(0, recv(1, began_s_ago=0.01), num_collectives=9),
+        waiting(1, recv(0, began_s_ago=0.01), num_collectives=9),
     ]
     assert not only(*crossing).sure
     assert only(*crossing, earlier=[computing(rank, num_collectives=5) for rank in (0, 1)]).kind == "slow"
-    short = look(1, *at(9), process=Process(state="S", syscall="futex"), num_collectives=8)
-    assert not only(waiting(0, op(9, began_s=0.01), num_collectives=9), short).sure
-    assert only(waiting(0, op(9, began_s=0.01), num_collectives=9), short, earlier=before).kind == "slow"
+    short = running_rank(1, *frames_at(9), process=ProcessStatus(state="S", syscall="futex"), num_collectives=8)
+    assert not only(waiting(0, op(9, began_s_ago=0.01), num_collectives=9), short).sure
+    assert only(waiting(0, op(9, began_s_ago=0.01), num_collectives=9), short, earlier=before).kind == "slow"
 
 
 def test_the_last_one_that_runs_is_named():
@@ -451,9 +471,9 @@ def test_all_in_one_loop():
     # Long pure computations are as likely as a loop without end.
     assert "Ranks 0-3 compute in the same code" in finding.title
     assert "a rank that computes does not hang" in finding.next_step
-    fresh = [computing(rank, collectives=(op(1, ended_s=0.4),)) for rank in range(4)]
+    fresh = [computing(rank, collectives=(op(1, ended_s_ago=0.4),)) for rank in range(4)]
     assert only(*fresh, earlier=fresh).kind == "slow"
-    in_torch = [look(rank, *at(9, Frame(f"{TORCH}/nn/functional.py", 9, "linear"))) for rank in range(4)]
+    in_torch = [running_rank(rank, *frames_at(9, Frame(f"{TORCH}/nn/functional.py", 9, "linear"))) for rank in range(4)]
     assert only(*in_torch, earlier=in_torch).kind == "slow"
 
 
@@ -461,7 +481,9 @@ def test_who_comes_last_to_nearly_every_collective():
     """Whoever comes last spends the least time in it: no clocks are compared."""
 
     def rings(short):
-        return tuple(op(seq, began_s=20.0 - seq, ended_s=20.0 - seq - (0.01 if short else 0.8)) for seq in range(1, 9))
+        return tuple(
+            op(seq, began_s_ago=20.0 - seq, ended_s_ago=20.0 - seq - (0.01 if short else 0.8)) for seq in range(1, 9)
+        )
 
     looks = [computing(rank, collectives=rings(rank == 2), num_collectives=8) for rank in range(4)]
     finding = only(*looks)
@@ -473,8 +495,8 @@ def test_who_comes_last_to_nearly_every_collective():
 
 
 def test_one_cause_first_then_the_others():
-    stuck = look(3, *at(9), process=Process(state="S", syscall="futex"))
-    found = why(waiting(0), waiting(1), ended(2, "error", error="ValueError: no"), stuck)
+    stuck = running_rank(3, *frames_at(9), process=ProcessStatus(state="S", syscall="futex"))
+    found = why(waiting(0), waiting(1), ended(2, "error", last_error="ValueError: no"), stuck)
     assert [finding.kind for finding in found] == ["raised-before-collective", "waits-for-lock"]
     text = as_text(found)
     assert text.startswith("1. Rank 2 ended cell 7 with ValueError: no")
@@ -483,7 +505,7 @@ def test_one_cause_first_then_the_others():
 
 def test_text_of_others_cannot_act_on_a_terminal():
     evil = "Error: \x1b[2J\u202e" + "x" * 5000
-    text = as_text(why(waiting(0), ended(1, "error", error=evil, last_cell="\x1b]0;cell\x07")))
+    text = as_text(why(waiting(0), ended(1, "error", last_error=evil, last_cell="\x1b]0;cell\x07")))
     assert "\x1b" not in text
     assert "\u202e" not in text
     assert len(text) < 3000
@@ -509,7 +531,9 @@ def test_nothing_but_ranks_is_enough(num_ranks):
 def test_what_a_thousand_ranks_wait_for():
     ranks = range(1024)
     everyone = [waiting(rank, op(41, ranks=ranks)) for rank in ranks if rank != 700]
-    stuck = look(700, *at(9), collectives=(op(40, ended_s=3.0),), process=Process(state="S", syscall="futex"))
+    stuck = running_rank(
+        700, *frames_at(9), collectives=(op(40, ended_s_ago=3.0),), process=ProcessStatus(state="S", syscall="futex")
+    )
     finding = only(*everyone, stuck)
     assert told(finding)[:2] == ("waits-for-lock", (700,))
     assert "where ranks 0-699,701-1023 wait" in finding.title
@@ -518,9 +542,9 @@ def test_what_a_thousand_ranks_wait_for():
 
 def test_moving_is_unknown_without_something_to_compare():
     assert has_moved(None, computing(0)) is None
-    assert has_moved(look(0), look(0)) is None
+    assert has_moved(running_rank(0), running_rank(0)) is None
     assert has_moved(computing(0), computing(0)) is False
-    assert has_moved(computing(0), computing(0, health=Health(steps=4))) is True
+    assert has_moved(computing(0), computing(0, health=Health(num_steps=4))) is True
 
 
 # Anything that a rank may be found doing, whatever the others do.
@@ -533,25 +557,25 @@ ANY_OP = st.builds(
     st.sampled_from([(0, 1, 2, 3), (0, 1), (1, 2, 3), ()]),
     peer=st.sampled_from([None, 0, 1, 2, 3, 99]),
     shapes=st.sampled_from([(), ((4,),), ((5,), ())]),
-    began_s=st.sampled_from([0.0, 0.1, 60.0]),
-    ended_s=st.sampled_from([None, None, 0.0]),
-    epoch=st.integers(0, 1),
+    began_s_ago=st.sampled_from([0.0, 0.1, 60.0]),
+    ended_s_ago=st.sampled_from([None, None, 0.0]),
+    generation=st.integers(0, 1),
 )
 ANY_STACK = st.sampled_from(
     [
         (),
-        at(3, *IN_COLLECTIVE),
-        at(9),
+        frames_at(3, *IN_COLLECTIVE),
+        frames_at(9),
         IN_COLLECTIVE,
-        at(6, Frame(f"{TORCH}/distributed/distributed_c10d.py", 5000, "new_group")),
-        at(9, Frame(f"{STDLIB}/queue.py", 171, "get")),
+        frames_at(6, Frame(f"{TORCH}/distributed/distributed_c10d.py", 5000, "new_group")),
+        frames_at(9, Frame(f"{STDLIB}/queue.py", 171, "get")),
     ]
 )
 
 
 @st.composite
 def any_look(draw, rank):
-    process = Process(
+    process = ProcessStatus(
         draw(st.sampled_from(["", "R", "S", "D", "T", "Z"])), draw(st.sampled_from([None, "futex", "read", "poll"]))
     )
     more = {
@@ -567,7 +591,7 @@ def any_look(draw, rank):
         case 1:
             return dead(rank, collectives=more["collectives"])
         case _:
-            return look(rank, *draw(ANY_STACK), **more)
+            return running_rank(rank, *draw(ANY_STACK), **more)
 
 
 @st.composite
@@ -588,7 +612,7 @@ def test_whatever_was_seen_is_explained(now, before):
     told_of = [rank for finding in found for rank in finding.ranks]
     assert len(told_of) == len(set(told_of)), as_text(found)  # nobody is blamed for two things
     assert as_text(found)
-    assert stacks_as_text(merge(now, main_only=False), moved=moved(before, now))
+    assert stacks_as_text(merge(now, main_only=False), moved=moved_by_rank(before, now))
 
 
 def test_an_actor_that_is_in_an_endpoint_while_no_cell_runs_is_told_with_its_line():
@@ -596,7 +620,7 @@ def test_an_actor_that_is_in_an_endpoint_while_no_cell_runs_is_told_with_its_lin
         actor = thread(
             "actor worker", Frame("/env/site-packages/meshbook/actors/runtime/cabin.py", 60, "_live"), *frames
         )
-        return look(rank, call=None, cell=None, running_s=None, stacks=(actor,))
+        return running_rank(rank, call=None, cell=None, running_s=None, stacks=(actor,))
 
     step, at_line = "/home/u/jobs/train.py", "jobs/train.py, line"
     waits = (Frame(step, 31, "work"), Frame(f"{STDLIB}/threading.py", 600, "wait"))
@@ -607,7 +631,7 @@ def test_an_actor_that_is_in_an_endpoint_while_no_cell_runs_is_told_with_its_lin
 
     reduces = (Frame(step, 12, "reduce"), Frame(f"{TORCH}/distributed/distributed_c10d.py", 9, "all_reduce"))
     waiting = [structs.replace(idle(rank, *reduces), collectives=(op(5, ranks=range(3)),)) for rank in (0, 2)]
-    asleep = structs.replace(idle(1, Frame(step, 10, "reduce")), collectives=(op(4, ranks=range(3), ended_s=12.0),))
+    asleep = structs.replace(idle(1, Frame(step, 10, "reduce")), collectives=(op(4, ranks=range(3), ended_s_ago=12.0),))
     finding = only(waiting[0], asleep, waiting[1], earlier=[waiting[0], asleep, waiting[1]])
     assert (finding.kind, finding.ranks, finding.others) == ("missing-from-collective", (1,), (0, 2))
     assert f"at {at_line} 10 in reduce and has not come to all_reduce #5" in finding.title
@@ -622,5 +646,5 @@ def test_ranks_that_ended_something_else_are_not_said_to_have_ended_the_cell():
 
 def test_operations_on_remote_tensors_wait_in_their_collective_and_not_for_a_lock():
     torchs = Frame(f"{TORCH}/distributed/tensor/_api.py", 600, "full_tensor")
-    batch = look(0, torchs, file=None, collectives=(op(1),), process=Process(state="S", syscall="futex"))
-    assert "lock" not in why(batch, look(1, *at(2)))[0].title
+    batch = running_rank(0, torchs, file=None, collectives=(op(1),), process=ProcessStatus(state="S", syscall="futex"))
+    assert "lock" not in why(batch, running_rank(1, *frames_at(2)))[0].title

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshbook.diagnose.kinds import KINDS
-from meshbook.diagnose.places import PLACES, SYSCALLS
+from meshbook.diagnose.wait_sites import SYSCALL_SITES, WAIT_SITES
 from meshbook.kernel.magics import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -25,9 +25,9 @@ def test_a_kind_says_what_it_means_and_what_to_type_next(kind):
 
 def test_every_place_leads_to_a_kind_or_is_looked_into():
     words = {"collective", "forming", "sleep"}
-    for place in [*(place for _, _, place in PLACES), *SYSCALLS.values()]:
-        assert place.doing in KINDS or place.doing in words
-        assert re.match(r"(waits|forms|sleeps)\b", place.words)
+    for place in [*(place for _, _, place in WAIT_SITES), *SYSCALL_SITES.values()]:
+        assert place.kind in KINDS or place.kind in words
+        assert re.match(r"(waits|forms|sleeps)\b", place.phrase)
 
 
 def test_the_documentation_has_every_kind_and_no_other():

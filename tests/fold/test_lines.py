@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshbook.fold.lines import LIVE_INTERVAL_S, MAX_AGE_S, LineFolder
-from meshbook.fold.numbers import shape_of
+from meshbook.fold.numbers import template_of
 from meshbook.wire.messages import ClearOutput, Display, Line, Notice, RankDisplay, Text
 
 # The same examples in every run, however slow the machine.
@@ -313,7 +313,7 @@ def test_the_folder_lets_go_of_displays_that_are_out():
         for rank in range(2):
             folder.feed(rank, [figure(f"{number}")], 0.0)
         folder.flush(0.0)
-    assert not folder._aligner._stored
+    assert not folder._aligner._payloads
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -325,9 +325,7 @@ def test_bars_of_all_ranks_are_one_live_line():
     for rank in range(4):
         folder.feed(rank, [out(f"\r{10 + rank}%|{'#' * rank:5}| {10 + rank}/100", "stderr")], 0.0)
     assert folder.flush(0.0) == []
-    assert folder.flush(folder.next_deadline()) == [
-        Line((0, 1, 2, 3), "stderr", "10…13%|     | 10…13/100", live=True)
-    ]
+    assert folder.flush(folder.next_deadline()) == [Line((0, 1, 2, 3), "stderr", "10…13%|     | 10…13/100", live=True)]
 
 
 def test_a_live_line_moves_at_most_ten_times_a_second():
@@ -522,7 +520,7 @@ def test_displays_in_a_flood_are_counted_and_let_go():
     items = folder.flush(0.0, final=True)
     (notice,) = notices(items)
     assert notice.startswith(f"… {101 - len(items)} displays (")
-    assert not folder._aligner._stored
+    assert not folder._aligner._payloads
 
 
 def test_a_flush_gives_no_more_than_it_is_asked_for():
@@ -576,10 +574,10 @@ def heard_from(rank, items):
         if isinstance(item, RankDisplay):
             heard.append(("display", item.item.data["text/plain"], ()))
             continue
-        shape = shape_of(item.lead or item.text)
+        shape = template_of(item.first_text or item.text)
         own = list(shape.numbers)
-        for varying in item.varying:
-            own[varying.place] = varying.written[item.ranks.index(rank)]
+        for varying in item.varying_numbers:
+            own[varying.position] = varying.texts[item.ranks.index(rank)]
         heard.append((item.stream, shape.key, tuple(own)))
     return heard
 
@@ -587,15 +585,13 @@ def heard_from(rank, items):
 def check_look_ahead(folder):
     """What the look-ahead keeps up to date entry by entry is what counting anew would give."""
     for queue in folder._aligner._queues.values():
-        if queue.ahead is not None:
-            ahead = queue.entries[queue.start + 1 : queue.counted]
-            assert queue.ahead == Counter(folder._aligner._shape(entry).key for entry in ahead)
+        if queue.lookahead_keys is not None:
+            ahead = queue.entries[queue.start + 1 : queue.lookahead_end]
+            assert queue.lookahead_keys == Counter(folder._aligner._template(entry).key for entry in ahead)
 
 
 def as_said(plan):
-    return [
-        (stream, line, ()) if stream == "display" else (stream, *shape_of(line)) for stream, line in plan
-    ]
+    return [(stream, line, ()) if stream == "display" else (stream, *template_of(line)) for stream, line in plan]
 
 
 @steady
@@ -612,7 +608,7 @@ def test_each_rank_is_heard_in_full_and_in_its_own_order(meeting):
             folder.rank_done(rank)
         if delay:
             items += folder.flush(now)
-            oldest = folder._aligner.oldest()
+            oldest = folder._aligner.oldest_arrival()
             assert oldest is None or oldest + MAX_AGE_S > now  # nothing waits longer than it may
             check_look_ahead(folder)
     items += folder.flush(now, final=True)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshbook.fold.lines import LIVE_INTERVAL_S, MAX_AGE_S, FoldMerger, LineFolder, OutputBudget
-from meshbook.fold.numbers import shape_of
+from meshbook.fold.numbers import template_of
 from meshbook.wire.messages import (
     ClearOutput,
     Display,
@@ -19,7 +19,7 @@ from meshbook.wire.messages import (
     Notice,
     RankDisplay,
     Text,
-    Varying,
+    VaryingNumber,
 )
 
 # The same examples in every run, however slow the machine.
@@ -87,22 +87,24 @@ def test_ranges_of_hosts_become_one_range_and_the_outlier_is_found_among_all():
 
 def test_what_goes_to_the_client_carries_no_numbers_of_ranks():
     (one,) = merged(TWO_HOSTS, [f"loss {rank}\n" for rank in range(4)])
-    assert (one.lead, one.varying) == ("", ())
+    assert (one.first_text, one.varying_numbers) == ("", ())
     (one,) = merged({0: (0, 1)}, ["loss 1\n", "loss 2\n"])
-    assert (one.text, one.lead, one.varying) == ("loss 1…2", "", ())
+    assert (one.text, one.first_text, one.varying_numbers) == ("loss 1…2", "", ())
 
 
 def test_a_merger_below_another_one_keeps_them():
     texts = [f"loss {rank}\n" for rank in range(4)]
     (one,) = merged(TWO_HOSTS, texts, mergeable=True)
-    assert one.varying == (Varying(0, ("0", "1", "2", "3")),)
+    assert one.varying_numbers == (VaryingNumber(0, ("0", "1", "2", "3")),)
     (alone,) = merged({0: (0, 1)}, texts[:2], mergeable=True)
-    assert alone.varying == (Varying(0, ("0", "1")),)
+    assert alone.varying_numbers == (VaryingNumber(0, ("0", "1")),)
 
 
 def test_hosts_may_hold_any_ranks():
     texts = [f"rank {rank}\n" for rank in range(4)]
-    assert merged({0: (0, 3), 1: (1, 2)}, texts, mergeable=True)[0].varying == (Varying(0, ("0", "1", "2", "3")),)
+    assert merged({0: (0, 3), 1: (1, 2)}, texts, mergeable=True)[0].varying_numbers == (
+        VaryingNumber(0, ("0", "1", "2", "3")),
+    )
 
 
 def test_what_only_some_ranks_of_some_hosts_said_stays_theirs():
@@ -169,10 +171,16 @@ def test_a_flood_of_a_host_is_bounded_and_told_of():
 def test_a_host_that_speaks_nonsense_is_taken_at_its_word_and_no_further():
     merger = FoldMerger(TWO_HOSTS)
     odd = [
-        line("loss 1…2", 0, 1, lead="loss 1", varying=(Varying(7, ("1", "2")), Varying(0, ("1",)), Varying(-1, ()))),
+        line(
+            "loss 1…2",
+            0,
+            1,
+            first_text="loss 1",
+            varying_numbers=(VaryingNumber(7, ("1", "2")), VaryingNumber(0, ("1",)), VaryingNumber(-1, ())),
+        ),
         line("\0\1\2\3", 0),
-        line("a\4b", 0, 1, lead="c", varying=(Varying(0, ("x", "y")),)),
-        line("again", 0, live=True, lead="no number", varying=(Varying(0, ("1",)),)),
+        line("a\4b", 0, 1, first_text="c", varying_numbers=(VaryingNumber(0, ("x", "y")),)),
+        line("again", 0, live=True, first_text="no number", varying_numbers=(VaryingNumber(0, ("1",)),)),
     ]
     merger.feed(0, sent(odd), 0.0)
     merger.feed(1, sent([line("loss 3", 2, 3)]), 0.0)
@@ -259,10 +267,10 @@ def test_each_rank_is_heard_in_full_and_in_order_through_both_folds(world):
         own = [item for item in heard if rank in item.ranks]
         assert len(own) == len(lines)
         for item, original in zip(own, text.splitlines(), strict=True):
-            numbers = list(shape_of(item.lead or item.text).numbers)
-            for varying in item.varying:
-                numbers[varying.place] = varying.written[item.ranks.index(rank)]
-            assert tuple(numbers) == shape_of(original).numbers
+            numbers = list(template_of(item.first_text or item.text).numbers)
+            for varying in item.varying_numbers:
+                numbers[varying.position] = varying.texts[item.ranks.index(rank)]
+            assert tuple(numbers) == template_of(original).numbers
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshbook.fold.numbers import MAX_VARYING, Member, fold, fold_texts, live_shape_of, member, shape_of
+from meshbook.fold.numbers import MAX_VARYING, FoldMember, fold, fold_texts, live_template_of, make_member, template_of
 
 # The same examples in every run, however slow the machine.
 steady = settings(deadline=None, derandomize=True, database=None)
@@ -14,7 +14,7 @@ steady = settings(deadline=None, derandomize=True, database=None)
 
 def folded(*texts):
     """What texts of ranks 0, 1, 2 and so on become, if they become one."""
-    whole = fold([member((rank,), text) for rank, text in enumerate(texts)])
+    whole = fold([make_member((rank,), text) for rank, text in enumerate(texts)])
     assert whole is not None
     return whole.text
 
@@ -41,32 +41,32 @@ def folded(*texts):
     ],
 )
 def test_numbers_are_found_as_they_were_written(text, numbers):
-    assert shape_of(text).numbers == numbers
+    assert template_of(text).numbers == numbers
 
 
 @steady
 @given(st.text(alphabet="ab01.,-+e() ", max_size=30))
 def test_a_line_that_may_hold_nan_is_parted_like_any_other(text):
     # Two patterns do the work, a quick one and one that knows words; the letters of `inf` call for the second.
-    assert shape_of(text + " info").numbers == shape_of(text + " on").numbers
+    assert template_of(text + " info").numbers == template_of(text + " on").numbers
 
 
 def test_spaces_that_pad_a_number_and_colours_do_not_make_a_difference():
-    assert shape_of("step  9 ok").key == shape_of("step 10 ok").key
-    assert shape_of("\x1b[31mstep 9\x1b[0m ok").key == shape_of("step 10 ok").key
-    assert shape_of("step ok").key != shape_of("stepok").key
-    assert shape_of("a 1").key != shape_of("a").key
+    assert template_of("step  9 ok").key == template_of("step 10 ok").key
+    assert template_of("\x1b[31mstep 9\x1b[0m ok").key == template_of("step 10 ok").key
+    assert template_of("step ok").key != template_of("stepok").key
+    assert template_of("a 1").key != template_of("a").key
 
 
 @steady
 @given(st.text(max_size=40), st.text(max_size=40))
 def test_texts_with_one_key_have_as_many_numbers(first, second):
-    one, other = shape_of(first), shape_of(second)
+    one, other = template_of(first), template_of(second)
     assert one.key != other.key or len(one.numbers) == len(other.numbers)
 
 
 def test_a_hole_in_the_text_itself_is_not_taken_for_a_number():
-    assert shape_of("a\4b").key != shape_of("a1b").key
+    assert template_of("a\4b").key != template_of("a1b").key
 
 
 def test_numbers_that_differ_become_a_range():
@@ -151,7 +151,7 @@ def test_colours_of_the_first_rank_are_kept():
 
 def test_a_row_of_data_is_not_a_message():
     rows = [" ".join(str(rank + at) for at in range(MAX_VARYING + 1)) for rank in range(2)]
-    assert fold([member((rank,), row) for rank, row in enumerate(rows)]) is None
+    assert fold([make_member((rank,), row) for rank, row in enumerate(rows)]) is None
     assert fold_texts([((0,), rows[0]), ((1,), rows[1]), ((2,), rows[0])]) == [((0, 2), rows[0]), ((1,), rows[1])]
     assert len(fold_texts([((0,), rows[0]), ((1,), rows[1])], None)) == 1
 
@@ -170,9 +170,9 @@ def test_texts_are_folded_by_their_words():
 
 
 def test_how_far_a_bar_is_drawn_does_not_matter():
-    assert live_shape_of(" 10%|█         | 1/10").key == live_shape_of("100%|██████████| 10/10").key
-    assert live_shape_of("[==>    ] 3/9").key == live_shape_of("[=======>] 8/9").key
-    assert live_shape_of("train 10%").key != live_shape_of("valid 10%").key
+    assert live_template_of(" 10%|█         | 1/10").key == live_template_of("100%|██████████| 10/10").key
+    assert live_template_of("[==>    ] 3/9").key == live_template_of("[=======>] 8/9").key
+    assert live_template_of("train 10%").key != live_template_of("valid 10%").key
 
 
 numbers = st.one_of(
@@ -184,16 +184,16 @@ numbers = st.one_of(
 @given(st.lists(st.lists(numbers, min_size=3, max_size=3), min_size=1, max_size=12), st.data())
 def test_folding_in_two_steps_is_folding_at_once(rows, data):
     texts = ["{} of {} at {} s".format(*row) for row in rows]
-    shapes = {shape_of(text).key for text in texts}
+    shapes = {template_of(text).key for text in texts}
     if len(shapes) > 1:  # "-5" after a word and "5" part differently; not what this is about
         return
-    flat = fold([member((rank,), text) for rank, text in enumerate(texts)])
+    flat = fold([make_member((rank,), text) for rank, text in enumerate(texts)])
     owner = [data.draw(st.integers(0, 2)) for _ in texts]
     halves = []
     for host in sorted(set(owner), key=owner.index):
-        part = fold([member((rank,), text) for rank, text in enumerate(texts) if owner[rank] == host])
+        part = fold([make_member((rank,), text) for rank, text in enumerate(texts) if owner[rank] == host])
         assert part is not None
-        lead = part.lead or part.text
-        varying = {one.place: one.written for one in part.varying}
-        halves.append(Member(part.ranks, lead, shape_of(lead).numbers, varying))
+        lead = part.first_text or part.text
+        varying = {one.position: one.texts for one in part.varying}
+        halves.append(FoldMember(part.ranks, lead, template_of(lead).numbers, varying))
     assert fold(halves) == flat

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshbook.errors import Failure, Released
-from meshbook.fold.outcomes import fold_errors, fold_outcomes, fold_released, merge_parts, ranks_with
-from meshbook.wire.messages import Frame, Outcome, Part, Preview, RankError, Value
+from meshbook.fold.outcomes import fold_errors, fold_outcomes, fold_released, merge_parts, ranks_with_status
+from meshbook.wire.messages import Frame, Outcome, OutcomeGroup, Preview, RankError, Value
 
 # The same examples in every run, however slow the machine.
 steady = settings(deadline=None, derandomize=True, database=None)
@@ -28,17 +28,17 @@ def fold(*outcomes):
 
 
 def test_equal_outcomes_are_one_part_with_their_ranks():
-    assert fold(ok("1"), ok("2"), ok("1")) == (Part((0, 2), ok("1")), Part((1,), ok("2")))
+    assert fold(ok("1"), ok("2"), ok("1")) == (OutcomeGroup((0, 2), ok("1")), OutcomeGroup((1,), ok("2")))
 
 
 def test_any_difference_keeps_outcomes_apart():
-    assert len(fold(ok("1"), ok("1", bound=("x",)), ok("1", groups_broken=True), Outcome("ok"))) == 4
+    assert len(fold(ok("1"), ok("1", bound_names=("x",)), ok("1", groups_broken=True), Outcome("ok"))) == 4
 
 
 def test_an_answer_of_plain_data_is_compared_by_content():
-    answers = [Outcome("ok", answer={"x": [1, 2.5, None]}), Outcome("ok", answer={"x": [1, 2.5, None]})]
+    answers = [Outcome("ok", reply={"x": [1, 2.5, None]}), Outcome("ok", reply={"x": [1, 2.5, None]})]
     assert [part.ranks for part in fold(*answers)] == [(0, 1)]
-    assert len(fold(Outcome("ok", answer=1), Outcome("ok", answer=1.0), Outcome("ok", answer=True))) == 3
+    assert len(fold(Outcome("ok", reply=1), Outcome("ok", reply=1.0), Outcome("ok", reply=True))) == 3
 
 
 def test_no_outcomes_are_no_parts():
@@ -54,7 +54,7 @@ def test_hosts_parts_merge_to_what_all_ranks_fold_to(values, data):
     parts = [fold_outcomes(host) for host in hosts]
     whole = fold_outcomes(outcomes)
     assert merge_parts(parts) == whole
-    arrived = [msgspec.msgpack.decode(msgspec.msgpack.encode(one), type=tuple[Part, ...]) for one in parts]
+    arrived = [msgspec.msgpack.decode(msgspec.msgpack.encode(one), type=tuple[OutcomeGroup, ...]) for one in parts]
     assert merge_parts(arrived) == whole
     assert sorted(rank for part in whole for rank in part.ranks) == list(range(len(values)))
 
@@ -109,12 +109,12 @@ def test_an_interrupted_rank_has_a_failure_too():
 
 def test_ranks_are_looked_up_by_how_they_ended():
     parts = fold(ok("1"), Outcome("lost"), ok("2"), failed("E", ""))
-    assert ranks_with(parts, "ok") == (0, 2)
-    assert ranks_with(parts, "lost", "error") == (1, 3)
+    assert ranks_with_status(parts, "ok") == (0, 2)
+    assert ranks_with_status(parts, "lost", "error") == (1, 3)
 
 
 def waited(where):
-    return Outcome("error", error=RankError("CollectiveAborted", "rank 1 raised", ("Traceback",), released=where))
+    return Outcome("error", error=RankError("CollectiveAborted", "rank 1 raised", ("Traceback",), released_from=where))
 
 
 def test_ranks_that_waited_for_others_are_grouped_by_where_and_are_no_failures():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshbook.fold.rows import MAX_LINE_CHARS, MAX_OPEN_ROWS, Pen, shorten
+from meshbook.fold.line_assembler import MAX_LINE_CHARS, MAX_OPEN_ROWS, LineAssembler, shorten
 
 # The same examples in every run, however slow the machine.
 steady = settings(deadline=None, derandomize=True, database=None)
@@ -16,14 +16,14 @@ steady = settings(deadline=None, derandomize=True, database=None)
 
 def lines_of(*pieces):
     """Lines that come of pieces of text, and what the open rows show at the end."""
-    pen = Pen()
+    pen = LineAssembler()
     lines = [line for piece in pieces for line in pen.write(piece, 0.0)]
-    return lines, pen.state()
+    return lines, pen.render()
 
 
 def final_lines_of(*pieces):
     """All lines that come of pieces of text, the open rows among them."""
-    pen = Pen()
+    pen = LineAssembler()
     lines = [line for piece in pieces for line in pen.write(piece, 0.0)]
     return lines + pen.finish()
 
@@ -99,13 +99,13 @@ def test_nested_bars_end_as_a_line_each():
 
 
 def test_a_line_that_is_gone_is_not_taken_back():
-    pen = Pen()
+    pen = LineAssembler()
     assert pen.write("gone\n", 0.0) == ["gone"]
     assert pen.write("\x1b[Aagain\n", 0.0) == ["again"]
 
 
 def test_moving_up_is_followed_so_far():
-    pen = Pen()
+    pen = LineAssembler()
     pen.write("\n" * 200 + "\x1b[999A", 0.0)
     assert len(pen.finish()) <= MAX_OPEN_ROWS
     assert lines_of("a\x1b[" + "9" * 6000 + "A\n")[1] == ""
@@ -113,7 +113,7 @@ def test_moving_up_is_followed_so_far():
 
 def test_real_nested_tqdm_bars_leave_their_final_states():
     tqdm = pytest.importorskip("tqdm").tqdm
-    pen, lines = Pen(), []
+    pen, lines = LineAssembler(), []
 
     class Stream:
         def write(self, text):
@@ -142,10 +142,10 @@ def test_a_very_long_line_is_cut_in_the_middle_and_says_so():
 
 
 def test_a_line_that_never_ends_does_not_fill_the_memory():
-    pen = Pen()
+    pen = LineAssembler()
     for _ in range(100):
         assert pen.write("x" * 10_000, 0.0) == []
-        assert len(pen.state()) <= 2 * MAX_LINE_CHARS + 100
+        assert len(pen.render()) <= 2 * MAX_LINE_CHARS + 100
     (line,) = pen.write("\n", 0.0)
     assert f"{1_000_000 - MAX_LINE_CHARS:,} characters not shown" in line
     assert pen.write("next\n", 0.0) == ["next"]
@@ -168,21 +168,21 @@ def test_characters_that_the_folding_uses_are_replaced():
 
 
 def test_a_pen_knows_since_when_its_row_is_open():
-    pen = Pen()
-    assert pen.since is None
+    pen = LineAssembler()
+    assert pen.open_since is None
     pen.write("a", 1.0)
     pen.write("b", 2.0)
-    assert pen.since == 1.0
+    assert pen.open_since == 1.0
     pen.write("\nc", 3.0)
-    assert pen.since == 3.0
+    assert pen.open_since == 3.0
     pen.write("\n", 4.0)
-    assert pen.since is None
+    assert pen.open_since is None
     assert pen.finish() == []
 
 
 def test_finishing_gives_the_open_rows_and_starts_anew():
-    pen = Pen()
+    pen = LineAssembler()
     pen.write("\r50%\n\rinner\x1b[A", 0.0)
-    assert pen.is_bar
+    assert pen.is_progress_bar
     assert pen.finish() == ["50%", "inner"]
-    assert (pen.state(), pen.is_bar, pen.since) == ("", False, None)
+    assert (pen.render(), pen.is_progress_bar, pen.open_since) == ("", False, None)

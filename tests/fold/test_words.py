@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from meshbook.errors import Failure, Released
 from meshbook.fold.outcomes import fold_outcomes
-from meshbook.fold.words import (
-    LiveBoard,
-    clean,
-    html_values,
-    plain,
-    show_errors,
-    show_line,
-    show_released,
-    show_values,
+from meshbook.fold.rendering import (
+    LiveStatus,
+    plain_text,
+    render_errors,
+    render_line,
+    render_released,
+    render_values,
+    render_values_html,
+    sanitize,
 )
 from meshbook.wire.messages import Display, Line, Outcome, Preview, RankDisplay, Value
 
@@ -41,7 +41,7 @@ def held(*texts, kind="plain", **more):
 
 
 def shown(*texts, world=None, **more):
-    return show_values(held(*texts), tuple(range(len(texts))) if world is None else world, colour=False, **more)
+    return render_values(held(*texts), tuple(range(len(texts))) if world is None else world, colour=False, **more)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -49,25 +49,25 @@ def shown(*texts, world=None, **more):
 
 
 def test_a_line_of_all_ranks_is_just_the_line():
-    assert show_line(line("hello", 0, 1, 2, 3), FOUR) == "hello"
+    assert render_line(line("hello", 0, 1, 2, 3), FOUR) == "hello"
 
 
 def test_a_line_of_some_ranks_names_them_dimly():
-    assert show_line(line("hello", 0, 1, 3), FOUR) == "\x1b[38;5;243m[0-1,3] \x1b[0mhello"
-    assert show_line(line("hello", 2), FOUR, colour=False) == "[2] hello"
+    assert render_line(line("hello", 0, 1, 3), FOUR) == "\x1b[38;5;243m[0-1,3] \x1b[0mhello"
+    assert render_line(line("hello", 2), FOUR, colour=False) == "[2] hello"
 
 
 def test_one_of_one_rank_is_all():
-    assert show_line(line("hello", 5), (5,)) == "hello"
+    assert render_line(line("hello", 5), (5,)) == "hello"
 
 
 def test_a_colour_that_one_rank_left_on_does_not_run_into_the_next_line():
-    assert show_line(line("\x1b[31mred", 0), FOUR).endswith("\x1b[31mred\x1b[0m")
-    assert show_line(line("\x1b[31mred", 0), FOUR, colour=False) == "[0] red"
+    assert render_line(line("\x1b[31mred", 0), FOUR).endswith("\x1b[31mred\x1b[0m")
+    assert render_line(line("\x1b[31mred", 0), FOUR, colour=False) == "[0] red"
 
 
 def test_rows_of_a_live_line_stand_below_each_other():
-    assert show_line(line("outer\ninner", 0, live=True), FOUR, colour=False) == "[0] outer\n    inner"
+    assert render_line(line("outer\ninner", 0, live=True), FOUR, colour=False) == "[0] outer\n    inner"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def test_rows_of_a_live_line_stand_below_each_other():
 
 def test_a_value_that_all_ranks_hold_is_just_the_value():
     assert shown("42", "42", "42", "42") == "42"
-    assert show_values(held("42", "42"), (0, 1)) == "42"
+    assert render_values(held("42", "42"), (0, 1)) == "42"
 
 
 def test_different_values_are_labelled_and_ordered_by_rank():
@@ -90,7 +90,7 @@ def test_a_value_of_several_lines_keeps_its_shape():
 def test_ranks_without_a_value_are_not_named():
     assert shown("5", None, None) == "[0] 5"
     assert shown(None, None) == ""
-    assert show_values((), FOUR) == ""
+    assert render_values((), FOUR) == ""
 
 
 def test_a_value_of_some_ranks_of_the_world_is_labelled():
@@ -99,7 +99,7 @@ def test_a_value_of_some_ranks_of_the_world_is_labelled():
 
 def test_ranks_that_failed_have_no_value():
     parts = fold_outcomes([(0, Outcome("ok", value=Value(Preview("plain", "int", "5")))), (1, Outcome("lost"))])
-    assert show_values(parts, (0, 1), colour=False) == "[0] 5"
+    assert render_values(parts, (0, 1), colour=False) == "[0] 5"
 
 
 def test_few_different_numbers_are_shown_each():
@@ -127,7 +127,7 @@ def test_values_that_differ_where_it_is_not_shown_say_so():
         (rank, Outcome("ok", value=Value(Preview("tensor", "torch.Tensor", "tensor([0, …])", digest=str(rank // 2)))))
         for rank in range(4)
     )
-    assert show_values(parts, FOUR, colour=False) == "tensor([0, …])  (the ranks differ in what is not shown)"
+    assert render_values(parts, FOUR, colour=False) == "tensor([0, …])  (the ranks differ in what is not shown)"
 
 
 def test_values_of_one_look_are_one_though_ranks_keep_them_under_different_names():
@@ -135,7 +135,7 @@ def test_values_of_one_look_are_one_though_ranks_keep_them_under_different_names
         (rank, Outcome("ok", value=Value(Preview("object", "Model", "Model()", digest="d"), ref=f"r{rank}")))
         for rank in range(2)
     )
-    assert show_values(parts, (0, 1)) == "Model()"
+    assert render_values(parts, (0, 1)) == "Model()"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def test_values_of_one_look_are_one_though_ranks_keep_them_under_different_names
 
 def test_one_traceback_speaks_for_its_ranks():
     failure = Failure((0, 1, 3), "ZeroDivisionError", "division by zero", ("Traceback", "  1/0"))
-    assert show_errors([failure], (2,), colour=False) == [
+    assert render_errors([failure], (2,), colour=False) == [
         "ranks 0-1,3: ZeroDivisionError: division by zero",
         "Traceback",
         "  1/0",
@@ -154,24 +154,24 @@ def test_one_traceback_speaks_for_its_ranks():
 
 def test_several_failures_stand_apart_and_the_lost_are_named():
     failures = [Failure((0, 1), "KeyError", "'x'", ("a",)), Failure((2,), "OSError", "", ("b",))]
-    assert show_errors(failures, (3, 4), (5, 6), colour=False) == [
+    assert render_errors(failures, (3, 4), (5, 6), colour=False) == [
         "ranks 0-1: KeyError: 'x'", "a", "", "rank 2: OSError", "b",
         "ranks 3-4 ran to their end", "ranks 5-6 were lost",
     ]  # fmt: skip
-    assert show_errors([], (), (1,)) == ["rank 1 was lost"]
-    assert show_errors([]) == []
+    assert render_errors([], (), (1,)) == ["rank 1 was lost"]
+    assert render_errors([]) == []
 
 
 def test_a_header_is_one_line_of_bearable_length():
-    (header,) = show_errors([Failure((0,), "E", "first\nsecond")], colour=False)
+    (header,) = render_errors([Failure((0,), "E", "first\nsecond")], colour=False)
     assert header == "rank 0: E: first"
-    (header,) = show_errors([Failure((0,), "E", "x" * 5000)], colour=False)
+    (header,) = render_errors([Failure((0,), "E", "x" * 5000)], colour=False)
     assert len(header) < 400
     assert header.endswith("…")
 
 
 def test_a_header_is_bold():
-    assert show_errors([Failure((0,), "E", "x")]) == ["\x1b[1mrank 0:\x1b[0m E: x"]
+    assert render_errors([Failure((0,), "E", "x")]) == ["\x1b[1mrank 0:\x1b[0m E: x"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -179,16 +179,16 @@ def test_a_header_is_bold():
 
 
 def test_there_is_no_html_where_no_value_has_any():
-    assert html_values(held("1", "2"), (0, 1)) is None
+    assert render_values_html(held("1", "2"), (0, 1)) is None
 
 
 def test_html_of_all_ranks_stands_alone():
-    assert html_values(held("t", "t", html="<table/>"), (0, 1)) == '<div class="meshbook-value"><table/></div>'
+    assert render_values_html(held("t", "t", html="<table/>"), (0, 1)) == '<div class="meshbook-value"><table/></div>'
 
 
 def test_html_is_labelled_with_its_ranks():
     parts = held("a", "b", html="<b>x</b>")
-    text = html_values(parts, (0, 1))
+    text = render_values_html(parts, (0, 1))
     assert text is not None
     assert re.findall(r">(rank \d)</div><b>x</b>", text) == ["rank 0", "rank 1"]
 
@@ -200,14 +200,14 @@ def test_a_value_without_html_beside_others_is_escaped_text():
             (1, Outcome("ok", value=Value(Preview("plain", "str", "<script>alert(1)</script>\x1b[31m")))),
         ]
     )
-    text = html_values(parts, (0, 1))
+    text = render_values_html(parts, (0, 1))
     assert text is not None
     assert "<script>" not in text
     assert "<pre>&lt;script&gt;alert(1)&lt;/script&gt;</pre>" in text
 
 
 def test_html_takes_little_room_and_names_the_rest():
-    text = html_values(held(*"abcdefg", html="<i/>"), tuple(range(7)))
+    text = render_values_html(held(*"abcdefg", html="<i/>"), tuple(range(7)))
     assert text is not None
     assert text.count("<i/>") == 4
     assert "3 more distinct values on ranks 4-6; values[rank] shows one" in text
@@ -235,23 +235,23 @@ def test_html_takes_little_room_and_names_the_rest():
     ],
 )
 def test_control_sequences_other_than_colours_cannot_act(text, cleaned):
-    assert clean(text) == cleaned
+    assert sanitize(text) == cleaned
 
 
 @steady
 @given(st.text(alphabet="\x1b[]31mHJ;\x07\\a\r\n", max_size=40))
 def test_cleaned_text_holds_no_escape_but_those_of_colours(text):
-    cleaned = clean(text)
+    cleaned = sanitize(text)
     assert "\x1b" not in re.sub(r"\x1b\[[0-9;:]*m", "", cleaned)
-    assert "\x1b" not in plain(text)
-    assert not set(plain(text)) & set("\x07\r")
+    assert "\x1b" not in plain_text(text)
+    assert not set(plain_text(text)) & set("\x07\r")
 
 
 def test_everything_that_is_shown_is_cleaned():
     bad = "\x1b[2Jx\x07"
-    assert show_line(line(bad, 0), (0,)) == "x␇"
-    assert show_values(held(bad, bad), (0, 1)) == "x␇"
-    assert show_errors([Failure((0,), "E", bad, (bad,))], colour=False) == ["rank 0: E: x␇", "x␇"]
+    assert render_line(line(bad, 0), (0,)) == "x␇"
+    assert render_values(held(bad, bad), (0, 1)) == "x␇"
+    assert render_errors([Failure((0,), "E", bad, (bad,))], colour=False) == ["rank 0: E: x␇", "x␇"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -259,34 +259,34 @@ def test_everything_that_is_shown_is_cleaned():
 
 
 def test_a_live_line_takes_the_place_of_its_ranks_earlier_one():
-    board = LiveBoard()
-    assert board.take(line("10%", 0, 1, live=True))
-    assert board.take(line("20%", 0, 1, live=True))
-    assert not board.take(line("20%", 0, 1, live=True))
+    board = LiveStatus()
+    assert board.update(line("10%", 0, 1, live=True))
+    assert board.update(line("20%", 0, 1, live=True))
+    assert not board.update(line("20%", 0, 1, live=True))
     assert board.text((0, 1)) == "20%"
 
 
 def test_a_rank_that_gets_ahead_leaves_the_shared_line_to_the_others():
-    board = LiveBoard()
-    board.take(line("10%", 0, 1, 2, live=True))
-    board.take(line("50%", 1, live=True))
+    board = LiveStatus()
+    board.update(line("10%", 0, 1, 2, live=True))
+    board.update(line("50%", 1, live=True))
     assert board.text((0, 1, 2), colour=False) == "[0,2] 10%\n[1] 50%"
 
 
 def test_an_ordinary_line_ends_its_ranks_live_line_on_that_stream():
-    board = LiveBoard()
-    board.take(line("10%", 0, 1, live=True))
-    board.take(Line((0, 1), "stderr", "err", live=True))
-    assert board.take(line("done", 0))
-    assert not board.take(line("more", 0))
+    board = LiveStatus()
+    board.update(line("10%", 0, 1, live=True))
+    board.update(Line((0, 1), "stderr", "err", live=True))
+    assert board.update(line("done", 0))
+    assert not board.update(line("more", 0))
     assert board.text((0, 1), colour=False) == "err\n[1] 10%"
 
 
 def test_a_wiped_bar_and_a_display_leave_nothing_behind():
-    board = LiveBoard()
-    board.take(line("10%", 0, live=True))
-    assert not board.take(RankDisplay((0,), Display({})))
-    assert board.take(line("", 0, live=True))
+    board = LiveStatus()
+    board.update(line("10%", 0, live=True))
+    assert not board.update(RankDisplay((0,), Display({})))
+    assert board.update(line("", 0, live=True))
     assert board.text((0,)) == ""
 
 
@@ -306,4 +306,4 @@ def test_a_wiped_bar_and_a_display_leave_nothing_behind():
     ],
 )
 def test_ranks_that_were_released_are_one_line(released, text):
-    assert show_released([Released(*one) for one in released]) == text
+    assert render_released([Released(*one) for one in released]) == text

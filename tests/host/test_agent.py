@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import zmq
 
-from meshbook.host.agent import HostAgent, Link
+from meshbook.host.agent import HostAgent, RankHandle
 from meshbook.wire import codec, messages
 from meshbook.wire.loop import Loop
 
@@ -21,8 +21,8 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.loop, self.context, self.reports = Loop(), zmq.Context[zmq.Socket[bytes]](), list[Any]()
         self.agent = HostAgent(self.loop, self.context, folder, "token", 0, self.reports.append)
-        self.links = [Link(rank) for rank in range(2)]
-        self.agent._links = dict(enumerate(self.links))
+        self.links = [RankHandle(rank) for rank in range(2)]
+        self.agent._ranks = dict(enumerate(self.links))
         self.folder = folder
 
     def knock(self, identity: bytes, *words: Any) -> None:
@@ -32,7 +32,7 @@ class Bench:
             for word in words:
                 socket.send_multipart(codec.encode(word))
             for _ in range(100):
-                self.loop.turn(max_wait_s=0.002)
+                self.loop.run_once(max_wait_s=0.002)
             socket.close(linger=0)
 
     def close(self) -> None:
@@ -87,14 +87,14 @@ def test_what_is_told_of_progress_may_begin_a_question_at_once(bench: Bench, mon
     for call in ("a-1", "a-2"):
         command = messages.RunCell(call=call, ranks=(0, 1), source="x")  # type: ignore[arg-type]
         bench.agent.handle(command, codec.encode_body(command))
-        bench.agent._tallies[call].opened_at = 0.0
-        bench.agent._tallies[call].outcomes[0] = messages.Outcome(status="ok")
+        bench.agent._calls[call].opened_at = 0.0
+        bench.agent._calls[call].outcomes[0] = messages.Outcome(status="ok")
     told = []
 
     def ask(report: Any) -> None:
         if isinstance(report, messages.CallProgressed):
             told.append(report.call)
-            question = messages.AskPositions(call=f"left-{len(told)}", ranks=(0,), about=report.call)  # type: ignore[arg-type]
+            question = messages.QueryPositions(call=f"left-{len(told)}", ranks=(0,), about_call=report.call)  # type: ignore[arg-type]
             bench.agent.handle(question, codec.encode_body(question))
 
     monkeypatch.setattr(bench.agent, "_report", ask)
@@ -104,12 +104,12 @@ def test_what_is_told_of_progress_may_begin_a_question_at_once(bench: Bench, mon
 
 def test_a_rank_hears_of_operations_that_a_stop_has_taken_back(bench: Bench) -> None:
     for call in ("a-1", "a-2"):
-        command = messages.RunOps(call=call, ranks=(0, 1), engine="a|", first=1, ops=b"\x90")  # type: ignore[arg-type]
+        command = messages.RunOps(call=call, ranks=(0, 1), engine="a|", first_op=1, ops=b"\x90")  # type: ignore[arg-type]
         bench.agent.handle(command, codec.encode_body(command))
     stop = messages.Interrupt(ranks=(0,), target="a-1")  # type: ignore[arg-type]
     for _ in range(2):
         bench.agent.handle(stop, codec.encode_body(stop))
-    assert [(queued.call, queued.stopped) for queued in bench.links[0].queue] == [("a-1", True), ("a-2", False)]
+    assert [(queued.call, queued.is_cancelled) for queued in bench.links[0].queue] == [("a-1", True), ("a-2", False)]
     told = msgspec.msgpack.decode(bench.links[0].queue[0].body)
-    assert (told["call"], told["stopped"]) == ("a-1", True)
-    assert not any(queued.stopped for queued in bench.links[1].queue)
+    assert (told["call"], told["is_cancelled"]) == ("a-1", True)
+    assert not any(queued.is_cancelled for queued in bench.links[1].queue)

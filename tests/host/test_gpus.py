@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from meshbook.host.gpus import GpuSampler, GpuSeen, Nvml, count_gpus, num_visible
+from meshbook.host.gpus import GpuSample, GpuSampler, Nvml, count_gpus, num_visible
 
 UUID = "8f1c2f4e-0000-1111-2222-333344445555"
 
@@ -42,25 +42,25 @@ class FakeLibrary:
 def test_a_gpu_is_found_by_its_uuid_once_and_asked_each_time() -> None:
     library = FakeLibrary()
     nvml = Nvml(library)
-    assert [nvml.look(UUID) for _ in range(2)] == [GpuSeen(3 << 30, 80 << 30, 93.0)] * 2
+    assert [nvml.sample(UUID) for _ in range(2)] == [GpuSample(3 << 30, 80 << 30, 93.0)] * 2
     assert library.asked == [f"GPU-{UUID}"]
 
 
 def test_what_the_driver_does_not_say_is_none() -> None:
-    assert Nvml(FakeLibrary(tells_utilization=False)).look(UUID) == GpuSeen(3 << 30, 80 << 30, None)
-    assert Nvml(FakeLibrary()).look("MIG-other") is None
+    assert Nvml(FakeLibrary(tells_utilization=False)).sample(UUID) == GpuSample(3 << 30, 80 << 30, None)
+    assert Nvml(FakeLibrary()).sample("MIG-other") is None
 
 
 def test_a_sampler_sees_what_is_wanted_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Nvml, "load", lambda: Nvml(FakeLibrary()))
     sampler = GpuSampler()
-    assert sampler.seen(UUID) is None
-    sampler.want(UUID)
+    assert sampler.last_sample(UUID) is None
+    sampler.add(UUID)
     for _ in range(3000):
-        if sampler.seen(UUID) is not None:
+        if sampler.last_sample(UUID) is not None:
             break
         threading.Event().wait(0.01)
-    assert sampler.seen(UUID) == GpuSeen(3 << 30, 80 << 30, 93.0)
+    assert sampler.last_sample(UUID) == GpuSample(3 << 30, 80 << 30, 93.0)
     sampler.close()
     assert sampler._thread is not None
     sampler._thread.join(30)
@@ -70,10 +70,10 @@ def test_a_sampler_sees_what_is_wanted_and_ends(monkeypatch: pytest.MonkeyPatch)
 def test_without_a_driver_there_is_nothing_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Nvml, "load", lambda: None)
     sampler = GpuSampler()
-    sampler.want(UUID)
+    sampler.add(UUID)
     assert sampler._thread is not None
     sampler._thread.join(30)
-    assert (sampler._thread.is_alive(), sampler.seen(UUID)) == (False, None)
+    assert (sampler._thread.is_alive(), sampler.last_sample(UUID)) == (False, None)
     sampler.close()
 
 
@@ -131,11 +131,11 @@ def test_on_a_gpu_torch_and_the_driver_tell_of_the_same_device() -> None:
 
     probe = GpuProbe()
     held = torch.ones(1 << 20, device="cuda:0")
-    told = probe.measure("cuda:0", moves=lambda: True)
+    told = probe.measure("cuda:0", is_progressing=lambda: True)
     assert told is not None
     assert (told.allocated_bytes or 0) >= held.nbytes
     nvml = Nvml.load()
     assert nvml is not None
-    seen = nvml.look(told.uuid)
+    seen = nvml.sample(told.uuid)
     assert seen is not None
     assert seen.used_bytes >= held.nbytes

@@ -9,31 +9,31 @@ from collections.abc import Iterator
 
 import pytest
 
-from meshbook.host import outside
+from meshbook.host import procfs
 from meshbook.wire import messages
 from meshbook.wire.messages import RankSnapshot, ThreadStack
-from tests.host.hosts import Host, host
+from tests.host.host_driver import HostDriver, running_host
 
 
 @pytest.fixture(scope="module")
-def shared_host() -> Iterator[Host]:
-    with host(3, torch=True) as made:
+def shared_host() -> Iterator[HostDriver]:
+    with running_host(3, torch=True) as made:
         yield made
 
 
 @pytest.fixture
-def ranks(shared_host: Host) -> Iterator[Host]:
+def ranks(shared_host: HostDriver) -> Iterator[HostDriver]:
     """The shared host, which must be whole and idle again after the test."""
     shared_host.reports.clear()
     yield shared_host
-    told = shared_host.look().values()
+    told = shared_host.take_snapshots().values()
     assert [(snapshot.rank, snapshot.source, snapshot.call) for snapshot in told] == [
         (rank, "inside", None) for rank in shared_host.ranks
     ]
 
 
 def main(snapshot: RankSnapshot) -> ThreadStack:
-    return next(stack for stack in snapshot.stacks if stack.main)
+    return next(stack for stack in snapshot.stacks if stack.is_main)
 
 
 def place(snapshot: RankSnapshot) -> list[tuple[str, int]]:
@@ -41,18 +41,24 @@ def place(snapshot: RankSnapshot) -> list[tuple[str, int]]:
     return [(frame.function, frame.line) for frame in main(snapshot).frames if frame.file == snapshot.file]
 
 
-def test_ranks_that_do_nothing_say_so(ranks: Host) -> None:
+def test_ranks_that_do_nothing_say_so(ranks: HostDriver) -> None:
     ranks.run("1 + 1")
-    told = ranks.look()[1]
-    assert (told.source, told.call, told.cell, told.finished, told.last_cell) == ("inside", None, None, "ok", "cell 1")
+    told = ranks.take_snapshots()[1]
+    assert (told.source, told.call, told.cell, told.last_status, told.last_cell) == (
+        "inside",
+        None,
+        None,
+        "ok",
+        "cell 1",
+    )
     assert main(told).frames == ()
-    assert told.finished_s is not None
+    assert told.finished_s_ago is not None
     assert told.problem is None
 
 
-def test_busy_ranks_show_the_cell_outermost_and_what_the_system_says(ranks: Host) -> None:
-    call = ranks.say_begun("import time\ndef f():\n    time.sleep(1000)\nf()", label="cell 7")
-    for told in ranks.look().values():
+def test_busy_ranks_show_the_cell_outermost_and_what_the_system_says(ranks: HostDriver) -> None:
+    call = ranks.start_cell_and_wait("import time\ndef f():\n    time.sleep(1000)\nf()", label="cell 7")
+    for told in ranks.take_snapshots().values():
         assert (told.source, told.call, told.cell, told.cell_line) == ("inside", call, "cell 7", 4)
         assert place(told) == [("<module>", 5), ("f", 4)]
         assert main(told).frames[0].function == "<module>"
@@ -63,49 +69,51 @@ def test_busy_ranks_show_the_cell_outermost_and_what_the_system_says(ranks: Host
         assert (main(told).state, main(told).syscall) == ("S", "clock_nanosleep")
         assert told.process.rss_bytes > 1 << 20
     ranks.interrupt(call)
-    assert ranks.look()[0].finished == "interrupted"
+    assert ranks.take_snapshots()[0].last_status == "interrupted"
 
 
-def test_a_rank_that_raised_tells_what_and_where(ranks: Host) -> None:
+def test_a_rank_that_raised_tells_what_and_where(ranks: HostDriver) -> None:
     ranks.run("def f():\n    raise ValueError('no \\udcff')\nf() if rank == 1 else None")
-    told = ranks.look()
-    assert (told[1].finished, told[1].cell_line) == ("error", 2)
-    assert (told[1].error or "").startswith("ValueError: no ")
-    assert (told[0].finished, told[0].error) == ("ok", None)
+    told = ranks.take_snapshots()
+    assert (told[1].last_status, told[1].cell_line) == ("error", 2)
+    assert (told[1].last_error or "").startswith("ValueError: no ")
+    assert (told[0].last_status, told[0].last_error) == ("ok", None)
 
 
-def test_a_stuck_collective_is_told_with_its_line_on_those_that_wait(ranks: Host) -> None:
-    call = ranks.say_begun("import time\ndist.all_reduce(torch.ones(3, 4)) if rank else time.sleep(1000)")
-    ranks.until(lambda: all(ranks.look()[rank].collectives[-1:] for rank in (1, 2)))
-    told = ranks.look()
+def test_a_stuck_collective_is_told_with_its_line_on_those_that_wait(ranks: HostDriver) -> None:
+    call = ranks.start_cell_and_wait("import time\ndist.all_reduce(torch.ones(3, 4)) if rank else time.sleep(1000)")
+    ranks.wait_until(lambda: all(ranks.take_snapshots()[rank].collectives[-1:] for rank in (1, 2)))
+    told = ranks.take_snapshots()
     for rank in (1, 2):
         seen = told[rank].collectives[-1]
         assert (seen.op, seen.group_ranks, seen.shapes, seen.dtype) == ("all_reduce", (0, 1, 2), ((3, 4),), "float32")
-        assert (seen.ended_s, seen.line.line if seen.line else None) == (None, 3)
-        assert seen.line is not None
-        assert seen.line.file == told[rank].file
-    assert all(seen.ended_s is not None for seen in told[0].collectives)
+        assert (seen.ended_s_ago, seen.frame.line if seen.frame else None) == (None, 3)
+        assert seen.frame is not None
+        assert seen.frame.file == told[rank].file
+    assert all(seen.ended_s_ago is not None for seen in told[0].collectives)
     ranks.interrupt(call)
     ranks.form_groups()
 
 
-def test_a_cell_that_awaits_is_told_where(ranks: Host) -> None:
-    call = ranks.say_begun("import asyncio\nasync def f():\n    await asyncio.sleep(1000)\nawait f()")
-    ranks.until(lambda: all(place(told) == [("<module>", 5), ("f", 4)] for told in ranks.look().values()))
+def test_a_cell_that_awaits_is_told_where(ranks: HostDriver) -> None:
+    call = ranks.start_cell_and_wait("import asyncio\nasync def f():\n    await asyncio.sleep(1000)\nawait f()")
+    ranks.wait_until(
+        lambda: all(place(told) == [("<module>", 5), ("f", 4)] for told in ranks.take_snapshots().values())
+    )
     ranks.interrupt(call)
 
 
-def test_a_rank_that_asks_for_input_says_so(ranks: Host) -> None:
-    call = ranks.begin("input('why? ') if rank == 1 else None", allow_input=True)
-    ranks.wait_for(messages.InputRequested, call)
-    assert [told.asking for told in ranks.look().values()] == [False, True, False]
-    ranks.tell(messages.ReplyInput(target=call, rank=1, text="because"))  # type: ignore[arg-type]
+def test_a_rank_that_asks_for_input_says_so(ranks: HostDriver) -> None:
+    call = ranks.start_cell("input('why? ') if rank == 1 else None", allow_input=True)
+    ranks.wait_for(messages.InputRequest, call)
+    assert [told.awaiting_input for told in ranks.take_snapshots().values()] == [False, True, False]
+    ranks.send(messages.InputReply(target=call, rank=1, text="because"))  # type: ignore[arg-type]
     ranks.wait_for(messages.CallFinished, call)
-    assert not ranks.look()[1].asking
+    assert not ranks.take_snapshots()[1].awaiting_input
 
 
-def test_a_loader_that_waits_for_a_stopped_worker_shows_the_worker(ranks: Host) -> None:
-    call = ranks.say_begun(
+def test_a_loader_that_waits_for_a_stopped_worker_shows_the_worker(ranks: HostDriver) -> None:
+    call = ranks.start_cell_and_wait(
         "import os, signal, time\n"
         "class Data(torch.utils.data.Dataset):\n"
         "    def __len__(self): return 4\n"
@@ -115,10 +123,10 @@ def test_a_loader_that_waits_for_a_stopped_worker_shows_the_worker(ranks: Host) 
     )
 
     def stopped() -> RankSnapshot | None:
-        told = ranks.look()[0]
+        told = ranks.take_snapshots()[0]
         return told if told.process is not None and "T" in [state for _, state, _ in told.process.children] else None
 
-    told = ranks.until(stopped)
+    told = ranks.wait_until(stopped)
     assert place(told)[-1] == ("<module>", 6)
     assert main(told).frames[-1].function != "<module>"  # the library's, below
     for pid, state, _ in told.process.children:
@@ -127,42 +135,46 @@ def test_a_loader_that_waits_for_a_stopped_worker_shows_the_worker(ranks: Host) 
     ranks.interrupt(call)
 
 
-def test_a_rank_that_keeps_the_gil_is_looked_at_from_outside(ranks: Host) -> None:
-    call = ranks.begin("import ctypes\nif rank == 1:\n    ctypes.PyDLL(None).sleep(3)")
-    told = ranks.until(lambda: next((look[1] for _ in "x" if (look := ranks.look())[1].source == "outside"), None))
+def test_a_rank_that_keeps_the_gil_is_looked_at_from_outside(ranks: HostDriver) -> None:
+    call = ranks.start_cell("import ctypes\nif rank == 1:\n    ctypes.PyDLL(None).sleep(3)")
+    told = ranks.wait_until(
+        lambda: next((look[1] for _ in "x" if (look := ranks.take_snapshots())[1].source == "outside"), None)
+    )
     assert place(told) == [("<module>", 3)]
     assert (main(told).has_gil, told.call, told.cell_line) == (True, call, 3)
     assert told.process is not None
     assert told.process.syscall == "clock_nanosleep"
-    assert ranks.look()[0].source == "inside"
+    assert ranks.take_snapshots()[0].source == "inside"
     ranks.wait_for(messages.CallFinished, call)
     lag = [beat.gil_lag_s for beat in _beats(ranks, 1)]
     assert max(lag) > 1.0
 
 
-def _beats(ranks: Host, rank: int) -> list[messages.Health]:
+def _beats(ranks: HostDriver, rank: int) -> list[messages.Health]:
     """What a rank has measured since the test began; waits for one more beat."""
+
     def told() -> list[messages.Health]:
         return [
             measured.health
             for report in ranks.reports
-            if isinstance(report, messages.HostBeat)
-            for measured in report.measured
+            if isinstance(report, messages.HostHeartbeat)
+            for measured in report.metrics
             if measured.rank == rank and measured.health is not None
         ]
+
     before = len(told())
-    ranks.until(lambda: len(told()) > before)
+    ranks.wait_until(lambda: len(told()) > before)
     return told()
 
 
-def test_a_stopped_rank_is_looked_at_from_outside_at_once_with_what_its_beats_told(ranks: Host) -> None:
+def test_a_stopped_rank_is_looked_at_from_outside_at_once_with_what_its_beats_told(ranks: HostDriver) -> None:
     ranks.run("dist.all_reduce(torch.ones(2))")
     _beats(ranks, 2)
-    call = ranks.say_begun("import time\ntime.sleep(1000)")
+    call = ranks.start_cell_and_wait("import time\ntime.sleep(1000)")
     os.kill(ranks.pid(2), signal.SIGSTOP)
     try:
-        ranks.until(lambda: outside.state(ranks.pid(2)) == "T")
-        told = ranks.look()
+        ranks.wait_until(lambda: procfs.process_state(ranks.pid(2)) == "T")
+        told = ranks.take_snapshots()
     finally:
         os.kill(ranks.pid(2), signal.SIGCONT)
     assert [told[rank].source for rank in ranks.ranks] == ["inside", "inside", "outside"]
@@ -175,12 +187,14 @@ def test_a_stopped_rank_is_looked_at_from_outside_at_once_with_what_its_beats_to
     ranks.interrupt(call)
 
 
-def test_without_py_spy_the_rest_is_told_and_what_is_missing(ranks: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outside, "find_py_spy", lambda: None)
+def test_without_py_spy_the_rest_is_told_and_what_is_missing(
+    ranks: HostDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(procfs, "find_py_spy", lambda: None)
     os.kill(ranks.pid(1), signal.SIGSTOP)
     try:
-        ranks.until(lambda: outside.state(ranks.pid(1)) == "T")
-        told = ranks.look()[1]
+        ranks.wait_until(lambda: procfs.process_state(ranks.pid(1)) == "T")
+        told = ranks.take_snapshots()[1]
     finally:
         os.kill(ranks.pid(1), signal.SIGCONT)
     assert (told.source, told.stacks) == ("none", ())
@@ -190,79 +204,79 @@ def test_without_py_spy_the_rest_is_told_and_what_is_missing(ranks: Host, monkey
 
 
 def test_a_process_whose_files_cannot_be_read_in_time_does_not_hold_up_the_look(
-    ranks: Host, monkeypatch: pytest.MonkeyPatch
+    ranks: HostDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of a process in an uninterruptible wait: every read in /proc waits with it."""
     go_on = threading.Event()
     read: list[bool] = []
-    monkeypatch.setattr(outside, "process", lambda pid: read.append(go_on.wait(60)))
-    told = ranks.look()
+    monkeypatch.setattr(procfs, "read_process", lambda pid: read.append(go_on.wait(60)))
+    told = ranks.take_snapshots()
     assert not read
     go_on.set()
     assert all(snapshot.source == "inside" and snapshot.process is None for snapshot in told.values())
 
 
-def test_hundreds_of_looks_at_once_are_all_answered(ranks: Host) -> None:
-    call = ranks.say_begun("while True: pass")
-    calls = [ranks.call() for _ in range(100)]
+def test_hundreds_of_looks_at_once_are_all_answered(ranks: HostDriver) -> None:
+    call = ranks.start_cell_and_wait("while True: pass")
+    calls = [ranks.new_call_id() for _ in range(100)]
     for one in calls:
-        ranks.tell(messages.TakeSnapshots(call=one, ranks=ranks.ranks))  # type: ignore[arg-type]
+        ranks.send(messages.TakeSnapshots(call=one, ranks=ranks.ranks))  # type: ignore[arg-type]
     for one in calls:
-        assert len(ranks.wait_for(messages.SnapshotsTaken, one).snapshots) == 3
+        assert len(ranks.wait_for(messages.SnapshotReply, one).snapshots) == 3
     ranks.interrupt(call)
 
 
-def test_what_was_logged_comes_with_the_hosts_beat(ranks: Host) -> None:
+def test_what_was_logged_comes_with_the_hosts_beat(ranks: HostDriver) -> None:
     ranks.run("import meshbook\nfor step in range(5): meshbook.log(loss=torch.tensor(step / 2), step=10 + step)")
 
     def told() -> list[tuple[int, float]]:
         return [
             (scalar.step, scalar.value)
             for report in ranks.reports
-            if isinstance(report, messages.HostBeat)
-            for measured in report.measured
+            if isinstance(report, messages.HostHeartbeat)
+            for measured in report.metrics
             if measured.rank == 0
             for scalar in measured.scalars
         ]
 
-    ranks.until(lambda: len(told()) >= 5)
+    ranks.wait_until(lambda: len(told()) >= 5)
     assert told() == [(10, 0.0), (11, 0.5), (12, 1.0), (13, 1.5), (14, 2.0)]
 
 
 def test_how_ranks_ended_is_told_also_when_they_die_while_they_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     kills = [3]
-    monkeypatch.setattr(outside, "oom_kills", lambda: kills[0])
-    with host(4) as own:
-        call = own.say_begun("import time\ntime.sleep(1000)")
+    monkeypatch.setattr(procfs, "num_oom_kills", lambda: kills[0])
+    with running_host(4) as own:
+        call = own.start_cell_and_wait("import time\ntime.sleep(1000)")
         for rank in (1, 2):
             os.kill(own.pid(rank), signal.SIGSTOP)
-        own.until(lambda: all(outside.state(own.pid(rank)) == "T" for rank in (1, 2)))
-        asked = own.call()
-        own.tell(messages.TakeSnapshots(call=asked, ranks=own.ranks))  # type: ignore[arg-type]
+        own.wait_until(lambda: all(procfs.process_state(own.pid(rank)) == "T" for rank in (1, 2)))
+        asked = own.new_call_id()
+        own.send(messages.TakeSnapshots(call=asked, ranks=own.ranks))  # type: ignore[arg-type]
         for rank in (1, 2):
             os.kill(own.pid(rank), signal.SIGKILL)
-        taken = own.wait_for(messages.SnapshotsTaken, asked).snapshots
+        taken = own.wait_for(messages.SnapshotReply, asked).snapshots
         assert (taken[0].source, taken[3].source) == ("inside", "inside")
         for told in taken[1:3]:  # as it was, or as it ended: whichever was seen first
             assert told.source == "outside" or told.exited is not None or "ended" in (told.problem or "")
-        own.until(lambda: own.agent._links[1].dead and own.agent._links[2].dead)
-        told = own.look()[2]
+        own.wait_until(lambda: own.agent._ranks[1].exit_reason and own.agent._ranks[2].exit_reason)
+        told = own.take_snapshots()[2]
         assert told.exited is not None
         assert (told.exited.signal, told.exited.oom_killed, told.source) == (signal.SIGKILL, False, "none")
         assert told.problem == "its process is gone"
 
         kills[0] = 4  # as the kernel counts when it is out of memory
         os.kill(own.pid(3), signal.SIGKILL)
-        own.until(lambda: own.agent._links[3].dead)
-        told = own.look()[3]
+        own.wait_until(lambda: own.agent._ranks[3].exit_reason)
+        told = own.take_snapshots()[3]
         assert told.exited is not None
         assert told.process is not None
         assert (told.exited.oom_killed, told.process.oom_killed) == (True, True)
-        lost = own.agent._links[3].dead
+        lost = own.agent._ranks[3].exit_reason
         assert lost == "was killed by SIGKILL because the host ran out of memory"
 
-        own.tell(messages.KillRanks(call=own.call(), ranks=(0,), signal=9))  # type: ignore[arg-type]
+        own.send(messages.KillRanks(call=own.new_call_id(), ranks=(0,), signal=9))  # type: ignore[arg-type]
         own.wait_for(messages.CallFinished, call)
-        told = own.look()[0]
+        told = own.take_snapshots()[0]
         assert told.exited is not None
         assert not told.exited.oom_killed  # that one was asked for

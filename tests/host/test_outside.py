@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from meshbook.host import outside
-from meshbook.wire.messages import Process
+from meshbook.host import procfs
+from meshbook.wire.messages import ProcessStatus
 
 Start = Callable[..., int]
 
@@ -37,11 +37,11 @@ def start() -> Iterator[Start]:
         process.stdin.close()
 
 
-def when(pid: int, true: Callable[[Process], object]) -> Process:
+def when(pid: int, true: Callable[[ProcessStatus], object]) -> ProcessStatus:
     """What the system says of a process once that is so."""
     deadline = time.monotonic() + 30
     while True:
-        told = outside.process(pid)
+        told = procfs.read_process(pid)
         assert told is not None
         if true(told):
             return told
@@ -50,7 +50,7 @@ def when(pid: int, true: Callable[[Process], object]) -> Process:
 
 def test_a_read_of_a_pipe_is_told(start: Start) -> None:
     told = when(start("import os; os.read(0, 1)"), lambda told: (told.syscall, told.state) == ("read", "S"))
-    assert told.target == "pipe"
+    assert told.syscall_target == "pipe"
     assert told.rss_bytes > 1 << 20
 
 
@@ -58,27 +58,27 @@ def test_a_socket_is_told_by_its_other_end_also_where_python_polls_it(start: Sta
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         source = f"import socket\ns = socket.create_connection(('127.0.0.1', {port}), timeout={{}})\ns.recv(1)"
-        polls = when(start(source.format("30")), lambda told: told.syscall == "poll" and told.target)
-        assert polls.target == f"socket 127.0.0.1:{port}"
+        polls = when(start(source.format("30")), lambda told: told.syscall == "poll" and told.syscall_target)
+        assert polls.syscall_target == f"socket 127.0.0.1:{port}"
         waits = when(start(source.format("None")), lambda told: told.syscall == "recvfrom")
-        assert waits.target == f"socket 127.0.0.1:{port}"
+        assert waits.syscall_target == f"socket 127.0.0.1:{port}"
         source = "import socket; socket.create_server(('127.0.0.1', 0)).accept()"
         listens = when(start(source), lambda told: told.syscall == "accept4")
-        assert listens.target is not None
-        assert listens.target.startswith("socket listening on 127.0.0.1:")
+        assert listens.syscall_target is not None
+        assert listens.syscall_target.startswith("socket listening on 127.0.0.1:")
 
 
 def test_a_locked_file_and_one_that_does_not_open_are_told_by_path(start: Start, tmp_path: Path) -> None:
     fifo, locked = tmp_path / "fifo", tmp_path / "locked"
     os.mkfifo(fifo)
-    opens = when(start(f"open({str(fifo)!r})"), lambda told: told.target == str(fifo))
+    opens = when(start(f"open({str(fifo)!r})"), lambda told: told.syscall_target == str(fifo))
     assert opens.syscall == "openat"
     import fcntl
 
     with locked.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         source = f"import fcntl; fcntl.flock(open({str(locked)!r}), fcntl.LOCK_EX)"
-        assert when(start(source), lambda told: told.syscall == "flock").target == str(locked)
+        assert when(start(source), lambda told: told.syscall == "flock").syscall_target == str(locked)
 
 
 def test_children_are_told_with_their_states_and_who_is_waited_for(start: Start) -> None:
@@ -86,7 +86,7 @@ def test_children_are_told_with_their_states_and_who_is_waited_for(start: Start)
     sleeps = ("S", "sleep 100")  # once it has come to it
     told = when(start(source), lambda told: told.syscall == "wait4" and sleeps in [one[1:] for one in told.children])
     pid = told.children[0][0]
-    assert told.target == f"process {pid}: sleep 100"
+    assert told.syscall_target == f"process {pid}: sleep 100"
     os.kill(pid, signal.SIGSTOP)
     when(pid, lambda told: told.state == "T")
     os.kill(pid, signal.SIGKILL)
@@ -111,17 +111,17 @@ def test_of_many_children_some_are_told(start: Start) -> None:
 def test_a_process_that_is_gone_is_none() -> None:
     process = subprocess.Popen(["true"])
     process.wait(30)
-    assert outside.process(process.pid) is None
-    assert outside.state(process.pid) == ""
-    assert outside.threads(process.pid) == {}
-    stacks, problem = outside.python_stacks(process.pid, 2.0)
+    assert procfs.read_process(process.pid) is None
+    assert procfs.process_state(process.pid) == ""
+    assert procfs.read_threads(process.pid) == {}
+    stacks, problem = procfs.dump_python_stacks(process.pid, 2.0)
     assert (stacks, problem) == ((), "it ended while its stacks were read")
 
 
 def test_a_process_without_python_has_no_stack_and_py_spys_reason_is_given() -> None:
     process = subprocess.Popen(["sleep", "100"])
     try:
-        stacks, problem = outside.python_stacks(process.pid, 4.0)
+        stacks, problem = procfs.dump_python_stacks(process.pid, 4.0)
     finally:
         process.kill()
         process.wait(30)
@@ -131,8 +131,8 @@ def test_a_process_without_python_has_no_stack_and_py_spys_reason_is_given() -> 
 
 
 def test_without_py_spy_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outside, "find_py_spy", lambda: None)
-    stacks, problem = outside.python_stacks(os.getpid(), 2.0)
+    monkeypatch.setattr(procfs, "find_py_spy", lambda: None)
+    stacks, problem = procfs.dump_python_stacks(os.getpid(), 2.0)
     assert stacks == ()
     assert problem is not None
     assert "pip install py-spy" in problem
@@ -142,26 +142,26 @@ def test_a_py_spy_that_hangs_is_given_up_and_killed(monkeypatch: pytest.MonkeyPa
     program = tmp_path / "py-spy"
     program.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 100\n")
     program.chmod(0o755)
-    monkeypatch.setattr(outside, "find_py_spy", lambda: str(program))
-    stacks, problem = outside.python_stacks(os.getpid(), 0.6)
+    monkeypatch.setattr(procfs, "find_py_spy", lambda: str(program))
+    stacks, problem = procfs.dump_python_stacks(os.getpid(), 0.6)
     assert (stacks, problem) == ((), "its Python stack could not be read from outside: py-spy took more than 0.6 s")
     with contextlib.suppress(FileNotFoundError):
-        assert outside.state(int((tmp_path / "pid").read_text())) == ""
+        assert procfs.process_state(int((tmp_path / "pid").read_text())) == ""
 
 
 def test_a_refusal_says_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
     said = "Error: Permission Denied: Try running again with elevated permissions\n\nCaused by:\n not permitted"
     files = {"/proc/sys/kernel/yama/ptrace_scope": b"1\n"}
-    monkeypatch.setattr(outside, "_read", lambda path: files.get(path, b""))
-    assert "sudo sysctl kernel.yama.ptrace_scope=0" in outside.explain(said, alive=True)
+    monkeypatch.setattr(procfs, "_read", lambda path: files.get(path, b""))
+    assert "sudo sysctl kernel.yama.ptrace_scope=0" in procfs.explain_py_spy_error(said, alive=True)
     files.clear()
-    told = outside.explain(said, alive=True)
+    told = procfs.explain_py_spy_error(said, alive=True)
     assert "CAP_SYS_PTRACE" in told
     assert "docker run --cap-add=SYS_PTRACE" in told
 
 
 def test_py_spy_is_found_beside_this_interpreter() -> None:
-    found = outside.find_py_spy()
+    found = procfs.find_py_spy()
     assert found is not None
     assert os.access(found, os.X_OK)
 
@@ -172,13 +172,13 @@ def test_kills_for_memory_are_counted_over_all_places_that_tell(monkeypatch: pyt
         "/proc/vmstat": b"pgfault 3\noom_kill 2\n",
         "/sys/fs/cgroup/pod/a/memory.events": b"max 0\noom 1\noom_kill 1\noom_group_kill 0\n",
     }
-    monkeypatch.setattr(outside, "_read", lambda path: files.get(path, b""))
-    assert outside.oom_kills() == 3
+    monkeypatch.setattr(procfs, "_read", lambda path: files.get(path, b""))
+    assert procfs.num_oom_kills() == 3
     files.clear()
-    assert outside.oom_kills() == 0
+    assert procfs.num_oom_kills() == 0
 
 
 def test_addresses_are_written_as_people_do() -> None:
-    assert outside._address(b"0100007F:1F90") == "127.0.0.1:8080"
-    assert outside._address(b"00000000000000000000000001000000:0050") == "[::1]:80"
-    assert outside._address(b"0000000000000000FFFF00000100007F:0050") == "127.0.0.1:80"
+    assert procfs._parse_address(b"0100007F:1F90") == "127.0.0.1:8080"
+    assert procfs._parse_address(b"00000000000000000000000001000000:0050") == "[::1]:80"
+    assert procfs._parse_address(b"0000000000000000FFFF00000100007F:0050") == "127.0.0.1:80"

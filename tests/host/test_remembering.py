@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from meshbook.host.looking import Looker, Subject
+from meshbook.host.snapshots import SnapshotCollector, SnapshotTarget
 from meshbook.wire import messages
 from meshbook.wire.loop import Loop
-from meshbook.wire.messages import CollectiveSeen, Health, Measured, RankSnapshot, Scalar
+from meshbook.wire.messages import CollectiveInfo, Health, RankMetrics, RankSnapshot, Scalar
 
 
 class Clock:
@@ -29,13 +29,13 @@ class Remembering:
 
     def __init__(self) -> None:
         self.clock = Clock()
-        self.reported: list[messages.SnapshotsTaken] = []
-        self.looker = Looker(Loop(self.clock), "here", lambda rank, body: None, self.reported.append)
+        self.reported: list[messages.SnapshotReply] = []
+        self.looker = SnapshotCollector(Loop(self.clock), "here", lambda rank, body: None, self.reported.append)
 
     def of_dead(self, rank: int = 0, num_collectives: int = 64) -> RankSnapshot:
         """A snapshot of a rank whose process is gone: it has what was remembered, and nothing else."""
         command = messages.TakeSnapshots(call="a-1", ranks=(rank,), num_collectives=num_collectives)  # type: ignore[arg-type]
-        self.looker.look(command, b"", [Subject(rank=rank, pid=1, beat_age_s=None, dead=True)])
+        self.looker.collect(command, b"", [SnapshotTarget(rank=rank, pid=1, beat_age_s=None, is_dead=True)])
         return self.reported[-1].snapshots[0]
 
 
@@ -47,68 +47,68 @@ def host() -> Iterator[Remembering]:
 
 
 def collective(
-    seq: int, began_s: float, ended_s: float | None, op: str = "all_reduce", epoch: int = 1
-) -> CollectiveSeen:
+    seq: int, began_s_ago: float, ended_s_ago: float | None, op: str = "all_reduce", generation: int = 1
+) -> CollectiveInfo:
     ranks = (0, 1)
-    return CollectiveSeen(op, "0", ranks, seq, epoch=epoch, began_s=began_s, ended_s=ended_s)  # type: ignore[arg-type]
+    return CollectiveInfo(op, "0", ranks, seq, generation=generation, began_s_ago=began_s_ago, ended_s_ago=ended_s_ago)  # type: ignore[arg-type]
 
 
 def test_two_beats_between_two_of_the_hosts_are_told_as_one(host: Remembering) -> None:
-    open_, ended = collective(1, began_s=0.5, ended_s=None), collective(1, began_s=1.5, ended_s=0.25)
+    open_, ended = collective(1, began_s_ago=0.5, ended_s_ago=None), collective(1, began_s_ago=1.5, ended_s_ago=0.25)
     first, second = Scalar("x", 0, 1.0, 0.5), Scalar("x", 1, 2.0, 0.125)
-    host.looker.measured(Measured(0, health=Health(gil_lag_s=2.0), scalars=(first,), collectives=(open_,)))
+    host.looker.add_metrics(RankMetrics(0, health=Health(gil_lag_s=2.0), scalars=(first,), collectives=(open_,)))
     host.clock.now += 1.0
-    health = Health(gil_lag_s=0.5, steps=9)
-    host.looker.measured(Measured(0, health=health, scalars=(second,), num_dropped=3, collectives=(ended,)))
+    health = Health(gil_lag_s=0.5, num_steps=9)
+    host.looker.add_metrics(RankMetrics(0, health=health, scalars=(second,), num_dropped=3, collectives=(ended,)))
     host.clock.now += 0.25
-    (told,) = host.looker.take_measured()
+    (told,) = host.looker.drain_metrics()
     assert [(scalar.step, scalar.age_s) for scalar in told.scalars] == [(0, 1.5), (1, 0.125)]
     assert told.collectives == (ended,)
-    assert told.health == Health(gil_lag_s=2.0, steps=9)
+    assert told.health == Health(gil_lag_s=2.0, num_steps=9)
     assert (told.age_s, told.num_dropped) == (0.25, 3)
-    assert host.looker.take_measured() == ()
+    assert host.looker.drain_metrics() == ()
 
 
 def test_collectives_are_remembered_with_their_times_as_of_now(host: Remembering) -> None:
-    told = collective(1, began_s=3.0, ended_s=1.0), collective(2, began_s=0.5, ended_s=None)
-    host.looker.measured(Measured(0, collectives=told))
+    told = collective(1, began_s_ago=3.0, ended_s_ago=1.0), collective(2, began_s_ago=0.5, ended_s_ago=None)
+    host.looker.add_metrics(RankMetrics(0, collectives=told))
     host.clock.now += 10.0
     kept = host.of_dead().collectives
-    assert [(seen.seq, seen.began_s, seen.ended_s) for seen in kept] == [(1, 13.0, 11.0), (2, 10.5, None)]
+    assert [(seen.seq, seen.began_s_ago, seen.ended_s_ago) for seen in kept] == [(1, 13.0, 11.0), (2, 10.5, None)]
 
 
 def test_of_many_the_last_are_remembered_and_those_that_are_open(host: Remembering) -> None:
-    told = [collective(seq, began_s=1.0, ended_s=None if seq == 7 else 0.5) for seq in range(1000)]
-    host.looker.measured(Measured(0, collectives=tuple(told)))
+    told = [collective(seq, began_s_ago=1.0, ended_s_ago=None if seq == 7 else 0.5) for seq in range(1000)]
+    host.looker.add_metrics(RankMetrics(0, collectives=tuple(told)))
     assert [seen.seq for seen in host.of_dead().collectives] == [7, *range(937, 1000)]
     assert [seen.seq for seen in host.of_dead(num_collectives=2).collectives] == [7, 998, 999]
 
 
 def test_sends_and_later_connections_with_the_same_number_are_others(host: Remembering) -> None:
-    same = {"began_s": 1.0, "ended_s": 0.5}
-    told = (collective(1, **same), collective(1, op="send", **same), collective(1, epoch=2, **same))  # type: ignore[arg-type]
-    host.looker.measured(Measured(0, collectives=told))
+    same = {"began_s_ago": 1.0, "ended_s_ago": 0.5}
+    told = (collective(1, **same), collective(1, op="send", **same), collective(1, generation=2, **same))  # type: ignore[arg-type]
+    host.looker.add_metrics(RankMetrics(0, collectives=told))
     assert len(host.of_dead().collectives) == 3
 
 
 def test_a_new_process_of_a_rank_has_no_past(host: Remembering) -> None:
-    told = collective(1, began_s=1.0, ended_s=None)
-    host.looker.measured(Measured(0, health=Health(num_collectives=5), collectives=(told,)))
+    told = collective(1, began_s_ago=1.0, ended_s_ago=None)
+    host.looker.add_metrics(RankMetrics(0, health=Health(num_collectives=5), collectives=(told,)))
     assert host.of_dead().num_collectives == 5
-    host.looker.started(0)
+    host.looker.rank_started(0)
     fresh = host.of_dead()
     assert (fresh.collectives, fresh.num_collectives, fresh.health) == ((), 0, None)
 
 
 def test_a_host_that_cannot_send_does_not_gather_without_end(host: Remembering) -> None:
-    beat = Measured(
+    beat = RankMetrics(
         0,
         scalars=tuple(Scalar("x", step, 1.0, 0.0) for step in range(4096)),
-        collectives=tuple(collective(seq, began_s=1.0, ended_s=0.5) for seq in range(64)),
+        collectives=tuple(collective(seq, began_s_ago=1.0, ended_s_ago=0.5) for seq in range(64)),
     )
     for number in range(20):
-        numbered = tuple(msgspec.structs.replace(seen, epoch=number) for seen in beat.collectives)
-        host.looker.measured(msgspec.structs.replace(beat, collectives=numbered))
-    (told,) = host.looker.take_measured()
+        numbered = tuple(msgspec.structs.replace(seen, generation=number) for seen in beat.collectives)
+        host.looker.add_metrics(msgspec.structs.replace(beat, collectives=numbered))
+    (told,) = host.looker.drain_metrics()
     assert (len(told.scalars), len(told.collectives)) == (8192, 512)
     assert len(told.scalars) + told.num_dropped == 20 * 4096

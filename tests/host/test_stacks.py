@@ -18,10 +18,10 @@ CELL = "<ipython-input-3-abc>"
 
 def stack(*frames: tuple[str, str], main: bool = True, num_cut: int = 0, cut_at: int = 0) -> ThreadStack:
     told = tuple(Frame(file, line, function) for line, (file, function) in enumerate(frames, 1))
-    return ThreadStack("MainThread", told, main=main, num_cut=num_cut, cut_at=cut_at)
+    return ThreadStack("MainThread", told, is_main=main, num_truncated=num_cut, truncated_at=cut_at)
 
 
-PLUMBING = (("<frozen runpy>", "_run"), (f"{OWN}/rank/main.py", "be_rank"), (f"{OWN}/rank/shell.py", "run"))
+PLUMBING = (("<frozen runpy>", "_run"), (f"{OWN}/rank/main.py", "run_rank"), (f"{OWN}/rank/shell.py", "run"))
 
 
 def functions(told: ThreadStack) -> list[str]:
@@ -30,31 +30,31 @@ def functions(told: ThreadStack) -> list[str]:
 
 def test_the_cells_frame_is_outermost() -> None:
     whole = stack(*PLUMBING, ("/x/IPython/core/magic.py", "time"), (CELL, "<module>"), ("/lib/torch/a.py", "b"))
-    assert functions(stacks.users_part(whole, CELL)) == ["<module>", "b"]
+    assert functions(stacks.trim_to_user_frames(whole, CELL)) == ["<module>", "b"]
 
 
 def test_without_a_cell_it_begins_below_meshbooks_own() -> None:
-    whole = stack(*PLUMBING, ("/home/me/train.py", "step"), (f"{OWN}/rank/watched.py", "collective"))
-    assert functions(stacks.users_part(whole, None)) == ["step", "collective"]
-    assert functions(stacks.users_part(whole, "another file")) == ["step", "collective"]
+    whole = stack(*PLUMBING, ("/home/me/train.py", "step"), (f"{OWN}/rank/process_group.py", "collective"))
+    assert functions(stacks.trim_to_user_frames(whole, None)) == ["step", "collective"]
+    assert functions(stacks.trim_to_user_frames(whole, "another file")) == ["step", "collective"]
 
 
 def test_the_event_loop_of_an_awaiting_cell_is_plumbing_and_one_of_the_users_is_not() -> None:
     whole = stack(*PLUMBING, (asyncio.base_events.__file__, "run_forever"), (CELL, "<module>"))
-    assert functions(stacks.users_part(whole, None)) == ["<module>"]
+    assert functions(stacks.trim_to_user_frames(whole, None)) == ["<module>"]
     own_loop = stack(*PLUMBING, (CELL, "<module>"), (asyncio.base_events.__file__, "run_forever"))
-    assert functions(stacks.users_part(own_loop, None)) == ["<module>", "run_forever"]
+    assert functions(stacks.trim_to_user_frames(own_loop, None)) == ["<module>", "run_forever"]
 
 
 def test_other_threads_are_left_as_they_are() -> None:
     whole = stack(*PLUMBING, ("/home/me/train.py", "load"), main=False)
-    assert stacks.users_part(whole, None) == whole
+    assert stacks.trim_to_user_frames(whole, None) == whole
 
 
 def test_the_gap_of_a_deep_stack_stays_where_it_is() -> None:
     whole = stack(*PLUMBING, (CELL, "fall"), (CELL, "fall"), num_cut=900, cut_at=4)
-    told = stacks.users_part(whole, CELL)
-    assert (functions(told), told.num_cut, told.cut_at) == (["fall", "fall"], 900, 1)
+    told = stacks.trim_to_user_frames(whole, CELL)
+    assert (functions(told), told.num_truncated, told.truncated_at) == (["fall", "fall"], 900, 1)
 
 
 def spied(frames: int = 1, **thread: object) -> bytes:
@@ -66,9 +66,9 @@ def spied(frames: int = 1, **thread: object) -> bytes:
 
 
 def test_py_spys_stacks_are_turned_round_and_named_as_ranks_name_them() -> None:
-    (told,) = stacks.read_py_spy(spied(3))
+    (told,) = stacks.parse_py_spy(spied(3))
     assert functions(told) == ["f0", "f1", "f2"]
-    assert (told.main, told.has_gil, told.active, told.native_id) == (True, True, True, 7)
+    assert (told.is_main, told.has_gil, told.is_active, told.native_id) == (True, True, True, 7)
 
 
 def test_py_spys_main_thread_comes_first_and_meshbooks_own_are_left_out() -> None:
@@ -77,16 +77,16 @@ def test_py_spys_main_thread_comes_first_and_meshbooks_own_are_left_out() -> Non
         *json.loads(spied(os_thread_id=9, thread_name="meshbook-service")),
         *json.loads(spied()),
     ]
-    assert [told.name for told in stacks.read_py_spy(json.dumps(threads).encode())] == ["MainThread", "loader"]
+    assert [told.name for told in stacks.parse_py_spy(json.dumps(threads).encode())] == ["MainThread", "loader"]
 
 
 def test_a_deep_stack_of_py_spys_is_cut_in_the_middle() -> None:
-    (told,) = stacks.read_py_spy(spied(1000))
-    assert (len(told.frames), told.num_cut, told.cut_at) == (200, 800, 100)
+    (told,) = stacks.parse_py_spy(spied(1000))
+    assert (len(told.frames), told.num_truncated, told.truncated_at) == (200, 800, 100)
     assert (told.frames[0].function, told.frames[-1].function) == ("f0", "f999")
 
 
 @pytest.mark.parametrize("output", [b"", b"{}x", b"3", b'[{"frames": 3}]', b'[{"frames": [{}]}]', b"\xff"])
 def test_what_is_no_stack_is_a_value_error(output: bytes) -> None:
     with pytest.raises(ValueError, match="py-spy's output cannot be read"):
-        stacks.read_py_spy(output)
+        stacks.parse_py_spy(output)

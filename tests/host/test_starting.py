@@ -12,26 +12,29 @@ import pytest
 import zmq
 
 from meshbook.host import starter as starters
-from meshbook.host.agent import HostAgent, _tail, unread_bytes
-from meshbook.host.starter import Child, ForkStarter, FreshStarter, make_pipe
-from meshbook.wire import birth, messages
+from meshbook.host.agent import HostAgent, _read_tail, num_unread_bytes
+from meshbook.host.starter import ForkStarter, FreshStarter, RankProcess, make_pipe
+from meshbook.wire import messages, spawn
 from meshbook.wire.loop import Loop
-from tests.host.hosts import host
+from tests.host.host_driver import running_host
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_ranks_that_end_with_their_fork_server_say_so(number: signal.Signals) -> None:
-    with host(2) as started:
+    with running_host(2) as started:
         server = started.agent._starter
         assert isinstance(server, ForkStarter)
         assert server._process is not None
-        call = started.say_begun("import time\ntime.sleep(1000)")
+        call = started.start_cell_and_wait("import time\ntime.sleep(1000)")
         server._process.send_signal(number)
         finished = started.wait_for(messages.CallFinished, call)
         exited = [report for report in started.reports if isinstance(report, messages.RankExited)]
         how = f"ended with the fork server that it was forked from, which was killed by {number.name}"
-        assert [(report.rank, report.signal, report.how) for report in exited] == [(0, None, how), (1, None, how)]
-        assert {part.outcome.status for part in finished.parts} == {"lost"}
+        assert [(report.rank, report.signal, report.description) for report in exited] == [
+            (0, None, how),
+            (1, None, how),
+        ]
+        assert {part.outcome.status for part in finished.outcomes} == {"lost"}
 
 
 _THREAD_AT_IMPORT = """
@@ -46,24 +49,24 @@ def test_a_fork_server_whose_imports_have_started_a_thread_forks_nothing_and_the
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(_THREAD_AT_IMPORT)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
-    with host(2) as started:
+    with running_host(2) as started:
         assert isinstance(started.agent._starter, FreshStarter)
-        call = started.begin("rank")
+        call = started.start_cell("rank")
         finished = started.wait_for(messages.CallFinished, call)
         said = [report.items for report in started.reports if isinstance(report, messages.CallOutput)]
         notices = [item.item for items in (*said, finished.items) for item in items if hasattr(item, "item")]
         (text,) = {item.text for item in notices if isinstance(item, messages.Notice)}
         assert text.startswith("ranks are not forked but started in fresh interpreters, which is slower: its imports")
-        assert [part.outcome.status for part in finished.parts] == ["ok"] * len(finished.parts)
+        assert [part.outcome.status for part in finished.outcomes] == ["ok"] * len(finished.outcomes)
 
 
 def test_a_rank_is_told_more_than_a_packet_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     made = messages.MeshSpec
     large = {"LARGE": "x" * 120_000, "ALSO_LARGE": "y" * 120_000}
     monkeypatch.setattr(messages, "MeshSpec", lambda **known: made(**known, env=large))
-    with host(1) as started:
+    with running_host(1) as started:
         finished = started.run("import os\nlen(os.environ['LARGE'] + os.environ['ALSO_LARGE'])")
-        value = finished.parts[0].outcome.value
+        value = finished.outcomes[0].outcome.value
         assert value is not None
         assert value.preview.text == "240000"
 
@@ -73,26 +76,26 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ForkStarter, socke
     """A starter, the other end of its socket, and what it has told of failures."""
     failures: list[str] = []
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    monkeypatch.setattr(starters, "_branch_of", lambda source, listen: mine)
+    monkeypatch.setattr(starters, "_connect_branch", lambda source, listen: mine)
     starter = ForkStarter(
         Loop(),
         lambda pid, status: None,
-        on_end=failures.append,
+        on_server_exit=failures.append,
         on_failure=failures.append,
-        on_unfit=lambda reason, asked: None,
+        on_fork_unsafe=lambda reason, asked: None,
         with_torch=False,
-        listen="",
-        source="a fake",
+        listen_path="",
+        branch_from="a fake",
     )
     yield starter, theirs, failures
-    for asked in starter._asked:
-        asked.failed("the test is over")
+    for asked in starter._pending:
+        asked.on_failed("the test is over")
     theirs.close()
     starter.close()
 
 
-def _told(num_bytes: int = 0) -> birth.RankBirth:
-    return birth.RankBirth(
+def _told(num_bytes: int = 0) -> spawn.RankConfig:
+    return spawn.RankConfig(
         rank=0,
         local_rank=0,
         local_world_size=1,
@@ -116,11 +119,11 @@ def test_asking_a_fork_server_that_takes_nothing_does_not_wait(
     heard = 0
     while heard < 20:
         try:
-            data, descriptors, _, _ = socket.recv_fds(theirs, birth.MAX_BIRTH_BYTES, 6)
+            data, descriptors, _, _ = socket.recv_fds(theirs, spawn.RECEIVE_BYTES, 6)
         except BlockingIOError:
-            starter._loop.turn(1.0)
+            starter._loop.run_once(1.0)
             continue
-        assert isinstance(birth.fork_commands.decode(data), birth.ForkRank)
+        assert isinstance(spawn.fork_commands.decode(data), spawn.ForkRank)
         for descriptor in descriptors:
             os.close(descriptor)
         heard += 1
@@ -131,33 +134,29 @@ def test_a_rank_that_the_system_has_no_room_for_is_said_and_the_next_is_started(
     beside: tuple[ForkStarter, socket.socket, list[str]],
 ) -> None:
     starter, theirs, failures = beside
-    children: list[Child] = []
+    children: list[RankProcess] = []
     for _ in range(2):
         starter.start_rank(_told(), children.append)
-    for report in (birth.NotForked("no more processes"), birth.Forked(4711)):
-        theirs.send(birth.encoder.encode(report))
-    starter._loop.turn(30.0)
+    for report in (spawn.ForkFailed("no more processes"), spawn.Forked(4711)):
+        theirs.send(spawn.encoder.encode(report))
+    starter._loop.run_once(30.0)
     assert failures == ["rank 0 could not be started: no more processes"]
     assert [child.pid for child in children] == [4711]
     children[0].close()
 
 
 def test_a_dead_ranks_pipe_that_another_process_fills_is_read_once() -> None:
-    with host(1) as started:
-        source = (
-            "import subprocess, os\n"
-            "subprocess.Popen(['yes'], start_new_session=True)\n"
-            "os.kill(os.getpid(), 9)"
-        )
+    with running_host(1) as started:
+        source = "import subprocess, os\nsubprocess.Popen(['yes'], start_new_session=True)\nos.kill(os.getpid(), 9)"
         finished = started.run(source)
-        assert finished.parts[0].outcome.status == "lost"
+        assert finished.outcomes[0].outcome.status == "lost"
 
 
 def test_what_lies_in_a_pipe_is_counted() -> None:
     read, write = make_pipe()
-    assert unread_bytes(read) == 0
+    assert num_unread_bytes(read) == 0
     os.write(write, b"12345")
-    assert unread_bytes(read) == 5
+    assert num_unread_bytes(read) == 5
     os.close(write)
     os.close(read)
 
@@ -165,9 +164,9 @@ def test_what_lies_in_a_pipe_is_counted() -> None:
 def test_of_a_long_log_only_the_end_is_read(tmp_path: Path) -> None:
     path = tmp_path / "supervisor.log"
     path.write_text("x" * 100_000 + "\nthe last line\n")
-    assert len(_tail(path)) <= 8 << 10
-    assert _tail(path).endswith("\nthe last line\n")
-    assert _tail(tmp_path / "none") == ""
+    assert len(_read_tail(path)) <= 8 << 10
+    assert _read_tail(path).endswith("\nthe last line\n")
+    assert _read_tail(tmp_path / "none") == ""
 
 
 def test_a_rank_that_goes_on_reporting_does_not_hold_up_the_news_of_anothers_end(
@@ -175,12 +174,12 @@ def test_a_rank_that_goes_on_reporting_does_not_hold_up_the_news_of_anothers_end
 ) -> None:
     with zmq.Context() as context:
         agent = HostAgent(Loop(), context, tmp_path, "token", 0, lambda report: None)
-        agent._links = {0: None, 1: None}  # type: ignore[dict-item]
+        agent._ranks = {0: None, 1: None}  # type: ignore[dict-item]
         heard: list[object] = []
-        monkeypatch.setattr(agent, "_hear", lambda socket, frames: heard.append(frames) or 1 / 0)
+        monkeypatch.setattr(agent, "_on_message", lambda socket, frames: heard.append(frames) or 1 / 0)
         for socket in ("_work", "_service"):
             monkeypatch.setattr(agent, socket, _Endless())
-        agent._hear_the_rest()
+        agent._drain_sockets()
         assert len(heard) == 2 * 2 * 256
         monkeypatch.undo()
         agent.close()
@@ -194,5 +193,3 @@ class _Endless:
 
     def recv_multipart(self) -> list[bytes]:
         return [b"r0"]
-
-

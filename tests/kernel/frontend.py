@@ -22,7 +22,7 @@ TIMEOUT_S = 60.0
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def plain(text: str) -> str:
+def strip_ansi(text: str) -> str:
     """Without colours."""
     return _COLOUR.sub("", text)
 
@@ -61,7 +61,7 @@ class Cell:
     def result(self) -> str | None:
         """text/plain of `Out[n]`; None when there is none."""
         found = [output for output in self.outputs if output["type"] == "execute_result"]
-        return plain(found[0]["data"]["text/plain"]) if found else None
+        return strip_ansi(found[0]["data"]["text/plain"]) if found else None
 
     @property
     def displays(self) -> list[dict[str, Any]]:
@@ -74,15 +74,15 @@ class Cell:
 
     @property
     def traceback(self) -> str:
-        return plain("\n".join(self.reply.get("traceback", [])))
+        return strip_ansi("\n".join(self.reply.get("traceback", [])))
 
     @property
     def text(self) -> str:
         """All of it, as it would be read."""
         pages = [page["data"]["text/plain"] for page in self.reply.get("payload", ()) if "data" in page]
-        return "".join([*map(_as_text, self.outputs), *(f"{plain(page)}\n" for page in pages)])
+        return "".join([*map(_as_text, self.outputs), *(f"{strip_ansi(page)}\n" for page in pages)])
 
-    def take(self, message: dict[str, Any]) -> None:
+    def handle_message(self, message: dict[str, Any]) -> None:
         kind, content = message["msg_type"], message["content"]
         if kind in ("status", "execute_input"):
             return
@@ -110,17 +110,17 @@ class Cell:
             self.outputs.append({"type": "error", **content})
 
     def _stream(self, name: str) -> str:
-        return plain("".join(output["text"] for output in self.outputs if output.get("name") == name))
+        return strip_ansi("".join(output["text"] for output in self.outputs if output.get("name") == name))
 
 
 def _as_text(output: dict[str, Any]) -> str:
     match output["type"]:
         case "stream":
-            return plain(output["text"])
+            return strip_ansi(output["text"])
         case "error":
-            return plain("\n".join(output["traceback"])) + "\n"
+            return strip_ansi("\n".join(output["traceback"])) + "\n"
     others = [mime for mime in output["data"] if mime != "text/plain"]
-    return plain(output["data"].get("text/plain", "")) + (f"  <{', '.join(others)}>" if others else "") + "\n"
+    return strip_ansi(output["data"].get("text/plain", "")) + (f"  <{', '.join(others)}>" if others else "") + "\n"
 
 
 class FrontEnd:
@@ -136,8 +136,8 @@ class FrontEnd:
             self.client.stop_channels()
             raise
         self.cells: dict[str, Cell] = {}
-        self.answers: list[str] = []
-        self.asked: list[dict[str, Any]] = []
+        self.input_replies: list[str] = []
+        self.input_requests: list[dict[str, Any]] = []
 
     @property
     def pid(self) -> int:
@@ -161,7 +161,7 @@ class FrontEnd:
             left = deadline - time.monotonic()
             assert left > 0, f"no end after {timeout_s} s; so far:\n{cell.text}"
             if self.client.stdin_channel.msg_ready():
-                self._answer()
+                self._reply_to_input()
             if self.client.shell_channel.msg_ready():
                 message = self.client.get_shell_msg()
                 self._cell_of(message).reply = message["content"]
@@ -169,7 +169,7 @@ class FrontEnd:
             self._iopub(min(left, 0.02))
         return cell
 
-    def until(self, cell: Cell, seen: Callable[[Cell], bool], *, timeout_s: float = TIMEOUT_S) -> Cell:
+    def wait_until_shown(self, cell: Cell, seen: Callable[[Cell], bool], *, timeout_s: float = TIMEOUT_S) -> Cell:
         """Take messages until a cell shows something."""
         deadline = time.monotonic() + timeout_s
         while not seen(cell):
@@ -178,7 +178,7 @@ class FrontEnd:
             self._iopub(min(left, 0.2))
         return cell
 
-    def ask(self, kind: str, content: dict[str, Any], *, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
+    def request(self, kind: str, content: dict[str, Any], *, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
         """Send a request on the shell channel and wait for its reply, while a cell may run."""
         message = self.client.session.msg(kind, content)
         self.client.shell_channel.send(message)
@@ -192,11 +192,11 @@ class FrontEnd:
 
     def complete(self, code: str, cursor: int | None = None, **options: Any) -> dict[str, Any]:
         cursor = len(code) if cursor is None else cursor
-        return self.ask("complete_request", {"code": code, "cursor_pos": cursor}, **options)
+        return self.request("complete_request", {"code": code, "cursor_pos": cursor}, **options)
 
     def inspect(self, code: str, cursor: int | None = None, detail: int = 0, **options: Any) -> dict[str, Any]:
         cursor = len(code) if cursor is None else cursor
-        return self.ask("inspect_request", {"code": code, "cursor_pos": cursor, "detail_level": detail}, **options)
+        return self.request("inspect_request", {"code": code, "cursor_pos": cursor, "detail_level": detail}, **options)
 
     def interrupt(self) -> None:
         """What the Stop button does."""
@@ -233,16 +233,16 @@ class FrontEnd:
         message = self.client.get_iopub_msg(timeout=1)
         cell = self.cells.get(message["parent_header"].get("msg_id", ""))
         if cell is not None:
-            cell.take(message)
+            cell.handle_message(message)
             # Noted for whichever cell it is: that of a cell which waits its turn may come while another is waited for.
             cell.idle = cell.idle or message["content"].get("execution_state") == "idle"
         return message
 
-    def _answer(self) -> None:
+    def _reply_to_input(self) -> None:
         question = self.client.get_stdin_msg(timeout=1)["content"]
-        self.asked.append(question)
-        if self.answers:
-            self.client.input(self.answers.pop(0))
+        self.input_requests.append(question)
+        if self.input_replies:
+            self.client.input(self.input_replies.pop(0))
 
     def _cell_of(self, message: dict[str, Any]) -> Cell:
         return self.cells.get(message["parent_header"].get("msg_id", ""), Cell(""))
@@ -269,7 +269,7 @@ def kernel(
         manager.cleanup_resources()
 
 
-def is_gone(pid: int) -> bool:
+def has_exited(pid: int) -> bool:
     """Whether the process has ended; a zombie has."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tests.kernel.frontend import FrontEnd, plain
+from tests.kernel.frontend import FrontEnd, strip_ansi
 
 CLASS = """%%controller
 from meshbook.actor import Actor, endpoint
@@ -35,10 +35,10 @@ def test_actors_live_beside_cells_and_take_new_methods_when_their_cell_is_run_ag
     assert inside.result == "[0] 'bye all0'\n[1] 'bye all10'"
     failed = shared.run("%%mesh --actor greeters\nself.nmae")
     assert failed.status == "error"
-    assert "nmae" in plain(failed.traceback)
+    assert "nmae" in strip_ansi(failed.traceback)
 
     shared.run("%%controller\ngreeters.state.name = 3")
-    raised = plain(shared.run(greet).traceback)
+    raised = strip_ansi(shared.run(greet).traceback)
     assert "greeters.greet failed.\nranks 0-1: TypeError: can only concatenate" in raised
     assert re.search(r"Cell In\[\d+\], line 10, in greet\n    return \"bye \" \+ self.name\n", raised), raised
     assert "futures.py" not in raised

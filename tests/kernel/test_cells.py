@@ -40,7 +40,7 @@ def test_cells_are_numbered_and_remembered_as_they_were_written(shared: FrontEnd
     assert shared.value(f"In[{number}]") == "'numbered'"
     assert shared.value(f"Out[{number}].same()") == "numbered"
     content = {"hist_access_type": "tail", "n": 2, "output": False, "raw": True}
-    assert [entry[2] for entry in shared.ask("history_request", content)["history"]] == ["'numbered'", source]
+    assert [entry[2] for entry in shared.request("history_request", content)["history"]] == ["'numbered'", source]
 
 
 def test_tracebacks_name_the_cell_its_line_and_its_number(shared: FrontEnd) -> None:
@@ -132,10 +132,10 @@ def test_rerun_sends_the_cell_where_it_ran_before(shared: FrontEnd) -> None:
 
 
 def test_whether_code_is_complete_is_judged_by_what_the_user_wrote(shared: FrontEnd) -> None:
-    begun = shared.ask("is_complete_request", {"code": "for i in range(3):"})
+    begun = shared.request("is_complete_request", {"code": "for i in range(3):"})
     assert begun == {"status": "incomplete", "indent": "    "}
-    assert shared.ask("is_complete_request", {"code": "x = 1"})["status"] == "complete"
-    assert shared.ask("is_complete_request", {"code": "x = )"})["status"] == "invalid"
+    assert shared.request("is_complete_request", {"code": "x = 1"})["status"] == "complete"
+    assert shared.request("is_complete_request", {"code": "x = )"})["status"] == "invalid"
 
 
 def test_code_before_and_after_runs_where_it_belongs(shared: FrontEnd) -> None:
@@ -233,7 +233,7 @@ def test_cleared_output_is_gone(shared: FrontEnd) -> None:
 
 def test_output_comes_while_the_cell_runs(shared: FrontEnd) -> None:
     cell = shared.send("print('early', flush=True)\nimport time\ntime.sleep(1.5)\nprint('late')")
-    shared.until(cell, lambda cell: "early" in cell.stdout, timeout_s=5)
+    shared.wait_until_shown(cell, lambda cell: "early" in cell.stdout, timeout_s=5)
     assert not cell.reply
     assert shared.wait(cell).stdout == "early\nlate\n"
 
@@ -333,32 +333,32 @@ def test_question_marks_ask_the_ranks(shared: FrontEnd) -> None:
 def test_questions_are_answered_while_a_cell_runs(shared: FrontEnd) -> None:
     shared.run("net = torch.nn.Linear(2, 2)")
     cell = shared.send("import time\ntime.sleep(3)\nprint('slept')")
-    shared.until(cell, lambda _: shared.ask("kernel_info_request", {})["status"] == "ok")
+    shared.wait_until_shown(cell, lambda _: shared.request("kernel_info_request", {})["status"] == "ok")
     assert shared.complete("net.wei")["matches"] == ["weight"]
     assert shared.inspect("net")["found"]
-    assert shared.ask("is_complete_request", {"code": "x ="})["status"] in ("incomplete", "invalid")
-    assert shared.ask("comm_info_request", {})["status"] == "ok"
+    assert shared.request("is_complete_request", {"code": "x ="})["status"] in ("incomplete", "invalid")
+    assert shared.request("comm_info_request", {})["status"] == "ok"
     tail = {"hist_access_type": "tail", "n": 1, "output": False, "raw": True}
-    assert "time.sleep(3)" in shared.ask("history_request", tail)["history"][0][2]
+    assert "time.sleep(3)" in shared.request("history_request", tail)["history"][0][2]
     assert not cell.reply, "they waited for the cell"
     assert shared.wait(cell).stdout == "slept\n"
 
 
 def test_where_the_kernels_subshells_are_not_as_expected_questions_wait_and_are_answered(shared: FrontEnd) -> None:
-    quick = "get_ipython().kernel._quick"
-    shared.run(f"%%controller\n{quick}.works = False")
+    quick = "get_ipython().kernel._subshell_router"
+    shared.run(f"%%controller\n{quick}.is_supported = False")
     try:
         cell = shared.send("import time\ntime.sleep(0.5)")
         assert "sleep" in shared.complete("time.sle")["matches"]
         assert cell.reply, "it did not wait"
     finally:
-        shared.run(f"%%controller\n{quick}.works = True")
+        shared.run(f"%%controller\n{quick}.is_supported = True")
 
 
 def test_a_rank_that_does_not_answer_holds_completion_up_for_a_moment_only(shared: FrontEnd) -> None:
     # A sum over a large range holds the GIL of rank 0, whose service thread then cannot answer.
     cell = shared.send("sum(range(3 * 10**8)) if rank == 0 else None;")
-    shared.until(cell, lambda _: shared.ask("kernel_info_request", {})["status"] == "ok")
+    shared.wait_until_shown(cell, lambda _: shared.request("kernel_info_request", {})["status"] == "ok")
     assert shared.complete("pri", timeout_s=20)["matches"]
     shared.interrupt()
     shared.wait(cell)
@@ -450,7 +450,7 @@ def test_a_background_cell_returns_at_once_and_its_output_goes_on_under_it(share
     assert "is running" in (cell.result or "")
     assert cell.stdout == ""
     assert shared.run("_.result()").result == "17"
-    shared.until(cell, lambda cell: "is done after" in cell.notes)
+    shared.wait_until_shown(cell, lambda cell: "is done after" in cell.notes)
     assert cell.stdout == "from behind\n"
     assert shared.run("%%controller\nlate_by_test").result == "17"
 
@@ -464,23 +464,23 @@ def test_a_cell_that_waits_for_a_background_cell_says_so(shared: FrontEnd) -> No
 
 def test_a_background_cells_failure_is_shown_under_it(shared: FrontEnd) -> None:
     cell = shared.run("%%mesh --bg\n1 / 0")
-    shared.until(cell, lambda cell: "ZeroDivisionError" in cell.stderr)
+    shared.wait_until_shown(cell, lambda cell: "ZeroDivisionError" in cell.stderr)
     assert shared.run("_").status == "ok"
 
 
 def test_input_on_the_ranks_asks_in_the_notebook_and_names_the_rank(shared: FrontEnd) -> None:
-    shared.asked.clear()
-    shared.answers[:] = ["yes", "yes"]
+    shared.input_requests.clear()
+    shared.input_replies[:] = ["yes", "yes"]
     assert shared.run("input('go on? ')").result == "'yes'"
-    assert sorted(asked["prompt"] for asked in shared.asked) == ["[rank 0] go on? ", "[rank 1] go on? "]
+    assert sorted(asked["prompt"] for asked in shared.input_requests) == ["[rank 0] go on? ", "[rank 1] go on? "]
 
 
 def test_getpass_on_a_rank_hides_what_is_typed(shared: FrontEnd) -> None:
-    shared.asked.clear()
-    shared.answers[:] = ["secret"]
+    shared.input_requests.clear()
+    shared.input_replies[:] = ["secret"]
     cell = shared.run("import getpass\nlen(getpass.getpass('token: ')) if rank == 1 else None")
     assert cell.result == "[1] 6"
-    assert shared.asked == [{"prompt": "[rank 1] token: ", "password": True}]
+    assert shared.input_requests == [{"prompt": "[rank 1] token: ", "password": True}]
 
 
 def test_input_where_nobody_can_be_asked_is_an_error_and_no_hang(shared: FrontEnd) -> None:
@@ -508,5 +508,5 @@ def test_what_a_thread_prints_after_its_cell_stands_in_the_notebook(shared: Fron
     )
     assert cell.stdout == ""
     gate.touch()
-    shared.until(cell, lambda cell: "step 1000 is done\n" in cell.stdout)
+    shared.wait_until_shown(cell, lambda cell: "step 1000 is done\n" in cell.stdout)
     assert shared.run("thread.join()").status == "ok"

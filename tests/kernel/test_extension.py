@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.kernel.frontend import FrontEnd, is_gone, kernel, plain, wait_until
+from tests.kernel.frontend import FrontEnd, has_exited, kernel, strip_ansi, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_a_cell_magic_streams_shows_values_and_binds_names(front: FrontEnd) -> N
 
 def test_output_of_a_cell_magic_arrives_while_it_runs(front: FrontEnd) -> None:
     cell = front.send("%%mesh\nprint('begun')\nimport time\nwhile True: time.sleep(0.01)")
-    front.until(cell, lambda cell: "begun" in cell.stdout)
+    front.wait_until_shown(cell, lambda cell: "begun" in cell.stdout)
     front.interrupt()
     assert front.wait(cell).reply["ename"] == "KeyboardInterrupt"
     assert front.run("%%mesh\nrank").result == "[0] 0\n[1] 1"
@@ -77,7 +77,7 @@ def test_the_mesh_ends_with_the_kernel(run: object) -> None:
         front.run("%load_ext meshbook\n%mesh start -n 1")
         pids = front.pids()
     for name, pid in pids.items():
-        wait_until(lambda pid=pid: is_gone(pid), 10, f"the end of the {name}")  # type: ignore[misc]
+        wait_until(lambda pid=pid: has_exited(pid), 10, f"the end of the {name}")  # type: ignore[misc]
 
 
 def test_unloading_takes_the_magics_away(run: object) -> None:
@@ -104,7 +104,7 @@ def test_ipython_in_a_terminal_runs_cells_on_ranks_and_leaves_nothing(run: objec
     command = [sys.executable, "-m", "IPython", "--simple-prompt", "--no-confirm-exit", "--colors=nocolor", "--quiet"]
     typed = "\n".join(cells) + "\n"
     done = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=100, check=True)
-    text = plain(done.stdout)
+    text = strip_ansi(done.stdout)
     assert "rank 0…1\n" in text
     assert re.search(r"Out\[\d+\]: \n\[0\] 0\n\[1\] 10\n", text)
     assert "rank 0: ZeroDivisionError: division by zero" in text

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from meshbook.wire.lifeline import is_stopped
-from meshbook.wire.stop import SAME_PRESS_S
-from tests.kernel.frontend import Cell, FrontEnd, is_gone, kernel, wait_until
+from meshbook.wire.process_control import is_stopped
+from meshbook.wire.stop_timing import INTERRUPT_DEBOUNCE_S
+from tests.kernel.frontend import Cell, FrontEnd, has_exited, kernel, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def front(run: object) -> Iterator[FrontEnd]:
 def stop(front: FrontEnd, source: str, ranks: str = "01") -> Cell:
     """Run a cell, press Stop once all its ranks are at it, and wait for its end."""
     cell = front.send(f"print('at it', flush=True)\n{source}")
-    front.until(cell, lambda cell: "at it" in cell.stdout)
+    front.wait_until_shown(cell, lambda cell: "at it" in cell.stdout)
     front.interrupt()
     front.wait(cell)
     assert front.run("'next'").result == "'next'"
@@ -57,7 +57,7 @@ def test_stop_ends_a_collective_that_one_rank_never_joined_and_the_group_works_a
 
 def test_stop_ends_a_controller_cell_that_waits_for_nobody(front: FrontEnd) -> None:
     cell = front.send("%%controller\nimport time\nprint('at it', flush=True)\ntime.sleep(60)")
-    front.until(cell, lambda cell: "at it" in cell.stdout)
+    front.wait_until_shown(cell, lambda cell: "at it" in cell.stdout)
     front.interrupt()
     assert front.wait(cell).reply["ename"] == "KeyboardInterrupt"
 
@@ -65,7 +65,7 @@ def test_stop_ends_a_controller_cell_that_waits_for_nobody(front: FrontEnd) -> N
 def test_stop_ends_what_a_controller_cell_has_the_ranks_do(front: FrontEnd) -> None:
     source = "%%controller\nwhile True: mesh.run('print(1, flush=True)\\ntime.sleep(60)')"
     cell = front.send(source)
-    front.until(cell, lambda cell: "1" in cell.stdout)
+    front.wait_until_shown(cell, lambda cell: "1" in cell.stdout)
     front.interrupt()
     assert front.wait(cell).reply["ename"] in ("CellInterrupted", "KeyboardInterrupt")
     assert front.run("'next'").result == "'next'"
@@ -74,22 +74,22 @@ def test_stop_ends_what_a_controller_cell_has_the_ranks_do(front: FrontEnd) -> N
 def test_a_cell_that_was_not_sent_to_the_ranks_yet_is_stopped_too(front: FrontEnd) -> None:
     behind = front.run("%%mesh --bg\ntime.sleep(2)")
     cell = front.send("ran_by_test = 1")
-    front.until(cell, lambda cell: "waits for" in cell.notes)
+    front.wait_until_shown(cell, lambda cell: "waits for" in cell.notes)
     front.interrupt()
     assert front.wait(cell).reply["ename"] == "KeyboardInterrupt"
-    front.until(behind, lambda cell: "is done after" in cell.notes)
+    front.wait_until_shown(behind, lambda cell: "is done after" in cell.notes)
     assert front.run("'ran_by_test' in globals()").result == "False"
 
 
 def test_stop_ends_questions_to_the_user_of_every_rank(front: FrontEnd) -> None:
-    front.answers.clear()
-    front.asked.clear()
+    front.input_replies.clear()
+    front.input_requests.clear()
     cell = front.send("input('never answered')")
     deadline = time.monotonic() + 30
-    while not front.asked:
+    while not front.input_requests:
         assert time.monotonic() < deadline, cell.text
         if front.client.stdin_channel.msg_ready():
-            front._answer()
+            front._reply_to_input()
         front._iopub(0.02)
     front.interrupt()
     assert front.wait(cell).reply["ename"] == "KeyboardInterrupt"
@@ -115,13 +115,13 @@ def test_a_second_stop_ends_ranks_that_do_not_come_back_and_says_so(run: object)
             "        print('not me', flush=True)\n"
         )
         cell = front.send(source)
-        front.until(cell, lambda cell: "at it" in cell.stdout)
+        front.wait_until_shown(cell, lambda cell: "at it" in cell.stdout)
         front.interrupt()
         assert "rank 1 has not come back: rank 1 (pid" in front.wait(cell).reply["evalue"]
         assert "catches KeyboardInterrupt, at line" in cell.reply["evalue"]
         assert "Press Stop again" in cell.reply["evalue"]
         front.interrupt()
-        front.until(cell, lambda cell: "second Stop: rank 1" in cell.stderr)
+        front.wait_until_shown(cell, lambda cell: "second Stop: rank 1" in cell.stderr)
         wait_until(lambda: front.value("get_ipython().meshbook.mesh.session.lost") == (1,), 30, "the news of its end")
         assert front.run("x").result == "0"
 
@@ -135,9 +135,9 @@ def test_two_presses_of_stop_at_once_end_the_cell_with_the_rank_that_does_not_co
             "    except KeyboardInterrupt: time.sleep(0.4); print('not me', flush=True)"
         )
         cell = front.send(f"print('at it', flush=True)\n{source}")
-        front.until(cell, lambda cell: "at it" in cell.stdout)
+        front.wait_until_shown(cell, lambda cell: "at it" in cell.stdout)
         front.interrupt()
-        front.until(cell, lambda cell: "not me" in cell.stdout)
+        front.wait_until_shown(cell, lambda cell: "not me" in cell.stdout)
         front.interrupt()
         assert front.wait(cell).reply["ename"] == "RankLost"
         assert "second Stop: rank 1 did not come back within 1 s and was killed" in cell.stderr
@@ -148,7 +148,7 @@ def test_two_presses_of_stop_at_once_end_the_cell_with_the_rank_that_does_not_co
 def test_one_stop_brings_back_ranks_that_are_stopped_by_a_signal(front: FrontEnd, who: str) -> None:
     pids = front.pids()
     cell = front.send("kept = rank\nprint('at it', flush=True)\ndist.barrier() if rank == 0 else time.sleep(60)")
-    front.until(cell, lambda cell: "at it" in cell.stdout)
+    front.wait_until_shown(cell, lambda cell: "at it" in cell.stdout)
     chosen = [pids[rank] for rank in pids if rank in who]
     for pid in chosen:
         os.kill(pid, signal.SIGSTOP)
@@ -167,7 +167,7 @@ def test_one_stop_brings_back_a_rank_that_stops_itself(front: FrontEnd, source: 
     pids = front.pids()
     front.run("import os, signal")
     cell = front.send(f"print('at it', flush=True)\nif rank == 0: {source}\ntime.sleep(60)")
-    front.until(cell, lambda cell: "at it" in cell.stdout)
+    front.wait_until_shown(cell, lambda cell: "at it" in cell.stdout)
     wait_until(lambda: is_stopped(pids["rank 0"]), 30, "its stop")
     front.interrupt()
     assert front.wait(cell).reply["ename"] == "KeyboardInterrupt"
@@ -178,7 +178,7 @@ def test_one_stop_brings_back_a_rank_that_was_stopped_before_it_was_given_the_ce
     pids = front.pids()
     os.kill(pids["rank 1"], signal.SIGSTOP)
     cell = front.send("print('at it', flush=True)\ntime.sleep(60 * rank)\nended = True")
-    front.until(cell, lambda cell: "at it" in cell.stdout)
+    front.wait_until_shown(cell, lambda cell: "at it" in cell.stdout)
     front.interrupt()
     assert front.wait(cell).reply["ename"] == "KeyboardInterrupt"
     assert "rank 0 had ended already" in cell.reply["evalue"]
@@ -200,7 +200,7 @@ def test_a_rank_in_c_code_that_does_not_come_back_leaves_the_kernel_usable_and_a
             "time.sleep(60)"
         )
         cell = front.send(source)
-        front.until(cell, lambda cell: "at it" in cell.stdout)
+        front.wait_until_shown(cell, lambda cell: "at it" in cell.stdout)
         front.interrupt()
         front.wait(cell)
         assert cell.reply["ename"] == "KeyboardInterrupt"
@@ -213,14 +213,16 @@ def test_a_rank_in_c_code_that_does_not_come_back_leaves_the_kernel_usable_and_a
         assert front.run("%mesh stacks").status == "ok"
         assert front.run("%%mesh --ranks 0\nx + 1").result == "1"
         waiting = front.send("x")
-        front.until(waiting, lambda cell: "waits for rank 1, not back from cell" in cell.notes)
+        front.wait_until_shown(waiting, lambda cell: "waits for rank 1, not back from cell" in cell.notes)
         front.interrupt()
         assert front.wait(waiting).reply["ename"] == "KeyboardInterrupt"
         pressed = time.monotonic()
         assert front.value("get_ipython().meshbook.mesh.session.lost") == ()
-        wait_until(lambda: time.monotonic() > pressed + SAME_PRESS_S, 30, "the time in which two presses are one")
+        wait_until(
+            lambda: time.monotonic() > pressed + INTERRUPT_DEBOUNCE_S, 30, "the time in which two presses are one"
+        )
         front.interrupt()
-        wait_until(lambda: is_gone(pids["rank 1"]), 30, "its end")
+        wait_until(lambda: has_exited(pids["rank 1"]), 30, "its end")
         wait_until(lambda: front.value("get_ipython().meshbook.mesh.session.lost") == (1,), 30, "the news of its end")
         assert front.run("x").result == "0"
 
@@ -261,9 +263,9 @@ def test_a_signal_outside_the_code_of_a_cell_loses_no_reply(
 def test_a_supervisor_that_is_stopped_is_named_and_stop_lets_it_go_on(front: FrontEnd) -> None:
     supervisor = front.pids()["supervisor"]
     cell = front.send("kept = rank\nprint('at it', flush=True)\ntime.sleep(60)")
-    front.until(cell, lambda cell: "at it" in cell.stdout)
+    front.wait_until_shown(cell, lambda cell: "at it" in cell.stdout)
     os.kill(supervisor, signal.SIGSTOP)
-    front.until(cell, lambda cell: "does not answer" in cell.stderr)
+    front.wait_until_shown(cell, lambda cell: "does not answer" in cell.stderr)
     for part in (f"(pid {supervisor})", "it is stopped (SIGSTOP)", f"`kill -CONT {supervisor}`", "keep what they hold"):
         assert part in cell.stderr
     front.interrupt()
@@ -275,7 +277,7 @@ def test_a_supervisor_that_is_stopped_is_named_and_stop_lets_it_go_on(front: Fro
 def test_stop_ends_the_start_of_a_mesh_and_the_next_cell_starts_another(run: object) -> None:
     with kernel() as front:
         cell = front.send("'first'")
-        front.until(cell, lambda _: front.ask("kernel_info_request", {})["status"] == "ok")
+        front.wait_until_shown(cell, lambda _: front.request("kernel_info_request", {})["status"] == "ok")
         front.interrupt()
         front.wait(cell)
         if cell.status == "error":  # else it was up before we got there

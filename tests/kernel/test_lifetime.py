@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from meshbook.kernel.spare import SPARE_TTL_S, mesh_stem
+from meshbook.kernel.warm_start import STANDBY_TTL_S, mesh_name_stem
 from meshbook.wire.folders import runtime_folder
 from tests.conftest import ROOT
-from tests.kernel.frontend import FrontEnd, is_gone, kernel, wait_until
+from tests.kernel.frontend import FrontEnd, has_exited, kernel, wait_until
 
 
 def folders() -> list[str]:
@@ -31,7 +31,7 @@ def test_shutting_the_kernel_down_leaves_nothing(run: object) -> None:
         front.run("x = rank")
         pids = front.pids()
         assert len(folders()) == len(before) + 1
-    wait_until(lambda: all(map(is_gone, pids.values())), 5, "the end of the mesh")
+    wait_until(lambda: all(map(has_exited, pids.values())), 5, "the end of the mesh")
     assert folders() == before
 
 
@@ -58,7 +58,7 @@ def test_a_restarted_kernel_is_back_on_its_mesh(run: object) -> None:
         front.run("import time\nx = rank\nlater = 1")
         pids = front.pids()
         running = front.send("print('at it', flush=True)\ntime.sleep(60)")
-        front.until(running, lambda cell: "at it" in cell.stdout)
+        front.wait_until_shown(running, lambda cell: "at it" in cell.stdout)
         front.manager.restart_kernel()
         front = again(front)
         cell = front.run("%%controller\nx")
@@ -69,7 +69,7 @@ def test_a_restarted_kernel_is_back_on_its_mesh(run: object) -> None:
         assert front.pids() == pids
         front.close()
         front.manager.shutdown_kernel()
-        wait_until(lambda: all(map(is_gone, pids.values())), 5, "the end of the mesh")
+        wait_until(lambda: all(map(has_exited, pids.values())), 5, "the end of the mesh")
 
 
 def test_a_kernel_that_crashed_is_back_on_its_mesh_and_says_what_still_runs(run: object) -> None:
@@ -77,7 +77,7 @@ def test_a_kernel_that_crashed_is_back_on_its_mesh_and_says_what_still_runs(run:
         front.run("import time\nx = rank")
         pids = front.pids()
         running = front.send("print('at it', flush=True)\ntime.sleep(60)")
-        front.until(running, lambda cell: "at it" in cell.stdout)
+        front.wait_until_shown(running, lambda cell: "at it" in cell.stdout)
         os.kill(front.pid, signal.SIGKILL)
         front.manager.restart_kernel(now=True)
         front = again(front)
@@ -88,19 +88,19 @@ def test_a_kernel_that_crashed_is_back_on_its_mesh_and_says_what_still_runs(run:
         assert front.pids() == pids
         front.close()
         front.manager.shutdown_kernel()
-        wait_until(lambda: all(map(is_gone, pids.values())), 5, "the end of the mesh")
+        wait_until(lambda: all(map(has_exited, pids.values())), 5, "the end of the mesh")
 
 
 def test_a_mesh_that_is_to_be_kept_outlives_the_kernel_and_another_notebook_can_have_it(run: object) -> None:
     with kernel() as front:
         front.run("%mesh start -n 2 --name kept-by-test --keep\nx = rank")
         pids = front.pids()
-    assert not any(map(is_gone, pids.values()))
+    assert not any(map(has_exited, pids.values()))
     with kernel() as front:
         cell = front.run("%mesh attach kept-by-test\nx")
         assert cell.result == "[0] 0\n[1] 1"
         front.run("%mesh stop")
-    wait_until(lambda: all(map(is_gone, pids.values())), 5, "the end of the mesh")
+    wait_until(lambda: all(map(has_exited, pids.values())), 5, "the end of the mesh")
 
 
 def test_a_notebook_that_starts_its_mesh_may_be_run_again_and_restarted(run: object) -> None:
@@ -122,7 +122,7 @@ def test_a_notebook_that_starts_its_mesh_may_be_run_again_and_restarted(run: obj
         assert front.run("x").result == "[0] 0\n[1] 1"
         front.close()
         front.manager.shutdown_kernel()
-        wait_until(lambda: all(map(is_gone, pids.values())), 5, "the end of the mesh")
+        wait_until(lambda: all(map(has_exited, pids.values())), 5, "the end of the mesh")
 
 
 def test_a_mesh_that_is_not_what_start_asks_for_is_replaced_by_restart(run: object) -> None:
@@ -134,7 +134,7 @@ def test_a_mesh_that_is_not_what_start_asks_for_is_replaced_by_restart(run: obje
         assert "it has 2 ranks, and 1 are asked for. %mesh restart, with the same options" in refused.reply["evalue"]
         assert front.run("x").result == "[0] 0\n[1] 1"
         assert "has fresh ranks" in front.run("%mesh restart --axes dp=1,tp=2").stdout
-        assert all(map(is_gone, pids.values()))
+        assert all(map(has_exited, pids.values()))
         assert front.value("get_ipython().meshbook.mesh.name") == name
         assert front.run("'x' in dir(), mesh.mesh_dim_names").result == "(False, ('dp', 'tp'))"
         assert "is running already" in front.run("%mesh start --axes dp=1,tp=2").stdout
@@ -154,7 +154,7 @@ def test_a_mesh_with_a_dead_rank_is_not_what_start_asks_for_and_one_without_livi
         assert "%mesh restart starts as many anew" in front.run("x").reply["evalue"]
         assert "is ready, after" in front.run("%mesh start -n 2").stdout
         assert front.run("rank").result == "[0] 0\n[1] 1"
-        assert all(map(is_gone, pids.values()))
+        assert all(map(has_exited, pids.values()))
         front.run("os._exit(3)")
         assert "has fresh ranks" in front.run("%mesh restart").stdout
         assert front.run("world_size").result == "2"
@@ -170,7 +170,7 @@ def test_a_restarted_kernel_does_not_go_back_to_a_mesh_whose_ranks_are_all_dead(
         cell = front.run("rank")
         assert "every rank of this notebook's mesh" in cell.notes
         assert cell.result == "[0] 0\n[1] 1"
-        wait_until(lambda: all(map(is_gone, pids.values())), 5, "the end of the old mesh")
+        wait_until(lambda: all(map(has_exited, pids.values())), 5, "the end of the old mesh")
         front.close()
         front.manager.shutdown_kernel()
 
@@ -181,7 +181,7 @@ def test_a_time_to_live_that_a_second_start_asks_for_counts(run: object) -> None
         assert "is running already" in front.run("%mesh start -n 1 --ttl 1").stdout
         pids = front.pids()
         os.kill(front.pid, signal.SIGKILL)
-        wait_until(lambda: all(map(is_gone, pids.values())), 30, "the end of the mesh")
+        wait_until(lambda: all(map(has_exited, pids.values())), 30, "the end of the mesh")
 
 
 def test_an_orphaned_mesh_ends_after_its_time_to_live(run: object) -> None:
@@ -189,10 +189,10 @@ def test_an_orphaned_mesh_ends_after_its_time_to_live(run: object) -> None:
         front.run("%mesh start -n 2 --ttl 1\nx = rank")
         pids = front.pids()
         os.kill(front.pid, signal.SIGKILL)
-        wait_until(lambda: all(map(is_gone, pids.values())), 10, "the end of the mesh")
+        wait_until(lambda: all(map(has_exited, pids.values())), 10, "the end of the mesh")
 
 
-@pytest.mark.timeout(SPARE_TTL_S + 60)
+@pytest.mark.timeout(STANDBY_TTL_S + 60)
 def test_a_warm_supervisor_whose_kernel_crashed_ends_soon(run: object) -> None:
     before = folders()
     with kernel() as front:
@@ -201,7 +201,7 @@ def test_a_warm_supervisor_whose_kernel_crashed_ends_soon(run: object) -> None:
         wait_until(connection.exists, 10, "its connection file")
         front.run("1", store_history=False)
         os.kill(front.pid, signal.SIGKILL)
-        wait_until(lambda: folders() == before, SPARE_TTL_S + 10, "its end")
+        wait_until(lambda: folders() == before, STANDBY_TTL_S + 10, "its end")
 
 
 def test_two_meshes_live_in_one_notebook(run: object) -> None:
@@ -258,4 +258,4 @@ def test_a_runtime_folder_that_is_open_to_others_is_told_of_and_not_used(run: ob
     ],
 )
 def test_a_mesh_is_named_after_its_notebook(owner: str, stem: str) -> None:
-    assert mesh_stem(owner) == stem
+    assert mesh_name_stem(owner) == stem

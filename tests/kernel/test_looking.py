@@ -23,7 +23,7 @@ def front(run: object) -> Iterator[FrontEnd]:
 def hanging(front: FrontEnd) -> Iterator[Cell]:
     """A cell that hangs, once the notebook has said so by itself; stopped at the end."""
     cell = front.send(HANG)
-    front.until(cell, lambda cell: "stands still" in cell.text)
+    front.wait_until_shown(cell, lambda cell: "stands still" in cell.text)
     try:
         yield cell
     finally:

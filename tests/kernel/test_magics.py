@@ -26,7 +26,7 @@ from meshbook.errors import (
 )
 from meshbook.kernel import magics
 from meshbook.kernel.notebook import Notebook
-from tests.kernel.frontend import FrontEnd, plain, wait_until
+from tests.kernel.frontend import FrontEnd, strip_ansi, wait_until
 
 
 class Terminal:
@@ -225,7 +225,7 @@ def test_a_shape_that_does_not_fit_is_answered_with_the_sum(typed: Terminal, lin
 def test_an_error_of_a_magic_is_shown_as_its_sentence(typed: Terminal, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UsageError):
         typed("%mesh statsu")
-    shown = plain(capsys.readouterr().out).strip().splitlines()
+    shown = strip_ansi(capsys.readouterr().out).strip().splitlines()
     assert shown == ["UsageError: there is no %mesh statsu; did you mean %mesh status?"]
 
 
@@ -409,7 +409,7 @@ def test_every_word_is_in_the_help_and_shows_its_usage(typed: Terminal, capsys: 
     typed("%mesh help")
     overview = capsys.readouterr().out
     for word, command in magics.COMMANDS.items():
-        assert re.search(rf"%mesh {word} +{re.escape(command.says)}", overview)
+        assert re.search(rf"%mesh {word} +{re.escape(command.summary)}", overview)
         assert command.usage.startswith(f"%mesh {word}")
         typed(f"%mesh {word} --help")
         assert command.usage in capsys.readouterr().out

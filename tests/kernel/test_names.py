@@ -10,9 +10,9 @@ import pytest
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.remote import RemoteValue
 from meshbook.controller.session import Session
-from meshbook.kernel.names import PRESET, HandleNames
-from meshbook.mesh import MeshAxes
-from meshbook.wire.messages import Outcome, Part
+from meshbook.kernel.handles import PRESET, HandleNamespace
+from meshbook.mesh_axes import MeshAxes
+from meshbook.wire.messages import Outcome, OutcomeGroup
 
 
 def mesh(*names: str) -> Mesh:
@@ -35,15 +35,15 @@ class Side:
     def __init__(self, **users: Any) -> None:
         self.namespace: dict[str, Any] = dict(users)
         self.warned: list[str] = []
-        self.names = HandleNames(self.namespace, {}, self.warned.append)
+        self.names = HandleNamespace(self.namespace, {}, self.warned.append)
         self.mesh = mesh()
-        self.names.show(self.mesh)
+        self.names.switch_mesh(self.mesh)
 
     def bound(self, *names: str, ranks: tuple[int, ...] = (0, 1)) -> None:
-        self.names.update(self.mesh.session, (Part(ranks, Outcome("ok", bound=names)),))
+        self.names.update(self.mesh.session, (OutcomeGroup(ranks, Outcome("ok", bound_names=names)),))
 
     def deleted(self, *names: str, ranks: tuple[int, ...] = (0, 1)) -> None:
-        self.names.update(self.mesh.session, (Part(ranks, Outcome("ok", unbound=names)),))
+        self.names.update(self.mesh.session, (OutcomeGroup(ranks, Outcome("ok", deleted_names=names)),))
 
     def ranks_of(self, name: str) -> tuple[int, ...]:
         held = self.namespace[name]
@@ -123,20 +123,20 @@ def test_what_the_shell_put_there_is_never_taken() -> None:
 def test_another_mesh_brings_its_own_names_and_takes_the_firsts_away(side: Side) -> None:
     side.bound("x")
     other = mesh("z")
-    side.names.show(other)
+    side.names.switch_mesh(other)
     assert "x" not in side.namespace
     assert side.namespace["z"]._meshbook_session is other.session
     assert side.namespace["mesh"] is other
     side.bound("late")  # a cell of the first mesh that ended late
     assert "late" not in side.namespace
-    side.names.show(side.mesh)
+    side.names.switch_mesh(side.mesh)
     assert side.ranks_of("x") == side.ranks_of("late") == (0, 1)
     assert "z" not in side.namespace
 
 
 def test_without_a_mesh_no_handle_is_left(side: Side) -> None:
     side.bound("x")
-    side.names.show(None)
+    side.names.switch_mesh(None)
     assert side.namespace == {}
 
 

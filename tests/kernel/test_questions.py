@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshbook.kernel.questions import TYPES, hidden, merge_completions, root_of
+from meshbook.kernel.completion import TYPES_KEY, completer_namespace, merge_completions, root_name
 
 
 def local(matches: list[str], start: int, end: int) -> dict[str, Any]:
@@ -16,7 +16,7 @@ def local(matches: list[str], start: int, end: int) -> dict[str, Any]:
         "matches": matches,
         "cursor_start": start,
         "cursor_end": end,
-        "metadata": {TYPES: entries},
+        "metadata": {TYPES_KEY: entries},
         "status": "ok",
     }
 
@@ -30,12 +30,12 @@ def remote(matches: list[str], start: int, end: int) -> dict[str, Any]:
     [("model.fc.we", "model"), ("y = x", "x"), ("f(a[0].b", "a"), ("1 + ", None), ("data['k'].", "data"), ("", None)],
 )
 def test_the_root_of_what_is_typed(code: str, root: str | None) -> None:
-    assert root_of(code, len(code)) == root
+    assert root_name(code, len(code)) == root
 
 
 def test_the_root_is_that_at_the_cursor() -> None:
-    assert root_of("first(second)", 3) == "first"
-    assert root_of("first(second)", 8) == "second"
+    assert root_name("first(second)", 3) == "first"
+    assert root_name("first(second)", 8) == "second"
 
 
 def test_without_a_ranks_answer_the_local_one_stands() -> None:
@@ -57,13 +57,13 @@ def test_answers_that_replace_different_parts_are_widened_to_the_larger() -> Non
 
 def test_types_of_both_sides_are_kept() -> None:
     merged = merge_completions(local(["a1"], 0, 1), remote(["a2"], 0, 1), "a", remote_first=True)
-    types = {entry["text"]: entry["type"] for entry in merged["metadata"][TYPES]}
+    types = {entry["text"]: entry["type"] for entry in merged["metadata"][TYPES_KEY]}
     assert types == {"a1": "function", "a2": "attribute"}
 
 
 def test_the_completer_sees_only_what_it_is_shown_and_its_own_namespace_again_afterwards() -> None:
     own: dict[str, Any] = {"handle": object()}
     completer = SimpleNamespace(namespace=own, global_namespace=own)
-    with hidden(completer, {}):
+    with completer_namespace(completer, {}):
         assert completer.namespace == completer.global_namespace == {}
     assert completer.namespace is completer.global_namespace is own

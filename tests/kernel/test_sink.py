@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from meshbook.errors import UsageError
-from meshbook.kernel.sink import CellSink, KeptDisplays
+from meshbook.kernel.sink import CellSink, OmittedDisplays
 from meshbook.wire.messages import ClearOutput, Display, Line, Notice, RankDisplay
-from tests.kernel.frontend import plain
+from tests.kernel.frontend import strip_ansi
 
 ALL = (0, 1)
 
@@ -21,7 +21,7 @@ class Page:
         self.now = 0.0
         self.messages: list[tuple[str, dict[str, Any]]] = []
         self.kept: list[RankDisplay] = []
-        self.sink = CellSink(self._publish, ranks, keep=self.kept.append, clock=lambda: self.now)
+        self.sink = CellSink(self._publish, ranks, on_omitted=self.kept.append, clock=lambda: self.now)
 
     def _publish(self, kind: str, content: dict[str, Any], /) -> None:
         self.messages.append((kind, content))
@@ -117,7 +117,7 @@ def test_bars_that_go_on_stand_in_the_order_of_ranks_whoever_spoke_last() -> Non
     for number, rank in enumerate((1, 0, 1)):
         page.now += 1
         page.sink([bar(f"{number + 2}/9", (rank,))])
-        numbers = [row.split("[")[1][0] for row in plain(page.text()).splitlines() if "[" in row]
+        numbers = [row.split("[")[1][0] for row in strip_ansi(page.text()).splitlines() if "[" in row]
         assert numbers == ["0", "1"]
 
 
@@ -197,15 +197,15 @@ def test_displays_that_ranks_made_side_by_side_come_in_the_order_of_ranks() -> N
 
 
 def test_what_was_left_out_can_be_had_by_rank() -> None:
-    kept = KeptDisplays()
+    kept = OmittedDisplays()
     with pytest.raises(UsageError, match="shown already"):
-        kept.of(ALL)
+        kept.for_ranks(ALL)
     kept.add(3, shown("of an earlier cell", (1,)))
     kept.add(4, shown("figure 5", (5,)))
     kept.add(4, shown("figure 4", (4,)))
-    assert [one.ranks for _, one in kept.of((4, 5))] == [(4,), (5,)]
+    assert [one.ranks for _, one in kept.for_ranks((4, 5))] == [(4,), (5,)]
     with pytest.raises(UsageError, match="none of rank 1"):
-        kept.of((1,))
+        kept.for_ranks((1,))
 
 
 def test_an_update_reaches_the_display_of_its_ranks_alone() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshbook.kernel import transform
-from meshbook.kernel.transform import at_its_lines, plan, rewrite
+from meshbook.kernel.transform import pad_to_cell_lines, plan_cell, rewrite
 
 
 @pytest.mark.parametrize(
@@ -30,8 +30,8 @@ from meshbook.kernel.transform import at_its_lines, plan, rewrite
     ],
 )
 def test_code_and_magics_run_on_the_ranks(source: str) -> None:
-    assert plan(source).where == "ranks"
-    assert plan(source).there == source
+    assert plan_cell(source).target == "ranks"
+    assert plan_cell(source).remote_source == source
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_code_and_magics_run_on_the_ranks(source: str) -> None:
     ],
 )
 def test_what_is_the_notebooks_own_stays(source: str) -> None:
-    assert plan(source).where == "here"
+    assert plan_cell(source).target == "here"
 
 
 @pytest.mark.parametrize("magic", ["%%controller", "%%local"])
@@ -76,21 +76,21 @@ def test_a_controller_line_with_options_is_left_to_the_magic_which_says_why_not(
 
 
 def test_magics_of_the_notebook_may_stand_above_code_for_the_ranks() -> None:
-    decided = plan("# two of them\n%mesh stop\n%mesh start -n 2\n\nx = rank\n")
-    assert decided.where == "both"
-    assert decided.here == "%mesh stop\n%mesh start -n 2\n"
-    assert decided.there == "# two of them\n# %mesh stop\n# %mesh start -n 2\n\nx = rank\n"
+    decided = plan_cell("# two of them\n%mesh stop\n%mesh start -n 2\n\nx = rank\n")
+    assert decided.target == "both"
+    assert decided.local_source == "%mesh stop\n%mesh start -n 2\n"
+    assert decided.remote_source == "# two of them\n# %mesh stop\n# %mesh start -n 2\n\nx = rank\n"
 
 
 def test_an_extension_is_loaded_on_both_sides() -> None:
-    decided = plan("%load_ext autoreload\n%autoreload 2\n")
-    assert (decided.where, decided.here) == ("both", "%load_ext autoreload\n")
-    assert decided.there == "%load_ext autoreload\n%autoreload 2\n"
+    decided = plan_cell("%load_ext autoreload\n%autoreload 2\n")
+    assert (decided.target, decided.local_source) == ("both", "%load_ext autoreload\n")
+    assert decided.remote_source == "%load_ext autoreload\n%autoreload 2\n"
 
 
 def test_a_change_of_folder_holds_on_both_sides_and_is_told_once() -> None:
-    decided = plan("%cd /tmp")
-    assert (decided.where, decided.here, decided.there) == ("both", "%cd -q /tmp\n", "%cd /tmp")
+    decided = plan_cell("%cd /tmp")
+    assert (decided.target, decided.local_source, decided.remote_source) == ("both", "%cd -q /tmp\n", "%cd /tmp")
 
 
 @pytest.mark.parametrize(
@@ -104,21 +104,21 @@ def test_a_change_of_folder_holds_on_both_sides_and_is_told_once() -> None:
     ],
 )
 def test_questions_about_names_are_asked_and_not_run(source: str, name: str, detail: int) -> None:
-    decided = plan(source)
-    assert (decided.where, decided.name, decided.detail) == ("help", name, detail)
+    decided = plan_cell(source)
+    assert (decided.target, decided.name, decided.detail) == ("help", name, detail)
 
 
 @pytest.mark.parametrize(
     ("source", "name", "how"), [("%tb", "tb", ""), ("%tb Verbose", "tb", "Verbose"), ("%debug", "debug", "")]
 )
 def test_questions_about_the_last_failure_go_to_whom_it_concerns(source: str, name: str, how: str) -> None:
-    decided = plan(source)
-    assert (decided.where, decided.name, decided.there) == ("failure", name, how)
+    decided = plan_cell(source)
+    assert (decided.target, decided.name, decided.remote_source) == ("failure", name, how)
 
 
 def test_without_auto_only_controller_cells_are_touched() -> None:
-    assert plan("x = 1", auto=False).where == "here"
-    assert plan("%%time\nx = 1", auto=False).where == "here"
+    assert plan_cell("x = 1", auto=False).target == "here"
+    assert plan_cell("%%time\nx = 1", auto=False).target == "here"
     assert rewrite("x = 1", auto=False) == "x = 1"
     assert rewrite("%%controller\nx = 1", auto=False) == "# %%controller\nx = 1"
 
@@ -127,15 +127,15 @@ def test_a_cell_for_the_ranks_becomes_one_call_that_has_its_source() -> None:
     source = "x = 'it\\'s'\n'''y'''\n"
     call = rewrite(source)
     assert call.count("\n") == 1
-    assert eval(call.removeprefix(f"{transform.NOTEBOOK}.run_cell")) == source
+    assert eval(call.removeprefix(f"{transform.NOTEBOOK_EXPRESSION}.run_cell")) == source
 
 
 def test_a_part_of_a_cell_is_numbered_as_in_the_cell() -> None:
-    assert at_its_lines("%%mesh --ranks 0\nx\ny\n", "x\ny\n") == "# %%mesh --ranks 0\nx\ny\n"
-    assert at_its_lines("x\ny", "x\ny") == "x\ny"
-    assert at_its_lines("%%mesh\n%%time\nx\n", "%%time\nx\n") == "%%time\nx\n"
-    assert at_its_lines("something else", "x\ny") == "x\ny"
-    assert at_its_lines("z = mesh.run('x')", "x') ") == "x') "
+    assert pad_to_cell_lines("%%mesh --ranks 0\nx\ny\n", "x\ny\n") == "# %%mesh --ranks 0\nx\ny\n"
+    assert pad_to_cell_lines("x\ny", "x\ny") == "x\ny"
+    assert pad_to_cell_lines("%%mesh\n%%time\nx\n", "%%time\nx\n") == "%%time\nx\n"
+    assert pad_to_cell_lines("something else", "x\ny") == "x\ny"
+    assert pad_to_cell_lines("z = mesh.run('x')", "x') ") == "x') "
 
 
 def test_every_decision_is_in_the_table_that_users_read() -> None:

@@ -12,11 +12,11 @@ import psutil
 
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import CellError, MeshTimeout, RankLost
-from tests.random_faults.cells import NAMES, Cell, Names, World, random_cell
-from tests.random_faults.harness import HUNG_S, WORLD_SIZE, SharedMesh, Wrong, wait_until
+from tests.random_faults.cells import NAMES, Cell, Names, ReferenceWorld, random_cell
+from tests.random_faults.harness import CALL_TIMEOUT_S, WORLD_SIZE, SharedMesh, WrongResult, wait_until
 
 # Rounds of a cell that Stop hits somewhere: more than it can run until then.
-MANY = 20_000
+MANY_ROUNDS = 20_000
 
 FAULTS = {
     "raise": "raise ValueError('the seeded fault')",
@@ -39,54 +39,54 @@ class CellPrograms:
     def __init__(self, shared: SharedMesh) -> None:
         self._shared = shared
         self._mesh: Mesh | None = None  # whose names are `world`
-        self.world = World(WORLD_SIZE)
+        self.world = ReferenceWorld(WORLD_SIZE)
 
     def close(self) -> None:
         self._mesh = None
 
     def run(self, seed: int) -> str:
         """See `Programs`."""
-        draw = random.Random(seed)
-        mesh = self._ready()
-        for _ in range(draw.randint(1, 2)):
-            self._run_whole(mesh, random_cell(draw, WORLD_SIZE))
-        (kind,) = draw.choices(list(FAULTS), WEIGHTS)
-        cell = random_cell(draw, WORLD_SIZE, rounds=MANY if kind == "stop anywhere" else draw.choice([1, 1, 3]))
+        rng = random.Random(seed)
+        mesh = self._prepare_mesh()
+        for _ in range(rng.randint(1, 2)):
+            self._run_without_fault(mesh, random_cell(rng, WORLD_SIZE))
+        (kind,) = rng.choices(list(FAULTS), WEIGHTS)
+        cell = random_cell(rng, WORLD_SIZE, rounds=MANY_ROUNDS if kind == "stop anywhere" else rng.choice([1, 1, 3]))
         cell = replace(
             cell,
             fault=FAULTS[kind].format(seed=seed),
-            fault_at=draw.randrange(len(cell.statements)),
-            fault_round=draw.randrange(cell.rounds) if kind != "stop anywhere" else 0,
-            guilty=tuple(range(WORLD_SIZE)) if kind == "raise everywhere" else (draw.randrange(WORLD_SIZE),),
+            fault_at=rng.randrange(len(cell.statements)),
+            fault_round=rng.randrange(cell.rounds) if kind != "stop anywhere" else 0,
+            guilty=tuple(range(WORLD_SIZE)) if kind == "raise everywhere" else (rng.randrange(WORLD_SIZE),),
         )
-        error = self._run_with_fault(mesh, cell, kind, draw)
-        self._judge(kind, cell, error)
+        error = self._run_with_fault(mesh, cell, kind, rng)
+        self._check_error(kind, cell, error)
         at = dict(mesh.pull("at"))
         self.world.run(cell, [at.get(rank) for rank in range(WORLD_SIZE)])
         self._compare(mesh)
         if kind != "kill":
-            self._run_whole(mesh, self._mend())
-            self._run_whole(mesh, random_cell(draw, WORLD_SIZE))
+            self._run_without_fault(mesh, self._rebind_doubtful())
+            self._run_without_fault(mesh, random_cell(rng, WORLD_SIZE))
         return kind
 
-    def _ready(self) -> Mesh:
+    def _prepare_mesh(self) -> Mesh:
         mesh = self._shared.get()
         if self._mesh is not mesh:
-            self._mesh, self.world = mesh, World(WORLD_SIZE)
-            self._run_whole(mesh, self.world.fill())
+            self._mesh, self.world = mesh, ReferenceWorld(WORLD_SIZE)
+            self._run_without_fault(mesh, self.world.fill())
         return mesh
 
-    def _mend(self) -> Cell:
+    def _rebind_doubtful(self) -> Cell:
         """Bind anew what is in doubt, and nothing else: what was kept goes on being used."""
         fill = self.world.fill()
         doubtful = set().union(*self.world.doubtful)
         return Cell([one for one in fill.statements if doubtful & set(one.writes)])
 
-    def _run_whole(self, mesh: Mesh, cell: Cell) -> None:
+    def _run_without_fault(self, mesh: Mesh, cell: Cell) -> None:
         try:
-            mesh.run(cell.source, timeout=HUNG_S, echo=False)
+            mesh.run(cell.source, timeout=CALL_TIMEOUT_S, echo=False)
         except (CellError, MeshTimeout, RankLost) as error:
-            raise Wrong(f"a cell without a fault failed with {error!r}\n{cell.source}") from error
+            raise WrongResult(f"a cell without a fault failed with {error!r}\n{cell.source}") from error
         self.world.run(cell, [cell.length] * WORLD_SIZE)
         self._compare(mesh)
 
@@ -105,24 +105,26 @@ class CellPrograms:
         if kind in ("stop", "freeze", "stop anywhere"):
             future.interrupt()
         try:
-            error: BaseException | None = future.exception(HUNG_S)
+            error: BaseException | None = future.exception(CALL_TIMEOUT_S)
         except (MeshTimeout, FutureTimeout) as late:
-            raise Wrong(f"after {kind!r} the cell did not end within {HUNG_S:g} s\n{cell.source}") from late
+            raise WrongResult(
+                f"after {kind!r} the cell did not end within {CALL_TIMEOUT_S:g} s\n{cell.source}"
+            ) from late
         return error
 
-    def _judge(self, kind: str, cell: Cell, error: BaseException | None) -> None:
+    def _check_error(self, kind: str, cell: Cell, error: BaseException | None) -> None:
         """Whether the error says what happened, its cause first."""
         said = str(error)
         if kind.startswith("raise") and not said.startswith(("ValueError: the seeded fault", "rank")):
-            raise Wrong(f"the first words are not the cause's: {said}")
+            raise WrongResult(f"the first words are not the cause's: {said}")
         if kind.startswith("raise") and "the seeded fault" not in said:
-            raise Wrong(f"the cause is not named: {said}")
+            raise WrongResult(f"the cause is not named: {said}")
         if kind == "kill" and not (isinstance(error, RankLost) and error.ranks == cell.guilty):
-            raise Wrong(f"{cell.guilty} was killed, and that is not said: {error!r}")
+            raise WrongResult(f"{cell.guilty} was killed, and that is not said: {error!r}")
 
     def _compare(self, mesh: Mesh) -> None:
         living = mesh.session.living(mesh.ranks)
         pulled = mesh.run(f"[{', '.join(NAMES)}]", echo=False).values
         found: dict[int, Names] = {rank: dict(zip(NAMES, pulled[rank], strict=True)) for rank in living}
         if differences := self.world.differences(found):
-            raise Wrong("\n".join(differences))
+            raise WrongResult("\n".join(differences))

@@ -157,12 +157,12 @@ class Cell:
         return self.rounds * len(self.statements)
 
 
-def random_cell(draw: random.Random, world_size: int, *, rounds: int = 1) -> Cell:
+def random_cell(rng: random.Random, world_size: int, *, rounds: int = 1) -> Cell:
     """3 to 9 statements; every collective that is begun is waited for within the round."""
     statements: list[Statement] = []
     pending: list[str] = []
-    for _ in range(draw.randint(3, 9)):
-        statement = _random_statement(draw, world_size, pending)
+    for _ in range(rng.randint(3, 9)):
+        statement = _random_statement(rng, world_size, pending)
         pending = [one for one in [*pending, *statement.pending] if one not in statement.waits]
         statements.append(statement)
     statements += [_wait(name) for name in pending]
@@ -171,15 +171,15 @@ def random_cell(draw: random.Random, world_size: int, *, rounds: int = 1) -> Cel
     return Cell(statements, rounds)
 
 
-def _random_statement(draw: random.Random, world_size: int, pending: Sequence[str]) -> Statement:
+def _random_statement(rng: random.Random, world_size: int, pending: Sequence[str]) -> Statement:
     """One that uses no name whose collective is pending, unless to wait for it."""
     free = [name for name in NAMES if name not in pending]
-    name, other = draw.choice(free), draw.choice(free)
+    name, other = rng.choice(free), rng.choice(free)
     kinds: list[Callable[[], Statement]] = [
-        lambda: _fill(name, draw.randint(0, 99)),
-        lambda: _mix(name, other, draw.randint(2, 9)),
+        lambda: _fill(name, rng.randint(0, 99)),
+        lambda: _mix(name, other, rng.randint(2, 9)),
         lambda: _all_reduce(name),
-        lambda: _broadcast(name, draw.randrange(world_size)),
+        lambda: _broadcast(name, rng.randrange(world_size)),
         lambda: _all_gather(name, other),
         lambda: _reduce_scatter(name, other),
         lambda: _ring(name, other),
@@ -188,11 +188,11 @@ def _random_statement(draw: random.Random, world_size: int, pending: Sequence[st
         kinds += [lambda: _begin_all_reduce(name)] * 2
     if pending:
         kinds += [lambda: _wait(pending[0])] * 2
-    return draw.choice(kinds)()
+    return rng.choice(kinds)()
 
 
 @dataclass
-class World:
+class ReferenceWorld:
     """What each rank's names must be, and which are in doubt since a fault."""
 
     size: int

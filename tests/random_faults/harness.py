@@ -1,7 +1,7 @@
 """What all random programs share: a mesh that is made anew once it has lost a rank, and a deadline with stacks.
 
-A program is a function of its seed. It raises `Wrong` where the mesh did what it must not; a program that does not end
-is broken off by the deadline, with the stacks of this process and of the ranks.
+A program is a function of its seed. It raises `WrongResult` where the mesh did what it must not; a program that does
+not end is broken off by the deadline, with the stacks of this process and of the ranks.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from types import FrameType
 from typing import Any, Protocol
 
 from meshbook.controller.mesh import Mesh, create_mesh
-from meshbook.wire.stop import SECOND_PRESS_S
+from meshbook.wire.stop_timing import SECOND_INTERRUPT_S
 from tests.random_faults import operators
 
 WORLD_SIZE = 3
 # Seconds after which one call counts as hung: every fault here ends, or is ended by Stop, in a few.
-HUNG_S = 60.0
+CALL_TIMEOUT_S = 60.0
 # Seconds for a whole program, and then for the main thread to hear of it.
-DEADLINE_S, LAST_S = 100.0, 20.0
+DEADLINE_S, LAST_WAIT_S = 100.0, 20.0
 
 
-class Wrong(AssertionError):
+class WrongResult(AssertionError):
     """What the mesh did and must not."""
 
 
-class Hung(BaseException):
+class ProgramHung(BaseException):
     """A program that did not end. Not an Exception: nothing on the way may take it for a fault that was put in."""
 
 
@@ -69,7 +69,7 @@ class SharedMesh:
             mesh.stop()
 
 
-class OnSharedMesh:
+class SharedMeshPrograms:
     """Programs that need nothing but the shared mesh."""
 
     def __init__(self, shared: SharedMesh) -> None:
@@ -85,10 +85,10 @@ def wait_until(condition: Callable[[], Any], what: str) -> None:
     Raises:
         Wrong: it did not come about.
     """
-    deadline = time.monotonic() + HUNG_S
+    deadline = time.monotonic() + CALL_TIMEOUT_S
     while not condition():
         if time.monotonic() > deadline:
-            raise Wrong(f"{what}: not within {HUNG_S:g} s")
+            raise WrongResult(f"{what}: not within {CALL_TIMEOUT_S:g} s")
         time.sleep(0.01)
 
 
@@ -103,7 +103,7 @@ def stop_when(mesh: Mesh, condition: Callable[[], Any], what: str) -> Iterator[N
 
     def press() -> None:
         while not over.is_set():
-            if mesh.session._running is not None and condition() and mesh.session.press_stop():
+            if mesh.session._foreground_call is not None and condition() and mesh.session.interrupt_foreground():
                 pressed.set()
                 return
             over.wait(0.01)
@@ -114,9 +114,9 @@ def stop_when(mesh: Mesh, condition: Callable[[], Any], what: str) -> Iterator[N
         yield
     finally:
         over.set()
-        thread.join(HUNG_S)
+        thread.join(CALL_TIMEOUT_S)
     if not pressed.is_set():
-        raise Wrong(f"the program ended before {what}")
+        raise WrongResult(f"the program ended before {what}")
 
 
 @contextmanager
@@ -130,11 +130,11 @@ def ctrl_c_after(seconds: float) -> Iterator[threading.Event]:
         over.wait(seconds)
         while not over.is_set():
             signal.pthread_kill(main, signal.SIGINT)
-            over.wait(SECOND_PRESS_S + 1)
+            over.wait(SECOND_INTERRUPT_S + 1)
 
     thread = threading.Thread(target=press, daemon=True)
     thread.start()
-    with _finalizers_may_drop_it():
+    with _check_dropped_in_finalizers():
         try:
             yield begun
         finally:
@@ -146,7 +146,7 @@ def ctrl_c_after(seconds: float) -> Iterator[threading.Event]:
 @contextmanager
 def sigint_at(mesh: Mesh, call: int, rank: int | None) -> Iterator[None]:
     """SIGINT in this block, as this process, or a rank, comes to the call of that number."""
-    with _finalizers_may_drop_it():
+    with _check_dropped_in_finalizers():
         try:
             if rank is None:
                 operators.press_at(call)
@@ -159,7 +159,7 @@ def sigint_at(mesh: Mesh, call: int, rank: int | None) -> Iterator[None]:
 
 
 @contextmanager
-def _finalizers_may_drop_it() -> Iterator[None]:
+def _check_dropped_in_finalizers() -> Iterator[None]:
     """Python drops a KeyboardInterrupt in a finalizer or a weak reference's callback. Only Meshbook's own must not.
 
     Raises:
@@ -177,7 +177,7 @@ def _finalizers_may_drop_it() -> Iterator[None]:
         sys.unraisablehook = before
     for error, what in dropped:
         if not issubclass(error, KeyboardInterrupt) or "meshbook" in what:
-            raise Wrong(f"a finalizer has dropped {what}")
+            raise WrongResult(f"a finalizer has dropped {what}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -195,14 +195,14 @@ def deadline(mesh: Callable[[], Mesh | None], seconds: float = DEADLINE_S) -> It
     told: list[str] = []
 
     def hung(number: int, frame: FrameType | None) -> None:
-        raise Hung("".join(told))
+        raise ProgramHung("".join(told))
 
     def watch() -> None:
         if over.wait(seconds):
             return
         told.append(f"not at its end after {seconds:g} s\n{stacks(mesh())}")
         signal.pthread_kill(main, signal.SIGUSR2)
-        if not over.wait(LAST_S):  # something has caught it: without a supervisor every wait ends
+        if not over.wait(LAST_WAIT_S):  # something has caught it: without a supervisor every wait ends
             print("".join(told), file=sys.stderr, flush=True)
             end_supervisor(mesh())
 

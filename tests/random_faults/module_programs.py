@@ -23,7 +23,7 @@ import meshbook
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import CellInterrupted, OperationFailed, RankLost
 from tests.random_faults import operators
-from tests.random_faults.harness import WORLD_SIZE, OnSharedMesh, Wrong, ctrl_c_after, sigint_at, stop_when
+from tests.random_faults.harness import WORLD_SIZE, SharedMeshPrograms, WrongResult, ctrl_c_after, sigint_at, stop_when
 from tests.random_faults.operators import Net
 
 ROWS = 2 * WORLD_SIZE
@@ -34,19 +34,19 @@ FAULTS = {
     "stop at a call": 4, "stop at a call of a rank": 4,
 }  # fmt: skip
 # Calls of Python in two steps: some thousands here, and on a rank.
-MOST_CALLS = 20_000
+MAX_CALLS = 20_000
 # Steps after which a SIGINT has come, or never will: it came between two batches, or in a finalizer of torch's.
 ENOUGH_STEPS = 40
 
 
-def in_parts(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def tensor_parallel(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return parallelize_module(module, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
-STRATEGIES: dict[str, Any] = {"ddp": "ddp", "fsdp": "fsdp", "tp": in_parts}
+STRATEGIES: dict[str, Any] = {"ddp": "ddp", "fsdp": "fsdp", "tp": tensor_parallel}
 
 
-class Plain(torch.optim.Optimizer):
+class InPlaceSGD(torch.optim.Optimizer):
     """A user's own: one change in place after the other, and a fault at the second where it has one."""
 
     fault: tuple[str, int, int] | None = None  # of the class: a copy of an optimizer has no attributes of its own
@@ -68,7 +68,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "Adam, one by one": lambda parameters: torch.optim.Adam(parameters, lr=0.01, foreach=False),
-    "own": Plain,
+    "own": InPlaceSGD,
 }
 
 
@@ -98,24 +98,24 @@ class Trainer:
         """
         if self.mesh is None:
             return [parameter.detach().clone() for parameter in self.model.parameters()]
-        return [_whole(name, parameter.detach()) for name, parameter in self.model.named_parameters()]
+        return [_full_tensor(name, parameter.detach()) for name, parameter in self.model.named_parameters()]
 
 
-def _whole(name: str, tensor: Any) -> torch.Tensor:
+def _full_tensor(name: str, tensor: Any) -> torch.Tensor:
     (place,) = tensor.placements
     own = [tensor.local(rank) for rank in range(WORLD_SIZE)]
     if place.is_shard():
         return torch.cat(own, place.dim)
     if not all(torch.equal(one, own[0]) for one in own):
-        raise Wrong(f"{name} is whole on every rank, and differs: {own}")
+        raise WrongResult(f"{name} is whole on every rank, and differs: {own}")
     return own[0]
 
 
-def _alike(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+def _all_close(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return all(torch.allclose(one, other, rtol=1e-9, atol=1e-11) for one, other in zip(some, others, strict=True))
 
 
-class ModulePrograms(OnSharedMesh):
+class ModulePrograms(SharedMeshPrograms):
     """Steps without a fault, one with, what is left of the model, and steps without a fault."""
 
     def run(self, seed: int) -> str:
@@ -126,7 +126,7 @@ class ModulePrograms(OnSharedMesh):
 class _Program:
     def __init__(self, mesh: Mesh, seed: int) -> None:
         self.mesh, self.seed = mesh, seed
-        self.draw = draw = random.Random(seed)
+        self.rng = draw = random.Random(seed)
         (self.kind,) = draw.choices(list(FAULTS), list(FAULTS.values()))
         self.strategy, self.optimizer = draw.choice(list(STRATEGIES)), draw.choice(list(OPTIMIZERS))
         self.place = draw.choice(PLACES)
@@ -143,37 +143,37 @@ class _Program:
     def run(self) -> str:
         try:
             self._run()
-        except Wrong as wrong:
-            raise Wrong(f"{self.what}: {wrong}") from wrong
+        except WrongResult as wrong:
+            raise WrongResult(f"{self.what}: {wrong}") from wrong
         return self.name
 
     def _run(self) -> None:
         self.mesh.execute(operators.arm, "", "", 0, 0)
         there = Trainer(self.seed, self.optimizer, self.mesh, self.strategy)
         here = Trainer(self.seed, self.optimizer)
-        for _ in range(self.draw.randint(1, 2)):
+        for _ in range(self.rng.randint(1, 2)):
             self._step_both(there, here)
-        bad, more = self._batch(), [self._batch() for _ in range(self.draw.randint(0, 2))]
+        bad, more = self._batch(), [self._batch() for _ in range(self.rng.randint(0, 2))]
         error = self._steps_with_fault(there, bad, more)
-        self.mesh_is_armed_no_more()
+        self.disarm()
         if self.kind == "kill":
             if not isinstance(error, RankLost) or error.ranks != (self.guilty,):
-                raise Wrong(f"it was killed, and what is said is {error!r}")
+                raise WrongResult(f"it was killed, and what is said is {error!r}")
             return
-        self._judge(error)
+        self._check_error(error)
         if self.place == "in the step":
-            self._recover_in_part(there)
+            self._check_partial_recovery(there)
             return
-        here = self._which(there, here, bad, more)
+        here = self._matching_reference(there, here, bad, more)
         report = meshbook.recover(there.model, there.opt)
         # A gradient that a Stop left on some ranks and not on others is restored; a parameter need not be.
         restored = [name for name, _ in report.restored if not name.startswith("gradient of ")]
         if not report.complete or restored:
-            raise Wrong(f"every step was taken by all or none, and recover says {report}")
+            raise WrongResult(f"every step was taken by all or none, and recover says {report}")
         for _ in range(2):
             self._step_both(there, here)
 
-    def mesh_is_armed_no_more(self) -> None:
+    def disarm(self) -> None:
         if self.kind != "kill":
             self.mesh.execute(operators.arm, "", "", 0, 0)
 
@@ -186,9 +186,9 @@ class _Program:
         batch = self._batch()
         got, wanted = there.step(*batch).item(), here.step(*batch).item()
         if abs(got - wanted) > 1e-9 * max(1.0, abs(wanted)):
-            raise Wrong(f"the loss is {got}, and one process has {wanted}")
-        if not _alike(got_all := there.parameters(), wanted_all := here.parameters()):
-            raise Wrong(f"the parameters are {got_all}, and one process has {wanted_all}")
+            raise WrongResult(f"the loss is {got}, and one process has {wanted}")
+        if not _all_close(got_all := there.parameters(), wanted_all := here.parameters()):
+            raise WrongResult(f"the parameters are {got_all}, and one process has {wanted_all}")
 
     def _steps_with_fault(self, there: Trainer, bad: Any, more: Any) -> BaseException | None:
         if self.kind == "stop anywhere":
@@ -198,7 +198,7 @@ class _Program:
         what = "raise" if self.kind == "raise everywhere" else self.kind
         guilty = -1 if self.kind == "raise everywhere" else self.guilty
         if self.place == "in the step":
-            assert isinstance(there.opt, Plain)
+            assert isinstance(there.opt, InPlaceSGD)
             self.mesh.run("from tests.random_faults import operators", echo=False)
             there.opt.fault = (what, guilty, self.seed)
         else:
@@ -214,7 +214,7 @@ class _Program:
 
         try:
             if self.kind in ("stop", "freeze"):
-                with stop_when(self.mesh, self._held(), "Stop was pressed"):
+                with stop_when(self.mesh, self._fault_reached(), "Stop was pressed"):
                     do()
             else:
                 do()
@@ -222,7 +222,7 @@ class _Program:
             return error
         return None
 
-    def _held(self) -> Callable[[], bool]:
+    def _fault_reached(self) -> Callable[[], bool]:
         if self.kind == "stop":
             return lambda: f"held {self.seed}" in self.mesh.logs(self.guilty)
         process = psutil.Process(self.mesh.status().ranks[self.guilty].pid)
@@ -230,7 +230,7 @@ class _Program:
 
     def _until_stopped(self, there: Trainer, batch: Any) -> BaseException:
         """Steps on one batch without end, and Ctrl-C somewhere in it."""
-        after, looks = self.draw.uniform(0.0, 0.3), self.draw.random() < 0.5
+        after, looks = self.rng.uniform(0.0, 0.3), self.rng.random() < 0.5
         with ctrl_c_after(after) as begun:
             try:
                 while True:
@@ -243,7 +243,7 @@ class _Program:
 
     def _until_at_call(self, there: Trainer, batch: Any) -> BaseException | None:
         """Steps on one batch, with a SIGINT when this process, or one rank, comes to a certain call."""
-        call = int(MOST_CALLS ** self.draw.random())
+        call = int(MAX_CALLS ** self.rng.random())
         try:
             with sigint_at(self.mesh, call, None if self.kind == "stop at a call" else self.guilty):
                 for number in range(ENOUGH_STEPS):
@@ -255,23 +255,23 @@ class _Program:
             return error
         return None
 
-    def _judge(self, error: BaseException | None) -> None:
+    def _check_error(self, error: BaseException | None) -> None:
         if self.kind.startswith("raise") and f"the seeded fault {self.seed}" not in str(error):
-            raise Wrong(f"the cause is not named: {error!r}")
+            raise WrongResult(f"the cause is not named: {error!r}")
         if self.kind in ("stop", "freeze") and not isinstance(error, KeyboardInterrupt):
-            raise Wrong(f"Stop is not named: {error!r}")
+            raise WrongResult(f"Stop is not named: {error!r}")
 
-    def _which(self, there: Trainer, here: Trainer, bad: Any, more: Any) -> Trainer:
+    def _matching_reference(self, there: Trainer, here: Trainer, bad: Any, more: Any) -> Trainer:
         """One process that has taken the steps that all ranks have taken."""
         found = there.parameters()
         tries: list[Trainer] = []
         if self.is_anywhere:
             tries = [copy.deepcopy(here)]
             for _ in range(3000):
-                if _alike(found, tries[-1].parameters()):
+                if _all_close(found, tries[-1].parameters()):
                     return tries[-1]
                 tries[-1].step(*bad)
-            raise Wrong(f"the parameters are {found}, which no number of steps leads to from {here.parameters()}")
+            raise WrongResult(f"the parameters are {found}, which no number of steps leads to from {here.parameters()}")
         for batches in ([*more], [bad, *more]):
             one = copy.deepcopy(here)
             tries.append(copy.deepcopy(one))
@@ -281,27 +281,27 @@ class _Program:
             if self.kind.startswith("raise"):
                 break  # that step cannot have been taken
         for one in tries:
-            if _alike(found, one.parameters()):
+            if _all_close(found, one.parameters()):
                 return one
-        raise Wrong(f"the parameters are {found}, and must be one of {[one.parameters() for one in tries]}")
+        raise WrongResult(f"the parameters are {found}, and must be one of {[one.parameters() for one in tries]}")
 
-    def _recover_in_part(self, there: Trainer) -> None:
+    def _check_partial_recovery(self, there: Trainer) -> None:
         """After a fault inside the user's own optimizer: of which parameters recover says that they can be used."""
         report = meshbook.recover(there.model, there.opt)
         fit = {*report.whole, *(name for name, _ in report.restored), *report.half_written}
         for name, parameter in there.model.named_parameters():
             if name not in fit:
-                raise Wrong(f"recover does not say that {name} can be used: {report}")
-            value = _whole(name, parameter.detach())
+                raise WrongResult(f"recover does not say that {name} can be used: {report}")
+            value = _full_tensor(name, parameter.detach())
             if name not in report.half_written and not torch.isfinite(value).all():
-                raise Wrong(f"{name} is {value}")
+                raise WrongResult(f"{name} is {value}")
         names = [name for name, _ in there.model.named_parameters()]
         if self.kind == "raise" and not {*report.half_written, *(name for name, _ in report.restored)} & {names[1]}:
-            raise Wrong(f"{names[1]} was changed on some ranks and not on one, and recover says {report}")
+            raise WrongResult(f"{names[1]} was changed on some ranks and not on one, and recover says {report}")
         torch.manual_seed(self.seed + 1)
         anew = Net()
         there.model.load_state_dict(anew.state_dict())
-        assert isinstance(there.opt, Plain)
+        assert isinstance(there.opt, InPlaceSGD)
         there.opt.fault = None
         here = Trainer(self.seed, self.optimizer)
         here.model.load_state_dict(anew.state_dict())

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 
-def have_fault(what: str, guilty: int, seed: int) -> None:
+def trigger_fault(what: str, guilty: int, seed: int) -> None:
     """The fault, on that rank of a mesh; -1: on every rank."""
     if not dist.is_initialized() or guilty not in (-1, dist.get_rank()):
         return
@@ -51,7 +51,7 @@ def press_at(call: int, guilty: int = -1) -> None:
 
 @torch.library.custom_op("faults::faulty", mutates_args=())
 def faulty(x: torch.Tensor, what: str, guilty: int, seed: int) -> torch.Tensor:
-    have_fault(what, guilty, seed)
+    trigger_fault(what, guilty, seed)
     return x + 1
 
 
@@ -63,7 +63,7 @@ def _(x: torch.Tensor, what: str, guilty: int, seed: int) -> torch.Tensor:
 @torch.library.custom_op("faults::change_faultily", mutates_args={"x"})
 def change_faultily(x: torch.Tensor, what: str, guilty: int, seed: int) -> None:
     x.add_(1)
-    have_fault(what, guilty, seed)
+    trigger_fault(what, guilty, seed)
 
 
 @change_faultily.register_fake
@@ -82,21 +82,21 @@ def arm(place: str, what: str, guilty: int, seed: int) -> None:
     _armed[:] = [(place, what, guilty, seed)] if place else []
 
 
-def _pass_by(place: str) -> None:
+def _trigger_if_armed(place: str) -> None:
     if _armed and _armed[0][0] == place:
         (_, *fault) = _armed.pop()
-        have_fault(*fault)  # type: ignore[arg-type]
+        trigger_fault(*fault)  # type: ignore[arg-type]
 
 
-class _Faulty(torch.autograd.Function):
+class _FaultyIdentity(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        _pass_by("inside forward")
+        _trigger_if_armed("inside forward")
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        _pass_by("inside backward")
+        _trigger_if_armed("inside backward")
         return gradient
 
 
@@ -106,8 +106,8 @@ class Net(nn.Module):
         self.up, self.down = nn.Linear(4, 6, dtype=torch.float64), nn.Linear(6, 2, dtype=torch.float64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        _pass_by("before forward")
-        inside: torch.Tensor = _Faulty.apply(self.up(x).tanh())
+        _trigger_if_armed("before forward")
+        inside: torch.Tensor = _FaultyIdentity.apply(self.up(x).tanh())
         found: torch.Tensor = self.down(inside)
-        _pass_by("after forward")
+        _trigger_if_armed("after forward")
         return found

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tests.random_faults.actor_programs import ActorPrograms
 from tests.random_faults.cell_programs import CellPrograms
-from tests.random_faults.harness import Hung, Programs, SharedMesh, deadline, end_supervisor, stacks
+from tests.random_faults.harness import ProgramHung, Programs, SharedMesh, deadline, end_supervisor, stacks
 from tests.random_faults.module_programs import ModulePrograms
 from tests.random_faults.tensor_programs import TensorPrograms
 from tests.random_faults.training_programs import TrainingPrograms
@@ -57,9 +57,9 @@ class Runner:
         try:
             with deadline(lambda: self._shared.mesh):
                 return Verdict(fault=self._kinds[kind].run(seed))
-        except (Exception, Hung) as error:
+        except (Exception, ProgramHung) as error:
             where = f"\n{stacks(self._shared.mesh)}" if _is_busy(self._shared) else ""
-            self._discard(hard=isinstance(error, Hung))
+            self._discard(hard=isinstance(error, ProgramHung))
             return Verdict(failure=f"{type(error).__name__}: {error}{where}\n{self._how_to_repeat()}")
 
     def _how_to_repeat(self) -> str:
@@ -76,7 +76,7 @@ class Runner:
         try:
             with deadline(lambda: self._shared.mesh):
                 self._shared.discard()
-        except (Exception, Hung):
+        except (Exception, ProgramHung):
             end_supervisor(self._shared.mesh)
             self._shared.mesh = None
 

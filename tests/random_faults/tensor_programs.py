@@ -22,7 +22,7 @@ import meshbook
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import CellInterrupted, OperationFailed, RankLost
 from tests.random_faults import operators
-from tests.random_faults.harness import WORLD_SIZE, OnSharedMesh, Wrong, ctrl_c_after, sigint_at, stop_when
+from tests.random_faults.harness import WORLD_SIZE, SharedMeshPrograms, WrongResult, ctrl_c_after, sigint_at, stop_when
 
 NAMES = ("t0", "t1", "t2", "t3")
 SIZE = 2 * WORLD_SIZE
@@ -41,7 +41,7 @@ FAULTS = {
     "stop at a call of a rank": 3,
 }
 # Calls of Python in some hundred lines.
-MOST_CALLS = 20_000
+MAX_CALLS = 20_000
 # Rounds of lines after which a SIGINT has come, or was dropped in a finalizer.
 ENOUGH_ROUNDS = 40
 
@@ -58,7 +58,7 @@ MAKING = (
     "{a} = {b}.roll(1, 0)",
     "{a} = torch.cat([{b}[:2], {c}[2:]])",
 )
-CHANGING = (
+MUTATING = (
     "{a}.add_({b})",
     "{a}.mul_(2)",
     "{a}.sub_({b}, alpha=2)",
@@ -78,7 +78,7 @@ FAULTY = ("{a} = faulty({b})", "{a} = faulty_part({b})", "change_faultily({a})")
 Line = str
 
 
-class Plain:
+class PlainTensors:
     """What a line's names mean in one process."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Plain:
         exec(line, self.names)
 
 
-class OnMesh(Plain):
+class MeshTensors(PlainTensors):
     """What they mean on a mesh.
 
     Attributes:
@@ -141,7 +141,7 @@ class OnMesh(Plain):
 
 
 @dataclass
-class Story:
+class TensorHistory:
     """What a name's tensor has been: since it was made, after each line that changed it.
 
     Attributes:
@@ -154,7 +154,7 @@ class Story:
     changed_at: list[int] = field(default_factory=list)
 
 
-class TensorPrograms(OnSharedMesh):
+class TensorPrograms(SharedMeshPrograms):
     """Lines without a fault, some with one, reading, recovery, and lines without a fault on what there is."""
 
     def run(self, seed: int) -> str:
@@ -164,7 +164,7 @@ class TensorPrograms(OnSharedMesh):
         return _Program(mesh, seed).run()
 
 
-def _whole(value: torch.Tensor) -> torch.Tensor:
+def _round_sums(value: torch.Tensor) -> torch.Tensor:
     """Without the rounding of a sum in parts, to which DTensor adds a third of a number on each of three ranks."""
     rounded = value.round()
     return rounded if torch.allclose(value, rounded, rtol=1e-13, atol=1e-10) else value
@@ -173,32 +173,32 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
 class _Program:
     def __init__(self, mesh: Mesh, seed: int) -> None:
         self.mesh, self.seed = mesh, seed
-        self.draw = random.Random(seed)
-        (self.kind,) = self.draw.choices(list(FAULTS), list(FAULTS.values()))
+        self.rng = random.Random(seed)
+        (self.kind,) = self.rng.choices(list(FAULTS), list(FAULTS.values()))
         self.is_anywhere = self.kind.startswith("stop a")
-        self.plain, self.there = Plain(), OnMesh(mesh)
+        self.plain, self.there = PlainTensors(), MeshTensors(mesh)
         self.there.names["faulty_part"] = self.there.part
-        self.stories: dict[str, Story] = {}
+        self.histories: dict[str, TensorHistory] = {}
         self.objects: dict[str, Any] = {}  # that the stories are of
         self.lines: list[Line] = []
-        self.told = False  # the user knows of the fault
+        self.fault_reported = False  # the user knows of the fault
         self.fault_at = 0
 
     def run(self) -> str:
         try:
             self._run()
-        except Wrong as wrong:
+        except WrongResult as wrong:
             told = [f"{'>' if at == self.fault_at else ' '} {at}: {line}" for at, line in enumerate(self.lines)]
-            raise Wrong("\n".join([f"{self.kind}: {wrong}", *told])) from wrong
+            raise WrongResult("\n".join([f"{self.kind}: {wrong}", *told])) from wrong
         return self.kind
 
     def _run(self) -> None:
         for name in NAMES:
             self._make(name, torch.arange(SIZE * SIZE, dtype=torch.float64).reshape(SIZE, SIZE) + int(name[1]))
-        for _ in range(self.draw.randint(1, 4)):
-            self._do(self._line())
+        for _ in range(self.rng.randint(1, 4)):
+            self._run_line(self._line())
         self._compare_all("before the fault")
-        guilty = self.draw.randrange(WORLD_SIZE)
+        guilty = self.rng.randrange(WORLD_SIZE)
         what = "none" if self.is_anywhere else self.kind.removesuffix(" everywhere")
         self.there.fault = (what, -1 if self.kind == "raise everywhere" else guilty, self.seed)
         self.fault_at = len(self.lines)
@@ -206,44 +206,44 @@ class _Program:
         if self.kind == "kill":
             self._expect_lost(error, guilty)
             return
-        self.told = error is not None
+        self.fault_reported = error is not None
         if error is not None:
-            self._judge(error)
+            self._check_error(error)
         self._read_all()
         self._recover()
-        for _ in range(self.draw.randint(3, 6)):
-            self._do(self._line())
+        for _ in range(self.rng.randint(3, 6)):
+            self._run_line(self._line())
         self._compare_all("after recovery")
 
     # ---- lines
 
     def _line(self) -> Line:
-        a, b, c = (self.draw.choice(NAMES) for _ in range(3))
-        if self.draw.random() < 0.5:
-            pattern = self.draw.choice(MAKING)
+        a, b, c = (self.rng.choice(NAMES) for _ in range(3))
+        if self.rng.random() < 0.5:
+            pattern = self.rng.choice(MAKING)
         else:
-            pattern = self.draw.choice(CHANGING)
+            pattern = self.rng.choice(MUTATING)
             while a in (b, c):
-                a = self.draw.choice(NAMES)
+                a = self.rng.choice(NAMES)
         return self._filled(pattern, a, b, c)
 
     def _filled(self, pattern: str, a: str, b: str, c: str) -> Line:
-        places = self.draw.choice(["[S(0)]", "[S(1)]", "[R]"])
-        return pattern.format(a=a, b=b, c=c, k=self.draw.randint(1, 9), p=places)
+        places = self.rng.choice(["[S(0)]", "[S(1)]", "[R]"])
+        return pattern.format(a=a, b=b, c=c, k=self.rng.randint(1, 9), p=places)
 
     def _faulty_line(self, guilty: int) -> Line:
-        a, b = self.draw.sample(NAMES, 2)
+        a, b = self.rng.sample(NAMES, 2)
         if self.kind == "raise in embedding":
-            return f"{a} = missing({b}, {guilty * 2 + self.draw.randrange(2)})"
-        return self._filled(self.draw.choice(FAULTY), a, b, b)
+            return f"{a} = missing({b}, {guilty * 2 + self.rng.randrange(2)})"
+        return self._filled(self.rng.choice(FAULTY), a, b, b)
 
     def _make(self, name: str, value: torch.Tensor) -> None:
-        places = self.draw.choice([[Shard(0)], [Shard(1)], [Replicate()]])
+        places = self.rng.choice([[Shard(0)], [Shard(1)], [Replicate()]])
         self.there.names[name] = self.objects[name] = meshbook.distribute(value, self.mesh, places)
         self.plain.names[name] = value.clone()
-        self.stories[name] = Story([value.clone()], made_at=len(self.lines))
+        self.histories[name] = TensorHistory([value.clone()], made_at=len(self.lines))
 
-    def _do(self, line: Line) -> None:
+    def _run_line(self, line: Line) -> None:
         """A line on both sides. It is noted also where it raises on the mesh: it may have been sent."""
         at = len(self.lines)
         self.lines.append(line)
@@ -260,16 +260,16 @@ class _Program:
                         self.plain.names[name] = before[name]
                         continue
                     self.objects[name] = self.there.names[name]
-                    self.stories[name] = Story([value.clone()], made_at=at)
+                    self.histories[name] = TensorHistory([value.clone()], made_at=at)
                 elif line.startswith((f"{name}.", f"{name}[", f"own({name})")) or not torch.equal(value, kept[name]):
-                    self.stories[name].values.append(value.clone())
-                    self.stories[name].changed_at.append(at)  # perhaps to what it was, as `clamp_` may
+                    self.histories[name].values.append(value.clone())
+                    self.histories[name].changed_at.append(at)  # perhaps to what it was, as `clamp_` may
 
     # ---- the fault
 
     def _lines_with_fault(self, guilty: int) -> BaseException | None:
         """What the program's user sees of it; None: nothing yet."""
-        draw = self.draw
+        draw = self.rng
         if self.kind == "stop anywhere":
             return self._until_stopped()
         if self.is_anywhere:
@@ -282,14 +282,14 @@ class _Program:
 
         def do() -> None:
             for line in lines:
-                self._do(line)
+                self._run_line(line)
             if waits:
                 self.there.names[draw.choice(NAMES)].sum().item()
                 self.there.names[lines[before].split("(")[-1].split(",")[0].strip(" )")].sum().item()
 
         try:
             if self.kind in ("stop", "freeze"):
-                with stop_when(self.mesh, self._held(guilty), "Stop was pressed"):
+                with stop_when(self.mesh, self._fault_reached(guilty), "Stop was pressed"):
                     do()
             else:
                 do()
@@ -297,7 +297,7 @@ class _Program:
             return error
         return None
 
-    def _held(self, guilty: int) -> Callable[[], bool]:
+    def _fault_reached(self, guilty: int) -> Callable[[], bool]:
         if self.kind == "stop":
             return lambda: f"held {self.seed}" in self.mesh.logs(guilty)
         process = psutil.Process(self.mesh.status().ranks[guilty].pid)
@@ -305,7 +305,7 @@ class _Program:
 
     def _until_stopped(self) -> BaseException:
         """Lines without end, and a Stop, as Ctrl-C, somewhere in it."""
-        after = self.draw.uniform(0.0, 0.3)
+        after = self.rng.uniform(0.0, 0.3)
         lines = [self._line() for _ in range(8)]
         with ctrl_c_after(after) as begun:
             try:
@@ -320,7 +320,7 @@ class _Program:
 
     def _until_at_call(self, guilty: int) -> BaseException | None:
         """Lines, with a SIGINT when this process, or one rank, comes to a certain call."""
-        call = int(MOST_CALLS ** self.draw.random())
+        call = int(MAX_CALLS ** self.rng.random())
         lines = [*(self._line() for _ in range(8)), *(f"{name} %= P" for name in NAMES)]
         try:
             with sigint_at(self.mesh, call, None if self.kind == "stop at a call" else guilty):
@@ -333,16 +333,16 @@ class _Program:
             return error
         return None
 
-    def _judge(self, error: BaseException) -> None:
+    def _check_error(self, error: BaseException) -> None:
         said = str(error)
         if self.kind.startswith("raise"):
             cause = "index out of range" if self.kind == "raise in embedding" else f"the seeded fault {self.seed}"
             if cause not in said and "changed on some ranks and not on others" not in said:
-                raise Wrong(f"the cause is not named: {said}")
+                raise WrongResult(f"the cause is not named: {said}")
         elif self.kind == "stop at a call of a rank":
             return  # nobody has pressed Stop: a rank that waited for this one may say so, and nothing more
         elif not isinstance(error, KeyboardInterrupt) and "stopped" not in said:
-            raise Wrong(f"Stop is not named: {error!r}")
+            raise WrongResult(f"Stop is not named: {error!r}")
 
     def _expect_lost(self, error: BaseException | None, guilty: int) -> None:
         errors = [error]
@@ -354,7 +354,7 @@ class _Program:
                 errors.append(lost)
         for one in errors:
             if not isinstance(one, RankLost) or one.ranks != (guilty,):
-                raise Wrong(f"rank {guilty} was killed, and what is said is {one!r}")
+                raise WrongResult(f"rank {guilty} was killed, and what is said is {one!r}")
 
     # ---- afterwards
 
@@ -368,30 +368,30 @@ class _Program:
         own = [tensor.local(rank) for rank in range(WORLD_SIZE)]
         (place,) = tensor.placements
         if place.is_shard():
-            return _whole(torch.cat(own, place.dim))
+            return _round_sums(torch.cat(own, place.dim))
         if place.is_partial():
-            return _whole(torch.stack(own).sum(0))
+            return _round_sums(torch.stack(own).sum(0))
         if not all(torch.equal(one, own[0]) for one in own):
-            raise Wrong(f"{name} is whole on every rank, and differs: {[one.tolist() for one in own]}")
-        return _whole(own[0])
+            raise WrongResult(f"{name} is whole on every rank, and differs: {[one.tolist() for one in own]}")
+        return _round_sums(own[0])
 
     def _read_all(self) -> None:
         """What can be read is right; what cannot says why."""
-        for name in self.draw.sample(NAMES, len(NAMES)):
+        for name in self.rng.sample(NAMES, len(NAMES)):
             try:
                 value = self._read(name)
             except OperationFailed as error:
-                self._judge(error)
-                self.told = True
+                self._check_error(error)
+                self.fault_reported = True
                 continue
             if self.is_anywhere:
                 continue
-            story = self.stories[name]
-            allowed = story.values if self.told else story.values[-1:]
+            story = self.histories[name]
+            allowed = story.values if self.fault_reported else story.values[-1:]
             if not any(torch.equal(value, one) for one in allowed):
-                raise Wrong(
+                raise WrongResult(
                     f"{name} reads as {value.tolist()}, and must be one of {[one.tolist() for one in allowed]}"
-                    f" ({'told' if self.told else 'not told'} of the fault)"
+                    f" ({'told' if self.fault_reported else 'not told'} of the fault)"
                 )
 
     def _recover(self) -> None:
@@ -410,29 +410,33 @@ class _Program:
             if name not in said:
                 same = [other for other in NAMES if self.there.names[other] is self.there.names[name] and other in said]
                 if not same:
-                    raise Wrong(f"recover says nothing of {name}: {report}")
+                    raise WrongResult(f"recover says nothing of {name}: {report}")
                 said[name] = said[same[0]]
-            self._check_said(name, said[name], report)
+            self._check_verdict(name, said[name], report)
 
-    def _check_said(self, name: str, said: str, report: Any) -> None:
-        story = self.stories[name]
-        if said in ("whole", "restored"):
+    def _check_verdict(self, name: str, verdict: str, report: Any) -> None:
+        story = self.histories[name]
+        if verdict in ("whole", "restored"):
             try:
                 value = self._read(name)
             except OperationFailed as error:
-                raise Wrong(f"recover said that {name} is {said}, and it cannot be read: {error}\n{report}") from error
+                raise WrongResult(
+                    f"recover said that {name} is {verdict}, and it cannot be read: {error}\n{report}"
+                ) from error
             if not self.is_anywhere and not any(torch.equal(value, one) for one in story.values):
                 allowed = [one.tolist() for one in story.values]
-                raise Wrong(
-                    f"recover said that {name} is {said}: it is {value.tolist()}, not one of {allowed}\n{report}"
+                raise WrongResult(
+                    f"recover said that {name} is {verdict}: it is {value.tolist()}, not one of {allowed}\n{report}"
                 )
             self.plain.names[name] = value.clone()
-            self.stories[name] = Story([value.clone()])
+            self.histories[name] = TensorHistory([value.clone()])
             return
-        touched = [story.made_at] if said == "lost" else story.changed_at
+        touched = [story.made_at] if verdict == "lost" else story.changed_at
         if not self.is_anywhere and not any(at >= self._doubtful_from() for at in touched):
-            raise Wrong(f"recover said that {name} is {said}, and no line since the fault has touched it\n{report}")
-        if said == "half written":
+            raise WrongResult(
+                f"recover said that {name} is {verdict}, and no line since the fault has touched it\n{report}"
+            )
+        if verdict == "half written":
             self._read(name)  # it can be used
         self._make(name, torch.arange(SIZE * SIZE, dtype=torch.float64).reshape(SIZE, SIZE))
 
@@ -444,4 +448,4 @@ class _Program:
         for name in NAMES:
             value, wanted = self._read(name), self.plain.names[name]
             if not torch.equal(value, wanted):
-                raise Wrong(f"{when}: {name} is {value.tolist()}, and must be {wanted.tolist()}")
+                raise WrongResult(f"{when}: {name} is {value.tolist()}, and must be {wanted.tolist()}")

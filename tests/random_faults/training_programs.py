@@ -15,7 +15,7 @@ from torch import nn
 
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import CellError, MeshTimeout, RankLost
-from tests.random_faults.harness import HUNG_S, WORLD_SIZE, SharedMesh, Wrong, wait_until
+from tests.random_faults.harness import CALL_TIMEOUT_S, WORLD_SIZE, SharedMesh, WrongResult, wait_until
 
 ROWS = 2 * WORLD_SIZE
 STEPS = 2  # after the fault
@@ -36,9 +36,9 @@ FAULTS = {
     "stop at a call": "press_at({call})",
 }
 # Calls of Python in a few steps.
-MOST_CALLS = 10_000
+MAX_CALLS = 10_000
 
-DEFINED = """
+SETUP_SOURCE = """
 import time
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -125,14 +125,14 @@ def run(mesh: Mesh, seed: int) -> str:
     Raises:
         Wrong: parameters that differ from one process's, a hang, a step without a fault that fails.
     """
-    draw = random.Random(seed)
-    strategy, place, kind = draw.choice(list(WRAPPED)), draw.choice(PLACES), draw.choice(list(FAULTS))
-    guilty = draw.randrange(WORLD_SIZE)
+    rng = random.Random(seed)
+    strategy, place, kind = rng.choice(list(WRAPPED)), rng.choice(PLACES), rng.choice(list(FAULTS))
+    guilty = rng.randrange(WORLD_SIZE)
     wrap = textwrap.dedent(WRAPPED[strategy]).strip()
-    body, steps = FAULTS[kind].format(seed=seed, call=int(MOST_CALLS ** draw.random())), 1
+    body, steps = FAULTS[kind].format(seed=seed, call=int(MAX_CALLS ** rng.random())), 1
     if kind == "stop at a call":
         place, steps = "before forward", 20
-    _whole(mesh, DEFINED.replace("WRAP", wrap).replace("FAULT", body))
+    _run_without_fault(mesh, SETUP_SOURCE.replace("WRAP", wrap).replace("FAULT", body))
     mesh.push(batches=[data(seed + turn) for turn in range(STEPS)])
     source = f"armed, guilty = {place!r}, {guilty}\nfor _ in range({steps}): step(*batches[0])\npress_at(0)"
     future: Any = mesh.run(source, wait=False, echo=False)
@@ -140,22 +140,22 @@ def run(mesh: Mesh, seed: int) -> str:
         wait_until(lambda: f"held {seed}" in mesh.logs(guilty), "the rank came to where it is to be stopped")
         future.interrupt()
     try:
-        error = future.exception(HUNG_S)
+        error = future.exception(CALL_TIMEOUT_S)
     except MeshTimeout as late:
-        raise Wrong(f"{strategy}, {kind} {place}: the step did not end within {HUNG_S:g} s") from late
+        raise WrongResult(f"{strategy}, {kind} {place}: the step did not end within {CALL_TIMEOUT_S:g} s") from late
     if error is None and kind != "stop at a call":  # that one may come in a finalizer, and be dropped
-        raise Wrong(f"{strategy}, {kind} {place}: the step ended as if nothing had been")
-    _whole(mesh, "press_at(0); disarm(); restore()\nfor x, y in batches: step(x, y)")
+        raise WrongResult(f"{strategy}, {kind} {place}: the step ended as if nothing had been")
+    _run_without_fault(mesh, "press_at(0); disarm(); restore()\nfor x, y in batches: step(x, y)")
     wanted = expected(seed)
-    for rank, found in dict(_whole(mesh, "whole()").values).items():
+    for rank, found in dict(_run_without_fault(mesh, "whole()").values).items():
         for one, other in zip(found, wanted, strict=True):
             if not torch.allclose(one, other, rtol=1e-12, atol=1e-13):
-                raise Wrong(f"{strategy}, {kind} {place}: rank {rank} has {one}, one process {other}")
+                raise WrongResult(f"{strategy}, {kind} {place}: rank {rank} has {one}, one process {other}")
     return f"{strategy}, {kind} {place}"
 
 
-def _whole(mesh: Mesh, source: str) -> Any:
+def _run_without_fault(mesh: Mesh, source: str) -> Any:
     try:
-        return mesh.run(source, timeout=HUNG_S, echo=False)
+        return mesh.run(source, timeout=CALL_TIMEOUT_S, echo=False)
     except (CellError, MeshTimeout, RankLost) as error:
-        raise Wrong(f"a cell without a fault failed with {error!r}\n{source}") from error
+        raise WrongResult(f"a cell without a fault failed with {error!r}\n{source}") from error

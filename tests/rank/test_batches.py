@@ -13,12 +13,12 @@ import torch
 
 from meshbook.ids import CallId
 from meshbook.rank.tensors import agreement
-from meshbook.rank.tensors.calls import TENSOR, Sent
-from meshbook.rank.tensors.engine import Poison, Tensors
+from meshbook.rank.tensors.engine import Poison, RankTensors
+from meshbook.rank.tensors.operators import TENSOR, TemplateMessage
 from meshbook.wire import messages
 
 ENGINE = "client|"
-ADD = Sent(1, "aten::add_.Tensor", (TENSOR, TENSOR), {}, (0,), "one", (0,), False, False)
+ADD = TemplateMessage(1, "aten::add_.Tensor", (TENSOR, TENSOR), {}, (0,), "one", (0,), False, False)
 CHANGED, OPERAND = 1, 2
 
 
@@ -28,7 +28,7 @@ def batch(**more: Any) -> messages.RunOps:
         call=CallId("a-1"),
         ranks=(0,),
         engine=ENGINE,
-        first=1,
+        first_op=1,
         ops=msgspec.msgpack.encode([1, CHANGED, OPERAND, 1, CHANGED, OPERAND]),
         templates=(pickle.dumps(ADD),),
         **more,
@@ -40,10 +40,10 @@ class Rank:
 
     def __init__(self) -> None:
         self.presses_at = ""
-        self.tensors = Tensors(
+        self.tensors = RankTensors(
             0, torch.device("cpu"), None, load=self.load, dump=lambda thing: thing, resolve=lambda key: None
         )
-        self.values = self.tensors.space(ENGINE).values
+        self.values = self.tensors.store_of(ENGINE).values
         self.values[CHANGED] = torch.zeros(2)
 
     def load(self, payload: Any) -> Any:
@@ -60,28 +60,28 @@ class Rank:
 
     def run(self, command: messages.RunOps) -> None:
         """As the executor does."""
-        self.tensors.expect(command)
+        self.tensors.expect_batch(command)
         try:
             self.tensors.run(command)
         except KeyboardInterrupt:
-            self.tensors.give_up(command)
+            self.tensors.skip_batch(command)
             raise
 
 
 @pytest.fixture
 def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
     rank = Rank()
-    monkeypatch.setattr(agreement, "hold", rank.hold)
+    monkeypatch.setattr(agreement, "defer_interrupts", rank.hold)
     return rank
 
 
 def test_a_batch_that_is_stopped_before_its_first_operation_is_left_out_whole(rank: Rank) -> None:
     rank.presses_at = "load"
     with pytest.raises(KeyboardInterrupt):
-        rank.run(batch(uploads=(messages.Upload(id=OPERAND, payload=None),)))  # type: ignore[arg-type]
+        rank.run(batch(uploads=(messages.TensorUpload(id=OPERAND, payload=None),)))  # type: ignore[arg-type]
     changed = rank.values[CHANGED]
     assert isinstance(changed, Poison)
-    assert (changed.skipped, changed.begun, changed.kept.tolist()) == (2, False, [0.0, 0.0])
+    assert (changed.num_skipped, changed.write_started, changed.old_value.tolist()) == (2, False, [0.0, 0.0])
     assert isinstance(rank.values[OPERAND], Poison)
 
 
@@ -90,11 +90,11 @@ def test_a_batch_that_is_stopped_while_a_fault_is_passed_on_leaves_out_each_oper
     rank.presses_at = "hold"
     with pytest.raises(KeyboardInterrupt):
         rank.run(batch())
-    assert rank.values[CHANGED].skipped == 2
+    assert rank.values[CHANGED].num_skipped == 2
 
 
 def test_a_batch_that_is_not_stopped_is_run(rank: Rank) -> None:
-    rank.run(batch(uploads=(messages.Upload(id=OPERAND, payload=None),)))  # type: ignore[arg-type]
+    rank.run(batch(uploads=(messages.TensorUpload(id=OPERAND, payload=None),)))  # type: ignore[arg-type]
     assert rank.values[CHANGED].tolist() == [2.0, 2.0]
-    rank.tensors.give_up(batch())
+    rank.tensors.skip_batch(batch())
     assert rank.values[CHANGED].tolist() == [2.0, 2.0]

@@ -9,9 +9,9 @@ import sys
 SOURCE = """
 import ctypes, numpy
 from meshbook.rank import blas
-path, = blas._loaded("openblas")
+path, = blas._find_loaded_libraries("openblas")
 library = ctypes.CDLL(path)
-name = next(name for name in blas._SET if hasattr(library, name))
+name = next(name for name in blas._SETTER_NAMES if hasattr(library, name))
 threads = getattr(library, name.replace("set_num", "get_num"))
 a = numpy.ones((300, 300))
 before, set_, after = threads(), blas.set_blas_threads(3), threads()

@@ -13,19 +13,19 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from meshbook.rank.capture import Output
+from meshbook.rank.capture import OutputBuffer
 from meshbook.wire.messages import ClearOutput, Display, Notice, OutputItem, Text
 
 DEADLINE_S = 20.0
 
 
-def with_output(test: Callable[[Output], None]) -> Callable[[], None]:
+def with_output(test: Callable[[OutputBuffer], None]) -> Callable[[], None]:
     """Runs a test with a buffer behind this process's own streams and descriptors. No fixture: pytest's own capturing
     takes the streams back between setup and test.
     """
 
     def run() -> None:
-        output = Output()
+        output = OutputBuffer()
         output.install()
         try:
             test(output)
@@ -47,12 +47,12 @@ def wait_until(true: Callable[[], bool]) -> None:
         os.sched_yield()
 
 
-def readable(output: Output) -> list[int]:
-    return select.select(list(output.service_fds()), [], [], 0)[0]
+def readable(output: OutputBuffer) -> list[int]:
+    return select.select(list(output.poll_fds()), [], [], 0)[0]
 
 
 @with_output
-def test_python_c_and_children_come_in_the_order_they_wrote(output: Output) -> None:
+def test_python_c_and_children_come_in_the_order_they_wrote(output: OutputBuffer) -> None:
     print("python 1")
     os.write(1, b"descriptor\n")
     print("python 2")
@@ -60,67 +60,67 @@ def test_python_c_and_children_come_in_the_order_they_wrote(output: Output) -> N
     subprocess.run(["echo", "child"], check=True, timeout=60)
     os.system("echo shell")
     print("python 3")
-    output.drain()
-    assert output.take() == (Text("stdout", "python 1\ndescriptor\npython 2\nprintf\nchild\nshell\npython 3\n"),)
+    output.flush()
+    assert output.pop_items() == (Text("stdout", "python 1\ndescriptor\npython 2\nprintf\nchild\nshell\npython 3\n"),)
 
 
 @with_output
-def test_neighbours_of_one_stream_come_as_one_item_and_streams_stay_apart(output: Output) -> None:
+def test_neighbours_of_one_stream_come_as_one_item_and_streams_stay_apart(output: OutputBuffer) -> None:
     print("a")
     print("b")
     print("c", file=sys.stderr)
     os.write(2, b"d\n")
     output.put(Display({"text/plain": "shown"}))
     print("e")
-    output.drain()
-    assert output.take() == (
+    output.flush()
+    assert output.pop_items() == (
         Text("stdout", "a\nb\n"),
         Text("stderr", "c\nd\n"),
         Display({"text/plain": "shown"}),
         Text("stdout", "e\n"),
     )
-    assert output.take() == ()
+    assert output.pop_items() == ()
 
 
 @with_output
-def test_what_c_holds_back_arrives_at_the_end_of_the_call(output: Output) -> None:
+def test_what_c_holds_back_arrives_at_the_end_of_the_call(output: OutputBuffer) -> None:
     ctypes.CDLL(None).printf(b"no line end")
-    output.drain()
-    assert text_of(output.take()) == "no line end"
+    output.flush()
+    assert text_of(output.pop_items()) == "no line end"
 
 
 @with_output
-def test_a_character_in_two_pieces_arrives_whole(output: Output) -> None:
+def test_a_character_in_two_pieces_arrives_whole(output: OutputBuffer) -> None:
     first, second = "ü".encode()[:1], "ü".encode()[1:]
     os.write(1, first)
     output.pump()
     os.write(1, second)
     sys.stdout.buffer.write(first)
     sys.stdout.buffer.write(second)
-    output.drain()
-    assert text_of(output.take()) == "üü"
+    output.flush()
+    assert text_of(output.pop_items()) == "üü"
 
 
 @with_output
-def test_bytes_that_are_not_utf8_are_replaced_and_do_not_reach_into_the_next_call(output: Output) -> None:
+def test_bytes_that_are_not_utf8_are_replaced_and_do_not_reach_into_the_next_call(output: OutputBuffer) -> None:
     os.write(1, b"a\xffb\xc3")
-    output.drain()
-    assert text_of(output.take()) == "a\N{REPLACEMENT CHARACTER}b\N{REPLACEMENT CHARACTER}"
+    output.flush()
+    assert text_of(output.pop_items()) == "a\N{REPLACEMENT CHARACTER}b\N{REPLACEMENT CHARACTER}"
     os.write(1, b"next")
-    output.drain()
-    assert text_of(output.take()) == "next"
+    output.flush()
+    assert text_of(output.pop_items()) == "next"
 
 
 @with_output
-def test_lone_surrogates_can_travel(output: Output) -> None:
+def test_lone_surrogates_can_travel(output: OutputBuffer) -> None:
     print(os.fsdecode(b"file-\xff"))
-    items = output.take()
+    items = output.pop_items()
     assert text_of(items) == "file-\\udcff\n"
     msgspec.msgpack.encode(items)
 
 
 @with_output
-def test_the_streams_behave_like_text_files(output: Output) -> None:
+def test_the_streams_behave_like_text_files(output: OutputBuffer) -> None:
     for stream, fd in ((sys.stdout, 1), (sys.stderr, 2)):
         assert not stream.isatty()
         assert stream.fileno() == stream.buffer.fileno() == fd
@@ -133,14 +133,14 @@ def test_the_streams_behave_like_text_files(output: Output) -> None:
         with pytest.raises(TypeError, match="must be str, not bytes"):
             stream.write(b"bytes")  # type: ignore[arg-type]
     subprocess.run(["echo", "child"], stdout=sys.stdout, check=True, timeout=60)
-    output.drain()
-    items = output.take()
+    output.flush()
+    items = output.pop_items()
     assert text_of(items) == "still open\nchild\n"
     assert text_of(items, "stderr") == "still open\n"
 
 
 @with_output
-def test_a_forked_child_prints_into_its_parents_output(output: Output) -> None:
+def test_a_forked_child_prints_into_its_parents_output(output: OutputBuffer) -> None:
     pid = os.fork()
     if pid == 0:
         try:
@@ -150,8 +150,8 @@ def test_a_forked_child_prints_into_its_parents_output(output: Output) -> None:
             os._exit(0)
     os.waitpid(pid, 0)
     print("from the parent")
-    output.drain()
-    assert output.take() == (Text("stdout", "from the child\na display\nfrom the parent\n"),)
+    output.flush()
+    assert output.pop_items() == (Text("stdout", "from the child\na display\nfrom the parent\n"),)
 
 
 def test_pipes_that_the_parent_made_are_read_and_not_replaced() -> None:
@@ -159,13 +159,13 @@ def test_pipes_that_the_parent_made_are_read_and_not_replaced() -> None:
     read, write = os.pipe()
     saved = os.dup(1)
     os.dup2(write, 1)
-    output = Output(fds=(read, os.dup(read)))
+    output = OutputBuffer(fds=(read, os.dup(read)))
     output.install()
     try:
         os.write(1, b"through the given pipe\n")
         print("and python")
-        output.drain()
-        items = output.take()
+        output.flush()
+        items = output.pop_items()
     finally:
         output.uninstall()
         os.dup2(saved, 1)
@@ -175,40 +175,40 @@ def test_pipes_that_the_parent_made_are_read_and_not_replaced() -> None:
 
 
 @with_output
-def test_the_bell_rings_when_the_buffer_stops_being_empty(output: Output) -> None:
+def test_the_bell_rings_when_the_buffer_stops_being_empty(output: OutputBuffer) -> None:
     assert readable(output) == []
     print("one")
     print("two")
-    assert readable(output) == [output.service_fds()[0]]
+    assert readable(output) == [output.poll_fds()[0]]
     output.pump()
     assert readable(output) == []  # rung once; what waits is told by pending()
-    assert output.pending()
-    output.take()
-    assert not output.pending()
+    assert output.has_pending()
+    output.pop_items()
+    assert not output.has_pending()
     print("three")
-    assert readable(output) == [output.service_fds()[0]]
+    assert readable(output) == [output.poll_fds()[0]]
 
 
 @with_output
-def test_descriptor_output_wakes_whoever_polls_and_pump_brings_it_in(output: Output) -> None:
+def test_descriptor_output_wakes_whoever_polls_and_pump_brings_it_in(output: OutputBuffer) -> None:
     os.write(2, b"from C\n")
     assert readable(output)
     assert output.pump()
-    assert text_of(output.take(), "stderr") == "from C\n"
+    assert text_of(output.pop_items(), "stderr") == "from C\n"
     output.pump()
     assert readable(output) == []
 
 
 @with_output
-def test_closing_descriptor_1_keeps_nobody_awake(output: Output) -> None:
+def test_closing_descriptor_1_keeps_nobody_awake(output: OutputBuffer) -> None:
     os.close(1)
     assert readable(output) == []
     print("python goes on")
-    assert text_of(output.take()) == "python goes on\n"
+    assert text_of(output.pop_items()) == "python goes on\n"
 
 
 @with_output
-def test_a_muted_thread_says_nothing_and_the_others_go_on(output: Output) -> None:
+def test_a_muted_thread_says_nothing_and_the_others_go_on(output: OutputBuffer) -> None:
     with output.muted():
         print("nobody hears this")
         output.put(ClearOutput())
@@ -216,32 +216,32 @@ def test_a_muted_thread_says_nothing_and_the_others_go_on(output: Output) -> Non
         other.start()
         other.join(30)
     print("aloud")
-    assert text_of(output.take()) == "another thread\naloud\n"
+    assert text_of(output.pop_items()) == "another thread\naloud\n"
 
 
 def test_uninstall_gives_streams_and_descriptors_back() -> None:
     stdout, identity = sys.stdout, os.fstat(1).st_ino
     open_before = set(os.listdir("/proc/self/fd"))
-    output = Output()
+    output = OutputBuffer()
     output.install()
     assert os.fstat(1).st_ino != identity
     print("captured")
     output.uninstall()
     assert sys.stdout is stdout
     assert os.fstat(1).st_ino == identity
-    assert text_of(output.take()) == "captured\n"
+    assert text_of(output.pop_items()) == "captured\n"
     del output
     assert set(os.listdir("/proc/self/fd")) == open_before
 
 
 @with_output
-def test_text_total_counts_every_character(output: Output) -> None:
-    before = output.text_total
+def test_text_total_counts_every_character(output: OutputBuffer) -> None:
+    before = output.total_chars
     print("12345")
     os.write(1, b"678")
-    output.drain()
-    output.take()
-    assert output.text_total - before == 9
+    output.flush()
+    output.pop_items()
+    assert output.total_chars - before == 9
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -249,18 +249,18 @@ def test_text_total_counts_every_character(output: Output) -> None:
 
 
 def test_a_writer_waits_for_room_and_nothing_is_lost_while_somebody_takes() -> None:
-    output = Output(descriptors=False, limit=10_000, patience_s=DEADLINE_S)
+    output = OutputBuffer(redirect_fds=False, max_chars=10_000, block_timeout_s=DEADLINE_S)
     line = "x" * 99 + "\n"
     writer = threading.Thread(target=lambda: [output.write("stdout", line) for _ in range(1000)])
     writer.start()
     received = ""
 
     def held_or_over() -> bool:
-        return output.text_total - len(received) > 9_000 or not writer.is_alive()
+        return output.total_chars - len(received) > 9_000 or not writer.is_alive()
 
-    while writer.is_alive() or output.pending():
+    while writer.is_alive() or output.has_pending():
         wait_until(held_or_over)
-        items = output.take()
+        items = output.pop_items()
         assert all(isinstance(item, Text) for item in items)
         assert len(text_of(items)) <= 10_200
         received += text_of(items)
@@ -269,10 +269,10 @@ def test_a_writer_waits_for_room_and_nothing_is_lost_while_somebody_takes() -> N
 
 
 def test_a_flood_that_nobody_takes_is_cut_in_the_middle_and_says_how_much() -> None:
-    output = Output(descriptors=False, limit=100_000, patience_s=0.01)
+    output = OutputBuffer(redirect_fds=False, max_chars=100_000, block_timeout_s=0.01)
     for number in range(100_000):
         output.write("stdout", f"{number}\n")
-    head, notice, tail = output.take()
+    head, notice, tail = output.pop_items()
     assert isinstance(head, Text)
     assert isinstance(tail, Text)
     assert isinstance(notice, Notice)
@@ -289,27 +289,27 @@ def test_a_flood_that_nobody_takes_is_cut_in_the_middle_and_says_how_much() -> N
 
 
 def test_after_a_take_writers_wait_again_and_nothing_is_cut() -> None:
-    output = Output(descriptors=False, limit=1000, patience_s=0.01)
+    output = OutputBuffer(redirect_fds=False, max_chars=1000, block_timeout_s=0.01)
     for _ in range(100):
         output.write("stdout", "y" * 100)
-    assert any(isinstance(item, Notice) for item in output.take())
+    assert any(isinstance(item, Notice) for item in output.pop_items())
     output.write("stdout", "short")
-    assert output.take() == (Text("stdout", "short"),)
+    assert output.pop_items() == (Text("stdout", "short"),)
 
 
 def test_one_enormous_print_is_bounded_too() -> None:
-    output = Output(descriptors=False, limit=200_000, patience_s=0.01)
+    output = OutputBuffer(redirect_fds=False, max_chars=200_000, block_timeout_s=0.01)
     output.write("stdout", "z" * 5_000_000)
-    items = output.take()
+    items = output.pop_items()
     assert sum(len(item.text) for item in items if isinstance(item, Text)) <= 300_000
-    assert output.text_total == 5_000_000
+    assert output.total_chars == 5_000_000
 
 
 def test_displays_without_end_are_bounded_and_counted() -> None:
-    output = Output(descriptors=False, limit=10_000, patience_s=0.01)
+    output = OutputBuffer(redirect_fds=False, max_chars=10_000, block_timeout_s=0.01)
     for _ in range(100):
         output.put(Display({"text/html": "<b>" * 300}))
-    items = output.take()
+    items = output.pop_items()
     shown = sum(isinstance(item, Display) for item in items)
     (notice,) = [item for item in items if isinstance(item, Notice)]
     assert notice.text.startswith(f"{100 - shown} displays left out here")
@@ -317,32 +317,32 @@ def test_displays_without_end_are_bounded_and_counted() -> None:
 
 
 def test_a_flood_through_the_descriptors_stays_bounded_while_nobody_takes() -> None:
-    output = Output(limit=100_000, patience_s=DEADLINE_S)
+    output = OutputBuffer(max_chars=100_000, block_timeout_s=DEADLINE_S)
     output.install()
     try:
         child = subprocess.Popen(["head", "-c", "5000000", "/dev/zero"])
         deadline = time.monotonic() + DEADLINE_S
         while child.poll() is None:
             assert time.monotonic() < deadline
-            select.select(list(output.service_fds()), [], [], 0.1)
+            select.select(list(output.poll_fds()), [], [], 0.1)
             output.pump()
         output.pump()
-        output.drain()
+        output.flush()
     finally:
         output.uninstall()
-    items = output.take()
-    assert output.text_total == 5_000_000
+    items = output.pop_items()
+    assert output.total_chars == 5_000_000
     assert len(text_of(items)) <= 250_000
     assert any(isinstance(item, Notice) for item in items)
 
 
 @with_output
-def test_a_sigint_ends_a_print_that_waits_for_room(output: Output) -> None:
-    full = Output(descriptors=False, limit=1000, patience_s=DEADLINE_S * 10)
+def test_a_sigint_ends_a_print_that_waits_for_room(output: OutputBuffer) -> None:
+    full = OutputBuffer(redirect_fds=False, max_chars=1000, block_timeout_s=DEADLINE_S * 10)
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def stop() -> None:
-        wait_until(lambda: full.text_total > 1000)
+        wait_until(lambda: full.total_chars > 1000)
         os.kill(os.getpid(), signal.SIGINT)
 
     def print_without_end() -> None:
@@ -359,6 +359,6 @@ def test_a_sigint_ends_a_print_that_waits_for_room(output: Output) -> None:
         signal.signal(signal.SIGINT, previous)
         helper.join(30)
     assert time.monotonic() - started < DEADLINE_S
-    assert full.take()  # the lock is free
+    assert full.pop_items()  # the lock is free
     full.write("stdout", "and on")
-    assert full.take() == (Text("stdout", "and on"),)
+    assert full.pop_items() == (Text("stdout", "and on"),)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from meshbook.errors import MeshShapeError, RankLost
-from tests.rank.worlds import Forker, Here, Member, World
+from tests.rank.worlds import ForkServer, RankContext, RankHandle, World
 
 # Seconds in which a stuck wait must be over. The promise is 0.15 s for a signal and 0.2 s for severing; a test asserts
 # what cannot be an accident of a busy machine: far less than the 1,800 s that gloo itself would wait.
@@ -25,13 +25,13 @@ SOON_S = 30.0
 
 
 @pytest.fixture(scope="module")
-def forker() -> Iterator[Forker]:
-    with Forker() as forker:
+def forker() -> Iterator[ForkServer]:
+    with ForkServer() as forker:
         yield forker
 
 
 @pytest.fixture
-def trio(forker: Forker) -> Iterator[World]:
+def trio(forker: ForkServer) -> Iterator[World]:
     """A small world of a test's own, to be broken."""
     with World(forker, {"rank": 3}) as world:
         yield world
@@ -41,7 +41,7 @@ def trio(forker: Forker) -> Iterator[World]:
 # Stuck: the last rank never joins
 
 
-def wait_in(here: Here, kind: str) -> str:
+def wait_in(here: RankContext, kind: str) -> str:
     """Ranks but the last enter a collective, each kind as users reach it; the last one stays away."""
     import torch
     import torch.distributed as dist
@@ -95,7 +95,7 @@ SLICED = ["all_reduce", "async", "async with a limit", "barrier", "objects", "fu
 WHOLE = ["recv", "monitored_barrier", "future", "ddp"]
 
 
-def scatter_sums(here: Here, kind: str) -> None:
+def scatter_sums(here: RankContext, kind: str) -> None:
     import torch
     import torch.distributed as dist
 
@@ -110,28 +110,28 @@ def scatter_sums(here: Here, kind: str) -> None:
         dist.reduce_scatter_tensor(torch.zeros(1), whole)
 
 
-def sever(here: Here, error: BaseException) -> None:
-    here.groups.sever(error)
+def sever(here: RankContext, error: BaseException) -> None:
+    here.groups.abort(error)
 
 
-def is_waiting(here: Here) -> bool:
-    return bool(here.groups.waiting)
+def is_waiting(here: RankContext) -> bool:
+    return bool(here.groups.is_waiting)
 
 
-def last_entry(here: Here) -> tuple[Any, ...]:
+def last_entry(here: RankContext) -> tuple[Any, ...]:
     running = [c.op for c in here.ring.running()]
-    return (here.groups.broken, here.groups.broken_reason, running, here.ring.last.t_end is not None)
+    return (here.groups.is_broken, here.groups.failure_reason, running, here.ring.last.t_end is not None)
 
 
-def try_again(here: Here) -> None:
+def try_again(here: RankContext) -> None:
     import torch
     import torch.distributed as dist
 
     dist.all_reduce(torch.ones(1))
 
 
-def is_broken(here: Here) -> bool:
-    return bool(here.groups.broken)
+def is_broken(here: RankContext) -> bool:
+    return bool(here.groups.is_broken)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -153,7 +153,7 @@ def nearly_same(a: Any, b: Any) -> bool:
     return len(a) == len(b) and all(map(nearly_same, a, b))
 
 
-def total(here: Here) -> float:
+def total(here: RankContext) -> float:
     """A sum over each group of the mesh and the world."""
     import torch
     import torch.distributed as dist
@@ -161,15 +161,15 @@ def total(here: Here) -> float:
     x = torch.full((1,), float(here.rank + 1))
     for group in (None, *here.mesh.get_all_groups()):
         dist.all_reduce(x, group=group)
-    assert not here.groups.broken
+    assert not here.groups.is_broken
     assert here.ring.running() == ()
     return x.item()
 
 
-def get_stuck(world: World, kind: str) -> list[Member]:
+def get_stuck(world: World, kind: str) -> list[RankHandle]:
     """The ranks that are stuck now."""
     for member in world.members:
-        member.begin(wait_in, kind)
+        member.start(wait_in, kind)
     assert world.members[-1].result() == "stayed away"
     for member in world.members[:-1]:
         member.wait_until_stuck()
@@ -183,12 +183,12 @@ def test_a_stuck_collective_ends_when_interrupted(trio: World) -> None:
             member.signal(signal.SIGINT)
         for member in stuck:
             assert type(member.error(SOON_S)) is KeyboardInterrupt, kind
-            broken, reason, running, ended = member.ask(last_entry)
+            broken, reason, running, ended = member.run_in_service_thread(last_entry)
             assert broken, kind
             assert reason.endswith("was interrupted"), kind
             assert (running, ended) == ([], True), kind
             assert type(member.error_of(try_again)).__name__ == "GroupBroken"
-        trio.form()
+        trio.form_groups()
         assert trio.run(total) == [18.0] * 3
 
 
@@ -199,16 +199,16 @@ def test_a_stuck_collective_ends_with_the_error_it_is_severed_with(trio: World, 
     for kind in [*SLICED, *WHOLE]:
         stuck = get_stuck(trio, kind)
         for member in stuck:
-            assert member.ask(is_waiting)
-            member.ask(sever, error)
+            assert member.run_in_service_thread(is_waiting)
+            member.run_in_service_thread(sever, error)
         for member in stuck:
             seen = member.error(SOON_S)
             assert type(seen) is type(error), f"{kind}: {seen!r}"
             assert str(seen) == str(error), kind
             assert getattr(seen, "ranks", None) == getattr(error, "ranks", None)
-            assert member.ask(last_entry) == (True, str(error), [], True), kind
-            assert not member.ask(is_waiting)
-        trio.form()
+            assert member.run_in_service_thread(last_entry) == (True, str(error), [], True), kind
+            assert not member.run_in_service_thread(is_waiting)
+        trio.form_groups()
         assert trio.run(total) == [18.0] * 3
 
 
@@ -219,58 +219,58 @@ def test_a_signal_that_waits_in_c_and_the_severing_that_frees_it_are_one_interru
         for member in stuck:
             member.signal(signal.SIGINT)
         for member in stuck:
-            member.ask(sever, KeyboardInterrupt("stop"))
+            member.run_in_service_thread(sever, KeyboardInterrupt("stop"))
         for member in stuck:
             assert type(member.error(SOON_S)) is KeyboardInterrupt, kind
-            assert member.ask(last_entry)[2:] == ([], True), kind
-        trio.form()
+            assert member.run_in_service_thread(last_entry)[2:] == ([], True), kind
+        trio.form_groups()
         assert trio.run(total) == [18.0] * 3
 
 
 def test_a_rank_that_waits_for_others_to_make_a_group_is_freed_too(trio: World) -> None:
     for member in trio.members:
-        member.begin(wait_in, "new_group")
+        member.start(wait_in, "new_group")
     assert trio.members[-1].result() == "stayed away"
     for member in trio.members[:-1]:
-        member.ask(wait_until_reaching)
-        member.ask(sever, RankLost("gone"))
+        member.run_in_service_thread(wait_until_reaching)
+        member.run_in_service_thread(sever, RankLost("gone"))
     for member in trio.members[:-1]:
         assert type(member.error(SOON_S)) is RankLost
-    trio.form()
+    trio.form_groups()
     assert trio.run(total) == [18.0] * 3
 
 
 def test_a_rank_severed_between_two_questions_to_the_store_waits_for_nobody(trio: World) -> None:
     for member in trio.members:
-        member.begin(sever_while_reaching)
+        member.start(sever_while_reaching)
     assert trio.members[-1].result() == "stayed away"
     for member in trio.members[:-1]:
         assert type(member.error(SOON_S)) is RankLost
-    trio.form()
+    trio.form_groups()
     assert trio.run(total) == [18.0] * 3
 
 
-def sever_while_reaching(here: Here) -> str:
-    link = here.groups._link
+def sever_while_reaching(here: RankContext) -> str:
+    link = here.groups._connect_backend
 
     def ask_and_be_severed(kind: str, store: Any, group: Any) -> Any:
         store.set("asked", "1")
-        here.groups.sever(RankLost("gone"))
+        here.groups.abort(RankLost("gone"))
         return link(kind, store, group)
 
-    here.groups._link = ask_and_be_severed
+    here.groups._connect_backend = ask_and_be_severed
     try:
         return wait_in(here, "new_group")
     finally:
-        here.groups._link = link
+        here.groups._connect_backend = link
 
 
-def wait_until_reaching(here: Here) -> None:
+def wait_until_reaching(here: RankContext) -> None:
     deadline = time.monotonic() + SOON_S
     pause = threading.Event()
-    while not here.groups.waiting and time.monotonic() < deadline:
+    while not here.groups.is_waiting and time.monotonic() < deadline:
         pause.wait(0.005)
-    assert here.groups.waiting
+    assert here.groups.is_waiting
     assert here.ring.running() == ()
 
 
@@ -280,34 +280,34 @@ def test_a_reduce_scatter_ends_when_the_rank_that_it_waits_for_has_severed_its_c
 ) -> None:
     # gloo's Work of a reduce_scatter says for ever that it is not completed, so that this is no sign of a slice's end.
     for member in trio.members:
-        member.begin(scatter_sums, kind)
+        member.start(scatter_sums, kind)
     trio.members[-1].result()
     for member in trio.members[:-1]:
         member.wait_until_stuck()
-    trio.members[-1].ask(sever, RankLost("gone"))
+    trio.members[-1].run_in_service_thread(sever, RankLost("gone"))
     for member in trio.members[:-1]:
         assert isinstance(member.error(), RuntimeError)
-    trio.form()
+    trio.form_groups()
     assert trio.run(total) == [18.0] * 3
 
 
-def hold(here: Here) -> None:
-    here.groups.hold()
+def hold(here: RankContext) -> None:
+    here.groups.hold_collectives()
 
 
-def go_on(here: Here) -> None:
-    here.groups.go_on()
+def go_on(here: RankContext) -> None:
+    here.groups.resume_collectives()
 
 
-def break_the_world(here: Here) -> None:
+def break_the_world(here: RankContext) -> None:
     import torch.distributed as dist
 
     name = dist.group.WORLD.group_name
-    here.groups.break_named((name,), "out of step", epoch=here.groups.epoch)
-    here.groups.go_on()
+    here.groups.invalidate_named((name,), "out of step", generation=here.groups.generation)
+    here.groups.resume_collectives()
 
 
-def wait_until_held(here: Here) -> None:
+def wait_until_held(here: RankContext) -> None:
     """Until the main thread waits to begin a collective."""
     main = threading.main_thread().ident
     assert main is not None
@@ -315,7 +315,7 @@ def wait_until_held(here: Here) -> None:
     deadline = time.monotonic() + SOON_S
     while time.monotonic() < deadline:
         frame: Any = sys._current_frames()[main]
-        while frame is not None and frame.f_code.co_name != "_admit":
+        while frame is not None and frame.f_code.co_name != "_wait_until_allowed":
             frame = frame.f_back
         if frame is not None:
             return
@@ -325,30 +325,30 @@ def wait_until_held(here: Here) -> None:
 
 def test_a_collective_that_is_held_begins_when_it_is_known_that_ranks_are_in_step(trio: World) -> None:
     for member in trio.members:
-        member.ask(hold)
-        member.begin(total)
+        member.run_in_service_thread(hold)
+        member.start(total)
     for member in trio.members:
-        member.ask(wait_until_held)
+        member.run_in_service_thread(wait_until_held)
     for member in trio.members:
-        member.ask(go_on)
+        member.run_in_service_thread(go_on)
     assert [member.result() for member in trio.members] == [18.0] * 3
 
 
 def test_a_collective_that_is_held_is_refused_when_its_group_is_out_of_step(trio: World) -> None:
     for member in trio.members:
-        member.ask(hold)
-        member.begin(try_again)
+        member.run_in_service_thread(hold)
+        member.start(try_again)
     for member in trio.members:
-        member.ask(wait_until_held)
-        member.ask(break_the_world)
+        member.run_in_service_thread(wait_until_held)
+        member.run_in_service_thread(break_the_world)
         error = member.error()
         assert type(error).__name__ == "GroupBroken"
         assert "out of step" in str(error)
-    trio.form()
+    trio.form_groups()
     assert trio.run(total) == [18.0] * 3
 
 
-def fail_a_batch(here: Here) -> tuple[bool, int]:
+def fail_a_batch(here: RankContext) -> tuple[bool, int]:
     """A coalesced call whose end raises: what the ring says, and whether the group counts as broken."""
     import torch
     import torch.distributed as dist
@@ -368,17 +368,17 @@ def fail_a_batch(here: Here) -> tuple[bool, int]:
         pass
     finally:
         group._inner = inner
-    return group.broken is not None, len(here.ring.running())
+    return group.failure is not None, len(here.ring.running())
 
 
 def test_a_batch_whose_end_raises_is_not_under_way_any_more_and_breaks_its_group(trio: World) -> None:
     assert trio.run(fail_a_batch) == [(True, 0)] * 3
-    trio.form()
+    trio.form_groups()
     assert trio.run(total) == [18.0] * 3
 
 
 def test_after_a_break_collectives_are_refused_with_the_reason_and_the_next_step(trio: World) -> None:
-    trio.members[0].ask(sever, RankLost("rank 2 was killed by SIGKILL"))
+    trio.members[0].run_in_service_thread(sever, RankLost("rank 2 was killed by SIGKILL"))
     error = trio.members[0].error_of(try_again)
     assert type(error).__name__ == "GroupBroken"
     assert isinstance(error, RuntimeError)
@@ -389,7 +389,7 @@ def test_after_a_break_collectives_are_refused_with_the_reason_and_the_next_step
     )
 
 
-def make_a_group(here: Here) -> None:
+def make_a_group(here: RankContext) -> None:
     import torch.distributed as dist
 
     dist.new_group([0, 1, 2])
@@ -397,34 +397,34 @@ def make_a_group(here: Here) -> None:
 
 def test_after_a_break_no_new_group_is_begun(trio: World) -> None:
     """Its other members may not come: they have groups that work, or none."""
-    trio.members[0].ask(sever, KeyboardInterrupt("stop"))
+    trio.members[0].run_in_service_thread(sever, KeyboardInterrupt("stop"))
     error = trio.members[0].error_of(make_a_group)
     assert type(error).__name__ == "GroupBroken"
     assert "(stop)" in str(error)
 
 
 def test_a_late_word_about_a_former_epoch_breaks_nothing(trio: World) -> None:
-    former = trio.epoch
-    trio.form()
-    trio.members[0].ask(sever_epoch, former)
+    former = trio.generation
+    trio.form_groups()
+    trio.members[0].run_in_service_thread(sever_epoch, former)
     assert trio.run(is_broken) == [False] * 3
-    trio.members[0].ask(sever_epoch, trio.epoch)
+    trio.members[0].run_in_service_thread(sever_epoch, trio.generation)
     assert trio.run(is_broken) == [True, False, False]
 
 
-def sever_epoch(here: Here, epoch: int) -> None:
-    here.groups.sever(RankLost("gone"), epoch=epoch)
+def sever_epoch(here: RankContext, epoch: int) -> None:
+    here.groups.abort(RankLost("gone"), generation=epoch)
 
 
-def user_sockets(here: Here) -> None:
+def user_sockets(here: RankContext) -> None:
     """Connections of the user's own, one of them to a listener that was there before the groups were formed again."""
     listener = socket.create_server(("127.0.0.1", 0))
     ours = socket.create_connection(listener.getsockname())
-    here.kept["sockets"] = listener, ours, listener.accept()[0]
+    here.stored["sockets"] = listener, ours, listener.accept()[0]
 
 
-def still_talk(here: Here) -> bytes:
-    _, ours, theirs = here.kept["sockets"]
+def still_talk(here: RankContext) -> bytes:
+    _, ours, theirs = here.stored["sockets"]
     ours.sendall(b"still here")
     return bytes(theirs.recv(32))
 
@@ -432,7 +432,7 @@ def still_talk(here: Here) -> bytes:
 def test_severing_leaves_connections_of_the_users_own_alone(trio: World) -> None:
     trio.run(user_sockets)
     for member in get_stuck(trio, "all_reduce"):
-        member.ask(sever, RankLost("gone"))
+        member.run_in_service_thread(sever, RankLost("gone"))
         member.error(SOON_S)
     assert trio.run(still_talk) == [b"still here"] * 3
 
@@ -441,20 +441,20 @@ def test_severing_leaves_connections_of_the_users_own_alone(trio: World) -> None
 # A member dies
 
 
-def step(here: Here) -> float:
+def step(here: RankContext) -> float:
     """One step of training on a 2x2 mesh: sharded over tp, replicated over dp. The loss, the same on all ranks."""
     import torch
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
-    if "model" not in here.kept:
+    if "model" not in here.stored:
         torch.manual_seed(0)
         model: Any = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
         for layer in (model[0], model[2]):
             fully_shard(layer, mesh=here.mesh)
-        here.kept["model"] = fully_shard(model, mesh=here.mesh)
-        here.kept["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = here.kept["model"], here.kept["optimizer"]
+        here.stored["model"] = fully_shard(model, mesh=here.mesh)
+        here.stored["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = here.stored["model"], here.stored["optimizer"]
     torch.manual_seed(100 + here.rank)
     loss = model(torch.randn(8, 16)).square().mean()
     optimizer.zero_grad()
@@ -465,28 +465,28 @@ def step(here: Here) -> float:
     return float(mean.item())
 
 
-def stay_away_from_step(here: Here) -> None:
+def stay_away_from_step(here: RankContext) -> None:
     """Reach the middle of a step, where the others wait for the gradients of the last layer, and go no further."""
     import torch
 
-    here.kept["model"](torch.randn(8, 16)).square().mean()
+    here.stored["model"](torch.randn(8, 16)).square().mean()
 
 
-def parameters(here: Here) -> list[Any]:
-    return [p.detach().to_local().clone() for p in here.kept["model"].parameters()]
+def parameters(here: RankContext) -> list[Any]:
+    return [p.detach().to_local().clone() for p in here.stored["model"].parameters()]
 
 
-def take_from_replica(here: Here, source: int) -> None:
+def take_from_replica(here: RankContext, source: int) -> None:
     """The newcomer's shards, from the rank that holds the same ones. Both are in one dp group."""
     import torch.distributed as dist
 
     group = here.mesh.get_group("dp")
     if source in dist.get_process_group_ranks(group):
-        for parameter in here.kept["model"].parameters():
+        for parameter in here.stored["model"].parameters():
             dist.broadcast(parameter.detach().to_local(), source, group=group)
 
 
-def build_only(here: Here) -> None:
+def build_only(here: RankContext) -> None:
     """The model without a step: what a setup cell does on a new rank."""
     import torch
     from torch.distributed.fsdp import fully_shard
@@ -495,37 +495,37 @@ def build_only(here: Here) -> None:
     model: Any = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=here.mesh)
-    here.kept["model"] = fully_shard(model, mesh=here.mesh)
-    here.kept["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+    here.stored["model"] = fully_shard(model, mesh=here.mesh)
+    here.stored["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def identity(here: Here) -> tuple[int, ...]:
+def identity(here: RankContext) -> tuple[int, ...]:
     import torch.distributed as dist
 
     return (id(here.mesh), id(dist.group.WORLD), *(id(group) for group in here.mesh.get_all_groups()))
 
 
-def test_a_killed_member_is_replaced_and_training_goes_on_as_if_nothing_had_happened(forker: Forker) -> None:
+def test_a_killed_member_is_replaced_and_training_goes_on_as_if_nothing_had_happened(forker: ForkServer) -> None:
     with World(forker, {"dp": 2, "tp": 2}) as world, World(forker, {"dp": 2, "tp": 2}) as calm:
         before = [world.run(step), calm.run(step)]
         assert before[0] == before[1]
         objects_before = world.run(identity)
 
         for member in (world.members[0], world.members[2], world.members[3]):
-            member.begin(step)
+            member.start(step)
         world.members[1].run(stay_away_from_step)
         for rank in (0, 2, 3):
             world.members[rank].wait_until_stuck()
         world.members[1].kill()
         lost = RankLost("rank 1 was killed by SIGKILL", ranks=[1], signal="SIGKILL")
         for rank in (0, 2, 3):
-            world.members[rank].ask(sever, lost)
+            world.members[rank].run_in_service_thread(sever, lost)
         for rank in (0, 2, 3):
             seen = world.members[rank].error(SOON_S)
             assert (type(seen), str(seen)) == (RankLost, str(lost)), f"rank {rank}: {seen!r}"
 
         world.replace(1)
-        world.form()
+        world.form_groups()
         world.members[1].run(build_only)
         world.run(take_from_replica, 3)
         after = world.run(identity)
@@ -541,13 +541,13 @@ def test_survivors_learn_the_reason_even_if_the_dead_ranks_connections_close_fir
     stuck = get_stuck(trio, "all_reduce")
     trio.members[-1].kill()
     for member in stuck:
-        member.ask(wait_for_gloo_to_notice)
-        member.ask(sever, RankLost("rank 2 was killed"))
+        member.run_in_service_thread(wait_for_gloo_to_notice)
+        member.run_in_service_thread(sever, RankLost("rank 2 was killed"))
     for member in stuck:
         assert type(member.error(SOON_S)) is RankLost
 
 
-def wait_for_gloo_to_notice(here: Here) -> None:
+def wait_for_gloo_to_notice(here: RankContext) -> None:
     """Until the main thread has gloo's error, and waits to hear more."""
     main = threading.main_thread().ident
     assert main is not None
@@ -556,7 +556,7 @@ def wait_for_gloo_to_notice(here: Here) -> None:
     while time.monotonic() < deadline:
         frame: Any = sys._current_frames()[main]
         while frame is not None:
-            if frame.f_code.co_name == "_outcome":
+            if frame.f_code.co_name == "_finish_failed":
                 return
             frame = frame.f_back
         pause.wait(0.001)
@@ -569,7 +569,7 @@ def test_a_death_that_nobody_explains_is_still_an_error(trio: World) -> None:
     for member in stuck:
         error = member.error(SOON_S)
         assert isinstance(error, RuntimeError)
-        broken, reason, running, _ = member.ask(last_entry)
+        broken, reason, running, _ = member.run_in_service_thread(last_entry)
         assert broken
         assert reason.startswith("all_reduce #")
         assert running == []
@@ -579,7 +579,7 @@ def test_a_death_that_nobody_explains_is_still_an_error(trio: World) -> None:
 # Forming again
 
 
-def build_both(here: Here) -> None:
+def build_both(here: RankContext) -> None:
     import torch
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
@@ -588,29 +588,29 @@ def build_both(here: Here) -> None:
     model: Any = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=here.mesh)
-    here.kept["fsdp"] = fully_shard(model, mesh=here.mesh)
+    here.stored["fsdp"] = fully_shard(model, mesh=here.mesh)
     torch.manual_seed(0)
-    here.kept["ddp"] = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)))
-    here.kept["groups"] = identity(here)
+    here.stored["ddp"] = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)))
+    here.stored["groups"] = identity(here)
 
 
-def gradients(here: Here, kind: str) -> list[Any]:
+def gradients(here: RankContext, kind: str) -> list[Any]:
     import torch
 
-    model = here.kept[kind]
+    model = here.stored[kind]
     model.zero_grad()
     torch.manual_seed(here.rank)
     model(torch.randn(4, 8)).square().sum().backward()
     return [(p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).clone() for p in model.parameters()]
 
 
-def break_in(here: Here, kind: str, phase: str) -> str:
+def break_in(here: RankContext, kind: str, phase: str) -> str:
     """Rank 2 leaves the others alone in a forward or a backward pass."""
     import torch
 
     if phase == "forward" and here.rank == 2:
         return "left"
-    loss = here.kept[kind](torch.randn(4, 8)).square().sum()
+    loss = here.stored[kind](torch.randn(4, 8)).square().sum()
     if here.rank == 2:
         return "left"
     loss.backward()
@@ -627,24 +627,24 @@ def test_after_a_break_in_the_middle_of_a_step_the_same_objects_train_again(trio
     expected = [trio.run(gradients, "ddp"), trio.run(gradients, "fsdp")]
     for _ in range(2):
         for member in trio.members:
-            member.begin(break_in, kind, phase)
+            member.start(break_in, kind, phase)
         assert trio.members[2].result() == "left"
         for member in trio.members[:2]:
             member.wait_until_stuck()
-            member.ask(sever, RankLost("gone"))
+            member.run_in_service_thread(sever, RankLost("gone"))
         for member in trio.members[:2]:
             assert type(member.error(SOON_S)) is RankLost
-        trio.form()
+        trio.form_groups()
         assert trio.run(identity) == [tuple(ids) for ids in trio.run(former_identity)]
         assert nearly_same([trio.run(gradients, "ddp"), trio.run(gradients, "fsdp")], expected)
 
 
-def refuse_backward(here: Here) -> None:
+def refuse_backward(here: RankContext) -> None:
     """The groups break between forward and backward, so that DDP's hooks raise in the middle of the backward pass."""
     import torch
 
-    loss = here.kept["ddp"](torch.randn(4, 8)).square().sum()
-    here.groups.sever(RankLost("gone"))
+    loss = here.stored["ddp"](torch.randn(4, 8)).square().sum()
+    here.groups.abort(RankLost("gone"))
     loss.backward()
 
 
@@ -652,52 +652,52 @@ def test_ddp_trains_again_after_a_backward_pass_that_was_refused(trio: World) ->
     trio.run(build_both)
     expected = trio.run(gradients, "ddp")
     for member in trio.members:
-        member.begin(refuse_backward)
+        member.start(refuse_backward)
     for member in trio.members:
         assert type(member.error(SOON_S)).__name__ == "GroupBroken"
-    trio.form()
+    trio.form_groups()
     assert nearly_same(trio.run(gradients, "ddp"), expected)
 
 
-def former_identity(here: Here) -> tuple[int, ...]:
-    return tuple(here.kept["groups"])
+def former_identity(here: RankContext) -> tuple[int, ...]:
+    return tuple(here.stored["groups"])
 
 
-def make_pairs(here: Here) -> None:
+def make_pairs(here: RankContext) -> None:
     """Groups of the user's own: one per pair of neighbours."""
     import torch.distributed as dist
 
     pairs = [dist.new_group([rank, rank + 1]) for rank in range(here.size - 1)]
-    here.kept["pairs"] = [pair for pair in pairs if pair is not dist.GroupMember.NON_GROUP_MEMBER]
+    here.stored["pairs"] = [pair for pair in pairs if pair is not dist.GroupMember.NON_GROUP_MEMBER]
 
 
-def use_pairs(here: Here) -> list[float]:
+def use_pairs(here: RankContext) -> list[float]:
     import torch
     import torch.distributed as dist
 
     sums = []
-    for pair in here.kept["pairs"]:
+    for pair in here.stored["pairs"]:
         x = torch.full((1,), float(here.rank))
         dist.all_reduce(x, group=pair)
         sums.append(x.item())
     return sums
 
 
-def connected(here: Here) -> list[bool]:
-    return [pair.is_connected for pair in here.kept["pairs"]]
+def connected(here: RankContext) -> list[bool]:
+    return [pair.is_connected for pair in here.stored["pairs"]]
 
 
 def test_groups_of_the_users_own_are_formed_again(trio: World) -> None:
     trio.run(make_pairs)
     expected = [[1.0], [1.0, 3.0], [3.0]]
     assert trio.run(use_pairs) == expected
-    trio.members[0].ask(sever, RankLost("gone"))
-    trio.form()
+    trio.members[0].run_in_service_thread(sever, RankLost("gone"))
+    trio.form_groups()
     assert trio.run(connected) == [[True], [True, True], [True]]
     assert trio.run(use_pairs) == expected
 
 
-def sum_in_a_new_group(here: Here) -> float:
+def sum_in_a_new_group(here: RankContext) -> float:
     import torch
     import torch.distributed as dist
 
@@ -707,22 +707,22 @@ def sum_in_a_new_group(here: Here) -> float:
 
 
 def test_after_a_group_that_some_ranks_alone_tried_to_make_the_next_one_is_made_by_all(trio: World) -> None:
-    trio.members[0].begin(make_a_group)
-    trio.members[0].ask(wait_until_reaching)
+    trio.members[0].start(make_a_group)
+    trio.members[0].run_in_service_thread(wait_until_reaching)
     for member in trio.members:
-        member.ask(sever, KeyboardInterrupt("stop"))
+        member.run_in_service_thread(sever, KeyboardInterrupt("stop"))
     assert isinstance(trio.members[0].error(SOON_S), KeyboardInterrupt)
-    trio.form()
+    trio.form_groups()
     assert trio.run(sum_in_a_new_group) == [3.0] * 3
 
 
 def test_groups_that_a_new_member_has_yet_to_make_wait_for_it(trio: World) -> None:
     trio.run(make_pairs)
     trio.members[2].kill()
-    trio.members[0].ask(sever, RankLost("gone"))
-    trio.members[1].ask(sever, RankLost("gone"))
+    trio.members[0].run_in_service_thread(sever, RankLost("gone"))
+    trio.members[1].run_in_service_thread(sever, RankLost("gone"))
     trio.replace(2)
-    trio.form()
+    trio.form_groups()
     assert trio.members[0].run(connected) == [True]
     assert trio.members[1].run(connected) == [True, False]
     trio.members[2].run(make_pairs)  # as a setup cell does, on the new rank alone, and so without waiting for others
@@ -730,38 +730,38 @@ def test_groups_that_a_new_member_has_yet_to_make_wait_for_it(trio: World) -> No
     assert trio.run(is_broken) == [False] * 3
 
 
-def begin_and_leave(here: Here) -> None:
+def begin_and_leave(here: RankContext) -> None:
     import torch
     import torch.distributed as dist
 
     if here.rank == 0:
-        here.kept["stale"] = dist.all_reduce(torch.ones(1), async_op=True)
+        here.stored["stale"] = dist.all_reduce(torch.ones(1), async_op=True)
 
 
-def wait_for_stale(here: Here) -> list[Any]:
+def wait_for_stale(here: RankContext) -> list[Any]:
     if here.rank != 0:
         return []
     try:
-        here.kept.pop("stale").wait()
+        here.stored.pop("stale").wait()
     except RuntimeError as error:
-        return [type(error).__name__, bool(here.groups.broken)]
+        return [type(error).__name__, bool(here.groups.is_broken)]
     return ["no error"]
 
 
 def test_what_was_under_way_before_says_so_and_does_not_break_the_new_groups(trio: World) -> None:
     trio.run(begin_and_leave)
-    trio.form()
+    trio.form_groups()
     assert trio.run(wait_for_stale) == [["GroupBroken", False], [], []]
     assert trio.run(total) == [18.0] * 3
 
 
-def form_badly(here: Here, axes: dict[str, int], epoch: int) -> None:
+def form_badly(here: RankContext, axes: dict[str, int], epoch: int) -> None:
     import torch
     import zmq
 
     from meshbook.rank.store import MeshStore
 
-    store = here.kept["bad store"] = MeshStore(zmq.Context(), "ipc:///nowhere", "")
+    store = here.stored["bad store"] = MeshStore(zmq.Context(), "ipc:///nowhere", "")
     here.groups.form(
         epoch, rank=here.rank, world_size=here.size, store=store, device=torch.device("cpu"),
         timeout_s=1.0, axes=axes,
@@ -769,7 +769,7 @@ def form_badly(here: Here, axes: dict[str, int], epoch: int) -> None:
 
 
 def test_axes_that_do_not_make_the_world_are_refused_with_the_sum(trio: World) -> None:
-    error = trio.members[0].error_of(form_badly, {"dp": 2, "tp": 2}, trio.epoch + 1)
+    error = trio.members[0].error_of(form_badly, {"dp": 2, "tp": 2}, trio.generation + 1)
     assert type(error) is MeshShapeError
     assert str(error) == (
         "mesh axes dp=2 * tp=2 need 4 ranks, but the world has 3; change an axis or the number of ranks"
@@ -778,37 +778,37 @@ def test_axes_that_do_not_make_the_world_are_refused_with_the_sum(trio: World) -
 
 
 def test_an_epoch_that_has_passed_is_refused(trio: World) -> None:
-    error = trio.members[0].error_of(form_badly, {"rank": 3}, trio.epoch)
+    error = trio.members[0].error_of(form_badly, {"rank": 3}, trio.generation)
     assert type(error) is ValueError
     assert trio.run(total) == [18.0] * 3
 
 
 def test_forming_that_fails_can_be_tried_again(trio: World) -> None:
     for member in trio.members:
-        member.begin(form_badly, {"rank": 3}, trio.epoch + 1)  # nobody serves a store there
+        member.start(form_badly, {"rank": 3}, trio.generation + 1)  # nobody serves a store there
     for member in trio.members:
         assert isinstance(member.error(), RuntimeError)
     assert trio.run(is_broken) == [True] * 3
-    trio.epoch += 1
-    trio.form()
+    trio.generation += 1
+    trio.form_groups()
     assert trio.run(total) == [18.0] * 3
 
 
-def test_a_world_of_another_shape_is_made_from_scratch(forker: Forker) -> None:
+def test_a_world_of_another_shape_is_made_from_scratch(forker: ForkServer) -> None:
     with World(forker, {"dp": 2, "tp": 2}) as world:
         before = world.run(identity)
         world.axes = {"rank": 4}
-        world.form()
+        world.form_groups()
         assert [mine[0] != former[0] for mine, former in zip(world.run(identity), before, strict=True)] == [True] * 4
         assert world.run(total) == [40.0] * 4
         world.members.pop().kill()
         world.axes = {"rank": 3}
         world.run(resize, 3)
-        world.form()
+        world.form_groups()
         assert world.run(total) == [18.0] * 3
 
 
-def resize(here: Here, size: int) -> None:
+def resize(here: RankContext, size: int) -> None:
     here.size = size
 
 
@@ -816,23 +816,23 @@ def resize(here: Here, size: int) -> None:
 # Ends
 
 
-def close(here: Here) -> tuple[bool, bool, bool]:
+def close(here: RankContext) -> tuple[bool, bool, bool]:
     import torch.distributed as dist
 
     helper = dist.distributed_c10d._new_process_group_helper
     here.groups.close()
     here.groups.close()
-    return dist.is_initialized(), here.groups.broken, dist.distributed_c10d._new_process_group_helper is helper
+    return dist.is_initialized(), here.groups.is_broken, dist.distributed_c10d._new_process_group_helper is helper
 
 
 def test_closing_leaves_torch_as_it_was_and_does_not_wait_for_the_others(trio: World) -> None:
     assert trio.members[0].run(close) == (False, False, False)
-    trio.members[1].begin(begin_and_leave)
+    trio.members[1].start(begin_and_leave)
     trio.members[1].result()
     assert trio.members[1].run(close) == (False, False, False)
 
 
-def interrupted_then_close(here: Here) -> bool:
+def interrupted_then_close(here: RankContext) -> bool:
     import torch.distributed as dist
 
     here.groups.close()
@@ -845,12 +845,12 @@ def test_closing_does_not_wait_for_an_operation_that_never_ends(trio: World) -> 
         member.signal(signal.SIGINT)
     for member in stuck:
         member.error(SOON_S)
-        member.begin(interrupted_then_close)
+        member.start(interrupted_then_close)
     for member in stuck:
         assert member.result(SOON_S) is False
 
 
-def destroy_a_stuck_group(here: Here) -> bool:
+def destroy_a_stuck_group(here: RankContext) -> bool:
     import torch
     import torch.distributed as dist
 
@@ -867,7 +867,7 @@ def test_destroying_a_group_with_an_operation_under_way_does_not_hang(trio: Worl
     assert trio.run(total) == [18.0] * 3
 
 
-def world_of_the_users_own(here: Here, port: int) -> float:
+def world_of_the_users_own(here: RankContext, port: int) -> float:
     """What scripts written for torchrun do, after leaving our world."""
     import torch
     import torch.distributed as dist
@@ -886,7 +886,7 @@ def test_a_user_may_leave_our_world_for_one_of_their_own_and_come_back(trio: Wor
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     assert trio.run(world_of_the_users_own, port) == [6.0, 6.0, 3.0]
-    trio.form()
+    trio.form_groups()
     assert trio.run(total) == [18.0] * 3
 
 
@@ -895,12 +895,12 @@ def test_a_user_may_leave_our_world_for_one_of_their_own_and_come_back(trio: Wor
 
 
 @pytest.fixture
-def gpus(forker: Forker) -> Iterator[World]:
+def gpus(forker: ForkServer) -> Iterator[World]:
     with World(forker, {"rank": 1}, device="cuda") as world:
         yield world
 
 
-def on_the_gpu(here: Here) -> list[Any]:
+def on_the_gpu(here: RankContext) -> list[Any]:
     import torch
     import torch.distributed as dist
 
@@ -934,7 +934,7 @@ def test_nccl_serves_the_gpu_and_gloo_the_cpu_in_one_group(gpus: World) -> None:
 @pytest.mark.gpu
 def test_an_aborted_nccl_group_refuses_collectives_and_is_formed_again(gpus: World) -> None:
     gpus.run(on_the_gpu)
-    gpus.members[0].ask(sever, RankLost("gone"))
+    gpus.members[0].run_in_service_thread(sever, RankLost("gone"))
     assert type(gpus.members[0].error_of(on_the_gpu)).__name__ == "GroupBroken"
-    gpus.form()
+    gpus.form_groups()
     assert gpus.run(on_the_gpu)[0][3] == "nccl"

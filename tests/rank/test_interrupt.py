@@ -30,7 +30,7 @@ def test_sigint_raises_while_armed(gate: InterruptGate) -> None:
         sigint()
     gate.disarm()
     gate.end()
-    assert (gate.raised, gate.missed) == (1, 0)
+    assert (gate.num_raised, gate.num_missed) == (1, 0)
 
 
 def test_sigint_outside_of_calls_is_counted_and_forgotten(gate: InterruptGate) -> None:
@@ -39,7 +39,7 @@ def test_sigint_outside_of_calls_is_counted_and_forgotten(gate: InterruptGate) -
     gate.arm()
     gate.disarm()
     gate.end()
-    assert (gate.raised, gate.missed) == (0, 1)
+    assert (gate.num_raised, gate.num_missed) == (0, 1)
 
 
 def test_sigint_before_the_user_code_of_a_call_stops_it_at_its_start(gate: InterruptGate) -> None:
@@ -49,7 +49,7 @@ def test_sigint_before_the_user_code_of_a_call_stops_it_at_its_start(gate: Inter
         gate.arm()
     gate.disarm()
     gate.end()
-    assert (gate.raised, gate.missed) == (1, 0)
+    assert (gate.num_raised, gate.num_missed) == (1, 0)
 
 
 def test_sigint_after_the_user_code_of_a_call_does_not_reach_the_next_call(gate: InterruptGate) -> None:
@@ -62,22 +62,22 @@ def test_sigint_after_the_user_code_of_a_call_does_not_reach_the_next_call(gate:
     gate.arm()
     gate.disarm()
     gate.end()
-    assert (gate.raised, gate.missed) == (0, 1)
+    assert (gate.num_raised, gate.num_missed) == (0, 1)
 
 
 def test_a_stop_in_the_last_lines_of_a_call_does_not_hide_the_next_calls(gate: InterruptGate) -> None:
-    gate.name = "first"
+    gate.call_id = "first"
     gate.begin()
     gate.arm()
     with pytest.raises(KeyboardInterrupt):
         sigint()  # so that its `end` is not come to
-    gate.name = "second"
+    gate.call_id = "second"
     gate.begin()
     gate.arm()
     with pytest.raises(KeyboardInterrupt):
         sigint()
-    gate.rest()
-    assert (gate.raised, gate.missed) == (2, 0)
+    gate.reset()
+    assert (gate.num_raised, gate.num_missed) == (2, 0)
 
 
 def test_a_stop_that_is_told_twice_raises_once(gate: InterruptGate) -> None:
@@ -88,13 +88,13 @@ def test_a_stop_that_is_told_twice_raises_once(gate: InterruptGate) -> None:
     sigint()  # in the user's `finally:`
     gate.disarm()
     gate.end()
-    assert (gate.raised, gate.missed) == (1, 1)
+    assert (gate.num_raised, gate.num_missed) == (1, 1)
 
 
 def test_a_later_stop_raises_again_in_code_that_survived_the_first(
     gate: InterruptGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interrupt, "SAME_STOP_S", 0.0)
+    monkeypatch.setattr(interrupt, "SIGINT_DEBOUNCE_S", 0.0)
     gate.begin()
     gate.arm()
     for _ in range(3):
@@ -102,7 +102,7 @@ def test_a_later_stop_raises_again_in_code_that_survived_the_first(
             sigint()
     gate.disarm()
     gate.end()
-    assert gate.raised == 3
+    assert gate.num_raised == 3
 
 
 def test_a_handler_that_user_code_left_behind_lasts_until_the_next_call(gate: InterruptGate) -> None:
@@ -135,8 +135,8 @@ def test_an_inherited_ignore_does_not_disarm_the_gate(gate: InterruptGate) -> No
 
 
 def test_a_call_that_is_told_to_stop_before_it_has_begun_ends_at_its_start(gate: InterruptGate) -> None:
-    gate.stop("c7")
-    gate.name = "c7"
+    gate.interrupt_call("c7")
+    gate.call_id = "c7"
     gate.begin()
     with pytest.raises(KeyboardInterrupt):
         gate.arm()
@@ -145,10 +145,10 @@ def test_a_call_that_is_told_to_stop_before_it_has_begun_ends_at_its_start(gate:
 
 
 def test_a_call_that_is_told_to_stop_while_it_runs_is_woken(gate: InterruptGate) -> None:
-    gate.name = "c7"
+    gate.call_id = "c7"
     gate.begin()
     gate.arm()
-    teller = threading.Thread(target=gate.stop, args=("c7",))
+    teller = threading.Thread(target=gate.interrupt_call, args=("c7",))
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012  (it may come at either line)
         teller.start()
         threading.Event().wait(30)
@@ -159,25 +159,25 @@ def test_a_call_that_is_told_to_stop_while_it_runs_is_woken(gate: InterruptGate)
 
 def test_a_stop_by_name_never_hits_the_call_after_it(gate: InterruptGate) -> None:
     for name in ("c7", "c8"):
-        gate.name = name
+        gate.call_id = name
         gate.begin()
         gate.arm()
         gate.disarm()
         gate.end()
-        gate.name = None
-        gate.stop("c7")  # comes late, twice
-    assert gate.raised == 0
+        gate.call_id = None
+        gate.interrupt_call("c7")  # comes late, twice
+    assert gate.num_raised == 0
 
 
 def test_a_stop_told_by_signal_and_by_name_raises_once(gate: InterruptGate) -> None:
-    gate.name = "c7"
+    gate.call_id = "c7"
     gate.begin()
     gate.arm()
     with pytest.raises(KeyboardInterrupt):
         sigint()
-    gate.stop("c7")  # in the user's `finally:`
+    gate.interrupt_call("c7")  # in the user's `finally:`
     gate.disarm()
     gate.arm()  # the hooks after the cell
     gate.disarm()
     gate.end()
-    assert gate.raised == 1
+    assert gate.num_raised == 1

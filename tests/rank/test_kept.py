@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from meshbook.rank.kept import Kept
+from meshbook.rank.value_store import ValueStore
 from meshbook.wire.buffers import SegmentPool
 from meshbook.wire.messages import SharedBuffer
 
@@ -21,9 +21,9 @@ def pool() -> Iterator[SegmentPool]:
 
 
 def test_what_was_kept_for_a_client_that_is_gone_is_let_go_of_and_others_keep_theirs(pool: SegmentPool) -> None:
-    kept = Kept(pool)
+    kept = ValueStore(pool)
     for call in ("a-1", "a-2", "b-1"):
-        kept.keep(call, LARGE)
+        kept.store(call, LARGE)
         kept.dump(call, LARGE)
     held = pool.used_bytes
     kept.drop_client("a")
@@ -34,16 +34,16 @@ def test_what_was_kept_for_a_client_that_is_gone_is_let_go_of_and_others_keep_th
 
 
 def test_what_a_call_gives_after_its_client_has_gone_is_not_kept(pool: SegmentPool) -> None:
-    kept = Kept(pool)
+    kept = ValueStore(pool)
     kept.drop_client("a")
-    kept.keep("a-1", LARGE)
+    kept.store("a-1", LARGE)
     kept.dump("a-1", LARGE)
     assert (list(kept), pool.used_bytes) == ([], 0)
 
 
 def test_what_a_client_releases_is_let_go_of(pool: SegmentPool) -> None:
-    kept = Kept(pool)
-    kept.keep("a-1", LARGE)
+    kept = ValueStore(pool)
+    kept.store("a-1", LARGE)
     payload = kept.dump("a-1", LARGE)
     segments = tuple({buffer.segment for buffer in payload.buffers if isinstance(buffer, SharedBuffer)})
     kept.release(("a-1", "unknown-1"), (*segments, "of another rank"))

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from meshbook.rank.failures import describe
-from meshbook.rank.limits import full_folder_behind, shortage_behind
+from meshbook.rank.limits import explain_fd_shortage, explain_full_folder
+from meshbook.rank.tracebacks import to_rank_error
 
 NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 RENDERER = SimpleNamespace(render=lambda error: [str(error)])
@@ -25,26 +25,26 @@ def fill(monkeypatch: pytest.MonkeyPatch, full: str) -> None:
 
 def test_an_error_for_want_of_space_names_the_shared_memory_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     fill(monkeypatch, "/dev/shm")
-    (note,) = describe(NO_SPACE, RENDERER).notes
+    (note,) = to_rank_error(NO_SPACE, RENDERER).notes
     assert note.startswith("/dev/shm is full (1 of 64 MiB are free)")
     assert "DataLoader workers" in note
 
 
 def test_an_error_for_want_of_space_names_the_temporary_folder_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     fill(monkeypatch, tempfile.gettempdir())
-    assert f"{tempfile.gettempdir()} is full" in (full_folder_behind(str(NO_SPACE)) or "")
+    assert f"{tempfile.gettempdir()} is full" in (explain_full_folder(str(NO_SPACE)) or "")
 
 
 def test_other_errors_and_folders_with_space_are_not_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     fill(monkeypatch, "nowhere")
-    assert full_folder_behind(str(NO_SPACE)) is None
+    assert explain_full_folder(str(NO_SPACE)) is None
     fill(monkeypatch, "/dev/shm")
-    assert full_folder_behind("out of memory") is None
-    assert shortage_behind(NO_SPACE) is None
+    assert explain_full_folder("out of memory") is None
+    assert explain_fd_shortage(NO_SPACE) is None
 
 
 def test_a_lack_of_descriptors_is_told_with_the_limit_whatever_library_says_it() -> None:
-    told = shortage_behind(RuntimeError("[enforce fail] pipe: Too many open files"))
+    told = explain_fd_shortage(RuntimeError("[enforce fail] pipe: Too many open files"))
     assert told is not None
     assert told.errno == errno.EMFILE
     assert "no file descriptors left (its limit is" in str(told)

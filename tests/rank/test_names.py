@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from meshbook.rank.names import Names
+from meshbook.rank.namespace import NamespaceTracker
 
 
 class Space:
@@ -14,13 +14,13 @@ class Space:
     def __init__(self, **names: Any) -> None:
         self.values: dict[str, Any] = dict(names)
         self.hidden: dict[str, Any] = {}
-        self.names = Names(self.values, self.hidden)
-        self.names.settle()
+        self.names = NamespaceTracker(self.values, self.hidden)
+        self.names.snapshot()
 
     def run(self, source: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         code = compile(source, "<cell>", "exec")
         exec(code, self.values)
-        return self.names.changes((code,))
+        return self.names.pop_changes((code,))
 
 
 class Thing:
@@ -64,7 +64,7 @@ def test_a_new_object_is_seen_even_where_the_old_one_lay(make: str) -> None:
     """After `del x` the next object of that size often gets the same address."""
     space = Space(Thing=Thing)
     exec(f"x = {make}", space.values)
-    space.names.settle()
+    space.names.snapshot()
     bound, unbound = space.run(f"del x\nx = {make.replace('3.5', '4.5')}")
     assert unbound == ()
     # () is one object for all of Python, and storing it may count as a change or not.
@@ -100,7 +100,7 @@ def test_nothing_is_kept_alive_by_being_remembered() -> None:
     thing = Thing()
     gone = weakref.ref(thing)
     space.values["holder"] = [thing]  # a list cannot be weakly referenced
-    space.names.settle()
+    space.names.snapshot()
     del thing
     space.run("del holder")
     assert gone() is None
@@ -109,7 +109,7 @@ def test_nothing_is_kept_alive_by_being_remembered() -> None:
 def test_what_happened_before_settling_is_not_news() -> None:
     space = Space()
     space.values["pushed"] = [1]
-    space.names.settle()
+    space.names.snapshot()
     assert space.run("x = 1") == (("x",), ())
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from meshbook.rank.paths import BINARY, UNARY, Name, Path, Ref, call_function, evaluate
+from meshbook.rank.expressions import BINARY, UNARY, Expression, NameRef, ResultRef, call_function, evaluate
 
-x = Path(Name("x"))
-y = Path(Name("y"))
+x = Expression(NameRef("x"))
+y = Expression(NameRef("y"))
 
 
 class Keyed:
@@ -32,7 +32,7 @@ class Model:
         return args, kwargs
 
 
-def follow(path: Path, **names: Any) -> Any:
+def follow(path: Expression, **names: Any) -> Any:
     return evaluate(pickle.loads(pickle.dumps(path)), names, {})
 
 
@@ -58,7 +58,7 @@ def test_containers_without_paths_arrive_as_the_objects_they_are() -> None:
 
 def test_kept_objects_are_found_by_their_call() -> None:
     kept = object()
-    assert evaluate(Path(Ref("a-1")), {}, {"a-1": kept}) is kept
+    assert evaluate(Expression(ResultRef("a-1")), {}, {"a-1": kept}) is kept
 
 
 def test_a_missing_name_is_a_name_error_with_the_name() -> None:
@@ -74,7 +74,7 @@ def test_what_is_missing_is_asked_of_resolve_by_its_key() -> None:
         asked.append(key)
         return key.upper()
 
-    assert evaluate(x.binary("add", Path(Ref("a-1"))), {}, {}, resolve) == "NAME:XREF:A-1"
+    assert evaluate(x.binary("add", Expression(ResultRef("a-1"))), {}, {}, resolve) == "NAME:XREF:A-1"
     assert asked == ["name:x", "ref:a-1"]
 
 
@@ -140,13 +140,13 @@ def test_functions_are_called_with_followed_arguments_and_operators_become_steps
         (x.binary("contains", 3), "3 in x"),
         (x.unary("len"), "len(x)"),
         (call_function(setattr, x, "a", 1), "setattr(x, 'a', 1)"),
-        (Path(Ref("c-1", "x + 1")).attr("shape"), "(x + 1).shape"),
-        (Path(Ref("c-1", "x.mean()")).attr("shape"), "x.mean().shape"),
-        (Path(Ref("c-1")).attr("shape"), "<c-1>.shape"),
+        (Expression(ResultRef("c-1", "x + 1")).attr("shape"), "(x + 1).shape"),
+        (Expression(ResultRef("c-1", "x.mean()")).attr("shape"), "x.mean().shape"),
+        (Expression(ResultRef("c-1")).attr("shape"), "<c-1>.shape"),
         (x.call(("a" * 100,)), f"x('{'a' * 38}…)"),
     ],
 )
-def test_a_path_reads_as_python_would_spell_it(path: Path, spelling: str) -> None:
+def test_a_path_reads_as_python_would_spell_it(path: Expression, spelling: str) -> None:
     assert str(path) == spelling
 
 
@@ -169,8 +169,8 @@ def test_a_spelling_with_plain_operands_means_what_the_path_means() -> None:
 
 
 def test_only_names_attributes_and_constant_subscripts_are_plain() -> None:
-    assert x.attr("layers").item(0).item("w").is_plain()
-    assert not x.item(y).is_plain()
-    assert not x.call().is_plain()
-    assert not x.item(slice(1)).is_plain()
-    assert not Path(Ref("c-1")).is_plain()
+    assert x.attr("layers").item(0).item("w").is_lookup_only()
+    assert not x.item(y).is_lookup_only()
+    assert not x.call().is_lookup_only()
+    assert not x.item(slice(1)).is_lookup_only()
+    assert not Expression(ResultRef("c-1")).is_lookup_only()

@@ -274,7 +274,7 @@ def test_tensors_inside_other_things_are_short_and_single_numbers_are_read() -> 
     shown = preview({"loss": torch.tensor(0.25), "w": torch.zeros(1000, 1000)})
     assert shown.text == "{'loss': tensor float32 ()  0.25, 'w': tensor float32 (1000, 1000)}"
     assert shown.kind == "object"
-    assert preview([torch.tensor(1.0)] * 100).text.count("  1") == module.SCALARS_READ
+    assert preview([torch.tensor(1.0)] * 100).text.count("  1") == module.MAX_SCALARS_READ
 
 
 def test_of_a_large_tensor_only_a_few_elements_are_touched() -> None:
@@ -423,7 +423,7 @@ def test_html_and_images_of_a_value_come_along(formatter: DisplayFormatter) -> N
 def test_enormous_html_is_left_out(formatter: DisplayFormatter) -> None:
     class Rich:
         def _repr_html_(self) -> str:
-            return "<b>" * module.HTML_CHARS
+            return "<b>" * module.MAX_HTML_CHARS
 
     shown = preview(Rich(), formatter=formatter)
     assert shown.html is None

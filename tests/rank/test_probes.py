@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from meshbook.rank import probes
-from meshbook.rank.probes import Probes, plain
-from meshbook.rank.ring import Label, Ring
+from meshbook.rank.probes import Probes, sanitize_text
+from meshbook.rank.ring import CollectiveRing, GroupLabel
 from meshbook.rank.scalars import ScalarLog
 
 
@@ -27,9 +27,9 @@ class Rank:
 
     def __init__(self) -> None:
         self.clock, self.cpu = Clock(), Clock()
-        self.ring = Ring(clock=self.clock)
+        self.ring = CollectiveRing(clock=self.clock)
         self.log = ScalarLog(self.clock)
-        self.label = Label("dp", (0, 1))
+        self.label = GroupLabel("dp", (0, 1))
         self.probes = Probes(0, self.ring, self.log, clock=self.clock, cpu_clock=self.cpu)
 
     def begin(self, op: str = "all_reduce", peer: int | None = None) -> Any:
@@ -38,7 +38,7 @@ class Rank:
     def news(self) -> list[tuple[str, int, bool]]:
         """What a beat tells of collectives: op, number, whether it is open."""
         told = self.probes.measure("cpu").collectives
-        return [(seen.op, seen.seq, seen.ended_s is None) for seen in told]
+        return [(seen.op, seen.seq, seen.ended_s_ago is None) for seen in told]
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_cpu_is_counted_since_the_last_beat_in_percent_of_a_core(rank: Rank) -> 
 
 def test_the_longest_wait_for_the_interpreter_is_told_once(rank: Rank) -> None:
     for late_s in (0.001, 2.5, 0.3, -1.0):
-        rank.probes.woke(late_s)
+        rank.probes.record_wakeup_delay(late_s)
     assert rank.probes.measure("cpu").health.gil_lag_s == 2.5  # type: ignore[union-attr]
     assert rank.probes.measure("cpu").health.gil_lag_s == 0.0  # type: ignore[union-attr]
 
@@ -89,7 +89,7 @@ def test_of_many_collectives_the_newest_are_told_and_those_that_are_open(rank: R
 
 def test_a_collective_that_nobody_waited_for_is_asked_whether_it_has_ended(rank: Rank) -> None:
     ended: list[bool] = []
-    rank.ring.settle_by(rank.begin(), lambda: bool(ended))
+    rank.ring.set_completion_check(rank.begin(), lambda: bool(ended))
     assert rank.news() == [("all_reduce", 1, True)]
     ended.append(True)
     assert rank.news() == [("all_reduce", 1, False)]
@@ -99,7 +99,7 @@ def test_scalars_come_with_the_beat(rank: Rank) -> None:
     rank.log.log(None, {"loss": 0.5})
     told = rank.probes.measure("cpu")
     assert [(scalar.name, scalar.value) for scalar in told.scalars] == [("loss", 0.5)]
-    assert told.health.steps == 1  # type: ignore[union-attr]
+    assert told.health.num_steps == 1  # type: ignore[union-attr]
 
 
 class Cuda(types.SimpleNamespace):
@@ -139,24 +139,24 @@ def test_a_gpu_is_asked_only_once_cuda_is_in_use_and_then_the_ranks_own(
     assert (gpu.name, gpu.allocated_bytes, gpu.reserved_bytes, gpu.peak_bytes, gpu.total_bytes) == ("H100", 3, 5, 4, 80)  # type: ignore[union-attr]
     assert set(cuda.asked) == {1}
     cuda.asked.clear()
-    still = rank.probes.measure("cuda:1", moves=lambda: False).health
+    still = rank.probes.measure("cuda:1", is_progressing=lambda: False).health
     assert (still.gpu, cuda.asked) == (gpu, [])  # type: ignore[union-attr]
     cuda.broken = True
     assert rank.probes.measure("cuda:1").health.gpu is None  # type: ignore[union-attr]
 
 
 def test_text_that_cannot_travel_is_made_to() -> None:
-    assert plain("cell") == "cell"
-    plain("\udcff" * 3).encode()
-    assert len(plain("x" * 100_000)) < 600
+    assert sanitize_text("cell") == "cell"
+    sanitize_text("\udcff" * 3).encode()
+    assert len(sanitize_text("x" * 100_000)) < 600
 
 
 def test_switched_off_the_ring_counts_and_notes_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert probes.switched_on()
+    assert probes.are_probes_enabled()
     monkeypatch.setenv("MESHBOOK_PROBES", "0")
-    assert not probes.switched_on()
-    ring = Ring(detailed=False)
+    assert not probes.are_probes_enabled()
+    ring = CollectiveRing(detailed=False)
     tensor = types.SimpleNamespace(shape=(3,), dtype="torch.float32")
-    collective = ring.begin("all_reduce", Label("dp", (0, 1)), [tensor])
+    collective = ring.begin("all_reduce", GroupLabel("dp", (0, 1)), [tensor])
     assert (collective.group_seq, collective.line, collective.shapes) == (1, None, ())
     assert ring.running() == (collective,)  # which is what Stop asks

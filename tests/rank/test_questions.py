@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from meshbook.ids import CallId
-from meshbook.rank import questions
-from meshbook.rank.capture import Output
+from meshbook.rank import introspection
+from meshbook.rank.capture import OutputBuffer
 from meshbook.rank.shell import RankShell
 from meshbook.wire.messages import Preview, RunCell
 
@@ -90,8 +90,8 @@ def shell() -> Iterator[RankShell]:
         patch.delenv(name)
     for name in ("ps1", "ps2", "ps3"):
         patch.setattr(sys, name, "", raising=False)
-    shell = RankShell.make(output=Output(descriptors=False))
-    run = shell.run(RunCell(CallId("c"), (), CELL, number=1))
+    shell = RankShell.make(output=OutputBuffer(redirect_fds=False))
+    run = shell.run(RunCell(CallId("c"), (), CELL, execution_count=1))
     assert run.status == "ok", run.error
     yield shell
     shell.close()
@@ -104,13 +104,13 @@ def nothing_is_asked(shell: RankShell, capfd: pytest.CaptureFixture[str]) -> Ite
     shell.user_ns["asked"].clear()
     yield
     assert shell.user_ns["asked"] == []
-    assert shell.out.take() == ()
+    assert shell.output.pop_items() == ()
     assert capfd.readouterr() == ("", "")
 
 
 def matches(shell: RankShell, code: str) -> list[str]:
     """What the text at the end of `code` may become."""
-    answer = questions.complete(shell, code, len(code))
+    answer = introspection.complete(shell, code, len(code))
     assert answer["cursor_end"] == len(code)
     assert len(answer["types"]) == len(answer["matches"])
     prefix = code[answer["cursor_start"] :]
@@ -120,7 +120,7 @@ def matches(shell: RankShell, code: str) -> list[str]:
 
 
 def told(shell: RankShell, code: str, detail: int = 0) -> str:
-    answer = questions.inspect(shell, code, len(code), detail)
+    answer = introspection.inspect(shell, code, len(code), detail)
     assert answer["found"], code
     return re.sub(r"\x1b\[[0-9;]*m", "", answer["data"]["text/plain"])
 
@@ -177,15 +177,15 @@ def test_completion_where_nothing_can_be_known_is_empty_or_general(shell: RankSh
 
 def test_completion_in_the_middle_of_a_cell_replaces_the_word_before_the_cursor(shell: RankShell) -> None:
     code = "a = 1\nmodel.f + 2"
-    answer = questions.complete(shell, code, len("a = 1\nmodel.f"))
+    answer = introspection.complete(shell, code, len("a = 1\nmodel.f"))
     assert "fc" in answer["matches"]
     assert code[answer["cursor_start"] : answer["cursor_end"]] == "f"
 
 
 def test_a_cursor_outside_of_the_code_is_no_error(shell: RankShell) -> None:
-    assert "model" in questions.complete(shell, "mod", 99)["matches"]
-    questions.complete(shell, "mod", -5)
-    questions.inspect(shell, "mod", 99)
+    assert "model" in introspection.complete(shell, "mod", 99)["matches"]
+    introspection.complete(shell, "mod", -5)
+    introspection.inspect(shell, "mod", 99)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def test_inspection_says(shell: RankShell, code: str, expected: str) -> None:
 
 @pytest.mark.parametrize("code", ["nothing_here", "loud.computed", "loud.nope", "", "   ", "1 + "])
 def test_what_cannot_be_known_is_not_found(shell: RankShell, code: str) -> None:
-    answer = questions.inspect(shell, code, len(code))
+    answer = introspection.inspect(shell, code, len(code))
     assert (answer["found"], answer["data"]) == (False, {})
 
 
@@ -265,7 +265,7 @@ def test_peek_previews_names_and_paths(shell: RankShell) -> None:
         "loud.inner['deep'][-1]", "loud.kind", "batches[1]", "x.shape", "slotted.width", "torch.float32", "model.lr",
         "collections",
     )  # fmt: skip
-    answer = questions.peek(shell, names)
+    answer = introspection.peek(shell, names)
     texts = {name: msgspec.convert(found, Preview).text for name, found in answer.items()}
     assert texts == {
         "x": "tensor float32 (2, 3) cpu  [[1, 1, 1], [1, 1, 1]]",
@@ -289,7 +289,7 @@ def test_peek_previews_names_and_paths(shell: RankShell) -> None:
 
 def test_peek_has_no_answer_for_what_is_not_there_or_would_have_to_be_computed(shell: RankShell) -> None:
     names = ("nope", "model.nope", "loud.computed", "loud.nope", "train(model)", "x[0]", "table['nope']", "x +", "x.T.")
-    assert questions.peek(shell, names) == dict.fromkeys(names)
+    assert introspection.peek(shell, names) == dict.fromkeys(names)
 
 
 def test_a_tensor_class_of_the_users_own_is_not_asked_for_its_shape(shell: RankShell) -> None:
@@ -301,7 +301,7 @@ def test_a_tensor_class_of_the_users_own_is_not_asked_for_its_shape(shell: RankS
 
     Counting.__module__ = "__main__"
     shell.user_ns["counting"] = torch.ones(3).as_subclass(Counting)
-    assert questions.peek(shell, ("counting.shape",)) == {"counting.shape": None}
+    assert introspection.peek(shell, ("counting.shape",)) == {"counting.shape": None}
     del shell.user_ns["counting"]
 
 
@@ -317,9 +317,9 @@ def test_questions_are_answered_while_a_cell_runs_and_binds_names(shell: RankShe
     def ask() -> None:
         assert started.wait(DEADLINE_S)
         for _ in range(20):
-            answers.append(questions.complete(shell, "model.f", 7)["matches"])
-            answers.append(questions.inspect(shell, "train(", 6)["found"])
-            answers.append(questions.peek(shell, ("model.lr", "counter"))["model.lr"]["text"])
+            answers.append(introspection.complete(shell, "model.f", 7)["matches"])
+            answers.append(introspection.inspect(shell, "train(", 6)["found"])
+            answers.append(introspection.peek(shell, ("model.lr", "counter"))["model.lr"]["text"])
         over.set()
 
     thread = threading.Thread(target=ask)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from meshbook.rank import ring as ring_module
-from meshbook.rank.ring import MAX_TENSORS, Collective, Label, Ring
+from meshbook.rank.ring import MAX_RECORDED_TENSORS, Collective, CollectiveRing, GroupLabel
 
 
 class FakeTensor:
@@ -36,8 +36,8 @@ class Ticks:
 WORLD = (0, 1, 2, 3)
 
 
-def begin(ring: Ring, op: str = "all_reduce", label: Label | None = None) -> Collective:
-    return ring.begin(op, label or Label("0", WORLD), [FakeTensor(2, 3)])
+def begin(ring: CollectiveRing, op: str = "all_reduce", label: GroupLabel | None = None) -> Collective:
+    return ring.begin(op, label or GroupLabel("0", WORLD), [FakeTensor(2, 3)])
 
 
 def library(name: str, source: str, **names: object) -> types.ModuleType:
@@ -49,8 +49,8 @@ def library(name: str, source: str, **names: object) -> types.ModuleType:
 
 
 def test_a_collective_knows_what_was_called_on_which_group_and_where() -> None:
-    ring = Ring()
-    label = Label("dp", (1, 3))
+    ring = CollectiveRing()
+    label = GroupLabel("dp", (1, 3))
     collective = ring.begin("all_reduce", label, [FakeTensor(2, 3), FakeTensor(4, dtype="torch.int64")])
     line = sys._getframe().f_lineno - 1
     assert (collective.op, collective.group, collective.group_ranks) == ("all_reduce", "dp", (1, 3))
@@ -61,7 +61,7 @@ def test_a_collective_knows_what_was_called_on_which_group_and_where() -> None:
 
 
 def test_it_runs_until_it_is_finished() -> None:
-    ring = Ring(clock=Ticks())
+    ring = CollectiveRing(clock=Ticks())
     collective = begin(ring)
     assert collective.t_start == 1.0
     assert collective.t_end is None
@@ -75,7 +75,7 @@ def test_it_runs_until_it_is_finished() -> None:
 
 
 def test_only_its_first_end_counts() -> None:
-    ring = Ring(clock=Ticks())
+    ring = CollectiveRing(clock=Ticks())
     collective = begin(ring)
     ring.finish(collective, RuntimeError("Connection closed by peer\nframe #0: ..."))
     ring.finish(collective)
@@ -85,8 +85,8 @@ def test_only_its_first_end_counts() -> None:
 
 
 def test_the_sequence_counts_on_the_rank_and_in_each_group() -> None:
-    ring = Ring()
-    world, pair = Label("0", WORLD), Label("1", (0, 1))
+    ring = CollectiveRing()
+    world, pair = GroupLabel("0", WORLD), GroupLabel("1", (0, 1))
     made = [begin(ring, label=label) for label in (world, pair, world, pair, pair)]
     assert [collective.seq for collective in made] == [1, 2, 3, 4, 5]
     assert [(collective.group, collective.group_seq) for collective in made] == [
@@ -99,22 +99,22 @@ def test_the_sequence_counts_on_the_rank_and_in_each_group() -> None:
 
 
 def test_sends_and_receives_do_not_shift_the_count_that_members_are_compared_by() -> None:
-    ring, world = Ring(), Label("0", WORLD)
+    ring, world = CollectiveRing(), GroupLabel("0", WORLD)
     made = [ring.begin(op, world, peer=peer) for op, peer in (("send", 1), ("all_reduce", None), ("recv", 1))]
     counted = [(collective.op, collective.group_seq) for collective in made]
     assert counted == [("send", 1), ("all_reduce", 1), ("recv", 2)]
 
 
 def test_new_connections_are_counted_from_one_again() -> None:
-    ring, world = Ring(), Label("0", WORLD)
+    ring, world = CollectiveRing(), GroupLabel("0", WORLD)
     before = [begin(ring, label=world) for _ in range(3)][-1]
-    world.restart(2)
+    world.reset_counters(2)
     after = begin(ring, label=world)
-    assert [(collective.epoch, collective.group_seq) for collective in (before, after)] == [(0, 3), (2, 1)]
+    assert [(collective.generation, collective.group_seq) for collective in (before, after)] == [(0, 3), (2, 1)]
 
 
 def test_only_the_last_ones_are_kept_in_the_order_they_began() -> None:
-    ring = Ring(size=3)
+    ring = CollectiveRing(size=3)
     made = [begin(ring) for _ in range(5)]
     assert ring.snapshot() == tuple(made[2:])
     assert ring.size == 3
@@ -122,17 +122,17 @@ def test_only_the_last_ones_are_kept_in_the_order_they_began() -> None:
 
 def test_a_ring_without_room_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1"):
-        Ring(size=0)
+        CollectiveRing(size=0)
 
 
 def test_the_users_line_is_the_innermost_outside_of_libraries(tmp_path: Path) -> None:
-    ring = Ring(skip=[tmp_path / "torch"])
+    ring = CollectiveRing(skip=[tmp_path / "torch"])
     torch = library(str(tmp_path / "torch" / "distributed.py"), "def call(f): return f()")
     trainer = library(str(tmp_path / "trainer.py"), "def step(call, f):\n    x = 1\n    return call(f)\n")
     inner = library(str(Path(ring_module.__file__).parent / "watched.py"), "def call(f): return f()")
     begin_in_library = library(
         str(tmp_path / "torch" / "c10d.py"), "def run(): return ring.begin('all_reduce', label)",
-        ring=ring, label=Label("0", WORLD),
+        ring=ring, label=GroupLabel("0", WORLD),
     )  # fmt: skip
     collective = trainer.step(torch.call, lambda: begin_in_library.run())
     # The lambda is this file's, and it is further in than the trainer.
@@ -145,24 +145,24 @@ def test_the_users_line_is_the_innermost_outside_of_libraries(tmp_path: Path) ->
 
 
 def test_files_can_be_skipped_later(tmp_path: Path) -> None:
-    ring = Ring()
+    ring = CollectiveRing()
     torch = library(
         str(tmp_path / "torch" / "c10d.py"),
         "def run(): return ring.begin('x', label)",
         ring=ring,
-        label=Label("0", WORLD),
+        label=GroupLabel("0", WORLD),
     )
     assert torch.run().line.file == str(tmp_path / "torch" / "c10d.py")
-    ring.skip(tmp_path / "torch")
+    ring.skip_frames_of(tmp_path / "torch")
     assert torch.run().line.file == __file__
 
 
 def test_a_thread_without_user_code_points_at_what_the_main_thread_runs(tmp_path: Path) -> None:
     """As autograd does, which runs a backward pass for CUDA on a thread of its own."""
-    ring = Ring(skip=[tmp_path, threading.__file__])
+    ring = CollectiveRing(skip=[tmp_path, threading.__file__])
     engine = library(
         str(tmp_path / "engine.py"), "def run(): made.append(ring.begin('x', label))",
-        ring=ring, label=Label("0", WORLD), made=[],
+        ring=ring, label=GroupLabel("0", WORLD), made=[],
     )  # fmt: skip
     thread = threading.Thread(target=engine.run)
     thread.start()
@@ -173,13 +173,13 @@ def test_a_thread_without_user_code_points_at_what_the_main_thread_runs(tmp_path
 
 
 def test_a_kept_collective_keeps_neither_tensors_nor_locals() -> None:
-    ring = Ring()
+    ring = CollectiveRing()
     held: list[weakref.ref[FakeTensor]] = []
 
     def cell() -> None:
         tensor = FakeTensor(8)
         held.append(weakref.ref(tensor))
-        ring.begin("all_reduce", Label("0", WORLD), [tensor])
+        ring.begin("all_reduce", GroupLabel("0", WORLD), [tensor])
 
     cell()
     gc.collect()
@@ -189,16 +189,18 @@ def test_a_kept_collective_keeps_neither_tensors_nor_locals() -> None:
 
 
 def test_of_many_tensors_the_first_few_are_told() -> None:
-    collective = Ring().begin("all_reduce_coalesced", Label("0", WORLD), [FakeTensor(n) for n in range(100)])
-    assert collective.shapes == tuple((n,) for n in range(MAX_TENSORS))
-    assert len(collective.dtypes) == MAX_TENSORS
+    collective = CollectiveRing().begin(
+        "all_reduce_coalesced", GroupLabel("0", WORLD), [FakeTensor(n) for n in range(100)]
+    )
+    assert collective.shapes == tuple((n,) for n in range(MAX_RECORDED_TENSORS))
+    assert len(collective.dtypes) == MAX_RECORDED_TENSORS
 
 
 def test_one_that_nobody_waits_for_is_asked_when_somebody_looks() -> None:
-    ring = Ring(clock=Ticks())
+    ring = CollectiveRing(clock=Ticks())
     collective = begin(ring)
     answers = iter([False, True])
-    ring.settle_by(collective, lambda: next(answers))
+    ring.set_completion_check(collective, lambda: next(answers))
     assert ring.running() == (collective,)
     assert ring.running() == ()
     assert collective.t_end is not None
@@ -206,15 +208,15 @@ def test_one_that_nobody_waits_for_is_asked_when_somebody_looks() -> None:
 
 
 def test_one_whose_end_will_be_told_is_not_asked() -> None:
-    ring = Ring()
+    ring = CollectiveRing()
     collective = begin(ring)
-    ring.settle_by(collective, lambda: True)
-    ring.settle_by(collective, None)
+    ring.set_completion_check(collective, lambda: True)
+    ring.set_completion_check(collective, None)
     assert ring.running() == (collective,)
 
 
 def test_a_reader_in_another_thread_never_sees_a_torn_ring() -> None:
-    ring = Ring(size=50)
+    ring = CollectiveRing(size=50)
     done = threading.Event()
     wrong: list[str] = []
 
@@ -235,7 +237,7 @@ def test_a_reader_in_another_thread_never_sees_a_torn_ring() -> None:
     try:
         for reader in readers:
             reader.start()
-        label = Label("0", WORLD)
+        label = GroupLabel("0", WORLD)
         for _ in range(5000):
             ring.finish(begin(ring, label=label))
     finally:
@@ -247,8 +249,8 @@ def test_a_reader_in_another_thread_never_sees_a_torn_ring() -> None:
 
 
 def test_two_threads_never_get_the_same_number() -> None:
-    ring = Ring(size=4000)
-    label = Label("0", WORLD)
+    ring = CollectiveRing(size=4000)
+    label = GroupLabel("0", WORLD)
 
     def many() -> None:
         for _ in range(1000):
@@ -269,7 +271,7 @@ def test_two_threads_never_get_the_same_number() -> None:
 
 
 def test_it_reads_like_a_sentence() -> None:
-    ring = Ring()
+    ring = CollectiveRing()
     collective = begin(ring)
     assert repr(collective).startswith("<all_reduce #1 on 0 at ")
     assert repr(collective).endswith(": running>")
@@ -280,9 +282,9 @@ def test_it_reads_like_a_sentence() -> None:
 # ---- collectives whose end has to be asked for
 
 
-def _asked(ring: Ring, finished: Callable[[], bool], *, on_device: bool = False) -> Collective:
-    collective = ring.begin("all_reduce", Label("0", (0, 1)))
-    ring.settle_by(collective, finished, on_device=on_device)
+def _asked(ring: CollectiveRing, finished: Callable[[], bool], *, on_device: bool = False) -> Collective:
+    collective = ring.begin("all_reduce", GroupLabel("0", (0, 1)))
+    ring.set_completion_check(collective, finished, on_device=on_device)
     return collective
 
 
@@ -291,16 +293,14 @@ def _assert_triggered() -> bool:
 
 
 def test_a_question_that_raises_leaves_the_end_of_its_collective_unknown_and_no_other() -> None:
-    ring = Ring()
+    ring = CollectiveRing()
     failed, other = _asked(ring, _assert_triggered), _asked(ring, lambda: False)
     assert ring.running() == (other,)
-    assert failed.error == (
-        "whether it has ended is unknown: RuntimeError: CUDA error: device-side assert triggered"
-    )
+    assert failed.error == ("whether it has ended is unknown: RuntimeError: CUDA error: device-side assert triggered")
 
 
 def test_a_device_that_has_failed_once_is_asked_nothing_any_more() -> None:
-    ring, asked = Ring(), []
+    ring, asked = CollectiveRing(), []
     first = _asked(ring, _assert_triggered, on_device=True)
     assert ring.running() == ()
     second = _asked(ring, lambda: asked.append(1) or True, on_device=True)  # type: ignore[func-returns-value]
@@ -309,7 +309,7 @@ def test_a_device_that_has_failed_once_is_asked_nothing_any_more() -> None:
 
 
 def test_while_a_graph_is_captured_the_device_is_asked_nothing() -> None:
-    ring, asked = Ring(), []
+    ring, asked = CollectiveRing(), []
     collective = _asked(ring, lambda: asked.append(1) or True, on_device=True)  # type: ignore[func-returns-value]
     ring.num_captures = 1
     assert ring.running() == (collective,)
@@ -318,20 +318,20 @@ def test_while_a_graph_is_captured_the_device_is_asked_nothing() -> None:
 
 
 def test_what_a_rank_has_begun_is_counted_by_group_and_by_peer_and_anew_with_new_connections() -> None:
-    ring, label = Ring(), Label("world", (0, 1, 2))
+    ring, label = CollectiveRing(), GroupLabel("world", (0, 1, 2))
     for _ in range(3):
         ring.begin("all_reduce", label)
     sends = [ring.begin("send", label, peer=1), ring.begin("send", label, peer=2), ring.begin("send", label, peer=1)]
     ring.begin("recv", label)
     assert label.num_begun == 3
     assert [one.pair_seq for one in sends] == [1, 1, 2]
-    assert label.transfers == {(True, 1): 2, (True, 2): 1, (False, None): 1}
-    label.restart(2)
-    assert (label.num_begun, label.transfers) == (0, {})
+    assert label.p2p_counts == {(True, 1): 2, (True, 2): 1, (False, None): 1}
+    label.reset_counters(2)
+    assert (label.num_begun, label.p2p_counts) == (0, {})
 
 
 def test_threads_beside_the_main_one_that_begin_collectives_are_known_while_they_live() -> None:
-    ring, label = Ring(), Label("world", (0, 1))
+    ring, label = CollectiveRing(), GroupLabel("world", (0, 1))
     began, ends = threading.Event(), threading.Event()
 
     def run() -> None:

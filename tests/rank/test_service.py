@@ -13,10 +13,10 @@ import pytest
 import zmq
 
 from meshbook.errors import ProtocolError
-from meshbook.rank.capture import Output
-from meshbook.rank.ring import Ring
+from meshbook.rank.capture import OutputBuffer
+from meshbook.rank.ring import CollectiveRing
 from meshbook.rank.service import Reporter, Service
-from meshbook.wire import birth, codec, messages
+from meshbook.wire import codec, messages, spawn
 
 WAIT_MS = 30_000
 
@@ -26,7 +26,7 @@ class _Pool:
 
 
 class _Reader:
-    def take_released(self) -> tuple[str, ...]:
+    def drain_released(self) -> tuple[str, ...]:
         return ()
 
 
@@ -34,9 +34,9 @@ class Rank:
     """What the service thread uses of an executor."""
 
     def __init__(self) -> None:
-        self.running = None
+        self.running_call_id = None
         self.device = "cpu"
-        self.ring = Ring()
+        self.ring = CollectiveRing()
         self.pool, self.reader = _Pool(), _Reader()
         self.shell = types.SimpleNamespace(running_file=None)
         self.resolve = self.resolvers = None
@@ -62,7 +62,7 @@ class Host:
         addresses = [f"ipc://{folder}/{name}.sock" for name in ("service", "work")]
         for socket, address in zip((self.service, self.work), addresses, strict=True):
             socket.bind(address)
-        told = birth.RankBirth(
+        told = spawn.RankConfig(
             rank=0,
             local_rank=0,
             local_world_size=1,
@@ -73,7 +73,7 @@ class Host:
             spec=messages.MeshSpec(axes={"rank": 1}),
             threads=1,
         )
-        self.output = Output(descriptors=False)
+        self.output = OutputBuffer(redirect_fds=False)
         reporter = Reporter(self.context, told, self.output)
         self.thread = Service(self.context, told, rank, self.output, reporter)  # type: ignore[arg-type]
         self.thread.start(messages.RankReady(rank=0, pid=os.getpid(), device="cpu", token=""))
@@ -124,23 +124,23 @@ def test_a_command_that_fails_is_told_once_and_the_thread_goes_on(host: Host, ra
     host.tell(_release("a"))
     host.tell(_release("b"))
     failed = host.hear(messages.ServiceFailed)
-    assert failed.doing == "carrying out Release"
+    assert failed.activity == "carrying out Release"
     assert failed.error == f"{type(error).__name__}: {error}"
     assert "in release" in failed.traceback
     host.send(codec.PROTOCOL, b"")
-    assert host.hear(messages.ServiceFailed).doing == "reading a message"  # and not Release a second time
+    assert host.hear(messages.ServiceFailed).activity == "reading a message"  # and not Release a second time
     rank.fails = None
     host.tell(_release("c"))
-    host.tell(messages.Peek(call="c1", ranks=(0,), names=()))  # type: ignore[arg-type]
-    host.hear(messages.RankAnswered)
+    host.tell(messages.PreviewNames(call="c1", ranks=(0,), names=()))  # type: ignore[arg-type]
+    host.hear(messages.RankReply)
     assert rank.released == ["c"]
 
 
 def test_a_message_that_cannot_be_read_does_not_end_the_thread(host: Host) -> None:
     host.send(codec.PROTOCOL, b"\xc1")
     failed = host.hear(messages.ServiceFailed)
-    assert (failed.doing, failed.error.partition(":")[0]) == ("reading a message", ProtocolError.__name__)
-    host.hear(messages.RankBeat)
+    assert (failed.activity, failed.error.partition(":")[0]) == ("reading a message", ProtocolError.__name__)
+    host.hear(messages.RankHeartbeat)
 
 
 def test_a_rank_that_cannot_measure_itself_goes_on_beating(
@@ -151,18 +151,18 @@ def test_a_rank_that_cannot_measure_itself_goes_on_beating(
 
     monkeypatch.setattr(rank.pool, "trim", fails)
     monkeypatch.setattr(host.thread._probes, "measure", fails)
-    told = {host.hear(messages.ServiceFailed).doing for _ in range(2)}
+    told = {host.hear(messages.ServiceFailed).activity for _ in range(2)}
     assert told == {"giving back shared memory", "measuring"}
-    assert host.hear(messages.RankBeat).measured is None
+    assert host.hear(messages.RankHeartbeat).metrics is None
 
 
 def test_a_question_that_raises_anything_is_answered(host: Host, rank: Rank) -> None:
     def raises(*args: object) -> None:
         raise KeyboardInterrupt("from __getattr__ of the user's")
 
-    host.thread._answers[messages.Peek] = raises
-    host.tell(messages.Peek(call="c1", ranks=(0,), names=("x",)))  # type: ignore[arg-type]
-    answer = host.hear(messages.RankAnswered).answer
+    host.thread._query_handlers[messages.PreviewNames] = raises
+    host.tell(messages.PreviewNames(call="c1", ranks=(0,), names=("x",)))  # type: ignore[arg-type]
+    answer = host.hear(messages.RankReply).content
     assert answer == {"error": "KeyboardInterrupt: from __getattr__ of the user's"}
 
 
@@ -171,7 +171,7 @@ def test_output_goes_on_after_a_failure(host: Host, rank: Rank) -> None:
     host.tell(_release("a"))
     host.hear(messages.ServiceFailed)
     host.output.write("stdout", "still here\n")
-    assert host.hear(messages.RankSaid).items == (messages.Text("stdout", "still here\n"),)
+    assert host.hear(messages.RankOutput).items == (messages.Text("stdout", "still here\n"),)
 
 
 def test_the_thread_uses_the_ranks_gpu_once_cuda_is_in_use(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,11 +179,11 @@ def test_the_thread_uses_the_ranks_gpu_once_cuda_is_in_use(rank: Rank, monkeypat
     cuda = types.SimpleNamespace(is_initialized=lambda: in_use, set_device=chosen.append)
     monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
     service = Service.__new__(Service)
-    service._executor, service._on_device = rank, False  # type: ignore[assignment]
+    service._executor, service._is_device_selected = rank, False  # type: ignore[assignment]
     rank.device, in_use = "cuda:3", False
-    service._use_device()  # asking for a device would initialise CUDA, on this thread
+    service._select_device()  # asking for a device would initialise CUDA, on this thread
     assert chosen == []
     in_use = True
-    service._use_device()
-    service._use_device()
+    service._select_device()
+    service._select_device()
     assert chosen == ["cuda:3"]

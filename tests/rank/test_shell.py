@@ -24,9 +24,9 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 from meshbook.ids import CallId
-from meshbook.rank import failures
 from meshbook.rank import shell as shell_module
-from meshbook.rank.capture import Output
+from meshbook.rank import tracebacks
+from meshbook.rank.capture import OutputBuffer
 from meshbook.rank.interrupt import InterruptGate
 from meshbook.rank.shell import CellRun, RankShell, preload
 from meshbook.wire.messages import ClearOutput, Display, RankError, RunCell, Text
@@ -38,13 +38,13 @@ class Rank:
     """A shell with its output, as a rank has them."""
 
     def __init__(self) -> None:
-        self.output = Output(descriptors=False)
+        self.output = OutputBuffer(redirect_fds=False)
         self.gate = InterruptGate()
         self.gate.install()
         self.shell = RankShell.make(output=self.output, gate=self.gate)
 
     def run(self, source: str, **fields: Any) -> CellRun:
-        self.output.take()
+        self.output.pop_items()
         stdout, stderr = sys.stdout, sys.stderr
         self.output.install()
         try:
@@ -65,7 +65,7 @@ class Rank:
         return run.error
 
     def said(self) -> str:
-        return "".join(item.text for item in self.output.take() if isinstance(item, Text))
+        return "".join(item.text for item in self.output.pop_items() if isinstance(item, Text))
 
     def line(self, thread: int) -> int | None:
         """The line of the running cell that a thread is at, below whatever it called."""
@@ -82,7 +82,7 @@ class Rank:
         main = threading.get_ident()
 
         def stop() -> None:
-            select.select(self.output.service_fds()[:1], [], [], DEADLINE_S)
+            select.select(self.output.poll_fds()[:1], [], [], DEADLINE_S)
             while at_line is not None and self.line(main) != at_line and not over.is_set():
                 os.sched_yield()
             while not over.is_set():
@@ -132,7 +132,7 @@ def plain(error: RankError) -> str:
 def test_the_last_expression_is_the_value_and_is_not_printed(rank: Rank) -> None:
     run = rank.ok("x = 20\nx + 22")
     assert (run.has_result, run.result) == (True, 42)
-    assert rank.output.take() == ()
+    assert rank.output.pop_items() == ()
 
 
 @pytest.mark.parametrize("source", ["x = 1", "None", "1 + 1;", "1 + 1;  # quiet", "for i in range(3): i", "", "  \n"])
@@ -141,9 +141,9 @@ def test_some_cells_have_no_value(rank: Rank, source: str) -> None:
 
 
 def test_earlier_values_and_cells_are_at_hand_under_their_numbers(rank: Rank) -> None:
-    rank.ok("'first'", number=3)
-    rank.ok("'second'", number=8)
-    assert rank.ok("_, __, Out[3], Out[8], _3, In[3], In[8], len(In)", number=9).result == (
+    rank.ok("'first'", execution_count=3)
+    rank.ok("'second'", execution_count=8)
+    assert rank.ok("_, __, Out[3], Out[8], _3, In[3], In[8], len(In)", execution_count=9).result == (
         "second",
         "first",
         "first",
@@ -157,27 +157,27 @@ def test_earlier_values_and_cells_are_at_hand_under_their_numbers(rank: Rank) ->
 
 
 def test_a_cell_that_runs_again_under_its_number_replaces_itself_and_nothing_else(rank: Rank) -> None:
-    rank.ok("'a'", number=1)
-    rank.ok("'b'", number=2)
-    rank.ok("'c'", number=1)
-    assert rank.ok("In[:3], Out[1], Out[2]", number=3).result == (["", "'c'", "'b'"], "c", "b")
+    rank.ok("'a'", execution_count=1)
+    rank.ok("'b'", execution_count=2)
+    rank.ok("'c'", execution_count=1)
+    assert rank.ok("In[:3], Out[1], Out[2]", execution_count=3).result == (["", "'c'", "'b'"], "c", "b")
 
 
 def test_the_namespace_does_not_grow_with_every_cell(rank: Rank) -> None:
     for number in range(1, 400):
-        rank.ok(f"{number}", number=number)
-    assert len(rank.shell.user_ns) < shell_module.NUMBERED_NAMES + 50
-    assert rank.ok("_399, _i399, In[5], Out[5]", number=400).result == (399, "399", "5", 5)
+        rank.ok(f"{number}", execution_count=number)
+    assert len(rank.shell.user_ns) < shell_module.MAX_NUMBERED_NAMES + 50
+    assert rank.ok("_399, _i399, In[5], Out[5]", execution_count=400).result == (399, "399", "5", 5)
 
 
 def test_a_cell_without_a_number_takes_the_ranks_next(rank: Rank) -> None:
-    rank.ok("1", number=5)
+    rank.ok("1", execution_count=5)
     rank.ok("'six'")
     assert rank.ok("Out[6]").result == "six"
 
 
 def test_a_cell_outside_of_history_leaves_no_trace_of_itself(rank: Rank) -> None:
-    rank.ok("x = 1", number=4, store_history=False)
+    rank.ok("x = 1", execution_count=4, store_history=False)
     assert rank.shell.execution_count == 4
     assert rank.ok("'x = 1' in In").result is False
 
@@ -185,7 +185,7 @@ def test_a_cell_outside_of_history_leaves_no_trace_of_itself(rank: Rank) -> None
 def test_a_silent_cell_runs_and_says_nothing(rank: Rank) -> None:
     run = rank.ok("x = 5\nprint('loud')\ndisplay(x)\nx", silent=True)
     assert not run.has_result
-    assert rank.output.take() == ()
+    assert rank.output.pop_items() == ()
     assert rank.ok("x").result == 5
 
 
@@ -193,7 +193,7 @@ def test_values_that_are_not_the_last_are_displayed_when_all_are_wanted(rank: Ra
     rank.ok("get_ipython().ast_node_interactivity = 'all'")
     run = rank.ok("1\n2\n3")
     assert run.result == 3
-    assert [item.data["text/plain"] for item in rank.output.take() if isinstance(item, Display)] == ["1", "2"]
+    assert [item.data["text/plain"] for item in rank.output.pop_items() if isinstance(item, Display)] == ["1", "2"]
 
 
 def test_the_value_is_not_kept_by_the_shell_once_the_user_lets_go(rank: Rank) -> None:
@@ -227,7 +227,7 @@ def test_future_imports_hold_for_the_cells_after(rank: Rank) -> None:
 
 
 def test_a_cell_tells_which_names_it_bound_and_deleted(rank: Rank) -> None:
-    rank.shell.preset(rank=0, mesh="m")
+    rank.shell.bind_presets(rank=0, mesh="m")
     run = rank.ok("x = 1\nimport json\n_private = 2\n_, In, Out")
     assert (run.bound, run.unbound) == (("x", "json"), ())
     run = rank.ok("x = 2\ndel json")
@@ -238,7 +238,7 @@ def test_a_cell_tells_which_names_it_bound_and_deleted(rank: Rank) -> None:
 
 
 def test_reset_forgets_what_cells_bound_and_keeps_the_ranks_own_names(rank: Rank) -> None:
-    rank.shell.preset(rank=3)
+    rank.shell.bind_presets(rank=3)
     rank.ok("x = 1; rank = 9")
     assert rank.ok("%reset -f").unbound == ("x",)
     assert rank.ok("rank, 'x' in globals()").result == (3, False)
@@ -272,7 +272,7 @@ def test_a_failure_shows_the_cells_lines_and_only_the_users_frames(rank: Rank) -
 
         divide(1)
         """,
-        number=7,
+        execution_count=7,
     )
     assert (error.ename, error.evalue) == ("ZeroDivisionError", "division by zero")
     text = plain(error)
@@ -288,16 +288,16 @@ def test_a_failure_shows_the_cells_lines_and_only_the_users_frames(rank: Rank) -
 
 
 def test_a_cell_is_compiled_under_the_name_that_the_controller_gives_it(rank: Rank) -> None:
-    error = rank.error("x = 1\nx.nope", number=2, filename="/tmp/ipykernel_1/2.py")
+    error = rank.error("x = 1\nx.nope", execution_count=2, filename="/tmp/ipykernel_1/2.py")
     assert error.frames[-1].file == "/tmp/ipykernel_1/2.py"
     assert "Cell In[2], line 2" in plain(error)
     assert linecache.getline("/tmp/ipykernel_1/2.py", 2) == "x.nope\n"
 
 
 def test_without_a_name_equal_cells_have_equal_names_on_every_rank(rank: Rank) -> None:
-    first = rank.error("1 / 0", number=5)
+    first = rank.error("1 / 0", execution_count=5)
     rank.ok("something_else = 1")
-    assert rank.error("1 / 0", number=5).frames == first.frames
+    assert rank.error("1 / 0", execution_count=5).frames == first.frames
 
 
 def test_frames_of_libraries_are_shown(rank: Rank) -> None:
@@ -307,7 +307,7 @@ def test_frames_of_libraries_are_shown(rank: Rank) -> None:
 
 
 def test_a_cell_that_does_not_compile_fails_before_its_first_line(rank: Rank) -> None:
-    error = rank.error("x = 1\nprint('ran')\ny = = 2", number=4)
+    error = rank.error("x = 1\nprint('ran')\ny = = 2", execution_count=4)
     assert error.ename == "SyntaxError"
     assert "Cell In[4], line 3" in plain(error)
     assert "y = = 2" in plain(error)
@@ -319,7 +319,9 @@ def test_a_cell_that_does_not_compile_fails_before_its_first_line(rank: Rank) ->
 
 def test_a_syntax_error_in_an_imported_module_shows_where_it_was_imported(rank: Rank, tmp_path: Path) -> None:
     (tmp_path / "broken_module_of_a_test.py").write_text("a = = 1\n")
-    error = rank.error(f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nimport broken_module_of_a_test", number=3)
+    error = rank.error(
+        f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nimport broken_module_of_a_test", execution_count=3
+    )
     sys.path.remove(str(tmp_path))
     assert "line 3" in plain(error)
     assert "a = = 1" in plain(error)
@@ -351,10 +353,10 @@ def test_exit_says_how_to_end_the_mesh_and_ends_nothing(rank: Rank, source: str)
 
 def test_os_exit_ends_the_process() -> None:
     source = """
-        from meshbook.rank.capture import Output
+        from meshbook.rank.capture import OutputBuffer
         from meshbook.rank.shell import RankShell
         from meshbook.wire.messages import RunCell
-        shell = RankShell.make(output=Output(descriptors=False))
+        shell = RankShell.make(output=OutputBuffer(redirect_fds=False))
         shell.run(RunCell("c", (), "import os; os._exit(7)"))
         """
     assert subprocess.run([sys.executable, "-c", textwrap.dedent(source)], timeout=60).returncode == 7
@@ -394,7 +396,7 @@ def test_of_a_stop_deep_in_a_library_few_frames_are_drawn_and_tb_has_them_all(ra
 
 
 def test_debug_and_breakpoints_say_how_to_look_instead_of_waiting_for_a_terminal(rank: Rank) -> None:
-    rank.shell.preset(rank=2)
+    rank.shell.bind_presets(rank=2)
     rank.ok("%debug")
     assert "Nothing has failed" in rank.said()
     for source in ("breakpoint()", "import pdb; pdb.set_trace()", "from pdb import set_trace; set_trace()"):
@@ -415,14 +417,14 @@ def test_breakpoints_are_passed_by_where_python_is_told_so(rank: Rank, monkeypat
 
 def test_enormous_messages_and_deep_recursions_are_told_in_bounds(rank: Rank) -> None:
     error = rank.error("raise ValueError('x' * 10_000_000)")
-    assert len(error.evalue) < 2 * failures.EVALUE_CHARS
-    assert sum(map(len, error.traceback)) < 2 * failures.TRACEBACK_CHARS
+    assert len(error.evalue) < 2 * tracebacks.MAX_EVALUE_CHARS
+    assert sum(map(len, error.traceback)) < 2 * tracebacks.MAX_TRACEBACK_CHARS
     assert error.pickled is None
     error = rank.error("def f(n):\n    return f(n + 1)\nf(0)")
     assert error.ename == "RecursionError"
-    assert len(error.frames) <= failures.NUM_FRAMES
+    assert len(error.frames) <= tracebacks.MAX_FRAMES
     assert error.frames[0].function == "<module>"
-    assert sum(map(len, error.traceback)) < 2 * failures.TRACEBACK_CHARS
+    assert sum(map(len, error.traceback)) < 2 * tracebacks.MAX_TRACEBACK_CHARS
 
 
 def test_an_exception_that_cannot_even_be_printed_is_told(rank: Rank) -> None:
@@ -512,7 +514,7 @@ def test_code_that_catches_the_interrupt_goes_on(rank: Rank) -> None:
 def test_sigint_between_cells_is_nobodys(rank: Rank) -> None:
     os.kill(os.getpid(), signal.SIGINT)
     assert rank.ok("1 + 1").result == 2
-    assert rank.gate.missed == 1
+    assert rank.gate.num_missed == 1
 
 
 def test_the_line_of_a_running_cell_can_be_found_from_another_thread(rank: Rank) -> None:
@@ -582,7 +584,7 @@ def test_input_and_getpass_ask_whoever_composed_the_rank(rank: Rank) -> None:
         asked.append((prompt, password, rank.shell.allow_input))
         return "answer"
 
-    rank.shell.ask = ask
+    rank.shell.request_input = ask
     run = rank.ok("import getpass\ninput('name? '), input(), getpass.getpass()", allow_input=True)
     assert run.result == ("answer", "answer", "answer")
     assert asked == [("name? ", False, True), ("", False, True), ("Password: ", True, True)]
@@ -670,9 +672,9 @@ def test_autoreload_brings_in_a_changed_module(rank: Rank, tmp_path: Path, monke
 
 
 def test_history_is_in_memory_only(rank: Rank) -> None:
-    rank.ok("x = 1", number=1)
-    rank.ok("y = 2", number=2)
-    rank.ok("%history -n 1-2", number=3)
+    rank.ok("x = 1", execution_count=1)
+    rank.ok("y = 2", execution_count=2)
+    rank.ok("%history -n 1-2", execution_count=3)
     assert rank.said().split() == ["1:", "x", "=", "1", "2:", "y", "=", "2"]
     assert not rank.shell.history_manager.enabled
     assert rank.shell.history_manager.db_input_cache == []
@@ -680,7 +682,7 @@ def test_history_is_in_memory_only(rank: Rank) -> None:
 
 def test_help_is_displayed_and_no_pager_waits(rank: Rank) -> None:
     rank.ok("len?")
-    (shown,) = rank.output.take()
+    (shown,) = rank.output.pop_items()
     assert isinstance(shown, Display)
     assert "Return the number of items" in shown.data["text/plain"]
 
@@ -700,7 +702,7 @@ def test_cells_may_await_and_share_one_loop(rank: Rank) -> None:
     rank.ok("import asyncio\nready = asyncio.Event()\nasync def work():\n    await ready.wait()\n    return 'done'")
     rank.ok("task = asyncio.create_task(work())\nawait asyncio.sleep(0)")
     assert rank.ok("ready.set()\nawait task").result == "done"
-    error = rank.error("await asyncio.sleep(0)\n1 / 0", number=3)
+    error = rank.error("await asyncio.sleep(0)\n1 / 0", execution_count=3)
     assert error.frames[0].line == 2
     assert "asyncio" not in plain(error).replace("await asyncio.sleep(0)", "")
 
@@ -715,7 +717,7 @@ def test_asyncio_run_works_in_a_cell(rank: Rank) -> None:
 
 def test_displays_come_in_order_with_text(rank: Rank) -> None:
     rank.ok("from IPython.display import HTML\nprint('before')\ndisplay(HTML('<b>bold</b>'))\nprint('after')")
-    before, shown, after = rank.output.take()
+    before, shown, after = rank.output.pop_items()
     assert (before, after) == (Text("stdout", "before\n"), Text("stdout", "after\n"))
     assert isinstance(shown, Display)
     assert shown.data["text/html"] == "<b>bold</b>"
@@ -726,7 +728,7 @@ def test_displays_can_be_updated_and_cleared(rank: Rank) -> None:
         "from IPython.display import clear_output\n"
         "handle = display('one', display_id='bar')\nhandle.update('two')\nclear_output(wait=True)"
     )
-    first, second, clear = rank.output.take()
+    first, second, clear = rank.output.pop_items()
     assert first == Display({"text/plain": "'one'"}, display_id="bar")
     assert second == Display({"text/plain": "'two'"}, display_id="bar", update=True)
     assert clear == ClearOutput(wait=True)
@@ -738,7 +740,7 @@ def test_display_data_is_fit_to_travel(rank: Rank) -> None:
         "publish_display_data({'image/png': b'\\x89PNG', 'application/json': {'a': (1, np.float32(2)), 3: {4}},"
         " 'application/vnd.jupyter.widget-view+json': {'model_id': 'x'}, 'text/plain': 'p'}, {'m': (1,)})"
     )
-    (shown,) = rank.output.take()
+    (shown,) = rank.output.pop_items()
     assert shown == Display(
         {"image/png": "iVBORw==", "application/json": {"a": [1, 2.0], "3": [4]}, "text/plain": "p"}, {"m": [1]}
     )
@@ -772,10 +774,10 @@ def alone(source: str) -> None:
     """Run source in a new process that has a rank's shell: `run(cell)` gives what the cell showed."""
     begin = """
         import sys
-        from meshbook.rank.capture import Output
+        from meshbook.rank.capture import OutputBuffer
         from meshbook.rank.shell import RankShell
         from meshbook.wire.messages import Display, RunCell, Text
-        output = Output(descriptors=False)
+        output = OutputBuffer(redirect_fds=False)
         shell = RankShell.make(output=output)
         def run(source):
             output.install()
@@ -784,7 +786,7 @@ def alone(source: str) -> None:
             finally:
                 output.uninstall()
             assert done.status == "ok", done.error
-            return output.take()
+            return output.pop_items()
         """
     environment = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}
     source = textwrap.dedent(begin) + textwrap.dedent(source)
@@ -814,7 +816,7 @@ def test_preloading_leaves_no_trace(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_closing_a_shell_gives_the_process_back(rank: Rank) -> None:
     hook, ask = sys.breakpointhook, input
-    other = RankShell.make(output=Output(descriptors=False))
+    other = RankShell.make(output=OutputBuffer(redirect_fds=False))
     assert sys.breakpointhook != hook
     assert input != ask
     other.close()

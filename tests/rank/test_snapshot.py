@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from meshbook.rank import snapshot
-from meshbook.rank.ring import Label, Ring
+from meshbook.rank.ring import CollectiveRing, GroupLabel
 from meshbook.wire import codec, messages
 from meshbook.wire.messages import ThreadStack
 
@@ -32,7 +32,7 @@ class Standing:
 
     def stack(self) -> ThreadStack:
         assert self.thread.ident is not None
-        return next(stack for stack in snapshot.thread_stacks(self.thread.ident) if stack.main)
+        return next(stack for stack in snapshot.collect_thread_stacks(self.thread.ident) if stack.is_main)
 
     def end(self) -> None:
         self._go.set()
@@ -55,9 +55,9 @@ def stand() -> Iterator[Callable[..., Standing]]:
 def sendable(stack: ThreadStack) -> ThreadStack:
     """As it arrives on the other side; it would raise if it could not travel."""
     told = messages.RankSnapshot(rank=0, stacks=(stack,))
-    frames = codec.encode(messages.SnapshotTaken(rank=0, call="a-1", snapshot=told))  # type: ignore[arg-type]
+    frames = codec.encode(messages.RankSnapshotReply(rank=0, call="a-1", snapshot=told))  # type: ignore[arg-type]
     arrived = codec.rank_reports.decode(frames)
-    assert isinstance(arrived, messages.SnapshotTaken)
+    assert isinstance(arrived, messages.RankSnapshotReply)
     return arrived.snapshot.stacks[0]
 
 
@@ -72,7 +72,7 @@ def test_a_stack_is_told_outermost_first_with_lines(stand: Callable[..., Standin
     mine = [frame for frame in stack.frames if frame.file == __file__]
     assert [frame.function for frame in mine] == ["<lambda>", "outer", "inner", "_stand"]
     assert mine[1].line == outer.__code__.co_firstlineno + 1
-    assert (stack.name, stack.num_cut) == ("a user's thread", 0)
+    assert (stack.name, stack.num_truncated) == ("a user's thread", 0)
 
 
 @pytest.fixture
@@ -93,8 +93,8 @@ def test_of_a_very_deep_stack_both_ends_are_kept_and_the_rest_is_counted(
         fall(wait, left - 1) if left else wait()
 
     stack = sendable(stand(fall).stack())
-    assert (len(stack.frames), stack.cut_at) == (200, 100)
-    assert depth - 200 < stack.num_cut < depth
+    assert (len(stack.frames), stack.truncated_at) == (200, 100)
+    assert depth - 200 < stack.num_truncated < depth
     assert stack.frames[0].function == "_bootstrap"
     assert "_stand" in [frame.function for frame in stack.frames[-5:]]
 
@@ -123,7 +123,7 @@ def test_a_thread_whose_name_is_a_trap_is_named_by_what_it_is(stand: Callable[..
 def test_threads_of_meshbook_itself_are_left_out(stand: Callable[..., Standing]) -> None:
     stand(lambda wait: wait(), name="meshbook-service")
     stand(lambda wait: wait(), name="loader")
-    names = [stack.name for stack in snapshot.thread_stacks(threading.get_ident())]
+    names = [stack.name for stack in snapshot.collect_thread_stacks(threading.get_ident())]
     assert "loader" in names
     assert "meshbook-service" not in names
     assert names[0] == threading.current_thread().name
@@ -142,7 +142,7 @@ def test_a_cell_that_awaits_shows_where_though_it_is_on_no_stack() -> None:
         """The main thread's stack once it waits in its loop, or after 30 s as it is then."""
         deadline = time.monotonic() + 30
         while True:
-            stack = snapshot.thread_stacks(main, coroutine)[0]
+            stack = snapshot.collect_thread_stacks(main, coroutine)[0]
             if stack.frames[0].function == "cell" or time.monotonic() > deadline:
                 return stack
 
@@ -158,15 +158,15 @@ def test_a_cell_that_awaits_shows_where_though_it_is_on_no_stack() -> None:
 
 
 def test_the_last_collectives_are_told_and_older_ones_that_are_open() -> None:
-    ring, label = Ring(), Label("0", (0, 1))
+    ring, label = CollectiveRing(), GroupLabel("0", (0, 1))
     stuck = ring.begin("recv", label, peer=1)
     for _ in range(20):
         ring.finish(ring.begin("all_reduce", label))
-    told = snapshot.ring_seen(ring, 5, stuck.t_start + 7.0)
+    told = snapshot.describe_ring(ring, 5, stuck.t_start + 7.0)
     assert [seen.op for seen in told] == ["recv"] + ["all_reduce"] * 5
-    assert (told[0].peer, told[0].began_s, told[0].ended_s) == (1, 7.0, None)
-    assert told[-1].line is not None
-    assert told[-1].line.function == "test_the_last_collectives_are_told_and_older_ones_that_are_open"
+    assert (told[0].peer, told[0].began_s_ago, told[0].ended_s_ago) == (1, 7.0, None)
+    assert told[-1].frame is not None
+    assert told[-1].frame.function == "test_the_last_collectives_are_told_and_older_ones_that_are_open"
 
 
 def test_a_stack_that_changes_while_it_is_read_is_still_one() -> None:
@@ -186,7 +186,7 @@ def test_a_stack_that_changes_while_it_is_read_is_still_one() -> None:
     try:
         assert thread.ident is not None
         for _ in range(1000):
-            stack = next(stack for stack in snapshot.thread_stacks(thread.ident) if stack.main)
+            stack = next(stack for stack in snapshot.collect_thread_stacks(thread.ident) if stack.is_main)
             assert all(frame.line > 0 for frame in stack.frames)
     finally:
         ended.set()
@@ -206,7 +206,7 @@ def wait_in_with(holder: Holder, there: threading.Event) -> None:
 
 def wait_in_with_of_one_line(lock: threading.Lock, there: threading.Event) -> None:
     there.set()
-    with lock: pass  # noqa: E701
+    with lock: pass  # noqa: E701  # fmt: skip
 
 
 def wait_in_acquire(a: threading.Lock, there: threading.Event) -> None:
@@ -234,7 +234,9 @@ def test_a_thread_that_waits_for_a_lock_tells_which_and_who_has_it(
     deadline = time.monotonic() + 30
     try:
         while True:
-            (told,) = (stack for stack in snapshot.thread_stacks(threading.get_ident()) if stack.name == "waiter")
+            (told,) = (
+                stack for stack in snapshot.collect_thread_stacks(threading.get_ident()) if stack.name == "waiter"
+            )
             if told.waits_on is not None or time.monotonic() > deadline:
                 break
     finally:

@@ -32,7 +32,7 @@ class Served:
 
     def _serve(self) -> None:
         while not self._ended:
-            self.loop.turn(max_wait_s=0.01)
+            self.loop.run_once(max_wait_s=0.01)
 
     def store(self, token: str = "token", *, timeout_s: float = 30.0) -> MeshStore:
         self._stores.append(MeshStore(self.context, self.server.address, token, timeout_s=timeout_s))
@@ -119,8 +119,8 @@ def test_a_wait_that_is_given_up_ends_and_the_next_one_works(served: Served, in_
     waits = threading.Thread(target=wait)
     waits.start()
     begun.wait(30)
-    until(lambda: bool(served.server.store._waiting))
-    ours.give_up()
+    until(lambda: bool(served.server.store._pending))
+    ours.cancel_waits()
     waits.join(30)
     assert "given up" in str(errors[0])
     store.set("never", b"now")

@@ -15,26 +15,26 @@ from typing import Any
 
 import pytest
 
-from tests.rank.worlds import Forker, Here, World
+from tests.rank.worlds import ForkServer, RankContext, World
 
 # Seconds that a wait which works never takes.
 SOON_S = 30.0
 
 
 @pytest.fixture(scope="module")
-def forker() -> Iterator[Forker]:
-    with Forker() as forker:
+def forker() -> Iterator[ForkServer]:
+    with ForkServer() as forker:
         yield forker
 
 
 @pytest.fixture(scope="module")
-def watched(forker: Forker) -> Iterator[World]:
+def watched(forker: ForkServer) -> Iterator[World]:
     with World(forker, {"dp": 2, "tp": 2}) as world:
         yield world
 
 
 @pytest.fixture(scope="module")
-def plain(forker: Forker) -> Iterator[World]:
+def plain(forker: ForkServer) -> Iterator[World]:
     with World(forker, {"dp": 2, "tp": 2}, plain=True) as world:
         yield world
 
@@ -43,7 +43,7 @@ def plain(forker: Forker) -> Iterator[World]:
 # The same numbers as plain gloo: what each rank computes, as a list of tensors and plain values
 
 
-def all_collectives(here: Here) -> list[Any]:
+def all_collectives(here: RankContext) -> list[Any]:
     import torch
     import torch.distributed as dist
 
@@ -97,7 +97,7 @@ def all_collectives(here: Here) -> list[Any]:
     return out
 
 
-def coalesced(here: Here) -> list[Any]:
+def coalesced(here: RankContext) -> list[Any]:
     import torch
     import torch.distributed as dist
 
@@ -109,7 +109,7 @@ def coalesced(here: Here) -> list[Any]:
     return tensors
 
 
-def objects(here: Here) -> list[Any]:
+def objects(here: RankContext) -> list[Any]:
     import torch.distributed as dist
 
     gathered: list[Any] = [None] * here.size
@@ -123,7 +123,7 @@ def objects(here: Here) -> list[Any]:
     return [gathered, told, mine, all_of_them]
 
 
-def point_to_point(here: Here) -> list[Any]:
+def point_to_point(here: RankContext) -> list[Any]:
     import torch
     import torch.distributed as dist
 
@@ -148,7 +148,7 @@ def point_to_point(here: Here) -> list[Any]:
     return [y, z, anyone, sender]
 
 
-def functional(here: Here) -> list[Any]:
+def functional(here: RankContext) -> list[Any]:
     import torch
     import torch.distributed as dist
     import torch.distributed._functional_collectives as functional_collectives
@@ -166,7 +166,7 @@ def functional(here: Here) -> list[Any]:
     ]
 
 
-def dtensor(here: Here) -> list[Any]:
+def dtensor(here: RankContext) -> list[Any]:
     import torch
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -181,7 +181,7 @@ def dtensor(here: Here) -> list[Any]:
     ]
 
 
-def ddp(here: Here) -> list[Any]:
+def ddp(here: RankContext) -> list[Any]:
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
@@ -201,7 +201,7 @@ def ddp(here: Here) -> list[Any]:
     return [*losses, *[p.detach() for p in model.parameters()], backend]
 
 
-def fsdp(here: Here) -> list[Any]:
+def fsdp(here: RankContext) -> list[Any]:
     import torch
     from torch.distributed.fsdp import fully_shard
 
@@ -222,7 +222,7 @@ def fsdp(here: Here) -> list[Any]:
     return [*losses, *[p.detach().to_local().clone() for p in model.parameters()]]
 
 
-def subgroups(here: Here) -> list[Any]:
+def subgroups(here: RankContext) -> list[Any]:
     import torch
     import torch.distributed as dist
 
@@ -253,7 +253,7 @@ def subgroups(here: Here) -> list[Any]:
     return out
 
 
-def what_torch_says(here: Here) -> list[Any]:
+def what_torch_says(here: RankContext) -> list[Any]:
     """The answers that users' code branches on."""
     import torch
     import torch.distributed as dist
@@ -304,7 +304,7 @@ def same(a: Any, b: Any) -> bool:
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
 def test_the_watched_group_computes_what_the_plain_one_does(
-    watched: World, plain: World, use: Callable[[Here], list[Any]]
+    watched: World, plain: World, use: Callable[[RankContext], list[Any]]
 ) -> None:
     for rank, (ours, theirs) in enumerate(zip(watched.run(use), plain.run(use), strict=True)):
         assert len(ours) > 0
@@ -313,15 +313,15 @@ def test_the_watched_group_computes_what_the_plain_one_does(
     assert not any(watched.run(is_broken))
 
 
-def is_broken(here: Here) -> bool:
-    return bool(here.groups.broken)
+def is_broken(here: RankContext) -> bool:
+    return bool(here.groups.is_broken)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What the ring says
 
 
-def three_collectives(here: Here) -> list[Any]:
+def three_collectives(here: RankContext) -> list[Any]:
     import torch
     import torch.distributed as dist
 
@@ -364,7 +364,7 @@ def test_the_ring_tells_op_shapes_group_and_the_users_line(watched: World) -> No
         assert [op for op, _ in while_running] == ["all_reduce"]
 
 
-def lines_of_a_step(here: Here) -> set[tuple[str, str]]:
+def lines_of_a_step(here: RankContext) -> set[tuple[str, str]]:
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
@@ -378,7 +378,7 @@ def test_collectives_inside_ddp_point_at_the_line_that_called_backward(watched: 
     assert watched.run(lines_of_a_step) == [{("all_reduce", "lines_of_a_step")}] * 4
 
 
-def tensors_kept_alive(here: Here) -> int:
+def tensors_kept_alive(here: RankContext) -> int:
     import gc
     import weakref
 
@@ -416,7 +416,7 @@ class Watcher:
         self.seen.append(("finished", collective.op, collective.seq, arguments[0][0].sum().item()))
 
 
-def observed(here: Here) -> list[Any]:
+def observed(here: RankContext) -> list[Any]:
     import torch
     import torch.distributed as dist
 
@@ -455,7 +455,7 @@ def test_an_observer_sees_inputs_before_and_outputs_after_each_collective(watche
 # Calls that end in another way
 
 
-def wait_with_a_limit(here: Here) -> list[Any]:
+def wait_with_a_limit(here: RankContext) -> list[Any]:
     import torch
     import torch.distributed as dist
 
@@ -465,19 +465,19 @@ def wait_with_a_limit(here: Here) -> list[Any]:
         assert work is not None
         with pytest.raises(RuntimeError, match="timed out"):
             work.wait(datetime.timedelta(milliseconds=150))
-        assert not here.groups.broken
+        assert not here.groups.is_broken
         assert [c.op for c in here.ring.running()] == ["all_reduce"]
-        here.kept["work"] = work, x
+        here.stored["work"] = work, x
         return []
     return []
 
 
-def wait_again(here: Here) -> float:
+def wait_again(here: RankContext) -> float:
     import torch
     import torch.distributed as dist
 
     if here.rank == 0:
-        work, x = here.kept.pop("work")
+        work, x = here.stored.pop("work")
         work.wait()
     else:
         x = torch.ones(1)
@@ -491,7 +491,7 @@ def test_a_wait_with_a_limit_of_the_users_own_can_be_taken_up_again(watched: Wor
     assert watched.run(is_broken) == [False] * 4
 
 
-def coalesced_gathers(here: Here) -> set[str]:
+def coalesced_gathers(here: RankContext) -> set[str]:
     """What gloo takes them for, by the names of its `OpType`."""
     import torch
     import torch.distributed as dist
@@ -511,9 +511,7 @@ def coalesced_gathers(here: Here) -> set[str]:
         else:
             works.append(group.allgather_into_tensor_coalesced(wholes, given))
         names |= {
-            OpType(each._get_op_type()).name
-            for work in works
-            for each in getattr(work._work, "_works", [work._work])
+            OpType(each._get_op_type()).name for work in works for each in getattr(work._work, "_works", [work._work])
         }
         for work in works:
             work.wait()
@@ -530,7 +528,7 @@ def test_coalesced_gathers_have_no_name_that_two_workers_free_twice(watched: Wor
     assert max(len(name) for name in names) <= 15
 
 
-def wrong_call(here: Here) -> bool:
+def wrong_call(here: RankContext) -> bool:
     import torch
     import torch.distributed as dist
 
@@ -539,7 +537,7 @@ def wrong_call(here: Here) -> bool:
     told = here.ring.last.error
     with pytest.raises((RuntimeError, ValueError)):
         dist.all_gather([torch.ones(1)], torch.ones(1))
-    return bool(here.groups.broken) or told is None or here.ring.running() != ()
+    return bool(here.groups.is_broken) or told is None or here.ring.running() != ()
 
 
 def test_a_call_with_wrong_arguments_is_an_error_and_no_break(watched: World) -> None:
@@ -547,7 +545,7 @@ def test_a_call_with_wrong_arguments_is_an_error_and_no_break(watched: World) ->
     assert watched.run(sum_of_ranks) == [6.0] * 4
 
 
-def sum_of_ranks(here: Here) -> float:
+def sum_of_ranks(here: RankContext) -> float:
     import torch
     import torch.distributed as dist
 
@@ -556,7 +554,7 @@ def sum_of_ranks(here: Here) -> float:
     return float(x.item())
 
 
-def split(here: Here) -> list[Any]:
+def split(here: RankContext) -> list[Any]:
     import torch
     import torch.distributed as dist
 
@@ -576,7 +574,7 @@ def test_a_group_can_be_split_into_watched_ones(watched: World) -> None:
     assert [answer[4] for answer in answers] == [True, False, False, True]
 
 
-def listeners(here: Here) -> list[str]:
+def listeners(here: RankContext) -> list[str]:
     import psutil
 
     return [c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]

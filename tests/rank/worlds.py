@@ -1,6 +1,6 @@
 """Worlds of real ranks for tests: forked from a clean single-threaded process, told what to run, stopped by pid.
 
-A `Forker` is that process; it has imported torch and nothing of its own runs in it. A `World` is a store and some
+A `ForkServer` is that process; it has imported torch and nothing of its own runs in it. A `World` is a store and some
 ranks that it forked. Each rank has a main thread, which runs functions of the test's module, and a service thread,
 which can be asked to look at the main thread or to sever its groups, as in a real rank.
 """
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 DEADLINE_S = 30.0
 
 # How long the main thread must stand at one instruction to count as stuck.
-STILL_S = 0.05
+MIN_STUCK_S = 0.05
 
 TOKEN = "the world's"
 
@@ -42,11 +42,11 @@ def _send(connection: Connection, value: object) -> None:
     connection.send_bytes(pickle.dumps(value))
 
 
-class Hung(AssertionError):
+class TimedOut(AssertionError):
     """Something did not happen in time."""
 
 
-class Failed(Exception):
+class FunctionFailed(Exception):
     """A rank's function raised: the exception, and its traceback as text."""
 
     def __init__(self, rank: int, error: BaseException, text: str) -> None:
@@ -58,7 +58,7 @@ class Failed(Exception):
 # In the test
 
 
-class Forker:
+class ForkServer:
     """Forks ranks and stores. Use as a context manager; everything it forked ends with it."""
 
     def __init__(self) -> None:
@@ -74,12 +74,12 @@ class Forker:
         self._socket.settimeout(DEADLINE_S)
         assert self._socket.recv(16) == b"ready"
 
-    def fork(self, what: Mapping[str, Any], descriptors: Sequence[int]) -> int:
+    def fork(self, spec: Mapping[str, Any], descriptors: Sequence[int]) -> int:
         """The new process's pid; it has the descriptors."""
-        socket.send_fds(self._socket, [json.dumps(what).encode()], list(descriptors))
+        socket.send_fds(self._socket, [json.dumps(spec).encode()], list(descriptors))
         return int(self._socket.recv(16))
 
-    def __enter__(self) -> Forker:
+    def __enter__(self) -> ForkServer:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -87,50 +87,50 @@ class Forker:
         self._process.wait(DEADLINE_S)
 
 
-class Member:
+class RankHandle:
     """One rank of a world, as a test holds it."""
 
-    def __init__(self, forker: Forker, rank: int, size: int, *, plain: bool, device: str) -> None:
+    def __init__(self, forker: ForkServer, rank: int, size: int, *, plain: bool, device: str) -> None:
         self.rank = rank
         self._alive = True
         ours, theirs = zip(*(socket.socketpair() for _ in range(2)), strict=True)
-        what = {"kind": "rank", "rank": rank, "size": size, "plain": plain, "device": device}
-        self.pid = forker.fork(what, [end.fileno() for end in theirs])
+        spec = {"kind": "rank", "rank": rank, "size": size, "plain": plain, "device": device}
+        self.pid = forker.fork(spec, [end.fileno() for end in theirs])
         for end in theirs:
             end.close()
         self._work, self._service = (Connection(end.detach()) for end in ours)
 
-    def begin(self, function: Callable[..., Any], *args: Any) -> None:
+    def start(self, function: Callable[..., Any], *args: Any) -> None:
         """Have the main thread run `function(member, *args)`; does not wait."""
         _send(self._work, (function.__code__.co_filename, function.__qualname__, args))
 
     def result(self, deadline_s: float = DEADLINE_S) -> Any:
-        return self._answer(self._work, deadline_s)
+        return self._receive_reply(self._work, deadline_s)
 
     def error(self, deadline_s: float = DEADLINE_S) -> BaseException:
         """What the function raised; an assertion error if it did not."""
         try:
             value = self.result(deadline_s)
-        except Failed as failed:
+        except FunctionFailed as failed:
             return failed.error
         raise AssertionError(f"rank {self.rank} returned {value!r} and should have raised")
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        self.begin(function, *args)
+        self.start(function, *args)
         return self.result()
 
     def error_of(self, function: Callable[..., Any], *args: Any) -> BaseException:
-        self.begin(function, *args)
+        self.start(function, *args)
         return self.error()
 
-    def ask(self, function: Callable[..., Any], *args: Any) -> Any:
+    def run_in_service_thread(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run `function(member, *args)` in the service thread, also while the main thread is stuck."""
         _send(self._service, (function.__code__.co_filename, function.__qualname__, args))
-        return self._answer(self._service, DEADLINE_S)
+        return self._receive_reply(self._service, DEADLINE_S)
 
     def wait_until_stuck(self) -> None:
         """Until the main thread stands still in a collective."""
-        self.ask(_wait_until_stuck)
+        self.run_in_service_thread(_wait_until_stuck)
 
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)
@@ -146,12 +146,12 @@ class Member:
         self._work.close()
         self._service.close()
 
-    def _answer(self, connection: Connection, deadline_s: float) -> Any:
+    def _receive_reply(self, connection: Connection, deadline_s: float) -> Any:
         if not connection.poll(deadline_s):
-            raise Hung(f"rank {self.rank} did not answer within {deadline_s} s")
+            raise TimedOut(f"rank {self.rank} did not answer within {deadline_s} s")
         ok, value, text = pickle.loads(connection.recv_bytes())
         if not ok:
-            raise Failed(self.rank, value, text)
+            raise FunctionFailed(self.rank, value, text)
         return value
 
 
@@ -164,11 +164,13 @@ class World:
         device: "cpu", or "cuda" for the GPU of each rank's number.
     """
 
-    def __init__(self, forker: Forker, axes: Mapping[str, int], *, plain: bool = False, device: str = "cpu") -> None:
+    def __init__(
+        self, forker: ForkServer, axes: Mapping[str, int], *, plain: bool = False, device: str = "cpu"
+    ) -> None:
         self.axes = dict(axes)
         self.plain = plain
         self.device = device
-        self.epoch = 0
+        self.generation = 0
         self._forker = forker
         size = 1
         for axis in axes.values():
@@ -177,32 +179,32 @@ class World:
         self._folder = Path(tempfile.mkdtemp(prefix="mbw", dir="/tmp"))
         self.store = f"ipc://{self._folder}/store.sock"
         self._store_pid = forker.fork({"kind": "store", "address": self.store}, [])
-        self.members = [Member(forker, rank, size, plain=plain, device=device) for rank in range(size)]
+        self.members = [RankHandle(forker, rank, size, plain=plain, device=device) for rank in range(size)]
         try:
-            self.form()
+            self.form_groups()
         except BaseException:
             self.__exit__()
             raise
 
-    def form(self) -> None:
+    def form_groups(self) -> None:
         """Form the groups of the next epoch, on all ranks."""
-        self.epoch += 1
-        self.run(_form, self.epoch, self.store, self.axes)
+        self.generation += 1
+        self.run(_form_groups, self.generation, self.store, self.axes)
 
     def replace(self, rank: int) -> None:
         """A new process in the place of one that is dead."""
         self.members[rank].close()
-        self.members[rank] = Member(self._forker, rank, self.size, plain=self.plain, device=self.device)
+        self.members[rank] = RankHandle(self._forker, rank, self.size, plain=self.plain, device=self.device)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Run `function(member, *args)` on the main thread of all ranks; their results, in rank order."""
         for member in self.members:
-            member.begin(function, *args)
+            member.start(function, *args)
         results, failures = [], []
         for member in self.members:  # all of them, or the next run would be answered with this one's results
             try:
                 results.append(member.result())
-            except Failed as failed:
+            except FunctionFailed as failed:
                 failures.append(failed)
         if failures:
             raise failures[0]
@@ -222,7 +224,7 @@ class World:
 # In the rank
 
 
-class Here:
+class RankContext:
     """This rank, as functions of tests get it."""
 
     def __init__(self, rank: int, size: int, *, plain: bool, device: str) -> None:
@@ -230,32 +232,32 @@ class Here:
         self.device = device
         self.size = size
         self.mesh: Any = None
-        self.kept: dict[str, Any] = {}  # what one function leaves for the next
+        self.stored: dict[str, Any] = {}  # what one function leaves for the next
         self.groups: Any = None
         self.ring: Any = None
         if not plain:
-            from meshbook.rank.groups import Groups
-            from meshbook.rank.ring import Ring
+            from meshbook.rank.groups import ProcessGroups
+            from meshbook.rank.ring import CollectiveRing
 
-            self.ring = Ring()
-            self.groups = Groups(self.ring)
+            self.ring = CollectiveRing()
+            self.groups = ProcessGroups(self.ring)
 
 
-def _store(here: Here, address: str) -> Any:
+def _mesh_store(here: RankContext, address: str) -> Any:
     """The world's store, one for all its epochs."""
     import zmq
 
     from meshbook.rank.store import MeshStore
 
-    if "store" not in here.kept:
-        here.kept["store"] = MeshStore(zmq.Context(), address, TOKEN, timeout_s=DEADLINE_S)
-    return here.kept["store"]
+    if "store" not in here.stored:
+        here.stored["store"] = MeshStore(zmq.Context(), address, TOKEN, timeout_s=DEADLINE_S)
+    return here.stored["store"]
 
 
-def _form(here: Here, epoch: int, address: str, axes: dict[str, int]) -> None:
+def _form_groups(here: RankContext, epoch: int, address: str, axes: dict[str, int]) -> None:
     import torch
 
-    store = _store(here, address)
+    store = _mesh_store(here, address)
     if here.groups is not None:
         here.mesh = here.groups.form(
             epoch,
@@ -274,30 +276,30 @@ def _form(here: Here, epoch: int, address: str, axes: dict[str, int]) -> None:
     here.mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
-def _wait_until_stuck(here: Here) -> None:
+def _wait_until_stuck(here: RankContext) -> None:
     main = threading.main_thread().ident
     assert main is not None
     deadline = time.monotonic() + DEADLINE_S
     pause = threading.Event()
-    stood: tuple[int, int] | None = None
+    last_position: tuple[int, int] | None = None
     since = time.monotonic()
     while time.monotonic() < deadline:
         frame = sys._current_frames()[main]
         # Slices of a wait end and begin again, so what counts is the frame, and not the instruction, of the wait.
-        where = (id(frame), 0 if frame.f_code.co_name == "_wait_in_slices" else frame.f_lasti)
-        if where != stood or not here.ring.running():
-            stood, since = where, time.monotonic()
-        elif time.monotonic() - since > STILL_S:
+        position = (id(frame), 0 if frame.f_code.co_name == "_wait_in_slices" else frame.f_lasti)
+        if position != last_position or not here.ring.running():
+            last_position, since = position, time.monotonic()
+        elif time.monotonic() - since > MIN_STUCK_S:
             return
         pause.wait(0.005)
-    raise Hung("the main thread does not stand still in a collective")
+    raise TimedOut("the main thread does not stand still in a collective")
 
 
 _modules: dict[str, types.ModuleType] = {}
 _loading = threading.Lock()  # both threads may be told to run a function of a module that neither has loaded
 
 
-def _function(file: str, name: str) -> Callable[..., Any]:
+def _resolve_function(file: str, name: str) -> Callable[..., Any]:
     """By file, because a test's module has another name under pytest."""
     if file == __file__:
         return cast("Callable[..., Any]", globals()[name])
@@ -312,12 +314,12 @@ def _function(file: str, name: str) -> Callable[..., Any]:
     return cast("Callable[..., Any]", getattr(_modules[file], name))
 
 
-def _answer(here: Here, connection: Connection, told: tuple[str, str, tuple[Any, ...]]) -> None:
+def _run_and_reply(here: RankContext, connection: Connection, request: tuple[str, str, tuple[Any, ...]]) -> None:
     import traceback
 
-    file, name, args = told
+    file, name, args = request
     try:
-        answer = (True, _function(file, name)(here, *args), "")
+        answer = (True, _resolve_function(file, name)(here, *args), "")
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
         answer = (False, error.with_traceback(None), text)
@@ -325,20 +327,20 @@ def _answer(here: Here, connection: Connection, told: tuple[str, str, tuple[Any,
     _send(connection, answer)
 
 
-def _serve(here: Here, connection: Connection) -> None:
+def _serve_requests(here: RankContext, connection: Connection) -> None:
     while True:
         try:
-            told = pickle.loads(connection.recv_bytes())
+            request = pickle.loads(connection.recv_bytes())
         except (EOFError, OSError):
             os._exit(0)
-        _answer(here, connection, told)
+        _run_and_reply(here, connection, request)
 
 
-def _be_rank(what: Mapping[str, Any], work: int, service: int) -> NoReturn:
+def _rank_main(spec: Mapping[str, Any], work: int, service: int) -> NoReturn:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    here = Here(what["rank"], what["size"], plain=what["plain"], device=what["device"])
-    threading.Thread(target=_serve, args=(here, Connection(service)), daemon=True).start()
-    _serve(here, Connection(work))
+    here = RankContext(spec["rank"], spec["size"], plain=spec["plain"], device=spec["device"])
+    threading.Thread(target=_serve_requests, args=(here, Connection(service)), daemon=True).start()
+    _serve_requests(here, Connection(work))
     raise AssertionError("not reached")
 
 
@@ -355,46 +357,46 @@ def _serve_store(address: str) -> NoReturn:
     loop = Loop()
     server = StoreServer(loop, zmq.Context(), address, TOKEN)  # noqa: F841  it serves for as long as it is held
     while True:
-        loop.turn()
+        loop.run_once()
 
 
-def _fork_for_ever(asked: socket.socket) -> NoReturn:
+def _fork_server_main(requests: socket.socket) -> NoReturn:
     import torch
     import torch.distributed.fsdp
     import torch.distributed.tensor
 
     import meshbook.rank.groups  # noqa: F401  so that ranks share it
-    from meshbook.wire.lifeline import die_with_parent
+    from meshbook.wire.process_control import die_with_parent
 
     torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps them
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.collect()
     gc.freeze()  # as in the real fork server: ranks share these objects, and looking through them would copy them all
-    asked.send(b"ready")
+    requests.send(b"ready")
     while True:
-        data, descriptors, _, _ = socket.recv_fds(asked, 65536, 4)
+        data, descriptors, _, _ = socket.recv_fds(requests, 65536, 4)
         if not data:
             os._exit(0)
-        what = json.loads(data)
+        spec = json.loads(data)
         pid = os.fork()
         if pid == 0:
-            asked.close()
+            requests.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             die_with_parent()
             try:
-                if what["kind"] == "store":
-                    _serve_store(what["address"])
-                _be_rank(what, *descriptors)
+                if spec["kind"] == "store":
+                    _serve_store(spec["address"])
+                _rank_main(spec, *descriptors)
             finally:
                 os._exit(1)
         for descriptor in descriptors:
             os.close(descriptor)
-        asked.send(str(pid).encode())
+        requests.send(str(pid).encode())
 
 
 if __name__ == "__main__":
-    from meshbook.wire.lifeline import die_with_parent
+    from meshbook.wire.process_control import die_with_parent
 
     die_with_parent()
-    _fork_for_ever(socket.socket(fileno=int(sys.argv[1])))
+    _fork_server_main(socket.socket(fileno=int(sys.argv[1])))

@@ -28,7 +28,7 @@ class Served:
         self.driver._send = lambda identity, message: self.sent.append((identity, message))  # type: ignore[method-assign]
 
     def hear(self, identity: bytes, command: Any) -> None:
-        self.driver._hear_client([identity, *codec.encode(command)])
+        self.driver._on_client_message([identity, *codec.encode(command)])
 
     def join(self, pid: int) -> None:
         for channel in ("send", "receive"):
@@ -41,14 +41,14 @@ class Served:
 
     def pass_time(self, seconds: float) -> None:
         self.clock.advance(seconds)
-        self.driver._loop.turn(0.0)
+        self.driver._loop.run_once(0.0)
 
     def close(self) -> None:
         for client in list(self.driver._receivers):
-            self.driver._forget(client)
+            self.driver._unregister_client(client)
         assert self.driver._agent is not None
         self.driver._agent.close()
-        self.driver._front.close(linger=0)
+        self.driver._client_socket.close(linger=0)
         self.driver._store.close()
         self.driver._context.term()
 
@@ -62,12 +62,12 @@ def served(tmp_path: Path) -> Iterator[Served]:
 
 def test_a_command_that_the_supervisor_fails_at_is_refused_to_whoever_sent_it(served: Served) -> None:
     served.join(os.getpid())
-    served.driver._state.client_said = lambda *args: {}["ranks"]  # type: ignore[method-assign, assignment]
-    served.hear(b"c/send", messages.AskStatus(call="c-1"))  # type: ignore[arg-type]
+    served.driver._state.command_received = lambda *args: {}["ranks"]  # type: ignore[method-assign, assignment]
+    served.hear(b"c/send", messages.QueryStatus(call="c-1"))  # type: ignore[arg-type]
     identity, refused = served.sent[-1]
     assert identity == b"c/receive"
     assert (refused.call, refused.error) == ("c-1", "ProtocolError")
-    assert "the supervisor failed at AskStatus (KeyError: 'ranks')" in refused.text
+    assert "the supervisor failed at QueryStatus (KeyError: 'ranks')" in refused.text
     assert "supervisor.log" in refused.text
 
 
@@ -116,7 +116,7 @@ def test_without_pidfds_another_process_of_the_same_number_is_not_the_client(
 ) -> None:
     _no_pidfd(monkeypatch, errno.ENOSYS)
     ticks = iter((100, 100, 200))
-    monkeypatch.setattr(processes, "_state_and_start", lambda pid: ("S", next(ticks)))
+    monkeypatch.setattr(processes, "_read_state_and_start", lambda pid: ("S", next(ticks)))
     served.join(os.getpid())
     served.pass_time(10.0)
     assert served.clients == 1

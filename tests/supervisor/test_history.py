@@ -36,6 +36,6 @@ def test_how_a_cell_ended_is_noted_also_when_its_source_was_cut_and_forgotten_ce
     history = History(max_entries=1, max_source_chars=5)
     gone = history.add(entry("first", 1))
     kept = history.add(entry("x = 12345", 2))
-    history.close(gone, seconds=1.0, status="ok")
-    history.close(kept, seconds=2.0, status="error")
+    history.finish(gone, seconds=1.0, status="ok")
+    history.finish(kept, seconds=2.0, status="error")
     assert [(one.number, one.status, one.seconds) for one in history.entries()] == [(2, "error", 2.0)]

@@ -12,7 +12,7 @@ def test_a_log_that_has_grown_too_large_begins_anew_and_its_end_is_kept(tmp_path
     with path.open("ab") as writer:
         writer.write(b"x" * 1000 + b"the end\n")
         writer.flush()
-        assert logfile.shorten(path, max_bytes=500, kept_bytes=8)
+        assert logfile.truncate_log(path, max_bytes=500, retained_bytes=8)
         writer.write(b"what came later\n")
     assert path.read_bytes() == b"what came later\n"
     assert (tmp_path / "supervisor.log.1").read_bytes() == b"the end\n"
@@ -21,7 +21,7 @@ def test_a_log_that_has_grown_too_large_begins_anew_and_its_end_is_kept(tmp_path
 def test_a_short_log_is_left_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "supervisor.log"
     path.write_text("a line\n")
-    assert not logfile.shorten(path)
+    assert not logfile.truncate_log(path)
     assert path.read_text() == "a line\n"
 
 
@@ -29,5 +29,5 @@ def test_a_log_is_shortened_also_where_its_end_cannot_be_kept(tmp_path: Path) ->
     path = tmp_path / "supervisor.log"
     path.write_bytes(b"x" * 1000)
     (tmp_path / "supervisor.log.1").mkdir()  # cannot be written, as on a full disk
-    assert logfile.shorten(path, max_bytes=500, kept_bytes=8)
+    assert logfile.truncate_log(path, max_bytes=500, retained_bytes=8)
     assert path.read_bytes() == b""

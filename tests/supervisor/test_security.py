@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import zmq
 
-from meshbook.controller.connection import Connection
+from meshbook.controller.connection import SupervisorConnection
 from meshbook.controller.mesh import Mesh, create_mesh
 from meshbook.errors import VersionMismatch
 from meshbook.wire import codec, keys, messages
@@ -38,7 +38,7 @@ def stranger(mesh: Mesh) -> Iterator[zmq.Socket[bytes]]:
     """A socket to the supervisor's own, of somebody who can reach it but has no token."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(mesh.session.connection.found.address)
+        socket.connect(mesh.session.connection.connection_info.address)
         yield socket
 
 
@@ -137,7 +137,7 @@ def test_a_peer_of_another_version_is_told_which_end_to_upgrade(mesh: Mesh, stra
 def test_a_client_refused_for_its_version_raises_that(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "PROTOCOL", b"meshbook/0")
     with pytest.raises(VersionMismatch):
-        Connection(mesh.session.connection.found, kind="test")
+        SupervisorConnection(mesh.session.connection.connection_info, kind="test")
 
 
 def test_nobody_can_pose_as_a_rank(mesh: Mesh) -> None:
@@ -162,7 +162,7 @@ def test_sockets_and_keys_lie_where_only_this_user_can_reach_them(mesh: Mesh) ->
 @pytest.mark.skipif(not zmq.has("curve"), reason="this pyzmq has no CURVE")
 def test_on_tcp_a_peer_without_the_servers_key_is_not_heard() -> None:
     with create_mesh(1, torch=False, listen="tcp://127.0.0.1:*") as mesh:
-        found = mesh.session.connection.found
+        found = mesh.session.connection.connection_info
         with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.LINGER, 0)
             socket.connect(found.address)

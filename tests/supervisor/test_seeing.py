@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from meshbook.controller.onlooker import Mirror
+from meshbook.controller.subscription import SnapshotBuilder
 from meshbook.supervisor import state as s
-from meshbook.supervisor.looks import PATIENCE_S
+from meshbook.supervisor.snapshot_requests import SNAPSHOT_TIMEOUT_S
 from meshbook.wire import codec, messages
-from meshbook.wire.messages import CollectiveSeen, Frame, Health, Measured, RankInfo, RankSnapshot, Scalar
+from meshbook.wire.messages import CollectiveInfo, Frame, Health, RankInfo, RankMetrics, RankSnapshot, Scalar
 from tests.supervisor.test_state import World, messages_of, steps_of
 
 EVERYONE = (0, 1, 2, 3)
@@ -22,7 +22,7 @@ class Scenery(World):
 
     def beat(
         self, measured: dict[int, dict[str, Any]] | None = None, host: int = 0, ranks: tuple[int, ...] = EVERYONE
-    ) -> list[s.Step]:
+    ) -> list[s.Effect]:
         """One second later, every rank of a host tells of itself."""
         self.now += 1.0
         call = next(iter(self.state.open_calls(self.now)), None)
@@ -40,46 +40,46 @@ class Scenery(World):
             for rank in ranks
         )
         told = tuple(
-            Measured(
+            RankMetrics(
                 rank=rank, **{"health": Health(cpu_percent=1.0, num_collectives=4), **(measured or {}).get(rank, {})}
             )
             for rank in ranks
         )
-        return self.host(messages.HostBeat(host=host, ranks=infos, measured=told), host)
+        return self.host(messages.HostHeartbeat(host=host, ranks=infos, metrics=told), host)
 
-    def ring(self, steps: list[s.Step], word: str) -> list[s.Step]:
+    def ring(self, steps: list[s.Effect], word: str) -> list[s.Effect]:
         """Let the alarms go off whose name has this word."""
         found = []
-        for alarm in [alarm for alarm in steps_of(steps, s.Alarm) if word in alarm.name]:
+        for alarm in [alarm for alarm in steps_of(steps, s.SetTimer) if word in alarm.name]:
             self.now += alarm.delay_s
-            found += self.state.alarm(alarm.name, self.now)
+            found += self.state.timer_fired(alarm.name, self.now)
         return found
 
-    def watch(self, client: str = "one", **options: Any) -> list[s.Step]:
-        return self.say(messages.Watch(call="w", **{"per_s": 2.0, **options}), client)
+    def watch(self, client: str = "one", **options: Any) -> list[s.Effect]:
+        return self.say(messages.Subscribe(call="w", **{"max_updates_per_s": 2.0, **options}), client)
 
-    def seen(self, call: str, host: int = 0, ranks: tuple[int, ...] = EVERYONE, **options: Any) -> list[s.Step]:
+    def seen(self, call: str, host: int = 0, ranks: tuple[int, ...] = EVERYONE, **options: Any) -> list[s.Effect]:
         """A host tells what it saw: rank 3 sleeps, the others wait for it in an all_reduce."""
-        return self.host(messages.SnapshotsTaken(call=call, snapshots=tuple(map(snapshot, ranks))), host)  # type: ignore[arg-type]
+        return self.host(messages.SnapshotReply(call=call, snapshots=tuple(map(snapshot, ranks))), host)  # type: ignore[arg-type]
 
 
 def snapshot(rank: int) -> RankSnapshot:
     cell = Frame(file="<cell 1>", line=3 if rank != 3 else 5, function="<module>")
     below = Frame(file="/lib/site-packages/torch/distributed/distributed_c10d.py", line=1, function="all_reduce")
-    stack = messages.ThreadStack(name="MainThread", main=True, frames=(cell, below) if rank != 3 else (cell,))
-    waiting = CollectiveSeen(op="all_reduce", group="0", group_ranks=EVERYONE, seq=41, line=cell, began_s=9.0)
+    stack = messages.ThreadStack(name="MainThread", is_main=True, frames=(cell, below) if rank != 3 else (cell,))
+    waiting = CollectiveInfo(op="all_reduce", group="0", group_ranks=EVERYONE, seq=41, frame=cell, began_s_ago=9.0)
     return RankSnapshot(
         rank=rank, host="box", pid=9, source="inside", call="c1", cell="cell 1", file="<cell 1>",  # type: ignore[arg-type]
         cell_line=cell.line, running_s=9.0, stacks=(stack,), collectives=(waiting,) if rank != 3 else (),
-        num_collectives=1 if rank != 3 else 0, process=messages.Process(state="S"),
+        num_collectives=1 if rank != 3 else 0, process=messages.ProcessStatus(state="S"),
     )  # fmt: skip
 
 
-def watched(steps: list[s.Step]) -> list[dict[str, Any]]:
+def watched(steps: list[s.Effect]) -> list[dict[str, Any]]:
     """What those that watch are told, as it comes out at the other end."""
     return [
         codec.supervisor_reports.decode(codec.encode(told)).data  # type: ignore[union-attr]
-        for told in messages_of(steps, messages.Watched)
+        for told in messages_of(steps, messages.MeshUpdate)
     ]
 
 
@@ -88,22 +88,22 @@ def watched(steps: list[s.Step]) -> list[dict[str, Any]]:
 
 def test_a_look_asks_every_host_and_answers_when_all_have_told() -> None:
     world = Scenery(num_hosts=2)
-    world.finish("form-1", ranks=(2, 3), host=1, answer={"backend": "gloo"})
+    world.finish("form-1", ranks=(2, 3), host=1, reply={"backend": "gloo"})
     asked = world.say(messages.TakeSnapshots(call="look", ranks=EVERYONE))
-    assert steps_of(asked, s.ToHosts)[0].hosts == (0, 1)
-    assert steps_of(asked, s.Alarm)[0].delay_s == PATIENCE_S
+    assert steps_of(asked, s.SendToHosts)[0].hosts == (0, 1)
+    assert steps_of(asked, s.SetTimer)[0].delay_s == SNAPSHOT_TIMEOUT_S
     assert not world.seen("look", 0, (0, 1))
-    (answer,) = messages_of(world.seen("look", 1, (2, 3)), messages.SnapshotsTaken)
+    (answer,) = messages_of(world.seen("look", 1, (2, 3)), messages.SnapshotReply)
     assert [one.rank for one in answer.snapshots] == [0, 1, 2, 3]
     assert not world.ring(asked, "look")
 
 
 def test_a_host_that_stays_silent_holds_a_look_up_for_its_time_and_no_longer() -> None:
     world = Scenery(num_hosts=2)
-    world.finish("form-1", ranks=(2, 3), host=1, answer={"backend": "gloo"})
+    world.finish("form-1", ranks=(2, 3), host=1, reply={"backend": "gloo"})
     asked = world.say(messages.TakeSnapshots(call="look", ranks=EVERYONE))
     world.seen("look", 0, (0, 1))
-    (answer,) = messages_of(world.ring(asked, "look"), messages.SnapshotsTaken)
+    (answer,) = messages_of(world.ring(asked, "look"), messages.SnapshotReply)
     assert [one.source for one in answer.snapshots] == ["inside", "inside", "none", "none"]
     assert len(answer.silent_hosts) == 1
 
@@ -111,7 +111,7 @@ def test_a_host_that_stays_silent_holds_a_look_up_for_its_time_and_no_longer() -
 def test_a_look_at_ranks_that_are_all_gone_is_answered_at_once_and_one_at_strangers_is_refused() -> None:
     world = Scenery()
     world.kill(3)
-    (answer,) = messages_of(world.say(messages.TakeSnapshots(call="look", ranks=(3,))), messages.SnapshotsTaken)
+    (answer,) = messages_of(world.say(messages.TakeSnapshots(call="look", ranks=(3,))), messages.SnapshotReply)
     assert answer.snapshots[0].exited is not None
     (refused,) = messages_of(world.say(messages.TakeSnapshots(call="look", ranks=(9,))), messages.Refused)
     assert "rank 9 is not in this mesh of 4 ranks" in refused.text
@@ -150,42 +150,42 @@ def test_who_watches_is_told_everything_once_and_then_what_changed() -> None:
 
 
 def test_a_mirror_that_hears_the_news_shows_what_the_supervisor_knows() -> None:
-    world, mirror = Scenery(), Mirror()
+    world, mirror = Scenery(), SnapshotBuilder()
     steps = world.watch(history_s=60.0)
     frame = Frame(file="<cell 1>", line=3, function="f")
 
-    def hear(steps: list[s.Step]) -> list[s.Step]:
+    def hear(steps: list[s.Effect]) -> list[s.Effect]:
         for data in watched(steps):
-            mirror.merge(world.state.wall(world.now), data)
+            mirror.apply(world.state.wall_time(world.now), data)
         return steps
 
     hear(steps)
     world.run()
     line = messages.Line(ranks=EVERYONE, stream="stdout", text="<b>step 1</b>")
     world.host(messages.CallOutput(call="c1", items=(line,)))
-    reduce = CollectiveSeen(op="all_reduce", group="0", group_ranks=EVERYONE, seq=1, line=frame, began_s=0.5)
+    reduce = CollectiveInfo(op="all_reduce", group="0", group_ranks=EVERYONE, seq=1, frame=frame, began_s_ago=0.5)
     world.beat({1: {"collectives": (reduce,), "scalars": (Scalar("loss", 7, 0.25, 0.5),)}})
     steps = hear(world.ring(steps, "news"))
-    assert mirror.picture.ranks[1].waits_in == "all_reduce #1"
-    assert mirror.picture.collectives[1][0].ended_at is None
-    assert [(step, value) for step, value, _ in mirror.picture.scalars.points("loss", 1)] == [(7, 0.25)]
-    assert [said.text for said in mirror.picture.lines] == ["<b>step 1</b>"]
-    world.beat({1: {"collectives": (msgspec.structs.replace(reduce, began_s=1.5, ended_s=0.2),)}})
+    assert mirror.snapshot.ranks[1].waits_in == "all_reduce #1"
+    assert mirror.snapshot.collectives[1][0].ended_at is None
+    assert [(step, value) for step, value, _ in mirror.snapshot.scalars.points("loss", 1)] == [(7, 0.25)]
+    assert [said.text for said in mirror.snapshot.lines] == ["<b>step 1</b>"]
+    world.beat({1: {"collectives": (msgspec.structs.replace(reduce, began_s_ago=1.5, ended_s_ago=0.2),)}})
     world.finish("c1")
     world.kill(2)
     hear(world.ring(steps, "news"))
-    assert mirror.picture.ranks[1].waits_in is None
-    assert mirror.picture.collectives[1][0].ended_at is not None
-    assert mirror.picture.ranks[2].state == "dead"
-    assert mirror.picture.calls == ()
-    assert list(mirror.picture.ranks) == list(Mirror().merge(0.0, watched(world.watch())[0]).ranks)
+    assert mirror.snapshot.ranks[1].waits_in is None
+    assert mirror.snapshot.collectives[1][0].ended_at is not None
+    assert mirror.snapshot.ranks[2].state == "dead"
+    assert mirror.snapshot.calls == ()
+    assert list(mirror.snapshot.ranks) == list(SnapshotBuilder().apply(0.0, watched(world.watch())[0]).ranks)
 
 
 def test_a_front_end_that_vanishes_is_told_nothing_more() -> None:
     world = Scenery()
     world.join("two", observer=True)
     begun = world.watch("two")
-    world.state.client_gone("two")
+    world.state.client_disconnected("two")
     world.run()
     world.beat()
     assert not world.ring(begun, "news")
@@ -194,11 +194,11 @@ def test_a_front_end_that_vanishes_is_told_nothing_more() -> None:
 def test_who_says_0_is_told_nothing_more_and_a_question_changes_nothing() -> None:
     world = Scenery()
     begun = world.watch()
-    (answer,) = watched(world.watch(per_s=0.0, history_s=1.0))
+    (answer,) = watched(world.watch(max_updates_per_s=0.0, history_s=1.0))
     assert answer["once"]
     assert answer["ranks"]
     assert world.ring(begun, "news")
-    world.watch(per_s=0.0)
+    world.watch(max_updates_per_s=0.0)
     assert not world.ring(begun, "news")
 
 
@@ -224,7 +224,7 @@ def test_a_cell_that_stands_still_is_explained_once_under_it_also_if_who_is_to_b
     told = world.seen(second.call)
     assert world.now < 13.0
     (output,) = messages_of(told, messages.CallOutput)
-    assert steps_of(told, s.ToClient)[0].client == "one"
+    assert steps_of(told, s.SendToClient)[0].client == "one"
     assert "rank 3" in str(output.items[0]).lower()
     assert "all_reduce #41" in str(output.items[0])
     (news,) = watched(world.ring(begun, "news"))
@@ -244,11 +244,11 @@ def test_a_cell_sent_after_a_stop_waits_until_the_ranks_are_back_and_the_groups_
     world = Scenery()
     world.run("c1")
     world.say(messages.Interrupt(ranks=EVERYONE, target="c1"))
-    assert not steps_of(world.run("c2"), s.ToHosts)
+    assert not steps_of(world.run("c2"), s.SendToHosts)
     back = world.finish("c1", status="interrupted", groups_broken=True)
-    sent = [step.message for step in steps_of(back, s.ToHosts)]
+    sent = [step.message for step in steps_of(back, s.SendToHosts)]
     assert [type(message) for message in sent] == [messages.FormGroups, messages.RunCell]
-    assert messages_of(world.finish("c2"), messages.CallFinished)[0].parts[0].outcome.status == "ok"
+    assert messages_of(world.finish("c2"), messages.CallFinished)[0].outcomes[0].outcome.status == "ok"
 
 
 def test_a_cell_behind_a_stop_waits_no_longer_than_a_stubborn_rank_is_given() -> None:
@@ -268,7 +268,7 @@ def test_a_cell_behind_a_slow_stop_waits_for_the_groups_although_all_ranks_are_k
     world.run("c2")
     assert not messages_of(world.ring(stopped, "release"), messages.RunCell)
     assert not messages_of(world.host(messages.CallProgressed(call="c1", done=EVERYONE)), messages.RunCell)
-    sent = steps_of(world.finish("c1", status="interrupted", groups_broken=True), s.ToHosts)
+    sent = steps_of(world.finish("c1", status="interrupted", groups_broken=True), s.SendToHosts)
     assert [type(step.message) for step in sent] == [messages.FormGroups, messages.RunCell]
 
 
@@ -280,7 +280,7 @@ def test_a_cell_behind_another_waits_for_it_where_a_stop_has_broken_the_groups_m
     world.finish("c2", status="interrupted", groups_broken=True)
     assert not messages_of(world.run("c3"), messages.RunCell)  # it would come behind c1, and before the groups
     assert [message.call for message in messages_of(world.run("c4", ranks=(0,)), messages.RunCell)] == []
-    sent = steps_of(world.finish("c1"), s.ToHosts)
+    sent = steps_of(world.finish("c1"), s.SendToHosts)
     assert [getattr(step.message, "call", "")[:2] for step in sent] == ["fo", "c3", "c4"]
 
 
@@ -292,7 +292,7 @@ def test_a_cell_behind_another_whose_end_is_on_its_way_waits_for_the_groups() ->
     world.finish("c2", status="interrupted", groups_broken=True)
     world.host(messages.CallProgressed(call="c1", done=EVERYONE))
     assert not messages_of(world.run("c3"), messages.RunCell)
-    sent = steps_of(world.finish("c1"), s.ToHosts)
+    sent = steps_of(world.finish("c1"), s.SendToHosts)
     assert [type(step.message) for step in sent] == [messages.FormGroups, messages.RunCell]
 
 
@@ -336,7 +336,7 @@ def test_a_stop_also_ends_a_cell_that_waits_behind_a_stop() -> None:
     world.say(messages.Interrupt(ranks=EVERYONE, target="c1"))
     world.run("c2")
     (ended,) = messages_of(world.say(messages.Interrupt(ranks=EVERYONE, target="c2")), messages.CallFinished)
-    assert (ended.call, ended.parts[0].outcome.status) == ("c2", "interrupted")
+    assert (ended.call, ended.outcomes[0].outcome.status) == ("c2", "interrupted")
     assert not messages_of(world.finish("c1", status="interrupted"), messages.RunCell)
 
 

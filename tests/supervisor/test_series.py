@@ -9,18 +9,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from meshbook.supervisor.series import LEVELS, Curve, Curves, Ring, Series
+from meshbook.supervisor.series import LEVELS, Curve, Curves, SampleRing, Series
 
 
 def test_a_step_that_saw_several_values_holds_their_mean() -> None:
-    ring = Ring(10.0, 5)
+    ring = SampleRing(10.0, 5)
     for at, value in ((0.0, 1.0), (4.0, 3.0), (9.9, 8.0), (10.0, 100.0)):
         ring.put(at, value)
     assert ring.points() == [(0.0, 4.0), (10.0, 100.0)]
 
 
 def test_a_ring_keeps_the_last_steps_and_leaves_silence_out() -> None:
-    ring = Ring(1.0, 4)
+    ring = SampleRing(1.0, 4)
     for at in (0, 1, 2, 5, 6):
         ring.put(at, at)
     assert ring.points() == [(5.0, 5.0), (6.0, 6.0)]  # steps 3 and 4 were silent, 2 and before are too long ago
@@ -29,7 +29,7 @@ def test_a_ring_keeps_the_last_steps_and_leaves_silence_out() -> None:
 
 
 def test_a_value_that_comes_late_does_not_go_back_in_time() -> None:
-    ring = Ring(1.0, 4)
+    ring = SampleRing(1.0, 4)
     ring.put(5.0, 1.0)
     ring.put(3.0, 3.0)
     assert ring.points() == [(5.0, 2.0)]

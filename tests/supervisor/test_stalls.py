@@ -8,27 +8,27 @@ from typing import Any
 
 import pytest
 
-from meshbook.supervisor.stalls import STALL_S, Pulse, Stalls
+from meshbook.supervisor.stalls import STALL_S, HeartbeatSample, StallDetector
 
 RANKS = (0, 1, 2)
 
 
-def beats(stalls: Stalls, seconds: range, pulse_of: Callable[[int, int], dict[str, Any] | None]) -> int | None:
+def beats(stalls: StallDetector, seconds: range, pulse_of: Callable[[int, int], dict[str, Any] | None]) -> int | None:
     """Let every rank beat once per second; when somebody was asked to look first, or None."""
     for now in seconds:
         for rank in RANKS:
             told = pulse_of(rank, now)
             if told is not None:
                 still = {"line": 3, "num_collectives": 4, "steps": 0, "cpu_percent": 1.0, "beat_age_s": 0.5}
-                stalls.beat(Pulse(rank=rank, **{**still, **told}), float(now))
-        if stalls.due(float(now)):
+                stalls.heartbeat(HeartbeatSample(rank=rank, **{**still, **told}), float(now))
+        if stalls.start_due_probes(float(now)):
             return now
     return None
 
 
-def begun() -> Stalls:
-    stalls = Stalls()
-    stalls.began("c1", RANKS, 0.0)
+def begun() -> StallDetector:
+    stalls = StallDetector()
+    stalls.call_began("c1", RANKS, 0.0)
     return stalls
 
 
@@ -45,7 +45,7 @@ def test_ranks_that_all_stand_still_are_looked_at_in_time() -> None:
         ("collectives are begun", lambda rank, now: {"num_collectives": now // 5}),
         ("one rank logs", lambda rank, now: {"steps": now // 6 if rank == 1 else 0}),
         ("new lines are reached", lambda rank, now: {"line": now // 6 if rank == 1 else 3}),
-        ("it asks for input()", lambda rank, now: {"asking": rank == 2}),
+        ("it asks for input()", lambda rank, now: {"awaiting_input": rank == 2}),
         ("all ranks compute", lambda rank, now: {"cpu_percent": 60.0}),
     ],
 )
@@ -57,7 +57,7 @@ def test_output_is_progress() -> None:
     stalls = begun()
     for now in range(1, 50):
         if now % 6 == 0:
-            stalls.printed("c1", (1,), float(now))
+            stalls.call_printed("c1", (1,), float(now))
         assert beats(stalls, range(now, now + 1), lambda rank, now: {}) is None
     assert beats(stalls, range(50, 80), lambda rank, now: {}) is not None
 
@@ -72,7 +72,7 @@ def test_ranks_that_wait_for_a_busy_one_are_looked_at() -> None:
     def pulse_of(rank: int, now: int) -> dict[str, Any]:
         if rank == 2:  # computes, at ever new lines
             return {"cpu_percent": 100.0, "line": now}
-        return {"waits_for": RANKS, "waits_s": float(now), "cpu_percent": 100.0}  # a GPU's wait is busy as well
+        return {"awaited_ranks": RANKS, "waiting_s": float(now), "cpu_percent": 100.0}  # a GPU's wait is busy as well
 
     assert beats(begun(), range(1, 60), pulse_of) == pytest.approx(STALL_S, abs=1)
 
@@ -92,10 +92,10 @@ def test_all_ranks_at_one_line_of_arithmetic_are_looked_at_after_a_minute() -> N
 
 def test_ranks_that_are_done_are_not_waited_for() -> None:
     stalls = begun()
-    stalls.finished("c1", RANKS, 5.0)
+    stalls.ranks_finished("c1", RANKS, 5.0)
     assert beats(stalls, range(6, 60), lambda rank, now: {}) is None
-    stalls.began("c2", RANKS, 60.0)
-    stalls.ended("c2")
+    stalls.call_began("c2", RANKS, 60.0)
+    stalls.call_ended("c2")
     assert beats(stalls, range(61, 120), lambda rank, now: {}) is None
 
 
@@ -103,15 +103,15 @@ def test_the_user_is_told_once_and_once_more_what_is_certain() -> None:
     stalls = begun()
     first = beats(stalls, range(1, 60), lambda rank, now: {})
     assert first is not None
-    assert stalls.may_tell("c1", sure=False)
-    stalls.looked("c1", told=True, surely=False, now=float(first))
-    assert not stalls.may_tell("c1", sure=False)
+    assert stalls.may_report("c1", is_certain=False)
+    stalls.probe_ended("c1", is_reported=True, is_certain=False, now=float(first))
+    assert not stalls.may_report("c1", is_certain=False)
     again = beats(stalls, range(first + 1, 120), lambda rank, now: {})
     assert again is not None
     assert again >= first + 15
-    assert stalls.may_tell("c1", sure=True)
-    stalls.looked("c1", told=True, surely=True, now=float(again))
-    assert not stalls.may_tell("c1", sure=True)
+    assert stalls.may_report("c1", is_certain=True)
+    stalls.probe_ended("c1", is_reported=True, is_certain=True, now=float(again))
+    assert not stalls.may_report("c1", is_certain=True)
     assert beats(stalls, range(again + 1, again + 500), lambda rank, now: {}) is None
 
 
@@ -119,7 +119,7 @@ def test_a_cell_in_which_nothing_is_found_is_looked_at_ever_more_rarely_and_then
     stalls, looks, now = begun(), [], 1
     while (at := beats(stalls, range(now, now + 3_000), lambda rank, now: {})) is not None:
         looks.append(at)
-        stalls.looked("c1", told=False, surely=False, now=float(at))
+        stalls.probe_ended("c1", is_reported=False, is_certain=False, now=float(at))
         now = at + 1
     waits = [later - earlier for earlier, later in itertools.pairwise(looks)]
     assert waits == sorted(waits)
@@ -127,6 +127,6 @@ def test_a_cell_in_which_nothing_is_found_is_looked_at_ever_more_rarely_and_then
 
 
 def test_it_can_be_switched_off() -> None:
-    stalls = Stalls(stall_s=0.0)
-    stalls.began("c1", RANKS, 0.0)
+    stalls = StallDetector(stall_s=0.0)
+    stalls.call_began("c1", RANKS, 0.0)
     assert beats(stalls, range(1, 500), lambda rank, now: {}) is None

@@ -10,18 +10,18 @@ import pytest
 
 from meshbook.supervisor import state as s
 from meshbook.wire import codec, messages
-from meshbook.wire.messages import Outcome, Part
+from meshbook.wire.messages import Outcome, OutcomeGroup
 
 T = TypeVar("T")
 
 
-def messages_of(steps: Iterable[s.Step], kind: type[T]) -> list[T]:
+def messages_of(steps: Iterable[s.Effect], kind: type[T]) -> list[T]:
     """The messages of one kind among steps, whoever they go to."""
-    found = [step.message for step in steps if isinstance(step, (s.ToClient, s.ToHosts))]
+    found = [step.message for step in steps if isinstance(step, (s.SendToClient, s.SendToHosts))]
     return [message for message in found if isinstance(message, kind)]
 
 
-def steps_of(steps: Iterable[s.Step], kind: type[T]) -> list[T]:
+def steps_of(steps: Iterable[s.Effect], kind: type[T]) -> list[T]:
     return [step for step in steps if isinstance(step, kind)]
 
 
@@ -29,63 +29,69 @@ class World:
     """A state with one client, driven by hand."""
 
     def __init__(self, *, num_ranks: int = 4, num_hosts: int = 1, start: bool = True) -> None:
-        self.state = s.State("mesh", pid=1, started_at=1000.0, store="ipc:///store.sock")
+        self.state = s.MeshState("mesh", pid=1, started_at=1000.0, store_address="ipc:///store.sock")
         self.now = 0.0
         self.spec = messages.MeshSpec(axes={"rank": num_ranks}, num_hosts=num_hosts)
         self.join("one")
         if start:
             self.come_up()
 
-    def join(self, client: str, **options: Any) -> list[s.Step]:
+    def join(self, client: str, **options: Any) -> list[s.Effect]:
         hello = messages.Hello(token="", client=client, kind="script", pid=2, channel="receive", **options)
         return self.state.client_joined(hello, self.now)
 
-    def say(self, command: Any, client: str = "one") -> list[s.Step]:
-        return self.state.client_said(client, command, codec.encode_body(command), self.now)
+    def say(self, command: Any, client: str = "one") -> list[s.Effect]:
+        return self.state.command_received(client, command, codec.encode_body(command), self.now)
 
-    def host(self, report: Any, host: int = 0) -> list[s.Step]:
-        return self.state.host_said(host, report, self.now)
+    def host(self, report: Any, host: int = 0) -> list[s.Effect]:
+        return self.state.report_received(host, report, self.now)
 
-    def come_up(self) -> list[s.Step]:
+    def come_up(self) -> list[s.Effect]:
         self.say(messages.StartMesh(call="start", spec=self.spec))
         for host in range(self.spec.num_hosts):
             formed = self.host(messages.HostReady(host=host, hostname="box", pid=3), host)
         form = messages_of(formed, messages.FormGroups)[0]
-        return self.finish(form.call, answer={"backend": "gloo"})
+        return self.finish(form.call, reply={"backend": "gloo"})
 
-    def run(self, call: str = "c1", ranks: tuple[int, ...] | None = None, **options: Any) -> list[s.Step]:
+    def run(self, call: str = "c1", ranks: tuple[int, ...] | None = None, **options: Any) -> list[s.Effect]:
         ranks = tuple(range(self.spec.axes["rank"])) if ranks is None else ranks
         return self.say(messages.RunCell(call=call, ranks=ranks, source="x = 1", label="cell 1", **options))
 
-    def finish(self, call: str, *, ranks: tuple[int, ...] | None = None, host: int = 0, **outcome: Any) -> list[s.Step]:
+    def finish(
+        self, call: str, *, ranks: tuple[int, ...] | None = None, host: int = 0, **outcome: Any
+    ) -> list[s.Effect]:
         ranks = tuple(range(self.spec.axes["rank"])) if ranks is None else ranks
-        part = Part(ranks, Outcome(**{"status": "ok", **outcome}))
-        return self.host(messages.CallFinished(call=call, parts=(part,), seconds=0.1), host)
+        part = OutcomeGroup(ranks, Outcome(**{"status": "ok", **outcome}))
+        return self.host(messages.CallFinished(call=call, outcomes=(part,), seconds=0.1), host)
 
     def position(self, rank: int, *, num_begun: int = 5, **changes: Any) -> dict[str, Any]:
         """What a rank answers that has run c1 and made some collectives."""
         everyone = tuple(range(self.spec.axes["rank"]))
-        group = messages.GroupPosition(name="0", ranks=everyone, num_begun=num_begun, moved=True)
+        group = messages.GroupPosition(name="0", ranks=everyone, num_started=num_begun, has_new_collectives=True)
         position = messages.RankPosition(
-            rank=rank, call="c1", status="error", cause="", at_rest=True, idle=True, may_join=False, num_named=1,
-            groups=(group,),
+            rank=rank, last_call="c1", last_status="error", cause="", is_held_or_idle=True, is_idle=True,
+            has_other_collective_threads=False, num_groups_created=1, groups=(group,),
         )  # fmt: skip
         answer: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(position, **changes))
         return answer
 
-    def answer(self, steps: Iterable[s.Step], positions: dict[int, dict[str, Any]]) -> list[s.Step]:
+    def answer(self, steps: Iterable[s.Effect], positions: dict[int, dict[str, Any]]) -> list[s.Effect]:
         """The ranks answer the one question about their positions among `steps`."""
-        (ask,) = messages_of(steps, messages.AskPositions)
-        parts = [Part((rank,), Outcome(status="ok", answer=positions[rank])) for rank in ask.ranks if rank in positions]
+        (ask,) = messages_of(steps, messages.QueryPositions)
+        parts = [
+            OutcomeGroup((rank,), Outcome(status="ok", reply=positions[rank]))
+            for rank in ask.ranks
+            if rank in positions
+        ]
         silent = tuple(rank for rank in ask.ranks if rank not in positions)
         if silent:
-            parts.append(Part(silent, Outcome(status="skipped")))
-        return self.host(messages.CallFinished(call=ask.call, parts=tuple(parts), seconds=0.0))
+            parts.append(OutcomeGroup(silent, Outcome(status="skipped")))
+        return self.host(messages.CallFinished(call=ask.call, outcomes=tuple(parts), seconds=0.0))
 
-    def in_step(self, steps: Iterable[s.Step]) -> list[s.Step]:
+    def in_step(self, steps: Iterable[s.Effect]) -> list[s.Effect]:
         return self.answer(steps, {rank: self.position(rank) for rank in range(self.spec.axes["rank"])})
 
-    def kill(self, rank: int) -> list[s.Step]:
+    def kill(self, rank: int) -> list[s.Effect]:
         exited = messages.RankExited(
             rank=rank, pid=9, exit_code=None, signal=9, host="box", last_lines=("last",), last_collective=None
         )
@@ -97,9 +103,9 @@ def test_a_mesh_is_ready_when_its_groups_are_formed_and_not_before() -> None:
     assert steps_of(world.say(messages.StartMesh(call="start", spec=world.spec)), s.StartHosts)
     started = world.host(messages.HostReady(host=0, hostname="box", pid=3))
     assert messages_of(started, messages.StartRanks)[0].ranks == (0, 1, 2, 3)
-    assert messages_of(started, messages.FormGroups)[0].store == "ipc:///store.sock"
+    assert messages_of(started, messages.FormGroups)[0].store_address == "ipc:///store.sock"
     assert not messages_of(started, messages.MeshReady)
-    ready = messages_of(world.finish("form-1", answer={"backend": "gloo"}), messages.MeshReady)[0]
+    ready = messages_of(world.finish("form-1", reply={"backend": "gloo"}), messages.MeshReady)[0]
     assert (ready.call, ready.info.groups, ready.info.backend) == ("start", "ready", "gloo")
 
 
@@ -128,10 +134,10 @@ def test_a_cell_before_the_ranks_are_there_is_refused() -> None:
 def test_a_cell_goes_to_the_hosts_as_it_came_and_its_end_to_the_client_who_asked() -> None:
     world = World()
     world.join("two")
-    sent = steps_of(world.run(), s.ToHosts)[0]
+    sent = steps_of(world.run(), s.SendToHosts)[0]
     assert sent.body is not None
     assert codec.host_commands.decode_body(sent.body) == sent.message
-    ended = steps_of(world.finish("c1"), s.ToClient)
+    ended = steps_of(world.finish("c1"), s.SendToClient)
     assert [step.client for step in ended] == ["one"]
 
 
@@ -143,20 +149,20 @@ def test_a_cell_for_a_rank_that_is_not_there_is_refused_with_the_ranks_that_are(
 
 def test_a_call_on_several_hosts_ends_when_the_last_of_them_is_done() -> None:
     world = World(num_hosts=2)
-    world.state.host_said(1, messages.HostReady(host=1, hostname="box", pid=4), 0.0)
+    world.state.report_received(1, messages.HostReady(host=1, hostname="box", pid=4), 0.0)
     world.finish("form-1", ranks=(2, 3), host=1)
     world.run()
     assert not messages_of(world.finish("c1", ranks=(0, 1), host=0), messages.CallFinished)
     finished = messages_of(world.finish("c1", ranks=(2, 3), host=1), messages.CallFinished)[0]
-    assert [part.ranks for part in finished.parts] == [(0, 1, 2, 3)]
+    assert [part.ranks for part in finished.outcomes] == [(0, 1, 2, 3)]
 
 
 def test_names_that_cells_bind_and_delete_are_known_to_the_next_client() -> None:
     world = World()
     world.run()
-    world.finish("c1", bound=("x", "y"))
+    world.finish("c1", bound_names=("x", "y"))
     world.run("c2")
-    world.finish("c2", unbound=("x",))
+    world.finish("c2", deleted_names=("x",))
     assert messages_of(world.join("two"), messages.Welcome)[0].info.names == ("y",)
 
 
@@ -165,8 +171,8 @@ def test_a_lost_rank_is_told_to_every_client_and_its_fellows_are_unblocked_and_i
     world.join("two")
     world.run()
     steps = world.kill(2)
-    assert steps_of(steps, s.ToClient)[0].client is None
-    assert messages_of(steps, messages.Unblock)[0].ranks == (0, 1, 3)
+    assert steps_of(steps, s.SendToClient)[0].client is None
+    assert messages_of(steps, messages.AbortCollectives)[0].ranks == (0, 1, 3)
     interrupt = messages_of(steps, messages.Interrupt)[0]
     assert (interrupt.ranks, interrupt.target) == ((0, 1, 3), "c1")
 
@@ -182,19 +188,19 @@ def test_a_call_that_lost_a_rank_says_which_in_its_end() -> None:
 def test_survivors_that_do_not_come_back_are_not_waited_for_and_what_the_others_came_to_is_told() -> None:
     world = World()
     world.run()
-    alarm = steps_of(world.kill(2), s.Alarm)[0]
+    alarm = steps_of(world.kill(2), s.SetTimer)[0]
     assert alarm.delay_s < 2.0
-    (conclude,) = messages_of(world.state.alarm(alarm.name, alarm.delay_s), messages.Conclude)
+    (conclude,) = messages_of(world.state.timer_fired(alarm.name, alarm.delay_s), messages.EndCall)
     assert conclude.call == "c1"
     line = messages.Line(ranks=(0,), stream="stdout", text="saved")
     parts = (
-        Part((0,), Outcome(status="ok", bound=("x",))),
-        Part((1, 3), Outcome(status="skipped")),
-        Part((2,), Outcome(status="lost")),
+        OutcomeGroup((0,), Outcome(status="ok", bound_names=("x",))),
+        OutcomeGroup((1, 3), Outcome(status="skipped")),
+        OutcomeGroup((2,), Outcome(status="lost")),
     )
-    told = messages.CallFinished(call="c1", parts=parts, seconds=1.0, items=(line,))
+    told = messages.CallFinished(call="c1", outcomes=parts, seconds=1.0, items=(line,))
     (finished,) = messages_of(world.host(told), messages.CallFinished)
-    assert finished.parts == parts
+    assert finished.outcomes == parts
     assert finished.items == (line,)
     assert [exited.rank for exited in finished.lost] == [2]
     assert world.state.info().names == ("x",)
@@ -203,10 +209,10 @@ def test_survivors_that_do_not_come_back_are_not_waited_for_and_what_the_others_
 def test_a_host_that_does_not_conclude_a_call_is_not_waited_for() -> None:
     world = World()
     world.run()
-    alarm = steps_of(world.kill(2), s.Alarm)[0]
-    last = steps_of(world.state.alarm(alarm.name, alarm.delay_s), s.Alarm)[0]
-    finished = messages_of(world.state.alarm(last.name, 2.0), messages.CallFinished)[0]
-    assert {part.outcome.status: part.ranks for part in finished.parts} == {"lost": (2,), "skipped": (0, 1, 3)}
+    alarm = steps_of(world.kill(2), s.SetTimer)[0]
+    last = steps_of(world.state.timer_fired(alarm.name, alarm.delay_s), s.SetTimer)[0]
+    finished = messages_of(world.state.timer_fired(last.name, 2.0), messages.CallFinished)[0]
+    assert {part.outcome.status: part.ranks for part in finished.outcomes} == {"lost": (2,), "skipped": (0, 1, 3)}
     assert world.finish("c1") == []  # their late word is nobody's any more
 
 
@@ -214,9 +220,9 @@ def test_groups_that_an_interrupt_broke_are_formed_again_in_the_next_epoch() -> 
     world = World()
     world.run()
     steps = world.finish("c1", status="interrupted", groups_broken=True)
-    assert messages_of(steps, messages.FormGroups)[0].epoch == 2
-    formed = world.finish("form-2", answer={"backend": "gloo"})
-    assert messages_of(formed, messages.RanksChanged)[0].info.groups == "ready"
+    assert messages_of(steps, messages.FormGroups)[0].generation == 2
+    formed = world.finish("form-2", reply={"backend": "gloo"})
+    assert messages_of(formed, messages.MeshChanged)[0].info.groups == "ready"
 
 
 def test_groups_are_not_formed_again_while_a_cell_runs() -> None:
@@ -241,11 +247,14 @@ def test_a_host_that_ends_takes_its_ranks_and_their_calls_with_it() -> None:
     world.finish("form-1", ranks=(2, 3), host=1)
     world.run()
     world.finish("c1", ranks=(0, 1), host=0)
-    steps = world.state.host_ended(1, "was killed by signal 9", 1.0)
+    steps = world.state.host_exited(1, "was killed by signal 9", 1.0)
     finished = messages_of(steps, messages.CallFinished)[0]
-    assert {part.outcome.status: part.ranks for part in finished.parts} == {"ok": (0, 1), "lost": (2, 3)}
+    assert {part.outcome.status: part.ranks for part in finished.outcomes} == {"ok": (0, 1), "lost": (2, 3)}
     how = "ended with its host, which was killed by signal 9"
-    assert [(exited.rank, exited.signal, exited.how) for exited in finished.lost] == [(2, None, how), (3, None, how)]
+    assert [(exited.rank, exited.signal, exited.description) for exited in finished.lost] == [
+        (2, None, how),
+        (3, None, how),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -253,7 +262,7 @@ def test_a_host_that_ends_takes_its_ranks_and_their_calls_with_it() -> None:
     [(4, 1, [4]), (4, 2, [2, 2]), (4, 3, [2, 1, 1]), (4, 4, [1] * 4), (10, 4, [3, 3, 2, 2]), (7, 5, [2, 2, 1, 1, 1])],
 )
 def test_ranks_are_spread_over_hosts_that_do_not_divide_them(world_size: int, num_hosts: int, sizes: list[int]) -> None:
-    place = s.spread(world_size, num_hosts)
+    place = s.assign_hosts(world_size, num_hosts)
     assert list(place) == list(range(world_size))
     assert list(place.values()) == sorted(place.values())
     assert [list(place.values()).count(host) for host in range(num_hosts)] == sizes
@@ -269,44 +278,44 @@ def test_a_mesh_of_uneven_hosts_comes_up() -> None:
 
 def test_a_mesh_without_clients_ends_after_its_time_to_live() -> None:
     world = World(start=False)
-    world.state.client_gone("one")
+    world.state.client_disconnected("one")
     world.join("two", orphan_ttl_s=7.0)
-    alarm = steps_of(world.state.client_gone("two"), s.Alarm)[0]
+    alarm = steps_of(world.state.client_disconnected("two"), s.SetTimer)[0]
     assert alarm.delay_s == 7.0
-    assert steps_of(world.state.alarm(alarm.name, 7.0), s.Shutdown)
+    assert steps_of(world.state.timer_fired(alarm.name, 7.0), s.Shutdown)
 
 
 def test_a_client_that_comes_back_in_time_saves_the_mesh() -> None:
     world = World()
-    alarm = steps_of(world.state.client_gone("one"), s.Alarm)[0]
+    alarm = steps_of(world.state.client_disconnected("one"), s.SetTimer)[0]
     world.join("again")
-    assert world.state.alarm(alarm.name, 10_000.0) == []
+    assert world.state.timer_fired(alarm.name, 10_000.0) == []
 
 
 def test_an_observer_does_not_keep_a_mesh_alive() -> None:
     world = World()
     world.join("viewer", observer=True)
-    assert steps_of(world.state.client_gone("one"), s.Alarm)
+    assert steps_of(world.state.client_disconnected("one"), s.SetTimer)
 
 
 def test_a_client_that_detaches_for_ever_leaves_a_mesh_that_does_not_end() -> None:
-    assert not steps_of(World().say(messages.Detach(call="d")), s.Alarm)
+    assert not steps_of(World().say(messages.Detach(call="d")), s.SetTimer)
 
 
 def test_a_question_of_a_rank_reaches_the_client_whose_cell_it_is() -> None:
     world = World()
     world.run(allow_input=True)
-    asked = messages.InputRequested(call="c1", rank=1, prompt="name? ", password=False)
-    assert steps_of(world.host(asked), s.ToClient)[0].client == "one"
+    asked = messages.InputRequest(call="c1", rank=1, prompt="name? ", password=False)
+    assert steps_of(world.host(asked), s.SendToClient)[0].client == "one"
 
 
 def test_a_question_that_nobody_can_answer_is_answered_with_nothing() -> None:
     world = World()
     world.run(allow_input=True)
-    asked = messages.InputRequested(call="c1", rank=1, prompt="name? ", password=False)
+    asked = messages.InputRequest(call="c1", rank=1, prompt="name? ", password=False)
     world.host(asked)
-    assert messages_of(world.state.client_gone("one"), messages.ReplyInput)[0].text is None
-    assert messages_of(world.host(asked), messages.ReplyInput)[0].text is None
+    assert messages_of(world.state.client_disconnected("one"), messages.InputReply)[0].text is None
+    assert messages_of(world.host(asked), messages.InputReply)[0].text is None
 
 
 def test_a_new_client_learns_which_cells_of_others_still_run() -> None:
@@ -322,7 +331,7 @@ def test_history_tells_how_a_cell_ended(status: str) -> None:
     world = World()
     world.run()
     world.finish("c1", status=status)
-    entry = messages_of(world.say(messages.AskHistory(call="h")), messages.Answered)[0].history[0]
+    entry = messages_of(world.say(messages.QueryHistory(call="h")), messages.CommandReply)[0].history[0]
     assert (entry.label, entry.status, entry.seconds) == ("cell 1", status, 0.1)
 
 
@@ -344,15 +353,15 @@ def test_a_flood_of_output_after_the_end_is_cut_and_what_is_missing_is_told() ->
     steps = world.host(messages.CallOutput(call="c0", items=lines))
     (shown,) = messages_of(steps, messages.CallOutput)
     assert 1000 <= len(shown.items) < 2000
-    (alarm,) = steps_of(steps, s.Alarm)
-    (told,) = messages_of(world.state.alarm(alarm.name, alarm.delay_s), messages.CallOutput)
+    (alarm,) = steps_of(steps, s.SetTimer)
+    (told,) = messages_of(world.state.timer_fired(alarm.name, alarm.delay_s), messages.CallOutput)
     (notice,) = told.items
     assert "not shown" in notice.item.text
 
 
 def test_stopping_is_answered_before_the_end() -> None:
     steps = World().say(messages.StopMesh(call="stop"))
-    assert messages_of(steps, messages.Answered)
+    assert messages_of(steps, messages.CommandReply)
     assert steps_of(steps, s.Shutdown)
 
 
@@ -383,8 +392,8 @@ def test_a_rank_that_is_done_with_its_part_of_a_cell_is_idle_once_its_host_says_
             messages.RankInfo(rank=0, state="idle", host="box"),
             messages.RankInfo(rank=1, state="busy", host="box", call="c1"),
         )
-        world.host(messages.HostBeat(host=0, ranks=ranks))
-        (answer,) = messages_of(world.say(messages.AskStatus(call="ask")), messages.Answered)
+        world.host(messages.HostHeartbeat(host=0, ranks=ranks))
+        (answer,) = messages_of(world.say(messages.QueryStatus(call="ask")), messages.CommandReply)
         return [rank.state for rank in answer.info.ranks]
 
     assert states_after_a_beat() == ["busy", "busy"], "this beat and the call may have passed each other"
@@ -396,10 +405,10 @@ def test_what_ranks_hold_for_a_client_is_released_when_it_goes() -> None:
     world = World()
     world.join("two")
     world.run("one-1")
-    gone = steps_of(world.state.client_gone("one"), s.ToHosts)
+    gone = steps_of(world.state.client_disconnected("one"), s.SendToHosts)
     (release,) = [step.message for step in gone if isinstance(step.message, messages.Release)]
     assert (release.client, release.ranks) == ("one", (0, 1, 2, 3))
-    assert not messages_of(world.state.client_gone("two"), messages.Release)  # it never called anything
+    assert not messages_of(world.state.client_disconnected("two"), messages.Release)  # it never called anything
 
 
 def test_what_ranks_hold_for_a_client_is_released_when_it_leaves() -> None:
@@ -433,7 +442,7 @@ def test_a_stop_of_what_runs_leaves_another_clients_waiting_cell_alone_and_takes
 def test_names_that_are_told_are_bounded() -> None:
     world = World()
     world.run()
-    world.finish("c1", bound=tuple(f"x{number}" for number in range(20_000)))
+    world.finish("c1", bound_names=tuple(f"x{number}" for number in range(20_000)))
     names = world.state.info().names
     assert (len(names), names[-1]) == (10_000, "x19999")
 
@@ -445,14 +454,14 @@ def test_names_that_are_told_are_bounded() -> None:
 def test_after_a_cell_that_did_not_end_well_all_ranks_are_asked_for_their_positions(status: str) -> None:
     world = World()
     world.run(ranks=(0, 1))
-    (ask,) = messages_of(world.finish("c1", ranks=(0, 1), status=status), messages.AskPositions)
-    assert (ask.ranks, ask.about) == ((0, 1, 2, 3), "c1")
+    (ask,) = messages_of(world.finish("c1", ranks=(0, 1), status=status), messages.QueryPositions)
+    assert (ask.ranks, ask.about_call) == ((0, 1, 2, 3), "c1")
 
 
 def test_a_cell_that_ended_well_costs_no_question() -> None:
     world = World()
     world.run()
-    assert [type(step) for step in world.finish("c1")] == [s.ToClient]
+    assert [type(step) for step in world.finish("c1")] == [s.SendToClient]
 
 
 def test_a_mesh_without_process_groups_is_not_asked() -> None:
@@ -460,17 +469,17 @@ def test_a_mesh_without_process_groups_is_not_asked() -> None:
     world.spec = messages.MeshSpec(axes={"rank": 4}, process_group=False)
     world.say(messages.StartMesh(call="start", spec=world.spec))
     world.host(messages.HostReady(host=0, hostname="box", pid=3))
-    world.finish("form-1", answer={"backend": None})
+    world.finish("form-1", reply={"backend": None})
     world.run()
-    assert not messages_of(world.finish("c1", status="error"), messages.AskPositions)
+    assert not messages_of(world.finish("c1", status="error"), messages.QueryPositions)
 
 
 def test_ranks_that_are_in_step_keep_their_groups() -> None:
     world = World()
     world.run()
     steps = world.in_step(world.finish("c1", status="error"))
-    (checked,) = messages_of(steps, messages.GroupsChecked)
-    assert (checked.about, checked.broken) == ("c1", ())
+    (checked,) = messages_of(steps, messages.ResumeCollectives)
+    assert (checked.about_call, checked.broken_groups) == ("c1", ())
     assert not messages_of(steps, messages.FormGroups)
 
 
@@ -479,10 +488,10 @@ def test_ranks_that_are_out_of_step_have_their_groups_formed_anew() -> None:
     world.run()
     positions = {rank: world.position(rank, num_begun=6 if rank == 2 else 5) for rank in range(4)}
     steps = world.answer(world.finish("c1", status="error"), positions)
-    (checked,) = messages_of(steps, messages.GroupsChecked)
-    assert checked.broken == ("0",)
+    (checked,) = messages_of(steps, messages.ResumeCollectives)
+    assert checked.broken_groups == ("0",)
     assert "6 collectives on rank 2 and 5 on rank 0" in checked.reason
-    assert messages_of(steps, messages.FormGroups)[0].epoch == 2
+    assert messages_of(steps, messages.FormGroups)[0].generation == 2
 
 
 def test_a_rank_that_cannot_be_asked_counts_as_out_of_step() -> None:
@@ -498,8 +507,8 @@ def test_what_begins_while_ranks_are_asked_waits_and_comes_after_the_groups() ->
     asked = world.finish("c1", status="error")
     assert not world.run("c2")
     positions = {rank: world.position(rank, num_begun=rank) for rank in range(4)}
-    sent = [step.message for step in world.answer(asked, positions) if isinstance(step, s.ToHosts)]
-    assert [type(message).__name__ for message in sent] == ["GroupsChecked", "FormGroups", "RunCell"]
+    sent = [step.message for step in world.answer(asked, positions) if isinstance(step, s.SendToHosts)]
+    assert [type(message).__name__ for message in sent] == ["ResumeCollectives", "FormGroups", "RunCell"]
 
 
 def test_groups_out_of_step_are_formed_anew_when_the_ranks_that_run_another_cell_are_done() -> None:
@@ -507,7 +516,7 @@ def test_groups_out_of_step_are_formed_anew_when_the_ranks_that_run_another_cell
     world.run("c1", ranks=(0, 1))
     world.run("c2", ranks=(2, 3))
     asked = world.finish("c1", ranks=(0, 1), status="error")
-    positions = {rank: world.position(rank, at_rest=rank < 2, idle=rank < 2) for rank in range(4)}
+    positions = {rank: world.position(rank, is_held_or_idle=rank < 2, is_idle=rank < 2) for rank in range(4)}
     assert not messages_of(world.answer(asked, positions), messages.FormGroups)
     assert world.state.info().groups == "broken"
     assert messages_of(world.finish("c2", ranks=(2, 3)), messages.FormGroups)
@@ -519,7 +528,7 @@ def test_a_rank_lost_while_ranks_are_asked_ends_the_question() -> None:
     asked = world.finish("c1", status="error")
     world.kill(3)
     steps = world.answer(asked, {rank: world.position(rank) for rank in range(3)})
-    assert not messages_of(steps, messages.GroupsChecked)
+    assert not messages_of(steps, messages.ResumeCollectives)
     assert not messages_of(steps, messages.FormGroups)
 
 
@@ -535,7 +544,7 @@ def test_groups_that_could_not_be_formed_are_tried_again_with_the_next_cell_and_
     assert not messages_of(steps, messages.FormGroups)
     world.say(messages.Complete(call="q", ranks=(0,), code="x", cursor=1))
     assert not messages_of(world.finish("q", ranks=(0,)), messages.FormGroups)
-    sent = [step.message for step in world.run("c2") if isinstance(step, s.ToHosts)]
+    sent = [step.message for step in world.run("c2") if isinstance(step, s.SendToHosts)]
     assert [type(message).__name__ for message in sent] == ["FormGroups", "RunCell"]
 
 
@@ -543,12 +552,12 @@ def test_ranks_do_not_wait_for_one_that_cannot_form_its_groups_and_its_reason_is
     world = World()
     world.run()
     world.finish("c1", status="interrupted", groups_broken=True)
-    steps = world.host(messages.CallProgressed(call="form-2", done=(1,), failed="rank 1: OSError: no descriptors"))
-    (told,) = messages_of(steps, messages.Unblock)
+    steps = world.host(messages.CallProgressed(call="form-2", done=(1,), failure="rank 1: OSError: no descriptors"))
+    (told,) = messages_of(steps, messages.AbortCollectives)
     assert (told.ranks, told.interrupt) == ((0, 2, 3), False)
     assert "rank 1: OSError: no descriptors" in told.reason
-    again = messages.CallProgressed(call="form-2", done=(1, 2), failed="rank 1: OSError: no descriptors")
-    assert not messages_of(world.host(again), messages.Unblock)
+    again = messages.CallProgressed(call="form-2", done=(1, 2), failure="rank 1: OSError: no descriptors")
+    assert not messages_of(world.host(again), messages.AbortCollectives)
     error = messages.RankError(ename="RankLost", evalue="groups were not formed", traceback=())
     (said,) = messages_of(world.finish("form-2", status="error", error=error), messages.CallOutput)
     assert "could not be formed anew: rank 1: OSError: no descriptors" in said.items[0].item.text
@@ -559,11 +568,11 @@ def test_where_nccl_may_have_computed_with_garbage_the_step_to_discard_is_named(
     world = World(start=False)
     world.say(messages.StartMesh(call="start", spec=world.spec))
     world.host(messages.HostReady(host=0, hostname="box", pid=3))
-    world.finish("form-1", answer={"backend": backend})
+    world.finish("form-1", reply={"backend": backend})
     world.run()
     (ended,) = messages_of(world.finish("c1", status="interrupted", groups_broken=True), messages.CallFinished)
     assert (len(ended.items) == 1) is is_told
-    world.finish("form-2", answer={"backend": backend})
+    world.finish("form-2", reply={"backend": backend})
     world.run()
     asked = world.finish("c1", status="error")
     steps = world.answer(asked, {rank: world.position(rank, num_begun=rank) for rank in range(4)})
@@ -577,18 +586,20 @@ def test_ranks_of_a_call_that_is_stopped_hold_their_collectives_until_it_is_over
     world = World()
     world.run()
     stopped = world.say(messages.Interrupt(ranks=(0, 1, 2, 3), target="c1"))
-    assert [(hold.ranks, hold.about) for hold in messages_of(stopped, messages.HoldGroups)] == [((0, 1, 2, 3), "c1")]
+    assert [(hold.ranks, hold.about_call) for hold in messages_of(stopped, messages.HoldCollectives)] == [
+        ((0, 1, 2, 3), "c1")
+    ]
     again = world.say(messages.Interrupt(ranks=(0, 1, 2, 3), target="c1", hard=True))
-    assert not messages_of(again, messages.HoldGroups)
+    assert not messages_of(again, messages.HoldCollectives)
     # The Stop came too late to end anything: the ranks are let go on all the same.
     steps = world.in_step(world.finish("c1"))
-    assert [checked.about for checked in messages_of(steps, messages.GroupsChecked)] == ["c1"]
+    assert [checked.about_call for checked in messages_of(steps, messages.ResumeCollectives)] == ["c1"]
 
 
 # ---- ranks that leave a call in which others go on
 
 
-def progressed(world: World, *done: int) -> list[s.Step]:
+def progressed(world: World, *done: int) -> list[s.Effect]:
     return world.host(messages.CallProgressed(call="c1", done=done))
 
 
@@ -596,31 +607,31 @@ def test_ranks_that_are_done_while_others_go_on_are_asked_and_the_others_are_tol
     world = World()
     world.run()
     steps = progressed(world, 1)
-    assert messages_of(steps, messages.AskPositions)[0].ranks == (1,)
+    assert messages_of(steps, messages.QueryPositions)[0].ranks == (1,)
     (told,) = messages_of(
         world.answer(steps, {1: world.position(1, cause="rank 1 raised ValueError: no")}), messages.RanksLeft
     )
     assert (told.call, told.ranks) == ("c1", (0, 2, 3))
-    assert [(left.rank, left.cause) for left in told.left] == [(1, "rank 1 raised ValueError: no")]
+    assert [(left.rank, left.cause) for left in told.left_positions] == [(1, "rank 1 raised ValueError: no")]
 
 
 def test_a_rank_is_told_of_once_and_those_that_leave_later_too() -> None:
     world = World()
     world.run()
     world.answer(progressed(world, 1), {1: world.position(1)})
-    assert not messages_of(progressed(world, 1), messages.AskPositions)
+    assert not messages_of(progressed(world, 1), messages.QueryPositions)
     steps = progressed(world, 1, 3)
-    assert messages_of(steps, messages.AskPositions)[0].ranks == (3,)
+    assert messages_of(steps, messages.QueryPositions)[0].ranks == (3,)
     assert messages_of(world.answer(steps, {3: world.position(3)}), messages.RanksLeft)[0].ranks == (0, 2)
 
 
 def test_a_rank_that_may_still_take_part_is_asked_again_later() -> None:
     world = World()
     world.run()
-    steps = world.answer(progressed(world, 1), {1: world.position(1, may_join=True)})
+    steps = world.answer(progressed(world, 1), {1: world.position(1, has_other_collective_threads=True)})
     assert not messages_of(steps, messages.RanksLeft)
-    (alarm,) = steps_of(steps, s.Alarm)
-    again = world.state.alarm(alarm.name, alarm.delay_s)
+    (alarm,) = steps_of(steps, s.SetTimer)
+    again = world.state.timer_fired(alarm.name, alarm.delay_s)
     assert messages_of(world.answer(again, {1: world.position(1)}), messages.RanksLeft)
 
 
@@ -630,7 +641,7 @@ def test_nobody_is_told_who_has_left_a_call_that_is_being_stopped() -> None:
     steps = progressed(world, 1)
     world.say(messages.Interrupt(ranks=(0, 1, 2, 3), target="c1"))
     assert not messages_of(world.answer(steps, {1: world.position(1)}), messages.RanksLeft)
-    assert not messages_of(progressed(world, 1, 2), messages.AskPositions)
+    assert not messages_of(progressed(world, 1, 2), messages.QueryPositions)
 
 
 def test_a_stop_of_one_rank_leaves_the_others_to_be_released() -> None:
@@ -638,7 +649,7 @@ def test_a_stop_of_one_rank_leaves_the_others_to_be_released() -> None:
     world.run()
     world.say(messages.Interrupt(ranks=(1,), target="c1"))
     steps = progressed(world, 1)
-    assert messages_of(world.answer(steps, {1: world.position(1, status="interrupted")}), messages.RanksLeft)
+    assert messages_of(world.answer(steps, {1: world.position(1, last_status="interrupted")}), messages.RanksLeft)
 
 
 def test_it_can_be_switched_off() -> None:
@@ -646,15 +657,15 @@ def test_it_can_be_switched_off() -> None:
     world.spec = messages.MeshSpec(axes={"rank": 4}, end_on_error=False)
     world.come_up()
     world.run()
-    assert not messages_of(progressed(world, 1), messages.AskPositions)
+    assert not messages_of(progressed(world, 1), messages.QueryPositions)
 
 
 def test_ranks_of_a_host_that_is_done_are_asked_when_another_host_goes_on() -> None:
     world = World(num_hosts=2)
-    world.finish("form-1", ranks=(2, 3), host=1, answer={"backend": "gloo"})
+    world.finish("form-1", ranks=(2, 3), host=1, reply={"backend": "gloo"})
     world.run()
     steps = world.finish("c1", ranks=(0, 1), host=0, status="error")
-    assert messages_of(steps, messages.AskPositions)[0].ranks == (0, 1)
+    assert messages_of(steps, messages.QueryPositions)[0].ranks == (0, 1)
     told = messages_of(world.answer(steps, {0: world.position(0), 1: world.position(1)}), messages.RanksLeft)
     assert told[0].ranks == (2, 3)
 

@@ -42,7 +42,7 @@ LENGTHS = [1, 2, 2, 3, 4, 4, 5, 6]
 
 # Relative: how much the second run's numbers are off, and how much a result on the mesh may be.
 NOISE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2**-7}
-ALLOWED = {torch.float32: 1e-3, torch.float64: 1e-9, torch.bfloat16: 6e-2}
+TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9, torch.bfloat16: 6e-2}
 
 # What has roots and quotients in it: a result of these that looks exact, 1.0 for one, may be a bit less elsewhere.
 ROUNDED = re.compile(r"cosine|norm|softmax|var\(|std\(|layer_|loss|entropy|kl_div|attention")
@@ -129,7 +129,7 @@ bool({a}.any()) | float({x}.norm()) | torch.equal({a}, {s}) | torch.allclose({x}
 """.replace("\n", " | ")
 
 # These change {v}, which is no leaf with a gradient.
-CHANGES = """
+MUTATIONS = """
 {v}.add_({z}) ; {v}.mul_(2) ; {v}.add_({b}) ; {v}.mul_({b}) ; {v}.sub_({b}, alpha=2) ; {v}.clamp_(-1, 2) ; {v}.zero_()
 {v}.fill_({z}) ; {v}.copy_({b}) ; {v}[0] = {z} ; {v}[1:] += {z} ; {v}[:, :1] = {z} ; {v}[..., -1] *= 2
 {v}.masked_fill_({v} > 0, {z}) ; {v}.relu_() ; {v}.neg_() ; {v}.select({d}, 0).add_({z})
@@ -141,8 +141,8 @@ CHANGES = """
 {v}.gt_({z}) ; {v}.sum().add_({z})
 """.replace("\n", ";")
 
-TABLE = [line.strip() for line in VALUES.split(" | ") if line.strip()]
-CHANGING = [line.strip() for line in CHANGES.split(";") if line.strip()]
+VALUE_PATTERNS = [line.strip() for line in VALUES.split(" | ") if line.strip()]
+MUTATION_PATTERNS = [line.strip() for line in MUTATIONS.split(";") if line.strip()]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def weights(tensor: Any) -> torch.Tensor:
     return ((torch.arange(tensor.numel()) % 3) - 1.0).reshape(tensor.shape)
 
 
-class Plain:
+class PlainRunner:
     """What a chain's names mean in one process.
 
     Args:
@@ -219,14 +219,14 @@ class Plain:
         name = line.partition(" = ")[0]
         value = self.names[name] if name.isidentifier() else None
         if self._noise is not None and isinstance(value, torch.Tensor) and "leaf(" not in line:
-            _disturb(value, self._noise, rounded=ROUNDED.search(line) is not None)
+            _add_noise(value, self._noise, rounded=ROUNDED.search(line) is not None)
         return value
 
     def number(self, value: Any) -> Any:
         return value
 
 
-def _disturb(value: torch.Tensor, source: torch.Generator, *, rounded: bool) -> None:
+def _add_noise(value: torch.Tensor, source: torch.Generator, *, rounded: bool) -> None:
     amount = NOISE.get(value.dtype)
     if amount is None or 0 in value.stride():
         return
@@ -242,7 +242,7 @@ def _disturb(value: torch.Tensor, source: torch.Generator, *, rounded: bool) -> 
         value.data.copy_(other if rounded else torch.where(exact, data.double(), other))
 
 
-class OnMesh(Plain):
+class MeshRunner(PlainRunner):
     """What they mean on a mesh."""
 
     def __init__(self, mesh: meshbook.Mesh) -> None:
@@ -274,16 +274,16 @@ class OnMesh(Plain):
 # Making chains
 
 
-def chain_of(seed: int, ranks: int) -> Chain:
+def generate_chain(seed: int, ranks: int) -> Chain:
     """The chain of this seed."""
-    return _Maker(seed, ranks).make()
+    return _ChainGenerator(seed, ranks).make()
 
 
-class _Maker:
+class _ChainGenerator:
     def __init__(self, seed: int, ranks: int) -> None:
         self.random = random.Random(seed)
         self.axes = len(AXES[ranks])
-        self.plain, self.noisy = Plain(), Plain(seed)
+        self.plain, self.noisy = PlainRunner(), PlainRunner(seed)
         self.lines: Chain = []
         self.pool: list[str] = []
         self.fresh: Chain = []
@@ -294,7 +294,7 @@ class _Maker:
             shape = tuple(self.random.choice(LENGTHS) for _ in range(self.random.choice([0, 1, 1, 2, 2, 2, 3, 3])))
             dtype = "float32" if grads else self.random.choice(DTYPES)
             self._leaf(shape, dtype, grads)
-            self._keep()
+            self._commit_fresh()
         wanted = self.random.randint(3, 12)
         for _ in range(wanted * 12):
             if wanted == 0:
@@ -306,12 +306,12 @@ class _Maker:
 
     def _step(self, grads: bool) -> bool:
         changes = self.random.random() < 0.12
-        pattern = self.random.choice(CHANGING if changes else TABLE)
+        pattern = self.random.choice(MUTATION_PATTERNS if changes else VALUE_PATTERNS)
         before = len(self.plain.leaves)
         names = dict(self.plain.names), dict(self.noisy.names)
         self.fresh = []
         try:
-            text = self._filled(pattern)
+            text = self._fill_pattern(pattern)
             if text is None:
                 raise ValueError
             if not changes:
@@ -319,33 +319,33 @@ class _Maker:
             self.fresh.append(text)
             value, other = self.plain.run(text), self.noisy.run(text)
             if changes:  # of everything that shares its memory
-                assert all(self._steady(self.plain.names[name], self.noisy.names[name]) for name in self.pool)
+                assert all(self._is_stable(self.plain.names[name], self.noisy.names[name]) for name in self.pool)
             else:
-                assert self._steady(value, other)
+                assert self._is_stable(value, other)
             if isinstance(value, torch.Tensor):
                 self.pool.append(text.partition(" = ")[0])
         except Exception:
             self.plain.names, self.noisy.names = names
             if changes:  # half of it may have been done
-                self._again()
+                self._rerun()
             del self.plain.leaves[before:], self.noisy.leaves[before:]
             self.pool = [name for name in self.pool if name in self.plain.names]
             return False
         self.lines += self.fresh
         return True
 
-    def _again(self) -> None:
-        self.plain, self.noisy = Plain(), Plain(1)
+    def _rerun(self) -> None:
+        self.plain, self.noisy = PlainRunner(), PlainRunner(1)
         for line in self.lines:
             self.plain.run(line), self.noisy.run(line)
 
-    def _steady(self, value: Any, other: Any) -> bool:
-        grain = grain_of(self.plain.names)
+    def _is_stable(self, value: Any, other: Any) -> bool:
+        grain = coarsest_tolerance(self.plain.names)
         if isinstance(value, torch.Tensor):
             limit = 1e4 if value.is_floating_point() else 1e6
             small = value.numel() <= 4000 and bool((value.detach().double().abs() <= limit).all())
-            return small and unlike(value, other, 0.3, grain) is None
-        return unlike(value, other, 0.3, grain) is None
+            return small and describe_difference(value, other, 0.3, grain) is None
+        return describe_difference(value, other, 0.3, grain) is None
 
     def _backward(self) -> None:
         try:
@@ -359,7 +359,7 @@ class _Maker:
         try:
             self.plain.run(line), self.noisy.run(line)
             for one, other in zip(self.plain.leaves, self.noisy.leaves, strict=True):
-                assert one.grad is None or self._steady(one.grad, other.grad)
+                assert one.grad is None or self._is_stable(one.grad, other.grad)
         except Exception:
             return
         self.lines.append(line)
@@ -367,7 +367,7 @@ class _Maker:
     def _name(self) -> str:
         return f"v{sum(key[0] == 'v' and key[1:].isdigit() for key in self.plain.names)}"
 
-    def _keep(self) -> None:
+    def _commit_fresh(self) -> None:
         self.lines += self.fresh
         self.fresh = []
 
@@ -385,13 +385,13 @@ class _Maker:
         ways = ["R", *[f"S({dim})" for dim in range(dims)] * 2]
         return f"[{', '.join(self.random.choice(ways) for _ in range(self.axes))}]"
 
-    def _filled(self, pattern: str) -> str | None:
+    def _fill_pattern(self, pattern: str) -> str | None:
         names = self.plain.names
         chosen: dict[str, str] = {}
         first: Any = None
         for letter in re.findall(r"{(\w)}", pattern):
             if letter in "axmiv":
-                fitting = [name for name in self.pool if _is_of(letter, names[name])]
+                fitting = [name for name in self.pool if _matches_letter(letter, names[name])]
                 if not fitting:
                     return None
                 # What came last is what chains are made of.
@@ -460,7 +460,7 @@ class _Maker:
         return self._leaf(tuple(shape), dtype, bool(first.requires_grad))
 
 
-def _is_of(letter: str, tensor: torch.Tensor) -> bool:
+def _matches_letter(letter: str, tensor: torch.Tensor) -> bool:
     if letter == "x":
         return tensor.is_floating_point()
     if letter == "m":
@@ -496,7 +496,7 @@ def _broadcast(one: torch.Tensor, other: torch.Tensor) -> bool:
 # Comparing
 
 
-def unlike(wanted: Any, got: Any, share: float = 1.0, grain: float = 0.0) -> str | None:
+def describe_difference(wanted: Any, got: Any, share: float = 1.0, grain: float = 0.0) -> str | None:
     """How `got` differs from what is wanted, or None.
 
     Args:
@@ -510,7 +510,7 @@ def unlike(wanted: Any, got: Any, share: float = 1.0, grain: float = 0.0) -> str
     if (wanted.shape, wanted.dtype) != (got.shape, got.dtype):
         return f"{tuple(got.shape)} of {got.dtype} and not {tuple(wanted.shape)} of {wanted.dtype}"
     wanted, got = wanted.detach(), got.detach()
-    allowed = share * max(ALLOWED[wanted.dtype], grain) if wanted.dtype in ALLOWED else 0.0
+    allowed = share * max(TOLERANCE[wanted.dtype], grain) if wanted.dtype in TOLERANCE else 0.0
     scale = max(1.0, float(wanted.double().abs().max())) if allowed and wanted.numel() else 0.0
     if torch.allclose(got.double(), wanted.double(), rtol=allowed, atol=allowed * scale * 0.1, equal_nan=True):
         return None
@@ -518,7 +518,7 @@ def unlike(wanted: Any, got: Any, share: float = 1.0, grain: float = 0.0) -> str
 
 
 @dataclass(frozen=True)
-class Failure:
+class ChainFailure:
     """What is wrong with a chain.
 
     Attributes:
@@ -531,16 +531,16 @@ class Failure:
     text: str
 
 
-class Hung(BaseException):
+class ChainHung(BaseException):
     """A chain did not end in time."""
 
 
 @contextmanager
-def at_most(seconds: int) -> Iterator[None]:
-    """Raise `Hung` in the main thread after so long."""
+def time_limit(seconds: int) -> Iterator[None]:
+    """Raise `ChainHung` in the main thread after so long."""
 
     def late(*_: Any) -> None:
-        raise Hung
+        raise ChainHung
 
     before = signal.signal(signal.SIGALRM, late)
     signal.alarm(seconds)
@@ -551,7 +551,9 @@ def at_most(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def check(chain: Chain, mesh: meshbook.Mesh, refusals: Counter[str] | None = None, limit_s: int = 60) -> Failure | None:
+def check(
+    chain: Chain, mesh: meshbook.Mesh, refusals: Counter[str] | None = None, limit_s: int = 60
+) -> ChainFailure | None:
     """Run the chain in both ways; what is wrong, if anything.
 
     Args:
@@ -559,9 +561,9 @@ def check(chain: Chain, mesh: meshbook.Mesh, refusals: Counter[str] | None = Non
     """
     at, refused = 0, False
     try:
-        with at_most(limit_s):
-            plain, there = Plain(), OnMesh(mesh)
-            half: Plain | None = None
+        with time_limit(limit_s):
+            plain, there = PlainRunner(), MeshRunner(mesh)
+            half: PlainRunner | None = None
             seen: list[tuple[int, Any, Any]] = []
             for at, line in enumerate(chain):
                 # What is in place of a refused value has no history, and shares no memory with what it would be of.
@@ -577,7 +579,7 @@ def check(chain: Chain, mesh: meshbook.Mesh, refusals: Counter[str] | None = Non
                         refusals = Counter()
                     refusals[_kind_of(line, error)] += 1
                     if wanted is None:  # of a line that changes twice, one half may have been done
-                        half = Plain()
+                        half = PlainRunner()
                         for done in chain[:at]:
                             half.run(done)
                         break
@@ -586,29 +588,33 @@ def check(chain: Chain, mesh: meshbook.Mesh, refusals: Counter[str] | None = Non
                     seen.append((at, wanted.detach().clone() if isinstance(wanted, torch.Tensor) else wanted, got))
                     if isinstance(got, RemoteTensor) and (got.shape, got.dtype) != (wanted.shape, wanted.dtype):
                         said = f"{tuple(got.shape)} of {got.dtype}, and not {tuple(wanted.shape)} of {wanted.dtype}"
-                        return Failure("wrong", at, f"said to be {said}")
-            grain = grain_of(plain.names)
+                        return ChainFailure("wrong", at, f"said to be {said}")
+            grain = coarsest_tolerance(plain.names)
             changed = any(not re.match(r"v\d+ = |backward", line) for line in chain)
             for at, wanted, got in seen:
                 name = chain[at].partition(" = ")[0]
-                text = _difference(plain.names[name] if changed else wanted, got, grain)
+                text = _describe_remote_difference(plain.names[name] if changed else wanted, got, grain)
                 if text and half is not None:
-                    text = _difference(half.names[name], got, grain)
+                    text = _describe_remote_difference(half.names[name], got, grain)
                 if text:
-                    return Failure("wrong", at, text)
+                    return ChainFailure("wrong", at, text)
             for number, (one, other) in enumerate(zip(plain.leaves, there.leaves, strict=True)):
                 if one.grad is not None and not refused:
-                    text = "no gradient" if other.grad is None else _difference(one.grad, other.grad, grain)
+                    text = (
+                        "no gradient"
+                        if other.grad is None
+                        else _describe_remote_difference(one.grad, other.grad, grain)
+                    )
                     if text:
-                        return Failure("wrong", len(chain) - 1, f"gradient of leaf {number}: {text}")
-    except Hung:
-        return Failure("hang", at, "does not end")
+                        return ChainFailure("wrong", len(chain) - 1, f"gradient of leaf {number}: {text}")
+    except ChainHung:
+        return ChainFailure("hang", at, "does not end")
     except Exception as error:
-        return Failure("error", at, f"{type(error).__name__}: {str(error)[:1500]}")
+        return ChainFailure("error", at, f"{type(error).__name__}: {str(error)[:1500]}")
     return None
 
 
-def _as_remote(wanted: Any, there: OnMesh) -> Any:
+def _as_remote(wanted: Any, there: MeshRunner) -> Any:
     if not isinstance(wanted, torch.Tensor):
         return wanted
     return there.put(wanted.detach().clone(), [Replicate()] * there.axes)
@@ -619,26 +625,26 @@ def _kind_of(line: str, error: Exception) -> str:
     return f"{name[1] or name[2] if name else line}: {type(error).__name__}"
 
 
-def grain_of(names: dict[str, Any]) -> float:
+def coarsest_tolerance(names: dict[str, Any]) -> float:
     """What is allowed for the coarsest of these."""
     return max(
-        (ALLOWED.get(value.dtype, 0.0) for value in names.values() if isinstance(value, torch.Tensor)), default=0.0
+        (TOLERANCE.get(value.dtype, 0.0) for value in names.values() if isinstance(value, torch.Tensor)), default=0.0
     )
 
 
-def _difference(wanted: Any, got: Any, grain: float) -> str | None:
+def _describe_remote_difference(wanted: Any, got: Any, grain: float) -> str | None:
     if not isinstance(got, RemoteTensor):
-        return unlike(wanted, got, grain=grain)
+        return describe_difference(wanted, got, grain=grain)
     whole = got.detach().full_tensor()
-    text = unlike(wanted, whole, grain=grain)
+    text = describe_difference(wanted, whole, grain=grain)
     if text is None and got.placements and all(place.is_replicate() for place in got.placements):
         copies = [got.local(rank) for rank in got.mesh.ranks[1:]]
-        if any(unlike(wanted, copy, grain=grain) for copy in copies):
+        if any(describe_difference(wanted, copy, grain=grain) for copy in copies):
             text = f"ranks hold different numbers: {[copy.tolist() for copy in copies]} and not {wanted.tolist()}"
     return None if text is None else f"{text}, placed {got.placements}"
 
 
-def shorter(chain: Chain, fails: Callable[[Chain], bool]) -> Chain:
+def shrink(chain: Chain, fails: Callable[[Chain], bool]) -> Chain:
     """The chain without what can be left out while it still fails: lines, and cuts of its leaves."""
     tried = set()
 
@@ -647,7 +653,7 @@ def shorter(chain: Chain, fails: Callable[[Chain], bool]) -> Chain:
         if text in tried:
             return False
         tried.add(text)
-        plain = Plain()
+        plain = PlainRunner()
         try:
             for line in other:
                 plain.run(line)
@@ -698,7 +704,7 @@ def main() -> int:
         if stopped:
             break
         done += 1
-        chain = chain_of(seed, options.ranks)
+        chain = generate_chain(seed, options.ranks)
         if options.show:
             print(f"--- {seed}", *chain, sep="\n", flush=True)
         failure = check(chain, mesh, refusals, options.time_limit)
@@ -712,17 +718,17 @@ def main() -> int:
             nonlocal mesh
             found = check(other, mesh, None, 10)
             if found is not None and (found.kind == "hang" or mesh.session.lost):
-                mesh = _anew(mesh, options.ranks)
+                mesh = _restart_mesh(mesh, options.ranks)
             return found is not None and found.kind == kind
 
         if failure.kind == "hang" or mesh.session.lost:
-            mesh = _anew(mesh, options.ranks)
+            mesh = _restart_mesh(mesh, options.ranks)
         short = chain[: failure.line + 1] if fails(chain[: failure.line + 1]) else chain
         if not options.long:
-            short = shorter(short, fails)
+            short = shrink(short, fails)
         last = check(short, mesh, None, 10)
         if last is not None and (last.kind == "hang" or mesh.session.lost):
-            mesh = _anew(mesh, options.ranks)
+            mesh = _restart_mesh(mesh, options.ranks)
         told = (last or failure).text
         print(
             f"--- seed {seed} --ranks {options.ranks}: {failure.kind}",
@@ -738,7 +744,7 @@ def main() -> int:
     return 1 if any(kinds[kind] for kind in ("wrong", "error", "hang")) else 0
 
 
-def _anew(mesh: meshbook.Mesh, ranks: int) -> meshbook.Mesh:
+def _restart_mesh(mesh: meshbook.Mesh, ranks: int) -> meshbook.Mesh:
     mesh.stop()
     return meshbook.create_mesh(AXES[ranks])
 

@@ -28,7 +28,7 @@ class Operation:
 
     run: Callable[..., Any]
     data: tuple[tuple[int, ...], ...]
-    whole: tuple[tuple[int, ...], ...] = ()
+    replicated: tuple[tuple[int, ...], ...] = ()
     exact: bool = False
     kind: str = "normal"  # "positive", "index" (ints below 4), "mask"
     grads: bool = True
@@ -39,7 +39,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attention_by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.softmax(q @ k.transpose(-1, -2) / 8**0.5, -1) @ v
 
 
@@ -130,7 +130,7 @@ def through_view(x: Tensor) -> Tensor:
     return y
 
 
-def shared(x: Tensor) -> Tensor:
+def repeated_products(x: Tensor) -> Tensor:
     return x + x.t() @ x @ x.t() @ x / 64
 
 
@@ -138,13 +138,13 @@ def pair(*shape: int) -> tuple[tuple[int, ...], ...]:
     return (shape, shape)
 
 
-def every(*names: str) -> frozenset[str]:
+def layouts(*names: str) -> frozenset[str]:
     return frozenset(names)
 
 
 S0, S1 = (
-    every("shard 0", "shard 0 x whole", "shard 0 x shard 1"),
-    every("shard 1", "whole x shard 1", "shard 0 x shard 1"),
+    layouts("shard 0", "shard 0 x whole", "shard 0 x shard 1"),
+    layouts("shard 1", "whole x shard 1", "shard 0 x shard 1"),
 )
 CUT = S0 | S1
 
@@ -302,7 +302,7 @@ OPERATIONS: dict[str, Operation] = {
     # ---- products
     "mm": Operation(torch.mm, ((8, 12),), ((12, 6),)),
     "mm of both": Operation(lambda x, y: x @ y.t(), pair(8, 12)),
-    "with itself": Operation(shared, ((8, 8),)),
+    "with itself": Operation(repeated_products, ((8, 8),)),
     "linear": Operation(F.linear, ((8, 12),), ((6, 12), (6,))),
     "linear 3-d": Operation(F.linear, ((4, 6, 12),), ((6, 12), (6,))),
     "addmm": Operation(lambda x, b, w: torch.addmm(b, x, w), ((8, 12),), ((6,), (12, 6))),
@@ -321,7 +321,7 @@ OPERATIONS: dict[str, Operation] = {
     "softmax 0": Operation(lambda x: F.softmax(x, 0), ((8, 12),)),
     "log softmax": Operation(lambda x: F.log_softmax(x, -1), ((8, 12),)),
     "attention": Operation(attention, (*pair(4, 2, 8, 8), (4, 2, 8, 8))),
-    "attention by hand": Operation(by_hand, (*pair(4, 2, 8, 8), (4, 2, 8, 8))),
+    "attention by hand": Operation(attention_by_hand, (*pair(4, 2, 8, 8), (4, 2, 8, 8))),
     "glu": Operation(lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1], ((8, 12),)),
     "rotary": Operation(
         lambda x: torch.cat([-x[..., 4:], x[..., :4]], -1) * torch.arange(8.0).sin() + x * torch.arange(8.0).cos(),
@@ -373,9 +373,7 @@ OPERATIONS: dict[str, Operation] = {
     "smooth l1": Operation(F.smooth_l1_loss, pair(8, 12)),
     "huber": Operation(F.huber_loss, pair(8, 12)),
     "bce with logits": Operation(lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid()), pair(8, 12)),
-    "bce with logits uneven": Operation(
-        lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid()), pair(7, 5)
-    ),
+    "bce with logits uneven": Operation(lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid()), pair(7, 5)),
     "soft margin": Operation(lambda x, y: F.soft_margin_loss(x, y.detach().sign()), pair(7, 5), grads=False),
     "soft margin's gradient": Operation(lambda x: F.soft_margin_loss(x, torch.ones(8, 12)), ((8, 12),)),
     "matmul uneven": Operation(lambda x, w: x @ w, ((5, 3, 4),), ((4,),)),

@@ -39,7 +39,7 @@ RANDOM = {
 
 # Sparse operands; indices that torch's own code reads from the tensor's memory; vectors that are told but for a phase;
 # an operand that the kernel broadcasts, and not the operator; what torch registers as it is called.
-LEFT_OUT = {
+SKIPPED = {
     "sparse.mm.reduce", "sparse.sampled_addmm", "tensor_split", "linalg.eig", "addbmm",
     "nn.functional.linear_cross_entropy",
 }  # fmt: skip
@@ -59,7 +59,7 @@ def main() -> int:
     found: Counter[str] = Counter()
     with meshbook.create_mesh({"dp": 2}) as mesh:
         for operator in op_db[part::parts]:
-            if operator.name in LEFT_OUT or (only and operator.name not in only):
+            if operator.name in SKIPPED or (only and operator.name not in only):
                 continue
             for number, sample in enumerate(samples_of(operator, options.samples)):
                 way = (Shard(0), Shard(-1))[number % 2]
@@ -82,16 +82,16 @@ def samples_of(operator: Any, count: int) -> Iterator[Any]:
     return iter(())
 
 
-def check(operator: Any, sample: Any, mesh: meshbook.Mesh, way: Shard) -> str:
+def check(operator: Any, sample: Any, mesh: meshbook.Mesh, placement: Shard) -> str:
     """ "right", "refused", or "not done" where plain torch does not do it; raises what is wrong."""
     given = ((sample.input, *sample.args), sample.kwargs)
-    plain = pytree.tree_map(_copied, given)
+    plain = pytree.tree_map(_clone, given)
     torch.manual_seed(0)
     try:
         wanted = operator.op(*plain[0], **plain[1])
     except Exception:
         return "not done"
-    placed = pytree.tree_map(lambda leaf: _placed(leaf, mesh, way), given)
+    placed = pytree.tree_map(lambda leaf: _distribute(leaf, mesh, placement), given)
     try:
         results = operator.op(*placed[0], **placed[1])
         pairs = list(zip(pytree.tree_leaves(wanted), pytree.tree_leaves(results), strict=True))
@@ -104,11 +104,11 @@ def check(operator: Any, sample: Any, mesh: meshbook.Mesh, way: Shard) -> str:
     return "right"
 
 
-def _copied(leaf: Any) -> Any:
+def _clone(leaf: Any) -> Any:
     return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _placed(leaf: Any, mesh: meshbook.Mesh, way: Shard) -> Any:
+def _distribute(leaf: Any, mesh: meshbook.Mesh, way: Shard) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     dim = way.dim % max(leaf.dim(), 1)

@@ -24,8 +24,8 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         finally:
             seen.append("free")
 
-    monkeypatch.setattr(agreement, "current", agreement.Steps())
-    monkeypatch.setattr(agreement, "hold", hold)
+    monkeypatch.setattr(agreement, "current_tracker", agreement.StepTracker())
+    monkeypatch.setattr(agreement, "defer_interrupts", hold)
     return seen
 
 
@@ -36,7 +36,7 @@ def answer(order: list[str], monkeypatch: pytest.MonkeyPatch, what: bool | BaseE
             raise what
         return what
 
-    monkeypatch.setattr(agreement, "agree", agree)
+    monkeypatch.setattr(agreement, "all_ranks_ready", agree)
 
 
 def test_a_stop_waits_from_the_question_to_the_end_of_the_step(
@@ -47,8 +47,8 @@ def test_a_stop_waits_from_the_question_to_the_end_of_the_step(
     order.append("step")
     agreement.end_step(7.0)
     assert order == ["held", "asked", "step", "free"]
-    assert agreement.current is not None
-    assert list(agreement.current.done) == [7]
+    assert agreement.current_tracker is not None
+    assert list(agreement.current_tracker.completed) == [7]
 
 
 @pytest.mark.parametrize("what", [False, KeyboardInterrupt(), RuntimeError("the groups are broken")])
@@ -59,5 +59,5 @@ def test_a_stop_may_come_again_where_the_step_is_not_taken(
     with pytest.raises(agreement.StepRefused if what is False else type(what)):
         agreement.begin_step([], None, 7.0)
     assert order == ["held", "asked", "free"]
-    assert agreement.current is not None
-    assert not agreement.current.done
+    assert agreement.current_tracker is not None
+    assert not agreement.current_tracker.completed

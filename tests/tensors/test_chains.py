@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard
 
 import meshbook
 from meshbook.controller.mesh import Mesh
-from tests.tensors.chains import Chain, chain_of, check
+from tests.tensors.chains import Chain, check, generate_chain
 
 # Each was wrong, or did not end, before.
 TWO_RANKS: dict[str, Chain] = {
@@ -155,7 +155,7 @@ def many(seeds: range, ranks: int, mesh: Mesh) -> None:
     refusals: Counter[str] = Counter()
     wrong = []
     for seed in seeds:
-        failure = check(chain := chain_of(seed, ranks), mesh, refusals)
+        failure = check(chain := generate_chain(seed, ranks), mesh, refusals)
         if failure is not None:
             wrong.append("\n".join([f"seed {seed} --ranks {ranks}: {failure.kind}", *chain, f"# {failure.text}"]))
             if failure.kind == "hang":

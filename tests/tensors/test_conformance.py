@@ -34,7 +34,7 @@ def operands(operation: Operation) -> tuple[list[torch.Tensor], list[torch.Tenso
         return torch.rand(shape) + 0.5 if kind == "positive" else torch.randn(shape)
 
     data = [make(shape, operation.kind) for shape in operation.data]
-    whole = [make(shape, "normal") for shape in operation.whole]
+    whole = [make(shape, "normal") for shape in operation.replicated]
     return data, whole
 
 

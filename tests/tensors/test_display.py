@@ -11,16 +11,16 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 import meshbook
 from meshbook.controller.mesh import Mesh
-from meshbook.mesh import MeshAxes
+from meshbook.mesh_axes import MeshAxes
 from meshbook.tensors import display
 
 AXES = MeshAxes.of({"dp": 2, "tp": 2})
 
 
 def test_parts_are_the_different_boxes_with_all_that_hold_them() -> None:
-    parts = display.parts_of((6, 4), (Shard(0), Replicate()), AXES)
+    parts = display.shard_boxes((6, 4), (Shard(0), Replicate()), AXES)
     assert [(str(part), part.ranks) for part in parts] == [("[0:3, 0:4]", (0, 1)), ("[3:6, 0:4]", (2, 3))]
-    parts = display.parts_of((6, 4), (Shard(0), Shard(1)), AXES)
+    parts = display.shard_boxes((6, 4), (Shard(0), Shard(1)), AXES)
     assert [part.ranks for part in parts] == [(0,), (1,), (2,), (3,)]
 
 

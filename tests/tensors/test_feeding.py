@@ -70,18 +70,18 @@ def test_tables_are_fed_by_rows_as_dicts_of_columns(mesh2: Mesh, make: Any) -> N
 
 def test_a_query_is_fed_as_it_is_read() -> None:
     query = duckdb.sql("select range as a, range * 0.5 as b from range(5000)")
-    found = list(batches.batches_of(query, 1500))
+    found = list(batches.iterate_batches(query, 1500))
     assert [len(batch["a"]) for batch in found] == [1500, 1500, 1500, 500]
     assert np.array_equal(np.concatenate([batch["b"] for batch in found]), np.arange(5000) * 0.5)
 
 
 def test_columns_that_no_tensor_holds_are_named() -> None:
     with pytest.raises(TransferError, match="column 's' holds object values"):
-        batches.normal(pa.table({"s": ["a", "b"]}))
+        batches.normalize(pa.table({"s": ["a", "b"]}))
     with pytest.raises(TransferError, match="column 'n' has 1 missing values; fill them"):
-        batches.normal(pl.DataFrame({"n": [1, None]}))
+        batches.normalize(pl.DataFrame({"n": [1, None]}))
     lists = pa.array([[1.0, 2.0], [3.0, 4.0]], pa.list_(pa.float32(), 2))
-    assert batches.normal(pa.table({"v": lists}))["v"].shape == (2, 2)
+    assert batches.normalize(pa.table({"v": lists}))["v"].shape == (2, 2)
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_the_sum_or_dropped_or_cut(mesh2: Mesh) -> None:
@@ -112,13 +112,11 @@ def test_what_the_source_raises_comes_up_in_the_loop_after_the_batches_before_it
     assert seen == [2.0]
 
 
-def test_what_ends_the_thread_that_sends_comes_up_in_the_loop(
-    mesh2: Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_ends_the_thread_that_sends_comes_up_in_the_loop(mesh2: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     def arrived(pump: Any, sent: Any) -> bool:
         raise SystemExit("of the library that reads the source")
 
-    monkeypatch.setattr(feeding._Pump, "_arrived", arrived)
+    monkeypatch.setattr(feeding._Prefetcher, "_wait_until_received", arrived)
     with pytest.raises(SystemExit, match="of the library"):
         list(mesh2.feed([torch.ones(2)] * 20))
 
@@ -149,14 +147,14 @@ def test_ranks_with_nothing_to_do_get_a_batchs_operations_before_the_next_is_wai
 
     def source() -> Iterator[torch.Tensor]:
         for step in range(4):
-            left.append(len(engine._waiting))
+            left.append(len(engine._pending_ops))
             yield torch.arange(4.0) + step
 
     sums = []
     for batch in mesh2.feed(source(), prefetch=0):
         sums.append((batch + 1).mul(2).sub(3).add(4).sum())
-        with engine._changed:
-            assert engine._changed.wait_for(lambda: not engine._ahead, 60)
+        with engine._state_changed:
+            assert engine._state_changed.wait_for(lambda: not engine._in_flight, 60)
     assert [total.item() for total in sums] == [24, 32, 40, 48]
     assert set(left) == {0}
 
@@ -182,7 +180,7 @@ def test_a_loop_that_is_left_early_leaves_nothing_behind(mesh2: Mesh, view: str)
     pool = mesh2.session._pool
     for _ in range(100):  # ranks tell with their next answers what they have let go of
         mesh2.execute(lambda: None)
-        mesh2.session.let_go()
+        mesh2.session.release_unused()
         if pool.used_bytes == 0:
             break
     assert pool.used_bytes == 0

@@ -18,11 +18,11 @@ from meshbook.rank.tensors import modes
 
 @pytest.fixture(autouse=True)
 def _as_it_began() -> Iterator[None]:
-    before = modes.Applied()
-    before.set(tuple((name, mode.usual) for name, mode in modes.MODES.items()))
+    before = modes.AppliedModes()
+    before.set(tuple((name, mode.default) for name, mode in modes.MODES.items()))
     yield
     for mode in modes.MODES.values():
-        mode.write(mode.usual)
+        mode.write(mode.default)
 
 
 class Tells(nn.Module):
@@ -185,15 +185,15 @@ def test_values_are_read_whatever_the_default_device_is(mesh2: Mesh) -> None:
 
 
 def test_the_newer_names_of_precision_are_followed_too() -> None:
-    assert modes.now() == ()
+    assert modes.non_default_modes() == ()
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # torch's older names raise from here on
     try:
-        told = modes.now()
+        told = modes.non_default_modes()
         assert told
         torch.backends.cuda.matmul.fp32_precision = "ieee"
-        with modes.applied(told):
+        with modes.apply_modes(told):
             assert torch.backends.cuda.matmul.fp32_precision == "tf32"
         assert torch.backends.cuda.matmul.fp32_precision == "ieee"
     finally:
         torch.set_float32_matmul_precision("highest")
-    assert modes.now() == ()
+    assert modes.non_default_modes() == ()

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 import meshbook
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import CellError, MeshNameError, PlacementError, UsageError
-from meshbook.fold import words
+from meshbook.fold import rendering
 from meshbook.rank.tensors import building
 from tests.tensors import gpt
 
@@ -277,7 +277,7 @@ def test_errors_of_the_module_come_with_the_ranks_traceback(mesh2: Mesh) -> None
     with pytest.raises(CellError, match="ranks 0-1") as caught:
         model(torch.ones(2, 2))
     (failure,) = caught.value.failures
-    assert "forward(self, x)" in words.plain("".join(failure.traceback))
+    assert "forward(self, x)" in rendering.plain_text("".join(failure.traceback))
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_what_was_issued_before_a_module_is_let_go_of_is_computed(mesh2: Mesh, t
         made = model(rows)
     del model
     gc.collect()
-    mesh2.session.let_go()
+    mesh2.session.release_unused()
     with pytest.raises(MeshNameError):  # what answers has heard of it by now
         mesh2["nobodys_name"]
     go.touch()
@@ -369,10 +369,10 @@ def test_modules_are_let_go_of(mesh2: Mesh) -> None:
     def count() -> int:
         import gc
 
-        from meshbook.rank.tensors.modules import RESIDENTS
+        from meshbook.rank.tensors.modules import RESIDENT_MODULES
 
         gc.collect()
-        return len(RESIDENTS)
+        return len(RESIDENT_MODULES)
 
     before = mesh2.execute(count)[0]
     model = meshbook.distribute(lambda: nn.Linear(2, 2), mesh2)
@@ -389,9 +389,9 @@ def test_repeated_blocks_are_found_outermost_first() -> None:
     with torch.device("meta"):
         model = gpt.GPT(layers=3)
         nested = nn.Sequential(nn.Embedding(4, 4), nn.Sequential(*[nn.TransformerEncoderLayer(8, 2) for _ in range(2)]))
-    assert building.blocks_of(model) == list(model.blocks)
-    assert building.blocks_of(nested) == list(nested[1])
-    assert building.blocks_of(nn.Linear(2, 2)) == []
+    assert building.find_blocks(model) == list(model.blocks)
+    assert building.find_blocks(nested) == list(nested[1])
+    assert building.find_blocks(nn.Linear(2, 2)) == []
 
 
 def test_a_factory_that_fills_parameters_itself_is_built_whole() -> None:
@@ -407,6 +407,6 @@ def test_a_factory_that_fills_parameters_itself_is_built_whole() -> None:
             self.layer = nn.Linear(2, 2)
             self.register_buffer("mask", torch.ones(2))
 
-    assert building._on_meta(Filled) is None
-    assert building._on_meta(Kept) is None
-    assert building._on_meta(gpt.GPT) is not None
+    assert building._build_on_meta(Filled) is None
+    assert building._build_on_meta(Kept) is None
+    assert building._build_on_meta(gpt.GPT) is not None

@@ -13,9 +13,9 @@ from torch.distributed.tensor import Replicate, Shard
 
 import meshbook
 from meshbook.controller.mesh import Mesh
-from meshbook.controller.remote import look_up
+from meshbook.controller.remote import name_tensor_meta
 from meshbook.errors import OperationFailed
-from meshbook.rank.tensors import rules
+from meshbook.rank.tensors import dtensor_patches
 from meshbook.tensors import plan
 from meshbook.tensors.creation import adopt
 
@@ -27,13 +27,13 @@ def test_torchs_own_functions_stay_in_their_places_while_an_operation_is_planned
         return dist.get_rank, dist.get_world_size, device_mesh.get_rank
 
     own, seen = now(), []
-    watch = plan._Watch.__torch_dispatch__
+    watch = plan._OpObserver.__torch_dispatch__
 
     def looked(self: Any, *args: Any, **kwargs: Any) -> Any:
         seen.append(now())
         return watch(self, *args, **kwargs)
 
-    monkeypatch.setattr(plan._Watch, "__torch_dispatch__", looked)
+    monkeypatch.setattr(plan._OpObserver, "__torch_dispatch__", looked)
     x = meshbook.distribute(torch.ones(2, 6, 5, 7), mesh2, [Shard(0)])
     weight = meshbook.distribute(torch.ones(6, 6, 3, 3), mesh2)
     assert x.redistribute([Shard(1)]).sum().item() == 420
@@ -44,10 +44,10 @@ def test_torchs_own_functions_stay_in_their_places_while_an_operation_is_planned
 
 @pytest.mark.parametrize("name", ["_collective_utils", "_redistribute"])
 def test_torch_warns_of_dtensors_that_are_not_ours(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    rules.install()
+    dtensor_patches.install()
     logger = logging.getLogger(f"torch.distributed.tensor.{name}")
     assert logger.isEnabledFor(logging.WARNING)
-    with rules.ours():
+    with dtensor_patches.in_remote_op():
         logger.warning("of ours")
     logger.warning("of a user's")
     assert [record.getMessage() for record in caplog.records] == ["of a user's"]
@@ -63,7 +63,7 @@ def _bind(placements: Any) -> None:
 
 def test_a_name_that_a_cell_has_placed_otherwise_since_is_not_taken_for_what_it_was(mesh2: Mesh) -> None:
     mesh2.execute(_bind, [Shard(0)])
-    before = look_up(mesh2.session, "bound", mesh2.ranks)
+    before = name_tensor_meta(mesh2.session, "bound", mesh2.ranks)
     assert before is not None
     mesh2.execute(_bind, [Replicate()])
     taken = adopt(mesh2, "name:bound", before)

@@ -29,7 +29,7 @@ def players(mesh: Mesh) -> list[dict[str, Any]]:
     def ask() -> Any:
         from meshbook.rank.tensors import replay
 
-        return list(replay.players().values())
+        return list(replay.describe_replayers().values())
 
     return mesh.execute(ask)[0]
 
@@ -38,7 +38,7 @@ def forget(mesh: Mesh) -> None:
     def clear() -> None:
         from meshbook.rank.tensors import replay
 
-        replay.PLAYERS.clear()
+        replay.REPLAYERS.clear()
 
     mesh.execute(clear)
 
@@ -167,7 +167,7 @@ def test_views_of_another_dtype_norms_of_other_orders_and_other_ranks_tensors_ar
 
 def test_a_local_operand_does_not_end_the_holding_back_of_a_step(mesh2: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     # As when ranks have enough to do.
-    monkeypatch.setattr("meshbook.tensors.engine.Engine._is_due_as_steps", lambda self: False)
+    monkeypatch.setattr("meshbook.tensors.engine.TensorEngine._should_send_steps", lambda self: False)
 
     @meshbook.record
     def step(x: Any, there: torch.Tensor) -> Any:

@@ -17,8 +17,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import meshbook
 from meshbook.controller.mesh import Mesh, create_mesh
 from meshbook.errors import CellInterrupted, OperationFailed, UsageError
-from meshbook.rank.tensors.calls import TENSOR, Sent
-from meshbook.rank.tensors.engine import Poison, Space, Template, _skip
+from meshbook.rank.tensors.engine import CompiledTemplate, Poison, TensorStore, _skip_from
+from meshbook.rank.tensors.operators import TENSOR, TemplateMessage
 from meshbook.tensors.creation import engine_of
 
 GOOD = torch.tensor([1, 5, 3, 7, 2, 6, 4, 0])
@@ -166,7 +166,7 @@ def broken(mesh: Mesh) -> Any:
 
 def test_what_was_not_begun_left_its_target_as_it_was(mesh: Mesh) -> None:
     w = meshbook.distribute(torch.ones(1, 4), mesh)
-    with engine_of(mesh)._sending:  # before the fault is known here
+    with engine_of(mesh)._send_lock:  # before the fault is known here
         w.add_(broken(mesh))
     with pytest.raises(OperationFailed, match="index out of range"):
         w.sum().item()
@@ -186,9 +186,9 @@ def test_what_was_not_begun_left_its_target_as_it_was(mesh: Mesh) -> None:
 )
 def test_what_overwrites_heals(mesh: Mesh, overwrite: Callable[[Any], Any]) -> None:
     w = meshbook.distribute(torch.ones(1, 4), mesh)
-    with engine_of(mesh)._sending:
+    with engine_of(mesh)._send_lock:
         w.add_(broken(mesh))
-    engine_of(mesh).state(())  # the controller has heard of it
+    engine_of(mesh).fetch_state(())  # the controller has heard of it
     overwrite(w)
     assert w.sum().item() == 0
 
@@ -205,9 +205,9 @@ def test_a_stop_in_a_step_leaves_a_model_that_trains_on(mesh: Mesh, tmp_path: Pa
     loss = step(good) if recorded else training.step(GOOD)  # behind the cell
 
     def press() -> None:
-        while session._running is None:  # until it waits for the loss
+        while session._foreground_call is None:  # until it waits for the loss
             threading.Event().wait(0.01)
-        session.press_stop()
+        session.interrupt_foreground()
 
     pressing = threading.Thread(target=press)
     pressing.start()
@@ -230,12 +230,12 @@ def test_a_stop_reaches_ranks_that_python_waits_for_before_it_sends_more(mesh: M
     busy = mesh.run(f"while not os.path.exists({str(opened)!r}): time.sleep(0.01)", wait=False)
     y = x + 1
     engine.flush()  # behind the cell
-    engine._drain = True  # as where groups have broken: one batch after the other
+    engine._must_drain = True  # as where groups have broken: one batch after the other
 
     def press() -> None:
-        while session.is_free:  # until it waits for the batch
+        while session.is_idle:  # until it waits for the batch
             threading.Event().wait(0.01)
-        session.press_stop()
+        session.interrupt_foreground()
         opened.touch()
 
     pressing = threading.Thread(target=press)
@@ -259,7 +259,7 @@ def test_a_stop_while_python_issues_a_step_takes_all_of_it_back(mesh: Mesh, monk
 
     def stopped(self: Any, numbers: Any, where: Any) -> None:
         nonlocal count
-        count += self.is_in_step
+        count += self.is_in_optimizer_step
         if count == 5:
             raise KeyboardInterrupt
         emit(self, numbers, where)
@@ -268,7 +268,7 @@ def test_a_stop_while_python_issues_a_step_takes_all_of_it_back(mesh: Mesh, monk
         patch.setattr(type(engine), "emit", stopped)
         with pytest.raises(KeyboardInterrupt):
             training.step(GOOD)
-    assert not engine.is_in_step
+    assert not engine.is_in_optimizer_step
     training.opt.zero_grad()
     got = [training.step(GOOD).item() for _ in range(3)]
     torch.testing.assert_close(torch.tensor(got), torch.tensor(alone(3)), rtol=1e-4, atol=1e-5)
@@ -298,7 +298,7 @@ def test_what_was_changed_on_some_ranks_only_is_refused_until_recover_has_told(m
     mesh.run("ids, table = torch.tensor([9 if rank else 1]), torch.ones(4, 4)")
     ids, table = mesh["ids"], mesh["table"]
     parts = copy.as_local()
-    with engine_of(mesh)._sending:  # in one batch
+    with engine_of(mesh)._send_lock:  # in one batch
         parts.add_(torch.nn.functional.embedding(ids, table)[0])  # fails on rank 1 alone
     with pytest.raises(OperationFailed, match="index out of range"):
         parts.local(1)
@@ -313,7 +313,7 @@ def test_what_was_changed_through_a_view_on_some_ranks_only_is_refused(mesh: Mes
     copy = meshbook.distribute(torch.arange(4.0), mesh)
     mesh.run("ids, table = torch.tensor([9 if rank else 1]), torch.ones(4, 4)")
     ids, table = mesh["ids"], mesh["table"]
-    with engine_of(mesh)._sending:  # in one batch
+    with engine_of(mesh)._send_lock:  # in one batch
         copy.as_local()[:2].add_(torch.nn.functional.embedding(ids, table)[0, :2])  # fails on rank 1 alone
     with pytest.raises(OperationFailed, match="index out of range"):
         copy.local(1)
@@ -324,17 +324,17 @@ def test_what_was_changed_through_a_view_on_some_ranks_only_is_refused(mesh: Mes
 
 
 def test_a_tensor_is_spared_with_the_view_that_a_stop_kept_from_being_made() -> None:
-    space, zeros = Space("client|dp|", None, torch.device("cpu")), torch.zeros(4)
-    view = Sent(1, "aten::slice.Tensor", (TENSOR, 0, 0, 2), {}, (-1,), "one", (), False, False, views=True)
-    change = Sent(2, "aten::neg_.default", (TENSOR,), {}, (0,), "one", (0,), False, False)
-    space.templates = {sent.number: Template(sent, None, space.device) for sent in (view, change)}
+    space, zeros = TensorStore("client|dp|", None, torch.device("cpu")), torch.zeros(4)
+    view = TemplateMessage(1, "aten::slice.Tensor", (TENSOR, 0, 0, 2), {}, (-1,), "one", (), False, False, is_view=True)
+    change = TemplateMessage(2, "aten::neg_.default", (TENSOR,), {}, (0,), "one", (0,), False, False)
+    space.templates = {sent.number: CompiledTemplate(sent, None, space.device) for sent in (view, change)}
     space.values[1] = zeros
     stream = [1, 1, 2, 1, 2, 3, 2, 3]  # a view 2 of 1, a view 3 of 2, and a change of 3
     stopped = Poison(7, "KeyboardInterrupt", "stopped by the user", "", interrupted=True)
-    _skip(space, stream, 0, space.values, stopped)
-    (told,) = space.faulted()
+    _skip_from(space, stream, 0, space.values, stopped)
+    (told,) = space.report_poisoned()
     assert (told["lost"], told["spared"]) == ([2, 3], {1: 1})
-    space.clear([1])
+    space.clear_poison([1])
     assert space.values[1] is zeros
 
 

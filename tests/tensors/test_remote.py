@@ -24,7 +24,7 @@ from meshbook.controller.mesh import Mesh, attach, create_mesh
 from meshbook.errors import CellInterrupted, OperationFailed, PlacementError, RankLost, TransferError
 from meshbook.tensors import engine as engines
 from meshbook.tensors.creation import distribute, engine_of
-from meshbook.tensors.engine import Engine, Where, here
+from meshbook.tensors.engine import CallSite, TensorEngine, capture_call_site
 from meshbook.tensors.remote import RemoteTensor
 from tests.controller.test_run import when
 
@@ -215,9 +215,7 @@ def test_random_numbers_differ_between_shards_agree_between_replicas_and_repeat(
 
 
 @pytest.mark.parametrize("channels", [6, 20_000])  # of many, DTensor cuts the channels
-def test_the_statistics_of_a_batch_norm_are_those_of_the_whole_batch_on_every_rank(
-    channels: int, mesh2: Mesh
-) -> None:
+def test_the_statistics_of_a_batch_norm_are_those_of_the_whole_batch_on_every_rank(channels: int, mesh2: Mesh) -> None:
     x, alone = torch.randn(4, channels, 3), nn.BatchNorm1d(channels)
     model = meshbook.module_to_mesh(copy.deepcopy(alone), mesh2)
     torch.testing.assert_close(model(distribute(x, mesh2, [Shard(0)])).full_tensor(), alone(x).detach())
@@ -523,7 +521,7 @@ def test_an_operation_that_fails_on_the_ranks_is_told_where_its_result_is_used(m
 
 
 def test_the_lines_of_a_cell_end_with_it() -> None:
-    space: dict[str, Any] = {"here": here}
+    space: dict[str, Any] = {"here": capture_call_site}
     exec(compile("def inner():\n    return here(1)\nfound = inner()", "a cell", "exec"), space)
     assert [(code.co_filename, code.co_name) for code, _ in space["found"]] == [
         ("a cell", "inner"), ("a cell", "<module>"),
@@ -533,9 +531,9 @@ def test_the_lines_of_a_cell_end_with_it() -> None:
 def test_operations_of_a_backward_have_the_lines_that_called_it_and_those_of_a_hook_its_own(
     mesh2: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights, wheres, emit = distribute(torch.ones(4), mesh2).requires_grad_(), [], Engine.emit
+    weights, wheres, emit = distribute(torch.ones(4), mesh2).requires_grad_(), [], TensorEngine.emit
 
-    def noted(engine: Engine, numbers: list[int | float], where: Where) -> None:
+    def noted(engine: TensorEngine, numbers: list[int | float], where: CallSite) -> None:
         wheres.append([code.co_name for code, _ in where])
         emit(engine, numbers, where)
 
@@ -548,7 +546,7 @@ def test_operations_of_a_backward_have_the_lines_that_called_it_and_those_of_a_h
     def doubled(grad: torch.Tensor) -> torch.Tensor:
         return grad * 2
 
-    monkeypatch.setattr(Engine, "emit", noted)
+    monkeypatch.setattr(TensorEngine, "emit", noted)
     once()
     assert {where[0] for where in wheres} == {"once"}
     wheres.clear()
@@ -593,13 +591,14 @@ def test_stop_ends_operations_and_the_mesh_goes_on(
         read(later)
     future.interrupt()
     future.exception(10)
-    assert not mesh2.session._pool._rooms
+    assert not mesh2.session._pool._receiving
     assert (x + 1).sum().item() == 2 << 20
 
 
 @pytest.fixture
 def press() -> Callable[[], None]:
     """Ctrl-C in a moment, while the main thread waits."""
+
     def later() -> None:
         timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
         timer.daemon = True
@@ -649,7 +648,7 @@ def test_a_killed_rank_is_told_at_the_next_wait() -> None:
         assert torch.equal(kept, torch.ones(4 << 20))
         del kept
         mesh.session._pool.trim(0)
-        assert not mesh.session._pool._rooms
+        assert not mesh.session._pool._receiving
         with pytest.raises(RankLost):
             x + x
         del x, large  # ids that nobody can be told of any more
@@ -679,8 +678,8 @@ def test_a_million_temporaries_leave_nothing_behind(mesh2: Mesh) -> None:
         torch.linalg.cholesky(-torch.outer(a, a)).sum().item()
     assert live(mesh2) == before
     engine = engine_of(mesh2)
-    assert len(engine._waiting) == len(engine.freed) == 0
-    assert len(engine._ahead) == 0
+    assert len(engine._pending_ops) == len(engine.freed_ids) == 0
+    assert len(engine._in_flight) == 0
 
 
 def test_kinds_of_operations_that_are_not_used_any_more_are_forgotten_on_both_sides(
@@ -696,15 +695,13 @@ def test_kinds_of_operations_that_are_not_used_any_more_are_forgotten_on_both_si
         x.sum()  # in every round, so that it stays
     assert torch.equal(torch.stack(used).full_tensor(), torch.outer(torch.arange(200), torch.arange(4)))
     engine.wait()
-    assert len(engine.cache) + len(engine._older) == len(engine.templates) <= 80
+    assert len(engine.cache) + len(engine._old_cache) == len(engine.templates) <= 80
     assert all(len(engine.templates) <= answer["templates"] <= before + 80 for answer in engine.wait().values())
     assert (x * 3).tolist() == [0, 3, 6, 9]  # was forgotten
     assert torch.equal((x * 199).full_tensor(), torch.arange(4) * 199)
 
 
-def test_a_batch_that_stop_meets_on_its_way_out_is_not_sent_twice(
-    mesh2: Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_that_stop_meets_on_its_way_out_is_not_sent_twice(mesh2: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, connection = engine_of(mesh2), mesh2.session.connection
     x = distribute(torch.zeros(4), mesh2)
     engine.wait()
@@ -720,7 +717,7 @@ def test_a_batch_that_stop_meets_on_its_way_out_is_not_sent_twice(
         with pytest.raises(KeyboardInterrupt):
             engine.flush()
     assert x.tolist() == [1.0] * 4
-    assert not engine._ahead
+    assert not engine._in_flight
 
 
 def test_no_python_runs_as_a_tensor_is_let_go_of_where_a_ctrl_c_would_be_dropped(mesh2: Mesh) -> None:
@@ -742,10 +739,10 @@ def test_python_does_not_run_away_from_the_ranks(mesh2: Mesh) -> None:
         os.kill(pid, signal.SIGSTOP)
 
     def go_on() -> None:
-        with engine._changed:  # nobody tells when a batch is sent: looked at again every so often
+        with engine._state_changed:  # nobody tells when a batch is sent: looked at again every so often
             deadline = time.monotonic() + 30
-            while len(engine._ahead) < engines._MAX_AHEAD and time.monotonic() < deadline:
-                engine._changed.wait(0.05)
+            while len(engine._in_flight) < engines._MAX_IN_FLIGHT and time.monotonic() < deadline:
+                engine._state_changed.wait(0.05)
         for pid in pids.values():
             os.kill(pid, signal.SIGCONT)
 
@@ -754,12 +751,12 @@ def test_python_does_not_run_away_from_the_ranks(mesh2: Mesh) -> None:
         resumed.start()
         for _ in range(20_000):
             x = x * 1.0
-            most = max(most, len(engine._ahead))
+            most = max(most, len(engine._in_flight))
         resumed.join(40)
     finally:
         for pid in pids.values():
             os.kill(pid, signal.SIGCONT)
-    assert most == engines._MAX_AHEAD
+    assert most == engines._MAX_IN_FLIGHT
     assert x.sum().item() == 2
 
 
@@ -782,10 +779,10 @@ def spaces_of_this_rank() -> int:
     """How many clients' tensors this rank holds."""
     import gc
 
-    from meshbook.rank.tensors.engine import Space
+    from meshbook.rank.tensors.engine import TensorStore
 
     gc.collect()
-    return sum(type(thing) is Space for thing in gc.get_objects())
+    return sum(type(thing) is TensorStore for thing in gc.get_objects())
 
 
 def test_large_tensors_come_whole_in_any_dtype(mesh2: Mesh) -> None:

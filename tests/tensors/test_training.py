@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import meshbook
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import CellError, OperationFailed, UsageError
-from meshbook.tensors.engine import Engine
+from meshbook.tensors.engine import TensorEngine
 
 
 class Block(nn.Module):
@@ -298,16 +298,16 @@ def test_a_fused_optimizer_sends_its_counts_of_steps_once(mesh2: Mesh, monkeypat
     alone = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
     model = meshbook.module_to_mesh(copy.deepcopy(alone), mesh2)
     sent = 0
-    upload = Engine.upload
+    upload = TensorEngine.upload
 
-    def counted(self: Engine, *args: Any) -> Any:
+    def counted(self: TensorEngine, *args: Any) -> Any:
         nonlocal sent
         sent += 1
         return upload(self, *args)
 
     x = torch.rand(4, 3)
     there = meshbook.distribute(x, mesh2)
-    monkeypatch.setattr(Engine, "upload", counted)
+    monkeypatch.setattr(TensorEngine, "upload", counted)
     for module, given in ((alone, x), (model, there)):
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, fused=True)
         for _ in range(3):

@@ -50,7 +50,7 @@ class OtherProcess:
             self._process.kill()
             self._process.wait(ANSWER_TIMEOUT_S)
 
-    def ask(self, source: str, **names: object) -> Any:
+    def evaluate(self, source: str, **names: object) -> Any:
         """Bind the names there, run the source there, and return the value of its last expression.
 
         Raises:
@@ -81,10 +81,10 @@ def serve(fd: int) -> None:
             source, bound = connection.recv()
         except (EOFError, ConnectionResetError):
             return
-        connection.send_bytes(_answer(source, bound, names))
+        connection.send_bytes(_evaluate(source, bound, names))
 
 
-def _answer(source: str, bound: dict[str, Any], names: dict[str, Any]) -> bytes:
+def _evaluate(source: str, bound: dict[str, Any], names: dict[str, Any]) -> bytes:
     names.update(bound)
     bound.clear()
     *statements, last = ast.parse(source).body

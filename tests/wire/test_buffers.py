@@ -63,21 +63,21 @@ def shared_other() -> Iterator[OtherProcess]:
 @pytest.fixture
 def other(shared_other: OtherProcess) -> OtherProcess:
     """A reader that does not get killed, with nothing open."""
-    shared_other.ask("view = views = None; gc.collect(); reader.take_released()")
+    shared_other.evaluate("view = views = None; gc.collect(); reader.drain_released()")
     return shared_other
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 100_000, 3 * MIB + 5, 9 * MIB])
 def test_another_process_reads_what_was_written(pool: SegmentPool, other: OtherProcess, nbytes: int) -> None:
     data = noise(nbytes)
-    assert other.ask("view = reader.open(buffer); bytes(view)", buffer=write(pool, data)) == data
+    assert other.evaluate("view = reader.open(buffer); bytes(view)", buffer=write(pool, data)) == data
 
 
 def test_many_buffers_arrive_in_order_and_aligned(pool: SegmentPool, other: OtherProcess) -> None:
     sizes = [10, OWN_SEGMENT_BYTES, 0, 70_001, OWN_SEGMENT_BYTES - 1, 3]
     data = [noise(size, seed) for seed, size in enumerate(sizes)]
     shared = pool.write(data)
-    assert other.ask("views = reader.open_all(buffers); [bytes(view) for view in views]", buffers=shared) == data
+    assert other.evaluate("views = reader.open_all(buffers); [bytes(view) for view in views]", buffers=shared) == data
     assert all(isinstance(buffer, SharedBuffer) and buffer.offset % 64 == 0 for buffer in shared)
 
 
@@ -97,10 +97,10 @@ def test_any_item_type_and_shape_is_bytes_to_the_pool(pool: SegmentPool) -> None
 def test_a_reader_that_writes_does_not_disturb_the_others(pool: SegmentPool, other: OtherProcess) -> None:
     data = noise(4 * MIB)
     shared = write(pool, data, readers=2)
-    other.ask("view = reader.open(buffer); view[:] = bytes(len(view)); bytes(view[:3])", buffer=shared)
+    other.evaluate("view = reader.open(buffer); view[:] = bytes(len(view)); bytes(view[:3])", buffer=shared)
     with OtherProcess() as third:
-        assert third.ask("view = reader.open(buffer); view[5] = 7; bytes(view[6:])", buffer=shared) == data[6:]
-    assert other.ask("any(view)") is False
+        assert third.evaluate("view = reader.open(buffer); view[5] = 7; bytes(view[6:])", buffer=shared) == data[6:]
+    assert other.evaluate("any(view)") is False
     assert SegmentReader().open(shared) == data
 
 
@@ -151,8 +151,8 @@ def test_every_reuse_has_the_new_content_and_nothing_of_the_old(
         data = noise(nbytes, seed)
         shared = write(pool, data)
         fds.add(shared.fd)
-        assert other.ask("view = reader.open(buffer); bytes(view)", buffer=shared) == data
-        for segment in other.ask("view = None; reader.take_released()"):
+        assert other.evaluate("view = reader.open(buffer); bytes(view)", buffer=shared) == data
+        for segment in other.evaluate("view = None; reader.drain_released()"):
             pool.release(segment)
     assert len(fds) == 1
 
@@ -173,10 +173,10 @@ def test_a_segment_is_released_once_when_the_last_view_is_gone(pool: SegmentPool
     first, second = reader.open_all(shared)
     array = np.frombuffer(first, np.uint8)[10:]
     del first, second
-    assert reader.take_released() == ()
+    assert reader.drain_released() == ()
     del array
-    assert reader.take_released() == (shared[0].segment,)  # type: ignore[union-attr]
-    assert reader.take_released() == ()
+    assert reader.drain_released() == (shared[0].segment,)  # type: ignore[union-attr]
+    assert reader.drain_released() == ()
     assert mapped_segments() == before
 
 
@@ -187,14 +187,14 @@ def test_a_view_in_a_reference_cycle_is_released_by_the_garbage_collector(pool: 
     cycle.append(cycle)
     del cycle
     gc.collect()
-    assert reader.take_released() == (shared.segment,)
+    assert reader.drain_released() == (shared.segment,)
 
 
 def test_a_message_that_is_not_opened_can_be_discarded(pool: SegmentPool) -> None:
     reader = SegmentReader()
     shared = pool.write([noise(100_000), noise(100_000), noise(OWN_SEGMENT_BYTES)])
     reader.discard([*shared, InlineBuffer(b"x")])
-    for segment in reader.take_released():
+    for segment in reader.drain_released():
         pool.release(segment)
     assert pool.used_bytes == 0
 
@@ -203,28 +203,28 @@ def test_a_killed_reader_keeps_nothing_back(pool: SegmentPool) -> None:
     shared = write(pool, noise(MIB), readers=range(2))
     with OtherProcess() as victim, OtherProcess() as survivor:
         for process in (victim, survivor):
-            process.ask("view = reader.open(buffer); view[0]", buffer=shared)
+            process.evaluate("view = reader.open(buffer); view[0]", buffer=shared)
         victim.kill()
-        pool.forget_reader(1)
-        pool.forget_reader(1)
+        pool.remove_reader(1)
+        pool.remove_reader(1)
         assert write(pool, noise(MIB)).fd != shared.fd
-        assert survivor.ask("bytes(view)") == noise(MIB)
-        (released,) = survivor.ask("view = None; reader.take_released()")
+        assert survivor.evaluate("bytes(view)") == noise(MIB)
+        (released,) = survivor.evaluate("view = None; reader.drain_released()")
     pool.release(released, reader=0)
     assert write(pool, noise(MIB)).fd == shared.fd
 
 
 def test_dropping_a_segment_forgets_all_its_readers(pool: SegmentPool) -> None:
     shared = write(pool, noise(MIB), readers=4)
-    pool.drop(shared.segment)
+    pool.release_all(shared.segment)
     assert (pool.used_bytes, pool.free_bytes > MIB) == (0, True)
-    pool.drop(shared.segment)
+    pool.release_all(shared.segment)
 
 
 def test_a_killed_owner_takes_nothing_from_those_who_have_it_and_is_named_to_those_who_come_later() -> None:
     reader = SegmentReader()
     with OtherProcess() as owner:
-        early, late = owner.ask("pool.write([memoryview(bytes([7]) * 9_000_000)] * 2)")
+        early, late = owner.evaluate("pool.write([memoryview(bytes([7]) * 9_000_000)] * 2)")
         view = reader.open(early)
         owner.kill()
         assert bytes(view) == bytes([7]) * 9_000_000
@@ -235,7 +235,7 @@ def test_a_killed_owner_takes_nothing_from_those_who_have_it_and_is_named_to_tho
 def test_an_owner_that_has_died_and_is_not_yet_reaped_is_gone_too() -> None:
     reader = SegmentReader()
     with OtherProcess() as owner:
-        (shared,) = owner.ask("pool.write([memoryview(bytes(100_000))])")
+        (shared,) = owner.evaluate("pool.write([memoryview(bytes(100_000))])")
         os.kill(owner.pid, 9)
         os.waitid(os.P_PID, owner.pid, os.WEXITED | os.WNOWAIT)
         with pytest.raises(TransferError, match="is gone"):
@@ -269,9 +269,7 @@ def test_somebody_elses_descriptor_is_not_taken_for_a_segment(pool: SegmentPool,
         os.close(fd)
 
 
-@pytest.mark.parametrize(
-    ("offset", "nbytes"), [(4096, 10 * MIB), (1 << 50, 8), (4096, -1), (0, 8), (-4096, 8)]
-)
+@pytest.mark.parametrize(("offset", "nbytes"), [(4096, 10 * MIB), (1 << 50, 8), (4096, -1), (0, 8), (-4096, 8)])
 def test_a_buffer_outside_its_segment_is_refused_before_it_is_touched(
     pool: SegmentPool, offset: int, nbytes: int
 ) -> None:
@@ -301,7 +299,7 @@ def test_inline_buffers_open_as_writable_bytes_too() -> None:
 
 
 def test_without_file_descriptors_buffers_go_inline_and_nothing_is_kept(other: OtherProcess) -> None:
-    assert other.ask(
+    assert other.evaluate(
         """
 import resource
 limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -325,16 +323,16 @@ resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 def test_where_there_are_no_memory_files_buffers_go_inline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
     with SegmentPool() as pool:
-        assert not pool.available
+        assert not pool.is_available
         assert pool.write([noise(100), noise(9)]) == [InlineBuffer(bytes(noise(100))), InlineBuffer(bytes(noise(9)))]
 
 
 def test_a_reader_without_address_space_says_how_much_it_needed(pool: SegmentPool) -> None:
     shared = write(pool, noise(64 * MIB))
     with OtherProcess() as cramped:
-        cramped.ask("import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 20, 1 << 20))")
+        cramped.evaluate("import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 20, 1 << 20))")
         with pytest.raises(TransferError, match=r"the 64.0 MiB of this value, .* cannot be mapped here: Cannot"):
-            cramped.ask("view = reader.open(buffer)", buffer=shared)
+            cramped.evaluate("view = reader.open(buffer)", buffer=shared)
 
 
 def test_segments_idle_for_long_are_given_back() -> None:
@@ -374,7 +372,7 @@ def test_the_number_of_free_segments_is_bounded(pool: SegmentPool) -> None:
 
 def test_the_owners_memory_does_not_grow_by_what_it_shares() -> None:
     with OtherProcess() as owner:
-        grown, shared = owner.ask(
+        grown, shared = owner.evaluate(
             """
 def resident_mib():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
@@ -398,17 +396,17 @@ def test_nothing_is_left_open_mapped_or_in_dev_shm() -> None:
         for _ in range(3):
             shared = pool.write([noise(MIB), noise(9 * MIB)], readers=2)
             views = reader.open_all(shared)
-            other.ask("views = reader.open_all(buffers); len(views)", buffers=shared)
+            other.evaluate("views = reader.open_all(buffers); len(views)", buffers=shared)
             assert set(os.listdir("/dev/shm")) <= shared_memory
             del views
-            for segment in (*reader.take_released(), *other.ask("views = None; reader.take_released()")):
+            for segment in (*reader.drain_released(), *other.evaluate("views = None; reader.drain_released()")):
                 pool.release(segment)
         assert pool.used_bytes == 0
     assert (open_files(), mapped_segments()) == (files, segments)
 
 
 def test_a_forked_child_neither_keeps_nor_touches_its_parents_segments(other: OtherProcess) -> None:
-    assert other.ask(
+    assert other.evaluate(
         """
 def held():
     paths = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
@@ -424,7 +422,7 @@ if child == 0:
     os._exit(0)
 os.waitpid(child, 0)
 answer = list(os.read(ours, 3)), reader.open(buffers[0])[-1]
-os.close(ours), os.close(theirs), pool.drop(buffers[0].segment)
+os.close(ours), os.close(theirs), pool.release_all(buffers[0].segment)
 answer
 """
     ) == ([0, True, 2], 1)
@@ -441,7 +439,7 @@ def test_threads_can_write_read_and_release_at_once(pool: SegmentPool) -> None:
             if view != data:
                 wrong.append(seed)
             del view
-            for segment in reader.take_released():
+            for segment in reader.drain_released():
                 pool.release(segment)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
@@ -456,10 +454,10 @@ def test_threads_can_write_read_and_release_at_once(pool: SegmentPool) -> None:
 
 
 def fill(other: OtherProcess, place: SharedBuffer, start: int, stop: int, byte: int) -> None:
-    other.ask(
+    other.evaluate(
         """
-from meshbook.wire.buffers import filling
-with filling(place, start, stop) as memory:
+from meshbook.wire.buffers import map_for_writing
+with map_for_writing(place, start, stop) as memory:
     memory[start:stop] = bytes([byte]) * (stop - start)
 """,
         **{"place": place, "start": start, "stop": stop, "byte": byte},
@@ -471,52 +469,51 @@ def test_what_others_write_into_a_room_is_kept_and_its_memory_used_again_afterwa
     pool: SegmentPool, other: OtherProcess, nbytes: int
 ) -> None:
     half = nbytes // 2
-    with pool.room(nbytes) as room:
-        fill(other, room.place, 0, half, 1)
-        fill(other, room.place, half, nbytes, 2)
-        kept = room.keep()
+    with pool.receive_buffer(nbytes) as room:
+        fill(other, room.memory, 0, half, 1)
+        fill(other, room.memory, half, nbytes, 2)
+        kept = room.claim()
     assert kept == bytes([1]) * half + bytes([2]) * (nbytes - half)
     kept[0] = 9  # it is ours alone
     tail = kept[half:]
     del kept
-    with pool.room(nbytes) as second:  # the first is still looked at
-        assert second.place.fd != room.place.fd
-        fill(other, second.place, 0, nbytes, 3)
+    with pool.receive_buffer(nbytes) as second:  # the first is still looked at
+        assert second.memory.fd != room.memory.fd
+        fill(other, second.memory, 0, nbytes, 3)
     assert tail == bytes([2]) * (nbytes - half)
     del tail
     assert pool.used_bytes == 0
-    with pool.room(nbytes) as third:
-        assert third.place.fd == room.place.fd
+    with pool.receive_buffer(nbytes) as third:
+        assert third.memory.fd == room.memory.fd
         with pytest.raises(TransferError, match="too late"):
-            fill(other, room.place, 0, nbytes, 4)
+            fill(other, room.memory, 0, nbytes, 4)
 
 
-def test_a_room_that_was_not_kept_is_gone_for_whoever_comes_to_fill_it(
-    pool: SegmentPool, other: OtherProcess
-) -> None:
+def test_a_room_that_was_not_kept_is_gone_for_whoever_comes_to_fill_it(pool: SegmentPool, other: OtherProcess) -> None:
     before = open_files(), mapped_segments()
-    with pytest.raises(KeyboardInterrupt), pool.room(MIB) as room:
+    with pytest.raises(KeyboardInterrupt), pool.receive_buffer(MIB) as room:
         raise KeyboardInterrupt
     assert ((open_files(), mapped_segments()), pool.used_bytes, pool.free_bytes) == (before, 0, 0)
     with pytest.raises(TransferError, match="no longer holds"):
-        fill(other, room.place, 0, MIB, 1)
+        fill(other, room.memory, 0, MIB, 1)
 
 
 def test_a_room_outlives_its_pool_for_those_who_hold_it(other: OtherProcess) -> None:
     files, segments = open_files(), mapped_segments()
-    with SegmentPool() as pool, pool.room(MIB) as room:
-        fill(other, room.place, 0, MIB, 1)
-        kept = room.keep()
+    with SegmentPool() as pool, pool.receive_buffer(MIB) as room:
+        fill(other, room.memory, 0, MIB, 1)
+        kept = room.claim()
     assert kept == bytes([1]) * MIB
     del kept
     assert (open_files(), mapped_segments()) == (files, segments)
 
 
 def test_memory_that_a_forked_child_sees_is_not_used_again(other: OtherProcess) -> None:
-    assert other.ask(
-        """
-with pool.room(5_000_000) as room:
-    kept = room.keep()
+    assert (
+        other.evaluate(
+            """
+with pool.receive_buffer(5_000_000) as room:
+    kept = room.claim()
 kept[:] = bytes([7]) * len(kept)
 asked, asks = os.pipe()
 told, tells = os.pipe()
@@ -526,15 +523,17 @@ if child == 0:
     os.write(tells, bytes([kept[-1]]))
     os._exit(0)
 del kept
-with pool.room(5_000_000) as again:
-    again.keep()[:] = bytes(5_000_000)
+with pool.receive_buffer(5_000_000) as again:
+    again.claim()[:] = bytes(5_000_000)
 os.write(asks, b".")
 seen = os.read(told, 1)[0]
 os.waitpid(child, 0)
 [os.close(fd) for fd in (asked, asks, told, tells)]
 seen
 """
-    ) == 7
+        )
+        == 7
+    )
 
 
 def test_an_interrupted_write_keeps_nothing(pool: SegmentPool) -> None:

@@ -11,7 +11,7 @@ import pytest
 from meshbook.errors import ProtocolError, TransferError, VersionMismatch
 from meshbook.wire import codec, messages
 
-CELL = messages.RunCell(call="a-1", ranks=(0, 2, 3), source="loss = step(batch)", number=7)  # type: ignore[arg-type]
+CELL = messages.RunCell(call="a-1", ranks=(0, 2, 3), source="loss = step(batch)", execution_count=7)  # type: ignore[arg-type]
 
 
 def test_a_command_arrives_as_it_was_sent() -> None:
@@ -19,12 +19,12 @@ def test_a_command_arrives_as_it_was_sent() -> None:
 
 
 def test_the_first_frame_is_the_protocol_version() -> None:
-    assert codec.encode(CELL)[0] == b"meshbook/1"
+    assert codec.encode(CELL)[0] == b"meshbook/2"
 
 
 def test_a_newer_peer_is_refused_with_which_end_to_upgrade() -> None:
     with pytest.raises(VersionMismatch, match="upgrade Meshbook here"):
-        codec.client_commands.decode([b"meshbook/2", b""])
+        codec.client_commands.decode([b"meshbook/3", b""])
 
 
 def test_an_older_peer_is_refused_with_which_end_to_upgrade() -> None:

@@ -28,8 +28,8 @@ def runtime(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     return folder
 
 
-def connection(name: str, pid: int) -> keys.Connection:
-    return keys.Connection(
+def connection(name: str, pid: int) -> keys.ConnectionInfo:
+    return keys.ConnectionInfo(
         name=name,
         address="ipc:///nowhere",
         token=keys.new_token(),
@@ -51,7 +51,7 @@ def left_by_a_dead_mesh(name: str) -> Path:
     folder = keys.claim_folder(name)
     gone = processes.identify(dead_pid())
     (folder / ".meshbook").write_bytes(msgspec.json.encode(gone))
-    keys.write_connection(folder, msgspec.structs.replace(connection(name, os.getpid()), process=gone))
+    keys.write_connection_file(folder, msgspec.structs.replace(connection(name, os.getpid()), process=gone))
     return folder
 
 
@@ -139,14 +139,14 @@ def test_a_claimed_folder_is_never_without_its_mark(runtime: Path, monkeypatch: 
 
     def look(folder: Path) -> None:  # another process, at the moment between making and marking
         looked.append(sorted(path.name for path in keys.runtime_folder().iterdir() if path.name == "mesh"))
-        assert folders.remove_dead() == []
+        assert folders.remove_stale_folders() == []
         mark(folder)
 
-    mark = folders.mark
-    monkeypatch.setattr(folders, "mark", look)
+    mark = folders.write_marker
+    monkeypatch.setattr(folders, "write_marker", look)
     folder = keys.claim_folder("mesh")
     assert looked == [[]]
-    assert folders.owner_of(folder) == processes.identify(os.getpid())
+    assert folders.read_owner(folder) == processes.identify(os.getpid())
 
 
 def test_the_runtime_folder_outlives_the_login_session(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ def test_a_home_with_a_long_path_or_shared_or_read_only_is_not_used(
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     monkeypatch.setenv("HOME", home)
     monkeypatch.setattr(folders, "_is_local", lambda folder: local)
-    assert folders._usual_folder() == Path(f"/tmp/meshbook-{os.getuid()}")
+    assert folders._default_folder() == Path(f"/tmp/meshbook-{os.getuid()}")
 
 
 def test_a_folder_too_deep_for_sockets_is_refused_with_the_sum(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_a_folder_too_deep_for_sockets_is_refused_with_the_sum(runtime: Path, mo
 
 
 def test_the_longest_path_that_is_taken_has_room_for_the_longest_socket(runtime: Path) -> None:
-    room = folders._MAX_SOCKET_FOLDER - len(os.fsencode(keys.runtime_folder())) - 1
+    room = folders._MAX_SOCKET_FOLDER_BYTES - len(os.fsencode(keys.runtime_folder())) - 1
     folder = keys.claim_folder("m" * min(room, 48)) / "h1234-service.sock"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(folder))
@@ -196,12 +196,12 @@ def test_a_name_that_cannot_be_a_folder_is_refused(runtime: Path, name: str) -> 
 
 def test_the_connection_file_is_readable_by_this_user_alone(runtime: Path) -> None:
     folder = keys.claim_folder("mesh")
-    keys.write_connection(folder, connection("mesh", os.getpid()))
+    keys.write_connection_file(folder, connection("mesh", os.getpid()))
     assert stat.S_IMODE((folder / "mesh.json").stat().st_mode) == 0o600
 
 
 def test_the_name_of_a_living_mesh_cannot_be_taken(runtime: Path) -> None:
-    keys.write_connection(keys.claim_folder("mesh"), connection("mesh", os.getpid()))
+    keys.write_connection_file(keys.claim_folder("mesh"), connection("mesh", os.getpid()))
     with pytest.raises(MeshInUse, match="%mesh attach mesh"):
         keys.claim_folder("mesh")
 
@@ -235,7 +235,7 @@ def test_a_reused_pid_is_not_taken_for_the_mesh(runtime: Path) -> None:
 
 def test_a_clock_that_was_set_leaves_living_meshes_alive(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = keys.claim_folder("mesh")
-    keys.write_connection(folder, connection("mesh", os.getpid()))
+    keys.write_connection_file(folder, connection("mesh", os.getpid()))
     create_time, boot_time = psutil.Process.create_time, psutil.boot_time  # both move with the clock
     monkeypatch.setattr(psutil.Process, "create_time", lambda process: create_time(process) + 3600.0)
     monkeypatch.setattr(psutil, "boot_time", lambda: boot_time() + 3600.0)
@@ -245,9 +245,9 @@ def test_a_clock_that_was_set_leaves_living_meshes_alive(runtime: Path, monkeypa
 
 def test_a_mesh_of_another_machine_is_neither_listed_nor_removed(runtime: Path) -> None:
     folder = left_by_a_dead_mesh("mesh")
-    there = processes.Process(1, 1, "another boot", "another host")
+    there = processes.ProcessIdentity(1, 1, "another boot", "another host")
     (folder / ".meshbook").write_bytes(msgspec.json.encode(there))
-    keys.write_connection(folder, msgspec.structs.replace(connection("mesh", os.getpid()), process=there))
+    keys.write_connection_file(folder, msgspec.structs.replace(connection("mesh", os.getpid()), process=there))
     assert keys.list_connections() == []
     with pytest.raises(NotAttached, match=r"pid 1 on another host.*attach to it there"):
         keys.find_connection("mesh")
@@ -265,7 +265,7 @@ def test_what_a_mesh_left_when_this_machine_was_rebooted_is_removed(runtime: Pat
 def test_a_folder_that_its_supervisor_holds_is_kept_though_its_process_cannot_be_seen(runtime: Path) -> None:
     folder = keys.claim_folder("mesh")
     program = (
-        "import sys, pathlib; from meshbook.wire import keys; keys.hold(pathlib.Path(sys.argv[1])); "
+        "import sys, pathlib; from meshbook.wire import keys; keys.lock_folder(pathlib.Path(sys.argv[1])); "
         "print('held', flush=True); sys.stdin.read()"
     )
     holder = subprocess.Popen(
@@ -276,27 +276,27 @@ def test_a_folder_that_its_supervisor_holds_is_kept_though_its_process_cannot_be
         assert holder.stdout.readline() == "held\n"
         unseen = processes.identify(dead_pid())  # as the holder's pid looks from another container
         (folder / ".meshbook").write_bytes(msgspec.json.encode(unseen))
-        assert folders.remove_dead() == []
+        assert folders.remove_stale_folders() == []
         holder.communicate()
-    assert folders.remove_dead() == ["mesh"]
+    assert folders.remove_stale_folders() == ["mesh"]
 
 
 def test_without_a_name_the_only_mesh_is_meant(runtime: Path) -> None:
-    keys.write_connection(keys.claim_folder("one"), connection("one", os.getpid()))
+    keys.write_connection_file(keys.claim_folder("one"), connection("one", os.getpid()))
     assert keys.find_connection(None).name == "one"
 
 
 def test_a_supervisor_that_only_warms_up_is_not_taken_for_the_mesh_that_is_meant(runtime: Path) -> None:
-    keys.write_connection(keys.claim_folder("one"), connection("one", os.getpid()))
+    keys.write_connection_file(keys.claim_folder("one"), connection("one", os.getpid()))
     spare = msgspec.structs.replace(connection("spare", os.getpid()), has_ranks=False)
-    keys.write_connection(keys.claim_folder("spare"), spare)
+    keys.write_connection_file(keys.claim_folder("spare"), spare)
     assert keys.find_connection(None).name == "one"
     assert keys.find_connection("spare").name == "spare"
 
 
 def test_without_a_name_and_with_two_meshes_one_is_asked_for_by_name(runtime: Path) -> None:
     for name in ("one", "two"):
-        keys.write_connection(keys.claim_folder(name), connection(name, os.getpid()))
+        keys.write_connection_file(keys.claim_folder(name), connection(name, os.getpid()))
     with pytest.raises(MeshNameError, match="one, two"):
         keys.find_connection(None)
 
@@ -310,5 +310,5 @@ def test_a_full_disk_is_told_with_the_way_out(runtime: Path) -> None:
     folder = keys.claim_folder("mesh")
     (folder / "mesh.json.new").mkdir()  # the draft cannot be written, as on a full disk
     with pytest.raises(StartError, match="cannot be written"):
-        keys.write_connection(folder, connection("mesh", os.getpid()))
+        keys.write_connection_file(folder, connection("mesh", os.getpid()))
     assert not (folder / "mesh.json").exists()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import signal
 
-from meshbook.wire.lastwords import RING_BYTES, LastWords
+from meshbook.wire.crash_log import RING_BYTES, CrashLog
 
 
 def test_words_of_a_process_that_was_killed_are_read_by_the_one_that_made_the_ring() -> None:
-    ring = LastWords()
+    ring = CrashLog()
     pid = os.fork()
     if pid == 0:
-        LastWords(ring.fd).write("the end\n")
+        CrashLog(ring.fd).write("the end\n")
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
     assert ring.read() == "the end\n"
@@ -20,7 +20,7 @@ def test_words_of_a_process_that_was_killed_are_read_by_the_one_that_made_the_ri
 
 
 def test_when_the_ring_is_full_the_oldest_lines_go() -> None:
-    ring = LastWords()
+    ring = CrashLog()
     for number in range(10_000):
         ring.write(f"line {number}\n")
     lines = ring.read().splitlines()
@@ -30,18 +30,18 @@ def test_when_the_ring_is_full_the_oldest_lines_go() -> None:
 
 
 def test_a_text_longer_than_the_ring_leaves_its_end() -> None:
-    ring = LastWords()
+    ring = CrashLog()
     ring.write("x" * RING_BYTES + "\nthe end")
     assert ring.read().endswith("\nthe end")
     ring.close()
 
 
 def test_the_last_note_stands_beside_the_words() -> None:
-    ring = LastWords()
-    writer = LastWords(os.dup(ring.fd))
-    writer.note("first")
+    ring = CrashLog()
+    writer = CrashLog(os.dup(ring.fd))
+    writer.set_note("first")
     writer.write("words\n")
-    writer.note("second " + "x" * 1000)
+    writer.set_note("second " + "x" * 1000)
     assert ring.read_note() == ("second " + "x" * 1000)[:255]
     assert ring.read() == "words\n"
     writer.close()
@@ -49,17 +49,17 @@ def test_the_last_note_stands_beside_the_words() -> None:
 
 
 def test_a_new_ring_is_empty() -> None:
-    ring = LastWords()
+    ring = CrashLog()
     assert ring.read() == ""
     assert ring.read_note() is None
     ring.close()
 
 
 def test_who_writes_notes_and_who_writes_text_do_not_touch_what_is_the_others() -> None:
-    words = LastWords()
-    notes = LastWords(os.dup(words.fd))  # as a thread whose view of the text is an old one
+    words = CrashLog()
+    notes = CrashLog(os.dup(words.fd))  # as a thread whose view of the text is an old one
     words.write("the text")
-    notes.note("all_reduce #1")
+    notes.set_note("all_reduce #1")
     assert (words.read(), words.read_note()) == ("the text", "all_reduce #1")
     words.write(" goes on")
     assert (notes.read(), notes.read_note()) == ("the text goes on", "all_reduce #1")

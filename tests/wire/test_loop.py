@@ -25,13 +25,13 @@ def test_a_timer_is_called_when_its_time_has_come_and_not_before() -> None:
     loop, called = Loop(clock), []
     loop.call_later(5.0, lambda: called.append("late"))
     loop.call_later(1.0, lambda: called.append("early"))
-    loop.turn(0.0)
+    loop.run_once(0.0)
     assert called == []
     clock.advance(1.0)
-    loop.turn(0.0)
+    loop.run_once(0.0)
     assert called == ["early"]
     clock.advance(10.0)
-    loop.turn(0.0)
+    loop.run_once(0.0)
     assert called == ["early", "late"]
 
 
@@ -40,7 +40,7 @@ def test_a_cancelled_timer_is_not_called() -> None:
     loop, called = Loop(clock), []
     loop.call_later(1.0, lambda: called.append(1)).cancel()
     clock.advance(2.0)
-    loop.turn(0.0)
+    loop.run_once(0.0)
     assert called == []
 
 
@@ -50,7 +50,7 @@ def test_a_callback_that_raises_does_not_end_the_loop() -> None:
     loop.call_later(1.0, lambda: 1 / 0)
     loop.call_later(1.0, lambda: called.append(1))
     clock.advance(1.0)
-    loop.turn(0.0)
+    loop.run_once(0.0)
     assert called == [1]
 
 
@@ -64,7 +64,7 @@ def test_messages_are_handed_over_in_the_order_they_came(context: zmq.Context[zm
             push.send(b"%d" % number)
         deadline = time.monotonic() + 30
         while len(heard) < 200 and time.monotonic() < deadline:
-            loop.turn(5.0)
+            loop.run_once(5.0)
         loop.unwatch(pull)
     assert heard == [b"%d" % number for number in range(200)]
 
@@ -79,7 +79,7 @@ def test_a_flood_on_one_socket_does_not_starve_a_timer(context: zmq.Context[zmq.
         for _ in range(1000):
             push.send(b"x")
         loop.call_later(0.0, lambda: called.append(len(heard)))
-        loop.turn(5.0)
+        loop.run_once(5.0)
         loop.unwatch(pull)
     assert called
     assert called[0] < 1000
@@ -90,10 +90,10 @@ def test_a_descriptor_is_watched_until_it_is_not() -> None:
     read, write = os.pipe()
     loop.watch_fd(read, lambda: heard.append(os.read(read, 10)))
     os.write(write, b"a")
-    loop.turn(5.0)
+    loop.run_once(5.0)
     loop.unwatch(read)
     os.write(write, b"b")
-    loop.turn(0.0)
+    loop.run_once(0.0)
     assert heard == [b"a"]
     os.close(read)
     os.close(write)
@@ -124,7 +124,7 @@ def test_an_error_that_cannot_be_told_of_ends_nothing() -> None:
     loop, called = Loop(on_error=on_error), []
     loop.call_later(0.0, lambda: 1 / 0)
     loop.call_later(0.0, lambda: called.append(1))
-    loop.turn(0.1)
+    loop.run_once(0.1)
     assert called == [1]
 
 
@@ -136,7 +136,7 @@ def test_a_descriptor_that_was_closed_under_the_loop_is_let_go() -> None:
     os.close(read)
     os.close(write)
     for _ in range(5):
-        loop.turn(0.0)
+        loop.run_once(0.0)
     assert len(errors) == 1
 
 
@@ -147,7 +147,7 @@ def test_a_descriptor_whose_handler_only_ever_fails_is_let_go() -> None:
     os.write(write, b"x")
     loop.watch_fd(read, lambda: 1 / 0)
     for _ in range(50):
-        loop.turn(0.0)
+        loop.run_once(0.0)
     assert len(errors) == 10
     os.close(read)
     os.close(write)

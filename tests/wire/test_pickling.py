@@ -41,7 +41,7 @@ def reader() -> SegmentReader:
 @pytest.fixture(scope="module")
 def other() -> Iterator[OtherProcess]:
     with OtherProcess(OMP_NUM_THREADS="1") as other:
-        other.ask("import torch, numpy as np")
+        other.evaluate("import torch, numpy as np")
         yield other
 
 
@@ -51,7 +51,7 @@ def there_and_back(pool: SegmentPool, reader: SegmentReader, other: OtherProcess
 
     def visit(obj: Any) -> Any:
         there = dump(obj, pool=pool)
-        return load(other.ask("dump(load(payload, reader=reader), pool=pool)", payload=there), reader=reader)
+        return load(other.evaluate("dump(load(payload, reader=reader), pool=pool)", payload=there), reader=reader)
 
     return visit
 
@@ -185,8 +185,8 @@ def test_a_long_pickle_leaves_the_message_too(pool: SegmentPool, other: OtherPro
     numbers = list(range(STREAM_THRESHOLD // 2))
     payload = dump((numbers, np.ones(LARGE)), pool=pool)
     assert payload.pickled == b""
-    other.ask("x, y = load(payload, reader=reader)", payload=payload)
-    assert other.ask("len(x), y.sum()") == (len(numbers), LARGE)
+    other.evaluate("x, y = load(payload, reader=reader)", payload=payload)
+    assert other.evaluate("len(x), y.sum()") == (len(numbers), LARGE)
 
 
 def test_large_bytes_and_text_leave_the_pickle_wherever_they_are(
@@ -195,7 +195,7 @@ def test_large_bytes_and_text_leave_the_pickle_wherever_they_are(
     large = bytes(range(256)) * 20_000
     value = {"a": [large, 1, (bytearray(large), "\u00e9" * 400_000)], "same": large, large[:200_000]: np.ones(LARGE)}
     payload = dump(value, pool=pool)
-    assert (len(payload.cuts), len(payload.buffers), len(payload.pickled) < 1000) == (4, 5, True)
+    assert (len(payload.splice_offsets), len(payload.buffers), len(payload.pickled) < 1000) == (4, 5, True)
     back = there_and_back(value)
     assert back.pop(large[:200_000]).sum() == LARGE
     assert back.items() <= value.items()
@@ -211,7 +211,7 @@ def test_what_is_cut_out_of_a_pickle_goes_back_as_soon_as_it_is_rebuilt(
 ) -> None:
     payload = dump([b"x" * 3_000_000], pool=pool)
     value = load(payload, reader=reader)
-    for segment in reader.take_released():
+    for segment in reader.drain_released():
         pool.release(segment)
     assert (pool.used_bytes, value) == (0, [b"x" * 3_000_000])
 
@@ -220,7 +220,7 @@ def test_without_a_pool_everything_is_in_the_message(other: OtherProcess) -> Non
     x = torch.arange(LARGE)
     payload = dump([x, x[5:], np.ones(LARGE)], pool=None)
     assert {type(buffer) for buffer in payload.buffers} == {InlineBuffer}
-    assert other.ask("a, b, c = load(payload); b += 1; a[5].item(), c.sum()", payload=payload) == (6, LARGE)
+    assert other.evaluate("a, b, c = load(payload); b += 1; a[5].item(), c.sum()", payload=payload) == (6, LARGE)
 
 
 def test_views_of_one_storage_share_it_again(there_and_back: Callable[[Any], Any]) -> None:
@@ -337,11 +337,11 @@ def test_a_rank_that_changes_its_copy_changes_nobody_elses(pool: SegmentPool, ot
     payload = dump({"x": tensor}, pool=pool, readers=2)
     with OtherProcess(OMP_NUM_THREADS="1") as third:
         for process, add in ((other, 1), (third, 2)):
-            process.ask(f"x = load(payload, reader=reader)['x']; x += {add}", payload=payload)
-        sums = [process.ask("x.sum().item()") for process in (other, third)]
+            process.evaluate(f"x = load(payload, reader=reader)['x']; x += {add}", payload=payload)
+        sums = [process.evaluate("x.sum().item()") for process in (other, third)]
     assert sums == [2e6, 3e6]
     assert tensor.sum() == 1e6
-    other.ask("x = None")
+    other.evaluate("x = None")
 
 
 def test_memory_is_released_when_the_last_tensor_over_it_is_gone(pool: SegmentPool, reader: SegmentReader) -> None:
@@ -350,9 +350,9 @@ def test_memory_is_released_when_the_last_tensor_over_it_is_gone(pool: SegmentPo
     view = value["a"][3:].t().untyped_storage()
     del value
     gc.collect()
-    assert reader.take_released() == ()
+    assert reader.drain_released() == ()
     del view
-    (segment,) = reader.take_released()
+    (segment,) = reader.drain_released()
     pool.release(segment)
     assert pool.used_bytes == 0
 
@@ -362,7 +362,7 @@ def test_memory_of_sparse_tensors_is_released_too(pool: SegmentPool, reader: Seg
     eye = torch.eye(20_000, 20)
     for tensor in (eye.to_sparse(), eye.to_sparse_csr()):
         assert load(dump(tensor, pool=pool, inline_threshold=64), reader=reader).layout is tensor.layout
-        assert len(reader.take_released()) == 1
+        assert len(reader.drain_released()) == 1
 
 
 def test_loading_that_fails_keeps_no_memory(pool: SegmentPool, reader: SegmentReader) -> None:
@@ -377,7 +377,7 @@ def test_loading_that_fails_keeps_no_memory(pool: SegmentPool, reader: SegmentRe
     assert isinstance(raised.value.__cause__, ValueError)
     del raised
     gc.collect()
-    assert len(reader.take_released()) == 1
+    assert len(reader.drain_released()) == 1
 
 
 def test_an_error_that_somebody_keeps_keeps_no_memory(pool: SegmentPool, reader: SegmentReader) -> None:
@@ -385,7 +385,7 @@ def test_an_error_that_somebody_keeps_keeps_no_memory(pool: SegmentPool, reader:
     payload = dump(value, pool=pool, persistent=lambda obj: "n" if obj is len else None)
     with pytest.raises(TransferError, match="the handle `n`") as raised:
         load(payload, reader=reader)
-    assert len(reader.take_released()) == 1
+    assert len(reader.drain_released()) == 1
     assert raised.value.__traceback__ is not None
 
 
@@ -404,12 +404,12 @@ def test_what_was_typed_into_a_notebook_travels_by_value(pool: SegmentPool, othe
         "    def __call__(self, x): return outer(x) + sum(self.weights)\n"
     )
     payload = dump((cell["outer"], cell["Model"]()), pool=pool)
-    assert other.ask("f, m = load(payload); f(2.5), m(2.5), type(m).__name__", payload=payload) == (6, 9, "Model")
+    assert other.evaluate("f, m = load(payload); f(2.5), m(2.5), type(m).__name__", payload=payload) == (6, 9, "Model")
 
 
 def test_a_function_made_on_the_other_side_travels_back(other: OtherProcess) -> None:
-    other.ask("__name__ = '__main__'\nbase = 10\ndef add(x): return x + base")
-    payload = other.ask("dump((add, lambda x: -x), pool=None)")
+    other.evaluate("__name__ = '__main__'\nbase = 10\ndef add(x): return x + base")
+    payload = other.evaluate("dump((add, lambda x: -x), pool=None)")
     add, negate = load(payload)
     assert (add(1), negate(1)) == (11, -1)
 
@@ -417,7 +417,7 @@ def test_a_function_made_on_the_other_side_travels_back(other: OtherProcess) -> 
 def test_a_class_that_travels_twice_is_the_same_class(other: OtherProcess) -> None:
     cell = a_module_like_a_notebook("class Point: pass")
     first, second = (dump(cell["Point"](), pool=None) for _ in range(2))
-    assert other.ask("type(load(a)) is type(load(b))", a=first, b=second)
+    assert other.evaluate("type(load(a)) is type(load(b))", a=first, b=second)
 
 
 def test_handles_arrive_as_the_other_sides_own_objects(pool: SegmentPool, other: OtherProcess) -> None:
@@ -434,8 +434,8 @@ def test_handles_arrive_as_the_other_sides_own_objects(pool: SegmentPool, other:
         pool=pool,
         persistent=lambda obj: obj.key if isinstance(obj, Handle) else None,
     )
-    other.ask("mine = {'x': object()}; v = load(payload, resolve=mine.__getitem__)", payload=payload)
-    assert other.ask("v['args'][0] is v['args'][1]['again'] is v['f']() is mine['x'], v['args'][2]") == (True, 3)
+    other.evaluate("mine = {'x': object()}; v = load(payload, resolve=mine.__getitem__)", payload=payload)
+    assert other.evaluate("v['args'][0] is v['args'][1]['again'] is v['f']() is mine['x'], v['args'][2]") == (True, 3)
     with pytest.raises(TransferError, match="the handle `x`, and nothing here knows"):
         load(payload)
 
@@ -599,7 +599,7 @@ def test_nothing_is_kept_of_what_could_not_be_sent(pool: SegmentPool) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # torch.distributed, formed and used in one process, has much to say
 def test_a_sharded_dtensor_is_refused_and_a_whole_one_arrives_plain(other: OtherProcess) -> None:
-    other.ask(
+    other.evaluate(
         """
 import torch.distributed as dist, warnings
 warnings.simplefilter("ignore")
@@ -612,16 +612,16 @@ def place(*placements):
 """
     )
     with pytest.raises(TransferError, match=r"`value\['w'\]` .* placements .*Shard\(dim=0\).* x.full_tensor\(\)"):
-        other.ask("dump({'w': place(Shard(0), Replicate())}, pool=None)")
+        other.evaluate("dump({'w': place(Shard(0), Replicate())}, pool=None)")
     for placements in ("Replicate(), Replicate()", "Replicate(), Shard(0)"):
-        back = load(other.ask(f"dump(torch.nn.Parameter(place({placements})), pool=None)"))
+        back = load(other.evaluate(f"dump(torch.nn.Parameter(place({placements})), pool=None)"))
         assert type(back) is torch.Tensor
         assert (back.tolist(), back.requires_grad) == ([0, 1, 2, 3], True)
     pending = "torch.distributed._functional_collectives.all_reduce(torch.ones(3), 'sum', mesh['dim_0'])"
-    other.ask("mesh = init_device_mesh('cpu', (2, 1), mesh_dim_names=('dim_0', 'dim_1'))")
-    assert other.ask(f"type({pending}).__name__") == "AsyncCollectiveTensor"
-    assert type(load(other.ask(f"dump({pending}, pool=None)"))) is torch.Tensor
-    other.ask("dist.destroy_process_group()")
+    other.evaluate("mesh = init_device_mesh('cpu', (2, 1), mesh_dim_names=('dim_0', 'dim_1'))")
+    assert other.evaluate(f"type({pending}).__name__") == "AsyncCollectiveTensor"
+    assert type(load(other.evaluate(f"dump({pending}, pool=None)"))) is torch.Tensor
+    other.evaluate("dist.destroy_process_group()")
 
 
 def test_a_freed_tensor_is_refused() -> None:
@@ -643,9 +643,11 @@ def test_a_module_that_is_missing_there_is_named(other: OtherProcess, tmp_path: 
 
         payload = dump([only_here.Thing()], pool=None)
         with pytest.raises(TransferError, match=r"`only_here`, .* cannot be imported .*register_pickle_by_value"):
-            other.ask("load(payload)", payload=payload)
+            other.evaluate("load(payload)", payload=payload)
         cloudpickle.register_pickle_by_value(only_here)
-        assert other.ask("type(load(payload)[0]).__name__", payload=dump([only_here.Thing()], pool=None)) == "Thing"
+        assert (
+            other.evaluate("type(load(payload)[0]).__name__", payload=dump([only_here.Thing()], pool=None)) == "Thing"
+        )
         cloudpickle.unregister_pickle_by_value(only_here)
         payload = dump(only_here.old, pool=None)
         del only_here.old
@@ -659,16 +661,16 @@ def test_a_module_that_is_missing_there_is_named(other: OtherProcess, tmp_path: 
 def test_a_tensor_for_a_process_without_torch_says_what_is_missing() -> None:
     payload = dump(torch.ones(3), pool=None)
     with OtherProcess() as light:
-        assert light.ask("load(payload)", payload=dump([1, "x"], pool=None)) == [1, "x"]
-        assert light.ask("'torch' in sys.modules") is False
-        light.ask("sys.modules['torch'] = None")  # as if it were not installed
+        assert light.evaluate("load(payload)", payload=dump([1, "x"], pool=None)) == [1, "x"]
+        assert light.evaluate("'torch' in sys.modules") is False
+        light.evaluate("sys.modules['torch'] = None")  # as if it were not installed
         with pytest.raises(TransferError, match="module `torch`, which cannot be imported"):
-            light.ask("load(payload)", payload=payload)
+            light.evaluate("load(payload)", payload=payload)
 
 
 def test_importing_it_does_not_import_torch() -> None:
     with OtherProcess() as light:
-        assert light.ask("load(dump({'a': [1]}, pool=pool)), 'torch' in sys.modules") == ({"a": [1]}, False)
+        assert light.evaluate("load(dump({'a': [1]}, pool=pool)), 'torch' in sys.modules") == ({"a": [1]}, False)
 
 
 @pytest.mark.parametrize(
@@ -708,7 +710,7 @@ def test_shared_memory_needs_a_reader(pool: SegmentPool) -> None:
 
 def test_the_memory_of_a_killed_process_is_gone(reader: SegmentReader) -> None:
     with OtherProcess() as owner:
-        payload = owner.ask("import numpy as np; dump(np.ones(100_000), pool=pool)")
+        payload = owner.evaluate("import numpy as np; dump(np.ones(100_000), pool=pool)")
         owner.kill()
         with pytest.raises(TransferError, match=f"process {owner.pid}, .* is gone"):
             load(payload, reader=reader)

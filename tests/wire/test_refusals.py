@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from meshbook.wire.refusals import Refusals
+from meshbook.wire.rate_limited_log import RateLimitedLog
 
 
 class Clock:
@@ -22,21 +22,21 @@ class Clock:
 
 def test_a_flood_of_bad_frames_is_told_in_a_few_lines_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
-    refusals = Refusals(logging.getLogger("test.refusals"), clock=clock)
+    refusals = RateLimitedLog(logging.getLogger("test.refusals"), clock=clock)
     for number in range(100_000):
-        refusals.tell("message %d was refused", number)
+        refusals.warning("message %d was refused", number)
     assert len(caplog.messages) == 10
     caplog.clear()
     clock.now += 61.0
     for number in range(100_000):
-        refusals.tell("message %d was refused", number)
+        refusals.warning("message %d was refused", number)
     assert caplog.messages == ["99990 more messages were refused meanwhile", "message 0 was refused"]
 
 
 def test_a_refusal_now_and_then_is_told_each_time(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
-    refusals = Refusals(logging.getLogger("test.refusals"), clock=clock)
+    refusals = RateLimitedLog(logging.getLogger("test.refusals"), clock=clock)
     for _ in range(10):
         clock.now += 100.0
-        refusals.tell("refused")
+        refusals.warning("refused")
     assert caplog.messages == ["refused"] * 10

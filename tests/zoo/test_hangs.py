@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from meshbook.controller.console import Console
-from meshbook.controller.looking import Why
 from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.controller.reports import Why
 from meshbook.errors import CellError, RankLost
 from tests.zoo.hangs import HANGS, Hang
 
@@ -38,7 +38,7 @@ def let_loose(mesh: Mesh, source: str, *, asks: bool = False) -> Any:
     command = mesh._session.cell_command(source, mesh.ranks, allow_input=asks, label="the cell")
     console = Console(mesh.ranks, echo=False)
     if not asks:
-        return mesh._carry_out(command, console, None, wait=False)
+        return mesh._run_command(command, console, None, wait=False)
     session = mesh._session
     source = session.request(command, on_output=console, on_input=lambda _: None)  # somebody who never answers
     return session.future(source, command, lambda finished: finished)

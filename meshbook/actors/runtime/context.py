@@ -11,24 +11,24 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from meshbook.actors.runtime.post import here
+from meshbook.actors.runtime.transport import local_transport
 from meshbook.actors.shape import Extent, Point
-from meshbook.wire.messages import ActorAddress, Address
+from meshbook.wire.messages import ActorAddress, NodeAddress
 
 if TYPE_CHECKING:
-    from meshbook.actors.runtime.cabin import Cabin
+    from meshbook.actors.runtime.runner import ActorRunner
 
-NOWHERE = Point(0, Extent((), ()))
+SINGLE_POINT = Point(0, Extent((), ()))
 
 
 @dataclass(frozen=True)
-class Home:
+class ProcMeshRef:
     """A mesh of processes as it is known everywhere: enough to spawn on it and to stop it."""
 
     name: str
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]
-    addresses: tuple[Address, ...]
+    axis_names: tuple[str, ...]
+    axis_sizes: tuple[int, ...]
+    addresses: tuple[NodeAddress, ...]
     mesh: str | None  # the Meshbook mesh behind it; None: a process that is none of a mesh's ranks
 
 
@@ -47,41 +47,41 @@ class Instance:
         name: str,
         actor_id: str,
         rank: Point,
-        home: Home | None,
+        procs_ref: ProcMeshRef | None,
         creator: ActorAddress | None,
-        cabin: Cabin | None,
+        runner: ActorRunner | None,
     ) -> None:
         self.name, self.actor_id, self.rank, self.creator = name, actor_id, rank, creator
-        self.home, self.cabin = home, cabin
+        self.procs_ref, self.runner = procs_ref, runner
 
     @property
     def proc(self) -> Any:
         """The process it lives in, as a ProcMesh of one."""
-        return _procs().this_proc()
+        return _import_procs().this_proc()
 
     @property
     def proc_mesh(self) -> Any:
         """The mesh of processes it was spawned on."""
-        return _procs().ProcMesh.of_home(self.home) if self.home is not None else self.proc
+        return _import_procs().ProcMesh.from_ref(self.procs_ref) if self.procs_ref is not None else self.proc
 
     def stop(self, reason: str = "stopped itself") -> None:
         """End this actor after the messages that it has already been sent."""
-        self._cabin().stop(reason)
+        self._require_runner().stop(reason)
 
     def abort(self, reason: str | None = None) -> None:
         """Fail: this actor ends, and whoever spawned it is told."""
-        self._cabin().abort(reason or "aborted")
+        self._require_runner().abort(reason or "aborted")
 
     kill = abort
 
-    def _cabin(self) -> Cabin:
-        if self.cabin is None:
+    def _require_runner(self) -> ActorRunner:
+        if self.runner is None:
             raise RuntimeError("this code does not run in an actor, so there is none to stop")
-        return self.cabin
+        return self.runner
 
     @property
     def address(self) -> ActorAddress:
-        return ActorAddress(here().address, self.actor_id if self.cabin is not None else "")
+        return ActorAddress(local_transport().address, self.actor_id if self.runner is not None else "")
 
     def __repr__(self) -> str:
         return f"<{self.name} {self.rank}>"
@@ -101,14 +101,16 @@ class Context:
         self.actor_instance, self.message_rank = actor_instance, message_rank
 
 
-current: ContextVar[Context] = ContextVar("meshbook_actor")
-message: ContextVar[tuple[int, int] | None] = ContextVar("meshbook_message", default=None)  # `cabin.Key` of what runs
-_outside = Context(Instance("client", "client", NOWHERE, None, None, None), NOWHERE)
+context_var: ContextVar[Context] = ContextVar("meshbook_actor")
+message_var: ContextVar[tuple[int, int] | None] = ContextVar(
+    "meshbook_message", default=None
+)  # `cabin.Key` of what runs
+_client_context = Context(Instance("client", "client", SINGLE_POINT, None, None, None), SINGLE_POINT)
 
 
 def context() -> Context:
     """The actor and the message that this code runs for."""
-    return current.get(_outside)
+    return context_var.get(_client_context)
 
 
 def current_rank() -> Point:
@@ -126,6 +128,6 @@ def current_actor_name() -> str:
     return context().actor_instance.actor_id
 
 
-def _procs() -> Any:
+def _import_procs() -> Any:
     # A floor above: who asks an actor for its processes has ProcMesh in hand anyway.
     return importlib.import_module("meshbook.actors.procs")

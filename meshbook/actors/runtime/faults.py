@@ -38,7 +38,7 @@ class ActorError(MeshbookError):
         self.exception = exception
         self.message = message
         self.ranks = tuple(ranks)
-        self.traceback = with_source(traceback) if traceback else _formatted(exception)
+        self.traceback = with_source(traceback) if traceback else _format_exception(exception)
         self.others = tuple(others)
         super().__init__(message)
 
@@ -50,22 +50,22 @@ class ActorError(MeshbookError):
     def __str__(self) -> str:
         parts = [self.message]
         for ranks, exception, text in [(self.ranks, self.exception, self.traceback), *self.others]:
-            said = str(exception)
+            summary = str(exception)
             if not isinstance(exception, RemoteFailure):
-                said = f"{type(exception).__name__}: {said}"
+                summary = f"{type(exception).__name__}: {summary}"
             if text:  # which ends with all that it says
-                said = said.partition("\n")[0]
-            parts.append(f"{name_ranks(ranks)}: {said}" if ranks else said)
+                summary = summary.partition("\n")[0]
+            parts.append(f"{name_ranks(ranks)}: {summary}" if ranks else summary)
             if text:
                 parts.append(text.rstrip())
         return "\n".join(parts)
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows: the lines of the user's that lead here, and not how an answer is waited for."""
-        shown: list[str] = _shell().InteractiveTB.structured_traceback(
-            type(self), self, _users_frames(self.__traceback__), tb_offset=0
+        lines: list[str] = _shell().InteractiveTB.structured_traceback(
+            type(self), self, _user_frames(self.__traceback__), tb_offset=0
         )
-        return shown
+        return lines
 
     def __reduce__(self) -> Any:
         return _rebuild, (self.exception, self.message, self.ranks, self.traceback, self.others)
@@ -140,11 +140,13 @@ class MeshFailure:
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-_SMALL_BYTES = 64 << 10
+_MAX_PICKLED_BYTES = 64 << 10
 _FRAME = re.compile(r'  File "([^"]+)", line (\d+)')
 
 
-def describe(error: BaseException, *, call: int, kind: str = "raised", skip: int = 0) -> messages.Failure:
+def describe_exception(
+    error: BaseException, *, call: int, kind: str = "raised", skip: int = 0
+) -> messages.ActorFailure:
     """An exception as it travels. `skip`: so many frames of the traceback are Meshbook's own."""
     frames = error.__traceback__
     while skip and frames is not None:
@@ -155,21 +157,21 @@ def describe(error: BaseException, *, call: int, kind: str = "raised", skip: int
         import cloudpickle
 
         pickled = cloudpickle.dumps(error.with_traceback(None))
-        if len(pickled) > _SMALL_BYTES:
+        if len(pickled) > _MAX_PICKLED_BYTES:
             pickled = None
     except Exception:
         pass
-    return messages.Failure(call, kind, type(error).__name__, _text_of(error), text, pickled)
+    return messages.ActorFailure(call, kind, type(error).__name__, _safe_str(error), text, pickled)
 
 
-def _text_of(error: BaseException) -> str:
+def _safe_str(error: BaseException) -> str:
     try:
         return str(error)
     except Exception:
         return "(its text cannot be made)"
 
 
-def rebuild(failure: messages.Failure) -> BaseException:
+def rebuild_exception(failure: messages.ActorFailure) -> BaseException:
     """The exception behind a failure, or one that stands for it."""
     if failure.pickled is not None:
         try:
@@ -181,34 +183,36 @@ def rebuild(failure: messages.Failure) -> BaseException:
     return RemoteFailure(f"{failure.ename}: {failure.text}" if failure.text else failure.ename)
 
 
-def error_of(failures: dict[int, messages.Failure], what: str, mesh_name: str) -> ActorError:
+def combine_failures(failures: dict[int, messages.ActorFailure], endpoint: str, mesh_name: str) -> ActorError:
     """One error for the failures of a call, by place: equal ones become one with its ranks, most ranks first."""
     groups: dict[tuple[str, str, str, str], list[int]] = {}
-    for place, failure in sorted(failures.items()):
-        groups.setdefault((failure.kind, failure.ename, failure.text, failure.traceback), []).append(place)
+    for rank, failure in sorted(failures.items()):
+        groups.setdefault((failure.kind, failure.ename, failure.text, failure.traceback), []).append(rank)
     ordered = sorted(groups.items(), key=lambda item: (item[0][0] == "raised", -len(item[1]), item[1]))
     (kind, _, text, trace), ranks = ordered[0]
     if kind != "raised":
         error_type = ActorStopped if kind == "stopped" else SupervisionError
         error = error_type(text, ranks=ranks, mesh_name=mesh_name, traceback=trace)
-        error.endpoint = what
+        error.endpoint = endpoint
         return error
     first = failures[ranks[0]]
-    others = [(tuple(places), rebuild(failures[places[0]]), key[3]) for key, places in ordered[1:]]
-    return ActorError(rebuild(first), f"{what} failed.", ranks=ranks, traceback=trace, others=others)
+    others = [
+        (tuple(other_ranks), rebuild_exception(failures[other_ranks[0]]), key[3]) for key, other_ranks in ordered[1:]
+    ]
+    return ActorError(rebuild_exception(first), f"{endpoint} failed.", ranks=ranks, traceback=trace, others=others)
 
 
-def _users_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
+def _user_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
     """Without IPython's at the beginning and Meshbook's at the end."""
     while trace is not None and _module(trace).startswith("IPython."):
         trace = trace.tb_next
-    return _without_end(trace)
+    return _drop_trailing_own_frames(trace)
 
 
-def _without_end(trace: types.TracebackType | None) -> types.TracebackType | None:
+def _drop_trailing_own_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
     if trace is None:
         return None
-    rest = _without_end(trace.tb_next)
+    rest = _drop_trailing_own_frames(trace.tb_next)
     if rest is None and _module(trace).startswith("meshbook.actors."):
         return None
     return types.TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
@@ -224,7 +228,7 @@ def with_source(text: str) -> str:
     shown = []
     for number, line in enumerate(lines):
         frame, below = _FRAME.match(line), "".join(lines[number + 1 : number + 2])
-        shown.append(line if frame is None else f"  {_place(frame[1])}, line {frame[2]}{line[frame.end():]}")
+        shown.append(line if frame is None else f"  {_format_location(frame[1])}, line {frame[2]}{line[frame.end() :]}")
         if frame and not below.startswith("    ") and (source := linecache.getline(frame[1], int(frame[2])).strip()):
             shown.append(f"    {source}")
     return "\n".join(shown)
@@ -235,12 +239,12 @@ def _shell() -> Any:
     return getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
 
 
-def _place(file: str) -> str:
+def _format_location(file: str) -> str:
     """`Cell In[3]`, or `File "…"` as in any traceback."""
     shell = _shell()
     cell = shell.compile.format_code_name(file) if shell is not None else None
     return " ".join(cell) if cell else f'File "{file}"'
 
 
-def _formatted(exception: BaseException) -> str:
+def _format_exception(exception: BaseException) -> str:
     return "".join(traceback.format_exception(exception)) if exception.__traceback__ is not None else ""

@@ -29,20 +29,20 @@ _OWN_FOLDER = str(Path(__file__).resolve().parents[2]) + "/"
 _IPYTHON_FOLDER = str(Path(sysconfig.get_paths()["purelib"]) / "IPython") + "/"
 
 # Threads that must not wait for an answer, and why: they would wait for ever, or stop everything that runs on them.
-MUST_NOT_WAIT: dict[int, str] = {}
+NON_BLOCKING_THREADS: dict[int, str] = {}
 
 
 # What Stop leaves a call to end in by itself, so that short endpoints leave their actors whole; and, when it was
 # interrupted then, what is waited for its end.
-_FINISH_S, _END_S = 0.3, 1.0
+_FINISH_GRACE_S, _INTERRUPT_GRACE_S = 0.3, 1.0
 
 # Threads that wait for an answer now: what wakes them, and where they find an error if it is not the answer that did.
-_waiting: dict[int, tuple[Any, list[BaseException]]] = {}
+_waiting_threads: dict[int, tuple[Any, list[BaseException]]] = {}
 
 
-def stop_waiting(thread: int, error: BaseException) -> bool:
+def raise_in_waiter(thread: int, error: BaseException) -> bool:
     """Have `thread` raise `error` out of the `get()` that it waits in; False: it waits in none."""
-    found = _waiting.get(thread)
+    found = _waiting_threads.get(thread)
     if found is None:
         return False
     waiter, errors = found
@@ -59,48 +59,50 @@ class Future(Generic[R]):
         "__weakref__",
         "_callbacks",
         "_error",
-        "_interrupt",
+        "_interrupt_call",
+        "_load",
+        "_load_lock",
         "_lock",
-        "_take",
-        "_unpacking",
         "_value",
         "_waiters",
+        "answering_thread",
         "label",
-        "waits_for",
     )
 
-    def __init__(self, label: str = "the call", *, waits_for: int = 0) -> None:
+    def __init__(self, label: str = "the call", *, answering_thread: int = 0) -> None:
         self.label = label
-        self.waits_for = waits_for  # a thread that has to work for the answer to come; 0: none of this process
+        self.answering_thread = (
+            answering_thread  # a thread that has to work for the answer to come; 0: none of this process
+        )
         self._lock = allocate_lock()
-        self._unpacking = allocate_lock()
-        self._take: Callable[[], R] | None = None  # set once settled
-        self._value: Any = _UNSEEN
+        self._load_lock = allocate_lock()
+        self._load: Callable[[], R] | None = None  # set once settled
+        self._value: Any = _NOT_LOADED
         self._error: BaseException | None = None
         self._waiters: list[Any] = []
         self._callbacks: list[Callable[[Future[R]], Any]] = []
-        self._interrupt: Callable[[], str] | None = None  # ends what it waits for; says what that was
+        self._interrupt_call: Callable[[], str] | None = None  # ends what it waits for; says what that was
 
     @classmethod
     def of(cls, value: R, label: str = "the call") -> Future[R]:
         """A future that is done."""
         future = cls(label)
-        future.settle(lambda: value)
+        future.resolve(lambda: value)
         return future
 
     # ---- for who delivers
 
-    def settle(self, take: Callable[[], R]) -> None:
+    def resolve(self, load: Callable[[], R]) -> None:
         """The answer is here; `take()` gives or raises it, once, for who wants it. Later answers are ignored."""
         with self._lock:
-            if self._take is not None:
+            if self._load is not None:
                 return
-            self._take = take
-            self._interrupt = None
+            self._load = load
+            self._interrupt_call = None
             waiters, self._waiters = self._waiters, []
             callbacks, self._callbacks = self._callbacks, []
         for waiter in waiters:
-            with contextlib.suppress(RuntimeError):  # `stop_waiting` did it at the same moment
+            with contextlib.suppress(RuntimeError):  # `raise_in_waiter` did it at the same moment
                 waiter.release()
         for callback in callbacks:
             try:
@@ -112,17 +114,17 @@ class Future(Generic[R]):
         def take() -> R:
             raise error
 
-        self.settle(take)
+        self.resolve(take)
 
     # ---- for who waits
 
     def done(self) -> bool:
-        return self._take is not None
+        return self._load is not None
 
     @property
     def is_awaited(self) -> bool:
         """Whether somebody waits for the answer, which is not there: in `get()`, by `await`, by a callback."""
-        return self._take is None and bool(self._waiters or self._callbacks)
+        return self._load is None and bool(self._waiters or self._callbacks)
 
     def get(self, timeout: float | None = None) -> R:
         """Wait for the answer and give it. Blocks; in an async endpoint use `await`.
@@ -137,19 +139,19 @@ class Future(Generic[R]):
             RuntimeError: waiting here would wait for ever, as on the event loop of an async actor.
             KeyboardInterrupt: Stop was pressed. If the endpoint does not end by itself in a moment, it is interrupted.
         """
-        if self._take is None:
+        if self._load is None:
             self._wait(timeout)
-        return self._unpack()
+        return self._get_loaded()
 
     result = get
 
     def _wait(self, timeout: float | None) -> None:
         if timeout is not None and timeout < 0:
             raise ValueError(f"timeout={timeout} is negative; give seconds, or None to wait")
-        me = get_ident()
-        if me in MUST_NOT_WAIT:
-            raise RuntimeError(MUST_NOT_WAIT[me])
-        if me == self.waits_for:
+        thread = get_ident()
+        if thread in NON_BLOCKING_THREADS:
+            raise RuntimeError(NON_BLOCKING_THREADS[thread])
+        if thread == self.answering_thread:
             raise RuntimeError(
                 f"{self.label} is a call of this actor to itself, and its thread is the one that would answer it: "
                 "call the method itself (self.name(…)), or do not wait"
@@ -157,19 +159,19 @@ class Future(Generic[R]):
         waiter = allocate_lock()
         waiter.acquire()
         with self._lock:
-            if self._take is not None:
+            if self._load is not None:
                 return
             self._waiters.append(waiter)
         errors: list[BaseException] = []
-        _waiting[me] = (waiter, errors)
+        _waiting_threads[thread] = (waiter, errors)
         try:
             arrived = waiter.acquire(True, -1 if timeout is None else timeout)
         except KeyboardInterrupt:
-            _waiting.pop(me, None)
-            raise stopped([self]) from None
+            _waiting_threads.pop(thread, None)
+            raise interrupt_calls([self]) from None
         finally:
-            _waiting.pop(me, None)
-        if self._take is None:
+            _waiting_threads.pop(thread, None)
+        if self._load is None:
             with self._lock, contextlib.suppress(ValueError):
                 self._waiters.remove(waiter)
             if errors:
@@ -179,17 +181,17 @@ class Future(Generic[R]):
             if not arrived:
                 raise MeshTimeout(f"{self.label} was not answered within {timeout:g} s; it goes on: get() waits again")
 
-    def _unpack(self) -> R:
-        if self._value is _UNSEEN and self._error is None:
-            with self._unpacking:
-                if self._value is _UNSEEN and self._error is None:
-                    take = self._take
-                    assert take is not None
+    def _get_loaded(self) -> R:
+        if self._value is _NOT_LOADED and self._error is None:
+            with self._load_lock:
+                if self._value is _NOT_LOADED and self._error is None:
+                    load = self._load
+                    assert load is not None
                     try:
-                        self._value = take()
+                        self._value = load()
                     except Exception as error:
                         self._error = error
-                    self._take = _taken
+                    self._load = _already_loaded
         if self._error is not None:
             raise self._error.with_traceback(None)  # of where it was made, or of who asked before
         return self._value  # type: ignore[no-any-return]
@@ -198,16 +200,16 @@ class Future(Generic[R]):
         """End the call on the actors that have not answered: a `def` endpoint gets a KeyboardInterrupt when it next
         runs Python, an async one is cancelled, one that waits in a mailbox is dropped. Does not wait; `get()` then
         raises an ActorError. What is no call of an endpoint goes on."""
-        interrupt = self._interrupt
+        interrupt = self._interrupt_call
         if interrupt is not None:
             interrupt()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What `get()` would raise, or None. Blocks."""
-        if self._take is None:
+        if self._load is None:
             self._wait(timeout)
         try:
-            self._unpack()
+            self._get_loaded()
         except Exception as error:
             return error
         return None
@@ -215,17 +217,17 @@ class Future(Generic[R]):
     def add_done_callback(self, callback: Callable[[Future[R]], Any]) -> None:
         """Call `callback(self)` once done, on the thread that delivers, where it must not wait; at once if done."""
         with self._lock:
-            if self._take is None:
+            if self._load is None:
                 self._callbacks.append(callback)
                 return
         callback(self)
 
     def __await__(self) -> Generator[Any, None, R]:
-        if self._take is None:
-            yield from self._arrival().__await__()
-        return self._unpack()
+        if self._load is None:
+            yield from self._asyncio_event().__await__()
+        return self._get_loaded()
 
-    def _arrival(self) -> asyncio.Future[None]:
+    def _asyncio_event(self) -> asyncio.Future[None]:
         loop = asyncio.get_running_loop()
         arrived: asyncio.Future[None] = loop.create_future()
 
@@ -242,13 +244,13 @@ class Future(Generic[R]):
 
     def as_asyncio(self) -> asyncio.Future[R]:
         """The same as an asyncio future of the running loop."""
-        return asyncio.ensure_future(_awaiting(self))
+        return asyncio.ensure_future(_await_future(self))
 
     def __repr__(self) -> str:
         return f"<Future: {self.label} {'is done' if self.done() else 'is running'}>"
 
 
-def stopped(futures: Sequence[Future[Any]]) -> KeyboardInterrupt:
+def interrupt_calls(futures: Sequence[Future[Any]]) -> KeyboardInterrupt:
     """Stop was pressed while these were waited for: what they run ends, by itself in a moment or else interrupted.
 
     A second press does not wait for that. Blocks for some moments.
@@ -256,59 +258,61 @@ def stopped(futures: Sequence[Future[Any]]) -> KeyboardInterrupt:
     Returns:
         What to raise: it says what became of them.
     """
-    calls = [future for future in futures if future._interrupt is not None]
+    calls = [future for future in futures if future._interrupt_call is not None]
     with contextlib.suppress(KeyboardInterrupt):
-        _wait_for_end(calls, _FINISH_S)
-    said = _interrupt(calls)
+        _wait_all(calls, _FINISH_GRACE_S)
+    interrupted = _send_interrupts(calls)
     with contextlib.suppress(KeyboardInterrupt):
-        _wait_for_end(calls if said else [], _END_S)
-    left = _interrupt(calls)
-    if left:
+        _wait_all(calls if interrupted else [], _INTERRUPT_GRACE_S)
+    still_running = _send_interrupts(calls)
+    if still_running:
         why = "it sleeps or is in C code, and ends when it next runs Python"
-        return _shown_briefly(KeyboardInterrupt(f"{left} was interrupted and goes on: {why}"))
-    return _shown_briefly(KeyboardInterrupt(*([f"{said} was interrupted"] if said else [])))
+        return _with_short_traceback(KeyboardInterrupt(f"{still_running} was interrupted and goes on: {why}"))
+    return _with_short_traceback(KeyboardInterrupt(*([f"{interrupted} was interrupted"] if interrupted else [])))
 
 
-def _shown_briefly(error: KeyboardInterrupt) -> KeyboardInterrupt:
+def _with_short_traceback(error: KeyboardInterrupt) -> KeyboardInterrupt:
     """Have IPython show where the user's code waits, and not how this does."""
 
     def render() -> list[str]:
         frames = traceback.extract_tb(error.__traceback__)
-        theirs = [frame for frame in frames if not frame.filename.startswith((_OWN_FOLDER, _IPYTHON_FOLDER))]
-        said = traceback.format_exception_only(error)
-        return "".join(["Traceback (most recent call last)\n", *traceback.format_list(theirs), *said]).splitlines()
+        user_frames = [frame for frame in frames if not frame.filename.startswith((_OWN_FOLDER, _IPYTHON_FOLDER))]
+        exception_lines = traceback.format_exception_only(error)
+        return "".join(
+            ["Traceback (most recent call last)\n", *traceback.format_list(user_frames), *exception_lines]
+        ).splitlines()
 
     error._render_traceback_ = render  # type: ignore[attr-defined]  # IPython asks the exception for it
     return error
 
 
-def _interrupt(calls: Sequence[Future[Any]]) -> str:
+def _send_interrupts(calls: Sequence[Future[Any]]) -> str:
     """Those that are open; says what they were."""
-    return "; ".join(dict.fromkeys(end() for call in calls if (end := call._interrupt) is not None))
+    return "; ".join(dict.fromkeys(interrupt() for call in calls if (interrupt := call._interrupt_call) is not None))
 
 
-def _wait_for_end(futures: Sequence[Future[Any]], seconds: float) -> None:
-    due = monotonic() + seconds
+def _wait_all(futures: Sequence[Future[Any]], seconds: float) -> None:
+    deadline = monotonic() + seconds
     for future in futures:
         arrived = threading.Event()
         future.add_done_callback(lambda _, arrived=arrived: arrived.set())  # type: ignore[misc]
-        if not arrived.wait(max(0.0, due - monotonic())):
+        if not arrived.wait(max(0.0, deadline - monotonic())):
             return
 
 
-async def _awaiting(future: Future[R]) -> R:
+async def _await_future(future: Future[R]) -> R:
     return await future
 
 
-def _taken() -> Any:
+def _already_loaded() -> Any:
     raise AssertionError("an answer is unpacked once")
 
 
-class _Unseen:
+class _NotLoaded:
     __slots__ = ()
 
 
-_UNSEEN = _Unseen()
+_NOT_LOADED = _NotLoaded()
 
 
 def as_completed(futures: Iterable[Future[R]], timeout: float | None = None) -> Iterator[Future[R]]:
@@ -322,14 +326,14 @@ def as_completed(futures: Iterable[Future[R]], timeout: float | None = None) -> 
     for future in waiting:
         future.add_done_callback(arrived.put)
     deadline = None if timeout is None else monotonic() + timeout
-    me = get_ident()
+    thread = get_ident()
     for count in range(len(waiting)):
-        if me in MUST_NOT_WAIT and arrived.empty():
-            raise RuntimeError(MUST_NOT_WAIT[me])
+        if thread in NON_BLOCKING_THREADS and arrived.empty():
+            raise RuntimeError(NON_BLOCKING_THREADS[thread])
         try:
             found = arrived.get(timeout=None if deadline is None else max(0.0, deadline - monotonic()))
         except KeyboardInterrupt:
-            raise stopped([future for future in waiting if not future.done()]) from None
+            raise interrupt_calls([future for future in waiting if not future.done()]) from None
         except Empty:
             raise MeshTimeout(f"{count} of {len(waiting)} calls were answered within {timeout:g} s") from None
         yield found

@@ -8,25 +8,25 @@ from typing import Any
 
 from meshbook.actors.runtime import futures
 
-_set_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
-_set_exception.argtypes = (ctypes.c_ulong, ctypes.py_object)
-_NOTHING = ctypes.py_object()
+_set_async_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
+_set_async_exception.argtypes = (ctypes.c_ulong, ctypes.py_object)
+_NO_EXCEPTION = ctypes.py_object()
 
 
-class _TakenBack(BaseException):
+class _PlaceholderException(BaseException):
     """In place of an exception that is not to come any more."""
 
 
-def _take_back(thread: int) -> None:
+def _cancel_async_exception(thread: int) -> None:
     """Let what was set for a thread, and has not come there yet, not come."""
-    _set_exception(thread, _NOTHING)
+    _set_async_exception(thread, _NO_EXCEPTION)
     # CPython 3.11 looks for it until some thread has had one, and a thread with a trace function, as debuggers set it,
     # would never get on from looking. So this thread has one.
     try:
-        _set_exception(threading.get_ident(), _TakenBack)
+        _set_async_exception(threading.get_ident(), _PlaceholderException)
         while True:
             pass
-    except _TakenBack:
+    except _PlaceholderException:
         pass
 
 
@@ -41,9 +41,9 @@ class Interruptible:
         self._lock = threading.Lock()
         self._key: Any = None
         self._thread = 0
-        self._struck = False
+        self._is_exception_set = False
 
-    def of(self, key: Any) -> Interruptible:
+    def section(self, key: Any) -> Interruptible:
         with self._lock:
             self._key, self._thread = key, threading.get_ident()
         return self
@@ -52,15 +52,15 @@ class Interruptible:
         pass
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self.end_section()
 
-    def close(self) -> None:
+    def end_section(self) -> None:
         """Nothing of the user's runs any more. Also for who was interrupted in the middle of this."""
         with self._lock:
             self._thread = 0
-            if self._struck:  # perhaps not yet
-                self._struck = False
-                _take_back(threading.get_ident())
+            if self._is_exception_set:  # perhaps not yet
+                self._is_exception_set = False
+                _cancel_async_exception(threading.get_ident())
 
     def interrupt(self, key: Any) -> None:
         with self._lock:
@@ -68,7 +68,7 @@ class Interruptible:
             if not thread or self._key != key:
                 return
             # In this order: a thread that does not wait yet meets the exception before it does.
-            self._struck = True
-            _set_exception(thread, KeyboardInterrupt)
-            if futures.stop_waiting(thread, KeyboardInterrupt()):
-                _take_back(thread)
+            self._is_exception_set = True
+            _set_async_exception(thread, KeyboardInterrupt)
+            if futures.raise_in_waiter(thread, KeyboardInterrupt()):
+                _cancel_async_exception(thread)

@@ -11,9 +11,9 @@ from typing import Any, Generic, TypeVar
 
 from meshbook.actors.runtime import faults
 from meshbook.actors.runtime.futures import Future
-from meshbook.actors.runtime.parcels import Parcel
-from meshbook.actors.runtime.peer import PeerGone
-from meshbook.actors.runtime.post import here
+from meshbook.actors.runtime.payloads import PendingPayload
+from meshbook.actors.runtime.peer import PeerLost
+from meshbook.actors.runtime.transport import local_transport
 from meshbook.wire import messages
 
 R = TypeVar("R")
@@ -41,18 +41,24 @@ class Port(Generic[R]):
     def _send(self, obj: Any, *, is_exception: bool) -> None:
         if self._address is None:
             return
-        post = here()
-        with contextlib.suppress(PeerGone):
-            peer = post.peer(self._address.address)
+        transport = local_transport()
+        with contextlib.suppress(PeerLost):
+            peer = transport.peer(self._address.address)
             if is_exception:
-                word: Any = faults.describe(obj, call=self._address.port, skip=1)
-                word = messages.Failure(
-                    word.call, word.kind, word.ename, word.text, word.traceback, word.pickled, self._address.rank
+                message: Any = faults.describe_exception(obj, call=self._address.port, skip=1)
+                message = messages.ActorFailure(
+                    message.call,
+                    message.kind,
+                    message.ename,
+                    message.text,
+                    message.traceback,
+                    message.pickled,
+                    self._address.rank,
                 )
             else:
-                plain, payload = post.parcels.pack(obj, (peer,), name="the message")
-                word = messages.ToPort(self._address.port, self._address.rank, plain, payload)
-            post.reply(peer, word)
+                plain, payload = transport.payloads.pack(obj, (peer,), name="the message")
+                message = messages.PortMessage(self._address.port, self._address.rank, plain, payload)
+            transport.reply(peer, message)
 
     @property
     def rank(self) -> int | None:
@@ -63,70 +69,70 @@ class Port(Generic[R]):
         return Port, (self._address,)
 
 
-class _Slot:
+class _PortQueue:
     """What has come through a port, and who waits for more. The post holds this, and not the receiver."""
 
     def __init__(self, *, once: bool) -> None:
-        self.post = here()
+        self.transport = local_transport()
         self.once = once
         self.ranked = False
         self._lock = threading.Lock()
-        self._came: deque[Parcel] = deque()
-        self._waiting: deque[weakref.ref[_Coming]] = deque()
-        self._held: set[_Coming] = set()  # of those, the ones that a callback waits for
+        self._received: deque[PendingPayload] = deque()
+        self._waiting_receives: deque[weakref.ref[_ReceiveFuture]] = deque()
+        self._pinned: set[_ReceiveFuture] = set()  # of those, the ones that a callback waits for
 
-    def next(self, receiver: PortReceiver[Any]) -> Future[Any]:
-        future = _Coming(self, receiver)
+    def next_message(self, receiver: PortReceiver[Any]) -> Future[Any]:
+        future = _ReceiveFuture(self, receiver)
         with self._lock:
-            if not self._came:
-                self._waiting.append(weakref.ref(future))
+            if not self._received:
+                self._waiting_receives.append(weakref.ref(future))
                 return future
-            parcel = self._came.popleft()
-        future.settle(lambda: self._open(parcel))
+            pending = self._received.popleft()
+        future.resolve(lambda: self._unpack(pending))
         return future
 
-    def hold(self, future: _Coming, change: int) -> None:
+    def pin(self, future: _ReceiveFuture, change: int) -> None:
         with self._lock:
-            future.num_holds += change
-            (self._held.add if future.num_holds > 0 and not future.done() else self._held.discard)(future)
+            future.num_pins += change
+            (self._pinned.add if future.num_pins > 0 and not future.done() else self._pinned.discard)(future)
 
-    def arrived(self, peer: Any, word: Any) -> bool:
-        parcel = Parcel(self.post.parcels, peer, word)
+    def on_reply(self, peer: Any, message: Any) -> bool:
+        pending = PendingPayload(self.transport.payloads, peer, message)
         future = None
         with self._lock:
-            while future is None and self._waiting:
-                future = self._waiting.popleft()()
+            while future is None and self._waiting_receives:
+                future = self._waiting_receives.popleft()()
             if future is None:
-                self._came.append(parcel)
+                self._received.append(pending)
                 return self.once
-            self._held.discard(future)
-        future.settle(lambda: self._open(parcel))
+            self._pinned.discard(future)
+        future.resolve(lambda: self._unpack(pending))
         return self.once
 
-    def lost(self, peer: Any, reason: str) -> bool:
+    def on_peer_lost(self, peer: Any, reason: str) -> bool:
         return False
 
-    def _open(self, parcel: Parcel) -> Any:
-        word = parcel.word
-        if isinstance(word, messages.Failure):
-            raise faults.rebuild(word)
-        value = parcel.open()
-        return (word.rank or 0, value) if self.ranked else value
+    def _unpack(self, pending: PendingPayload) -> Any:
+        message = pending.message
+        if isinstance(message, messages.ActorFailure):
+            raise faults.rebuild_exception(message)
+        value = pending.unpack()
+        return (message.rank or 0, value) if self.ranked else value
 
 
-class _Coming(Future[Any]):
+class _ReceiveFuture(Future[Any]):
     """The next message. Who gives up (a timeout, a cancelled `await`) must not take a message along: its slot knows it
     weakly, and firmly only while a callback or an `await` waits."""
 
-    __slots__ = ("_receiver", "_slot", "num_holds")
+    __slots__ = ("_queue", "_receiver", "num_pins")
 
-    def __init__(self, slot: _Slot, receiver: PortReceiver[Any]) -> None:
+    def __init__(self, queue: _PortQueue, receiver: PortReceiver[Any]) -> None:
         super().__init__("recv()")
-        self._slot, self._receiver = slot, receiver  # who waits keeps the receiver
-        self.num_holds = 0
+        self._queue, self._receiver = queue, receiver  # who waits keeps the receiver
+        self.num_pins = 0
 
     def add_done_callback(self, callback: Callable[[Future[Any]], Any]) -> None:
-        self._slot.hold(self, 1)
+        self._queue.pin(self, 1)
         super().add_done_callback(callback)
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -134,23 +140,23 @@ class _Coming(Future[Any]):
             return (yield from super().__await__())
         finally:
             if not self.done():
-                self._slot.hold(self, -1)
+                self._queue.pin(self, -1)
 
 
 class PortReceiver(Generic[R]):
     """The receiving end; it stays where it was opened."""
 
     def __init__(self, *, once: bool = False) -> None:
-        self._slot = _Slot(once=once)
-        self._number = self._slot.post.expect(self._slot)
+        self._queue = _PortQueue(once=once)
+        self._port_id = self._queue.transport.add_reply_handler(self._queue)
 
     @property
     def port(self) -> Port[R]:
-        return Port(messages.PortAddress(self._slot.post.address, self._number))
+        return Port(messages.PortAddress(self._queue.transport.address, self._port_id))
 
     def recv(self) -> Future[R]:
         """The next message, as a Future; several may be asked for ahead of time."""
-        return self._slot.next(self)
+        return self._queue.next_message(self)
 
     def ranked(self) -> RankedPortReceiver[R]:
         """The same receiver, giving (rank of the sender, value)."""
@@ -158,7 +164,7 @@ class PortReceiver(Generic[R]):
 
     def close(self) -> None:
         """Listen no more; what still comes is dropped."""
-        self._slot.post.forget(self._number)
+        self._queue.transport.remove_reply_handler(self._port_id)
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
@@ -170,7 +176,7 @@ class RankedPortReceiver(Generic[R]):
 
     def __init__(self, receiver: PortReceiver[R]) -> None:
         self._receiver = receiver
-        receiver._slot.ranked = True
+        receiver._queue.ranked = True
 
     def recv(self) -> Future[tuple[int, R]]:
         return self._receiver.recv()  # type: ignore[return-value]

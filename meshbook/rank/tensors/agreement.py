@@ -20,52 +20,52 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshbook.rank.tensors.calls import FUNCTIONS
+from meshbook.rank.tensors.operators import FUNCTIONS
 
 BEGIN, END = "meshbook::begin_step", "meshbook::end_step"
 
 # Steps of an engine whose end is remembered: more than the controller can have under way.
-_MAX_DONE = 4096
+_MAX_COMPLETED = 4096
 
 
 class StepRefused(RuntimeError):
     """Another rank cannot take part in this step of an optimizer."""
 
 
-class Steps:
+class StepTracker:
     """The steps of one engine on this rank."""
 
     def __init__(self) -> None:
-        self.done: deque[int] = deque(maxlen=_MAX_DONE)
-        self._whole = contextlib.ExitStack()  # what holds a Stop back, while a step runs
+        self.completed: deque[int] = deque(maxlen=_MAX_COMPLETED)
+        self._interrupt_deferral = contextlib.ExitStack()  # what holds a Stop back, while a step runs
 
-    def begin(self, hold: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._whole.close()
-        self._whole.enter_context(hold())
+    def begin(self, defer: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._interrupt_deferral.close()
+        self._interrupt_deferral.enter_context(defer())
 
     def end(self) -> None:
         """
         Raises:
             KeyboardInterrupt: a Stop came meanwhile.
         """
-        whole, self._whole = self._whole, contextlib.ExitStack()
-        whole.close()
+        deferral, self._interrupt_deferral = self._interrupt_deferral, contextlib.ExitStack()
+        deferral.close()
 
 
 # Whose operations run now: a rank has one thread that runs them.
-current: Steps | None = None
-hold: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+current_tracker: StepTracker | None = None
+defer_interrupts: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
 
-def agree(mesh: Any, fine: bool) -> bool:
+def all_ranks_ready(mesh: Any, is_ready: bool) -> bool:
     """Whether all ranks of the mesh are fine. They wait for each other."""
     if mesh is None or mesh.size() == 1:
-        return fine
-    word = torch.tensor([0 if fine else 1], dtype=torch.int32)
+        return is_ready
+    not_ready = torch.tensor([0 if is_ready else 1], dtype=torch.int32)
     groups = [dist.group.WORLD] if mesh.size() == dist.get_world_size() else mesh.get_all_groups()
     for group in groups:
-        dist.all_reduce(word, dist.ReduceOp.MAX, group=group)
-    return int(word) == 0
+        dist.all_reduce(not_ready, dist.ReduceOp.MAX, group=group)
+    return int(not_ready) == 0
 
 
 def begin_step(tensors: Sequence[torch.Tensor], mesh: Any, serial: float) -> None:
@@ -75,15 +75,15 @@ def begin_step(tensors: Sequence[torch.Tensor], mesh: Any, serial: float) -> Non
         StepRefused: another one has not.
         KeyboardInterrupt: a Stop came before all had answered.
     """
-    steps = current
-    if steps is not None:
-        steps.begin(hold)
+    tracker = current_tracker
+    if tracker is not None:
+        tracker.begin(defer_interrupts)
     try:
-        if not agree(mesh, True):
+        if not all_ranks_ready(mesh, True):
             raise StepRefused("another rank could not take part in this step of the optimizer, so no rank has taken it")
     except BaseException:
-        if steps is not None:
-            steps.end()
+        if tracker is not None:
+            tracker.end()
         raise
 
 
@@ -92,9 +92,9 @@ def end_step(serial: float) -> None:
     Raises:
         KeyboardInterrupt: a Stop came meanwhile.
     """
-    if current is not None:
-        current.done.append(int(serial))
-        current.end()
+    if current_tracker is not None:
+        current_tracker.completed.append(int(serial))
+        current_tracker.end()
 
 
 FUNCTIONS["begin_step"] = begin_step

@@ -34,7 +34,7 @@ STRATEGIES = {
 
 
 # Options that are told otherwise, and how.
-_TOLD_OTHERWISE = {
+_RESERVED_OPTIONS = {
     "module": "it is the first argument",
     "device_ids": "each rank has its own device",
     "output_device": "each rank has its own device",
@@ -49,7 +49,7 @@ _TOLD_OTHERWISE = {
     "mp_policy": 'say precision="bf16"',
     "mixed_precision": 'say precision="bf16"',
 }
-_OPTIONS_OF: dict[str, Callable[..., Any]] = {"ddp": DistributedDataParallel.__init__, "fsdp": fully_shard}
+_STRATEGY_SIGNATURES: dict[str, Callable[..., Any]] = {"ddp": DistributedDataParallel.__init__, "fsdp": fully_shard}
 
 
 def check_options(strategy: Strategy, options: Mapping[str, Any], precision: str | None) -> None:
@@ -62,18 +62,18 @@ def check_options(strategy: Strategy, options: Mapping[str, Any], precision: str
     name = ", ".join(options)
     if callable(strategy):
         raise UsageError(f"{name}: a strategy of your own gets (module, mesh); bind them to it with functools.partial")
-    function = _OPTIONS_OF.get(strategy)
+    function = _STRATEGY_SIGNATURES.get(strategy)
     if function is None:
         raise UsageError(f'{name}: strategy="{strategy}" has no options')
     known = [known for known in inspect.signature(function).parameters if known != "self"]
     for option in options:
-        reason = _TOLD_OTHERWISE.get(option) if option in known else None
+        alternative = _RESERVED_OPTIONS.get(option) if option in known else None
         if option == "mp_policy" and precision is None:
             continue
-        if reason is not None:
-            raise UsageError(f"{option} is not an option here: {reason}; or give a strategy of your own")
+        if alternative is not None:
+            raise UsageError(f"{option} is not an option here: {alternative}; or give a strategy of your own")
         if option not in known:
-            given = ", ".join(known for known in known if known not in _TOLD_OTHERWISE)
+            given = ", ".join(known for known in known if known not in _RESERVED_OPTIONS)
             raise UsageError(f'distribute and strategy="{strategy}" have no option {option}; the strategy has {given}')
 
 
@@ -83,7 +83,7 @@ def build(
     dtype: torch.dtype | None,
     mesh: DeviceMesh,
     axis: str,
-    numbers: Any,
+    rng_state: Any,
     options: Mapping[str, Any],
 ) -> nn.Module:
     """The module on this rank.
@@ -91,7 +91,7 @@ def build(
     Args:
         dtype: what forward computes in; None: what the parameters are.
         axis: over which batches are sharded.
-        numbers: state of the generator that the module's first values are drawn from.
+        rng_state: state of the generator that the module's first values are drawn from.
         options: of the strategy's class in torch.
     """
     device = (
@@ -99,15 +99,19 @@ def build(
         if mesh.device_type == "cuda"
         else torch.device("cpu")
     )
-    before = torch.get_rng_state()
-    torch.set_rng_state(numbers)
+    previous_rng_state = torch.get_rng_state()
+    torch.set_rng_state(rng_state)
     try:
-        if not isinstance(source, nn.Module) and strategy == "fsdp" and (started := _on_meta(source)) is not None:
-            module = _fsdp(started, mesh[axis], dtype, device, options)
-            torch.set_rng_state(numbers)  # what the meta device drew does not count
-            fill(module, device)
+        if (
+            not isinstance(source, nn.Module)
+            and strategy == "fsdp"
+            and (meta_module := _build_on_meta(source)) is not None
+        ):
+            module = _apply_fsdp(meta_module, mesh[axis], dtype, device, options)
+            torch.set_rng_state(rng_state)  # what the meta device drew does not count
+            materialize(module, device)
             return module
-        torch.set_rng_state(numbers)
+        torch.set_rng_state(rng_state)
         module = source if isinstance(source, nn.Module) else source()
         if not isinstance(module, nn.Module):
             raise TypeError(f"the factory gave a {type(module).__name__}, not a torch.nn.Module")
@@ -116,20 +120,20 @@ def build(
                 "this module is on the meta device and has no values; pass the function that makes it instead, or "
                 "materialise it first with module.to_empty(device='cpu') and initialise it"
             )
-        return spread(module, strategy, mesh, axis, dtype, device, options)
+        return apply_strategy(module, strategy, mesh, axis, dtype, device, options)
     finally:
-        _last_numbers.append(torch.get_rng_state())
-        torch.set_rng_state(before)
+        _rng_states_after_build.append(torch.get_rng_state())
+        torch.set_rng_state(previous_rng_state)
 
 
-_last_numbers: list[torch.Tensor] = []  # where the generator stood after the last build
+_rng_states_after_build: list[torch.Tensor] = []  # where the generator stood after the last build
 
 
-def last_numbers() -> torch.Tensor:
-    return _last_numbers.pop()
+def pop_rng_state() -> torch.Tensor:
+    return _rng_states_after_build.pop()
 
 
-def spread(
+def apply_strategy(
     module: nn.Module,
     strategy: Strategy,
     mesh: DeviceMesh,
@@ -142,62 +146,66 @@ def spread(
     if callable(strategy):
         return strategy(module.to(device), mesh) or module
     if strategy == "fsdp":
-        return _fsdp(module, mesh[axis], dtype, device, options)
+        return _apply_fsdp(module, mesh[axis], dtype, device, options)
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.data = tensor.data.to(device, copy=True)
     if strategy == "ddp":
         if not any(parameter.requires_grad for parameter in module.parameters()):
             raise ValueError("no parameter of the module requires a gradient; use strategy='replicate' for inference")
-        return ddp(module, mesh, axis, options)
+        return wrap_ddp(module, mesh, axis, options)
     if strategy == "replicate":
         return distribute_module(module, mesh)
     raise ValueError(f"there is no strategy {strategy!r}; known: {', '.join(STRATEGIES)}, or a function")
 
 
-def ddp(module: nn.Module, mesh: DeviceMesh, axis: str | int, options: Mapping[str, Any]) -> nn.Module:
+def wrap_ddp(module: nn.Module, mesh: DeviceMesh, axis: str | int, options: Mapping[str, Any]) -> nn.Module:
     """With gradients averaged of those parameters that want one now."""
     return DistributedDataParallel(module, process_group=mesh.get_group(axis), **options)
 
 
-def _fsdp(
-    module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None, device: torch.device, given: Mapping[str, Any]
+def _apply_fsdp(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    user_options: Mapping[str, Any],
 ) -> nn.Module:
-    options: dict[str, Any] = {**given, "mesh": mesh}
+    options: dict[str, Any] = {**user_options, "mesh": mesh}
     if dtype is not None:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for block in blocks_of(module):
-        _settle(block, device)
+    for block in find_blocks(module):
+        _move_to_device(block, device)
         fully_shard(block, **options)
-    _settle(module, device)
+    _move_to_device(module, device)
     fully_shard(module, **options)
     return module
 
 
-def _settle(module: nn.Module, device: torch.device) -> None:
+def _move_to_device(module: nn.Module, device: torch.device) -> None:
     """Bring to the device what is not sharded yet and has values."""
     for tensor in (*module.parameters(), *module.buffers()):
         if not isinstance(tensor, DTensor) and not tensor.is_meta and tensor.device != device:
             tensor.data = tensor.data.to(device)
 
 
-def blocks_of(module: nn.Module) -> list[nn.Module]:
+def find_blocks(module: nn.Module) -> list[nn.Module]:
     """The repeated parts of a model, outermost first: siblings of one class with parameters of the same names and
     shapes, at least two of them, each with submodules of its own."""
     found: list[nn.Module] = []
     groups: dict[Any, list[nn.Module]] = {}
     for child in module.children():
-        groups.setdefault(_kind(child), []).append(child)
+        groups.setdefault(_block_signature(child), []).append(child)
     for group in groups.values():
         if len(group) >= 2 and any(True for _ in group[0].children()) and any(True for _ in group[0].parameters()):
             found.extend(group)
         else:
             for child in group:
-                found.extend(blocks_of(child))
+                found.extend(find_blocks(child))
     return found
 
 
-def _kind(module: nn.Module) -> Any:
+def _block_signature(module: nn.Module) -> Any:
     shapes = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in module.named_parameters())
     return type(module), shapes
 
@@ -206,18 +214,18 @@ def _kind(module: nn.Module) -> Any:
 # From the meta device
 
 
-class _Fills(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _FillObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes whether somebody other than torch's own modules fills tensors."""
 
-    by_others = False
+    filled_by_user_code = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments):
-            self.by_others = self.by_others or not _in_reset()
+            self.filled_by_user_code = self.filled_by_user_code or not _is_in_reset_parameters()
         return func(*args, **(kwargs or {}))
 
 
-def _in_reset() -> bool:
+def _is_in_reset_parameters() -> bool:
     frame: Any = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_name in ("reset_parameters", "_reset_parameters") and "self" in frame.f_locals:
@@ -226,11 +234,11 @@ def _in_reset() -> bool:
     return False
 
 
-def _on_meta(factory: Callable[[], nn.Module]) -> nn.Module | None:
+def _build_on_meta(factory: Callable[[], nn.Module]) -> nn.Module | None:
     """What the factory makes on the meta device, if its first values can be told from its parts; else None."""
-    fills = _Fills()  # type: ignore[no-untyped-call]
+    observer = _FillObserver()  # type: ignore[no-untyped-call]
     try:
-        with torch.device("meta"), fills:
+        with torch.device("meta"), observer:
             module = factory()
     except Exception:  # it wants values while it is built; built whole, it either works or tells its own error
         return None
@@ -238,19 +246,19 @@ def _on_meta(factory: Callable[[], nn.Module]) -> nn.Module | None:
         return None
     if callable(getattr(module, "init_weights", None)):  # torchtitan's word: fills everything
         return module
-    whole = {id(parameter) for parameter in module.parameters()}
-    if fills.by_others or len(whole) != len(list(module.named_parameters(remove_duplicate=False))):
+    parameter_ids = {id(parameter) for parameter in module.parameters()}
+    if observer.filled_by_user_code or len(parameter_ids) != len(list(module.named_parameters(remove_duplicate=False))):
         return None
-    return module if all(map(_fills_itself, module.modules())) else None
+    return module if all(map(_can_reset_itself, module.modules())) else None
 
 
-def _fills_itself(module: nn.Module) -> bool:
-    loose = any(isinstance(value, torch.Tensor) for value in vars(module).values())
-    own = any(value is not None for value in (*module._parameters.values(), *module._buffers.values()))
-    return not loose and (not own or callable(getattr(module, "reset_parameters", None)))
+def _can_reset_itself(module: nn.Module) -> bool:
+    has_loose_tensor = any(isinstance(value, torch.Tensor) for value in vars(module).values())
+    has_own_tensor = any(value is not None for value in (*module._parameters.values(), *module._buffers.values()))
+    return not has_loose_tensor and (not has_own_tensor or callable(getattr(module, "reset_parameters", None)))
 
 
-def fill(module: nn.Module, device: torch.device) -> None:
+def materialize(module: nn.Module, device: torch.device) -> None:
     """Give a spread module on the meta device its first values, one submodule at a time.
 
     Each submodule draws its values whole, in the order in which one process would have, and keeps its shards.
@@ -260,43 +268,51 @@ def fill(module: nn.Module, device: torch.device) -> None:
         with torch.no_grad():
             init()
         return
-    for part in module.modules():
-        own = {name: value for name, value in (*part._parameters.items(), *part._buffers.items()) if value is not None}
-        if not own:
+    for submodule in module.modules():
+        own_tensors = {
+            name: value
+            for name, value in (*submodule._parameters.items(), *submodule._buffers.items())
+            if value is not None
+        }
+        if not own_tensors:
             continue
-        whole = object.__new__(type(part))  # a copy; FSDP2's classes would call __init__ for it
-        whole.__dict__ = dict(part.__dict__)
-        whole._modules = {}
-        whole._parameters = {name: _empty(value) for name, value in part._parameters.items()}
-        whole._buffers = {name: None if value is None else _blank(value) for name, value in part._buffers.items()}
-        whole.reset_parameters()  # type: ignore[operator]
+        full_copy = object.__new__(type(submodule))  # a copy; FSDP2's classes would call __init__ for it
+        full_copy.__dict__ = dict(submodule.__dict__)
+        full_copy._modules = {}
+        full_copy._parameters = {name: _empty_parameter(value) for name, value in submodule._parameters.items()}
+        full_copy._buffers = {
+            name: None if value is None else _empty_on_cpu(value) for name, value in submodule._buffers.items()
+        }
+        full_copy.reset_parameters()  # type: ignore[operator]
         with torch.no_grad():
-            for name, value in own.items():
-                drawn = whole._parameters.get(name)
-                _keep(value, drawn if drawn is not None else whole._buffers[name])
+            for name, value in own_tensors.items():
+                drawn = full_copy._parameters.get(name)
+                _store_own_shard(value, drawn if drawn is not None else full_copy._buffers[name])
 
 
-def _empty(parameter: nn.Parameter | None) -> nn.Parameter | None:
-    return None if parameter is None else nn.Parameter(_blank(parameter), parameter.requires_grad)
+def _empty_parameter(parameter: nn.Parameter | None) -> nn.Parameter | None:
+    return None if parameter is None else nn.Parameter(_empty_on_cpu(parameter), parameter.requires_grad)
 
 
-def _blank(tensor: torch.Tensor) -> torch.Tensor:
+def _empty_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
-def _keep(mine: torch.Tensor, drawn: torch.Tensor | None) -> None:
+def _store_own_shard(target: torch.Tensor, drawn: torch.Tensor | None) -> None:
     assert drawn is not None
-    if isinstance(mine, DTensor):
-        shard = distribute_tensor(drawn.detach().to(mine.device), mine.device_mesh, mine.placements, src_data_rank=None)
-        mine.to_local().copy_(shard.to_local())
+    if isinstance(target, DTensor):
+        own_shard = distribute_tensor(
+            drawn.detach().to(target.device), target.device_mesh, target.placements, src_data_rank=None
+        )
+        target.to_local().copy_(own_shard.to_local())
     else:
-        mine.copy_(drawn)
+        target.copy_(drawn)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def averages(module: nn.Module) -> bool:
+def averages_gradients(module: nn.Module) -> bool:
     """Whether it averages gradients over the ranks that have other rows."""
     return isinstance(module, (FSDPModule, DistributedDataParallel))
 
@@ -304,7 +320,7 @@ def averages(module: nn.Module) -> bool:
 def runs_locally(module: nn.Module, mesh: DeviceMesh) -> bool:
     """Whether its forward takes and gives this rank's own plain tensors; else DTensors of the whole mesh."""
     meshes = {tensor.device_mesh for tensor in module.parameters() if isinstance(tensor, DTensor)}
-    return averages(module) or meshes != {mesh}
+    return averages_gradients(module) or meshes != {mesh}
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
@@ -323,8 +339,8 @@ def as_dtensor(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
         return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
     if tensor.device_mesh == mesh:
         return tensor
-    known = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True))
-    places = [known.get(name, Replicate()) for name in mesh.mesh_dim_names or ()]
+    placement_of_axis = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True))
+    placements = [placement_of_axis.get(name, Replicate()) for name in mesh.mesh_dim_names or ()]
     return DTensor.from_local(
-        tensor.to_local(), mesh, places, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        tensor.to_local(), mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )

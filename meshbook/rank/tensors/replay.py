@@ -21,32 +21,39 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from meshbook.rank.tensors import engine
 from meshbook.rank.tensors.agreement import BEGIN, END
-from meshbook.rank.tensors.calls import FUNCTIONS, Sent
-from meshbook.rank.tensors.engine import Template
-from meshbook.rank.tensors.lowering import FILE, CannotLower, Lowered, Lowering, is_same_number, settled
+from meshbook.rank.tensors.engine import CompiledTemplate
+from meshbook.rank.tensors.lowering import (
+    GENERATED_FILE,
+    CannotLower,
+    Lowered,
+    Lowering,
+    is_same_number,
+    wait_local_tensor,
+)
+from meshbook.rank.tensors.operators import FUNCTIONS, TemplateMessage
 from meshbook.wire.messages import Frame
 
 # Functions of ours that are islands: a module, what waits for its collective by other means than an operation, and what
 # comes from elsewhere.
-_AS_THEY_ARE = ("meshbook::module", "meshbook::slice_local", "meshbook::fed", "meshbook::set_modes", BEGIN, END)
+_OPAQUE_FUNCTIONS = ("meshbook::module", "meshbook::slice_local", "meshbook::fed", "meshbook::set_modes", BEGIN, END)
 
 # Lowering anew because other numbers turned out to vary; a step that still differs is replayed one by one.
-_MAX_TRIES = 4
+_MAX_LOWERINGS = 4
 
 
 @dataclass(frozen=True)
-class Step:
+class RecordedOp:
     """One operation of a tape."""
 
     template: int
-    ins: tuple[int, ...]  # places among the tape's values: its inputs first, then what operations made, in order
-    outs: tuple[int, ...]
+    inputs: tuple[int, ...]  # places among the tape's values: its inputs first, then what operations made, in order
+    outputs: tuple[int, ...]
     first_float: int
     num_floats: int
 
 
 @dataclass(frozen=True)
-class Tape:
+class RecordedStep:
     """A recorded step, as it travels.
 
     Attributes:
@@ -59,150 +66,157 @@ class Tape:
 
     key: str
     num_inputs: int
-    steps: tuple[Step, ...]
-    bodies: dict[int, bytes]
+    ops: tuple[RecordedOp, ...]
+    template_bodies: dict[int, bytes]
     results: tuple[int, ...]
-    lines: tuple[Frame | None, ...] = ()
-    merge: bool = True
+    frames: tuple[Frame | None, ...] = ()
+    can_merge: bool = True
 
 
 @dataclass
-class Player:
+class StepReplayer:
     """A tape on this rank."""
 
-    tape: Tape
+    recorded: RecordedStep
     mesh: Any
     device: torch.device
-    templates: dict[int, Template] = field(default_factory=dict)
+    templates: dict[int, CompiledTemplate] = field(default_factory=dict)
     lowered: Lowered | None = None
-    why_not: str | None = None  # it could not be lowered
-    floats: list[float] = field(default_factory=list)  # as they were when it was
-    fixed: tuple[int, ...] = ()  # floats that must be as they were
-    specs: list[Any] = field(default_factory=list)  # of the results; None for a plain tensor
-    islands: set[int] = field(default_factory=set)  # operations that are called as they are
-    num_tries: int = 0
-    num_played: int = 0
+    lowering_failure: str | None = None  # it could not be lowered
+    lowered_floats: list[float] = field(default_factory=list)  # as they were when it was
+    constant_floats: tuple[int, ...] = ()  # floats that must be as they were
+    result_specs: list[Any] = field(default_factory=list)  # of the results; None for a plain tensor
+    opaque_ops: set[int] = field(default_factory=set)  # operations that are called as they are
+    num_lowerings: int = 0
+    num_replayed: int = 0
 
     def __post_init__(self) -> None:
-        for number, body in self.tape.bodies.items():
-            sent: Sent = pickle.loads(body)
-            self.templates[number] = Template(sent, self.mesh, self.device)
-        for index, step in enumerate(self.tape.steps):
-            template = self.templates[step.template]
-            if template.seeded or template.default is not None or template.name.startswith(_AS_THEY_ARE):
-                self.islands.add(index)
+        for number, body in self.recorded.template_bodies.items():
+            message: TemplateMessage = pickle.loads(body)
+            self.templates[number] = CompiledTemplate(message, self.mesh, self.device)
+        for index, op in enumerate(self.recorded.ops):
+            template = self.templates[op.template]
+            if template.seeded or template.default_dtype is not None or template.name.startswith(_OPAQUE_FUNCTIONS):
+                self.opaque_ops.add(index)
 
-    def play(self, inputs: Sequence[torch.Tensor], floats: Sequence[float]) -> list[torch.Tensor]:
+    def run(self, inputs: Sequence[torch.Tensor], floats: Sequence[float]) -> list[torch.Tensor]:
         """One step."""
-        self.num_played += 1
+        self.num_replayed += 1
         lowered = self.lowered
-        if lowered is not None and self._differ(floats):
+        if lowered is not None and self._have_constants_changed(floats):
             lowered = self.lowered = None
         if lowered is None:
-            if self.why_not is None and self.num_tries < _MAX_TRIES:
-                return self._lower(inputs, floats)
-            return self._one_by_one(inputs, floats)
-        locals_ = [settled(tensor) for tensor in inputs]
+            if self.lowering_failure is None and self.num_lowerings < _MAX_LOWERINGS:
+                return self._run_and_lower(inputs, floats)
+            return self._run_op_by_op(inputs, floats)
+        locals_ = [wait_local_tensor(tensor) for tensor in inputs]
         try:
             results = lowered.run(locals_, floats)
         except Exception as error:
-            raise self._told(error, lowered.step_of(error)) from error
+            raise self._annotate_error(error, lowered.op_index_of(error)) from error
         return [
             result if spec is None else DTensor(result, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-            for result, spec in zip(results, self.specs, strict=True)
+            for result, spec in zip(results, self.result_specs, strict=True)
         ]
 
-    def _differ(self, floats: Sequence[float]) -> bool:
+    def _have_constants_changed(self, floats: Sequence[float]) -> bool:
         """Whether a number that was taken for constant is another; its operation is not looked into any more."""
-        changed = [slot for slot in self.fixed if not is_same_number(floats[slot], self.floats[slot])]
-        for index, step in enumerate(self.tape.steps if changed else ()):
-            if any(step.first_float <= slot < step.first_float + step.num_floats for slot in changed):
-                self.islands.add(index)
+        changed = [slot for slot in self.constant_floats if not is_same_number(floats[slot], self.lowered_floats[slot])]
+        for index, op in enumerate(self.recorded.ops if changed else ()):
+            if any(op.first_float <= slot < op.first_float + op.num_floats for slot in changed):
+                self.opaque_ops.add(index)
         return bool(changed)
 
     # ---- one operation after the other
 
-    def _one_by_one(self, inputs: Sequence[torch.Tensor], floats: Sequence[float]) -> list[torch.Tensor]:
+    def _run_op_by_op(self, inputs: Sequence[torch.Tensor], floats: Sequence[float]) -> list[torch.Tensor]:
         values = dict(enumerate(inputs))
-        for index, step in enumerate(self.tape.steps):
+        for index, op in enumerate(self.recorded.ops):
             try:
-                self._run(step, values, floats)
+                self._run_op(op, values, floats)
             except Exception as error:
-                raise self._told(error, index) from error
-        return [values[place] for place in self.tape.results]
+                raise self._annotate_error(error, index) from error
+        return [values[index_of_value] for index_of_value in self.recorded.results]
 
-    def _run(self, step: Step, values: dict[int, Any], floats: Sequence[float]) -> None:
-        self._do(step, [values[place] for place in step.ins], floats, values)
+    def _run_op(self, op: RecordedOp, values: dict[int, Any], floats: Sequence[float]) -> None:
+        self._call_op(op, [values[index] for index in op.inputs], floats, values)
 
-    def _do(self, step: Step, ins: list[Any], floats: Sequence[float], values: dict[int, Any]) -> None:
-        template = self.templates[step.template]
-        own = floats[step.first_float : step.first_float + step.num_floats]
-        args, kwargs = template.build(ins, own)
-        result = _seeded(template, args, kwargs, int(own[-1])) if template.seeded else template.call(*args, **kwargs)
+    def _call_op(self, op: RecordedOp, inputs: list[Any], floats: Sequence[float], values: dict[int, Any]) -> None:
+        template = self.templates[op.template]
+        own_floats = floats[op.first_float : op.first_float + op.num_floats]
+        args, kwargs = template.build_args(inputs, own_floats)
+        result = (
+            _call_seeded(template, args, kwargs, int(own_floats[-1]))
+            if template.seeded
+            else template.call(*args, **kwargs)
+        )
         if template.num_new:
             if template.returns == "one":
-                values[step.outs[0]] = result
+                values[op.outputs[0]] = result
             else:
-                for place, index in zip(step.outs, template.new, strict=True):
-                    values[place] = result[index]
+                for index_of_value, index in zip(op.outputs, template.new_outputs, strict=True):
+                    values[index_of_value] = result[index]
 
     # ---- lowering
 
-    def _lower(self, inputs: Sequence[torch.Tensor], floats: Sequence[float]) -> list[torch.Tensor]:
+    def _run_and_lower(self, inputs: Sequence[torch.Tensor], floats: Sequence[float]) -> list[torch.Tensor]:
         """Run the step once, watched; what it gives is as good as any."""
-        self.num_tries += 1
-        inputs = _apart(inputs)
+        self.num_lowerings += 1
+        inputs = _with_distinct_locals(inputs)
         values = dict(enumerate(inputs))
-        lowering = Lowering([settled(tensor) for tensor in inputs])
+        lowering = Lowering([wait_local_tensor(tensor) for tensor in inputs])
         with lowering:
-            for index, step in enumerate(self.tape.steps):
-                own = floats[step.first_float : step.first_float + step.num_floats]
+            for index, op in enumerate(self.recorded.ops):
+                own_floats = floats[op.first_float : op.first_float + op.num_floats]
                 try:
-                    with lowering.operation(index, step.first_float, own):
-                        if index in self.islands:
-                            self._island(lowering, step, values, floats)
+                    with lowering.operation(index, op.first_float, own_floats):
+                        if index in self.opaque_ops:
+                            self._run_opaque(lowering, op, values, floats)
                         else:
-                            self._run(step, values, floats)
+                            self._run_op(op, values, floats)
                 except Exception as error:
-                    raise self._told(error, index) from error
-            results = [values[place] for place in self.tape.results]
-            pieces = [settled(result) for result in results]
+                    raise self._annotate_error(error, index) from error
+            results = [values[index_of_value] for index_of_value in self.recorded.results]
+            pieces = [wait_local_tensor(result) for result in results]
         lowered = None
         try:
-            lowered = lowering.compile(pieces, merge=self.tape.merge)
+            lowered = lowering.compile(pieces, merge=self.recorded.can_merge)
         except CannotLower as error:
-            self.why_not = str(error)
-        if not self._all_say(-1 if lowered is None else zlib.crc32(repr(lowered.order).encode())):
-            lowered, self.why_not = None, self.why_not or "ranks would come to their collectives in different orders"
+            self.lowering_failure = str(error)
+        if not self._do_all_ranks_agree(-1 if lowered is None else zlib.crc32(repr(lowered.collective_order).encode())):
+            lowered, self.lowering_failure = (
+                None,
+                self.lowering_failure or "ranks would come to their collectives in different orders",
+            )
         if lowered is None:
             return results
-        self.lowered, self.floats = lowered, list(floats)
-        self.fixed = tuple(slot for slot in range(len(floats)) if slot not in lowered.free)
-        self.specs = [result._spec if isinstance(result, DTensor) else None for result in results]
+        self.lowered, self.lowered_floats = lowered, list(floats)
+        self.constant_floats = tuple(slot for slot in range(len(floats)) if slot not in lowered.variable_floats)
+        self.result_specs = [result._spec if isinstance(result, DTensor) else None for result in results]
         return results
 
-    def _all_say(self, mark: int) -> bool:
+    def _do_all_ranks_agree(self, checksum: int) -> bool:
         """Whether all ranks have the same mark, which is one of success. They wait for each other."""
         if self.mesh is None:
-            return mark >= 0
-        ends = torch.tensor([mark, -mark], device=self.device)
+            return checksum >= 0
+        ends = torch.tensor([checksum, -checksum], device=self.device)
         for axis in range(self.mesh.ndim):
             dist.all_reduce(ends, dist.ReduceOp.MAX, group=self.mesh.get_group(axis))
         greatest, least = ends.tolist()
-        return mark >= 0 and greatest == -least
+        return checksum >= 0 and greatest == -least
 
-    def _island(self, lowering: Lowering, step: Step, values: dict[int, Any], floats: Sequence[float]) -> None:
-        template = self.templates[step.template]
-        ins = [values[place] for place in step.ins]
-        specs = [tensor._spec if isinstance(tensor, DTensor) else None for tensor in ins]
-        pieces = [settled(tensor) for tensor in ins]
-        made: dict[int, Any] = {}
+    def _run_opaque(self, lowering: Lowering, op: RecordedOp, values: dict[int, Any], floats: Sequence[float]) -> None:
+        template = self.templates[op.template]
+        inputs = [values[index] for index in op.inputs]
+        specs = [tensor._spec if isinstance(tensor, DTensor) else None for tensor in inputs]
+        pieces = [wait_local_tensor(tensor) for tensor in inputs]
+        results: dict[int, Any] = {}
         with _disable_current_modes():
-            self._do(step, ins, floats, made)
-        values.update(made)
+            self._call_op(op, inputs, floats, results)
+        values.update(results)
 
         def call(locals_: Sequence[torch.Tensor], own: Sequence[float]) -> list[torch.Tensor]:
-            again: Any = (
+            wrapped: Any = (
                 locals_
                 if template.name == BEGIN
                 else [
@@ -210,45 +224,45 @@ class Player:
                     for local, spec in zip(locals_, specs, strict=True)
                 ]
             )
-            fresh: dict[int, Any] = {}
-            moved = Step(step.template, step.ins, step.outs, 0, step.num_floats)
-            self._do(moved, again, own, fresh)
-            return [settled(fresh[place]) for place in step.outs]
+            new_results: dict[int, Any] = {}
+            shifted_op = RecordedOp(op.template, op.inputs, op.outputs, 0, op.num_floats)
+            self._call_op(shifted_op, wrapped, own, new_results)
+            return [wait_local_tensor(new_results[index]) for index in op.outputs]
 
         with _disable_current_modes():
-            outs = [settled(values[place]) for place in step.outs]
-        lowering.island(call, pieces, outs)
+            outs = [wait_local_tensor(values[index]) for index in op.outputs]
+        lowering.opaque_call(call, pieces, outs)
 
-    def _told(self, error: Exception, index: int | None) -> Exception:
+    def _annotate_error(self, error: Exception, index: int | None) -> Exception:
         if index is None:
             return error
-        step = self.tape.steps[index]
-        at = self.tape.lines[index] if index < len(self.tape.lines) else None
-        line = f", issued at {os.path.basename(at.file)}:{at.line}" if at is not None else ""
-        error.add_note(f"in operation {index} of the recorded step, {self.templates[step.template].name}{line}")
+        op = self.recorded.ops[index]
+        frame = self.recorded.frames[index] if index < len(self.recorded.frames) else None
+        line = f", issued at {os.path.basename(frame.file)}:{frame.line}" if frame is not None else ""
+        error.add_note(f"in operation {index} of the recorded step, {self.templates[op.template].name}{line}")
         return error
 
-    def told(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """How it is played, as plain data."""
         lowered = self.lowered
         return {
-            "played": self.num_played,
-            "tries": self.num_tries,
+            "played": self.num_replayed,
+            "tries": self.num_lowerings,
             "lowered": lowered is not None,
-            "why_not": self.why_not,
+            "why_not": self.lowering_failure,
             "lines": lowered.num_ops if lowered else None,
-            "merged": list(lowered.merged) if lowered else [],
-            "islands": len(self.islands),
+            "merged": list(lowered.bucket_sizes) if lowered else [],
+            "islands": len(self.opaque_ops),
         }
 
 
-def _apart(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _with_distinct_locals(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The inputs, each with a local tensor object of its own, by which a `Lowering` knows it: the next call's may be
     different tensors where this one's are two views of one (`x` and `x.as_local()`)."""
     seen: set[int] = set()
     found = []
     for tensor in inputs:
-        local = settled(tensor)
+        local = wait_local_tensor(tensor)
         if id(local) in seen:
             local = local.detach()
             tensor = DTensor(local, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else local  # type: ignore[no-untyped-call]
@@ -257,58 +271,62 @@ def _apart(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return found
 
 
-PLAYERS: dict[str, Player] = {}
+REPLAYERS: dict[str, StepReplayer] = {}
 
 # The one that plays now: a rank has one thread that runs operations.
-_playing: Player | None = None
+_current_replayer: StepReplayer | None = None
 
 
-def replay(mesh: Any, device: torch.device, tape: bytes, key: str, *numbers: Any) -> Any:
+def replay(mesh: Any, device: torch.device, payload: bytes, key: str, *operands: Any) -> Any:
     """A recorded step, as an operation.
 
     Args:
-        numbers: the step's inputs, then its floats.
+        operands: the step's inputs, then its floats.
     """
-    global _playing
-    player = PLAYERS.get(key)
-    if player is None:
-        player = PLAYERS[key] = Player(pickle.loads(tape), mesh, device)
-    _playing = player
-    count = player.tape.num_inputs
-    return player.play(numbers[:count], numbers[count:])
+    global _current_replayer
+    replayer = REPLAYERS.get(key)
+    if replayer is None:
+        replayer = REPLAYERS[key] = StepReplayer(pickle.loads(payload), mesh, device)
+    _current_replayer = replayer
+    count = replayer.recorded.num_inputs
+    return replayer.run(operands[:count], operands[count:])
 
 
-def _under_way(generated_line: int) -> tuple[str, Frame | None]:
-    """See `engine.GENERATED`."""
-    player = _playing
-    index = player.lowered.steps.get(generated_line) if player is not None and player.lowered is not None else None
-    if player is None or index is None or index >= len(player.tape.lines):
+def _current_op(generated_line: int) -> tuple[str, Frame | None]:
+    """See `engine.GENERATED_CODE`."""
+    replayer = _current_replayer
+    index = (
+        replayer.lowered.op_index_by_line.get(generated_line)
+        if replayer is not None and replayer.lowered is not None
+        else None
+    )
+    if replayer is None or index is None or index >= len(replayer.recorded.frames):
         return "a recorded step", None
-    name = engine.plain_name(player.templates[player.tape.steps[index].template].name)
-    return f"{name} of a recorded step", player.tape.lines[index]
+    name = engine.display_name(replayer.templates[replayer.recorded.ops[index].template].name)
+    return f"{name} of a recorded step", replayer.recorded.frames[index]
 
 
 def forget_replay(key: str) -> None:
-    PLAYERS.pop(key, None)
+    REPLAYERS.pop(key, None)
 
 
-def _drop(client: str) -> None:
-    for key in [key for key in list(PLAYERS) if key.partition("|")[0] == client]:
-        PLAYERS.pop(key, None)
+def _drop_client(client: str) -> None:
+    for key in [key for key in list(REPLAYERS) if key.partition("|")[0] == client]:
+        REPLAYERS.pop(key, None)
 
 
-engine.ON_DROP.append(_drop)
+engine.ON_CLIENT_DROPPED.append(_drop_client)
 
 
-def players() -> dict[str, dict[str, Any]]:
-    return {key: player.told() for key, player in PLAYERS.items()}
+def describe_replayers() -> dict[str, dict[str, Any]]:
+    return {key: replayer.describe() for key, replayer in REPLAYERS.items()}
 
 
-engine.GENERATED[FILE] = _under_way
+engine.GENERATED_CODE[GENERATED_FILE] = _current_op
 FUNCTIONS["replay"] = replay
 FUNCTIONS["forget_replay"] = forget_replay
 
 
-def _seeded(template: Template, args: Any, kwargs: Any, seed: int) -> Any:
-    call: Callable[..., Any] = engine._seeded
+def _call_seeded(template: CompiledTemplate, args: Any, kwargs: Any, seed: int) -> Any:
+    call: Callable[..., Any] = engine._call_seeded
     return call(template, args, kwargs, seed, None)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from meshbook.wire.messages.actors import *
 from meshbook.wire.messages.core import *
-from meshbook.wire.messages.looking import *
+from meshbook.wire.messages.monitoring import *
 from meshbook.wire.messages.store import *
 from meshbook.wire.messages.tensors import *
 
@@ -30,21 +30,21 @@ ClientCommand = (
     | DeleteNames
     | Complete
     | Inspect
-    | Peek
+    | PreviewNames
     | OpenActors
     | Release
     | Interrupt
-    | ReplyInput
+    | InputReply
     | KillRanks
-    | AskStatus
-    | AskLogs
-    | AskHistory
+    | QueryStatus
+    | QueryLogs
+    | QueryHistory
     | StopMesh
     | Detach
     | Ping
     | SetOrphanTtl
     | TakeSnapshots
-    | Watch
+    | Subscribe
 )
 HostCommand = (
     StartRanks
@@ -57,19 +57,19 @@ HostCommand = (
     | DeleteNames
     | Complete
     | Inspect
-    | Peek
+    | PreviewNames
     | OpenActors
     | Release
     | Interrupt
-    | ReplyInput
+    | InputReply
     | KillRanks
-    | AskLogs
-    | Unblock
-    | AskPositions
-    | HoldGroups
-    | GroupsChecked
+    | QueryLogs
+    | AbortCollectives
+    | QueryPositions
+    | HoldCollectives
+    | ResumeCollectives
     | RanksLeft
-    | Conclude
+    | EndCall
     | Exit
     | TakeSnapshots
 )
@@ -83,14 +83,14 @@ RankCommand = (
     | DeleteNames
     | Complete
     | Inspect
-    | Peek
+    | PreviewNames
     | OpenActors
     | Release
-    | ReplyInput
-    | Unblock
-    | AskPositions
-    | HoldGroups
-    | GroupsChecked
+    | InputReply
+    | AbortCollectives
+    | QueryPositions
+    | HoldCollectives
+    | ResumeCollectives
     | RanksLeft
     | Interrupt
     | Exit
@@ -98,51 +98,51 @@ RankCommand = (
 )
 RankReport = (
     RankReady
-    | RankEnding
-    | RankSaid
+    | RankExiting
+    | RankOutput
     | RankFinished
-    | RankAnswered
-    | RankAsked
-    | RankBeat
+    | RankReply
+    | RankInputRequest
+    | RankHeartbeat
     | ServiceFailed
-    | SnapshotTaken
+    | RankSnapshotReply
 )
 HostReport = (
     HostReady
     | HostFailed
-    | HostBeat
+    | HostHeartbeat
     | RankReady
     | RankExited
-    | RankBeat
+    | RankHeartbeat
     | CallOutput
     | CallFinished
     | CallProgressed
     | RanksStuck
-    | InputRequested
-    | Answered
-    | Segments
-    | SnapshotsTaken
+    | InputRequest
+    | CommandReply
+    | SegmentsReleased
+    | SnapshotReply
 )
 SupervisorReport = (
     Welcome
     | MeshReady
-    | RanksChanged
+    | MeshChanged
     | MeshStopped
     | CallOutput
     | CallFinished
     | CallProgressed
     | RanksStuck
-    | InputRequested
-    | Answered
+    | InputRequest
+    | CommandReply
     | Refused
-    | Segments
-    | SnapshotsTaken
-    | Watched
+    | SegmentsReleased
+    | SnapshotReply
+    | MeshUpdate
     | Pong
 )
 AnyMessage = ClientCommand | HostCommand | RankReport | HostReport | SupervisorReport | StoreCommand
 
 
 # Commands that a rank's main thread carries out, one at a time, in the order sent; the rest is the service thread's.
-MAIN_THREAD = (FormGroups, RunCell, RunOps, CallFunction, Evaluate, SetNames, DeleteNames)
-QUESTIONS = (Complete, Inspect, Peek, OpenActors)
+MAIN_THREAD_COMMANDS = (FormGroups, RunCell, RunOps, CallFunction, Evaluate, SetNames, DeleteNames)
+QUERIES = (Complete, Inspect, PreviewNames, OpenActors)

@@ -19,11 +19,11 @@ class OpenActors(Message):
     ranks: Ranks
 
 
-class PeerWord(Struct, tag=True, array_like=True, frozen=True, gc=False):
+class ActorMessage(Struct, tag=True, array_like=True, frozen=True, gc=False):
     """What processes with actors say to each other."""
 
 
-class Address(Struct, array_like=True, frozen=True, gc=False):
+class NodeAddress(Struct, array_like=True, frozen=True, gc=False):
     """A process with actors, or one that calls them."""
 
     node: str  # random, made by the process; its socket's name
@@ -32,58 +32,58 @@ class Address(Struct, array_like=True, frozen=True, gc=False):
 
 
 class ActorAddress(Struct, array_like=True, frozen=True, gc=False):
-    address: Address
+    address: NodeAddress
     actor: str  # its id; "": the process itself, outside any actor
 
 
 class PortAddress(Struct, array_like=True, frozen=True, gc=False):
-    address: Address
+    address: NodeAddress
     port: int
     rank: int | None = None  # whose message it will be, for receivers that tell senders apart
 
 
-class View(Struct, array_like=True, frozen=True, gc=False):
+class ActorMeshSlice(Struct, array_like=True, frozen=True, gc=False):
     """The mesh that a message was sent to, where it is not all of the actor's own."""
 
-    names: tuple[str, ...]
+    dim_names: tuple[str, ...]
     sizes: tuple[int, ...]
-    places: tuple[int, ...]  # in the actor's own mesh, in the order of the view
+    indices: tuple[int, ...]  # in the actor's own mesh, in the order of the view
 
 
-class Greet(PeerWord):
+class PeerHello(ActorMessage):
     """First word of a connection, from who made it."""
 
     protocol: str
     key: str
-    address: Address
+    address: NodeAddress
 
 
-class CallActor(PeerWord):
+class CallActor(ActorMessage):
     """Run an endpoint. The arguments are in `plain` (a pickle of builtin values) or in `payload`."""
 
     actor: str
     method: str  # with "=" in front: something of Meshbook's own, see runtime.life
     call: int  # the caller's number for the answer; 0: nobody waits for one
-    plain: bytes | None = None
+    pickled: bytes | None = None
     payload: Payload | None = None
-    port: PortAddress | None = None  # where the answer goes instead
-    view: View | None = None
+    reply_port: PortAddress | None = None  # where the answer goes instead
+    mesh_slice: ActorMeshSlice | None = None
 
 
-class SpawnActor(PeerWord):
+class SpawnActor(ActorMessage):
     """Make an actor. Answered once it can be called, which is before its `__init__` has run."""
 
     call: int
     actor: str
     name: str
     payload: Payload  # of (Class, args, kwargs, home)
-    names: tuple[str, ...]
+    dim_names: tuple[str, ...]
     sizes: tuple[int, ...]
-    place: int
+    index: int
     owner: ActorAddress
 
 
-class StopActor(PeerWord):
+class StopActor(ActorMessage):
     """End an actor, after the messages that came before; answered when it has ended."""
 
     call: int
@@ -91,20 +91,20 @@ class StopActor(PeerWord):
     reason: str
 
 
-class InterruptActor(PeerWord):
+class InterruptActor(ActorMessage):
     """End what an actor runs, or what waits in its mailbox: a call of the sender's, or everything."""
 
     actor: str
     call: int  # the sender's number; 0: all that the actor has been sent until now, by whomever
 
 
-class Answer(PeerWord):
+class ActorReply(ActorMessage):
     call: int
-    plain: bytes | None = None
+    pickled: bytes | None = None
     payload: Payload | None = None
 
 
-class Failure(PeerWord):
+class ActorFailure(ActorMessage):
     """A call that did not end well."""
 
     call: int
@@ -116,51 +116,51 @@ class Failure(PeerWord):
     rank: int | None = None  # for a port: whose
 
 
-class ToPort(PeerWord):
+class PortMessage(ActorMessage):
     """A message through a port."""
 
     port: int
     rank: int | None = None
-    plain: bytes | None = None
+    pickled: bytes | None = None
     payload: Payload | None = None
 
 
-class LetGo(PeerWord):
+class ReleaseSegments(ActorMessage):
     """Shared segments of the other side that nobody here looks at any more."""
 
     segments: tuple[str, ...]
 
 
-class Leave(PeerWord):
+class PrepareShutdown(ActorMessage):
     """To a process that will be ended on purpose: say so to everybody who would take it for a failure."""
 
     call: int
     reason: str
 
 
-class Leaving(PeerWord):
+class ShutdownNotice(ActorMessage):
     """The end of this connection, when it comes, is no failure."""
 
     reason: str
 
 
-class Faulted(PeerWord):
+class FaultReport(ActorMessage):
     """To the owner of something that failed."""
 
     actor: str  # the owner's id in the process that hears this
     mesh_name: str
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
     text: str
     traceback: str = ""
 
 
-class ActorEnded(PeerWord):
+class ActorEnded(ActorMessage):
     """To the owner of an actor: it has ended, on purpose, and nothing more will be heard of it."""
 
     actor: str
 
 
 PeerMessage = (
-    Greet | CallActor | SpawnActor | StopActor | InterruptActor | Answer | Failure | ToPort | LetGo | Leave | Leaving
-    | Faulted | ActorEnded
+    PeerHello | CallActor | SpawnActor | StopActor | InterruptActor | ActorReply | ActorFailure | PortMessage
+    | ReleaseSegments | PrepareShutdown | ShutdownNotice | FaultReport | ActorEnded
 )  # fmt: skip

@@ -39,7 +39,9 @@ class Payload(Struct, frozen=True, gc=False):
 
     pickled: bytes  # empty: in the last of the buffers
     buffers: tuple[SharedBuffer | InlineBuffer, ...] = ()
-    cuts: tuple[int, ...] = ()  # where in `pickled` the last buffers belong that are parts of it (large bytes, text)
+    splice_offsets: tuple[
+        int, ...
+    ] = ()  # where in `pickled` the last buffers belong that are parts of it (large bytes, text)
 
 
 class TensorMeta(Struct, frozen=True, gc=False):
@@ -93,7 +95,7 @@ class RankError(Struct, frozen=True, gc=False):
     frames: tuple[Frame, ...] = ()  # outermost first; what equal failures are recognised by
     pickled: bytes | None = None  # the exception itself, when it can be pickled and is small
     notes: tuple[str, ...] = ()
-    released: str | None = None  # "all_reduce at line 4": it waited there for ranks that had left the call
+    released_from: str | None = None  # "all_reduce at line 4": it waited there for ranks that had left the call
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -129,11 +131,11 @@ class Notice(Struct, tag="notice", frozen=True, gc=False):
 OutputItem = Text | Display | ClearOutput | Notice
 
 
-class Varying(Struct, array_like=True, frozen=True, gc=False):
+class VaryingNumber(Struct, array_like=True, frozen=True, gc=False):
     """A number of a folded line that is not the same on all its ranks."""
 
-    place: int  # which of the line's numbers, counted from 0
-    written: tuple[str, ...]  # as each rank wrote it, in the order of the line's ranks
+    position: int  # which of the line's numbers, counted from 0
+    texts: tuple[str, ...]  # as each rank wrote it, in the order of the line's ranks
 
 
 class Line(Struct, tag="line", frozen=True, gc=False, omit_defaults=True):
@@ -147,8 +149,10 @@ class Line(Struct, tag="line", frozen=True, gc=False, omit_defaults=True):
     text: str
     live: bool = False  # an unfinished line's state, such as a progress bar's; replaces these ranks' earlier live lines
     end: str = "\n"  # "" where the last line of a cell had no line end
-    lead: str = ""  # the line as its first rank wrote it, where numbers differ; host to supervisor only
-    varying: tuple[Varying, ...] = ()  # those numbers, so that lines of several hosts fold exactly; as `lead`
+    first_text: str = ""  # the line as its first rank wrote it, where numbers differ; host to supervisor only
+    varying_numbers: tuple[
+        VaryingNumber, ...
+    ] = ()  # those numbers, so that lines of several hosts fold exactly; as `lead`
 
 
 class RankDisplay(Struct, tag="rank_display", frozen=True, gc=False):
@@ -171,13 +175,13 @@ class Outcome(Struct, frozen=True, gc=False):
     status: Literal["ok", "error", "interrupted", "lost", "skipped"]
     value: Value | None = None  # of the last expression; None: there was none
     error: RankError | None = None  # for "error" and "interrupted"; for "lost" the text of what is known
-    bound: tuple[str, ...] = ()  # names of the namespace that the cell bound, changed or rebound
-    unbound: tuple[str, ...] = ()  # names that it deleted
+    bound_names: tuple[str, ...] = ()  # names of the namespace that the cell bound, changed or rebound
+    deleted_names: tuple[str, ...] = ()  # names that it deleted
     groups_broken: bool = False  # a process group of this rank cannot be used until it is re-formed
-    answer: Any = None  # of the calls that are questions (Complete, Inspect, Peek): plain data
+    reply: Any = None  # of the calls that are questions (Complete, Inspect, Peek): plain data
 
 
-class Part(Struct, frozen=True, gc=False):
+class OutcomeGroup(Struct, frozen=True, gc=False):
     """Ranks whose outcome is the same."""
 
     ranks: Ranks
@@ -211,27 +215,29 @@ class GroupPosition(Struct, frozen=True, gc=False, omit_defaults=True):
 
     name: str
     ranks: Ranks
-    num_begun: int  # collectives, sends and receives not counted
+    num_started: int  # collectives, sends and receives not counted
     failed: tuple[int, ...] = ()  # numbers of those that raised on this rank: it has no part in them
     sent: dict[int, int] = {}  # peer -> number of sends to it
     received: dict[int, int] = {}  # peer -> number of receives from it
     received_from_any: int = 0
-    is_doubtful: bool = False  # one of these was cut short as it began
-    num_open: int = 0  # of all of these: under way
-    moved: bool = False  # some were begun in the call that is asked about
+    is_uncertain: bool = False  # one of these was cut short as it began
+    num_in_flight: int = 0  # of all of these: under way
+    has_new_collectives: bool = False  # some were begun in the call that is asked about
 
 
 class RankPosition(Struct, frozen=True, gc=False, omit_defaults=True):
     """Where a rank is in the order of its collectives."""
 
     rank: int
-    call: CallId | None  # that ended last on the main thread
-    status: str  # how that ended
+    last_call: CallId | None  # that ended last on the main thread
+    last_status: str  # how that ended
     cause: str  # "rank 1 raised ValueError: no at line 3"; "" if it went well
-    at_rest: bool  # the main thread begins no collective: it runs nothing, or is held until `GroupsChecked`
-    idle: bool  # the main thread runs nothing
-    may_join: bool  # a thread beside the main one may begin collectives: it did before, or is an actor's
-    num_named: int  # how many groups torch has made here
+    is_held_or_idle: bool  # the main thread begins no collective: it runs nothing, or is held until `ResumeCollectives`
+    is_idle: bool  # the main thread runs nothing
+    has_other_collective_threads: (
+        bool  # a thread beside the main one may begin collectives: it did before, or is an actor's
+    )
+    num_groups_created: int  # how many groups torch has made here
     groups: tuple[GroupPosition, ...]
 
 
@@ -260,7 +266,7 @@ class MeshInfo(Struct, frozen=True, gc=False):
     ranks: tuple[RankInfo, ...]
     supervisor_pid: int
     started_at: float  # wall clock
-    epoch: int  # how often the process groups were formed
+    group_generation: int  # how often the process groups were formed
     groups: Literal["none", "forming", "ready", "broken"]
     clients: tuple[str, ...]
     names: tuple[str, ...]  # bound on the ranks by cells, in order of appearance
@@ -295,7 +301,7 @@ class RunCell(Message):
     call: CallId
     ranks: Ranks
     source: str
-    number: int | None = None  # execution count to show in tracebacks; None: the rank's own next
+    execution_count: int | None = None  # execution count to show in tracebacks; None: the rank's own next
     filename: str | None = None  # what compile() is given; None: the shell's usual name
     label: str = ""  # how people know this call: "cell 7"
     store_history: bool = True
@@ -314,8 +320,8 @@ class CallFunction(Message):
     function: Payload  # of (fn, args, kwargs)
     label: str = ""
     inline_limit: int = 1 << 20
-    keep: bool = True  # a result above the limit is kept under a ref
-    keep_always: bool = False  # under a ref even if it is small: for handles
+    retain: bool = True  # a result above the limit is kept under a ref
+    always_retain: bool = False  # under a ref even if it is small: for handles
 
 
 class Evaluate(Message):
@@ -323,10 +329,10 @@ class Evaluate(Message):
 
     call: CallId
     ranks: Ranks
-    path: Payload  # of a rank.paths.Path
+    expression: Payload  # of a rank.paths.Path
     inline_limit: int = 1 << 20
-    keep: bool = True
-    keep_always: bool = False  # under a ref even if it is small: for handles
+    retain: bool = True
+    always_retain: bool = False  # under a ref even if it is small: for handles
 
 
 class SetNames(Message):
@@ -364,7 +370,7 @@ class Inspect(Message):
     detail: int = 0
 
 
-class Peek(Message):
+class PreviewNames(Message):
     """Previews of names, or of attribute paths, without running user code. Answered by the service thread."""
 
     call: CallId
@@ -393,7 +399,7 @@ class Interrupt(Message):
     hard: bool = False  # a second Stop: also kill the ranks that do not come back
 
 
-class ReplyInput(Message):
+class InputReply(Message):
     target: CallId
     rank: int
     text: str | None  # None: there is nobody to ask; the rank gets EOFError
@@ -406,11 +412,11 @@ class KillRanks(Message):
     signal: int = 9
 
 
-class AskStatus(Message):
+class QueryStatus(Message):
     call: CallId
 
 
-class AskLogs(Message):
+class QueryLogs(Message):
     """The last output of a rank, also of a dead one."""
 
     call: CallId
@@ -418,7 +424,7 @@ class AskLogs(Message):
     limit_bytes: int = 1 << 16
 
 
-class AskHistory(Message):
+class QueryHistory(Message):
     call: CallId
 
 
@@ -460,11 +466,11 @@ class FormGroups(Message):
 
     call: CallId
     ranks: Ranks
-    epoch: int
-    store: str  # address of the mesh's store
+    generation: int
+    store_address: str  # address of the mesh's store
 
 
-class Unblock(Message):
+class AbortCollectives(Message):
     """To ranks in a collective that cannot finish: give up on it, with this reason. Groups are broken afterwards."""
 
     ranks: Ranks
@@ -472,31 +478,31 @@ class Unblock(Message):
     interrupt: bool = False  # the waiter sees KeyboardInterrupt, not GroupBroken
 
 
-class AskPositions(Message):
+class QueryPositions(Message):
     """To ranks' service threads, after a call that did not end well on all its ranks, or on ranks that have left one in
     which others go on: where they are in the order of their collectives. The answer is a `RankPosition`."""
 
     call: CallId
     ranks: Ranks
-    about: CallId
+    about_call: CallId
 
 
-class HoldGroups(Message):
-    """To ranks' service threads: a call is being stopped. From its end on collectives wait for `GroupsChecked`, also on
-    ranks that are done with it already: what they begin could meet what others have not yet been stopped in."""
+class HoldCollectives(Message):
+    """To ranks' service threads: a call is being stopped. From its end on collectives wait for `ResumeCollectives`,
+    also on ranks that are done with it already: what they begin could meet what others have not yet been stopped in."""
 
     ranks: Ranks
-    about: CallId
+    about_call: CallId
 
 
-class GroupsChecked(Message):
+class ResumeCollectives(Message):
     """To ranks' service threads: a call that did not end well is over everywhere, and these groups are out of step.
     Ranks whose next collective waits for this word go on."""
 
     ranks: Ranks
-    about: CallId
-    epoch: int
-    broken: tuple[str, ...] = ()
+    about_call: CallId
+    generation: int
+    broken_groups: tuple[str, ...] = ()
     reason: str = ""
 
 
@@ -505,10 +511,10 @@ class RanksLeft(Message):
 
     call: CallId
     ranks: Ranks
-    left: tuple[RankPosition, ...]
+    left_positions: tuple[RankPosition, ...]
 
 
-class Conclude(Message):
+class EndCall(Message):
     """To a host: end its part of this call now. Ranks that have not come back from it are told as skipped."""
 
     call: CallId
@@ -535,7 +541,7 @@ class RankReady(Message):
     token: str
 
 
-class RankEnding(Message):
+class RankExiting(Message):
     """A rank has said everything, and ends; its host answers with `Exit`, so that nothing said is lost on the way."""
 
     rank: int
@@ -545,12 +551,12 @@ class ServiceFailed(Message):
     """An exception in a rank's service thread, which goes on. Sent once for each kind."""
 
     rank: int
-    doing: str  # what it was at, "carrying out Release"
+    activity: str  # what it was at, "carrying out Release"
     error: str  # one line
     traceback: str
 
 
-class RankSaid(Message):
+class RankOutput(Message):
     """Output of a running call, rank to host. `seq` counts from 1 within the rank."""
 
     rank: int
@@ -567,19 +573,19 @@ class RankFinished(Message):
     outcome: Outcome
     seconds: float
     items: tuple[OutputItem, ...] = ()
-    said_seq: int = 0  # the last RankSaid before this; the host waits for it
-    released: tuple[str, ...] = ()  # shared segments of others that this rank no longer maps
+    last_output_seq: int = 0  # the last RankSaid before this; the host waits for it
+    released_segments: tuple[str, ...] = ()  # shared segments of others that this rank no longer maps
 
 
-class RankAnswered(Message):
+class RankReply(Message):
     """From the service thread: the answer to Complete, Inspect, Peek."""
 
     rank: int
     call: CallId
-    answer: Any
+    content: Any
 
 
-class RankAsked(Message):
+class RankInputRequest(Message):
     """input() or getpass() on a rank waits for text."""
 
     rank: int
@@ -602,7 +608,7 @@ class RankExited(Message):
     cause: str | None = None  # what took it along, "ended with its host, which ..."; then there is no code or signal
 
     @property
-    def how(self) -> str:
+    def description(self) -> str:
         """How it ended, in words that follow its name."""
         return self.cause or describe_exit(self.signal, self.exit_code)
 
@@ -619,7 +625,7 @@ class HostFailed(Message):
     reason: str
 
 
-class Segments(Message):
+class SegmentsReleased(Message):
     """Shared segments that a rank has let go of."""
 
     rank: int
@@ -638,7 +644,7 @@ class CallProgressed(Message):
 
     call: CallId
     done: Ranks
-    failed: str = ""  # of process groups that are being formed: which rank could not, and why
+    failure: str = ""  # of process groups that are being formed: which rank could not, and why
 
 
 class Pong(Message):
@@ -657,21 +663,21 @@ class CallFinished(Message):
     """Every rank's part is over."""
 
     call: CallId
-    parts: tuple[Part, ...]
+    outcomes: tuple[OutcomeGroup, ...]
     seconds: float  # the slowest rank's
     rank_seconds: dict[int, float] | None = None  # per rank, when the mesh is small (at most 64 ranks)
     lost: tuple[RankExited, ...] = ()
     items: tuple[FoldedItem, ...] = ()  # output that had not been sent yet
 
 
-class InputRequested(Message):
+class InputRequest(Message):
     call: CallId
     rank: int
     prompt: str
     password: bool
 
 
-class Answered(Message):
+class CommandReply(Message):
     """The answer to a question that is not asked of ranks: status, logs, history, stop."""
 
     call: CallId
@@ -699,7 +705,7 @@ class MeshReady(Message):
     seconds: float
 
 
-class RanksChanged(Message):
+class MeshChanged(Message):
     """News about the mesh, to every client: a rank died, groups broke or were re-formed, cells bound names."""
 
     info: MeshInfo

@@ -18,12 +18,12 @@ class StoreHello(Message):
 
 
 class StoreSet(Message):
-    number: int
+    request_id: int
     pairs: tuple[tuple[str, bytes], ...]
 
 
 class StoreAppend(Message):
-    number: int
+    request_id: int
     key: str
     value: bytes
 
@@ -31,15 +31,15 @@ class StoreAppend(Message):
 class StoreGet(Message):
     """The values of keys, once all of them are there."""
 
-    number: int
+    request_id: int
     keys: tuple[str, ...]
-    values: bool = True  # False: only say when they are there
+    want_values: bool = True  # False: only say when they are there
 
 
 class StoreAdd(Message):
     """Add to a number, 0 at first. Answered with the sum."""
 
-    number: int
+    request_id: int
     key: str
     amount: int
 
@@ -47,7 +47,7 @@ class StoreAdd(Message):
 class StoreCompareSet(Message):
     """Set a key if it is what is expected. Answered with what it is then; expected and absent are one when empty."""
 
-    number: int
+    request_id: int
     key: str
     expected: bytes
     desired: bytes
@@ -56,31 +56,31 @@ class StoreCompareSet(Message):
 class StoreCheck(Message):
     """Whether all of these keys are there: answered with 1 or 0."""
 
-    number: int
+    request_id: int
     keys: tuple[str, ...]
 
 
 class StoreDelete(Message):
     """Answered with 1 if it was there, else 0."""
 
-    number: int
+    request_id: int
     key: str
 
 
 class StoreCount(Message):
     """How many keys there are."""
 
-    number: int
+    request_id: int
 
 
-class StoreForget(Message):
+class StoreCancel(Message):
     """Whoever asked this waits no longer."""
 
-    number: int
+    request_id: int
 
 
-class StoreAnswered(Struct, frozen=True):
-    number: int
+class StoreReply(Struct, frozen=True):
+    request_id: int
     values: tuple[bytes, ...] = ()
     count: int = 0
 
@@ -95,5 +95,5 @@ StoreCommand = (
     | StoreCheck
     | StoreDelete
     | StoreCount
-    | StoreForget
+    | StoreCancel
 )

@@ -10,27 +10,27 @@ from meshbook.ids import CallId, Ranks
 from meshbook.wire.messages.core import Frame, Message, Payload, SharedBuffer
 
 
-class Upload(Struct, frozen=True, gc=False):
+class TensorUpload(Struct, frozen=True, gc=False):
     """A tensor of the controller on its way: bound to `id` before the batch's first operation."""
 
     id: int
     payload: Payload  # of (tensor, placements or None: as it is, on every rank)
 
 
-class Rows(Struct, frozen=True, gc=False):
+class ShardedUpload(Struct, frozen=True, gc=False):
     """Tensors with rows on their way: bound to `ids`, on each rank its own rows, which stay in the payload's memory."""
 
     ids: tuple[int, ...]
     payload: Payload  # of (tensors, the placements of each)
 
 
-class Room(Struct, frozen=True, gc=False):
+class FetchBuffer(Struct, frozen=True, gc=False):
     """Memory of the controller's, as a contiguous tensor; ranks write their boxes of it instead of sending them.
 
     A rank that cannot, on another machine for one, sends its value all the same.
     """
 
-    place: SharedBuffer
+    memory: SharedBuffer
     shape: tuple[int, ...]
     boxes: dict[int, tuple[tuple[int, int], ...]]  # by rank: first index and the one after the last, of each dim
 
@@ -41,20 +41,20 @@ class Fetch(Struct, frozen=True, gc=False):
     # item: its one number, from one rank. parts: each different piece, from the first rank that holds it. local: the
     # rank's own piece, from each of `ranks`. nothing: only that everything before has run. state: which steps of
     # optimizers were taken, and hashes of `ids`.
-    how: Literal["item", "parts", "local", "nothing", "state"]
+    mode: Literal["item", "parts", "local", "nothing", "state"]
     id: int = 0
     ids: tuple[int, ...] = ()
     ranks: Ranks = ()  # that answer with a value; the others only take part
-    room: Room | None = None
+    buffer: FetchBuffer | None = None
 
 
-class Issued(Struct, frozen=True, gc=False):
+class BatchCallSites(Struct, frozen=True, gc=False):
     """Which lines of the controller issued a batch's operations. `RunOps.issued` is one, encoded by itself: ranks pass
     it by, and only who looks at a rank while it runs the batch reads it."""
 
     lines: tuple[Frame, ...]  # the user's innermost ones
-    places: tuple[int, ...]  # of each operation's line among them
-    cells: dict[str, str] = {}  # how people know the cells among the lines' files: "cell 7"
+    line_indices: tuple[int, ...]  # of each operation's line among them
+    cell_labels: dict[str, str] = {}  # how people know the cells among the lines' files: "cell 7"
 
 
 class RunOps(Message):
@@ -69,13 +69,13 @@ class RunOps(Message):
     call: CallId
     ranks: Ranks
     engine: str  # whose ids these are: one client's, for one part of the mesh
-    first: int  # number of the first operation in `ops`; errors name operations by their numbers
+    first_op: int  # number of the first operation in `ops`; errors name operations by their numbers
     ops: bytes
     templates: tuple[bytes, ...] = ()  # new ones, each pickled
-    uploads: tuple[Upload, ...] = ()
-    fed: tuple[Rows, ...] = ()
+    uploads: tuple[TensorUpload, ...] = ()
+    sharded_uploads: tuple[ShardedUpload, ...] = ()
     fetch: Fetch | None = None
-    forget: tuple[int, ...] = ()  # numbers of templates that nothing after this batch uses
-    issued: bytes = b""  # an `Issued`; what is fetched counts as one more operation
-    stopped: bool = False  # not to be run: it waited for the rank when Stop came, which notes what it leaves out
+    evicted_templates: tuple[int, ...] = ()  # numbers of templates that nothing after this batch uses
+    call_sites: bytes = b""  # an `BatchCallSites`; what is fetched counts as one more operation
+    is_cancelled: bool = False  # not to be run: it waited for the rank when Stop came, which notes what it leaves out
     label: str = "tensor operations"

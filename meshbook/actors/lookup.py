@@ -1,0 +1,110 @@
+"""Actors by name: those that this program has spawned, and those that it finds on a mesh, as after a kernel's restart.
+
+Ranks outlive a kernel, and their actors with them. Who finds actors whose owner is gone becomes their owner, and hears
+of their failures from then on; actors that somebody else owns stay that one's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import pickle
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from meshbook.actors.mesh import ActorMesh, ActorRef, describe_class
+from meshbook.actors.procs import ProcMesh, list_actors
+from meshbook.actors.runtime.peer import PeerLost
+from meshbook.actors.runtime.registry import OwnedMesh, local_registry
+from meshbook.actors.runtime.transport import local_transport
+from meshbook.errors import MeshNameError
+from meshbook.mesh_axes import MeshAxes
+from meshbook.wire.messages import ActorAddress
+
+_QUERY_TIMEOUT_S = 20.0  # for processes to say what they know: they have only to look up
+
+
+def find_actors(name: str, mesh: Any = None) -> ActorMesh:
+    """The newest mesh of actors of that name: of those that this program has spawned and not stopped, else of those
+    that live on `mesh`. Waits for the ranks' answer, and not for what the actors run.
+
+    Raises:
+        MeshNameError: there is none; the message lists those that are.
+    """
+    refs = [owned.ref for owned in list(local_registry().owned.values()) if owned.ref is not None and not owned.stopped]
+    for ref in reversed(refs):
+        if ref.name == name:
+            return _full_mesh(ref)
+    if mesh is None:
+        _raise_not_found(name, {ref.name for ref in refs})
+    return find_actors_on(mesh, name)
+
+
+def find_actors_on(mesh: Any, name: str) -> ActorMesh:
+    """The newest mesh of actors of that name that lives on a Mesh; as `find_actors`."""
+    rows = [row for row in list_actors(mesh) if row["state"] in ("starting", "living")]
+    matches = [row for row in rows if row["actor"] == name]
+    if not matches:
+        _raise_not_found(name, {row["actor"] for row in rows})
+    newest = max(matches, key=lambda row: row["born_at"])
+    owned = local_registry().owned.get(newest["id"])
+    if owned is not None and owned.ref is not None and not owned.stopped:
+        return _full_mesh(owned.ref)
+    return _rebuild_handle(ProcMesh.from_mesh(mesh), [row for row in matches if row["id"] == newest["id"]])
+
+
+def _full_mesh(ref: ActorRef) -> ActorMesh:
+    assert ref.procs_ref is not None
+    return ActorMesh(
+        ref, MeshAxes(ref.procs_ref.axis_names, ref.procs_ref.axis_sizes, tuple(range(len(ref.addresses))))
+    )
+
+
+def _raise_not_found(name: str, names: Iterable[str]) -> NoReturn:
+    names = sorted(names)
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"there {'is' if len(names) == 1 else 'are'} {', '.join(names)}"
+    raise MeshNameError(f"no actors are named {name!r}; {hint if names else 'there are none'}")
+
+
+def _rebuild_handle(procs: ProcMesh, rows: list[dict[str, Any]]) -> ActorMesh:
+    """A handle as their owner had it, from what the actors' own processes know."""
+    first, addresses = rows[0], procs._backend.procs_ref().addresses
+    partial_ref = ActorRef(first["id"], first["actor"], first["class"], {}, frozenset(), addresses, None)
+    living = ActorMesh(partial_ref, MeshAxes(("rank",), (len(rows),), tuple(row["rank"] for row in rows)))
+    me = ActorAddress(local_transport().address, "")
+    replies = list(living._apply_concurrently(_claim_ownership, first["id"], me).get(_QUERY_TIMEOUT_S).values())
+    endpoints, methods, procs_ref, pickled, _ = replies[0]
+    Class = None
+    with contextlib.suppress(Exception):  # without it, arguments are checked by the actors alone
+        Class = pickle.loads(pickled)
+        endpoints, methods = describe_class(Class)
+    ref = ActorRef(
+        first["id"], first["actor"], first["class"], endpoints, methods, procs_ref.addresses, procs_ref, Class
+    )
+    rank_by_node = {address.node: rank for rank, address in enumerate(addresses)}
+    if all(address.node in rank_by_node for address in ref.addresses):
+        ref.references, ref.mesh_ranks = (
+            procs._backend.references,
+            tuple(rank_by_node[address.node] for address in ref.addresses),
+        )
+    if any(is_ours for *_, is_ours in replies):
+        owned = OwnedMesh(ref.name, "", {address.node: actor_rank for actor_rank, address in enumerate(ref.addresses)})
+        owned.ref, owned.are_procs_stopping = ref, procs._backend.is_stopping
+        local_registry().owned[ref.id] = owned
+    return _full_mesh(ref)
+
+
+def _claim_ownership(actor: Any, actor_id: str, finder: ActorAddress) -> tuple[Any, ...]:
+    """In the actor's process, beside the actor: what is known of it, and whether it is the finder's now."""
+    runner = local_registry().actors[actor_id]
+    try:
+        local_transport().peer(runner.owner.address)
+    except PeerLost:
+        runner.owner = finder
+    pickled = None
+    with contextlib.suppress(Exception):
+        import cloudpickle
+
+        pickled = cloudpickle.dumps(type(actor))
+    return *describe_class(type(actor)), runner.procs_ref, pickled, runner.owner == finder

@@ -1,0 +1,228 @@
+"""Who waits for the answers of a mesh, and what becomes of them: all as one value, or one by one.
+
+Answers are heard on the thread that hears other processes, those of this process too, and unpacked by who asks for
+them: no two threads are ever in `arrived` or `lost`. A process that has ended answers at once, with an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from meshbook.actors.runtime import faults
+from meshbook.actors.runtime.bounded_dict import BoundedDict
+from meshbook.actors.runtime.context import context, message_var
+from meshbook.actors.runtime.futures import Future
+from meshbook.actors.runtime.payloads import PendingPayload
+from meshbook.actors.runtime.peer import PeerLost
+from meshbook.actors.runtime.transport import encode, local_transport
+from meshbook.ids import name_ranks
+from meshbook.wire import messages
+
+if TYPE_CHECKING:
+    from meshbook.actors.mesh import ActorMesh
+
+# Seconds after the first failure of a call in which others of the same call are still heard, so that one error can name
+# all ranks that failed alike.
+_GATHER_FAILURES_S = 0.1
+
+
+class ReplyCollector:
+    """Answers of some actors, by their index in the called mesh."""
+
+    def __init__(self, mesh: ActorMesh, method: str) -> None:
+        self.mesh, self.method = mesh, method
+        self.pending_by_peer: dict[int, int] = {}  # of those that have not answered, by the peer's number
+        self.call_id = 0  # under which they answer
+        instance = context().actor_instance
+        self.caller = None if instance.runner is None else (instance.actor_id, message_var.get())
+        self.started_at = time.monotonic()
+
+    def get_futures(self) -> Sequence[Future[Any]]:
+        raise NotImplementedError
+
+    def awaited_replies(self) -> list[messages.PendingEndpointCall]:
+        """See `post.Expected`. From any thread."""
+        if not any(future.is_awaited for future in self.get_futures()):
+            return []
+        ref, axes, since_s = self.mesh._ref, self.mesh._axes, time.monotonic() - self.started_at
+        return [
+            messages.PendingEndpointCall(
+                ref.id, ref.name, self.method, ref.addresses[axes.ranks[index]].node, self.call_id, since_s
+            )
+            for index in sorted(self.pending_by_peer.values())
+        ]
+
+    def on_reply(self, peer: Any, reply: Any) -> bool:
+        index = self.pending_by_peer.pop(peer.id, None)
+        if index is None or type(reply) is messages.PortMessage:
+            # Through a port that may have been passed on: it knows whose answer it is.
+            rank = getattr(reply, "rank", None)
+            if index is not None and rank not in (None, index):
+                self.pending_by_peer[peer.id] = index
+            if rank is not None:
+                index = rank
+                for peer_id, pending_index in list(self.pending_by_peer.items()):
+                    if pending_index == rank:
+                        del self.pending_by_peer[peer_id]
+        if index is None:
+            return not self.pending_by_peer
+        return self.on_actor_reply(index, peer, reply)
+
+    def on_peer_lost(self, peer: Any, reason: str) -> bool:
+        index = self.pending_by_peer.pop(peer.id, None)
+        return self.on_actor_lost(index, peer, reason) if index is not None else not self.pending_by_peer
+
+    def on_actor_reply(self, index: int, peer: Any, reply: Any) -> bool:
+        raise NotImplementedError
+
+    def on_actor_lost(self, index: int, peer: Any, reason: str) -> bool:
+        raise NotImplementedError
+
+    def make_lost_error(self, index: int, peer: Any) -> faults.SupervisionError:
+        """Made by who waits, so that the news of how the process ended may be waited for."""
+        ref = self.mesh._ref
+        exit_reason = local_transport().exit_reasons.describe(peer.address, wait=True)
+        error = faults.SupervisionError(
+            f"{ref.name}.{self.method}: rank {index} of {ref.name!r} is lost: {exit_reason}; "
+            f"a slice without it can still be called",
+            ranks=(index,),
+            mesh_name=ref.name,
+        )
+        announced_exit = getattr(peer, "announced_exit", None)
+        if announced_exit is not None or (ref.procs_ref is not None and ref.procs_ref.name in stopped_procs):
+            why = f"were stopped: {announced_exit}" if announced_exit else "were stopped"
+            text = f"{ref.name}.{self.method}: the processes of {ref.name!r} {why}"
+            error = faults.ActorStopped(text, ranks=(index,), mesh_name=ref.name)
+        error.endpoint = f"{ref.name}.{self.method}"
+        return error
+
+    def interrupt(self) -> str:
+        """End the call where it is not answered yet. Says where that is, "trainers.step on ranks 0-3"."""
+        ref, axes = self.mesh._ref, self.mesh._axes
+        pending = sorted(self.pending_by_peer.values())
+        request = encode(messages.InterruptActor(ref.id, self.call_id))
+        for index in pending:
+            with contextlib.suppress(PeerLost):
+                ref.peer(axes.ranks[index]).send(request)
+        return f"{ref.name}.{self.method} on {name_ranks(pending)}"
+
+    def make_failure_error(self, failures: dict[int, messages.ActorFailure]) -> faults.ActorError:
+        ref = self.mesh._ref
+        return faults.combine_failures(failures, f"{ref.name}.{self.method}", ref.name)
+
+    def mark_failure_reported(self) -> None:
+        """Somebody is told of a failure of this mesh: it needs no hook."""
+        reported_failures[self.mesh._ref.name] = time.monotonic()
+
+
+class GatherCollector(ReplyCollector):
+    """All answers, as one value."""
+
+    def __init__(
+        self,
+        mesh: ActorMesh,
+        method: str,
+        future: Future[Any],
+        make_result: Callable[[list[Any]], Any],
+        *,
+        ignore_lost: bool = False,
+    ) -> None:
+        super().__init__(mesh, method)
+        self.future, self.make_result, self.ignore_lost = future, make_result, ignore_lost
+        self.replies: dict[int, tuple[Any, Any]] = {}
+        self.failures: dict[int, messages.ActorFailure] = {}
+
+    def get_futures(self) -> Sequence[Future[Any]]:
+        return (self.future,)
+
+    def on_actor_reply(self, index: int, peer: Any, reply: Any) -> bool:
+        if type(reply) is messages.ActorFailure:
+            self.failures[index] = reply
+            if reply.kind != "raised":
+                self.mark_failure_reported()
+            if self.pending_by_peer and len(self.failures) == 1:
+                local_transport().call_later(_GATHER_FAILURES_S, self._fail)
+        else:
+            self.replies[index] = (peer, reply)
+        if self.pending_by_peer:
+            return False
+        if self.failures:
+            self._fail()
+        else:
+            self.future.resolve(self._unpack_all)
+        return True
+
+    def on_actor_lost(self, index: int, peer: Any, reason: str) -> bool:
+        if self.ignore_lost:
+            if not self.pending_by_peer:
+                self.future.resolve(self._unpack_all)
+            return not self.pending_by_peer
+        self.mark_failure_reported()
+        self._discard()
+        self.future.resolve(lambda: _raise(self.make_lost_error(index, peer)))
+        return True
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # nobody has asked for what came; its memory goes back
+            self._discard()
+
+    def _discard(self) -> None:
+        while self.replies:
+            local_transport().payloads.discard(*self.replies.popitem()[1])
+
+    def _fail(self) -> None:
+        failures = dict(self.failures)
+        self._discard()
+        self.future.resolve(lambda: _raise(self.make_failure_error(failures)))
+
+    def _unpack_all(self) -> Any:
+        payloads = local_transport().payloads
+        values = []
+        for index in sorted(self.replies):
+            peer, reply = self.replies.pop(index)
+            values.append(payloads.unpack(peer, reply.pickled, reply.payload))
+        return self.make_result(values)
+
+
+class StreamCollector(ReplyCollector):
+    """The answers one by one: the first future is the first to come."""
+
+    def __init__(self, mesh: ActorMesh, method: str, count: int) -> None:
+        super().__init__(mesh, method)
+        self.futures: list[Future[Any]] = [Future(f"{mesh._ref.name}.{method}.stream()") for _ in range(count)]
+        self._num_resolved = 0
+
+    def get_futures(self) -> Sequence[Future[Any]]:
+        return self.futures
+
+    def on_actor_reply(self, index: int, peer: Any, reply: Any) -> bool:
+        future = self._next_future()
+        if type(reply) is messages.ActorFailure:
+            if reply.kind != "raised":
+                self.mark_failure_reported()
+            future.resolve(lambda: _raise(self.make_failure_error({index: reply})))
+        else:
+            future.resolve(PendingPayload(local_transport().payloads, peer, reply).unpack)
+        return not self.pending_by_peer
+
+    def on_actor_lost(self, index: int, peer: Any, reason: str) -> bool:
+        self.mark_failure_reported()
+        self._next_future().resolve(lambda: _raise(self.make_lost_error(index, peer)))
+        return not self.pending_by_peer
+
+    def _next_future(self) -> Future[Any]:
+        future = self.futures[self._num_resolved]
+        self._num_resolved += 1
+        return future
+
+
+def _raise(error: BaseException) -> Any:
+    raise error
+
+
+# Which meshes' failures have reached a caller, and when: `procs` stops a cell only for those that have not.
+reported_failures: BoundedDict[str, float] = BoundedDict()
+stopped_procs: BoundedDict[str, None] = BoundedDict()  # names of meshes of processes that were ended from here

@@ -1,0 +1,276 @@
+"""All actors of a process, what they own elsewhere, and who is told when that fails."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from meshbook.actors.runtime import faults
+from meshbook.actors.runtime.bounded_dict import BoundedDict
+from meshbook.actors.runtime.context import ProcMeshRef
+from meshbook.actors.runtime.payloads import PICKLED_NONE
+from meshbook.actors.runtime.peer import PeerLost
+from meshbook.actors.runtime.runner import ActorRunner, failure_reply
+from meshbook.actors.runtime.transport import Transport, encode, local_transport, unblock_signals
+from meshbook.clock import monotonic
+from meshbook.wire import messages
+from meshbook.wire.process_control import ACTORS_GRACE_S
+
+_DRAIN_S = 2.0  # of ACTORS_GRACE_S, for what was sent before; the rest is kept for `__cleanup__`
+
+
+class ActorRegistry:
+    """All actors of this process, and what the actors and code of this process own elsewhere."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.actors: dict[str, ActorRunner] = {}
+        self.owned: dict[str, OwnedMesh] = {}
+        self.on_rank = False
+        self.use_device: Callable[[], None] = lambda: None  # a rank's: makes its GPU the calling thread's current one
+        self.exit_reason: str | None = None  # why this process will end: nothing new begins
+        self.started_here: dict[
+            str, Any
+        ] = {}  # meshes of processes that were started here and live until they are stopped
+        self.on_unhandled_failure: Callable[[faults.MeshFailure, str], None] = (
+            _print_failure  # told of what no actor has handled
+        )
+        self._ended_actors: BoundedDict[str, tuple[str, str]] = (
+            BoundedDict()
+        )  # id -> name, reason; late callers are told
+        transport.message_handlers.update(
+            {
+                messages.SpawnActor: self._spawn,
+                messages.CallActor: self._call,
+                messages.StopActor: self._stop,
+                messages.InterruptActor: self._interrupt,
+                messages.FaultReport: self._faulted,
+                messages.ActorEnded: self._actor_ended,
+            }
+        )
+        transport.peer_lost_callbacks.append(self._peer_lost)
+
+    def status_rows(self) -> list[dict[str, Any]]:
+        """One for each actor that lives in this process."""
+        return [runner.status_row() for runner in list(self.actors.values())]
+
+    def snapshot_endpoints(self) -> tuple[messages.ActiveEndpoint, ...]:
+        """What the actors of this process are in, and for whose answers they wait. From any thread."""
+        awaited: dict[Any, list[messages.PendingEndpointCall]] = {}
+        for caller, replies in self.transport.awaited_replies():
+            awaited.setdefault(caller, []).extend(replies)
+        node = self.transport.address.node
+        return tuple(
+            endpoint for runner in list(self.actors.values()) for endpoint in runner.snapshot_endpoints(node, awaited)
+        )
+
+    def prepare_thread(self) -> None:
+        """Make this thread one for user code. CUDA's current device is the thread's own, and a new thread has the
+        first GPU of all: without this, the actors of every rank would compute there."""
+        unblock_signals()
+        self.use_device()
+
+    # ---- words
+
+    def _spawn(self, peer: Any, request: messages.SpawnActor) -> None:
+        if any(runner.name == request.name and runner.holds_name for runner in list(self.actors.values())):
+            text = (
+                f"an actor named {request.name!r} lives in this process already; choose another name, or stop that one "
+                "first"
+            )
+            peer.send(encode(messages.ActorFailure(request.call, "name", "ValueError", text)))
+            return
+        if self.exit_reason is not None:
+            text = f"the process in which {request.name!r} was to live is ending: {self.exit_reason}"
+            peer.send(encode(messages.ActorFailure(request.call, "stopped", "ActorStopped", text)))
+            return
+        runner = self.actors[request.actor] = ActorRunner(self, peer, request)
+        runner.start()
+        peer.send(encode(messages.ActorReply(request.call, PICKLED_NONE)))
+
+    def _call(self, peer: Any, request: messages.CallActor) -> None:
+        if not request.actor:
+            rows = self.transport.payloads.pack(self.status_rows(), (peer,))
+            peer.send(encode(messages.ActorReply(request.call, *rows)))
+            return
+        runner = self.actors.get(request.actor)
+        if runner is None:
+            self.refuse(peer, request, None)
+        elif request.method == "=now":
+            threading.Thread(target=self._call_concurrently, args=(runner, peer, request), daemon=True).start()
+        else:
+            runner.put((peer, request))
+
+    def _call_concurrently(self, runner: ActorRunner, peer: Any, request: messages.CallActor) -> None:
+        """Beside whatever the actor is doing."""
+        try:
+            self.prepare_thread()
+            (function, *args), kwargs = self.transport.payloads.unpack(peer, request.pickled, request.payload)
+            runner.init_done.wait()
+            if runner.init_failure is not None:
+                self.transport.reply(peer, failure_reply(runner.init_failure, request.call, runner.rank))
+                return
+            value = function(runner.actor, *args, **kwargs)
+            plain, payload = self.transport.payloads.pack(value, (peer,))
+            reply: messages.ActorMessage = messages.ActorReply(request.call, plain, payload)
+        except BaseException as error:
+            reply = faults.describe_exception(error, call=request.call, skip=1)
+        self.transport.reply(peer, reply)
+
+    def _stop(self, peer: Any, request: messages.StopActor) -> None:
+        runner = self.actors.get(request.actor)
+        if runner is None:
+            peer.send(encode(messages.ActorReply(request.call, PICKLED_NONE)))
+        else:
+            runner.request_stop(peer, request)
+
+    def _interrupt(self, peer: Any, request: messages.InterruptActor) -> None:
+        runner = self.actors.get(request.actor)
+        if runner is not None:
+            runner.interrupt((peer.id, request.call) if request.call else None)
+
+    def end_all(self, reason: str) -> bool:
+        """End every actor, because this process will end. Blocks for ACTORS_GRACE_S at most: what was sent before is
+        worked off for the first part of it; then what runs is interrupted and what waits refused, so that `__cleanup__`
+        comes to its turn.
+
+        Returns:
+            Whether there were any.
+        """
+        self.exit_reason = reason
+        runners = list(self.actors.values())
+        for runner in runners:
+            runner.stop(reason)
+        stopped_at = monotonic()
+        _wait_until_ended(runners, stopped_at + _DRAIN_S)
+        for runner in runners:
+            runner.interrupt(None)
+        _wait_until_ended(runners, stopped_at + ACTORS_GRACE_S)
+        return bool(runners)
+
+    def refuse(self, peer: Any, request: Any, failure: messages.ActorFailure | None) -> None:
+        """A message for an actor that is not there (any more)."""
+        self.transport.payloads.discard(peer, request)
+        if not isinstance(request, (messages.CallActor, messages.StopActor)) or not request.call:
+            return
+        if failure is None:
+            name, reason = self._ended_actors.get(request.actor, ("", ""))
+            text = f"the actor {name!r} has ended: {reason}" if name else "there is no such actor in this process"
+            failure = messages.ActorFailure(0, "stopped" if name else "unknown", "ActorStopped", text)
+        reply: messages.ActorMessage = failure_reply(failure, request.call, 0)
+        if isinstance(request, messages.StopActor):
+            reply = messages.ActorReply(request.call, PICKLED_NONE)
+        with contextlib.suppress(PeerLost):
+            peer.send(encode(reply))
+
+    def unregister(self, runner: ActorRunner, reason: str) -> None:
+        self.actors.pop(runner.id, None)
+        self._ended_actors[runner.id] = (runner.name, reason)
+        with contextlib.suppress(PeerLost):
+            self.transport.peer(runner.owner.address).send(encode(messages.ActorEnded(runner.id)))
+
+    # ---- who owns what, and who is told
+
+    def report_fault(self, runner: ActorRunner, text: str, trace: str) -> None:
+        """An actor of this process has failed in a way that no caller hears of; its owner does."""
+        self._send_fault(runner.owner, runner.name, (runner.rank,), text, trace)
+
+    def escalate(self, runner: ActorRunner, failure: faults.MeshFailure) -> None:
+        """The owner has not handled it; the owner's owner may."""
+        self._send_fault(runner.owner, failure.mesh_name, failure.ranks, str(failure), failure.traceback)
+
+    def _send_fault(
+        self, owner: messages.ActorAddress, name: str, ranks: tuple[int, ...], text: str, trace: str
+    ) -> None:
+        with contextlib.suppress(PeerLost):
+            message = messages.FaultReport(owner.actor, name, ranks, text, trace)
+            self.transport.peer(owner.address).send(encode(message))
+
+    def _faulted(self, peer: Any, message: messages.FaultReport) -> None:
+        self.notify_owner(
+            message.actor, faults.MeshFailure(message.mesh_name, message.indices, message.text, message.traceback)
+        )
+
+    def _actor_ended(self, peer: Any, message: messages.ActorEnded) -> None:
+        owned = self.owned.get(message.actor)
+        if owned is not None:
+            self._remove_owned(message.actor, owned, peer.address.node)
+
+    def _remove_owned(self, actor_id: str, owned: OwnedMesh, node: str) -> int | None:
+        """One of an owned mesh has ended; gives its place. With the last one, all is forgotten."""
+        rank = owned.rank_by_node.pop(node, None)
+        if not owned.rank_by_node:
+            self.owned.pop(actor_id, None)
+        return rank
+
+    def notify_owner(self, owner: str, failure: faults.MeshFailure) -> None:
+        """Tell the owner, an actor of this process, or with "" the process itself."""
+        runner = self.actors.get(owner) if owner else None
+        if runner is not None:
+            runner.notify_failure(failure)
+        elif not owner:
+            self.on_unhandled_failure(failure, failure.mesh_name)
+
+    def _peer_lost(self, peer: Any, reason: str) -> None:
+        if peer.address is None:
+            return
+        for actor_id, owned in list(self.owned.items()):
+            rank = self._remove_owned(actor_id, owned, peer.address.node)
+            if rank is None or owned.stopped or peer.announced_exit is not None:
+                continue
+
+            def tell(owned: OwnedMesh = owned, rank: int = rank) -> None:
+                if owned.stopped or owned.are_procs_stopping():
+                    return
+                exit_reason = self.transport.exit_reasons.describe(peer.address, wait=False)
+                text = f"rank {rank} of {owned.name!r} is lost: {exit_reason}"
+                self.notify_owner(owned.owner, faults.MeshFailure(owned.name, (rank,), text))
+
+            if self.transport.exit_reasons.delay_s:
+                self.transport.call_later(self.transport.exit_reasons.delay_s, tell)
+            else:
+                tell()
+
+
+def _wait_until_ended(runners: list[ActorRunner], deadline: float) -> None:
+    for runner in runners:
+        runner.ended.wait(max(0.0, deadline - monotonic()))
+
+
+class OwnedMesh:
+    """A mesh of actors or processes that was spawned from here."""
+
+    def __init__(self, name: str, owner: str, rank_by_node: dict[str, int]) -> None:
+        self.name, self.owner, self.rank_by_node = name, owner, rank_by_node
+        self.stopped = False  # it ends on purpose
+        self.are_procs_stopping: Callable[[], bool] = lambda: (
+            False
+        )  # whether what it lives on is being ended on purpose
+        self.ref: Any = None  # of a mesh of actors, its `ActorRef`
+
+
+def _print_failure(failure: faults.MeshFailure, name: str) -> None:
+    import sys
+
+    print(f"unhandled failure of {name!r}: {failure.report()}", file=sys.stderr)
+
+
+_registries: dict[str, ActorRegistry] = {}
+_lock = threading.Lock()
+
+
+def local_registry() -> ActorRegistry:
+    """The actors of this process; made on first use, with its post."""
+    transport = local_transport()
+    found = _registries.get(transport.address.node)
+    if found is None:
+        with _lock:
+            found = _registries.get(transport.address.node)
+            if found is None:
+                found = _registries[transport.address.node] = ActorRegistry(transport)
+    return found
+
+
+__all__ = ["ActorRegistry", "ActorRunner", "OwnedMesh", "ProcMeshRef", "local_registry"]

@@ -1,0 +1,98 @@
+"""The end of the line for failures: what happens in a notebook or script when no actor has handled one.
+
+By default the cell stops. A cell that hears of the failure anyway, because a call of its own fails by it, is not
+stopped a second time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+from meshbook.actors import replies
+from meshbook.actors.runtime import faults, futures
+from meshbook.actors.runtime.registry import ActorRegistry
+from meshbook.actors.runtime.transport import local_transport, unblock_signals
+from meshbook.ids import name_ranks
+
+# Seconds that a failure has to reach somebody as the end of a call, before it stops the cell.
+_GRACE_S = 0.3
+# ... and that the news of how a process ended may take.
+_EXIT_REASON_S = 0.25
+
+# Failures that have not stopped the cell yet, by what ranks have in common whose actors failed alike.
+_pending_failures: dict[tuple[str, str], list[faults.MeshFailure]] = {}
+
+
+def install(registry: ActorRegistry) -> None:
+    """Have unhandled failures end here."""
+    if not registry.transport.exit_reasons.delay_s:
+        registry.on_unhandled_failure = _unhandled
+        registry.transport.exit_reasons.delay_s = _EXIT_REASON_S
+
+
+def unhandled_fault_hook(failure: faults.MeshFailure) -> None:
+    """Called with a failure that no `__supervise__` has handled. This default raises, and the cell stops.
+
+    Assign your own to `meshbook.actor.unhandled_fault_hook`; if it returns, the failure is over.
+    """
+    raise SystemExit(1)
+
+
+def _unhandled(failure: faults.MeshFailure, name: str) -> None:
+    hook = getattr(sys.modules.get("meshbook.actor"), "unhandled_fault_hook", unhandled_fault_hook)
+    if hook is not unhandled_fault_hook:
+        threading.Thread(target=_run_hook, args=(hook, failure), name="unhandled_fault_hook", daemon=True).start()
+        return
+    received_at = time.monotonic()
+    group = failure.mesh_name, failure.traceback
+    failures = _pending_failures.setdefault(group, [])
+    failures.append(failure)
+    if len(failures) > 1:
+        return  # of another rank; the first speaks for all
+
+    def stop() -> None:
+        ranks = [rank for other in _pending_failures.pop(group) for rank in other.ranks]
+        if replies.reported_failures.get(failure.mesh_name, 0.0) < received_at - 2 * _GRACE_S - _EXIT_REASON_S:
+            _stop_cell(failure, f"; alike on {name_ranks(ranks)}" if len(ranks) > len(failure.ranks) else "")
+
+    local_transport().call_later(_GRACE_S, stop)
+
+
+def _run_hook(hook: Any, failure: faults.MeshFailure) -> None:
+    """User code: on a thread of its own."""
+    unblock_signals()
+    try:
+        hook(failure)
+    except BaseException:
+        _stop_cell(failure)
+
+
+def _stop_cell(failure: faults.MeshFailure, more: str = "") -> None:
+    if not threading.main_thread().is_alive():
+        return  # the program is ending, and its processes with it
+    main = threading.main_thread().ident or 0
+    text = f"{failure}{more}; no __supervise__ has handled it"
+    error = faults.SupervisionError(text, mesh_name=failure.mesh_name, traceback=failure.traceback)
+    if futures.raise_in_waiter(main, error):
+        return
+    print(error, file=sys.stderr)
+    if _is_running_code(sys._current_frames().get(main)):
+        with contextlib.suppress(OSError):
+            signal.pthread_kill(main, signal.SIGINT)
+
+
+def _is_running_code(frame: FrameType | None) -> bool:
+    """Whether the main thread is in a cell or a script, and not a kernel that waits for one."""
+    if "IPython" not in sys.modules or getattr(sys.modules["IPython"], "get_ipython", lambda: None)() is None:
+        return True
+    while frame is not None:
+        if frame.f_code.co_name == "run_code" and frame.f_code.co_filename.endswith("interactiveshell.py"):
+            return True
+        frame = frame.f_back
+    return False

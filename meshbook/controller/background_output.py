@@ -1,0 +1,54 @@
+"""What ranks print when no cell runs: threads that a cell has left behind, actors, ranks that end."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import cast
+
+from meshbook.controller.console import Console
+from meshbook.controller.session import Session
+from meshbook.ids import Ranks
+from meshbook.wire import messages
+
+_KEY = "late_output"
+
+
+class BackgroundOutput:
+    """Shows it where its call was sent from; what actors print, where any were spawned, too.
+
+    The ranks' hosts fold it, and cannot tell a thread's lines from an actor's.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.all_clients = False  # also what calls of other clients have left behind
+        self.enabled = True
+        self._session = weakref.ref(session)
+        self._call_ids = session.connection.call_ids
+        self._console: Console | None = None
+        session.connection.listeners.orphan_output.append(self._on_orphan_output)
+
+    def _on_orphan_output(self, report: messages.CallOutput) -> None:
+        session = self._session()
+        if session is None or not self.enabled or not (self.all_clients or self._call_ids.issued(report.call)):
+            return
+        self._print(session, report.items)
+
+    def notify(self, ranks: Ranks, text: str) -> None:
+        """Show people a notice about these ranks, of this program's own."""
+        session = self._session()
+        if session is not None:
+            self._print(session, (messages.RankDisplay(ranks=ranks, item=messages.Notice(text)),))
+
+    def _print(self, session: Session, items: tuple[messages.FoldedItem, ...]) -> None:
+        if self._console is None:
+            self._console = Console(session.axes.ranks if session.axes is not None else (), echo=True)
+        with contextlib.suppress(Exception):  # the standard streams may be closed by now
+            self._console(items)
+
+
+def background_output_of(session: Session) -> BackgroundOutput:
+    """The one of a session; made when it is opened for a person or a program of theirs."""
+    if _KEY not in session.extras:
+        session.extras[_KEY] = BackgroundOutput(session)
+    return cast(BackgroundOutput, session.extras[_KEY])

@@ -1,0 +1,312 @@
+"""A live mirror of a mesh: what its supervisor tells those that watch, put together into one picture.
+
+For the dashboard, the terminal and the exporter. It draws nothing and asks the ranks nothing: ranks measure themselves
+once per second anyway, the supervisor sends what changed at most `per_s` times a second, and nothing while nobody
+watches. An observer's connection will do (`meshbook top`); its presence does not keep the mesh alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from meshbook.controller.connection import SupervisorConnection
+from meshbook.controller.session import Session
+from meshbook.diagnose.findings import Finding
+from meshbook.errors import MeshbookError, MeshTimeout
+from meshbook.supervisor.series import Curves, Series
+from meshbook.supervisor.telemetry import MAX_RETAINED_LINES, CallStatus, CollectiveStatus, PrintedLine, RankStatus
+from meshbook.wire import messages
+
+log = logging.getLogger("meshbook.onlooker")
+
+_REPLY_TIMEOUT_S = 5.0
+_MAX_COLLECTIVES_PER_RANK = 64  # of each rank
+
+
+@dataclass(frozen=True)
+class MeshSnapshot:
+    """A mesh at one moment. Immutable, but for `series` and `scalars`, which grow with it and may be read any time.
+
+    Attributes:
+        at: wall clock of the supervisor when it told this; compare with the next one's to see that it lives.
+        name, axes, groups, backend, cells_run, clients, started_at: as in `MeshInfo`.
+        ranks: one `RankStatus` per rank, by rank: state, cell and line, memory, CPU, GPU, open collective, beat's age.
+        calls: what runs, oldest first.
+        collectives: rank -> its last ones, oldest first, open ones with `ended_at` None. Wall clock.
+        findings: what the supervisor found by itself in the cells that run now; `mesh.why()` looks afresh.
+        lines: the last folded lines that ranks printed, oldest first; text, never markup. All of a rank: `mesh.logs`.
+        series: memory, CPU, GPU, collectives/s and steps/s over time; `series.points("rss_bytes", rank)`.
+        scalars: what was given to `meshbook.log`; `scalars.names`, `scalars.points("loss", rank)`.
+        ended: why there will be no more news; None while there will.
+    """
+
+    at: float = 0.0
+    name: str = ""
+    axes: Mapping[str, int] = field(default_factory=dict)
+    groups: str = "none"
+    backend: str | None = None
+    cells_run: int = 0
+    clients: tuple[str, ...] = ()
+    started_at: float = 0.0
+    ranks: tuple[RankStatus, ...] = ()
+    calls: tuple[CallStatus, ...] = ()
+    collectives: Mapping[int, tuple[CollectiveStatus, ...]] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
+    lines: tuple[PrintedLine, ...] = ()
+    series: Series = field(default_factory=Series)
+    scalars: Curves = field(default_factory=Curves)
+    ended: str | None = None
+
+
+class SnapshotBuilder:
+    """Puts news together. `picture` is what came of them so far."""
+
+    def __init__(self, name: str = "") -> None:
+        self.snapshot = MeshSnapshot(name=name)
+        self._lines: deque[PrintedLine] = deque(maxlen=MAX_RETAINED_LINES)
+        self._last_sample_at = 0.0
+
+    def apply(self, at: float, data: Mapping[str, Any]) -> MeshSnapshot:
+        """The picture after these news (`supervisor.telemetry` says what they may hold)."""
+        old = self.snapshot
+        changes: dict[str, Any] = {"at": at}
+        if data.get("whole"):
+            old = MeshSnapshot()
+            self._lines.clear()
+        if "mesh" in data:
+            changes |= {**data["mesh"], "clients": tuple(data["mesh"].get("clients", ()))}
+        if "ranks" in data:
+            changes["ranks"] = _apply_columns(old.ranks, data["ranks"])
+        if "calls" in data:
+            changes["calls"] = tuple(msgspec.convert(call, CallStatus) for call in data["calls"])
+        if "collectives" in data:
+            changes["collectives"] = _merge_collectives(old.collectives, data["collectives"])
+        if "findings" in data:
+            changes["findings"] = tuple(msgspec.convert(finding, Finding) for finding in data["findings"])
+        if "lines" in data:
+            self._lines += [msgspec.convert(line, PrintedLine) for line in data["lines"]]
+            changes["lines"] = tuple(self._lines)
+        new = self.snapshot = replace(old, **changes)
+        if "series" in data:
+            new.series.load(data["series"])
+        if "curves" in data:
+            new.scalars.load(data["curves"])
+        if not data.get("whole") and at - self._last_sample_at >= 1.0:  # ranks measure once per second
+            self._last_sample_at = at
+            new.series.sample(at, new.ranks)
+        for name, rank, step, value, when in data.get("scalars", ()):
+            new.scalars.put(name, rank, step, value, when)
+        return new
+
+    def end(self, reason: str) -> MeshSnapshot:
+        """There will be no more news."""
+        dead_ranks = tuple(msgspec.structs.replace(rank, state="dead", call=None) for rank in self.snapshot.ranks)
+        self.snapshot = replace(self.snapshot, ended=reason, ranks=dead_ranks, calls=(), findings=())
+        return self.snapshot
+
+
+class MeshSubscription:
+    """Watches a mesh until `close()`. Several may watch through one connection.
+
+        subscription = MeshSubscription(mesh.session, max_updates_per_s=2)
+        subscription.listeners.append(lambda snapshot: draw(snapshot))
+        subscription.snapshot.ranks[3].line
+
+    Attributes:
+        listeners: called with the new snapshot from the connection's listening thread, so they must neither block nor
+            ask the mesh anything (hand over to a thread for that). One that raises is logged and kept.
+    """
+
+    def __init__(
+        self, source: Session | SupervisorConnection, *, max_updates_per_s: float = 2.0, history_s: float = 3600.0
+    ) -> None:
+        """Begin to watch. Blocks until the first picture is there, a few milliseconds.
+
+        Args:
+            source: a mesh's session (`mesh.session`) or any open connection, also an observer's.
+            max_updates_per_s: pictures per second at most; 0.1 to 10.
+            history_s: how much of the past the first picture's `series` and `scalars` bring along.
+
+        Raises:
+            NotAttached: the connection is closed, or the mesh has ended.
+            MeshTimeout: the supervisor does not answer.
+        """
+        self.listeners: list[Callable[[MeshSnapshot], None]] = []
+        self.max_updates_per_s = min(max(max_updates_per_s, 0.1), 10.0)
+        self._connection = source.connection if isinstance(source, Session) else source
+        self._builder = SnapshotBuilder(self._connection.connection_info.name)
+        self._closed = False
+        self._shared = _SharedSubscription.of(self._connection)
+        self._connection.listeners.mesh_stopped.append(self._mesh_ended)
+        try:
+            self._shared.add(self, history_s)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def snapshot(self) -> MeshSnapshot:
+        """The latest one. From any thread."""
+        return self._builder.snapshot
+
+    def wait_until(self, predicate: Callable[[MeshSnapshot], bool], timeout: float) -> MeshSnapshot:
+        """The first picture from now on of which something is true. Blocks.
+
+        Raises:
+            MeshTimeout: none came within `timeout` seconds.
+        """
+        matched = threading.Event()
+        found: list[MeshSnapshot] = []
+
+        def look(snapshot: MeshSnapshot) -> None:
+            if not found and predicate(snapshot):
+                found.append(snapshot)
+                matched.set()
+
+        self.listeners.append(look)
+        try:
+            look(self.snapshot)
+            if not matched.wait(timeout):
+                raise MeshTimeout(f"nothing of the kind was seen of the mesh {self.snapshot.name!r} in {timeout:g} s")
+        finally:
+            self.listeners.remove(look)
+        return found[0]
+
+    def close(self) -> None:
+        """Watch no more. The last picture stays. Twice is once."""
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.suppress(ValueError):
+            self._connection.listeners.mesh_stopped.remove(self._mesh_ended)
+        self._shared.remove(self)
+
+    def __enter__(self) -> MeshSubscription:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self.close()
+
+    # ---- in the listening thread
+
+    def _on_update(self, report: messages.MeshUpdate) -> None:
+        if not self._closed:
+            self._builder.apply(report.timestamp, report.data)
+            self._notify()
+
+    def _mesh_ended(self, reason: str) -> None:
+        self._builder.end(reason)
+        self._notify()
+
+    def _notify(self) -> None:
+        for listener in tuple(self.listeners):
+            try:
+                listener(self._builder.snapshot)
+            except Exception:
+                log.exception("a listener could not take the picture; the others can")
+
+
+class _SharedSubscription:
+    """Hands what a connection hears of its mesh to all onlookers on it; one subscription for all, at the quickest's
+    pace."""
+
+    def __init__(self, connection: SupervisorConnection) -> None:
+        self._connection = connection
+        self._subscriptions: list[MeshSubscription] = []
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of(cls, connection: SupervisorConnection) -> _SharedSubscription:
+        shared = connection.listeners.report_handlers.setdefault(messages.MeshUpdate, cls(connection))
+        assert isinstance(shared, cls)
+        return shared
+
+    def __call__(self, report: messages.MeshUpdate) -> None:
+        if report.data.get("once"):
+            return
+        for subscription in tuple(self._subscriptions):
+            subscription._on_update(report)
+
+    def add(self, subscription: MeshSubscription, history_s: float) -> None:
+        with self._lock:
+            self._subscriptions.append(subscription)
+            try:
+                self._subscribe(history_s)
+            except BaseException:
+                self._subscriptions.remove(subscription)
+                raise
+
+    def remove(self, subscription: MeshSubscription) -> None:
+        with self._lock:
+            if subscription in self._subscriptions:
+                self._subscriptions.remove(subscription)
+            if self._subscriptions:
+                return
+            with contextlib.suppress(MeshbookError):
+                self._connection.send(messages.Subscribe(call=self._connection.next_call_id(), max_updates_per_s=0.0))
+
+    def _subscribe(self, history_s: float) -> None:
+        max_updates_per_s = max(subscription.max_updates_per_s for subscription in self._subscriptions)
+        request_snapshot(self._connection, max_updates_per_s=max_updates_per_s, history_s=history_s)
+
+
+def request_snapshot(
+    connection: SupervisorConnection, *, max_updates_per_s: float, history_s: float
+) -> messages.MeshUpdate:
+    """Everything that is remembered of a mesh, and with `max_updates_per_s` news from then on. Blocks.
+
+    Raises:
+        NotAttached: the connection is closed, or the mesh has ended.
+        MeshTimeout: the supervisor does not answer.
+    """
+    command = messages.Subscribe(
+        call=connection.next_call_id(), max_updates_per_s=max_updates_per_s, history_s=history_s
+    )
+    try:
+        reply: messages.MeshUpdate = connection.request(command).result(_REPLY_TIMEOUT_S)
+    except TimeoutError:
+        raise MeshTimeout(
+            f"the supervisor of {connection.connection_info.name!r} did not answer within {_REPLY_TIMEOUT_S:g} s"
+        ) from None
+    return reply
+
+
+def fetch_snapshot(connection: SupervisorConnection, *, history_s: float = 0.001) -> MeshSnapshot:
+    """One picture, without watching. Blocks a few milliseconds. Raises as `request_snapshot` does."""
+    reply = request_snapshot(connection, max_updates_per_s=0.0, history_s=history_s)
+    return SnapshotBuilder().apply(reply.timestamp, reply.data)
+
+
+def _apply_columns(ranks: tuple[RankStatus, ...], columns: Mapping[str, Any]) -> tuple[RankStatus, ...]:
+    changes: dict[int, dict[str, Any]] = {}
+    for name, (which, values) in columns.items():
+        for rank, value in zip(which, values, strict=True):
+            changes.setdefault(rank, {})[name] = value
+    found = list(ranks)
+    for rank in sorted(changes):
+        while len(found) <= rank:
+            found.append(RankStatus(rank=len(found)))
+        found[rank] = msgspec.structs.replace(found[rank], **changes[rank])
+    return tuple(found)
+
+
+def _merge_collectives(
+    known: Mapping[int, tuple[CollectiveStatus, ...]], updates: Iterable[Any]
+) -> dict[int, tuple[CollectiveStatus, ...]]:
+    new_by_rank: dict[int, list[CollectiveStatus]] = {}
+    for data in updates:
+        one = msgspec.convert(data, CollectiveStatus)
+        new_by_rank.setdefault(one.rank, []).append(one)
+    found = dict(known)
+    for rank, new in new_by_rank.items():
+        both = {(one.group, one.op, one.seq): one for one in (*known.get(rank, ()), *new)}
+        found[rank] = tuple(sorted(both.values(), key=lambda one: one.began_at)[-_MAX_COLLECTIVES_PER_RANK:])
+    return found

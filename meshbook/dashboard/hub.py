@@ -1,0 +1,302 @@
+"""Where a mesh's front ends are served: one onlooker for all of them, one thread that tells them what is new.
+
+Widgets, pages and the terminal are audiences of one desk. It takes their requests at once and answers from threads of
+its own, so that none of them ever waits in a thread that zmq, tornado or a notebook needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.session import Session
+from meshbook.controller.subscription import MeshSnapshot, MeshSubscription
+from meshbook.dashboard import view
+from meshbook.dashboard.view import Message, UpdateEncoder
+from meshbook.errors import MeshbookError
+from meshbook.ids import name_ranks
+
+log = logging.getLogger("meshbook.dashboard")
+
+# Different defects of ours that one audience is told of.
+_MAX_REPORTED_ERRORS = 8
+# Pictures per second. More are not read by anybody, and a notebook's server passes each on to each page.
+MAX_UPDATES_PER_S = 2.0
+# Seconds after which everything is told again: a page whose requests wait behind a cell shows the mesh all the same.
+FULL_UPDATE_S = 5.0
+# With more ranks than this everything is some ten thousand bytes, and told again more rarely.
+_SMALL_MESH_RANKS = 64
+# Seconds in which it is told every second: what is said before the page has drawn the widget is lost.
+_STARTUP_S = 6.0
+# Seconds without news after which a mesh that does not change gives a sign of life.
+_KEEPALIVE_S = 5.0
+# Seconds after which a mesh that runs nothing is not told of any more: a hub takes every message for use, and would
+# never end a notebook that was left open.
+_IDLE_TIMEOUT_S = 600.0
+_LOG_BYTES = 1 << 18
+# Seconds for which the ranks' answer about their actors serves all who look.
+_ACTORS_CACHE_S = 0.9
+_MAX_REMEMBERED_REQUESTS = 256  # requests, so that one that comes twice is done once
+
+
+class DashboardClient:
+    """Those behind one line: a widget, with all places where it is shown, or one page's socket.
+
+    Attributes:
+        view: what they were told.
+    """
+
+    def __init__(self, mesh: Mesh, send: Callable[[Message], None], *, resends: bool = False) -> None:
+        """
+        Args:
+            mesh: the mesh, or the part of it, that they see.
+            send: takes a message; called from the desk's threads. What it raises means that they are gone.
+            resends: tell everything again now and then, for they may be unable to ask.
+        """
+        self.mesh, self.send, self.resends = mesh, send, resends
+        self.encoder = UpdateEncoder(ranks=tuple(mesh.ranks), axes=dict(mesh.axes))
+        self.needs_full_update = True
+        self.sent_at = self.full_update_at = float("-inf")
+        self.joined_at = time.monotonic()
+        self.reported_errors: set[str] = set()  # defects of ours that they were told of
+        self.lock = threading.Lock()  # of what is here; held while they are told, so that messages keep their order
+
+
+class DashboardHub:
+    """One per session. Watches while it has an audience."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._clients: list[DashboardClient] = []
+        self._lock = threading.Lock()
+        self._changed = threading.Event()
+        self._subscription: MeshSubscription | None = None
+        self._workers: ThreadPoolExecutor | None = None
+        self._thread: threading.Thread | None = None
+        self._handled_requests: OrderedDict[str, None] = OrderedDict()
+        self._last_busy_at = time.monotonic()
+        self._actors_lock = threading.Lock()
+        self._actors_fetched_at = float("-inf")
+        self._actors: list[dict[str, Any]] = []  # one row each, as of then
+
+    @classmethod
+    def of(cls, session: Session) -> DashboardHub:
+        hub = session.extras.setdefault("dashboard", cls(session))
+        assert isinstance(hub, cls)
+        return hub
+
+    @property
+    def snapshot(self) -> MeshSnapshot:
+        """The latest; an empty one while nobody watches."""
+        subscription = self._subscription
+        return subscription.snapshot if subscription is not None else MeshSnapshot()
+
+    @property
+    def is_subscribed(self) -> bool:
+        return self._subscription is not None
+
+    def add_client(self, client: DashboardClient) -> None:
+        """Tell them what is new from now on. The first one waits a few milliseconds for the picture.
+
+        Raises:
+            NotAttached, MeshTimeout: as `MeshSubscription`.
+        """
+        with self._lock:
+            if self._subscription is None:
+                self._session.check_attached()
+                self._subscription = MeshSubscription(self._session, max_updates_per_s=MAX_UPDATES_PER_S)
+                self._subscription.listeners.append(lambda _: self._changed.set())
+                self._workers = ThreadPoolExecutor(4, thread_name_prefix="meshbook-answers")
+                self._thread = threading.Thread(
+                    target=self._run, args=(self._subscription,), name="meshbook-dashboard", daemon=True
+                )
+                self._thread.start()
+            self._clients.append(client)
+        self._changed.set()
+
+    def remove_client(self, client: DashboardClient) -> None:
+        """Tell them nothing more; the last one ends the watching. Twice is once."""
+        with self._lock:
+            if client in self._clients:
+                self._clients.remove(client)
+            if self._clients or self._subscription is None:
+                return
+            subscription, workers = self._subscription, self._workers
+            self._subscription = self._workers = self._thread = None
+        subscription.close()
+        self._changed.set()
+        if workers is not None:
+            workers.shutdown(wait=False, cancel_futures=True)
+
+    # ---- telling
+
+    def _run(self, subscription: MeshSubscription) -> None:
+        """The desk's thread: until its onlooker is no longer the desk's."""
+        while True:
+            self._changed.wait(1.0)
+            self._changed.clear()
+            if self._subscription is not subscription:
+                return
+            snapshot = subscription.snapshot
+            if snapshot.ended is None and self._session.connection.closed:
+                snapshot = replace(snapshot, ended="this process has left it")
+            for client in tuple(self._clients):
+                self._send_updates(client, snapshot)
+                if snapshot.ended is not None:
+                    self.remove_client(client)
+
+    def _send_updates(self, client: DashboardClient, snapshot: MeshSnapshot) -> None:
+        now = time.monotonic()
+        if snapshot.calls:
+            self._last_busy_at = now
+        with client.lock:
+            try:
+                messages = self._updates_for(client, snapshot, now)
+            except Exception as error:  # a defect of ours: the rest of the picture goes on
+                messages = self._report_error(client, error)
+            try:
+                for message in messages:
+                    client.send(message)
+            except Exception as error:
+                # They went away while they were told: a page that was closed, a kernel's front end that is no more.
+                log.debug("an audience is gone: %r", error)
+                disconnected = True
+            else:
+                disconnected = False
+                if messages:
+                    client.sent_at = now
+        if disconnected:
+            self.remove_client(client)
+
+    def _updates_for(self, client: DashboardClient, snapshot: MeshSnapshot, now: float) -> list[Message]:
+        is_busy = bool(snapshot.calls)
+        client.encoder.has_actors = self._has_actors()
+        is_new = now - client.joined_at < _STARTUP_S
+        interval = 1.0 if is_new else FULL_UPDATE_S * (1 if len(client.mesh.ranks) <= _SMALL_MESH_RANKS else 6)
+        resend = client.resends and (is_busy or is_new) and now - client.full_update_at >= interval
+        if client.needs_full_update or resend:
+            client.full_update_at = now
+            messages = client.encoder.full_update(snapshot)
+            client.needs_full_update = False
+        elif now - self._last_busy_at > _IDLE_TIMEOUT_S and snapshot.ended is None:
+            return []
+        else:
+            messages = client.encoder.updates(snapshot)
+        if not messages and is_busy and now - client.sent_at >= _KEEPALIVE_S:
+            return [{"kind": "alive"}]
+        return messages
+
+    def _report_error(self, client: DashboardClient, error: Exception) -> list[Message]:
+        """What could not be shown, logged and said once."""
+        what = f"{type(error).__name__}: {error}"
+        if what in client.reported_errors or len(client.reported_errors) >= _MAX_REPORTED_ERRORS:
+            return []
+        client.reported_errors.add(what)
+        log.error("the picture of %s could not be made", self._session.name, exc_info=error)
+        return [{"kind": "told", "text": f"part of this picture could not be made ({what}); the mesh is not affected"}]
+
+    # ---- answering
+
+    def on_request(self, client: DashboardClient, message: Any) -> None:
+        """What a front end says. Never waits and never raises: it is answered by messages."""
+        if not isinstance(message, dict):
+            return
+        request_id = message.get("id")
+        with self._lock:
+            workers = self._workers
+            if isinstance(request_id, str):
+                if request_id in self._handled_requests:
+                    return
+                self._handled_requests[request_id] = None
+                while len(self._handled_requests) > _MAX_REMEMBERED_REQUESTS:
+                    self._handled_requests.popitem(last=False)
+        if workers is not None:
+            with contextlib.suppress(RuntimeError):  # the last one leaves just now
+                workers.submit(self._reply, client, message)
+
+    def _reply(self, client: DashboardClient, message: dict[str, Any]) -> None:
+        try:
+            replies = self._handle_request(client, message)
+        except (MeshbookError, ValueError) as error:
+            replies = [{"kind": "told", "text": str(error)}]
+        except Exception as error:
+            log.exception("a front end's %r could not be answered", message.get("kind"))
+            replies = [{"kind": "told", "text": f"{type(error).__name__}: {error}"}]
+        view_id = message.get("view")
+        address = {"view": view_id} if isinstance(view_id, str) else {}
+        try:
+            with client.lock:
+                for reply in replies:
+                    client.send({**reply, **address})
+        except Exception as error:
+            log.debug("an audience is gone: %r", error)
+            self.remove_client(client)
+
+    def _has_actors(self) -> bool:
+        if "meshbook.actors.procs" not in sys.modules:
+            return False  # this program has none, and does not pay for their import
+        from meshbook.actors.listing import has_spawned_procs
+
+        return "actors" in self._session.extras or has_spawned_procs()
+
+    def _fetch_actors(self) -> list[dict[str, Any]]:
+        """What the actors on this mesh do, and those on processes that this program has started for them. Asked once a
+        second at most, however many look."""
+        if not self._has_actors():
+            return []
+        from meshbook.actors.listing import list_actors, list_spawned_actors
+
+        with self._actors_lock:
+            if time.monotonic() - self._actors_fetched_at >= _ACTORS_CACHE_S:
+                axes = self._session.axes if "actors" in self._session.extras else None
+                mesh_actors = list_actors(Mesh.of(self._session, axes), timeout=1.0) if axes is not None else []
+                self._actors = [*mesh_actors, *list_spawned_actors(timeout=1.0)]
+                self._actors_fetched_at = time.monotonic()
+            return self._actors
+
+    def _handle_request(self, client: DashboardClient, message: dict[str, Any]) -> list[Message]:
+        mesh, kind = client.mesh, message.get("kind")
+        match kind:
+            case "ready":
+                client.needs_full_update = True
+                self._changed.set()
+            case "follow":
+                with client.lock:
+                    client.encoder.follow(view.parse_ranks_in_mesh(message.get("ranks"), mesh.ranks))
+                self._changed.set()
+            case "show":
+                with client.lock:
+                    client.encoder.open_panel = str(message.get("tab"))
+                self._changed.set()
+            case "stacks":
+                ranks = view.parse_ranks_in_mesh(message.get("ranks"), mesh.ranks)
+                return [view.stacks_message(mesh.stacks(ranks), ranks)]
+            case "why":
+                found = mesh.why().findings
+                with client.lock:
+                    return [client.encoder.record_why(self.snapshot, found)]
+            case "logs":
+                rank = int(message.get("rank", 0))
+                return [view.logs_message(rank, mesh.logs(rank, _LOG_BYTES), _LOG_BYTES)]
+            case "actors":
+                return [view.actors_message(self._fetch_actors(), mesh.ranks)]
+            case "interrupt":
+                ranks = view.parse_ranks_in_mesh(message.get("ranks"), mesh.ranks)
+                if ranks:
+                    mesh.interrupt(ranks)
+                    return [{"kind": "told", "text": f"{name_ranks(ranks)} interrupted"}]
+            case "kill":
+                ranks = view.parse_ranks_in_mesh(message.get("ranks"), mesh.ranks)
+                if ranks:
+                    mesh.kill(ranks)
+                    return [{"kind": "told", "text": f"{name_ranks(ranks)} killed"}]
+        return []

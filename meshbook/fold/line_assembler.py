@@ -1,0 +1,184 @@
+"""What a stream writes, made into lines: partial lines joined, progress bars brought to their state.
+
+A `LineAssembler` is one stream of one rank. It keeps the line that is still being written and gives back the lines that
+are complete. It knows as much of a terminal as progress bars use: carriage return, backspace, erase-line, and cursor-up
+for nested bars; a row that is rewritten replaces what was in it. A bar that ended stays with the open rows until other
+text follows, since only then it is clear that nobody will go back up to it.
+"""
+
+from __future__ import annotations
+
+import re
+
+# Characters that the folding code uses for itself. No text has a use for them.
+RESERVED_CHARS = "\0\1\2\3\4"
+# A line longer than this is cut in the middle.
+MAX_LINE_CHARS = 1 << 16
+# Nested bars are some handful; a stream that moves up further than this is not followed.
+MAX_OPEN_ROWS = 64
+# Bars that ended and are kept for a while: bars nested one deeper than this are still put together.
+MAX_ENDED_BARS = 3
+
+_RESERVED = re.compile(f"[{RESERVED_CHARS}]")
+_CURSOR_MOVES = re.compile(r"(\n|\x1b\[[0-9]{0,3}A)")
+_CURSOR_UP = re.compile(r"\x1b\[[0-9]{0,3}A")
+_ERASE = re.compile(r"\x1b\[[0-3]?K")
+
+
+class LineAssembler:
+    """One stream of one rank, on its way to lines.
+
+    Attributes:
+        since: when the row that is being written got its first character; None while there is no such row.
+        changed: whether the open rows changed since this was last set to False.
+    """
+
+    __slots__ = ("_is_overwritten", "_num_skipped", "_row", "_rows_above", "_rows_below", "changed", "open_since")
+
+    def __init__(self) -> None:
+        self._row = ""  # as written since its last carriage return that something followed
+        self._is_overwritten = False  # something in it followed a carriage return: a progress bar
+        self._num_skipped = 0  # characters already cut out of a row that grew too long
+        # Rows around the one with the cursor: bars that ended, and nested bars' rows.
+        self._rows_above: list[str] = []
+        self._rows_below: list[str] = []
+        self.open_since: float | None = None
+        self.changed = False
+
+    def write(self, text: str, now: float) -> list[str]:
+        """Take a piece of text; give the lines that are complete with it, in order, without their ends."""
+        for character in RESERVED_CHARS:
+            if character in text:
+                text = _RESERVED.sub("\N{REPLACEMENT CHARACTER}", text)
+                break
+        if "\r\n" in text:
+            text = text.replace("\r\n", "\n")
+        self.changed = True
+        has_cursor_moves = self._rows_above or self._rows_below or ("\x1b[" in text and _CURSOR_UP.search(text))
+        is_overwritten = self._is_overwritten or self._row.endswith("\r")
+        if has_cursor_moves or is_overwritten or "\r" in text or "\b" in text:
+            lines = self._write_rows(text)
+        elif "\n" in text:
+            long = len(self._row) + len(text) > MAX_LINE_CHARS
+            lines = (self._row + text).split("\n")
+            self._row = lines.pop()
+            if self._num_skipped or long:
+                lines = [self._finish_line(lines[0]), *map(shorten, lines[1:])]
+        else:
+            self._row += text
+            lines = []
+        if len(self._row) > 2 * MAX_LINE_CHARS:
+            self._truncate_row()
+        if not self._row and not self._rows_above and not self._rows_below:
+            self.open_since = None
+        elif self.open_since is None or lines:
+            self.open_since = now
+        return lines
+
+    @property
+    def is_progress_bar(self) -> bool:
+        """Whether what is being written is rewritten in place, and goes on below what else is shown."""
+        return bool((self._row and self._is_overwritten) or self._rows_below)
+
+    def render(self) -> str:
+        """What the open rows show now. Nested bars are several rows, joined by line ends."""
+        rows = [*self._rows_above, shorten(self._rendered_row(), self._num_skipped), *self._rows_below]
+        return "\n".join(row for row in rows if row)
+
+    def finish(self) -> list[str]:
+        """The open rows as lines, blank ones at the end left out. The pen starts anew."""
+        rows = [
+            *self._rows_above,
+            *(row for row in (self._finish_line(self._rendered_row()), *self._rows_below) if row),
+        ]
+        self._row, self._is_overwritten, self._rows_above, self._rows_below = "", False, [], []
+        self.open_since, self.changed = None, False
+        return rows
+
+    def _write_rows(self, text: str) -> list[str]:
+        """The slow way: a row at a time, with the cursor."""
+        lines: list[str] = []
+        for piece in _CURSOR_MOVES.split(text):
+            if piece == "\n":
+                if self._rows_below:
+                    self._rows_above.append(self._rendered_row())
+                    self._row = self._rows_below.pop(0) + "\r"
+                    continue
+                row = self._finish_line(self._rendered_row())
+                if self._is_overwritten:
+                    self._rows_above.append(row)
+                    lines += self._rows_above[:-MAX_ENDED_BARS]
+                    del self._rows_above[:-MAX_ENDED_BARS]
+                else:
+                    lines += *self._rows_above, row
+                    self._rows_above = []
+                self._row, self._is_overwritten = "", False
+            elif _CURSOR_UP.fullmatch(piece):
+                max_rows_up = min(len(self._rows_above) + len(lines), MAX_OPEN_ROWS - len(self._rows_below))
+                for _ in range(min(int(piece[2:-1] or 1), max_rows_up)):
+                    self._rows_below.insert(0, self._rendered_row())
+                    # A line that this same piece of text completed is taken back; one that is given away stays.
+                    self._row = (self._rows_above or lines).pop() + "\r"
+                    self._is_overwritten = True
+            elif piece:
+                if not self._row and not self._rows_below and "\r" not in piece:
+                    lines += self._rows_above
+                    self._rows_above = []
+                row = self._row + piece
+                self._is_overwritten = self._is_overwritten or "\r" in row.rstrip("\r")
+                self._row = _apply_backspaces(_after_last_return(row))
+        return lines
+
+    def _rendered_row(self) -> str:
+        row = render_row(self._row)
+        return row.rstrip(" ") if self._is_overwritten else row  # bars pad with spaces against what they replace
+
+    def _finish_line(self, line: str) -> str:
+        """A line's final form, with what was cut out of it while it grew."""
+        skipped, self._num_skipped = self._num_skipped, 0
+        return shorten(line, skipped)
+
+    def _truncate_row(self) -> None:
+        half = MAX_LINE_CHARS // 2
+        self._num_skipped += len(self._row) - 2 * half
+        self._row = self._row[:half] + self._row[-half:]
+
+
+def render_row(row: str) -> str:
+    """What a row shows once all that was written to it is there.
+
+    Whatever follows a carriage return replaces the row. A terminal would leave the end of a longer earlier text
+    standing; nobody means that.
+    """
+    if "\r" in row:
+        row = _after_last_return(row).removesuffix("\r")
+    return _ERASE.sub("", row) if "\x1b[" in row else row
+
+
+def shorten(line: str, num_skipped: int = 0) -> str:
+    """A line cut in the middle, if it is very long or `num_skipped` characters are missing there already."""
+    if len(line) <= MAX_LINE_CHARS and not num_skipped:
+        return line
+    half = min(MAX_LINE_CHARS, len(line)) // 2
+    num_skipped += len(line) - 2 * half
+    return f"{line[:half]} … {num_skipped:,} characters not shown … {line[-half:]}"
+
+
+def _apply_backspaces(row: str) -> str:
+    if "\b" not in row:
+        return row
+    characters: list[str] = []
+    for character in row:
+        if character != "\b":
+            characters.append(character)
+        elif characters:
+            characters.pop()
+    return "".join(characters)
+
+
+def _after_last_return(row: str) -> str:
+    """The part of a row that counts: what follows the last carriage return, or what the last one waits to replace."""
+    before, returned, last = row.rpartition("\r")
+    if last or not returned:
+        return last
+    return before.rstrip("\r").rpartition("\r")[2] + "\r"

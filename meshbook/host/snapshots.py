@@ -1,0 +1,473 @@
+"""Looking at one host's ranks: each is asked, and those that do not answer are looked at from outside.
+
+The agent's loop never waits here: what may take time (/proc, py-spy) runs on short-lived threads that post what they
+found, and a look is over after two seconds whatever they do. Also keeps what ranks measure from beat to beat, because a
+rank that has stopped cannot say what it did last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from meshbook.host import procfs, stacks
+from meshbook.host.gpus import GpuSampler
+from meshbook.wire import messages
+from meshbook.wire.loop import Loop, Timer
+from meshbook.wire.messages import (
+    CollectiveInfo,
+    Health,
+    ProcessStatus,
+    RankExited,
+    RankMetrics,
+    RankSnapshot,
+    ThreadStack,
+)
+
+# Seconds a rank has to answer before it is looked at from outside as well. A rank whose threads share the interpreter
+# fairly answers in 5 to 20 ms, on a crowded machine in 50; the whole look should take no more than 300.
+_INSIDE_TIMEOUT_S = 0.15
+# ... unless it is silent already: its last beat is older than this (they come every second).
+_SILENT_AFTER_S = 2.0
+# Seconds after which a look is over, with what is known by then.
+_TIMEOUT_S = 2.0
+# ... of which py-spy may take this much.
+_PY_SPY_TIMEOUT_S = 1.6
+# Looks from outside at one time: each keeps a core busy for some 30 ms.
+_MAX_PY_SPY_RUNS = max(4, os.cpu_count() or 1)
+
+# Collectives of a rank that are remembered from its beats, for when it cannot be asked.
+_MAX_RETAINED_COLLECTIVES = 64
+
+# Looks back, one per second, at how often the system has run out of memory: a killed rank's end is noticed within this.
+_OOM_WINDOW_S = 5
+
+# What one host beat tells of a rank at most.
+_MAX_REPORTED_SCALARS = 8192
+_MAX_REPORTED_COLLECTIVES = 512
+
+
+@dataclass(frozen=True)
+class SnapshotTarget:
+    """What the agent knows of a rank that is to be looked at."""
+
+    rank: int
+    pid: int | None  # None: it is being started
+    beat_age_s: float | None
+    is_dead: bool
+    call: str | None = None  # running now
+    label: str | None = None
+    is_cell: bool = False
+    running_s: float | None = None
+    last_collective: str | None = None  # from its last words
+
+
+@dataclass(frozen=True)
+class _ProcessFacts:
+    """What /proc says."""
+
+    process: ProcessStatus | None
+    threads: dict[int, tuple[str, str | None]]
+
+
+@dataclass
+class _PendingSnapshots:
+    """One look in progress."""
+
+    command: messages.TakeSnapshots
+    targets: dict[int, SnapshotTarget]
+    process_facts: dict[int, _ProcessFacts] = field(default_factory=dict)
+    inside_snapshots: dict[int, RankSnapshot] = field(default_factory=dict)
+    outside_stacks: dict[int, tuple[tuple[ThreadStack, ...], str | None]] = field(default_factory=dict)
+    inspected_outside: set[int] = field(default_factory=set)  # ranks that are being looked at from outside
+    timers: list[Timer] = field(default_factory=list)
+
+    def is_complete(self, rank: int) -> bool:
+        """Whether there is nothing to wait for; of a process that is gone, there is: the news of how it ended."""
+        if rank not in self.process_facts:
+            return False
+        stacks_seen, _ = self.outside_stacks.get(rank, ((), None))
+        return (
+            rank in self.inside_snapshots
+            or bool(stacks_seen)
+            or (rank in self.outside_stacks and self.process(rank) is not None)
+        )
+
+    def process(self, rank: int) -> ProcessStatus | None:
+        """What the system says of it; None while that is not known, and when it is gone."""
+        return self.process_facts[rank].process if rank in self.process_facts else None
+
+    def user_stacks(
+        self, rank: int, raw_stacks: tuple[ThreadStack, ...], file: str | None, *, is_busy: bool
+    ) -> tuple[ThreadStack, ...]:
+        """The user's part of a rank's stacks, with what the system says of each thread."""
+        threads = self.process_facts[rank].threads if rank in self.process_facts else {}
+        trimmed = []
+        for stack in raw_stacks:
+            if stack.is_main and not is_busy:  # it waits for a command, and that is no work of the user's
+                stack = msgspec.structs.replace(stack, frames=(), num_truncated=0, truncated_at=0)
+            state, syscall = threads.get(stack.native_id or 0, ("", None))
+            trimmed.append(
+                msgspec.structs.replace(stacks.trim_to_user_frames(stack, file), state=state, syscall=syscall)
+            )
+        return tuple(trimmed)
+
+
+@dataclass
+class _RankRecord:
+    """What a rank has told with its beats, and how it ended."""
+
+    health: Health | None = None
+    collectives: OrderedDict[tuple[object, ...], tuple[CollectiveInfo, float]] = field(default_factory=OrderedDict)
+    unsent: RankMetrics | None = None  # for the next host beat
+    received_at: float = 0.0
+    exited: RankExited | None = None
+
+
+class SnapshotCollector:
+    """Takes snapshots of one host's ranks. Every method is the loop's."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        hostname: str,
+        send_to_rank: Callable[[int, bytes], None],
+        report: Callable[[messages.SnapshotReply], None],
+    ) -> None:
+        """
+        Args:
+            send_to_rank: sends an encoded command to a rank's service thread.
+            report: is given the answer to each look.
+        """
+        self._loop, self._hostname, self._send_to_rank, self._report = loop, hostname, send_to_rank, report
+        self._pending: dict[str, _PendingSnapshots] = {}
+        self._records: dict[int, _RankRecord] = {}
+        self._gpus = GpuSampler()
+        self._results = _ResultQueue(loop, self._on_result)
+        self._py_spy_slots = threading.Semaphore(_MAX_PY_SPY_RUNS)
+        self._oom_kills: deque[int] = deque([procfs.num_oom_kills()], maxlen=_OOM_WINDOW_S)
+
+    # ---- looking
+
+    def collect(self, command: messages.TakeSnapshots, body: bytes, targets: list[SnapshotTarget]) -> None:
+        """Take snapshots of `targets`; `report` gets them within two seconds."""
+        pending = self._pending[command.call] = _PendingSnapshots(command, {target.rank: target for target in targets})
+        for target in targets:
+            if target.is_dead or target.pid is None:
+                continue
+            self._send_to_rank(target.rank, body)
+            self._run_in_thread(self._read_process, command.call, target.rank, target.pid)
+            if target.beat_age_s is None or target.beat_age_s > _SILENT_AFTER_S:
+                self._inspect_outside(pending, target)
+        pending.timers = [
+            self._loop.call_later(_INSIDE_TIMEOUT_S, lambda: self._inspect_outside(pending, *pending.targets.values())),
+            self._loop.call_later(_TIMEOUT_S, lambda: self._finish(pending)),
+        ]
+        self._finish_if_complete(pending)
+
+    def reply_received(self, message: messages.RankSnapshotReply) -> None:
+        """A rank has looked at itself."""
+        pending = self._pending.get(message.call)
+        if pending is not None and message.rank in pending.targets:
+            pending.inside_snapshots[message.rank] = message.snapshot
+            self._finish_if_complete(pending)
+
+    def _inspect_outside(self, pending: _PendingSnapshots, *targets: SnapshotTarget) -> None:
+        if pending.command.call not in self._pending:
+            return
+        for target in targets:
+            rank, pid = target.rank, target.pid
+            if (
+                rank in pending.inspected_outside
+                or rank in pending.inside_snapshots
+                or self._is_dead(target)
+                or pid is None
+            ):
+                continue
+            pending.inspected_outside.add(rank)
+            if pending.command.stacks:
+                self._run_in_thread(self._read_stacks, pending.command.call, rank, pid)
+            else:
+                pending.outside_stacks[rank] = (), None
+        self._finish_if_complete(pending)
+
+    def _read_process(self, call: str, rank: int, pid: int) -> None:
+        self._results.put((call, rank, _ProcessFacts(procfs.read_process(pid), procfs.read_threads(pid))))
+
+    def _read_stacks(self, call: str, rank: int, pid: int) -> None:
+        self._read_process(call, rank, pid)  # again: now it is known to be stuck
+        if not self._py_spy_slots.acquire(timeout=_TIMEOUT_S):  # the look is over by now
+            return
+        try:
+            self._results.put((call, rank, procfs.dump_python_stacks(pid, _PY_SPY_TIMEOUT_S)))
+        finally:
+            self._py_spy_slots.release()
+
+    def _on_result(self, result: tuple[str, int, Any]) -> None:
+        call, rank, found = result
+        pending = self._pending.get(call)
+        if pending is None:
+            return
+        if isinstance(found, _ProcessFacts):
+            pending.process_facts[rank] = found
+            if found.process is not None and found.process.state in ("T", "t"):  # stopped: it will not answer
+                self._inspect_outside(pending, pending.targets[rank])
+        else:
+            pending.outside_stacks[rank] = found
+        self._finish_if_complete(pending)
+
+    def _finish_if_complete(self, pending: _PendingSnapshots) -> None:
+        if pending.command.call in self._pending and all(
+            self._is_dead(target) or target.pid is None or pending.is_complete(rank)
+            for rank, target in pending.targets.items()
+        ):
+            self._finish(pending)
+
+    def _finish(self, pending: _PendingSnapshots) -> None:
+        if self._pending.pop(pending.command.call, None) is None:
+            return
+        for timer in pending.timers:
+            timer.cancel()
+        snapshots = tuple(self._snapshot(pending, target) for target in pending.targets.values())
+        self._report(messages.SnapshotReply(call=pending.command.call, snapshots=snapshots))
+
+    # ---- what is said of each rank
+
+    def _snapshot(self, pending: _PendingSnapshots, target: SnapshotTarget) -> RankSnapshot:
+        if self._is_dead(target):
+            return self._dead_snapshot(pending, target)
+        if target.pid is None:
+            return RankSnapshot(rank=target.rank, host=self._hostname, problem="it is being started")
+        snapshot = pending.inside_snapshots.get(target.rank)
+        if snapshot is None:
+            return self._outside_snapshot(pending, target)
+        return msgspec.structs.replace(
+            snapshot,
+            host=self._hostname,
+            pid=target.pid,
+            beat_age_s=target.beat_age_s,
+            stacks=pending.user_stacks(target.rank, snapshot.stacks, snapshot.file, is_busy=snapshot.call is not None),
+            health=self._health(target.rank) or snapshot.health,
+            process=pending.process(target.rank),
+        )
+
+    def _outside_snapshot(self, pending: _PendingSnapshots, target: SnapshotTarget) -> RankSnapshot:
+        raw_stacks, problem = pending.outside_stacks.get(target.rank, ((), None))
+        user_stacks = pending.user_stacks(target.rank, raw_stacks, None, is_busy=target.call is not None)
+        main = next((stack for stack in user_stacks if stack.is_main and stack.frames), None)
+        file = main.frames[0].file if main is not None and target.is_cell else None
+        lines = [frame.line for frame in main.frames if frame.file == file] if main is not None else []
+        if target.rank not in pending.outside_stacks and pending.command.stacks:
+            problem = "it did not answer, and could not be looked at from outside within 2 s"
+        health = self._health(target.rank)
+        return RankSnapshot(
+            rank=target.rank,
+            host=self._hostname,
+            pid=target.pid,
+            source="outside" if raw_stacks else "none",
+            call=target.call,  # type: ignore[arg-type]
+            cell=target.label or None,
+            file=file,
+            cell_line=lines[-1] if lines else None,
+            running_s=target.running_s,
+            beat_age_s=target.beat_age_s,
+            stacks=user_stacks,
+            collectives=self._retained_collectives(target.rank, pending.command.num_collectives),
+            num_collectives=0 if health is None else health.num_collectives,
+            last_collective=target.last_collective,
+            health=health,
+            process=pending.process(target.rank),
+            problem=problem,
+        )
+
+    def _dead_snapshot(self, pending: _PendingSnapshots, target: SnapshotTarget) -> RankSnapshot:
+        exited = self._record_of(target.rank).exited
+        health = self._health(target.rank)
+        return RankSnapshot(
+            rank=target.rank,
+            host=self._hostname,
+            pid=target.pid,
+            collectives=self._retained_collectives(target.rank, pending.command.num_collectives),
+            num_collectives=0 if health is None else health.num_collectives,
+            last_collective=None if exited is None else exited.last_collective,
+            health=health,
+            process=ProcessStatus(state="X", oom_killed=exited is not None and exited.oom_killed),
+            exited=exited,
+            problem="its process is gone",
+        )
+
+    def _retained_collectives(self, rank: int, limit: int) -> tuple[CollectiveInfo, ...]:
+        """The collectives that it has told of, with their times as of now."""
+        now = self._loop.clock.monotonic()
+        retained = list(self._record_of(rank).collectives.values())
+        split = max(0, len(retained) - limit)
+        retained = [entry for entry in retained[:split] if entry[0].ended_s_ago is None] + retained[split:]
+        return tuple(
+            msgspec.structs.replace(
+                collective,
+                began_s_ago=collective.began_s_ago + now - received_at,
+                ended_s_ago=None if collective.ended_s_ago is None else collective.ended_s_ago + now - received_at,
+            )
+            for collective, received_at in retained
+        )
+
+    # ---- what ranks tell by themselves
+
+    def add_metrics(self, metrics: RankMetrics) -> None:
+        """A beat brought this."""
+        record, now = self._record_of(metrics.rank), self._loop.clock.monotonic()
+        for collective in metrics.collectives:
+            record.collectives[_collective_key(collective)] = collective, now
+        while len(record.collectives) > _MAX_RETAINED_COLLECTIVES:
+            oldest_ended = (
+                key for key, (collective, _) in record.collectives.items() if collective.ended_s_ago is not None
+            )
+            record.collectives.pop(next(oldest_ended, next(iter(record.collectives))))
+        gpu = None if metrics.health is None else metrics.health.gpu
+        if gpu is not None and gpu.uuid:
+            self._gpus.add(gpu.uuid)
+        if record.unsent is not None:  # two beats since the last host beat
+            metrics = _merge_metrics(record.unsent, metrics, now - record.received_at)
+        record.unsent, record.received_at, record.health = metrics, now, metrics.health
+
+    def drain_metrics(self) -> tuple[RankMetrics, ...]:
+        """What was measured since the last time, for the host's beat."""
+        now = self._loop.clock.monotonic()
+        metrics = []
+        for rank, record in sorted(self._records.items()):
+            if record.unsent is not None:
+                aged = msgspec.structs.replace(
+                    record.unsent, age_s=now - record.received_at, health=self._health(rank) or record.unsent.health
+                )
+                metrics.append(aged)
+                record.unsent = None
+        self._oom_kills.append(procfs.num_oom_kills())
+        return tuple(metrics)
+
+    def rank_started(self, rank: int) -> None:
+        """A new process is this rank from now on."""
+        self._records[rank] = _RankRecord()
+
+    def has_recent_oom_kill(self) -> bool:
+        """Whether the system has killed something for memory in the last seconds."""
+        return procfs.num_oom_kills() > self._oom_kills[0]
+
+    def rank_exited(self, exited: RankExited) -> None:
+        """A rank's process is gone."""
+        self._record_of(exited.rank).exited = exited
+        for pending in list(self._pending.values()):
+            self._finish_if_complete(pending)
+
+    def close(self) -> None:
+        """Open looks are forgotten, and what threads still find is heard by nobody."""
+        for pending in self._pending.values():
+            for timer in pending.timers:
+                timer.cancel()
+        self._pending.clear()
+        self._results.close()
+        self._gpus.close()
+
+    # ---- helpers
+
+    def _record_of(self, rank: int) -> _RankRecord:
+        return self._records.setdefault(rank, _RankRecord())
+
+    def _is_dead(self, target: SnapshotTarget) -> bool:
+        exited = self._record_of(target.rank).exited
+        return target.is_dead or (exited is not None and exited.pid == target.pid)
+
+    def _health(self, rank: int) -> Health | None:
+        """What it measured last, with what the driver says of its GPU."""
+        health = self._record_of(rank).health
+        if health is None or health.gpu is None:
+            return health
+        sample = self._gpus.last_sample(health.gpu.uuid)
+        if sample is None:
+            return health
+        gpu = msgspec.structs.replace(
+            health.gpu, used_bytes=sample.used_bytes, total_bytes=sample.total_bytes, utilisation=sample.utilisation
+        )
+        return msgspec.structs.replace(health, gpu=gpu)
+
+    def _run_in_thread(self, function: Callable[..., None], *arguments: Any) -> None:
+        threading.Thread(target=function, args=arguments, name="meshbook-look", daemon=True).start()
+
+
+class _ResultQueue:
+    """What threads have found, handed to the loop in the order it came."""
+
+    def __init__(self, loop: Loop, on_result: Callable[[tuple[str, int, Any]], None]) -> None:
+        self._loop, self._on_result = loop, on_result
+        self._queue: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._readable, self._writable = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._open = True
+        loop.watch_fd(self._readable, self._drain)
+
+    def put(self, result: tuple[str, int, Any]) -> None:
+        """From any thread."""
+        self._queue.put(result)
+        with self._lock, contextlib.suppress(BlockingIOError):  # full: the loop has been told often enough
+            if self._open:
+                os.write(self._writable, b"x")
+
+    def _drain(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._readable, 4096)
+        while True:
+            try:
+                result = self._queue.get_nowait()
+            except queue.Empty:
+                return
+            self._on_result(result)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._open:
+                self._open = False
+                self._loop.unwatch(self._readable)
+                os.close(self._readable)
+                os.close(self._writable)
+
+
+def _collective_key(collective: CollectiveInfo) -> tuple[object, ...]:
+    """What tells one collective of a rank from all others: sends are counted apart, and new connections anew."""
+    return collective.group, collective.generation, collective.op, collective.seq
+
+
+def _merge_metrics(older: RankMetrics, newer: RankMetrics, interval_s: float) -> RankMetrics:
+    """Two reports of one rank as one, its times counted from the newer."""
+    scalars = tuple(
+        messages.Scalar(scalar.name, scalar.step, scalar.value, scalar.age_s + interval_s) for scalar in older.scalars
+    )
+    repeated = {_collective_key(collective) for collective in newer.collectives}
+    collectives = tuple(
+        msgspec.structs.replace(
+            collective,
+            began_s_ago=collective.began_s_ago + interval_s,
+            ended_s_ago=None if collective.ended_s_ago is None else collective.ended_s_ago + interval_s,
+        )
+        for collective in older.collectives
+        if _collective_key(collective) not in repeated
+    )
+    health = newer.health
+    if health is not None and older.health is not None:  # the longest wait of the two; all else is as it is now
+        lag_s = max(health.gil_lag_s, older.health.gil_lag_s)
+        health = msgspec.structs.replace(health, gil_lag_s=lag_s)
+    return msgspec.structs.replace(
+        newer,
+        health=health,
+        scalars=(scalars + newer.scalars)[-_MAX_REPORTED_SCALARS:],
+        num_dropped=older.num_dropped
+        + newer.num_dropped
+        + max(0, len(scalars) + len(newer.scalars) - _MAX_REPORTED_SCALARS),
+        collectives=(collectives + newer.collectives)[-_MAX_REPORTED_COLLECTIVES:],
+    )

@@ -1,0 +1,67 @@
+"""How failures on the ranks read in a notebook: their name, and what to do next. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from meshbook.controller.mesh import Mesh
+from meshbook.errors import CellError, CellInterrupted, MeshbookError
+
+
+def parse_missing_name(message: str) -> str | None:
+    """`lr` of `name 'lr' is not defined`."""
+    begin, end = "name '", "' is not defined"
+    return message[len(begin) : message.index(end)] if message.startswith(begin) and end in message else None
+
+
+def _method_of_mesh(message: str) -> str | None:
+    """`pull` of `'DeviceMesh' object has no attribute 'pull'`, if a `meshbook.Mesh` has it."""
+    found = re.match(r"'DeviceMesh' object has no attribute '([a-z]\w*)'", message)
+    return found[1] if found is not None and hasattr(Mesh, found[1]) else None
+
+
+def with_raised_class_name(error: CellError) -> CellError:
+    """The same error, of a class with the name of the one thing that was raised on the ranks, if it is one.
+
+    Whoever reads the reply's `ename` and `evalue` (papermill, a test, a human) then reads ZeroDivisionError.
+    """
+    names = {failure.ename for failure in error.failures}
+    if not names and isinstance(error, CellInterrupted):  # before it began
+        names = {"KeyboardInterrupt"}
+    if len(names) != 1:
+        return error
+    values = {failure.evalue for failure in error.failures}
+    plain = len(values) == 1 and not error.succeeded and not error.released and not isinstance(error, CellInterrupted)
+    summary = values.pop() if plain else str(error)
+    kind = type(names.pop(), (type(error),), {"__module__": type(error).__module__, "__doc__": type(error).__doc__})
+    named: CellError = kind(error.failures, error.succeeded, released=error.released, summary=summary)
+    named.rendered = error.rendered
+    return named
+
+
+def next_step_hints(error: CellError, is_user_bound: Callable[[str], bool]) -> list[str]:
+    """Lines below a failure that say what to type next; none where we know nothing better.
+
+    Args:
+        is_user_bound: whether a name is bound in the notebook's own process, by the user.
+    """
+    found = []
+    for failure in error.failures:
+        if failure.ename == "NameError" and (name := parse_missing_name(failure.evalue)) and is_user_bound(name):
+            found.append(f"`{name}` lives on the controller; %mesh push {name} copies it to the ranks")
+        elif failure.ename == "AttributeError" and (name := _method_of_mesh(failure.evalue)):
+            found.append(
+                f"in this cell `mesh` is torch's DeviceMesh, on the ranks; mesh.{name} is Meshbook's own: call it in a "
+                "%%controller cell, where `mesh` is the mesh"
+            )
+        elif failure.ename == "UsageError" and ("`%mesh`" in failure.evalue or "`%%mesh`" in failure.evalue):
+            found.append("%mesh stands at the top of a cell, before code for the ranks, or in a %%controller cell")
+    return ["", *dict.fromkeys(found)] if found else []
+
+
+def hide_traceback(error: MeshbookError) -> None:
+    """Have IPython show only what the error says: the stack above it is Meshbook's own."""
+    if not hasattr(error, "_render_traceback_"):
+        text = f"\x1b[31m{type(error).__name__}\x1b[39m: {error}"
+        error._render_traceback_ = lambda: [text]  # type: ignore[attr-defined]  # IPython asks the exception for it

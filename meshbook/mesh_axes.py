@@ -1,0 +1,471 @@
+"""The arithmetic of a mesh: named axes, points, slices and the ranks behind them.
+
+A mesh is a row-major grid: the last axis runs fastest, as in torch's DeviceMesh and in Monarch. A slice keeps the
+global ranks of the mesh it was cut from. Knows nothing of processes: whether a rank lives is not said here.
+
+Every error is a `MeshShapeError` that shows the sum and what to type next.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import keyword
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from meshbook.errors import MeshShapeError
+from meshbook.ids import Ranks, format_ranks, name_ranks, parse_ranks
+
+# The one axis of a mesh that was asked for by a number alone.
+RANK_AXIS = "rank"
+# More ranks than this are a slip of the keyboard; refused before a tuple of so many ints is made. The largest jobs that
+# are known run on some 100,000 GPUs.
+MAX_RANKS = 1 << 17
+
+_NUMBER = re.compile(r"\d+")
+Slice = slice  # the builtin, under a name that `MeshAxes.slice` does not hide from type checkers
+
+
+@dataclass(frozen=True)
+class MeshAxes:
+    """Named axes in order, their sizes, and the global ranks they cover.
+
+    Attributes:
+        names: the axes, outermost first.
+        shape: their sizes; `()` for a single point that was cut out of a mesh.
+        ranks: global ranks in grid order (row-major), without repeats. Of a whole mesh: 0 .. size - 1.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.names) != len(self.shape):
+            raise MeshShapeError(
+                f"{_pluralize(len(self.shape), 'size')} {self.shape} but "
+                f"{_pluralize(len(self.names), 'name')} {self.names}; give each axis one size and one name"
+            )
+        for name, size in zip(self.names, self.shape, strict=True):
+            _check_name(name)
+            _check_size(name, size)
+        duplicates = [name for name in self.names if self.names.count(name) > 1]
+        if duplicates:
+            raise MeshShapeError(
+                f"axis {duplicates[0]} is there twice in ({', '.join(self.names)}); give each its own name"
+            )
+        if math.prod(self.shape) != len(self.ranks) or len(set(self.ranks)) != len(self.ranks):
+            raise MeshShapeError(
+                f"mesh axes {_product(self.names, self.shape)} need {_pluralize(math.prod(self.shape), 'rank')}, "
+                f"but {len(set(self.ranks))} are given"
+            )
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Making one
+
+    @classmethod
+    def of(
+        cls,
+        axes: int | Mapping[str, int] | None = None,
+        *,
+        nodes: int | None = None,
+        gpus_per_node: int | None = None,
+        shape: Sequence[int] | None = None,
+        mesh_dim_names: Sequence[str] | None = None,
+    ) -> MeshAxes:
+        """The axes of a whole mesh, in any of the ways a user may ask for one.
+
+        `of(4)` has the one axis "rank"; `of({"dp": 2, "tp": 2})` the named ones; `of(nodes=2, gpus_per_node=2)` the
+        axes "node" and "gpu" (the one not given has size 1); `of(shape=(2, 2), mesh_dim_names=("dp", "tp"))` is
+        PyTorch's spelling, where missing names are "rank" for one axis, else "axis0", "axis1" and so on.
+
+        Raises:
+            MeshShapeError: none or several of these ways at once, or names and sizes that do not fit.
+        """
+        by_nodes = nodes is not None or gpus_per_node is not None
+        ways = [axes is not None, by_nodes, shape is not None]
+        if sum(ways) != 1 or (mesh_dim_names is not None and shape is None):
+            raise MeshShapeError(
+                "give a mesh its size in one way: a number (4), axes ({'dp': 2, 'tp': 2}), nodes and gpus_per_node, "
+                "or shape and mesh_dim_names"
+            )
+        if shape is not None:
+            names = tuple(mesh_dim_names) if mesh_dim_names is not None else _default_names(len(shape))
+            return cls._complete(names, tuple(shape))
+        if by_nodes:
+            return cls._complete(
+                ("node", "gpu"), (1 if nodes is None else nodes, 1 if gpus_per_node is None else gpus_per_node)
+            )
+        if isinstance(axes, Mapping):
+            return cls._complete(tuple(axes), tuple(axes.values()))
+        if not _is_int(axes):
+            raise MeshShapeError(f"a mesh's size is a number or a dict of axes, not {axes!r}")
+        return cls._complete((RANK_AXIS,), (axes,))  # type: ignore[arg-type]  # _is_int has seen to it
+
+    @classmethod
+    def parse(cls, text: str) -> MeshAxes:
+        """`dp=2,tp=2`, or a bare number of ranks, as it is typed after `--axes` and `-n`.
+
+        Raises:
+            MeshShapeError: the text is neither.
+        """
+        words = _split_words(text)
+        if len(words) == 1 and words[0].isdecimal():
+            return cls.of(int(words[0]))
+        axes: dict[str, int] = {}
+        for word in words:
+            name, equals, size = (part.strip() for part in word.partition("="))
+            if not equals or not name or not size.isdecimal():
+                raise MeshShapeError(f"{text!r} does not name the axes of a mesh; write them like dp=2,tp=2")
+            if name in axes:
+                raise MeshShapeError(f"axis {name} is there twice in {text!r}; give each its own name")
+            axes[name] = int(size)
+        if not axes:
+            raise MeshShapeError("no axes are named; write them like dp=2,tp=2")
+        return cls.of(axes)
+
+    @classmethod
+    def _complete(cls, names: tuple[str, ...], shape: tuple[int, ...]) -> MeshAxes:
+        if len(names) == len(shape):  # else __post_init__ says so
+            if not names:
+                raise MeshShapeError("a mesh has at least one axis; write it like 4 or {'dp': 2, 'tp': 2}")
+            for name, size in zip(names, shape, strict=True):
+                _check_size(name, size)
+            if math.prod(shape) > MAX_RANKS:
+                raise MeshShapeError(
+                    f"mesh axes {_product(names, shape)} need {math.prod(shape):,} ranks; "
+                    f"a mesh has at most {MAX_RANKS:,}"
+                )
+            return cls(names, shape, tuple(range(math.prod(shape))))
+        return cls(names, shape, ())
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Looking at one
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self.ranks)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Axis to size, in order."""
+        return dict(zip(self.names, self.shape, strict=True))
+
+    def size_of(self, axis: str) -> int:
+        """The size of one axis."""
+        return self.shape[self._axis_index(axis)]
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.axes.items())
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self._index_of
+
+    @cached_property
+    def _index_of(self) -> dict[int, int]:
+        return {rank: index for index, rank in enumerate(self.ranks)}
+
+    @cached_property
+    def _strides(self) -> tuple[int, ...]:
+        return tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
+
+    def index(self, rank: int) -> int:
+        """Where a global rank stands in grid order: 0 .. size - 1.
+
+        Raises:
+            MeshShapeError: the rank is not in this mesh.
+        """
+        self.check_ranks((rank,))
+        return self._index_of[rank]
+
+    def point(self, rank: int) -> dict[str, int]:
+        """A global rank's place along each axis.
+
+        Raises:
+            MeshShapeError: the rank is not in this mesh.
+        """
+        index = self.index(rank)
+        return {
+            name: index // stride % size
+            for name, size, stride in zip(self.names, self.shape, self._strides, strict=True)
+        }
+
+    def rank_at(self, /, **point: int) -> int:
+        """The global rank at a point. Each axis of size above 1 must be given.
+
+        Raises:
+            MeshShapeError: an axis that is not there, is missing or is out of range.
+        """
+        coordinates = {
+            self._axis_index(axis): self._normalize_coordinate(axis, coordinate) for axis, coordinate in point.items()
+        }
+        missing = [name for at, name in enumerate(self.names) if at not in coordinates and self.shape[at] > 1]
+        if missing:
+            example = ", ".join(
+                [*(f"{axis}={coordinate}" for axis, coordinate in point.items()), *(f"{m}=0" for m in missing)]
+            )
+            raise MeshShapeError(f"{example or 'a point'} names one rank of {self}; {', '.join(missing)} is not given")
+        return self.ranks[sum(coordinate * self._strides[at] for at, coordinate in coordinates.items())]
+
+    def grid(self) -> Any:
+        """The ranks as nested lists of this shape, as DeviceMesh takes them; a bare int where there are no axes."""
+        rows: list[Any] = list(self.ranks)
+        for size in reversed(self.shape):
+            rows = [rows[start : start + size] for start in range(0, len(rows), size)]
+        return rows[0]
+
+    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """The groups of ranks that differ along `axis` only: who talks to whom in a collective over that axis."""
+        at = self._axis_index(axis)
+        stride, size = self._strides[at], self.shape[at]
+        starts = (index for index in range(self.size) if index // stride % size == 0)
+        return tuple(tuple(self.ranks[start + step * stride] for step in range(size)) for start in starts)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Cutting and re-naming. Each gives a new MeshAxes over the same global ranks.
+
+    def slice(self, /, **which: int | Slice) -> MeshAxes:
+        """A part of the mesh: an int drops its axis, a slice keeps it, an axis that is not named stays whole.
+
+        Raises:
+            MeshShapeError: an axis that is not there, an index out of range, or nothing left.
+        """
+        chosen: list[Sequence[int]] = [range(size) for size in self.shape]
+        kept_axes = list(range(len(self.shape)))
+        for axis, part in which.items():
+            at = self._axis_index(axis)
+            if isinstance(part, Slice):
+                chosen[at] = self._slice_range(axis, part)
+            else:
+                chosen[at] = (self._normalize_coordinate(axis, part),)
+                kept_axes.remove(at)
+        return self._submesh(chosen, kept_axes)
+
+    def select(self, index: int | Slice | tuple[int | Slice, ...]) -> MeshAxes:
+        """`mesh[0]`, `mesh[1:3]`: along the first axis; `mesh[0, 1:]` along the first two.
+
+        Raises:
+            MeshShapeError: more indices than axes, an index out of range, or nothing left.
+        """
+        parts = index if isinstance(index, tuple) else (index,)
+        if len(parts) > len(self.names):
+            raise MeshShapeError(
+                f"{_pluralize(len(parts), 'index', 'indices')} for a mesh of "
+                f"{_pluralize(len(self.names), 'axis', 'axes')} ({self or 'a single rank'})"
+            )
+        return self.slice(**dict(zip(self.names, parts, strict=False)))
+
+    def flatten(self, name: str = RANK_AXIS) -> MeshAxes:
+        """The same ranks along one axis."""
+        return MeshAxes((name,), (self.size,), self.ranks)
+
+    def rename(self, /, **names: str) -> MeshAxes:
+        """The same mesh with other axis names: `rename(dp="replica")`.
+
+        Raises:
+            MeshShapeError: an axis that is not there, or a name that is taken.
+        """
+        for axis in names:
+            self._axis_index(axis)
+        return MeshAxes(tuple(names.get(name, name) for name in self.names), self.shape, self.ranks)
+
+    def split(self, axis: str, /, **sizes: int) -> MeshAxes:
+        """One axis made into several, outermost first: `split("rank", dp=2, tp=2)`. One size may be -1: what is left.
+
+        Raises:
+            MeshShapeError: the sizes do not multiply to the axis's size.
+        """
+        at = self._axis_index(axis)
+        axis_size = self.shape[at]
+        if not sizes:
+            raise MeshShapeError(
+                f"axis {axis} is split into named sizes, like split({axis!r}, dp=2, tp={axis_size // 2})"
+            )
+        open_axes = [name for name, size in sizes.items() if size == -1]
+        for name, size in sizes.items():
+            if size != -1:
+                _check_size(name, size)
+        given = math.prod(size for size in sizes.values() if size != -1)
+        if len(open_axes) > 1:
+            raise MeshShapeError(f"only one size may be -1, but {' and '.join(open_axes)} are; give all but one")
+        if axis_size % given or (not open_axes and given != axis_size):
+            raise MeshShapeError(
+                f"axis {axis}={axis_size} cannot be split into {_product(tuple(sizes), tuple(sizes.values()))}"
+                + (f": {axis_size} is not a multiple of {given}" if open_axes else f" = {given}")
+            )
+        filled = {name: axis_size // given if size == -1 else size for name, size in sizes.items()}
+        return MeshAxes(
+            (*self.names[:at], *filled, *self.names[at + 1 :]),
+            (*self.shape[:at], *filled.values(), *self.shape[at + 1 :]),
+            self.ranks,
+        )
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Selections as people type them, and checks
+
+    def parse_selection(self, text: str) -> Ranks:
+        """The ranks that a selection names, sorted: `0,2-3`, `dp=0`, `dp=0,tp=0-1`, `all`.
+
+        A list after an axis is that axis's: `dp=0,2-3` is three places along dp. Words may also be parted by spaces.
+
+        Raises:
+            MeshShapeError: the text is not a selection, or names what is not in this mesh.
+        """
+        if text.strip() in ("", "all", "*"):
+            return tuple(sorted(self.ranks))
+        if "=" not in text:
+            return self.check_ranks(self._parse_numbers(",".join(_split_words(text)), max(self.ranks)))
+        spans: dict[str, list[str]] = {}
+        axis = ""
+        for word in _split_words(text):
+            name, equals, span = word.partition("=")
+            if equals:
+                axis, word = name.strip(), span
+                self._axis_index(axis)
+                if axis in spans:
+                    raise MeshShapeError(f"axis {axis} is chosen twice in {text!r}; write {axis}=0,1 for two places")
+            elif not axis:
+                raise MeshShapeError(f"{text!r} mixes ranks and axes; write 0,2-3 for ranks or dp=0 for an axis")
+            spans.setdefault(axis, []).append(word.strip())
+        chosen: list[Sequence[int]] = [range(size) for size in self.shape]
+        for axis, span_words in spans.items():
+            at = self._axis_index(axis)
+            if span_words in (["all"], ["*"]):
+                continue
+            coordinates = self._parse_numbers(",".join(span_words), self.shape[at], axis)
+            chosen[at] = [self._normalize_coordinate(axis, coordinate) for coordinate in coordinates]
+        return tuple(sorted(self._submesh(chosen, range(len(self.shape))).ranks))
+
+    def check_ranks(self, ranks: Iterable[int]) -> Ranks:
+        """The same ranks, sorted and without repeats.
+
+        Raises:
+            MeshShapeError: one of them is not in this mesh, or there are none.
+        """
+        chosen = tuple(sorted(set(ranks)))
+        unknown = [rank for rank in chosen if rank not in self._index_of]
+        if unknown:
+            is_are = "is" if len(unknown) == 1 else "are"
+            raise MeshShapeError(f"{name_ranks(unknown)} {is_are} not in {self._describe()}")
+        if not chosen:
+            raise MeshShapeError(f"no ranks are chosen of {self._describe()}")
+        return chosen
+
+    def require(self, num_running: int) -> None:
+        """Hold these axes against the ranks that run.
+
+        Raises:
+            MeshShapeError: their numbers differ.
+        """
+        if num_running != self.size:
+            raise MeshShapeError(
+                f"mesh axes {_product(self.names, self.shape)} need {_pluralize(self.size, 'rank')}, but {num_running} "
+                f"{'is' if num_running == 1 else 'are'} running; change an axis, or restart with "
+                f"%mesh start -n {self.size}"
+            )
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _submesh(self, chosen: Sequence[Sequence[int]], kept_axes: Iterable[int]) -> MeshAxes:
+        """The ranks at every combination of places, over the axes that are kept."""
+        offsets = [
+            [coordinate * stride for coordinate in coordinates]
+            for coordinates, stride in zip(chosen, self._strides, strict=True)
+        ]
+        ranks = tuple(self.ranks[sum(offset)] for offset in itertools.product(*offsets))
+        order = tuple(kept_axes)
+        return MeshAxes(tuple(self.names[at] for at in order), tuple(len(chosen[at]) for at in order), ranks)
+
+    def _axis_index(self, axis: str) -> int:
+        if axis in self.names:
+            return self.names.index(axis)
+        if not self.names:
+            raise MeshShapeError(f"there is no axis {axis!r}: this mesh is the single {name_ranks(self.ranks)}")
+        close = difflib.get_close_matches(axis, self.names, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]}?" if close else f"its axes are {', '.join(self.names)}"
+        raise MeshShapeError(f"there is no axis {axis!r} in the mesh {self}; {hint}")
+
+    def _normalize_coordinate(self, axis: str, coordinate: int) -> int:
+        """A place along an axis, counted from the end when negative, as in Python."""
+        size = self.size_of(axis)
+        if not _is_int(coordinate):
+            raise MeshShapeError(f"{axis}={coordinate!r} is neither an int nor a slice")
+        if not -size <= coordinate < size:
+            span = f"0-{size - 1}" if size > 1 else "0"
+            raise MeshShapeError(f"{axis}={coordinate} is out of range: axis {axis} has size {size} ({span})")
+        return coordinate % size
+
+    def _slice_range(self, axis: str, part: Slice) -> range:
+        size = self.size_of(axis)
+        for bound in (part.start, part.stop, part.step):
+            if bound is not None and not _is_int(bound):
+                raise MeshShapeError(f"{axis}={_format_slice(part)} has a bound that is not an int")
+        if part.step is not None and part.step <= 0:
+            raise MeshShapeError(
+                f"{axis}={_format_slice(part)} has step {part.step}; ranks keep their order: use 1 or more"
+            )
+        coordinates = range(size)[part]
+        if not coordinates:
+            raise MeshShapeError(f"{axis}={_format_slice(part)} leaves nothing of axis {axis}, which has size {size}")
+        return coordinates
+
+    def _parse_numbers(self, text: str, limit: int, axis: str = "") -> Ranks:
+        """`0,2-3` as numbers. Numbers above `limit` are refused before a range is spelled out."""
+        for number in map(int, _NUMBER.findall(text)):
+            if number > limit:
+                if axis:
+                    self._normalize_coordinate(axis, number)
+                self.check_ranks((number,))
+        try:
+            return parse_ranks(text)
+        except ValueError as error:
+            if axis:
+                raise MeshShapeError(
+                    f"{axis}={text} does not name places on an axis; write it like {axis}=0 or {axis}=0,2-3"
+                ) from error
+            raise MeshShapeError(str(error)) from error
+
+    def _describe(self) -> str:
+        return f"this mesh of {_pluralize(self.size, 'rank')} ({format_ranks(self.ranks)})"
+
+
+def _default_names(count: int) -> tuple[str, ...]:
+    return (RANK_AXIS,) if count == 1 else tuple(f"axis{index}" for index in range(count))
+
+
+def _split_words(text: str) -> list[str]:
+    """Parted by commas or spaces; a space around `=` belongs to its word."""
+    return re.sub(r"\s*=\s*", "=", text).replace(",", " ").split()
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
+        raise MeshShapeError(f"{name!r} cannot name an axis; use a Python name, like dp")
+
+
+def _check_size(name: object, size: object) -> None:
+    if not _is_int(size) or size < 1:  # type: ignore[operator]  # _is_int has seen to it
+        raise MeshShapeError(f"axis {name} has size {size!r}; a size is an int of 1 or more")
+
+
+def _product(names: Sequence[str], shape: Sequence[int]) -> str:
+    return " * ".join(f"{name}={size}" for name, size in zip(names, shape, strict=True)) or "()"
+
+
+def _pluralize(count: int, one: str, many: str = "") -> str:
+    return f"{count} {one if count == 1 else many or one + 's'}"
+
+
+def _format_slice(part: Slice) -> str:
+    bounds = [part.start, part.stop] if part.step is None else [part.start, part.stop, part.step]
+    return ":".join("" if bound is None else str(bound) for bound in bounds)

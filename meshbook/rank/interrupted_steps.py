@@ -1,0 +1,190 @@
+"""Models that were in the middle of a step when their process groups broke: have them start the next one afresh.
+
+DDP refuses a forward pass while it waits for gradients of the last one. FSDP2 goes on from where each rank had come to,
+which is another point on each, so that its collectives no longer match. Both are made to forget the step; its gradients
+are lost, and parameters, which no collective writes, are as they were.
+
+Knows the insides of DDP and FSDP2, and nothing of process groups.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+
+def is_mid_step(*, backward_incomplete: bool) -> bool:
+    """Whether a model of this process is in the middle of a step. To be called when none runs.
+
+    Args:
+        backward_incomplete: whether a backward pass did not come to its end; DDP does not tell.
+    """
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if not backward_incomplete and (fsdp is None or not fsdp.FSDPModule.__subclasses__()):
+        return False
+    return any(
+        backward_incomplete
+        if isinstance(model, DistributedDataParallel)
+        else _is_fsdp_mid_step(model._get_fsdp_state())
+        for model in _iter_models()
+    )
+
+
+def num_rebucketed_models() -> int:
+    """How many models of DDP have put their gradients into other buckets since they forgot a step, which they do once,
+    before the second one."""
+    return sum(isinstance(model, DistributedDataParallel) and model._has_rebuilt_buckets for model in _iter_models())
+
+
+def reset_interrupted_steps(*, same_buckets: bool = True) -> None:
+    """For every model of this process. To be called when no collective is under way.
+
+    Args:
+        same_buckets: whether all ranks gave the same `num_rebucketed_models`. Where they did not, gradients lie in
+            other buckets on some, and the next step begins with buckets in the order of the parameters, on all.
+    """
+    for model in _iter_models():
+        if isinstance(model, DistributedDataParallel):
+            _reset_ddp(model)
+            if not same_buckets:
+                model.reducer._push_all_rebuilt_params()
+        else:
+            _reset_fsdp(model._get_fsdp_state())
+
+
+def _iter_models() -> Iterator[Any]:
+    """All models of DDP, and FSDP2's with their parts."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # imported by whoever uses it
+    model_types = (DistributedDataParallel, *([fsdp.FSDPModule] if fsdp is not None else []))
+    is_model_type: dict[type, bool] = {}  # asked once per class: a process has some hundred thousand objects
+    for candidate in gc.get_objects():
+        kind = type(candidate)
+        if kind not in is_model_type:
+            is_model_type[kind] = issubclass(kind, model_types)
+        if is_model_type[kind]:
+            yield candidate
+
+
+def reset_interrupted_step(model: torch.nn.Module) -> None:
+    """For one model."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            _reset_ddp(module)
+        elif fsdp is not None and isinstance(module, fsdp.FSDPModule):
+            _reset_fsdp(module._get_fsdp_state())
+
+
+def _is_fsdp_mid_step(state: Any) -> bool:
+    if state._training_state != type(state._training_state).IDLE:
+        return True
+    if not state._is_root:
+        return False
+    context = state._state_ctx
+    return (
+        context.iter_forward_root is not None
+        or context.post_backward_final_callback_queued
+        or not _is_lazy_init_done(state)
+    )
+
+
+def _reset_ddp(model: Any) -> None:
+    reducer = model.__dict__.get("reducer")
+    if hasattr(reducer, "_reset_state"):
+        reducer._reset_state()
+        model._has_rebuilt_buckets = False
+
+
+def _reset_fsdp(state: Any) -> None:
+    """What `FSDPModule.reset_iter_state` does from torch 2.13 on, without waiting for what will never come.
+
+    Names that a version of torch does not have are passed over.
+    """
+    state._training_state = type(state._training_state).IDLE
+    _clear_if_present(state, "_modules_to_run_forward")
+    if not state._is_root:  # None before the first forward pass, False for the parts of a model
+        return
+    if not _is_lazy_init_done(state):
+        _reset_lazy_init(state)
+        return
+    context, communication = state._state_ctx, state._comm_ctx
+    for name in ("all_gather_state", "reduce_scatter_state"):
+        _set_if_present(communication, name, None)
+    for name in ("reduce_scatter_states", "_last_post_reduce_events", "post_forward_order"):
+        _clear_if_present(communication, name)
+    for child_state in context.all_states:
+        for group in _param_groups(child_state):
+            for name in (
+                "_all_gather_result",
+                "_all_reduce_state",
+                "_partial_reduce_output",
+                "_post_reduce_event",
+                "_reshard_after_forward_event",
+            ):
+                _set_if_present(group, name, None)
+            _clear_if_present(group, "_post_forward_indices")
+            for parameter in group.fsdp_params:  # gradients that were not reduced: the next step's would be added
+                _set_if_present(parameter, "unsharded_accumulated_grad", None)
+                unsharded = getattr(parameter, "_unsharded_param", None)
+                if unsharded is not None:
+                    unsharded.grad = None
+            group._training_state = type(group._training_state).IDLE
+            group._to_sharded()
+    context.iter_forward_root = None
+    context.post_backward_final_callback_queued = False
+
+
+def _fsdp_states(root: Any) -> list[Any]:
+    """The states of a root's modules, itself among them."""
+    states: dict[int, Any] = {id(root): root}
+    for fsdp_module in root._modules:
+        for module in fsdp_module.modules():
+            state = getattr(module, "_get_fsdp_state", lambda: None)()
+            if state is not None:
+                states[id(state)] = state
+    return list(states.values())
+
+
+def _is_lazy_init_done(root: Any) -> bool:
+    """Whether what FSDP2 does in a model's first forward pass has come to its end, which registers hooks."""
+    for state in _fsdp_states(root):
+        for group in _param_groups(state):
+            modules = {parameter._module_info.module for parameter in group.fsdp_params}
+            hooks = getattr(group, "_module_to_pre_load_state_dict_hook_handle", None)
+            if hooks is not None and len(hooks) < len(modules):
+                return False
+    return True
+
+
+def _reset_lazy_init(root: Any) -> None:
+    """Have the next forward pass do from the beginning what was cut short in the first."""
+    for state in _fsdp_states(root):
+        state._is_root = None
+        for group in _param_groups(state):
+            for name in ("_module_to_pre_save_state_dict_hook_handle", "_module_to_pre_load_state_dict_hook_handle"):
+                for handle in getattr(group, name, {}).values():
+                    handle.remove()
+                _clear_if_present(group, name)
+    root._state_ctx.all_states.clear()
+
+
+def _param_groups(state: Any) -> Any:
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # before 2.13 there was one, or none
+        groups = [group for group in (state._fsdp_param_group,) if group is not None]
+    return groups
+
+
+def _set_if_present(owner: Any, name: str, value: object) -> None:
+    if hasattr(owner, name):
+        setattr(owner, name, value)
+
+
+def _clear_if_present(owner: Any, name: str) -> None:
+    if hasattr(owner, name):
+        getattr(owner, name).clear()

@@ -1,0 +1,478 @@
+"""Completion, inspection and previews of names, for the service thread.
+
+The main thread may be in the middle of user code, so nothing here runs any, waits, or prints. Where IPython's own
+guarded evaluation gives up (the layers of a torch Module are found by `__getattr__`), expressions are followed
+statically: through instance dictionaries, descriptors of C types and the built-in containers.
+"""
+
+# mypy: allow-untyped-calls
+# (most of IPython's methods have no annotations)
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect as std_inspect
+import itertools
+import keyword
+import linecache
+import re
+import sys
+import textwrap
+import types
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from IPython.core.completer import completions_sorting_key
+from IPython.utils.tokenutil import token_at_cursor
+
+from meshbook.rank.preview import preview, type_name
+
+if TYPE_CHECKING:
+    from meshbook.rank.shell import RankShell
+
+MAX_MATCHES: Final = 1000
+MAX_PEEK_CHARS: Final = 400
+MAX_SOURCE_CHARS: Final = 50_000
+
+_MISSING: Final = object()
+# An expression of names, attributes and simple subscripts, and the beginning of an attribute after it.
+_ATTRIBUTE_TAIL: Final = re.compile(r"((?:[^\W\d]\w*)(?:\.[^\W\d]\w*|\[[^\[\]\n]*\])*)\s*\.(\w*)\Z")
+# Such an expression, and the beginning of a key in brackets after it.
+_SUBSCRIPT_TAIL: Final = re.compile(
+    r"((?:[^\W\d]\w*)(?:\.[^\W\d]\w*|\[[^\[\]\n]*\])*)\s*\[\s*(['\"]?)([^'\"\[\]\n]*)\Z"
+)
+# Python code in these packages may be run: it is not the user's, and computes no attribute that takes long.
+_TRUSTED_PACKAGES: Final = frozenset({"torch", "numpy"})
+_C_DESCRIPTORS: Final = (types.GetSetDescriptorType, types.MemberDescriptorType)
+
+
+def complete(shell: RankShell, code: str, cursor: int) -> dict[str, Any]:
+    """What may stand at the cursor.
+
+    Args:
+        cursor: in characters from the beginning of `code`.
+
+    Returns:
+        `matches`, which replace `code[cursor_start:cursor_end]`, best first; `types`, one word for each ("function",
+        "attribute", "param", "magic", ...; "" where unknown).
+    """
+    cursor = max(0, min(cursor, len(code)))
+    start = cursor
+    with shell.output.muted():  # IPython prints the tracebacks of matchers that fail
+        ipython_matches = _ipython_completions(shell, code[:cursor], code)
+    if ipython_matches:
+        start = min(match_start for match_start, _, _ in ipython_matches)
+        texts = [(code[start:match_start] + text, kind) for match_start, text, kind in ipython_matches]
+        if code[start:cursor].startswith(".") and all(text.startswith(".") for text, _ in texts):
+            start += 1
+            texts = [(text[1:], kind) for text, kind in texts]
+    else:
+        texts = []
+    subscript_tail = _SUBSCRIPT_TAIL.search(code[:cursor])
+    attribute_tail = _ATTRIBUTE_TAIL.search(code[:cursor])
+    if subscript_tail is not None and not any(kind == "dict key" for _, kind in texts):
+        keys = _key_completions(
+            resolve_statically(shell, subscript_tail.group(1)), subscript_tail.group(2), subscript_tail.group(3)
+        )
+        if keys:
+            start, texts = subscript_tail.start(3) if subscript_tail.group(2) else cursor, keys
+    elif attribute_tail is not None and not texts:
+        start = attribute_tail.start(2)
+        texts = _attribute_completions(resolve_statically(shell, attribute_tail.group(1)), attribute_tail.group(2))
+    if code[:start].rpartition("\n")[2].strip() and not code[start:cursor].startswith("%"):
+        texts = [(text, kind) for text, kind in texts if kind != "magic"]  # a magic begins its line
+    kinds: dict[str, str] = {}
+    for text, kind in texts:
+        if not kinds.get(text):  # of two equal texts the first with a known type counts
+            kinds[text] = "" if kind == "<unknown>" else kind
+    matches = list(kinds)[:MAX_MATCHES]
+    return {
+        "matches": matches,
+        "cursor_start": start,
+        "cursor_end": cursor,
+        "types": [kinds[text] for text in matches],
+    }
+
+
+def inspect(shell: RankShell, code: str, cursor: int, detail: int = 0) -> dict[str, Any]:
+    """What `?` (detail 0) and `??` (detail 1) say about the name at the cursor, or about the function that is called
+    there.
+
+    Returns:
+        `found`, and `data` with its text/plain; `name`, the expression that was looked up.
+    """
+    cursor = max(0, min(cursor, len(code)))
+    name = _magic_at(code, cursor) or token_at_cursor(code, cursor)
+    subscripted = _subscripted_at(code, cursor)
+    if subscripted is not None and resolve_statically(shell, subscripted) is not _MISSING:
+        name = subscripted
+    if not name:
+        return {"found": False, "data": {}, "name": ""}
+    if name.startswith("%"):
+        return _inspect_magic(shell, name, detail)
+    obj = resolve_statically(shell, name)
+    if obj is _MISSING:
+        if shell.find_line_magic(name) is not None or shell.find_cell_magic(name) is not None:
+            return _inspect_magic(shell, name, detail)
+        return {"found": False, "data": {}, "name": name}
+    return {"found": True, "data": {"text/plain": _render_inspection(shell, name, obj, detail)}, "name": name}
+
+
+def peek(shell: RankShell, names: Iterable[str]) -> dict[str, Any]:
+    """Previews of names and of what attributes and subscripts lead to (`x`, `model.fc.weight`, `batches[0]`).
+
+    Returns:
+        For each name its `messages.Preview` as plain data; None where there is no such thing, or none that can be seen
+        without running user code.
+    """
+    previews: dict[str, Any] = {}
+    for name in names:
+        obj = resolve_statically(shell, name)
+        if obj is _MISSING:
+            previews[name] = None
+        else:
+            previews[name] = msgspec.to_builtins(preview(obj, text_limit=MAX_PEEK_CHARS, rich=False, safe=True))
+    return previews
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Following an expression without running it
+
+
+def resolve_statically(shell: RankShell, expression: str) -> Any:
+    """What an expression of names, attributes and constant subscripts stands for; `_MISSING` if that cannot be known
+    without running user code.
+    """
+    try:
+        tree = ast.parse(expression.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return _MISSING
+    try:
+        return _resolve_node(tree.body, shell.user_ns)
+    except Exception:  # a dictionary that changes meanwhile, a key that cannot be hashed
+        return _MISSING
+
+
+def _resolve_node(node: ast.expr, namespace: dict[str, Any]) -> Any:
+    match node:
+        case ast.Name(id=name):
+            found = namespace.get(name, _MISSING)
+            return vars(builtins).get(name, _MISSING) if found is _MISSING else found
+        case ast.Attribute(value=value, attr=name):
+            obj = _resolve_node(value, namespace)
+            return obj if obj is _MISSING else _get_attribute(obj, name)
+        case ast.Subscript(value=value, slice=key):
+            obj = _resolve_node(value, namespace)
+            try:
+                constant = ast.literal_eval(key)
+            except ValueError:
+                return _MISSING
+            return obj if obj is _MISSING else _get_item(obj, constant)
+    return _MISSING
+
+
+def _get_attribute(obj: Any, name: str) -> Any:
+    kind = type(obj)
+    if issubclass(kind, types.ModuleType):
+        return _instance_dict(obj).get(name, _MISSING)
+    if _is_torch_module(kind):
+        for members in _module_dicts(obj):
+            if name in members:
+                return members[name]
+    static = std_inspect.getattr_static(obj, name, _MISSING)
+    if static is _MISSING:
+        return _MISSING
+    if issubclass(kind, type):
+        return _bind_class_attribute(static, obj)
+    if name in _instance_dict(obj):
+        return static
+    return _bind_instance_attribute(static, obj, kind)
+
+
+def _bind_class_attribute(static: Any, owner: type) -> Any:
+    if isinstance(static, staticmethod):
+        return static.__func__
+    if isinstance(static, classmethod):
+        function = static.__func__
+        return types.MethodType(function, owner) if isinstance(function, types.FunctionType) else _MISSING
+    return static
+
+
+def _bind_instance_attribute(static: Any, obj: Any, kind: type) -> Any:
+    """What a class attribute gives when it is read through an instance."""
+    static_type = type(static)
+    if static_type is types.FunctionType:
+        return types.MethodType(static, obj)
+    if static_type is staticmethod or static_type is classmethod:
+        return _bind_class_attribute(static, kind)
+    if static_type in _C_DESCRIPTORS:
+        # A tensor class of the user's own is asked even for its shape.
+        if _is_torch_tensor(kind) and kind.__module__.partition(".")[0] != "torch":
+            return _MISSING
+        return static.__get__(obj, kind)
+    if static_type is types.MethodDescriptorType or static_type is types.WrapperDescriptorType:
+        return static.__get__(obj, kind)
+    if static_type is property:
+        function = static.fget
+        root = getattr(function, "__module__", None) or ""
+        return static.__get__(obj, kind) if root.partition(".")[0] in _TRUSTED_PACKAGES else _MISSING
+    return static if std_inspect.getattr_static(static_type, "__get__", _MISSING) is _MISSING else _MISSING
+
+
+def _get_item(obj: Any, key: Any) -> Any:
+    kind = type(obj)
+    if kind in (list, tuple):
+        return obj[key] if isinstance(key, int) and -len(obj) <= key < len(obj) else _MISSING
+    if issubclass(kind, dict):
+        return dict.get(obj, key, _MISSING)
+    if _is_torch_module(kind):
+        modules = _instance_dict(obj).get("_modules") or {}
+        if isinstance(key, int) and key < 0:
+            key += len(modules)
+        return modules.get(str(key), _MISSING)
+    return _MISSING
+
+
+def _instance_dict(obj: Any) -> dict[str, Any]:
+    """The object's own attributes, without asking the object: a class may have a `__dict__` of its own making."""
+    for owner in type(obj).__mro__:
+        descriptor = vars(owner).get("__dict__")
+        if descriptor is not None:
+            attributes = descriptor.__get__(obj) if type(descriptor) in _C_DESCRIPTORS else None
+            return attributes if type(attributes) is dict else {}
+    return {}
+
+
+def _module_dicts(obj: Any) -> list[dict[str, Any]]:
+    """Where a torch Module keeps what its `__getattr__` finds."""
+    attributes = _instance_dict(obj)
+    return [attributes.get(name) or {} for name in ("_parameters", "_buffers", "_modules")]
+
+
+def _is_torch_module(kind: type) -> bool:
+    torch = sys.modules.get("torch.nn")
+    return torch is not None and issubclass(kind, torch.Module)
+
+
+def _is_torch_tensor(kind: type) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and issubclass(kind, torch.Tensor)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Completion
+
+
+def _ipython_completions(shell: RankShell, before: str, code: str) -> list[tuple[int, str, str]]:
+    """IPython's completions at the end of `before`, as (where the text begins, text, type), in IPython's order.
+
+    By the underscored method: the public one swaps the process's warning filters around each call, and the main thread
+    would notice.
+    """
+    line = before.count("\n")
+    column = len(before) - (before.rfind("\n") + 1)
+    try:
+        results = shell.Completer._complete(full_text=code, cursor_line=line, cursor_pos=column)
+    except Exception:
+        return []
+    ordered: list[tuple[int, str, str]] = []
+    sortable: list[tuple[int, str, str]] = []
+    for result in results.values():
+        fragment = result.get("matched_fragment", "")
+        if not before.endswith(fragment):
+            continue
+        begin = len(before) - len(fragment)
+        target = ordered if result.get("ordered", False) else sortable
+        target += [
+            (begin, completion.text, completion.type or "")
+            for completion in itertools.islice(result["completions"], MAX_MATCHES)
+        ]
+    sortable.sort(key=lambda match: completions_sorting_key(match[1]))
+    return ordered + sortable
+
+
+def _attribute_completions(obj: Any, prefix: str) -> list[tuple[str, str]]:
+    """Names that begin so among the attributes of an object, those with underscores last."""
+    if obj is _MISSING:
+        return []
+    kind = type(obj)
+    names: set[str] = set(_instance_dict(obj))
+    if _is_torch_module(kind):
+        names.update(*_module_dicts(obj))
+    for owner in type.mro(obj) if issubclass(kind, type) else kind.__mro__:
+        names.update(vars(owner))
+    chosen = sorted(
+        (name for name in names if name.startswith(prefix) and name.isidentifier() and not keyword.iskeyword(name)),
+        key=lambda name: (name.startswith("__"), name.startswith("_"), name),
+    )
+    if not prefix:
+        chosen = [name for name in chosen if not name.startswith("__")]
+    return [(name, "attribute") for name in chosen]
+
+
+def _key_completions(obj: Any, quote: str, prefix: str) -> list[tuple[str, str]]:
+    """Keys of a dict that begin so: the rest of the string after an open quote, else whole literals."""
+    if not issubclass(type(obj), dict):
+        return []
+    found = []
+    for key in itertools.islice(dict.keys(obj), MAX_MATCHES):
+        if type(key) is str and key.startswith(prefix) and (quote or not prefix):
+            found.append((key if quote else repr(key), "dict key"))
+        elif type(key) is int and not quote and not prefix:
+            found.append((str(key), "dict key"))
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Inspection
+
+
+def _magic_at(code: str, cursor: int) -> str | None:
+    """`%timeit` if the cursor is in it."""
+    for match in re.finditer(r"^\s*(%{1,2}\w+)|=\s*(%\w+)", code, re.MULTILINE):
+        group = 1 if match.group(1) else 2
+        if match.start(group) <= cursor <= match.end(group):
+            return match.group(group)
+    return None
+
+
+def _subscripted_at(code: str, cursor: int) -> str | None:
+    """`layers[0].weight` if the cursor is in its last word; IPython's own token finder stops at brackets."""
+    end = cursor
+    while end < len(code) and (code[end].isalnum() or code[end] == "_"):
+        end += 1
+    match = re.search(r"((?:[^\W\d]\w*)(?:\.[^\W\d]\w*|\[[^\[\]\n]*\])*)\Z", code[:end])
+    return match.group(1) if match is not None and "[" in match.group(1) else None
+
+
+def _inspect_magic(shell: RankShell, name: str, detail: int) -> dict[str, Any]:
+    """IPython's own words: a magic's help is its docstring, and no object of the user's is involved."""
+    try:
+        with shell.output.muted():
+            data = shell.object_inspect_mime(name, detail_level=detail)
+    except Exception:
+        return {"found": False, "data": {}, "name": name}
+    return {"found": True, "data": {"text/plain": data["text/plain"]}, "name": name}
+
+
+def _render_inspection(shell: RankShell, name: str, obj: Any, detail: int) -> str:
+    """IPython's sections, in its order and colours. Its own inspector asks the object for `str`, `len` and more."""
+    kind = type(obj)
+    is_class = issubclass(kind, type)
+    is_function = not is_class and callable(obj) and hasattr(kind, "__name__") and _is_function(kind)
+    sections: list[tuple[str, str]] = []
+    signature = _signature(obj, name, kind)
+    if signature:
+        sections.append(("Init signature" if is_class else "Signature", shell.inspector.format(signature).rstrip()))
+    if not is_class and not is_function:
+        sections.append(("Type", type_name(kind)))
+        sections.append(("String form", preview(obj, text_limit=MAX_PEEK_CHARS, rich=False, safe=True).text))
+        length = _length(obj, kind)
+        if length is not None:
+            sections.append(("Length", f"{length:,}"))
+    documented = obj if is_class or is_function or kind is types.ModuleType else kind
+    source = _source_text(shell, documented) if detail else None
+    if source:
+        sections.append(("Source", shell.inspector.format(source[:MAX_SOURCE_CHARS]).rstrip()))
+    else:
+        document = _docstring(documented)
+        sections.append(("Docstring" if documented is obj else "Class docstring", document or "<no docstring>"))
+    file = _source_file(documented)
+    if file:
+        sections.append(("File", file))
+    if is_class or is_function:
+        sections.append(("Type", kind.__name__))
+    width = max(len(title) for title, _ in sections)
+    return "\n".join(
+        f"\x1b[31m{title}:\x1b[39m{' ' * (width - len(title))}{chr(10) if chr(10) in body else ' '}{body}"
+        for title, body in sections
+    )
+
+
+def _is_function(kind: type) -> bool:
+    return kind in (
+        types.FunctionType,
+        types.MethodType,
+        types.BuiltinFunctionType,
+        types.MethodDescriptorType,
+        types.WrapperDescriptorType,
+        types.MethodWrapperType,
+        types.ClassMethodDescriptorType,
+    )
+
+
+def _signature(obj: Any, name: str, kind: type) -> str | None:
+    """`name(a, b=1)`; what an instance takes when it is called is what its class says."""
+    target = obj
+    if not issubclass(kind, type) and not _is_function(kind):
+        call = std_inspect.getattr_static(kind, "__call__", _MISSING)
+        forward = std_inspect.getattr_static(kind, "forward", _MISSING) if _is_torch_module(kind) else _MISSING
+        target = forward if type(forward) is types.FunctionType else call
+        if type(target) is not types.FunctionType:
+            return None
+        target = types.MethodType(target, obj)
+    try:
+        rendered = str(std_inspect.signature(target))
+    except Exception:  # a C function without one, an object that lies
+        return None
+    if len(name) + len(rendered) > 75 and "," in rendered:
+        parts = [str(parameter) for parameter in std_inspect.signature(target).parameters.values()]
+        returned = rendered.rpartition(") -> ")[2] if ") -> " in rendered else ""
+        lines = "".join(f"    {part},\n" for part in parts)
+        return f"{name}(\n{lines}){' -> ' + returned if returned else ''}"
+    return f"{name}{rendered}"
+
+
+def _length(obj: Any, kind: type) -> int | None:
+    if kind in (list, tuple, dict, set, frozenset, str, bytes, bytearray, range):
+        return len(obj)
+    if _is_torch_tensor(kind) and kind.__module__.partition(".")[0] == "torch" and obj.dim():
+        return int(obj.shape[0])
+    return None
+
+
+def _docstring(obj: Any) -> str | None:
+    document = std_inspect.getattr_static(obj, "__doc__", None)
+    if not isinstance(document, str):  # of a method or a C function: a descriptor, which runs no code of the user's
+        document = getattr(obj, "__doc__", None) if _is_function(type(obj)) or type(obj) is type else None
+    return std_inspect.cleandoc(document) if isinstance(document, str) and document.strip() else None
+
+
+def _source_file(obj: Any) -> str | None:
+    try:
+        return std_inspect.getsourcefile(std_inspect.unwrap(obj)) or std_inspect.getfile(obj)
+    except Exception:
+        return None
+
+
+def _source_text(shell: RankShell, obj: Any) -> str | None:
+    try:
+        source = std_inspect.getsource(obj)
+    except Exception:
+        source = None
+    if source is None and isinstance(obj, type):
+        source = _class_source_in_cells(shell, obj)
+    return textwrap.dedent(source).rstrip() if source else None
+
+
+def _class_source_in_cells(shell: RankShell, cls: type) -> str | None:
+    """The source of a class that a cell defined: `inspect` looks for a file of `__main__`, and there is none."""
+    names = {
+        function.__code__.co_filename for function in vars(cls).values() if isinstance(function, types.FunctionType)
+    }
+    cells = [name for name in reversed(list(shell.compile._filename_map)) if not names or name in names]
+    for cell in cells:
+        text = "".join(linecache.getlines(cell))
+        if f"class {cls.__name__}" not in text:
+            continue
+        try:
+            tree = ast.parse(text)
+        except SyntaxError:
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and node.name == cls.__name__:
+                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                return "".join(text.splitlines(keepends=True)[first - 1 : node.end_lineno])
+    return None

@@ -1,0 +1,274 @@
+"""What DTensor lacks on CPU, put in at torch's own doors. Used where operations run, and where they are only planned.
+
+- Attention: torch's CPU kernel has no sharding rule; batch and heads may be cut.
+- Random numbers: on a CPU mesh every shard would draw the same ones. Here each draws from a seed of its own, made of
+  the operation's seed and the shard's place: shards differ, replicas agree, and the same seeds give the same numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed.tensor._random as dtensor_random
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+from torch.distributed.tensor.experimental import register_sharding as _register_sharding
+
+aten = torch.ops.aten
+
+register_sharding: Any = _register_sharding  # torch gives it no types
+
+_installed = False
+
+
+def install() -> None:
+    """Idempotent. Leaves an RNG tracker that somebody else installed."""
+    global _installed
+    if not _installed:
+        _installed = True
+        _register_attention()
+        _register_other_ops()
+        for name in ("_collective_utils", "_redistribute"):
+            logging.getLogger(f"torch.distributed.tensor.{name}").addFilter(_should_log)
+    if dtensor_random._rng_tracker is None:
+        dtensor_random._rng_tracker = ShardedRNGTracker()  # type: ignore[assignment]
+
+
+class _RemoteOpDepth(threading.local):
+    """Whether this thread carries out, or plans, an operation of a remote tensor."""
+
+    depth = 0
+
+
+_remote_op_depth = _RemoteOpDepth()
+
+
+@contextlib.contextmanager
+def in_remote_op() -> Iterator[None]:
+    """What torch warns of inside is not passed on: that gloo moves a cut from dim to dim by gathering, that two axes
+    are reduced one after the other. True, said by every rank, and of no use to anybody. Of other DTensors it warns."""
+    _remote_op_depth.depth += 1
+    try:
+        yield
+    finally:
+        _remote_op_depth.depth -= 1
+
+
+def _should_log(record: logging.LogRecord) -> bool:
+    return not _remote_op_depth.depth or record.levelno >= logging.ERROR
+
+
+def _register_attention() -> None:
+    strategies = (Replicate(), Shard(0), Shard(1))
+
+    @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu.default)  # type: ignore[untyped-decorator]
+    def forward(
+        query: Any,
+        key: Any,
+        value: Any,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        attn_mask: Any = None,
+        scale: Any = None,
+    ) -> Any:
+        # A mask spans batch and heads by broadcasting, so it stays whole, and then so must they.
+        if attn_mask is not None:
+            replicated = Replicate()
+            return [
+                (
+                    [replicated, replicated],
+                    [replicated, replicated, replicated, None, None, replicated, None][: 6 if scale is None else 7],
+                )
+            ]
+        return [([strategy, strategy], [strategy, strategy, strategy, None, None]) for strategy in strategies]
+
+    @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)  # type: ignore[untyped-decorator]
+    def backward(
+        grad_out: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        out: Any,
+        logsumexp: Any,
+        dropout_p: float,
+        is_causal: bool,
+        attn_mask: Any = None,
+        scale: Any = None,
+    ) -> Any:
+        if attn_mask is not None:
+            replicated = Replicate()
+            return [([replicated] * 3, [replicated] * 6 + [None, None, replicated])]
+        return [([strategy] * 3, [strategy] * 6 + [None, None]) for strategy in strategies]
+
+
+def _register_other_ops() -> None:
+    """Operators that work on each image, or each element, by itself."""
+    batch_and_channels = (Replicate(), Shard(0), Shard(1))
+
+    @register_sharding(aten.avg_pool2d.default)  # type: ignore[untyped-decorator]
+    def pool(tensor: Any, *others: Any, **named: Any) -> Any:
+        return [
+            ([strategy], [strategy, *[None] * len(others)])
+            for strategy in _strategies_for_dims(tensor, batch_and_channels)
+        ]
+
+    @register_sharding(aten.avg_pool2d_backward.default)  # type: ignore[untyped-decorator]
+    def pool_backward(grad: Any, tensor: Any, *others: Any, **named: Any) -> Any:
+        return [
+            ([strategy], [strategy, strategy, *[None] * len(others)])
+            for strategy in _strategies_for_dims(tensor, batch_and_channels)
+        ]
+
+    for operator in (
+        aten.hardswish_backward.default, aten.hardsigmoid_backward.default, aten.hardtanh_backward.default,
+    ):  # fmt: skip
+
+        @register_sharding(operator)  # type: ignore[untyped-decorator]
+        def pointwise(grad: Any, tensor: Any, *others: Any) -> Any:
+            strategies = [Replicate(), *map(Shard, range(len(tensor.shape)))]
+            return [([strategy], [strategy, strategy, *[None] * len(others)]) for strategy in strategies]
+
+    @register_sharding(aten._conj_physical.default)  # type: ignore[untyped-decorator]
+    def conjugate(tensor: Any) -> Any:
+        return [([strategy], [strategy]) for strategy in (Replicate(), *map(Shard, range(len(tensor.shape))))]
+
+    @register_sharding(aten._prelu_kernel_backward.default)  # type: ignore[untyped-decorator]
+    def slopes(grad: Any, tensor: Any, weight: Any) -> Any:
+        strategies: list[Any] = [([Replicate()] * 2, [Replicate()] * 3)]
+        for dim, (length, slopes) in enumerate(zip(tensor.shape, weight.shape, strict=True)):
+            strategy = Shard(dim)
+            strategies.append(
+                ([strategy, strategy], [strategy, strategy, strategy if slopes == length else Replicate()])
+            )
+        return strategies
+
+
+_ops_with_scalar_keys: set[Any] = set()
+
+
+def include_scalars_in_cache_key(operator: Any) -> None:
+    """DTensor takes `topk(3)` for the `topk(2)` that it has seen, and `sum(dtype=torch.float64)` for a `sum()`: the key
+    to what it knows of operations leaves out what comes after the tensors, unless it is told. Integers and booleans
+    tell shapes: they belong to it, and so does a dtype."""
+    if operator in _ops_with_scalar_keys or not isinstance(operator, torch._ops.OpOverload):
+        return
+    _ops_with_scalar_keys.add(operator)
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    schema_infos = propagator.op_to_schema_info
+    if operator in getattr(propagator, "op_single_dim_strategy_funcs", ()):
+        schema_infos = propagator.op_to_schema_info_for_single_dim_strategy
+    elif operator not in propagator.op_strategy_funcs:
+        return
+    info = schema_infos.get(operator) or RuntimeSchemaInfo()
+    static_argnum, static_kwargs = info.static_argnum, list(info.static_kwargkey or ())
+    for at, argument in enumerate(operator._schema.arguments):
+        if argument.kwarg_only:
+            if argument.name == "dtype" and "dtype" not in static_kwargs:
+                static_kwargs.append("dtype")
+        elif any(kind in str(argument.type) for kind in ("int", "bool")):
+            static_argnum = min(static_argnum, at)
+    if (
+        updated := dataclasses.replace(info, static_argnum=static_argnum, static_kwargkey=static_kwargs or None)
+    ) != info:
+        schema_infos[operator] = updated
+
+
+def with_actual_dtype(tensor: DTensor) -> DTensor:
+    """A result as the dtype that it has. DTensor's cache takes a number, `x * 0.5`, for the tensor without dims of
+    float64 that it has seen in its place, or that for the number, and says the other's dtype of what it computes."""
+    spec = tensor._spec
+    meta = spec.tensor_meta._replace(dtype=tensor._local_tensor.dtype)  # type: ignore[union-attr]
+    new_spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
+    return DTensor(tensor._local_tensor, new_spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def _strategies_for_dims(tensor: Any, strategies: Any) -> Any:
+    return strategies if len(tensor.shape) == 4 else strategies[:2]
+
+
+class ShardedRNGTracker:
+    """DTensor's idea of an RNG tracker, for a mesh of CPUs."""
+
+    distribute_region_enabled = True
+
+    def __init__(self) -> None:
+        self.seed: int | None = (
+            None  # of the operation that runs; None: it is a cell's, and draws from torch's generator
+        )
+
+    @contextlib.contextmanager
+    def _distribute_region(self, spec: Any, generator: torch.Generator | None = None) -> Iterator[None]:
+        if self.seed is not None:  # whoever set it has seeded the generators, too
+            yield
+            return
+        # Replicas that were seeded alike draw the same; the stream moves on by one.
+        source = generator if generator is not None else torch.default_generator
+        seed = int(torch.randint(0, 1 << 52, (), generator=source, device=source.device))
+        with fork_rng_with_seed(mix_seed(seed, shard_index_of(spec)), generator):
+            yield
+
+    def _manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+
+def shard_index_of(spec: Any) -> int:
+    """The number of this rank's shard: replicas have the same."""
+    mesh = spec.mesh
+    coordinate = mesh.get_coordinate() or [0] * mesh.ndim
+    shard = 0
+    for axis, placement in enumerate(spec.placements):
+        if placement.is_shard():
+            shard = shard * mesh.size(axis) + coordinate[axis]
+    return shard
+
+
+def generators() -> list[torch.Generator]:
+    """The process's own: of the CPU and, where it has one, of its GPU."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return [torch.default_generator]
+    return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
+
+
+@contextlib.contextmanager
+def fork_rng_with_seed(seed: int, generator: torch.Generator | None = None) -> Iterator[None]:
+    """Random operations inside draw from `seed`; the generators then go on as if they had not been.
+
+    Args:
+        generator: None: the process's own.
+    """
+    generators_used = generators() if generator is None else [generator]
+    states = [each.get_state() for each in generators_used]
+    for each in generators_used:
+        each.manual_seed(seed)
+    try:
+        yield
+    finally:
+        for each, state in zip(generators_used, states, strict=True):
+            each.set_state(state)
+
+
+def mix_seed(seed: int, index: int) -> int:
+    """A seed for one of several places; neighbours' are far apart (the golden ratio's multiples)."""
+    return (seed ^ (index * 0x9E3779B97F4A7C15)) & ((1 << 63) - 1)
+
+
+@contextlib.contextmanager
+def suppress_warnings() -> Iterator[None]:
+    """Without what torch has to say on standard error about operations that are only tried."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        with in_remote_op(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.disabled = before

@@ -1,0 +1,405 @@
+"""What an operation of a batch may call: torch's own operators by name, and a few functions that are ours.
+
+A template is what the controller sends once per kind of operation: the function's name, its arguments with
+placeholders for tensors and floats, and what becomes of its results. Seams: `FUNCTIONS` may be added to by whoever
+imports this; the controller names one of them as `meshbook::name`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor._random as dtensor_random
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils import _pytree as pytree
+
+from meshbook.rank.tensors import dtensor_patches
+from meshbook.rank.tensors.lowering import wait_local_tensor
+
+aten = torch.ops.aten
+
+
+class _Placeholder:
+    """A placeholder among a template's arguments; pickles as the one object of its name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __reduce__(self) -> Any:
+        return _placeholder, (self.name,)
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+
+TENSOR, FLOAT, MESH = _Placeholder("tensor"), _Placeholder("float"), _Placeholder("mesh")
+
+
+def _placeholder(name: str) -> _Placeholder:
+    return {"tensor": TENSOR, "float": FLOAT, "mesh": MESH}[name]
+
+
+@dataclass(frozen=True)
+class TemplateMessage:
+    """A template as it travels, pickled.
+
+    Attributes:
+        number: its own.
+        function: "aten::add.Tensor", or "meshbook::redistribute".
+        args, kwargs: with TENSOR, FLOAT and MESH where the operation's own go, in the order of its numbers.
+        outputs: one per result: -1 a new tensor, None nothing, else the index of the input that it is.
+        returns: "none", "one", "many".
+        mutates: indices of inputs that it changes.
+        communicates: ranks wait for each other in it.
+        seeded: its last float is a seed for the random numbers it draws.
+        default: torch's default dtype, where its result is of that and it is not the usual one.
+        overwrites: of what it changes it leaves nothing.
+        views: what it makes shares the storage of its first tensor.
+    """
+
+    number: int
+    function: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[int | None, ...]
+    returns: str
+    mutates: tuple[int, ...]
+    communicates: bool
+    seeded: bool
+    default_dtype: str | None = None
+    overwrites: bool = False
+    is_view: bool = False
+
+
+def find_function(name: str) -> Callable[..., Any]:
+    """The function of that name.
+
+    Raises:
+        AttributeError: this torch has none, or nobody added it to FUNCTIONS.
+    """
+    namespace, _, function_name = name.partition("::")
+    if namespace in OP_WRAPPERS:
+        return OP_WRAPPERS[namespace](find_function(function_name))
+    if namespace == "meshbook":
+        if function_name not in FUNCTIONS:  # it puts itself there
+            importlib.import_module(f"meshbook.rank.tensors.{LAZY_FUNCTION_MODULES[function_name]}")
+        return FUNCTIONS[function_name]
+    operator, _, overload = function_name.rpartition(".")
+    found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), operator), overload)
+    dtensor_patches.include_scalars_in_cache_key(found)
+    return StrideTolerantView(found) if found in _VIEW_OPS else found
+
+
+def name_of(function: Any) -> str:
+    """The name that `find_function` finds it by."""
+    if isinstance(function, torch._ops.OpOverload):
+        return f"{function.namespace}::{function._opname}.{function._overloadname}"
+    if isinstance(function, (ReplicatedOp, ReducedOp)):
+        return f"{function.namespace}::{name_of(function.function)}"
+    return f"meshbook::{function.__name__}"
+
+
+_VIEW_OPS = (aten.view.default, aten._unsafe_view.default)
+
+
+class StrideTolerantView:
+    """A view. A DTensor now and then says other strides than its piece has, and refuses a view for them."""
+
+    def __init__(self, function: Any) -> None:
+        self.function, self._schema, self.tags = function, function._schema, function.tags
+
+    def __call__(self, tensor: Any, size: Sequence[int]) -> Any:
+        try:
+            return self.function(tensor, size)
+        except RuntimeError as error:
+            if "Cannot view a tensor" not in str(error) or not isinstance(tensor, DTensor):
+                raise
+        # The controller has planned it for a tensor that lies as its shape says.
+        strides = torch.empty(tensor.shape, device="meta").stride()
+        local, mesh, placements = wait_local_tensor(tensor), tensor.device_mesh, tensor.placements
+        restrided = DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=strides)
+        return self.function(restrided, size)
+
+
+class ReplicatedOp:
+    """An operator of torch's on tensors that every rank has all of, and does the same with."""
+
+    namespace = "whole"
+
+    def __init__(self, function: Any) -> None:
+        self.function, self._schema, self.tags = function, function._schema, function.tags
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        meshes = []
+
+        def to_local(leaf: Any) -> Any:
+            if not isinstance(leaf, DTensor):
+                return leaf
+            meshes.append(leaf.device_mesh)
+            return wait_local_tensor(leaf)
+
+        args, kwargs = pytree.tree_map(to_local, (args, kwargs))
+        seed = getattr(dtensor_random._rng_tracker, "seed", None)
+        with dtensor_patches.fork_rng_with_seed(seed) if seed is not None else contextlib.nullcontext():
+            results = self.function(*args, **kwargs)
+
+        def to_replicated(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or leaf.layout != torch.strided:
+                return leaf
+            return DTensor.from_local(leaf, meshes[0], [Replicate()] * meshes[0].ndim, run_check=False)
+
+        return pytree.tree_map(to_replicated, results)
+
+
+class ReducedOp:
+    """An operator of torch's whose results are reduced at once, where DTensor leaves them in parts that it computes
+    wrong numbers with: see `may_stay_partial`."""
+
+    namespace = "reduced"
+
+    def __init__(self, function: Any) -> None:
+        self.function, self._schema, self.tags = function, function._schema, function.tags
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.function in _MASKED_ROW_OPS:
+            _check_indices(self.function, *args[:3])
+        is_boolean = self.function._opname in ("any", "all")  # of bytes they are bytes
+        return pytree.tree_map(lambda leaf: _reduce_partial(leaf, is_boolean), self.function(*args, **kwargs))
+
+
+OP_WRAPPERS: dict[str, Callable[[Any], Callable[..., Any]]] = {
+    kind.namespace: kind for kind in (ReplicatedOp, ReducedOp)
+}
+
+
+def may_stay_partial(placement: Any, dtype: torch.dtype) -> bool:
+    """Whether a tensor may be in such parts. DTensor's pointwise rules know sums and means of numbers with fractions;
+    of integers they make fractions, of truth values sums, and maxima and norms they take for sums here and there."""
+    if not placement.is_partial():
+        return True
+    exact = not (dtype.is_floating_point or dtype.is_complex)
+    return type(placement) is Partial and placement.reduce_op in ("sum", "avg") and not exact
+
+
+# What DTensor does with the rows that a rank has, and takes the others' for zeros.
+_MASKED_ROW_OPS = (aten.embedding.default, aten.gather.default)
+
+
+def _check_indices(function: Any, tensor: Any, *args: Any) -> None:
+    """An index that is in no rank's rows would be taken for another rank's, and give zeros.
+
+    Raises:
+        IndexError: there is one. On a GPU the device says so, as with torch's own.
+    """
+    dim, indices = (0, args[0]) if function is aten.embedding.default else args
+    local, rows = wait_local_tensor(indices), tensor.shape[dim] if tensor.dim() else 1
+    if local.is_meta:
+        return
+    out_of_range = (local < 0) | (local >= rows)
+    if local.device.type != "cpu":
+        torch._assert_async(~out_of_range.any(), f"index out of range: dim {dim} has {rows} rows")
+    elif out_of_range.any():
+        raise IndexError(f"index out of range: {int(local[out_of_range][0])}, and dim {dim} has {rows} rows")
+
+
+def _reduce_partial(tensor: Any, is_boolean: bool) -> Any:
+    """The tensor without the parts that may not stay.
+
+    Args:
+        is_boolean: its numbers are truth values, whatever its dtype.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placements = [
+        placement if may_stay_partial(placement, tensor.dtype) else Replicate() for placement in tensor.placements
+    ]
+    if placements == list(tensor.placements):
+        return tensor
+    if tensor.dtype is not torch.bool and not is_boolean:
+        return tensor.redistribute(placements=placements)
+    current_placements: Any = tensor.placements
+    # A sum of truth values is none.
+    partial_placements: list[Any] = [
+        Partial("min" if placement.reduce_op in ("product", "min") else "max") if placement.is_partial() else placement
+        for placement in current_placements
+    ]
+    local = wait_local_tensor(tensor).to(torch.uint8)
+    counted = DTensor.from_local(
+        local, tensor.device_mesh, partial_placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+    return counted.redistribute(placements=placements).to(tensor.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ours. Each is called on ranks with real tensors, and on the controller with tensors of the meta device.
+
+
+def redistribute(tensor: DTensor, placements: Sequence[Any]) -> DTensor:
+    return tensor.redistribute(placements=list(placements), async_op=True)
+
+
+def to_partial(tensor: DTensor, mesh: Any, placements: Sequence[Any]) -> DTensor:
+    """As parts of a sum (or a mean, a maximum) over axes along which it is whole."""
+    local = wait_local_tensor(tensor)
+    for axis, (before, after) in enumerate(zip(tensor.placements, placements, strict=True)):
+        if before != after and after.reduce_op == "sum" and mesh.get_local_rank(axis) != 0:
+            local = torch.zeros_like(local)
+    return DTensor.from_local(
+        local, mesh, list(placements), run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def as_global(local: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> DTensor:
+    """Per-rank tensors seen as one: the same storage."""
+    return DTensor.from_local(local, mesh, list(placements), run_check=False)
+
+
+def as_local(tensor: DTensor) -> torch.Tensor:
+    """Each rank's own piece: the same storage."""
+    local: torch.Tensor = tensor.to_local()
+    return local
+
+
+def reduce_local(local: torch.Tensor, mesh: Any, axis: int, op: str) -> torch.Tensor:
+    """Per-rank tensors, reduced over one axis of the mesh."""
+    partial_placements: list[Any] = [Replicate()] * mesh.ndim
+    partial_placements[axis] = Partial(op)
+    replicated: list[Any] = [Replicate()] * mesh.ndim
+    reduced = DTensor.from_local(local, mesh, partial_placements, run_check=False).redistribute(placements=replicated)
+    return reduced.to_local().clone() if mesh.size(axis) == 1 else reduced.to_local()
+
+
+def slice_local(local: torch.Tensor, mesh: Any, axis: int, position: int) -> torch.Tensor:
+    """What the rank at `position` of the axis holds, on every rank of that axis."""
+    if local.is_meta:
+        return torch.empty_like(local)
+    group = mesh.get_group(axis)
+    out = local.clone(memory_format=torch.contiguous_format)
+    dist.broadcast(out, dist.get_global_rank(group, position), group)
+    return out
+
+
+def zero_except_at(local: torch.Tensor, mesh: Any, axis: int, position: int) -> torch.Tensor:
+    """The tensor on the ranks at `position` of the axis, zeros on the others."""
+    is_mine = local.is_meta or mesh.get_local_rank(axis) == position
+    return local.clone() if is_mine else torch.zeros_like(local)
+
+
+def broadcast_from(tensor: DTensor, mesh: Any, axis: int, position: int) -> None:
+    """Overwrite the copies along an axis with the one of the rank at that place of it."""
+    local, group = wait_local_tensor(tensor), mesh.get_group(axis)
+    contiguous = local.contiguous()
+    dist.broadcast(contiguous, dist.get_global_rank(group, position), group)
+    if contiguous is not local:
+        local.copy_(contiguous)
+
+
+def is_full_span(span: tuple[int | None, int, int, int], length: int) -> bool:
+    """Whether a dim of a view is all of a dim of that length."""
+    dim, first, step, count = span
+    return dim is not None and (first, step, count) == (0, 1, length)
+
+
+def write_view(
+    tensor: DTensor, view: DTensor, box: Any, size: Sequence[int], stride: Sequence[int], offset: int
+) -> None:
+    """What a view that was copied has now, into this rank's piece of what it is a view of. Ranks do not meet in it.
+
+    Args:
+        view: cut as the tensor is along dims that are all of one of the tensor's, and whole along others.
+        box: per dim of the tensor the view's dim, the first place, the step and how many; None: no such box.
+        size, stride, offset: the view's, as if the tensor lay in one piece.
+    """
+    own_piece, view_piece = wait_local_tensor(tensor), wait_local_tensor(view)
+    lengths, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    if box is None:
+        _write_scattered(own_piece, view_piece, tensor.shape, lengths, starts, size, stride, offset)
+        return
+    order: list[int] = []
+    for at, span in enumerate(box):
+        dim, first, step, count = span
+        if dim is not None:
+            order.append(dim)
+        if is_full_span(span, tensor.shape[at]):
+            continue
+        low = max(-((first - starts[at]) // step), 0)  # of the view's rows the first that is here
+        high = min(-((first - starts[at] - lengths[at]) // step), count)
+        if low >= high:
+            return
+        own_piece = own_piece.narrow(at, first + low * step - starts[at], (high - low - 1) * step + 1)
+        own_piece = own_piece[(slice(None),) * at + (slice(None, None, step),)]
+        if dim is not None:
+            view_piece = view_piece.narrow(dim, low, high - low)
+    other_dims = [dim for dim in range(view_piece.dim()) if dim not in order]  # of one row each
+    own_piece.copy_(view_piece.permute(order + other_dims).reshape(own_piece.shape))
+
+
+def _write_scattered(
+    own_piece: torch.Tensor,
+    view_piece: torch.Tensor,
+    shape: Sequence[int],
+    lengths: Sequence[int],
+    starts: Sequence[int],
+    size: Sequence[int],
+    stride: Sequence[int],
+    offset: int,
+) -> None:
+    flat = torch.full((), offset, device=view_piece.device)
+    for dim, (length, step) in enumerate(zip(size, stride, strict=True)):
+        offsets = torch.arange(length, device=view_piece.device) * step
+        flat = flat + offsets.view([-1 if other == dim else 1 for other in range(len(size))])
+    is_mine = torch.ones_like(flat, dtype=torch.bool)
+    indices = []
+    for length, own, start in reversed(list(zip(shape, lengths, starts, strict=True))):
+        index = flat % length - start
+        flat = flat // length
+        is_mine &= (index >= 0) & (index < own)
+        indices.append(index)
+    own_piece.index_put_(tuple(index[is_mine] for index in reversed(indices)), view_piece[is_mine])
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    function.__name__: function
+    for function in (
+        redistribute, as_global, as_local, reduce_local, slice_local, zero_except_at, to_partial, write_view,
+        broadcast_from,
+    )
+}  # fmt: skip
+
+# Functions that are imported when an operation first names them.
+LAZY_FUNCTION_MODULES = {
+    "replay": "replay",
+    "forget_replay": "replay",
+    "module_tensors": "modules",
+    "module_forward": "modules",
+    "module_first_result": "modules",
+    "module_backward": "modules",
+    "set_modes": "modes",
+    "begin_step": "agreement",
+    "end_step": "agreement",
+}
+
+# Operations that leave nothing of what their target was: a fault of it is over with them.
+_OVERWRITING_OPS = {
+    "aten::copy_", "aten::zero_", "aten::fill_", "aten::normal_", "aten::uniform_", "aten::bernoulli_",
+    "aten::random_", "aten::exponential_", "aten::geometric_", "aten::log_normal_", "aten::cauchy_",
+    "aten::_foreach_zero_", "aten::_foreach_copy_",
+}  # fmt: skip
+
+
+def overwrites(function: Any) -> bool:
+    """Whether all that an operation changes is written anew: by its name, or with out=."""
+    schema = getattr(function, "_schema", None)
+    if schema is None:
+        return False
+    if schema.name in _OVERWRITING_OPS:
+        return True
+    written = [arg for arg in schema.arguments if arg.alias_info is not None and arg.alias_info.is_write]
+    return bool(written) and all(arg.is_out for arg in written)

@@ -1,0 +1,256 @@
+"""An exception as a `RankError`: rendered by the rank's own IPython, with Meshbook's frames left out, bounded.
+
+Nothing here raises for what a user's exception does: a broken `__str__`, a recursion a thousand frames deep, arguments
+that cannot be pickled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Final, Protocol
+
+import IPython
+
+from meshbook.diagnose.source_files import is_user_file
+from meshbook.errors import CollectiveAborted
+from meshbook.rank import limits
+from meshbook.wire.messages import Frame, RankError
+
+# A message of a CUDA or compiler error can be megabytes; a notebook shows the beginning and the end of it.
+MAX_EVALUE_CHARS: Final = 8_000
+MAX_TRACEBACK_CHARS: Final = 100_000
+# Of a deep recursion the outermost and innermost frames tell what happened.
+MAX_FRAMES: Final = 100
+# IPython reads and parses the file of each frame that it draws: 0.02 to 0.2 s for one of a library's, several times as
+# much where ranks share their cores. Somebody who pressed Stop waits for it, and asked only where the work was.
+MAX_RENDERED_FRAMES: Final = 30
+INNERMOST_FRAMES_OF_INTERRUPT: Final = 2  # of libraries, innermost
+# Exceptions hold messages; whatever is larger holds data that should be asked for as data.
+MAX_PICKLE_BYTES: Final = 16 << 10
+
+_MESHBOOK_FOLDER: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_IPYTHON_FOLDER: Final = os.path.dirname(os.path.abspath(IPython.__file__)) + os.sep
+_ASYNCIO_FOLDER: Final = os.path.dirname(os.path.abspath(asyncio.__file__)) + os.sep
+# Files of ours whose frames stand for the user's own doing: a name that is missing on a path, a cell that does not
+# compile, a Stop before its first line. An exception with frames of ours only, from anywhere else, is our own defect
+# and keeps them.
+_USER_FACING_FILES: Final = tuple(
+    os.path.join(_MESHBOOK_FOLDER, "rank", name) for name in ("expressions.py", "shell.py", "interrupt.py")
+)
+
+
+class Renderer(Protocol):
+    """What renders tracebacks: a RankShell."""
+
+    def render(self, error: BaseException) -> list[str]:
+        """IPython's traceback of the exception, a list of strings with ANSI colours."""
+
+
+def to_rank_error(error: BaseException, renderer: Renderer) -> RankError:
+    """What is told of an exception. Cuts Meshbook's frames out of it, and out of those that it came from."""
+    strip_meshbook_frames(error)
+    text = _error_text(error)
+    if isinstance(error, CollectiveAborted):  # where it waited says all: the fault is another rank's, and shown there
+        return RankError(
+            ename=type(error).__name__,
+            evalue=text,
+            traceback=(),
+            pickled=_pickle_error(error),
+            released_from=error.where,
+        )
+    if (full_folder := limits.explain_full_folder(text)) is not None:
+        with contextlib.suppress(Exception):
+            error.add_note(full_folder)
+    try:
+        with _truncated_tracebacks(error):
+            rendered = renderer.render(error)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # a traceback that IPython cannot draw: Python's own is plainer and sturdier
+        rendered = _format_with_python(error, text)
+    return RankError(
+        ename=type(error).__name__,
+        evalue=text,
+        traceback=_truncate_rendered(rendered),
+        frames=_extract_frames(error.__traceback__),
+        pickled=_pickle_error(error),
+        notes=tuple(_escape_surrogates(_truncate_text(note)) for note in _error_notes(error)),
+    )
+
+
+def strip_meshbook_frames(error: BaseException) -> None:
+    """Take the frames of Meshbook out of the tracebacks of an exception and of all those that it came from."""
+    for chained in _iter_exception_chain(error):
+        chained.__traceback__ = _without_meshbook_frames(chained.__traceback__)
+
+
+def _iter_exception_chain(error: BaseException) -> Iterator[BaseException]:
+    """An exception and all those that it came from, each once."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        current = pending.pop()
+        if current is None or id(current) in seen:
+            continue
+        seen.add(id(current))
+        pending += [current.__cause__, current.__context__]
+        if isinstance(current, BaseExceptionGroup):
+            pending += current.exceptions
+        yield current
+
+
+@contextlib.contextmanager
+def _truncated_tracebacks(error: BaseException) -> Iterator[None]:
+    """While an exception is drawn, it has only the frames that say most. `%tb` draws all of them."""
+    interrupted = isinstance(error, KeyboardInterrupt)
+    originals = [(chained, chained.__traceback__) for chained in _iter_exception_chain(error)]
+    for chained, tb in originals:
+        chained.__traceback__ = _rebuild_traceback(_select_frames(list(_iter_traceback(tb)), interrupted=interrupted))
+    try:
+        yield
+    finally:
+        for chained, tb in originals:
+            chained.__traceback__ = tb
+
+
+def _select_frames(entries: list[TracebackType], *, interrupted: bool) -> list[TracebackType]:
+    """Of a Stop the user's frames and the innermost two; of another exception all, if they are not too many."""
+    if interrupted:
+        first_innermost = len(entries) - INNERMOST_FRAMES_OF_INTERRUPT
+        entries = [
+            entry
+            for index, entry in enumerate(entries)
+            if index >= first_innermost or is_user_file(entry.tb_frame.f_code.co_filename)
+        ]
+    if len(entries) > MAX_RENDERED_FRAMES:
+        entries = entries[: MAX_RENDERED_FRAMES // 2] + entries[-MAX_RENDERED_FRAMES // 2 :]
+    return entries
+
+
+def _without_meshbook_frames(tb: TracebackType | None) -> TracebackType | None:
+    entries = list(_iter_traceback(tb))
+    remaining = [entry for entry in entries if not entry.tb_frame.f_code.co_filename.startswith(_MESHBOOK_FOLDER)]
+    if len(remaining) == len(entries):
+        return tb
+    while remaining and remaining[0].tb_frame.f_code.co_filename.startswith(_ASYNCIO_FOLDER):
+        del remaining[0]  # the loop in which an `await` of the cell ran
+    if not remaining and entries[-1].tb_frame.f_code.co_filename not in _USER_FACING_FILES:
+        return tb
+    return _rebuild_traceback(remaining)
+
+
+def _rebuild_traceback(entries: list[TracebackType]) -> TracebackType | None:
+    rebuilt: TracebackType | None = None
+    for entry in reversed(entries):
+        # A Stop may come at an instruction that has no line.
+        line = -1 if entry.tb_lineno is None else entry.tb_lineno
+        rebuilt = TracebackType(rebuilt, entry.tb_frame, entry.tb_lasti, line)
+    return rebuilt
+
+
+def _iter_traceback(tb: TracebackType | None) -> Iterator[TracebackType]:
+    while tb is not None:
+        yield tb
+        tb = tb.tb_next
+
+
+def _extract_frames(tb: TracebackType | None) -> tuple[Frame, ...]:
+    """Outermost first, without IPython's, which differ between versions and say nothing."""
+    frames = [
+        Frame(file=entry.tb_frame.f_code.co_filename, line=entry.tb_lineno, function=entry.tb_frame.f_code.co_name)
+        for entry in _iter_traceback(tb)
+        if not entry.tb_frame.f_code.co_filename.startswith(_IPYTHON_FOLDER)
+    ]
+    if len(frames) > MAX_FRAMES:
+        frames = frames[: MAX_FRAMES // 2] + frames[-MAX_FRAMES // 2 :]
+    return tuple(frames)
+
+
+def _error_text(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception as failure:
+        text = f"<its __str__ raised {type(failure).__name__}>"
+    return _escape_surrogates(_truncate_text(text))
+
+
+def _error_notes(error: BaseException) -> list[str]:
+    notes = getattr(error, "__notes__", None)
+    return [note for note in notes if isinstance(note, str)] if isinstance(notes, (list, tuple)) else []
+
+
+def _format_with_python(error: BaseException, text: str) -> list[str]:
+    try:
+        return ["".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip("\n")]
+    except Exception:
+        return [f"{type(error).__name__}: {text}"]
+
+
+def _truncate_text(text: str) -> str:
+    if len(text) <= MAX_EVALUE_CHARS:
+        return text
+    half = MAX_EVALUE_CHARS // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half:,} characters left out ...\n{text[-half:]}"
+
+
+def _truncate_rendered(rendered: list[str]) -> tuple[str, ...]:
+    """The strings of a traceback; of one that is too long, the first and the last of them."""
+    strings = [
+        _escape_surrogates(text if len(text) <= MAX_TRACEBACK_CHARS // 2 else _truncate_text(text)) for text in rendered
+    ]
+    total = sum(map(len, strings))
+    if total <= MAX_TRACEBACK_CHARS:
+        return tuple(strings)
+    first: list[str] = []
+    last: list[str] = []
+    remaining_chars = MAX_TRACEBACK_CHARS // 2
+    while strings and len(strings[0]) <= remaining_chars:
+        remaining_chars -= len(strings[0])
+        first.append(strings.pop(0))
+    remaining_chars = MAX_TRACEBACK_CHARS // 2
+    while strings and len(strings[-1]) <= remaining_chars:
+        remaining_chars -= len(strings[-1])
+        last.append(strings.pop())
+    return (*first, f"    [... {len(strings)} parts of this traceback left out]\n", *reversed(last))
+
+
+def _escape_surrogates(text: str) -> str:
+    """Without lone surrogates, which cannot travel."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
+class _PickleTooLarge(Exception):
+    pass
+
+
+class _BoundedBuffer(io.BytesIO):
+    def write(self, data: object, /) -> int:
+        view = memoryview(data)  # type: ignore[arg-type]
+        if self.tell() + view.nbytes > MAX_PICKLE_BYTES:
+            raise _PickleTooLarge
+        return super().write(view)
+
+
+def _pickle_error(error: BaseException) -> bytes | None:
+    """The exception itself, if its class can be imported elsewhere, it is small, and it comes back to life."""
+    kind = type(error)
+    module = sys.modules.get(kind.__module__)
+    if kind.__module__ == "__main__" or module is None or getattr(module, kind.__qualname__, None) is not kind:
+        return None
+    sink = _BoundedBuffer()
+    try:
+        pickle.Pickler(sink, protocol=5).dump(error)
+        data = sink.getvalue()
+        return data if type(pickle.loads(data)) is kind else None
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # whatever a user's __reduce__ or __init__ does
+        return None

@@ -1,0 +1,100 @@
+"""Whether ranks are in step in their collectives after a call that did not end well, and which have certainly left a
+call in which others go on. Pure: what ranks said of their positions in, verdicts out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+import msgspec
+
+from meshbook.ids import Ranks, name_ranks
+from meshbook.wire.messages import GroupPosition, OutcomeGroup, RankPosition
+
+
+def collect_positions(parts: Iterable[OutcomeGroup]) -> dict[int, RankPosition]:
+    """What ranks answered to `AskPositions`; those that did not answer are not in it."""
+    found = {}
+    for part in parts:
+        if part.outcome.status == "ok" and isinstance(part.outcome.reply, dict) and "groups" in part.outcome.reply:
+            for rank in part.ranks:
+                found[rank] = msgspec.convert(part.outcome.reply, RankPosition)
+    return found
+
+
+def find_desynced_groups(positions: Mapping[int, RankPosition], ranks: Collection[int]) -> dict[str, str]:
+    """The groups that must be formed anew before they are used, each with the reason in some words.
+
+    Members of a group are in step if all have begun the same number of collectives, each send has its receive, and
+    nothing is under way. A member that still runs something cannot be compared; then the group counts as out of step if
+    the call used it.
+
+    Args:
+        positions: of the ranks that answered.
+        ranks: those of the call that did not end well.
+    """
+    groups: dict[tuple[str, Ranks], dict[int, GroupPosition]] = {}
+    for rank, position in positions.items():
+        for group in position.groups:
+            groups.setdefault((group.name, group.ranks), {})[rank] = group
+    found: dict[str, str] = {}
+    for (name, members), group_by_rank in groups.items():
+        running = [rank for rank in members if rank not in positions or not positions[rank].is_held_or_idle]
+        if running:
+            was_used = any(
+                rank not in group_by_rank or group_by_rank[rank].has_new_collectives
+                for rank in members
+                if rank in ranks
+            )
+            if was_used:
+                found[name] = f"{name_ranks(running)} had not come to rest when the call before ended badly"
+        elif reason := _describe_desync(members, group_by_rank):
+            found[name] = reason
+    quiescent = [position for position in positions.values() if position.is_held_or_idle]
+    if len(quiescent) == len(positions) and len({position.num_groups_created for position in quiescent}) > 1:
+        for name, members in groups:
+            if len(members) == len(positions):
+                found.setdefault(name, "ranks have made different numbers of process groups")
+    return found
+
+
+def _describe_desync(members: Ranks, group_by_rank: Mapping[int, GroupPosition]) -> str | None:
+    if missing := [rank for rank in members if rank not in group_by_rank]:
+        return f"{name_ranks(missing)} did not make the group"
+    if in_flight := [rank for rank in members if group_by_rank[rank].num_in_flight]:
+        return f"collectives of {name_ranks(in_flight)} were under way when the call before ended badly"
+    counts = {rank: group_by_rank[rank].num_started for rank in members}
+    if len(set(counts.values())) > 1:
+        least, most = min(counts, key=lambda rank: counts[rank]), max(counts, key=lambda rank: counts[rank])
+        return (
+            f"the call before ended badly, with {counts[most]} collectives on rank {most} and {counts[least]} on "
+            f"rank {least}"
+        )
+    if len({group_by_rank[rank].failed for rank in members}) > 1:
+        return "a collective failed on some ranks and not on others"
+    if any(group_by_rank[rank].received_from_any for rank in members):
+        sent = sum(sum(group_by_rank[rank].sent.values()) for rank in members)
+        received = sum(
+            group_by_rank[rank].received_from_any + sum(group_by_rank[rank].received.values()) for rank in members
+        )
+        is_matched = sent == received
+    else:
+        is_matched = all(
+            group_by_rank[rank].sent.get(peer, 0) == group_by_rank[peer].received.get(rank, 0)
+            for rank in members
+            for peer in {
+                *group_by_rank[rank].sent,
+                *(other for other in members if rank in group_by_rank[other].received),
+            }
+        )
+    return None if is_matched else "the call before ended badly between a send and its receive"
+
+
+def has_left(position: RankPosition, call: str) -> bool:
+    """Whether a rank has certainly left a call: no other thread of it may still take part in collectives, and if it
+    ended well, it has nothing under way and nothing else to do."""
+    if position.last_call != call or position.has_other_collective_threads or not position.is_held_or_idle:
+        return False
+    return position.last_status != "ok" or (
+        position.is_idle and not any(group.num_in_flight for group in position.groups)
+    )

@@ -1,0 +1,359 @@
+"""The supervisor's eyes: looks at ranks, those that watch, and cells that stand still.
+
+It puts together what `looks`, `watching` and `stalls` know, and asks the mesh's memory for the rest through
+`MeshStateReader`. As pure as they are: events in, steps out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from meshbook.diagnose import findings as diagnose
+from meshbook.diagnose.findings import Finding
+from meshbook.diagnose.kinds import BENIGN_KINDS
+from meshbook.ids import CallId, Ranks
+from meshbook.supervisor.effects import Effect, SendToClient, SendToHosts, SetTimer
+from meshbook.supervisor.snapshot_requests import SNAPSHOT_TIMEOUT_S, SnapshotRequests
+from meshbook.supervisor.stalls import BETWEEN_PROBES_S, STALL_S, HeartbeatSample, StallDetector
+from meshbook.supervisor.telemetry import CallStatus, MeshTelemetry, Subscription
+from meshbook.wire import messages
+from meshbook.wire.messages import FoldedItem, MeshInfo, OpenCall, RankDisplay, RankExited, RankSnapshot
+
+log = logging.getLogger("meshbook.supervisor")
+
+_UPDATES_PER_S_RANGE = (0.1, 10.0)
+# Seconds after which those that watch are told that there is no news, so that they see that somebody still speaks.
+_KEEPALIVE_S = 2.0
+_TICK_S = 1.0
+# Findings told unasked: the first says what is wrong, and whoever wants all of them asks.
+_MAX_FINDINGS_SHOWN = 3
+
+
+class MeshStateReader(Protocol):
+    """What is asked of the mesh's memory."""
+
+    def info(self) -> MeshInfo: ...
+
+    def open_calls(self, now: float) -> tuple[OpenCall, ...]:
+        """What users run now, oldest first."""
+
+    def ranks_awaiting_input(self) -> Ranks:
+        """Ranks that wait for an answer to input()."""
+
+    def host_of(self, rank: int) -> int:
+        """The host that a rank is on."""
+
+    def exited_ranks(self) -> Mapping[int, RankExited]:
+        """Ranks that have ended."""
+
+    def wall_time(self, now: float) -> float:
+        """The wall clock at `now`."""
+
+
+@dataclass
+class _StallProbe:
+    """A cell that stands still, looked at twice."""
+
+    call: str
+    client: str
+    ranks: Ranks
+    first_snapshots: tuple[RankSnapshot, ...] = ()
+
+
+class Monitoring:
+    """One mesh's."""
+
+    def __init__(self, state: MeshStateReader, stall_s: float = STALL_S) -> None:
+        self._state = state
+        self._snapshot_requests = SnapshotRequests()
+        self._stall_detector = StallDetector(stall_s)
+        self._telemetry = MeshTelemetry()
+        self._requesters: dict[str, str] = {}  # open look -> client
+        self._probes: dict[str, _StallProbe] = {}  # open look -> the cell that it is for
+        self._num_probes = 0
+        self._calls: dict[str, tuple[str, Ranks]] = {}  # running call -> client, ranks
+        self._findings: dict[str, tuple[Finding, ...]] = {}  # running call -> what was found
+        self._subscriptions: dict[str, tuple[int, Subscription, float]] = {}  # client -> generation, watcher, last told
+        self._num_subscriptions = 0
+        self._last_samples: dict[int, tuple[HeartbeatSample, float]] = {}  # rank -> its last beat, and when that came
+        self._is_ticking = False
+
+    # ---- what clients want
+
+    def take_snapshots(self, client: str, command: messages.TakeSnapshots, now: float) -> list[Effect]:
+        """Look at ranks for a client. The answer comes within `SNAPSHOT_TIMEOUT_S`."""
+        self._requesters[command.call] = client
+        return self._request_snapshots(command, now)
+
+    def subscribe(self, client: str, command: messages.Subscribe, now: float) -> list[Effect]:
+        """A client begins to watch, asks once (`per_s` 0 and some history), or ends (both 0)."""
+        at = self._state.wall_time(now)
+        since = at - command.history_s if command.history_s > 0 else math.inf
+        if command.max_updates_per_s <= 0:
+            data: dict[str, Any] = {}
+            if command.history_s > 0:
+                self._refresh_telemetry(now)
+                data = self._telemetry.full_data(since)
+            else:
+                self._subscriptions.pop(client, None)
+            return [
+                SendToClient(client, messages.MeshUpdate(timestamp=at, data={**data, "once": True}, call=command.call))
+            ]
+        self._refresh_telemetry(now)
+        self._num_subscriptions += 1
+        subscription = Subscription(
+            self._telemetry, min(max(command.max_updates_per_s, _UPDATES_PER_S_RANGE[0]), _UPDATES_PER_S_RANGE[1])
+        )
+        self._subscriptions[client] = (self._num_subscriptions, subscription, now)
+        update = messages.MeshUpdate(timestamp=at, data=subscription.full_update(since), call=command.call)
+        return [
+            SendToClient(client, update),
+            SetTimer(f"seeing news {self._num_subscriptions} {client}", subscription.period_s),
+        ]
+
+    def client_disconnected(self, client: str) -> None:
+        self._subscriptions.pop(client, None)
+        for call in [call for call, requester in self._requesters.items() if requester == client]:
+            del self._requesters[call]
+            self._snapshot_requests.cancel(call)
+
+    # ---- what happens on the mesh
+
+    def call_began(self, call: str, client: str, ranks: Ranks, now: float) -> list[Effect]:
+        """A call of a user's goes to the ranks' main threads."""
+        self._calls[call] = client, ranks
+        self._stall_detector.call_began(call, ranks, now)
+        if self._is_ticking:
+            return []
+        self._is_ticking = True
+        return [SetTimer("seeing tick", _TICK_S)]
+
+    def call_printed(self, call: str, items: Iterable[FoldedItem], now: float) -> None:
+        """Output of a call that goes to its client."""
+        items = tuple(items)
+        self._telemetry.add_output(items, self._state.wall_time(now))
+        for item in items:
+            self._stall_detector.call_printed(call, item.ranks, now)
+
+    def ranks_finished(self, call: str, ranks: Iterable[int], now: float) -> None:
+        """Ranks are done with their part of a call."""
+        self._stall_detector.ranks_finished(call, set(ranks), now)
+
+    def call_ended(self, call: str) -> None:
+        self._calls.pop(call, None)
+        self._stall_detector.call_ended(call)
+        if self._findings.pop(call, None) is not None:
+            self._publish_findings()
+
+    def host_heartbeat(self, report: messages.HostHeartbeat, now: float) -> None:
+        at = self._state.wall_time(now)
+        awaiting_input = set(self._state.ranks_awaiting_input())
+        for metrics in report.metrics:
+            self._telemetry.add_metrics(metrics, at)
+        metrics_by_rank = {metrics.rank: metrics for metrics in report.metrics}
+        self._telemetry.update_ranks(report.ranks, awaiting_input)
+        self._telemetry.sample_series(at, metrics_by_rank)
+        for info in report.ranks:
+            entry = self._last_samples.get(info.rank)
+            health = metrics_by_rank[info.rank].health if info.rank in metrics_by_rank else None
+            open_collective = self._telemetry.oldest_open_collective(info.rank)
+            last_sample = entry[0] if entry is not None else None
+            sample = HeartbeatSample(
+                rank=info.rank,
+                line=info.line,
+                num_collectives=health.num_collectives
+                if health
+                else last_sample.num_collectives
+                if last_sample
+                else None,
+                steps=health.num_steps if health else last_sample.steps if last_sample else None,
+                cpu_percent=health.cpu_percent if health else last_sample.cpu_percent if last_sample else None,
+                beat_age_s=info.beat_age_s,
+                awaiting_input=info.rank in awaiting_input,
+                awaited_ranks=()
+                if open_collective is None
+                else _possible_waiters(open_collective.rank, open_collective.peer, open_collective.group_ranks),
+                waiting_s=None if open_collective is None else at - open_collective.began_at,
+            )
+            self._last_samples[info.rank] = (sample, now)
+            self._stall_detector.heartbeat(sample, now)
+        for call in [call for call in self._findings if not self._stall_detector.is_stalled(call, now)]:
+            del self._findings[call]  # it goes on: what was found is no longer so
+            self._publish_findings()
+
+    def snapshots_received(self, host: int, report: messages.SnapshotReply, now: float) -> list[Effect]:
+        return self._finish_request(report.call, now) if self._snapshot_requests.add_reply(host, report) else []
+
+    def host_lost(self, host: int, now: float) -> list[Effect]:
+        return [
+            effect for call in self._snapshot_requests.host_lost(host) for effect in self._finish_request(call, now)
+        ]
+
+    def timer_fired(self, name: str, now: float) -> list[Effect]:
+        """One of ours rang; `name` is its name without the first word."""
+        kind, _, argument = name.partition(" ")
+        match kind:
+            case "tick":
+                return self._tick(now)
+            case "look":
+                return self._finish_request(argument, now)
+            case "again":
+                return self._continue_probe(argument, now)
+            case "news":
+                generation, _, client = argument.partition(" ")
+                return self._send_update(generation, client, now)
+        return []
+
+    # ---- looks
+
+    def _request_snapshots(self, command: messages.TakeSnapshots, now: float) -> list[Effect]:
+        exited = self._state.exited_ranks()
+        living = tuple(rank for rank in command.ranks if rank not in exited)
+        hosts = tuple(sorted({self._state.host_of(rank) for rank in living}))
+        self._snapshot_requests.begin(command.call, command.ranks, hosts)
+        if not hosts:
+            return self._finish_request(command.call, now)
+        sent = msgspec.structs.replace(command, ranks=living)
+        return [SendToHosts(hosts, sent), SetTimer(f"seeing look {command.call}", SNAPSHOT_TIMEOUT_S)]
+
+    def _finish_request(self, call: str, now: float) -> list[Effect]:
+        info = self._state.info()
+        host_by_rank = {rank.rank: self._state.host_of(rank.rank) for rank in info.ranks}
+        reply = self._snapshot_requests.finish(
+            call, {rank.rank: rank for rank in info.ranks}, self._state.exited_ranks(), host_by_rank
+        )
+        if reply is None:
+            return []
+        if (probe := self._probes.pop(call, None)) is not None:
+            return self._probe_received(probe, reply, info, now)
+        client = self._requesters.pop(call, None)
+        return [SendToClient(client, reply)] if client is not None else []
+
+    # ---- cells that stand still
+
+    def _tick(self, now: float) -> list[Effect]:
+        for sample, received_at in self._last_samples.values():  # hosts that say nothing any more
+            if now - received_at > 3 * _TICK_S:
+                age = (sample.beat_age_s or 0.0) + now - received_at
+                self._stall_detector.heartbeat(dataclasses.replace(sample, beat_age_s=age), now)
+        effects: list[Effect] = []
+        for call in self._stall_detector.start_due_probes(now):
+            effects += self._start_probe(_StallProbe(call, *self._calls[call]), now)
+        self._is_ticking = bool(self._calls)
+        return [*effects, *([SetTimer("seeing tick", _TICK_S)] if self._is_ticking else [])]
+
+    def _start_probe(self, probe: _StallProbe, now: float) -> list[Effect]:
+        self._num_probes += 1
+        call = CallId(f"stall-{self._num_probes}")
+        self._probes[call] = probe
+        everyone = tuple(rank.rank for rank in self._state.info().ranks)
+        return self._request_snapshots(messages.TakeSnapshots(call=call, ranks=everyone), now)
+
+    def _probe_received(
+        self, probe: _StallProbe, reply: messages.SnapshotReply, info: MeshInfo, now: float
+    ) -> list[Effect]:
+        if probe.call not in self._calls:
+            return []  # it ended meanwhile
+        if not probe.first_snapshots:
+            probe.first_snapshots = reply.snapshots
+            self._num_probes += 1
+            name = f"stall-{self._num_probes}"
+            self._probes[name] = probe
+            return [SetTimer(f"seeing again {name}", BETWEEN_PROBES_S)]
+        found = self._explain(probe, reply, info)
+        busy = {
+            one.rank
+            for snapshots in (probe.first_snapshots, reply.snapshots)
+            for one in snapshots
+            if _has_busy_children(one)
+        }
+        new_findings = [
+            one
+            for one in found
+            if one.kind not in BENIGN_KINDS  # whoever waits for a slow cell knows that it is slow
+            and (not one.ranks or set(probe.ranks) & {*one.ranks, *one.others})
+            and not (one.kind == "waits-for-subprocess" and set(one.ranks) <= busy)
+        ]
+        is_certain = any(one.sure for one in new_findings)
+        may_report = bool(new_findings) and self._stall_detector.may_report(probe.call, is_certain=is_certain)
+        self._stall_detector.probe_ended(
+            probe.call, is_reported=may_report, is_certain=may_report and is_certain, now=now
+        )
+        if new_findings:
+            self._findings[probe.call] = tuple(new_findings)
+            self._publish_findings()
+        if not may_report:
+            return []
+        text = diagnose.as_text(tuple(new_findings[:_MAX_FINDINGS_SHOWN]), color=False)
+        # A rank that computes does not hang; whether its loop ends is for the reader to say.
+        head = (
+            "this cell computes on"
+            if all(one.kind == "python-loop" for one in new_findings)
+            else "this cell stands still"
+        )
+        notice = RankDisplay(ranks=probe.ranks, item=messages.Notice(f"{head}\n{text}"))
+        return [SendToClient(probe.client, messages.CallOutput(call=CallId(probe.call), items=(notice,)))]
+
+    def _continue_probe(self, name: str, now: float) -> list[Effect]:
+        probe = self._probes.pop(name, None)
+        return self._start_probe(probe, now) if probe is not None and probe.call in self._calls else []
+
+    def _explain(self, probe: _StallProbe, reply: messages.SnapshotReply, info: MeshInfo) -> tuple[Finding, ...]:
+        axes = dict(info.spec.axes) if info.spec is not None else None
+        try:
+            return diagnose.explain(
+                reply.snapshots, axes=axes, silent_hosts=reply.silent_hosts, earlier=probe.first_snapshots
+            )
+        except Exception:  # a mesh must not end because its state cannot be explained
+            log.exception("what was seen of call %s could not be explained", probe.call)
+            return ()
+
+    def _publish_findings(self) -> None:
+        every = [one for found in self._findings.values() for one in found]
+        # Cells that wait for one rank find the same.
+        self._telemetry.findings = tuple({(one.kind, one.ranks, one.file, one.line): one for one in every}.values())
+
+    # ---- those that watch
+
+    def _send_update(self, generation: str, client: str, now: float) -> list[Effect]:
+        """It is time to tell a client what changed."""
+        entry = self._subscriptions.get(client)
+        if entry is None or str(entry[0]) != generation:
+            return []
+        number, subscription, sent_at = entry
+        self._refresh_telemetry(now)
+        data = subscription.next_update()
+        effects: list[Effect] = [SetTimer(f"seeing news {generation} {client}", subscription.period_s)]
+        if data or now - sent_at >= _KEEPALIVE_S:
+            self._subscriptions[client] = (number, subscription, now)
+            effects.insert(
+                0, SendToClient(client, messages.MeshUpdate(timestamp=self._state.wall_time(now), data=data))
+            )
+        return effects
+
+    def _refresh_telemetry(self, now: float) -> None:
+        info = self._state.info()
+        at = self._state.wall_time(now)
+        calls = tuple(
+            CallStatus(call=one.call, label=one.label, ranks=one.ranks, began_at=round(at - one.seconds, 1))
+            for one in self._state.open_calls(now)
+        )
+        self._telemetry.update_mesh(info, calls)
+        self._telemetry.update_ranks(info.ranks, self._state.ranks_awaiting_input())
+
+
+def _has_busy_children(snapshot: RankSnapshot) -> bool:
+    """Whether a process that it started is at work: what waits for that one is slow, and does not hang."""
+    return snapshot.process is not None and any(state in ("R", "D") for _, state, _ in snapshot.process.children)
+
+
+def _possible_waiters(rank: int, peer: int | None, group: Ranks) -> Ranks:
+    """Whom a rank in a collective may be waiting for."""
+    return group if peer is None else tuple(sorted((rank, peer)))
