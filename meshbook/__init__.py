@@ -1,11 +1,11 @@
-"""Meshbook: a notebook whose every cell runs on a live mesh of processes.
+"""Meshbook: a notebook in which every cell runs on a live mesh of processes.
 
     import meshbook
     with meshbook.create_mesh(4) as mesh:
         mesh.run("x = torch.ones(2) * rank")
 
-The names below are what programs may rely on. Each is imported when it is first asked for, so that `import meshbook` is
-quick and has neither torch nor a notebook in it. `%load_ext meshbook` brings `%mesh` and `%%mesh` to any IPython.
+The names in `__all__` are the public API. Each is imported on first access, so that `import meshbook` is fast and
+imports neither torch nor a notebook. `%load_ext meshbook` adds `%mesh` and `%%mesh` to any IPython.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _WHERE = {
     "recover": "meshbook.tensors.recovery",
 }
 
-# What methods of Mesh find on the floors between a mesh and a notebook.
+# Entry points of Mesh methods that are implemented in layers between the controller and the notebook.
 extensions.provide(
     {
         "activate": "meshbook.tensors.creation:activate",
@@ -67,7 +67,7 @@ def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'meshbook' has no attribute {name!r}")
     found = getattr(importlib.import_module(_WHERE[name]), name)
-    globals()[name] = found  # the next one who asks does not come here
+    globals()[name] = found  # later accesses do not call `__getattr__`
     return found
 
 
@@ -76,14 +76,14 @@ def __dir__() -> list[str]:
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """`%load_ext meshbook`: `%mesh`, `%%mesh`, `%%controller`. Other cells stay local until `%mesh auto on`."""
+    """Handle `%load_ext meshbook`: add the magics. Other cells stay local until `%mesh auto on`."""
     from meshbook.kernel import magics
 
     magics.register(shell)
 
 
 def unload_ipython_extension(shell: Any) -> None:
-    """`%unload_ext meshbook`: the magics are gone; meshes that were started run on, and end with this process."""
+    """Handle `%unload_ext meshbook`: remove the magics. Running meshes continue, and end with this process."""
     from meshbook.kernel import magics
 
     magics.unregister(shell)

@@ -1,4 +1,4 @@
-"""The door for programs written for `monarch.actor`: the same names, imported from `meshbook.actor`.
+"""The API for programs written for `monarch.actor`: the same names, imported from `meshbook.actor`.
 
     from meshbook.actor import Actor, endpoint, this_host
 
@@ -9,7 +9,7 @@
     trainers = this_host().spawn_procs({"gpus": 4}).spawn("trainers", Trainer)
     losses = trainers.step.call(batch).get()
 
-docs/actors.md says of every name of `monarch.actor` whether it is here and what differs, and on which thread what runs.
+docs/actors.md lists every name of `monarch.actor`: whether it is supported, what differs, and which thread runs what.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ _HOSTS = "several machines are an engine's business: meshbook.create_mesh(engine
 _TRACING = "what actors do is shown by %mesh actors; spans and meters are not recorded"
 _IDS = "actors and processes have plain strings for ids: context().actor_instance.actor_id"
 
-# Names of `monarch.actor` that are not here, and what to use. docs/actors.md has the same table; a test compares.
+# Names of `monarch.actor` that are not supported, and their replacements. docs/actors.md has the same table; a test
+# compares them.
 NOT_HERE = {
     "ChannelTransport": "processes of one machine speak over unix sockets, always",
     "ProcId": _IDS,
@@ -113,13 +114,13 @@ NOT_HERE = {
 
 def __getattr__(name: str) -> NoReturn:
     if name in NOT_HERE:
-        # Not AttributeError: `from meshbook.actor import …` would show that without its reason.
+        # Not AttributeError: `from meshbook.actor import …` would hide the reason.
         raise ImportError(f"meshbook.actor has no {name}: {NOT_HERE[name]}", name=name)
     raise AttributeError(f"module 'meshbook.actor' has no attribute {name!r}")
 
 
 def concurrent_endpoint(method: Any = None, **options: Any) -> Any:
-    """`endpoint`, for an `async def`: here all of those interleave at `await`.
+    """Mark an `async def` as an endpoint. Same as `endpoint`: all async endpoints interleave at `await`.
 
     Raises:
         TypeError: the method is not `async def`.
@@ -133,8 +134,9 @@ def concurrent_endpoint(method: Any = None, **options: Any) -> Any:
 
 
 def returns_future(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Future[T]]:
-    """Have an `async def` give a Future when it is called: `get()` and `await` both work on it. It runs at once, on an
-    event loop and a thread of its own.
+    """Make an `async def` return a Future when called: `get()` and `await` both work on it.
+
+    The call starts immediately, on its own event loop and thread.
 
     Raises:
         TypeError: the function is not `async def`.

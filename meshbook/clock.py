@@ -1,9 +1,10 @@
-"""Time as a thing one is given, so that a test can hold it still.
+"""Time as an injectable dependency, so that a test can control it.
 
-`monotonic` orders events inside one process; nothing compares monotonic times of two processes. `wall` is for people.
+`monotonic` orders events inside one process; monotonic times of two processes are never compared. `wall` is for
+display.
 
-User code shares its process with Meshbook, and may rebind `time.monotonic` and the like, to test with for example. What
-runs on ranks therefore takes these functions from here, where they stay as they were.
+User code shares its process with Meshbook, and may rebind `time.monotonic` and similar functions, for example in tests.
+Code that runs on ranks therefore imports these functions from here, where they stay the originals.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The machine's own time."""
+    """The system clock."""
 
     def monotonic(self) -> float:
         return monotonic()
@@ -34,7 +35,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that moves only when told to."""
+    """A clock that advances only by `advance`."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now

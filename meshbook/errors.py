@@ -1,7 +1,7 @@
-"""What can go wrong, sorted by who acts next.
+"""Exceptions, by who must act.
 
-`CellError` is the user's to mend, `RankLost` the operator's, `ProtocolError` ours. Every message says what is the case,
-with the numbers, and what to type next. Standard library only.
+`CellError` is for the user to fix, `RankLost` for the operator, `ProtocolError` for Meshbook's developers. Every
+message states the problem, with the numbers, and what to type next. Standard library only.
 """
 
 from __future__ import annotations
@@ -12,68 +12,69 @@ from dataclasses import dataclass
 
 
 class MeshbookError(Exception):
-    """Any error that Meshbook raises on purpose."""
+    """Any error that Meshbook raises deliberately."""
 
 
 class MeshShapeError(MeshbookError, ValueError):
-    """Axes, sizes or ranks that do not fit the mesh."""
+    """Axes, sizes or ranks do not match the mesh."""
 
 
 class PlacementError(MeshbookError, ValueError):
-    """A tensor that cannot be placed on the mesh as asked."""
+    """A tensor cannot be placed on the mesh as requested."""
 
 
 class NotAttached(MeshbookError):
-    """There is no mesh behind this object: it was stopped, or this process has left it."""
+    """The mesh was stopped, or this process has detached from it."""
 
 
 class VersionMismatch(MeshbookError):
-    """The two ends speak different versions of the protocol."""
+    """The two ends use different versions of the protocol."""
 
 
 class ProtocolError(MeshbookError):
-    """A peer said something it must not say: a defect of Meshbook, or a stranger on the socket."""
+    """A peer sent an invalid message: a defect of Meshbook, or a foreign client on the socket."""
 
 
 class MeshNameError(MeshbookError, KeyError):
-    """A name that does not exist where it was looked for."""
+    """A name does not exist where it was looked up."""
 
     def __str__(self) -> str:  # KeyError would show its message in quotes
         return str(self.args[0]) if self.args else ""
 
 
 class MeshInUse(MeshbookError):
-    """A mesh of that name is running already."""
+    """A mesh of that name is running already, or differs from the requested one."""
 
 
 class StartError(MeshbookError):
-    """The mesh did not come up."""
+    """The mesh did not start."""
 
 
 class TransferError(MeshbookError, TypeError):
-    """A value that cannot travel between the controller and the ranks."""
+    """A value cannot be sent between the controller and the ranks."""
 
 
 class ValuesDiffer(MeshbookError, ValueError):
-    """One value was asked for, and the ranks hold different ones."""
+    """One value was requested, and the ranks hold different ones."""
 
 
 class UsageError(MeshbookError, ValueError):
-    """A magic or a command that was typed wrongly; the message shows how it is written."""
+    """A magic, command or call was used incorrectly; the message shows the correct form."""
 
 
 class MeshTimeout(MeshbookError, TimeoutError):
-    """The ranks did not answer in the time given. What they run goes on."""
+    """The ranks did not reply within the timeout. What they run continues."""
 
 
 class CollectiveAborted(MeshbookError, RuntimeError):
-    """A collective that cannot be completed, because a rank that it needs has left the cell: it raised, or ended
-    without coming. The waiting rank is released and keeps its variables.
+    """A collective cannot complete, because a rank that it needs has left the cell.
+
+    That rank raised, or ended without joining. The waiting rank is released and keeps its variables.
 
     Attributes:
-        ranks: who has left.
+        ranks: the ranks that have left.
         cause: why, "rank 1 raised ValueError: no at line 3".
-        where: what waited, "all_reduce at line 4".
+        where: the waiting call, "all_reduce at line 4".
     """
 
     def __init__(self, message: str, *, ranks: Sequence[int] = (), cause: str = "", where: str = "") -> None:
@@ -84,7 +85,7 @@ class CollectiveAborted(MeshbookError, RuntimeError):
 
 
 def describe_exit(signal_number: int | None, exit_code: int | None) -> str:
-    """How a process ended, in words: `was killed by SIGKILL`, or `exited with status 3`."""
+    """Return how a process ended, in words: `was killed by SIGKILL`, or `exited with status 3`."""
     if signal_number is None:
         return f"exited with status {exit_code}"
     try:
@@ -105,18 +106,18 @@ class Failure:
 
 @dataclass(frozen=True)
 class Released:
-    """Ranks that waited in a collective for one that had left the cell."""
+    """Ranks that waited in a collective for a rank that had left the cell."""
 
     ranks: tuple[int, ...]
     where: str  # "all_reduce at line 4"
 
 
 class CellError(MeshbookError):
-    """Code that raised on ranks: one entry per distinct failure.
+    """Code raised on ranks: one entry per distinct failure.
 
     Attributes:
-        failures: the distinct failures: what was raised before what was stopped, the one on most ranks first.
-        succeeded: ranks on which the same code ran to its end.
+        failures: the distinct failures: exceptions before interruptions, the one on most ranks first.
+        succeeded: ranks on which the same code completed.
         released: ranks that waited in a collective for those that failed, by where they waited.
     """
 
@@ -136,26 +137,29 @@ class CellError(MeshbookError):
         super().__init__(summary or "; ".join(f"{failure.ename}: {failure.evalue}" for failure in self.failures))
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows instead of the controller's own stack, which says nothing about the fault."""
+        """Return what IPython shows instead of the controller's own stack, which does not explain the failure."""
         return list(self.rendered) or [f"{type(self).__name__}: {self}"]
 
 
 class CellInterrupted(CellError, KeyboardInterrupt):
-    """The cell was stopped on the ranks, by the user."""
+    """The user interrupted the cell on the ranks."""
 
 
 class OperationFailed(CellError):
-    """An operation on remote tensors that failed on ranks. Told when its result, or what depends on it, is waited for;
-    the message has the line here that issued it and the rank's own traceback. Other tensors live on."""
+    """An operation on remote tensors failed on ranks.
+
+    Raised when its result, or a result that depends on it, is waited for. The message has the line in this process that
+    issued it and the rank's own traceback. Other tensors stay valid.
+    """
 
 
 class RankLost(MeshbookError):
-    """A rank's process is gone.
+    """A rank's process has exited.
 
     Attributes:
         ranks: the lost ranks.
         host, pid, signal, exit_code, last_lines, last_collective: of the first of them.
-        survivors: ranks that live on with their state.
+        survivors: ranks that live and keep their state.
     """
 
     rendered: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Monarch's names for errors, so that programs written for it find what they catch."""
+"""Monarch's names for errors, so that programs written for it can catch them."""
 
 from __future__ import annotations
 

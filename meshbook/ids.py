@@ -1,7 +1,7 @@
-"""Names for the things that messages speak of: ranks, calls, hosts.
+"""Identifiers used in messages: ranks, calls, hosts.
 
-Standard library only. Rank sets travel as sorted tuples of ints and are read by people as `0-2,5`; both directions of
-that spelling live here, so that every part of Meshbook writes and reads it alike.
+Standard library only. Rank sets are sorted tuples of ints in messages and `0-2,5` in text; this module has both
+conversions, so that all of Meshbook uses the same format.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import NewType
 
 Rank = NewType("Rank", int)  # global rank, 0 .. world_size - 1
 HostId = NewType("HostId", int)  # index of a host in its mesh, 0 .. num_hosts - 1
-CallId = NewType("CallId", str)  # one request and everything that answers it; unique over all clients of a mesh
-Ranks = tuple[int, ...]  # sorted, without repeats
+CallId = NewType("CallId", str)  # one request and all its replies; unique across all clients of a mesh
+Ranks = tuple[int, ...]  # sorted, without duplicates
 
 
 class CallIds:
-    """Call ids of one client: its own id, then a counter.
+    """Generates call ids of one client: its own id, then a counter.
 
-    So two clients of one mesh never collide, and what a call left on a rank is known as its client's.
+    Two clients of one mesh never collide, and a call's remains on a rank can be attributed to its client.
     """
 
     def __init__(self, client: str | None = None) -> None:
@@ -36,12 +36,12 @@ class CallIds:
 
 
 def client_of_call(call: str) -> str:
-    """The id of the client whose call it is."""
+    """Return the id of the client that made this call."""
     return call.rpartition("-")[0]
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """`(0, 1, 2, 5)` as `0-2,5`; no ranks as `none`."""
+    """Format `(0, 1, 2, 5)` as `0-2,5`; no ranks as `none`."""
     spans: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if spans and rank == spans[-1][1] + 1:
@@ -54,16 +54,16 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """`rank 3` or `ranks 0-2,5`: how a sentence names them."""
+    """Format ranks for a sentence: `rank 3` or `ranks 0-2,5`."""
     chosen = tuple(ranks)
     return f"{'rank' if len(set(chosen)) == 1 else 'ranks'} {format_ranks(chosen)}"
 
 
 def parse_ranks(text: str) -> Ranks:
-    """`0,2-3` as `(0, 2, 3)`. Whether such ranks exist is the mesh's to say.
+    """Parse `0,2-3` as `(0, 2, 3)`, without checking that such ranks exist.
 
     Raises:
-        ValueError: the text is not a list of ranks; the message says what one looks like.
+        ValueError: the text is not a list of ranks; the message shows the format.
     """
     ranks: set[int] = set()
     for part in text.replace("[", "").replace("]", "").split(","):

@@ -1,8 +1,8 @@
-"""Whole cells of a marimo notebook on the ranks: those whose first line is `# mesh`.
+"""Runs complete marimo cells on the ranks: those whose first line is `# mesh`.
 
-marimo finds this class by the entry point `marimo.cell.executor`, which it calls internal, and then runs every cell of
-every notebook of the environment through it. So a cell without the marker is handed on untouched to marimo's own
-executor. Names that a marked cell binds are bound in the notebook to handles, so marimo's graph of cells stays right.
+marimo finds this class by its internal entry point `marimo.cell.executor`, and then runs every cell of every notebook
+in the environment through it. So a cell without the marker is passed unchanged to marimo's own executor. Names that a
+marked cell binds become handles in the notebook, so marimo's dependency graph stays correct.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _LABEL = "the cell"
 
 
 class MeshExecutor:
-    """Runs a notebook's cells, here or on its mesh.
+    """Runs a notebook's cells, in the notebook's process or on its mesh.
 
-    marimo makes one; where its internals are not as they were, making it fails and marimo runs every cell itself.
+    marimo creates one instance; if its internals have changed, that fails and marimo runs every cell itself.
     """
 
     name = "meshbook"
@@ -40,7 +40,7 @@ class MeshExecutor:
         self._default_executor = DefaultExecutor()
 
     def execute_cell(self, cell: Any, glbls: dict[str, Any]) -> Any:
-        """What marimo calls for a cell; gives the cell's value. Blocks, and the Stop button reaches the ranks."""
+        """Run a cell and return its value; called by marimo. Blocks; the Stop button reaches the ranks."""
         if not is_marked(cell.code):
             return self._default_executor.execute_cell(cell, glbls)
         try:
@@ -50,8 +50,11 @@ class MeshExecutor:
             _raise_for_marimo(error, glbls)
 
     async def execute_cell_async(self, cell: Any, glbls: dict[str, Any]) -> Any:
-        """The same, on marimo's event loop. A cell with `await` in it must not block that loop: marimo stops such a
-        cell by cancelling its task, any other by raising KeyboardInterrupt in it."""
+        """Run a cell on marimo's event loop.
+
+        A cell with `await` must not block that loop: marimo stops such a cell by cancelling its task, any other by
+        raising KeyboardInterrupt in it.
+        """
         if not is_marked(cell.code):
             return await self._default_executor.execute_cell_async(cell, glbls)
         if not cell.is_coroutine():
@@ -71,7 +74,10 @@ def is_marked(code: str) -> bool:
 
 
 async def _run_async(mesh: Mesh, source: str) -> CellResult:
-    """`mesh.run` for a coroutine: output is printed by the cell's own task, where marimo knows whose it is."""
+    """Run source as `mesh.run` does, in a coroutine.
+
+    The cell's own task prints the output, so that marimo attributes it to the cell.
+    """
     session, ranks = mesh.session, mesh.resolve_ranks(None)
     console = Console(ranks, echo=True)
     loop = asyncio.get_running_loop()
@@ -86,7 +92,7 @@ async def _run_async(mesh: Mesh, source: str) -> CellResult:
         except asyncio.CancelledError:
             cancelled = True
             session.interrupt(ranks, target=command.call)
-            continue  # until the ranks have come back
+            continue  # until the ranks have returned
         if items is None:
             break
         console(items)
@@ -98,14 +104,14 @@ async def _run_async(mesh: Mesh, source: str) -> CellResult:
 
 
 def _mesh_for_cell(cell: Any, glbls: Mapping[str, Any]) -> Mesh:
-    """The mesh that the cell names, or whose handles it uses; else the notebook's latest; else a new one."""
+    """Return the mesh that the cell names, or whose handles it uses; else the notebook's latest; else a new one."""
     for name in sorted(cell.refs):
         value = glbls.get(name)
         if isinstance(value, Mesh):
             return value
         if isinstance(value, RemoteValue):
             session = value._meshbook_session
-            if session.axes is not None and session.ended is None:  # an earlier mesh's handle may still be about
+            if session.axes is not None and session.ended is None:  # a handle may belong to an ended mesh
                 return Mesh.of(session, session.axes)
     running = marimo.running_cell()
     latest_session = marimo.latest_session(running.owner) if running is not None else None
@@ -117,24 +123,24 @@ def _mesh_for_cell(cell: Any, glbls: Mapping[str, Any]) -> Mesh:
 
 
 def _bind_names(cell: Any, glbls: dict[str, Any], mesh: Mesh, result: CellResult) -> Any:
-    """Bind the names that marimo knows the cell for; gives what the cell shows."""
+    """Bind the names that marimo lists as the cell's definitions; return the value that the cell shows."""
     for name in sorted(cell.defs):
         try:
             glbls[name] = mesh[name]
         except MeshNameError:
-            glbls.pop(name, None)  # it stands in a branch that no rank took
+            glbls.pop(name, None)  # bound in a branch that no rank took
     if not len(result.values):
         return None
-    # marimo shows a cell's value in the place of what it displayed before; then the value is shown below that instead.
+    # marimo replaces a cell's displays by its value; if there are displays, append the value below them instead.
     if marimo.has_output() and marimo.append_output(result.values._mime_(), None):
         return None
     return result.values
 
 
 def _raise_for_marimo(error: BaseException, glbls: Mapping[str, Any]) -> NoReturn:
-    """Raise it the way marimo wants to be told of a cell's own errors."""
+    """Raise an error in the form that marimo expects for a cell's own errors."""
     if isinstance(error, MeshbookError):
-        error.__traceback__ = None  # no frame in it is the user's; the ranks' tracebacks are in its notes
+        error.__traceback__ = None  # no frame is the user's; the ranks' tracebacks are in its notes
     if isinstance(error, CellError):
         for failure in error.failures:
             found = _UNDEFINED.search(failure.evalue) if failure.ename == "NameError" else None

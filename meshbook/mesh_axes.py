@@ -1,9 +1,9 @@
-"""The arithmetic of a mesh: named axes, points, slices and the ranks behind them.
+"""The arithmetic of a mesh: named axes, points, slices and their ranks.
 
-A mesh is a row-major grid: the last axis runs fastest, as in torch's DeviceMesh and in Monarch. A slice keeps the
-global ranks of the mesh it was cut from. Knows nothing of processes: whether a rank lives is not said here.
+A mesh is a row-major grid: the last axis varies fastest, as in torch's DeviceMesh and in Monarch. A slice retains the
+global ranks of its mesh. This module does not know about processes or whether a rank is alive.
 
-Every error is a `MeshShapeError` that shows the sum and what to type next.
+Every error is a `MeshShapeError` whose message shows the calculation and what to type next.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 from meshbook.errors import MeshShapeError
 from meshbook.ids import Ranks, format_ranks, name_ranks, parse_ranks
 
-# The one axis of a mesh that was asked for by a number alone.
+# The only axis of a mesh that is given as a number of ranks.
 RANK_AXIS = "rank"
-# More ranks than this are a slip of the keyboard; refused before a tuple of so many ints is made. The largest jobs that
-# are known run on some 100,000 GPUs.
+# More ranks than this are a typing error, rejected before a tuple of that size is created. The largest known jobs run
+# on some 100,000 GPUs.
 MAX_RANKS = 1 << 17
 
 _NUMBER = re.compile(r"\d+")
@@ -37,8 +37,8 @@ class MeshAxes:
 
     Attributes:
         names: the axes, outermost first.
-        shape: their sizes; `()` for a single point that was cut out of a mesh.
-        ranks: global ranks in grid order (row-major), without repeats. Of a whole mesh: 0 .. size - 1.
+        shape: their sizes; `()` for a slice that is a single point.
+        ranks: global ranks in grid order (row-major), without duplicates. Of a complete mesh: 0 .. size - 1.
     """
 
     names: tuple[str, ...]
@@ -66,7 +66,7 @@ class MeshAxes:
             )
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Making one
+    # Constructors
 
     @classmethod
     def of(
@@ -78,14 +78,14 @@ class MeshAxes:
         shape: Sequence[int] | None = None,
         mesh_dim_names: Sequence[str] | None = None,
     ) -> MeshAxes:
-        """The axes of a whole mesh, in any of the ways a user may ask for one.
+        """Return the axes of a complete mesh, from any of the supported forms.
 
         `of(4)` has the one axis "rank"; `of({"dp": 2, "tp": 2})` the named ones; `of(nodes=2, gpus_per_node=2)` the
         axes "node" and "gpu" (the one not given has size 1); `of(shape=(2, 2), mesh_dim_names=("dp", "tp"))` is
-        PyTorch's spelling, where missing names are "rank" for one axis, else "axis0", "axis1" and so on.
+        PyTorch's form, where missing names are "rank" for one axis, else "axis0", "axis1" and so on.
 
         Raises:
-            MeshShapeError: none or several of these ways at once, or names and sizes that do not fit.
+            MeshShapeError: none or several of these forms at once, or names and sizes that do not match.
         """
         by_nodes = nodes is not None or gpus_per_node is not None
         ways = [axes is not None, by_nodes, shape is not None]
@@ -109,7 +109,7 @@ class MeshAxes:
 
     @classmethod
     def parse(cls, text: str) -> MeshAxes:
-        """`dp=2,tp=2`, or a bare number of ranks, as it is typed after `--axes` and `-n`.
+        """Parse `dp=2,tp=2`, or a bare number of ranks, as typed after `--axes` and `-n`.
 
         Raises:
             MeshShapeError: the text is neither.
@@ -131,7 +131,7 @@ class MeshAxes:
 
     @classmethod
     def _complete(cls, names: tuple[str, ...], shape: tuple[int, ...]) -> MeshAxes:
-        if len(names) == len(shape):  # else __post_init__ says so
+        if len(names) == len(shape):  # else __post_init__ raises
             if not names:
                 raise MeshShapeError("a mesh has at least one axis; write it like 4 or {'dp': 2, 'tp': 2}")
             for name, size in zip(names, shape, strict=True):
@@ -145,20 +145,20 @@ class MeshAxes:
         return cls(names, shape, ())
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Looking at one
+    # Inspection
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return len(self.ranks)
 
     @property
     def axes(self) -> dict[str, int]:
-        """Axis to size, in order."""
+        """Axis -> size, in order."""
         return dict(zip(self.names, self.shape, strict=True))
 
     def size_of(self, axis: str) -> int:
-        """The size of one axis."""
+        """Return the size of one axis."""
         return self.shape[self._axis_index(axis)]
 
     def __str__(self) -> str:
@@ -176,7 +176,7 @@ class MeshAxes:
         return tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
 
     def index(self, rank: int) -> int:
-        """Where a global rank stands in grid order: 0 .. size - 1.
+        """Return the index of a global rank in grid order: 0 .. size - 1.
 
         Raises:
             MeshShapeError: the rank is not in this mesh.
@@ -185,7 +185,7 @@ class MeshAxes:
         return self._index_of[rank]
 
     def point(self, rank: int) -> dict[str, int]:
-        """A global rank's place along each axis.
+        """Return a global rank's coordinate along each axis.
 
         Raises:
             MeshShapeError: the rank is not in this mesh.
@@ -197,10 +197,10 @@ class MeshAxes:
         }
 
     def rank_at(self, /, **point: int) -> int:
-        """The global rank at a point. Each axis of size above 1 must be given.
+        """Return the global rank at a point. Each axis with a size above 1 must be given.
 
         Raises:
-            MeshShapeError: an axis that is not there, is missing or is out of range.
+            MeshShapeError: an axis does not exist, is missing, or its coordinate is out of range.
         """
         coordinates = {
             self._axis_index(axis): self._normalize_coordinate(axis, coordinate) for axis, coordinate in point.items()
@@ -214,27 +214,27 @@ class MeshAxes:
         return self.ranks[sum(coordinate * self._strides[at] for at, coordinate in coordinates.items())]
 
     def grid(self) -> Any:
-        """The ranks as nested lists of this shape, as DeviceMesh takes them; a bare int where there are no axes."""
+        """Return the ranks as nested lists of this shape, as DeviceMesh accepts them; a bare int without axes."""
         rows: list[Any] = list(self.ranks)
         for size in reversed(self.shape):
             rows = [rows[start : start + size] for start in range(0, len(rows), size)]
         return rows[0]
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """The groups of ranks that differ along `axis` only: who talks to whom in a collective over that axis."""
+        """Return the groups of ranks that differ along `axis` only: the process groups of that axis."""
         at = self._axis_index(axis)
         stride, size = self._strides[at], self.shape[at]
         starts = (index for index in range(self.size) if index // stride % size == 0)
         return tuple(tuple(self.ranks[start + step * stride] for step in range(size)) for start in starts)
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Cutting and re-naming. Each gives a new MeshAxes over the same global ranks.
+    # Slicing and renaming. Each returns a new MeshAxes over the same global ranks.
 
     def slice(self, /, **which: int | Slice) -> MeshAxes:
-        """A part of the mesh: an int drops its axis, a slice keeps it, an axis that is not named stays whole.
+        """Return a slice of the mesh: an int drops its axis, a slice keeps it, other axes are unchanged.
 
         Raises:
-            MeshShapeError: an axis that is not there, an index out of range, or nothing left.
+            MeshShapeError: an axis does not exist, an index is out of range, or the result is empty.
         """
         chosen: list[Sequence[int]] = [range(size) for size in self.shape]
         kept_axes = list(range(len(self.shape)))
@@ -248,10 +248,10 @@ class MeshAxes:
         return self._submesh(chosen, kept_axes)
 
     def select(self, index: int | Slice | tuple[int | Slice, ...]) -> MeshAxes:
-        """`mesh[0]`, `mesh[1:3]`: along the first axis; `mesh[0, 1:]` along the first two.
+        """Index along the first axes: `mesh[0]`, `mesh[1:3]` along the first one, `mesh[0, 1:]` along the first two.
 
         Raises:
-            MeshShapeError: more indices than axes, an index out of range, or nothing left.
+            MeshShapeError: more indices than axes, an index is out of range, or the result is empty.
         """
         parts = index if isinstance(index, tuple) else (index,)
         if len(parts) > len(self.names):
@@ -262,24 +262,24 @@ class MeshAxes:
         return self.slice(**dict(zip(self.names, parts, strict=False)))
 
     def flatten(self, name: str = RANK_AXIS) -> MeshAxes:
-        """The same ranks along one axis."""
+        """Return the same ranks along one axis."""
         return MeshAxes((name,), (self.size,), self.ranks)
 
     def rename(self, /, **names: str) -> MeshAxes:
-        """The same mesh with other axis names: `rename(dp="replica")`.
+        """Return the same mesh with other axis names: `rename(dp="replica")`.
 
         Raises:
-            MeshShapeError: an axis that is not there, or a name that is taken.
+            MeshShapeError: an axis does not exist, or a name is taken.
         """
         for axis in names:
             self._axis_index(axis)
         return MeshAxes(tuple(names.get(name, name) for name in self.names), self.shape, self.ranks)
 
     def split(self, axis: str, /, **sizes: int) -> MeshAxes:
-        """One axis made into several, outermost first: `split("rank", dp=2, tp=2)`. One size may be -1: what is left.
+        """Split one axis into several, outermost first: `split("rank", dp=2, tp=2)`. One size may be -1 (inferred).
 
         Raises:
-            MeshShapeError: the sizes do not multiply to the axis's size.
+            MeshShapeError: the product of the sizes is not the axis's size.
         """
         at = self._axis_index(axis)
         axis_size = self.shape[at]
@@ -307,15 +307,16 @@ class MeshAxes:
         )
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Selections as people type them, and checks
+    # Typed selections, and checks
 
     def parse_selection(self, text: str) -> Ranks:
-        """The ranks that a selection names, sorted: `0,2-3`, `dp=0`, `dp=0,tp=0-1`, `all`.
+        """Return the ranks of a selection, sorted: `0,2-3`, `dp=0`, `dp=0,tp=0-1`, `all`.
 
-        A list after an axis is that axis's: `dp=0,2-3` is three places along dp. Words may also be parted by spaces.
+        A list after an axis belongs to that axis: `dp=0,2-3` selects three coordinates along dp. Spaces may separate
+        words too.
 
         Raises:
-            MeshShapeError: the text is not a selection, or names what is not in this mesh.
+            MeshShapeError: the text is not a selection, or it is outside this mesh.
         """
         if text.strip() in ("", "all", "*"):
             return tuple(sorted(self.ranks))
@@ -343,7 +344,7 @@ class MeshAxes:
         return tuple(sorted(self._submesh(chosen, range(len(self.shape))).ranks))
 
     def check_ranks(self, ranks: Iterable[int]) -> Ranks:
-        """The same ranks, sorted and without repeats.
+        """Return the same ranks, sorted and without duplicates.
 
         Raises:
             MeshShapeError: one of them is not in this mesh, or there are none.
@@ -358,10 +359,10 @@ class MeshAxes:
         return chosen
 
     def require(self, num_running: int) -> None:
-        """Hold these axes against the ranks that run.
+        """Check that the number of running ranks matches these axes.
 
         Raises:
-            MeshShapeError: their numbers differ.
+            MeshShapeError: the numbers differ.
         """
         if num_running != self.size:
             raise MeshShapeError(
@@ -373,7 +374,7 @@ class MeshAxes:
     # -----------------------------------------------------------------------------------------------------------------
 
     def _submesh(self, chosen: Sequence[Sequence[int]], kept_axes: Iterable[int]) -> MeshAxes:
-        """The ranks at every combination of places, over the axes that are kept."""
+        """Return the ranks at every combination of coordinates, over the axes that are kept."""
         offsets = [
             [coordinate * stride for coordinate in coordinates]
             for coordinates, stride in zip(chosen, self._strides, strict=True)
@@ -392,7 +393,7 @@ class MeshAxes:
         raise MeshShapeError(f"there is no axis {axis!r} in the mesh {self}; {hint}")
 
     def _normalize_coordinate(self, axis: str, coordinate: int) -> int:
-        """A place along an axis, counted from the end when negative, as in Python."""
+        """Return a coordinate along an axis; a negative one counts from the end, as in Python."""
         size = self.size_of(axis)
         if not _is_int(coordinate):
             raise MeshShapeError(f"{axis}={coordinate!r} is neither an int nor a slice")
@@ -416,7 +417,7 @@ class MeshAxes:
         return coordinates
 
     def _parse_numbers(self, text: str, limit: int, axis: str = "") -> Ranks:
-        """`0,2-3` as numbers. Numbers above `limit` are refused before a range is spelled out."""
+        """Parse `0,2-3` as numbers. Rejects numbers above `limit` before a range is expanded."""
         for number in map(int, _NUMBER.findall(text)):
             if number > limit:
                 if axis:
@@ -440,7 +441,7 @@ def _default_names(count: int) -> tuple[str, ...]:
 
 
 def _split_words(text: str) -> list[str]:
-    """Parted by commas or spaces; a space around `=` belongs to its word."""
+    """Split at commas or spaces; spaces around `=` do not split."""
     return re.sub(r"\s*=\s*", "=", text).replace(",", " ").split()
 
 

@@ -1,7 +1,8 @@
-"""How a tensor lies on a mesh: `Shard(dim)`, `Replicate()`, `Partial(op)`, one word per axis of the mesh.
+"""How a tensor is placed on a mesh: `Shard(dim)`, `Replicate()`, `Partial(op)`, one placement per mesh axis.
 
-The words and their arithmetic only, in PyTorch's spelling and with its rule of division, so that a tensor cut here and
-a DTensor cut by torch have the same pieces. `axis` is the mesh's, `dim` the tensor's. No torch.
+Only the placements and their arithmetic, with PyTorch's notation and its division rule, so that a tensor sharded here
+and a DTensor sharded by torch have the same pieces. `axis` refers to the mesh, `dim` to the tensor. Does not import
+torch.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from meshbook.errors import PlacementError
 
 @dataclass(frozen=True)
 class Shard:
-    """Cut along tensor dim `dim`, one piece for each place of the axis. Negative dims count from the end."""
+    """Sharded along tensor dim `dim`, one piece per coordinate of the axis. Negative dims count from the end."""
 
     dim: int
 
 
 @dataclass(frozen=True)
 class Replicate:
-    """Whole and equal at each place of the axis."""
+    """Complete and equal at each coordinate of the axis."""
 
 
 @dataclass(frozen=True)
 class Partial:
-    """Of full size at each place of the axis; the tensor is what `op` makes of them all: "sum", "avg", "max", "min"."""
+    """Of full size at each coordinate; the tensor is the reduction by `op`: "sum", "avg", "max", "min"."""
 
     op: str = "sum"
 
@@ -45,9 +46,9 @@ _PLACEMENT_PATTERN = re.compile(
 
 
 def shard_spans(length: int, num_shards: int) -> tuple[Span, ...]:
-    """Where each piece of a dim of `length` starts and stops.
+    """Return where each piece of a dim of `length` starts and stops.
 
-    As torch.chunk and DTensor cut: ceil(length / num_shards) for each piece; the last ones may be shorter, or empty.
+    As torch.chunk and DTensor do: ceil(length / num_shards) for each piece; the last ones may be shorter, or empty.
     """
     step = -(-length // num_shards)
     return tuple((min(index * step, length), min((index + 1) * step, length)) for index in range(num_shards))
@@ -56,17 +57,17 @@ def shard_spans(length: int, num_shards: int) -> tuple[Span, ...]:
 def local_spans(
     shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int], point: Sequence[int]
 ) -> tuple[Span, ...]:
-    """The box of a tensor of global `shape` that the rank at `point` holds: one span for each tensor dim.
+    """Return the part of a tensor of global `shape` that the rank at `point` holds: one span per tensor dim.
 
-    Placements apply in the order of the mesh's axes, outermost first, so two axes may cut the same dim.
+    Placements apply in the order of the mesh's axes, outermost first, so two axes may shard the same dim.
 
     Args:
         placements: one per mesh axis.
         mesh_shape: size of each mesh axis.
-        point: the rank's place along each mesh axis.
+        point: the rank's coordinate along each mesh axis.
 
     Raises:
-        PlacementError: the placements do not fit the tensor or the mesh.
+        PlacementError: the placements do not match the tensor or the mesh.
     """
     if not len(placements) == len(mesh_shape) == len(point):
         raise PlacementError(
@@ -83,7 +84,7 @@ def local_spans(
 
 
 def check_dim(dim: int, shape: Sequence[int]) -> int:
-    """A tensor dim counted from the start.
+    """Return a tensor dim counted from the start.
 
     Raises:
         PlacementError: a tensor of this shape has no such dim.
@@ -95,10 +96,10 @@ def check_dim(dim: int, shape: Sequence[int]) -> int:
 
 
 def parse_placements(text: str) -> tuple[Placement, ...]:
-    """`(Shard(dim=0), Replicate())` as a DTensor writes its placements, long or short (`S(0)`, `R`, `P(sum)`).
+    """Parse a DTensor's placements, `(Shard(dim=0), Replicate())`, long or short (`S(0)`, `R`, `P(sum)`).
 
     Raises:
-        PlacementError: a placement that is none of these three, such as a strided shard.
+        PlacementError: a placement is none of these three, such as a strided shard.
     """
     body = text.strip()
     if body.startswith("("):

@@ -1,8 +1,8 @@
-"""The door for programs written for `monarch.rdma`: the same names, imported from `meshbook.rdma`.
+"""The API for programs written for `monarch.rdma`: the same names, imported from `meshbook.rdma`.
 
     from meshbook.rdma import RDMABuffer
 
-What the names stand for is in `meshbook.actors.buffer`: shared memory on one machine, CUDA IPC for its GPUs.
+`meshbook.actors.buffer` implements them: shared memory on one machine, CUDA IPC for its GPUs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Buffer", "RDMAAction", "RDMABuffer", "get_rdma_backend", "is_ibverbs
 
 
 class RDMAAction:
-    """Several copies that are started together: `RDMAAction().read_remote(dst, buffer).submit().get()`."""
+    """Several copies that start together: `RDMAAction().read_remote(dst, buffer).submit().get()`."""
 
     def __init__(self) -> None:
         self._copy_calls: list[tuple[Any, Any]] = []  # method, argument
@@ -33,11 +33,12 @@ class RDMAAction:
         return self
 
     def submit(self, *, timeout: float = 60) -> Future[None]:
-        """Start them all. The future is done when all are, and raises what the first of them that failed has raised.
-        May be submitted again, as often as the program likes.
+        """Start all copies and return a future that is done when all of them are.
+
+        The future raises the error of the first copy that failed. An action may be submitted any number of times.
 
         Raises:
-            TransferError: one does not fit; those before it are under way.
+            TransferError: a copy does not fit; those before it are in flight.
         """
         copies = [method(argument, timeout=timeout) for method, argument in self._copy_calls]
         done: Future[None] = Future(f"{len(copies)} copies")
@@ -63,15 +64,15 @@ class RDMAAction:
 
 
 def get_rdma_backend() -> str:
-    """How buffers of CPU tensors are read here: "shared memory"."""
+    """Return how buffers of CPU tensors are read: "shared memory"."""
     return "shared memory"
 
 
 def is_ibverbs_available() -> bool:
-    """False: buffers are read within one machine."""
+    """Return False: buffers are read within one machine."""
     return False
 
 
 def is_rdma_available() -> bool:
-    """Whether `RDMABuffer` works, which it does; kept for programs that ask before they make one."""
+    """Whether `RDMABuffer` works: always True; for programs that check before they create one."""
     return True

@@ -1,3 +1,3 @@
-"""The version of this Meshbook, where every floor can read it."""
+"""The version of Meshbook, importable from every layer."""
 
 __version__ = "0.1.0"

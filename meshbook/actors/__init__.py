@@ -1,1 +1,1 @@
-"""Actors as their callers see them: meshes of processes and actors, endpoints, futures, ports."""
+"""The caller's side of actors: meshes of processes and actors, endpoints, futures, ports."""

@@ -1,7 +1,7 @@
-"""What an actor's class is made of: the base class `Actor`, the mark `@endpoint`, and what may be marked.
+"""The parts of an actor's class: the base class `Actor` and the decorator `@endpoint`.
 
-Known on both sides: the caller reads from a class which endpoints there are, the rank runs them. Knows no messages,
-threads or meshes. The words are Monarch's.
+Used on both sides: callers read the endpoints from the class, ranks run them. Independent of messages, threads and
+meshes. The names are Monarch's.
 """
 
 from __future__ import annotations
@@ -15,26 +15,29 @@ from typing import Any, NamedTuple
 
 
 class Actor:
-    """Base class of actors: an object that lives in one process and is spoken to by messages, one after the other.
+    """Base class of actors: objects that live in one process and receive messages, one after the other.
 
-    Endpoints (`@endpoint`) are what others may call. Three more methods mean something when a class defines them, each
+    Endpoints (`@endpoint`) are the methods that others may call. Three hooks are called if a class defines them, each
     with `def` or `async def`:
 
-    - `__cleanup__(self, exc)`: the actor stops; `exc` is None, or what ended it.
-    - `__supervise__(self, failure) -> bool`: something that this actor spawned has failed (`MeshFailure`). True says
-      that it is handled. Otherwise the failure goes on to whoever spawned this actor, and in the end to
+    - `__cleanup__(self, exc)`: the actor stops; `exc` is None, or the error that ended it.
+    - `__supervise__(self, failure) -> bool`: something that this actor spawned has failed (`MeshFailure`). True marks
+      the failure as handled. Otherwise it is reported to the actor that spawned this one, and finally to
       `unhandled_fault_hook`.
     """
 
     @property
     def logger(self) -> logging.Logger:
-        """A logger of the class's name; what it prints is shown like any other output of the rank."""
+        """A logger named after the class; its output is shown like any other output of the rank."""
         return logging.getLogger(type(self).__qualname__)
 
 
 class EndpointProperty:
-    """A method that others may call. On the class, the mark; on an instance, the method itself, so that an actor can
-    call its own endpoints as plain methods."""
+    """A method that others may call: the decorator's result.
+
+    On the class it is the mark itself, on an instance the bound method, so that an actor can call its own endpoints as
+    plain methods.
+    """
 
     def __init__(
         self,
@@ -62,7 +65,7 @@ class EndpointProperty:
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else self.method.__get__(instance, owner)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # super().step(…) in a subclass comes here without a mark
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # called by super().step(…) in a subclass
         return self.method(*args, **kwargs)
 
 
@@ -73,14 +76,14 @@ def endpoint(
     explicit_response_port: bool = False,
     instrument: bool = True,
 ) -> Any:
-    """Mark a method of an Actor as callable from elsewhere, bare or with options.
+    """Mark a method of an Actor as callable by others; with or without options.
 
     Args:
-        propagate: how the shapes of an `rref` result are found without running it: a callable with the endpoint's
-            arguments, or "cached", "inspect", "mocked".
-        explicit_response_port: the method gets a `Port` as its first argument after `self` and answers through it,
-            once, several times or later; what it returns is dropped.
-        instrument: kept for programs written for Monarch; every endpoint is measured here.
+        propagate: how the shapes of an `rref` result are determined without running the endpoint: a callable with the
+            endpoint's arguments, or "cached", "inspect", "mocked".
+        explicit_response_port: the method gets a `Port` as its first argument after `self` and replies through it,
+            once, several times or later; its return value is dropped.
+        instrument: accepted for compatibility with Monarch; every endpoint is measured here.
     """
     options = {"propagate": propagate, "explicit_response_port": explicit_response_port, "instrument": instrument}
     if method is None:
@@ -89,18 +92,18 @@ def endpoint(
 
 
 class EndpointInfo(NamedTuple):
-    """What a caller has to know of an endpoint."""
+    """The data of an endpoint that callers need."""
 
     name: str
     explicit_response_port: bool
-    signature: str  # for people, "(self, batch, lr=0.1)"
+    signature: str  # for display, "(self, batch, lr=0.1)"
 
 
 def endpoints_of(Class: type) -> dict[str, EndpointProperty]:
-    """The endpoints of a class, inherited ones included, by name.
+    """Return the endpoints of a class by name, inherited ones included.
 
     Raises:
-        TypeError: it is not a class of actors.
+        TypeError: it is not an actor class.
     """
     if not (isinstance(Class, type) and issubclass(Class, Actor)):
         raise TypeError(
@@ -116,7 +119,7 @@ def endpoints_of(Class: type) -> dict[str, EndpointProperty]:
 
 
 def runs_on_loop(Class: type) -> bool:
-    """Whether its endpoints run on an event loop: one of them, or a hook, is `async def`."""
+    """Whether the class's endpoints run on an event loop: an endpoint or a hook is `async def`."""
     hooks = (getattr(Class, name, None) for name in ("__supervise__", "__cleanup__"))
     return any(mark.is_async for mark in endpoints_of(Class).values()) or any(
         inspect.iscoroutinefunction(hook) for hook in hooks
@@ -124,7 +127,7 @@ def runs_on_loop(Class: type) -> bool:
 
 
 def no_such_endpoint(class_name: str, known: list[str], name: str, *, is_method: bool = False) -> str:
-    """What to say about a name that is no endpoint."""
+    """Return the error message for a name that is not an endpoint."""
     if is_method:
         return f"{class_name}.{name} is not an endpoint, so it cannot be called from here; mark it with @endpoint"
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)

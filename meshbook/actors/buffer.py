@@ -1,15 +1,15 @@
-"""Bulk data between actors: a tensor that stays where it is, and others who copy from it and into it.
+"""Bulk data between actors: a tensor stays in its owner's memory, and other processes copy from it and into it.
 
-The owner makes a `Buffer` of a tensor and hands it to whom it likes; it travels as a few words. A reader's `read_into`
-is one copy, out of the owner's live memory, and the owner takes no part in it. What makes that possible:
+The owner creates a `Buffer` of a tensor and sends it to other actors; as a message it has a few bytes. A reader's
+`read_into` is one copy out of the owner's live memory, without any work of the owner. This works because
 
-- a CPU tensor's storage is moved into shared memory when the first `Buffer` of it is made. All tensors and parameters
-  that share the storage go along. Arrays and pointers that were taken before (`t.numpy()`, DLPack) do not: they keep
-  the memory that the storage had, which stays until the storage is gone;
+- a CPU tensor's storage is moved into shared memory when the first `Buffer` of it is created. All tensors and
+  parameters that share the storage move with it. Arrays and pointers taken earlier (`t.numpy()`, DLPack) do not: they
+  retain the storage's original memory, which is freed together with the storage;
 - a CUDA tensor is read on the same machine through CUDA IPC;
-- between machines there is no way yet, and `read_into` says so.
+- between machines there is no transport yet: the future of `read_into` raises an error.
 
-Memory is the owner's: a buffer of it can be read until `drop`, and for as long as the owner has the tensor.
+The memory belongs to the owner: a buffer of it can be read until `drop`, and as long as the owner holds the tensor.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from meshbook.wire.regions import Region, RegionPublisher, RegionReader, create_
 if TYPE_CHECKING:
     import torch
 
-# Up to here a copy takes less time (some 50 us) than handing it to another thread and hearing from it.
+# Up to this size a copy takes less time (some 50 us) than a round trip to another thread.
 INLINE_BYTES = 256 << 10
 
 
 class Buffer:
-    """A tensor's memory, to be read and written by other processes of this machine, without its owner's help.
+    """A tensor's memory that other processes of this machine read and write without work of its owner.
 
         class Trainer(Actor):
             @endpoint
@@ -48,23 +48,24 @@ class Buffer:
             async def sync(self, weights: Buffer) -> None:
                 await weights.read_into(self.model.fc.weight.data)
 
-    One-sided: it reads what is there at that moment, also in the middle of the owner's `optimizer.step()`. When to read
-    is the program's to say, by messages.
+    Access is one-sided: it reads the current content, even in the middle of the owner's `optimizer.step()`. The program
+    decides by messages when to read.
 
-    It can be read for as long as its owner has the tensor, or this object. It costs one descriptor for each storage,
-    however many buffers there are of it.
+    The buffer can be read as long as its owner holds the tensor or this object. It costs one file descriptor per
+    storage, however many buffers of that storage exist.
 
     Args:
-        tensor: contiguous, not empty, on the CPU or a CUDA device. Views are fine: their whole storage is moved, unless
-            it is in shared memory already (`Buffer.empty`, `share_memory_()`). A storage that is moved keeps the memory
-            it had as well, because an array or a pointer may still look at it.
+        tensor: contiguous, not empty, on the CPU or a CUDA device. Views are fine: their complete storage is moved,
+            unless it is in shared memory already (`Buffer.empty`, `share_memory_()`). A moved storage also retains its
+            original memory, because an array or a pointer may still refer to it.
 
     Raises:
-        TransferError: the tensor is not contiguous, is empty or of a kind that has no memory of its own; its memory is
-            not torch's (`torch.from_numpy`, a mapped file); or there is no shared memory or no descriptor for it.
+        TransferError: the tensor is not contiguous, is empty, or is of a kind without memory of its own; its memory is
+            not torch's (`torch.from_numpy`, a mapped file); or there is not enough shared memory or no file descriptor
+            left.
 
     Warns:
-        UserWarning: the storage was moved, and a numpy array has been made of it before.
+        UserWarning: the storage was moved, and a numpy array was created from it earlier.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -76,15 +77,17 @@ class Buffer:
             self._region = _publish_shared(tensor, self._layout.nbytes)
         else:
             raise TransferError(f"a Buffer is made of a CPU or CUDA tensor, and this one is on {tensor.device}")
-        self._storage: Any = tensor.untyped_storage()  # a temporary tensor's, for as long as this object is here
+        # keeps the storage of a temporary tensor alive as long as this object
+        self._storage: Any = tensor.untyped_storage()
 
     @staticmethod
     def empty(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A CPU tensor that is in shared memory from the start, as `torch.empty` has it otherwise: a `Buffer` of it, or
-        of a part of it, moves nothing. Not bounded by the size of /dev/shm.
+        """Return an uninitialized CPU tensor in shared memory, like `torch.empty`.
+
+        A `Buffer` of it, or of a part of it, moves nothing. Its size is not limited by /dev/shm.
 
         Raises:
-            TransferError: no memory.
+            TransferError: there is not enough memory.
         """
         import torch
 
@@ -93,7 +96,7 @@ class Buffer:
         fd = create_memory_file(max(nbytes, 1))
         try:
             new_storage: Any = torch.UntypedStorage._new_shared_fd_cpu  # type: ignore[attr-defined]  # not in its stubs
-            storage = new_storage(fd, max(nbytes, 1))  # takes a descriptor of its own
+            storage = new_storage(fd, max(nbytes, 1))  # duplicates the descriptor
         finally:
             os.close(fd)
         return torch.empty(0, dtype=torch.uint8).set_(storage)[:nbytes].view(dtype).view(shape)
@@ -105,7 +108,7 @@ class Buffer:
         return self._layout.nbytes
 
     def size(self) -> int:
-        """Its bytes. Monarch's word; `nbytes` says the same."""
+        """Return the number of bytes. Monarch's name for `nbytes`."""
         return self._layout.nbytes
 
     @property
@@ -120,42 +123,46 @@ class Buffer:
 
     @property
     def backend(self) -> str:
-        """How it is read: "shared memory" or "cuda ipc"."""
+        """How the memory is read: "shared memory" or "cuda ipc"."""
         return "shared memory" if isinstance(self._region, Region) else "cuda ipc"
 
     @property
     def owner(self) -> str:
-        """The process whose memory it is."""
+        """The process that owns the memory."""
         return f"process {self._region.pid}"
 
     # ---------------------------------------------------------------------------------------------
 
     def read_into(self, dst: Any, *, offset: int | None = None, timeout: float = 60) -> Future[None]:
-        """Copy from the buffer into `dst`: `buffer.read_into(t).get()`, or `await` it. The owner takes no part.
+        """Copy from the buffer into `dst`: `buffer.read_into(t).get()`, or `await` it. The owner does no work.
 
         Args:
-            dst: a contiguous tensor (CPU or CUDA) of the buffer's dtype, or of uint8 for its bytes; or anything
-                writable with the buffer protocol (bytearray, numpy array). Its shape does not matter, its size does.
-            offset: bytes of the buffer to begin after. `dst` is then filled; without it, all of the buffer is read and
-                `dst` may be longer.
-            timeout: kept for programs written for Monarch: a copy does not wait for anybody.
+            dst: a contiguous tensor (CPU or CUDA) of the buffer's dtype, or of uint8 for its bytes; or any writable
+                object with the buffer protocol (bytearray, numpy array). Its size must fit, its shape does not matter.
+            offset: number of bytes of the buffer to skip. `dst` is then filled; without it, the complete buffer is read
+                and `dst` may be longer.
+            timeout: accepted for compatibility with Monarch: a copy waits for no other process.
 
         Raises:
-            TransferError: at once, if `dst` does not fit. From the future: the buffer was dropped, its owner is gone,
-                or it is on another machine.
+            TransferError: at once, if `dst` does not fit. From the future: the buffer was dropped, its owner has
+                exited, or it is on another machine.
         """
         memory = _LocalMemory.of(dst, self._layout, writable=True, offset=offset, verb="read")
         return _start_copy(memory.nbytes, lambda: self._copy(memory, reading=True))
 
     def write_from(self, src: Any, *, offset: int | None = None, timeout: float = 60) -> Future[None]:
-        """Copy `src` into the buffer, from its start or from `offset` bytes on. As `read_into`, the other way round;
-        `src` may be shorter than the buffer."""
+        """Copy `src` into the buffer, from its start or from byte `offset` on.
+
+        The counterpart of `read_into`; `src` may be shorter than the buffer.
+        """
         memory = _LocalMemory.of(src, self._layout, writable=False, offset=offset, verb="write")
         return _start_copy(memory.nbytes, lambda: self._copy(memory, reading=False))
 
     def drop(self) -> Future[None]:
-        """Nobody can read or write it any more, and the owner's memory is the tensor's alone again. Whoever has the
-        buffer may drop it; twice is the same as once."""
+        """Invalidate the buffer for all processes and release the shared region.
+
+        Any process that holds the buffer may drop it; a second drop has no effect.
+        """
         self._storage = None
         if isinstance(self._region, Region):
             if self._region.pid == os.getpid():
@@ -171,16 +178,15 @@ class Buffer:
             try:
                 _copy_cuda(self._region, memory, reading=reading)
             except TransferError:
-                _opened_cuda_storages.pop(
-                    self._region.marker, None
-                )  # dropped, or its owner is gone: no reason to keep it mapped
+                # dropped, or its owner has exited: unmap it
+                _opened_cuda_storages.pop(self._region.marker, None)
                 raise
             return
         with _reader.map_region(self._region) as address:
             address += memory.offset
             if memory.address is not None:
                 ends = (memory.address, address) if reading else (address, memory.address)
-                ctypes.memmove(*ends, memory.nbytes)  # without the GIL
+                ctypes.memmove(*ends, memory.nbytes)  # releases the GIL
                 return
             import torch
 
@@ -196,7 +202,7 @@ class Buffer:
         return f"Buffer({what}, {self.backend} of {self.owner})"
 
 
-RDMABuffer = Buffer  # the name that programs written for Monarch use
+RDMABuffer = Buffer  # Monarch's name
 
 
 def _rebuild_buffer(region: Region | _CudaRegion, layout: _Layout) -> Buffer:
@@ -207,8 +213,8 @@ def _rebuild_buffer(region: Region | _CudaRegion, layout: _Layout) -> Buffer:
     return buffer
 
 
-# What a process offers and has mapped is a matter of the process, like its descriptors and its address space: actors of
-# several meshes in one process share it.
+# Published and mapped regions belong to the process, like its descriptors and its address space: actors of several
+# meshes in one process share them.
 _published = RegionPublisher()
 _reader = RegionReader()
 
@@ -220,18 +226,19 @@ class _Layout(NamedTuple):
 
 
 class _LocalMemory(NamedTuple):
-    """What is copied into or from, here, and which part of the buffer it corresponds to."""
+    """The local source or target of a copy, and the part of the buffer that it corresponds to."""
 
-    keep_alive: Any  # kept alive: the memory is its
+    keep_alive: Any  # owner of the memory, kept alive during the copy
     address: int | None  # None: not on the CPU
     nbytes: int  # to copy
     offset: int  # in the buffer
 
     @staticmethod
     def of(thing: Any, layout: _Layout, *, writable: bool, offset: int | None, verb: str) -> _LocalMemory:
-        """
+        """Describe the memory of a tensor or buffer-protocol object for a copy.
+
         Raises:
-            TransferError: it does not fit, and why.
+            TransferError: it does not fit; the message says why.
         """
         preposition = "into" if writable else "from"
         if _is_tensor(thing):
@@ -271,9 +278,10 @@ def _is_tensor(thing: Any) -> bool:
 
 
 def _check_tensor(tensor: Any, use: str) -> None:
-    """
+    """Check that a tensor has memory that can be copied as one block.
+
     Raises:
-        TransferError: its memory is not one piece, or not there at all.
+        TransferError: it is not a plain tensor, not contiguous, or empty.
     """
     if not _is_tensor(tensor):
         raise TransferError(
@@ -296,7 +304,7 @@ def _check_tensor(tensor: Any, use: str) -> None:
 
 
 def _buffer_protocol_memory(thing: Any, writable: bool) -> tuple[Any, int, int]:
-    """What speaks the buffer protocol: something to keep alive, its address, its bytes."""
+    """Return an owner to keep alive, the address, and the bytes of an object with the buffer protocol."""
     try:
         view = memoryview(thing)
     except TypeError:
@@ -318,19 +326,20 @@ def _buffer_protocol_memory(thing: Any, writable: bool) -> tuple[Any, int, int]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Copies, beside the caller's work
+# Copies, inline or on background threads
 
 
 _copy_executor: ThreadPoolExecutor | None = None
 _copy_executor_lock = threading.Lock()
-_move_lock = (
-    threading.Lock()
-)  # held while a storage goes into shared memory: two may want that of one at the same moment
+# held while a storage moves into shared memory: two threads may move the same one at the same time
+_move_lock = threading.Lock()
 
 
 def _start_copy(nbytes: int, copy: Callable[[], None]) -> Future[None]:
-    """The copy's future: small ones are done when this returns, large ones go on in a thread, so that an event loop may
-    turn meanwhile."""
+    """Start a copy and return its future.
+
+    A copy of up to `INLINE_BYTES` is done on return; larger ones run on a thread, so that an event loop is not blocked.
+    """
     future: Future[None] = Future("the copy")
 
     def work() -> None:
@@ -352,13 +361,16 @@ def _get_copy_executor() -> ThreadPoolExecutor:
     global _copy_executor
     with _copy_executor_lock:
         if _copy_executor is None:
-            # Two: what limits a copy is the memory, not the processor.
+            # Two: memory bandwidth limits a copy, not the CPU.
             _copy_executor = ThreadPoolExecutor(2, thread_name_prefix="meshbook-copy")
         return _copy_executor
 
 
 def _reset_after_fork() -> None:
-    """After a fork, in the child: threads do not come along, and a lock may be held for ever."""
+    """In a forked child: reset the executor and the locks.
+
+    Threads do not survive a fork, and an inherited lock may be held forever.
+    """
     global _copy_executor, _copy_executor_lock, _move_lock
     _copy_executor, _copy_executor_lock, _move_lock = None, threading.Lock(), threading.Lock()
 
@@ -385,8 +397,11 @@ def _publish_shared(tensor: torch.Tensor, nbytes: int) -> Region:
 
 
 def _share_storage(storage: torch.UntypedStorage) -> tuple[int, int]:
-    """The descriptor of the file that a storage is a mapping of, which is the storage's own. Moves the storage, in
-    place, if it is not in shared memory yet; the strategy that is set for torch's own queues does not matter here."""
+    """Return the file descriptor, owned by the storage, of the file that it maps, and its size.
+
+    Moves the storage into shared memory, in place, if it is not there yet. Independent of the sharing strategy that is
+    set for torch's own queues.
+    """
     try:
         fd_and_size: tuple[int, int] = storage._share_fd_cpu_()
     except RuntimeError as error:
@@ -397,21 +412,25 @@ def _share_storage(storage: torch.UntypedStorage) -> tuple[int, int]:
 
 
 def _move_to_shared_memory(storage: torch.UntypedStorage) -> None:
-    """Into shared memory. The memory it had stays for as long as the storage lives: a numpy array, a DLPack capsule or
-    a kernel that runs on another thread may still look at it."""
+    """Move a storage into shared memory.
+
+    Its original memory is retained as long as the storage lives: a numpy array, a DLPack capsule or a kernel on another
+    thread may still use it.
+    """
     import torch
 
     _check_shm_space(storage.nbytes())
     flat = torch.empty(0, dtype=torch.uint8).set_(storage)
     try:
-        original = torch._lazy_clone(flat)  # shares the memory until one of the two is written or, as here, moved
+        # copy-on-write: shares the memory until one of the two is written or, as here, moved
+        original = torch._lazy_clone(flat)
     except RuntimeError as error:
         raise TransferError(
             "the memory of this tensor is not torch's own (torch.from_numpy, torch.frombuffer, a mapped file), and "
             "cannot be moved into shared memory without leaving its owner behind; Buffer(tensor.clone()), or copy it "
             "into a tensor made by Buffer.empty(...)"
         ) from error
-    has_array = not storage.resizable()  # torch's own mark: .numpy() was called
+    has_array = not storage.resizable()  # torch marks it so when .numpy() is called
     _share_storage(storage)
     weakref.finalize(storage, _release_original, original).atexit = False
     if has_array:
@@ -424,13 +443,14 @@ def _move_to_shared_memory(storage: torch.UntypedStorage) -> None:
 
 
 def _release_original(original: torch.Tensor) -> None:
-    """The argument was the last that held it."""
+    """Drop the last reference to the original memory, which is the argument."""
 
 
 def _check_shm_space(nbytes: int) -> None:
-    """
+    """Check that /dev/shm has enough free space.
+
     Raises:
-        TransferError: /dev/shm is too small. Writing behind its end would kill this process.
+        TransferError: /dev/shm is too small. Writing past its end would kill this process.
     """
     try:
         filesystem = os.statvfs("/dev/shm")
@@ -449,8 +469,10 @@ def _check_shm_space(nbytes: int) -> None:
 
 
 class _CudaRegion(NamedTuple):
-    """Where a CUDA tensor's memory is, in `UntypedStorage._share_cuda_`'s words. A region of one byte stands for it on
-    the owner's board, and tells whether it is still offered."""
+    """The location of a CUDA tensor's memory, as `UntypedStorage._share_cuda_` describes it.
+
+    `marker` is a region of one byte in the owner's slot table that shows whether the memory is still published.
+    """
 
     pid: int
     marker: Region
@@ -458,7 +480,7 @@ class _CudaRegion(NamedTuple):
     offset: int  # bytes in the storage
 
 
-_opened_cuda_storages: dict[Region, Any] = {}  # storages of others, mapped here
+_opened_cuda_storages: dict[Region, Any] = {}  # storages of other processes, mapped here
 
 
 def _publish_cuda(tensor: torch.Tensor) -> _CudaRegion:
@@ -489,7 +511,7 @@ def _copy_cuda(region: _CudaRegion, memory: _LocalMemory, *, reading: bool) -> N
                 (ctypes.c_ubyte * memory.nbytes).from_address(memory.address), dtype=torch.uint8
             )
         (local_bytes if reading else remote_bytes).copy_(remote_bytes if reading else local_bytes)
-        torch.cuda.synchronize(storage.device)  # the future says that the bytes are there
+        torch.cuda.synchronize(storage.device)  # the future resolves only after the bytes have arrived
 
 
 def _drop_cuda(region: _CudaRegion) -> None:

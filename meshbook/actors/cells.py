@@ -1,4 +1,4 @@
-"""A cell that runs inside actors, between their messages, with `self` bound: `%%mesh --actor trainers`."""
+"""Run a cell inside actors, between their messages, with `self` bound: `%%mesh --actor trainers`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _cell_numbers = itertools.count(1)
 
 
 class ActorCellValues:
-    """What the last expression of a cell gave in each actor, to be shown."""
+    """The displayed values of a cell's last expression, one per actor."""
 
     def __init__(self, parts: tuple[OutcomeGroup, ...], ranks: tuple[int, ...]) -> None:
         self.parts, self._ranks = parts, ranks
@@ -38,16 +38,16 @@ class ActorCellValues:
 
 
 def run_in_actors(actors: ActorMesh, source: str) -> ActorCellValues | None:
-    """Run source in each actor, as a message among its others. Blocks.
+    """Run source in each actor as one of its ordinary messages. Blocks.
 
-    Its globals are the actor's own: names of earlier such cells, then those of the rank's cells; `self` is the actor.
+    Its globals belong to the actor: names of earlier such cells, then those of the rank's cells; `self` is the actor.
 
     Returns:
-        What the last expression gave, if there is one and it is not None anywhere.
+        The values of the last expression; None if there is none, or if it is None on every actor.
 
     Raises:
         SyntaxError: before anything is sent.
-        ActorError: it raised, with the traceback of the cell and the ranks.
+        ActorError: the cell raised; with its traceback and the ranks.
     """
     number = next(_cell_numbers)
     file_name = f"<cell {number} in {actors._ref.name}>"
@@ -71,8 +71,10 @@ _namespaces: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDic
 
 
 def run_cell(actor: Any, source: str, file_name: str) -> Any:
-    """A preview of what the last expression gives, as plain data. In an actor with an event loop the cell may
-    await, and then this is a coroutine."""
+    """Run a cell; return a preview of its last expression as plain data, or None.
+
+    In an actor with an event loop the cell may await; then this returns a coroutine.
+    """
     namespace = _namespace_of(actor)
     linecache.cache[file_name] = (len(source), None, source.splitlines(keepends=True), file_name)
     tree = ast.parse(source, file_name)
@@ -109,7 +111,7 @@ def _preview_or_none(value: Any) -> dict[str, Any] | None:
 
 
 def _namespace_of(actor: Any) -> dict[str, Any]:
-    """Where an actor's cells keep their names. What the rank's cells have bound since, and these have not, is there."""
+    """Return the namespace of an actor's cells, with the names of the rank's cells that it does not define added."""
     namespace = _namespaces.setdefault(actor, {"__builtins__": builtins, "__name__": "__main__"})
     for name, value in vars(sys.modules["__main__"]).items():
         namespace.setdefault(name, value)

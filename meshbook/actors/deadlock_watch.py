@@ -1,8 +1,8 @@
-"""A cell waits for an actor that waits for itself: told unasked, as ranks' own hangs are.
+"""Automatically report a cell that waits for deadlocked actors, as hangs of ranks are reported.
 
-The supervisor watches what ranks run. A cell of the notebook's that waits for an actor's answer runs nothing there, so
-this process watches its own calls, and looks at the ranks when one is not answered for a while. What it finds is told
-only if it is a circle of actors: an endpoint that takes its time is none.
+The supervisor watches only what ranks run. A notebook cell that waits for an actor's reply runs nothing there, so this
+process watches its own calls, and inspects the ranks when a call is not answered for a while. Only a cycle of actors is
+reported, not a slow endpoint.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class DeadlockWatch:
     """Watches the calls that code outside any actor waits for.
 
     Args:
-        explain: asked on a thread of its own what an answer waits for, and tells people; whether there was anything.
-        after_s: age of a call at which it is looked into; then again at twice that age, and so on.
+        explain: runs on a separate thread; reports what a reply waits for, and returns whether it reported anything.
+        after_s: age of a call at its first inspection; each further one follows at twice the age of the last.
     """
 
     def __init__(self, transport: Transport, explain: Callable[[PendingEndpointCall], bool], *, after_s: float) -> None:
         self._transport, self._explain, self._after_s = transport, explain, after_s
         self._is_scheduled = False
-        self._check_at_s: dict[int, float] = {}  # age of a call, by its number, at which it is looked at again
+        self._check_at_s: dict[int, float] = {}  # call id -> age of the call at its next inspection
         transport.on_call_started = self._on_call_started
 
     def _on_call_started(self) -> None:
@@ -37,14 +37,14 @@ class DeadlockWatch:
             self._transport.call_later(self._after_s, self._check_calls)
 
     def _check_calls(self) -> None:
-        """On the reading thread."""
+        """Inspect old calls. Reader thread only."""
         waiting = {
             replies[0].call: replies[0] for caller, replies in self._transport.awaited_replies() if caller is None
         }
         self._check_at_s = {call: age for call, age in self._check_at_s.items() if call in waiting}
         for call, awaited in waiting.items():
             if awaited.since_s >= self._check_at_s.get(call, self._after_s):
-                self._check_at_s[call] = 2 * awaited.since_s  # a look costs the ranks some milliseconds
+                self._check_at_s[call] = 2 * awaited.since_s  # an inspection costs the ranks some milliseconds
                 threading.Thread(
                     target=self._explain_call, args=(awaited,), name="meshbook-patience", daemon=True
                 ).start()
@@ -53,9 +53,9 @@ class DeadlockWatch:
             self._transport.call_later(min(1.0, self._after_s), self._check_calls)
 
     def _explain_call(self, awaited: PendingEndpointCall) -> None:
-        unblock_signals()  # what it prints may be the user's own stream
+        unblock_signals()  # it may print to a user-defined stream
         try:
             if self._explain(awaited):
-                self._check_at_s[awaited.call] = float("inf")  # once is enough
-        except Exception:  # the mesh has ended meanwhile, say: then the call ends by that
+                self._check_at_s[awaited.call] = float("inf")  # report only once
+        except Exception:  # for example, the mesh has ended meanwhile; then the call fails anyway
             log.debug("an answer that does not come could not be explained", exc_info=True)

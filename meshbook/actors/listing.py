@@ -1,6 +1,6 @@
-"""Every actor there is, as a table for people: what waits, what runs and for how long, what went wrong last.
+"""Tables of all actors, for display: mailbox length, running endpoint and its time, last error.
 
-`list_actors` asks the processes; what is made of its answers here is pure.
+`list_actors` queries the processes; building a table from its rows is pure.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ERROR_CHARS = 80
 
 @dataclass(frozen=True, repr=False)
 class ActorTable(Table):
-    """`mesh.actors()`: a table to look at, and by name the actors themselves: `mesh.actors()["trainers"]`."""
+    """The result of `mesh.actors()`: a table for display; `mesh.actors()["trainers"]` returns the actors themselves."""
 
     mesh: Any = None
 
@@ -34,19 +34,22 @@ class ActorTable(Table):
 
 
 def actors_on(mesh: Any) -> ActorTable:
-    """`Mesh.actors()`: the actors on the ranks of a mesh."""
+    """Return the actors on the ranks of a mesh: `Mesh.actors()`."""
     plain = actor_table(f"Mesh {mesh.name}", list_actors(mesh))
     return ActorTable(plain.heading, plain.columns, plain.rows, plain.notes, mesh)
 
 
 def all_actors(mesh: Any = None) -> Table:
-    """Those on a mesh, if one is given, on the processes that this program has started by `spawn_procs`, and in this
-    process itself. Blocks for two seconds at most where a process does not answer."""
+    """Return a table of all actors of this program. Blocks for two seconds at most if a process does not reply.
+
+    Covers the actors on `mesh`, if given, on processes that this program has started by `spawn_procs`, and in this
+    process.
+    """
     return actor_table("All actors", [*(list_actors(mesh) if mesh is not None else ()), *list_spawned_actors()])
 
 
 def list_spawned_actors(*, timeout: float = 2.0) -> list[dict[str, Any]]:
-    """Rows of those on the processes that this program has started by `spawn_procs`, and in this process itself."""
+    """Return rows for actors on processes that this program has started by `spawn_procs`, and in this process."""
     proc_meshes = _spawned_proc_meshes()
     return [
         {**row, "home": proc_mesh.name} for proc_mesh in proc_meshes for row in list_actors(proc_mesh, timeout=timeout)
@@ -54,7 +57,7 @@ def list_spawned_actors(*, timeout: float = 2.0) -> list[dict[str, Any]]:
 
 
 def has_spawned_procs() -> bool:
-    """Whether there are processes of such actors."""
+    """Whether this program has processes of such actors."""
     return bool(_spawned_proc_meshes())
 
 
@@ -70,7 +73,7 @@ def _spawned_proc_meshes() -> list[ProcMesh]:
 
 
 def actor_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
-    """One line for each mesh of actors and thing that its actors do. Pure."""
+    """Return a table with one line per mesh of actors and common state. Pure."""
     if not rows:
         return Table(f"{title}: no actors.", notes=("mesh.spawn(name, Class) makes some; docs/actors.md says more.",))
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}

@@ -1,7 +1,7 @@
-"""Actors by name: those that this program has spawned, and those that it finds on a mesh, as after a kernel's restart.
+"""Find actors by name: those that this program has spawned, and those on a mesh, for example after a kernel restart.
 
-Ranks outlive a kernel, and their actors with them. Who finds actors whose owner is gone becomes their owner, and hears
-of their failures from then on; actors that somebody else owns stay that one's.
+Ranks outlive a kernel, and so do their actors. A program that finds actors whose owner has exited becomes their owner
+and receives their failures from then on; actors with a living owner stay with it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from meshbook.errors import MeshNameError
 from meshbook.mesh_axes import MeshAxes
 from meshbook.wire.messages import ActorAddress
 
-_QUERY_TIMEOUT_S = 20.0  # for processes to say what they know: they have only to look up
+_QUERY_TIMEOUT_S = 20.0  # for processes to describe their actors: a lookup
 
 
 def find_actors(name: str, mesh: Any = None) -> ActorMesh:
-    """The newest mesh of actors of that name: of those that this program has spawned and not stopped, else of those
-    that live on `mesh`. Waits for the ranks' answer, and not for what the actors run.
+    """Return the newest mesh of actors of that name.
+
+    Searches the actors that this program has spawned and not stopped, then those that live on `mesh`. Waits for a reply
+    of the ranks, but not for running endpoints.
 
     Raises:
-        MeshNameError: there is none; the message lists those that are.
+        MeshNameError: there are no such actors; the message lists those that exist.
     """
     refs = [owned.ref for owned in list(local_registry().owned.values()) if owned.ref is not None and not owned.stopped]
     for ref in reversed(refs):
@@ -41,7 +43,7 @@ def find_actors(name: str, mesh: Any = None) -> ActorMesh:
 
 
 def find_actors_on(mesh: Any, name: str) -> ActorMesh:
-    """The newest mesh of actors of that name that lives on a Mesh; as `find_actors`."""
+    """Return the newest mesh of actors of that name that lives on a Mesh; as `find_actors`."""
     rows = [row for row in list_actors(mesh) if row["state"] in ("starting", "living")]
     matches = [row for row in rows if row["actor"] == name]
     if not matches:
@@ -68,7 +70,7 @@ def _raise_not_found(name: str, names: Iterable[str]) -> NoReturn:
 
 
 def _rebuild_handle(procs: ProcMesh, rows: list[dict[str, Any]]) -> ActorMesh:
-    """A handle as their owner had it, from what the actors' own processes know."""
+    """Rebuild the owner's handle from what the actors' processes know."""
     first, addresses = rows[0], procs._backend.procs_ref().addresses
     partial_ref = ActorRef(first["id"], first["actor"], first["class"], {}, frozenset(), addresses, None)
     living = ActorMesh(partial_ref, MeshAxes(("rank",), (len(rows),), tuple(row["rank"] for row in rows)))
@@ -76,7 +78,7 @@ def _rebuild_handle(procs: ProcMesh, rows: list[dict[str, Any]]) -> ActorMesh:
     replies = list(living._apply_concurrently(_claim_ownership, first["id"], me).get(_QUERY_TIMEOUT_S).values())
     endpoints, methods, procs_ref, pickled, _ = replies[0]
     Class = None
-    with contextlib.suppress(Exception):  # without it, arguments are checked by the actors alone
+    with contextlib.suppress(Exception):  # without the class, only the actors check arguments
         Class = pickle.loads(pickled)
         endpoints, methods = describe_class(Class)
     ref = ActorRef(
@@ -96,7 +98,10 @@ def _rebuild_handle(procs: ProcMesh, rows: list[dict[str, Any]]) -> ActorMesh:
 
 
 def _claim_ownership(actor: Any, actor_id: str, finder: ActorAddress) -> tuple[Any, ...]:
-    """In the actor's process, beside the actor: what is known of it, and whether it is the finder's now."""
+    """Describe the actor, and make `finder` its owner if its owner has exited.
+
+    Runs in the actor's process, concurrently with its messages. The last item tells whether `finder` owns the actor.
+    """
     runner = local_registry().actors[actor_id]
     try:
         local_transport().peer(runner.owner.address)

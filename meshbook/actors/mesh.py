@@ -1,7 +1,7 @@
-"""Actors as their callers hold them: `ActorMesh`, its endpoints, and the verbs.
+"""Caller-side references to actors: `ActorMesh`, its endpoints, and the call methods.
 
-A reference says where the actors are and what may be called; it holds no connection and travels in messages. Everything
-here is the same in the notebook and inside an actor.
+A reference holds the actors' addresses and endpoints; it holds no connection and can be sent in messages. The API is
+the same in the notebook and inside an actor.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class ActorRef:
-    """What is known of a mesh of actors everywhere; all slices share it."""
+    """The location-independent description of a mesh of actors, shared by all its slices."""
 
     def __init__(
         self,
@@ -46,13 +46,13 @@ class ActorRef:
         self.id, self.name, self.class_name = id, name, class_name
         self.endpoints, self.methods = endpoints, methods
         self.addresses, self.procs_ref = addresses, procs_ref
-        self.Class = Class  # where it was spawned; not sent along
-        self.references: Any = None  # `grounds.Lender`: what these ranks have themselves
-        self.mesh_ranks: tuple[int, ...] = ()  # of the mesh that `lend` is of
+        self.Class = Class  # only where it was spawned; not pickled
+        self.references: Any = None  # `proc_backends.MeshReferences`: keys of objects that these ranks hold themselves
+        self.mesh_ranks: tuple[int, ...] = ()  # ranks in the mesh of `references`
         self._peers: list[Any] = [None] * len(addresses)
 
     def peer(self, rank: int) -> Any:
-        """The connection to the actor at a place; for one that is gone, something that says so when it is sent to."""
+        """Return the connection to the actor at `rank`; for a lost one, an object that raises PeerLost on `send`."""
         found = self._peers[rank]
         if found is None or found.lost_reason is not None:
             try:
@@ -77,7 +77,7 @@ class _LostPeer:
 
 
 class ActorMesh(MeshTrait):
-    """Actors of one class, one per process of a mesh, or a part of them. Its endpoints are its attributes."""
+    """Actors of one class, one per process of a mesh, or a slice of them. Endpoints are attributes."""
 
     def __init__(self, ref: ActorRef, axes: MeshAxes) -> None:
         self._ref, self._axes = ref, axes
@@ -94,7 +94,7 @@ class ActorMesh(MeshTrait):
             handle = ActorEndpoint(self, info)
             self.__dict__[name] = handle
             return handle
-        if name == "state":  # not a property: an endpoint may have the name
+        if name == "state":  # not a property: an endpoint may have this name
             return extensions.find("actor_state")(self)
         if name in ref.methods:
             return NotAnEndpoint(self, name)
@@ -104,10 +104,10 @@ class ActorMesh(MeshTrait):
         return sorted({*super().__dir__(), *self._ref.endpoints})
 
     def stop(self, reason: str = "stopped by its client") -> Future[None]:
-        """End the actors, after the messages they have been sent before; `__cleanup__` runs. Does not wait.
+        """Stop the actors after the messages sent before; `__cleanup__` runs. Does not wait.
 
         Returns:
-            A future, done when they have ended. Later calls raise ActorStopped.
+            A future, done when the actors have ended. Later calls raise ActorStopped.
         """
         owned = local_registry().owned.get(self._ref.id)
         if owned is not None and self._axes.size == len(self._ref.addresses):
@@ -119,17 +119,17 @@ class ActorMesh(MeshTrait):
 
     @property
     def initialized(self) -> Future[None]:
-        """A future, done when every `__init__` has run; it raises what one of them raised."""
+        """A future, done when every `__init__` has run; it raises the error of a failed `__init__`."""
         future: Future[None] = Future(f"the start of {self._ref.name}")
         self._send("=apply", (_no_op,), {}, GatherCollector(self, "__init__", future, lambda values: None))
         return future
 
     def _apply(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[ValueMesh[Any]]:
-        """Run `function(actor, …)` in each actor, as a message among others: in order, on the actor's own thread."""
+        """Run `function(actor, …)` in each actor as an ordinary message: in order, on the actor's own thread."""
         return self._run_in_actor("=apply", function, args, kwargs)
 
     def _apply_concurrently(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[ValueMesh[Any]]:
-        """Run `function(actor, …)` beside whatever each actor is doing, on a thread of the process. For looking."""
+        """Run `function(actor, …)` concurrently with each actor, on another thread of its process. For inspection."""
         return self._run_in_actor("=now", function, args, kwargs)
 
     def _run_in_actor(self, method: str, function: Any, args: Any, kwargs: Any) -> Future[ValueMesh[Any]]:
@@ -153,7 +153,7 @@ class ActorMesh(MeshTrait):
         port: messages.PortAddress | None = None,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        """One message to every actor of this mesh (or to those at `ranks`): packed once, the same bytes to each."""
+        """Send one message to every actor of this mesh (or to `ranks`), packed once: each gets the same bytes."""
         ref = self._ref
         peers = [ref.peer(rank) for rank in (self._axes.ranks if ranks is None else ranks)]
         transport = local_transport()
@@ -167,7 +167,7 @@ class ActorMesh(MeshTrait):
         call_id = 0
         if collector is not None:
             collector.pending_by_peer = {peer.id: index for index, peer in enumerate(peers)}
-            if ranks is not None:  # a message knows its place in the whole mesh, and says so through a port
+            if ranks is not None:  # replies through a port carry the sender's index in the complete mesh
                 order = self._axes.ranks
                 collector.pending_by_peer = {peer.id: order.index(at) for peer, at in zip(peers, ranks, strict=True)}
             call_id = collector.call_id = transport.add_reply_handler(collector)
@@ -177,7 +177,7 @@ class ActorMesh(MeshTrait):
             self._pin_until_received(pinned)
 
     def _pin_until_received(self, pinned: list[Any]) -> None:
-        """Have things live here until the actors have taken up what was sent before this."""
+        """Keep objects alive here until the actors have processed the messages sent before this call."""
         future: Future[list[Any]] = Future("the arguments' arrival")
         ActorMesh._send(self, "=apply", (_no_op,), {}, GatherCollector(self, "=apply", future, lambda values: pinned))
 
@@ -229,11 +229,11 @@ def _no_op(actor: Any) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The verbs
+# Endpoints and their call methods
 
 
 class ActorEndpoint:
-    """`mesh.step`: something to be called, in one of several ways. Travels in messages, with its mesh."""
+    """`mesh.step`: an endpoint with several call methods. Can be sent in messages, together with its mesh."""
 
     def __init__(self, mesh: ActorMesh, info: base.EndpointInfo) -> None:
         self._mesh, self._info = mesh, info
@@ -243,7 +243,7 @@ class ActorEndpoint:
         self._signature, self._positional_range = _signature_of(self._class, info)
 
     def _check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises TypeError as the method itself would, before anything is sent."""
+        """Raise TypeError, as the method itself would, before anything is sent."""
         if self._class is not self._mesh._ref.Class:
             self._refresh_signature()
         if self._signature is None:
@@ -256,7 +256,7 @@ class ActorEndpoint:
                 raise TypeError(f"{self._label}{self._info.signature}: {error}") from None
 
     def _refresh_signature(self) -> None:
-        """The class was defined anew."""
+        """Read the signature again after the class was redefined."""
         ref = self._mesh._ref
         info = ref.endpoints.get(self._name)
         if info is None:
@@ -274,7 +274,7 @@ class ActorEndpoint:
         return future
 
     def call(self, *args: Any, **kwargs: Any) -> Future[ValueMesh[Any]]:
-        """Call every actor of the mesh; a Future of a ValueMesh. Does not wait."""
+        """Call every actor of the mesh; return a Future of a ValueMesh. Does not wait."""
         mesh = self._mesh
         return self._call_and_gather(args, kwargs, lambda values: ValueMesh(mesh._axes, values))
 
@@ -289,10 +289,10 @@ class ActorEndpoint:
         return future
 
     def call_one(self, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call the only actor of the mesh; a Future of its value.
+        """Call the only actor of the mesh; return a Future of its value. Does not wait.
 
         Raises:
-            ValueError: the mesh has several; slice it, or use `call` or `choose`.
+            ValueError: the mesh has several actors; slice it, or use `call` or `choose`.
         """
         mesh = self._mesh
         if mesh._axes.size != 1:
@@ -303,11 +303,11 @@ class ActorEndpoint:
         return self._call_and_gather(args, kwargs, _single_value)
 
     def choose(self, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call one actor of the mesh, picked at random; a Future of its value."""
+        """Call one actor of the mesh, chosen at random; return a Future of its value. Does not wait."""
         return self._call_and_gather(args, kwargs, _single_value, ranks=(random.choice(self._mesh._axes.ranks),))
 
     def stream(self, *args: Any, **kwargs: Any) -> Iterator[Future[Any]]:
-        """Call every actor; Futures of their values, in the order in which the values come."""
+        """Call every actor; return an iterator of Futures that resolve in the order in which the values arrive."""
         self._check_arguments(args, kwargs)
         mesh = self._mesh
         collector = StreamCollector(mesh, self._name, mesh._axes.size)
@@ -317,12 +317,12 @@ class ActorEndpoint:
         return iter(collector.futures)
 
     def broadcast(self, *args: Any, **kwargs: Any) -> None:
-        """Send to every actor and expect no answer. A failure goes to whoever spawned the mesh (`__supervise__`)."""
+        """Send to every actor without a reply. A failure is reported to the owner of the mesh (`__supervise__`)."""
         self._check_arguments(args, kwargs)
         self._mesh._send(self._name, args, kwargs, None)
 
     def rref(self, *args: Any, **kwargs: Any) -> Any:
-        """Call every actor and keep the values there, as a remote tensor."""
+        """Call every actor and store the values there, as a remote tensor."""
         return extensions.find("actor_rref")(self._mesh, self._info, args, kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -339,7 +339,7 @@ class ActorEndpoint:
 
 
 class NotAnEndpoint:
-    """`mesh.method`, where the method is not marked: it can be handed to `as_endpoint`, and nothing else."""
+    """`mesh.method` for a method without `@endpoint`: only usable as the argument of `as_endpoint`."""
 
     def __init__(self, mesh: ActorMesh, name: str) -> None:
         self._mesh, self._name = mesh, name
@@ -358,10 +358,11 @@ class NotAnEndpoint:
 
 
 def as_endpoint(method: Any, *, propagate: Any = None, explicit_response_port: bool = False) -> ActorEndpoint:
-    """A method of an actor's class that is not marked, as an endpoint: `as_endpoint(mesh.method).call(…)`.
+    """Return an unmarked method of an actor class as an endpoint: `as_endpoint(mesh.method).call(…)`.
 
     Raises:
-        TypeError: it is no method of a mesh of actors; or it wants an explicit port, which only a marked one gets.
+        TypeError: `method` is not a method of a mesh of actors; or an explicit port is requested, which requires
+            `@endpoint`.
     """
     if isinstance(method, ActorEndpoint):
         return method
@@ -373,7 +374,7 @@ def as_endpoint(method: Any, *, propagate: Any = None, explicit_response_port: b
 
 
 class _UnmarkedEndpoint(ActorEndpoint):
-    """Called like an endpoint, without being marked as one."""
+    """An endpoint for a method without `@endpoint`."""
 
     def __init__(self, mesh: ActorMesh, name: str) -> None:
         self._mesh, self._info = _UnmarkedMethodMesh(mesh, name), base.EndpointInfo(name, False, "(…)")
@@ -381,7 +382,7 @@ class _UnmarkedEndpoint(ActorEndpoint):
         self._signature = None
 
     def _check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        pass  # the method will say
+        pass  # checked by the method itself
 
 
 class _UnmarkedMethodMesh(ActorMesh):
@@ -404,9 +405,12 @@ def _single_value(values: list[Any]) -> Any:
 
 
 def interrupt(actors: ActorMesh) -> None:
-    """End all that these actors have been sent until now: what runs gets a KeyboardInterrupt (an async endpoint is
-    cancelled), what waits is dropped. Who waits for an answer gets an ActorError; the actors live. Does not wait, and a
-    `time.sleep` or a long call into C ends first."""
+    """Interrupt everything that these actors have been sent until now. Does not wait.
+
+    A running `def` endpoint gets a KeyboardInterrupt, an async endpoint is cancelled, and queued messages are dropped.
+    Callers that wait for a reply get an ActorError; the actors stay alive. A `time.sleep` or a long C call finishes
+    first.
+    """
     ref = actors._ref
     message = encode(messages.InterruptActor(ref.id, 0))
     _send_to_all(local_transport(), message, [ref.peer(rank) for rank in actors._axes.ranks], None, 0)
@@ -419,10 +423,10 @@ def send(
     port: Port[Any] | None = None,
     selection: str = "all",
 ) -> None:
-    """Send to an endpoint and have what it returns sent to `port`.
+    """Send to an endpoint and have its result sent to `port`. Does not wait.
 
     Args:
-        selection: "all", or "choose" for one actor picked at random.
+        selection: "all", or "choose" for one actor chosen at random.
     """
     mesh = endpoint._mesh
     endpoint._check_arguments(args, kwargs)
@@ -431,7 +435,7 @@ def send(
 
 
 def _signature_of(Class: type | None, info: base.EndpointInfo) -> tuple[inspect.Signature | None, tuple[int, int]]:
-    """How it may be called, without self and port; and how many bare positional arguments are fine in any case."""
+    """Return the signature without self and port, and the range of positional argument counts that are always valid."""
     if Class is None:
         return None, (0, 0)
     mark = inspect.getattr_static(Class, info.name)
@@ -449,10 +453,10 @@ def _signature_of(Class: type | None, info: base.EndpointInfo) -> tuple[inspect.
 
 
 def describe_class(Class: type) -> tuple[dict[str, base.EndpointInfo], frozenset[str]]:
-    """What callers need of a class: its endpoints and the names of its other methods.
+    """Return what callers need of a class: its endpoints and the names of its other methods.
 
     Raises:
-        ValueError: an endpoint has a name that every mesh has already.
+        ValueError: an endpoint has the name of an attribute that every mesh has.
     """
     endpoints = {}
     for name, mark in base.endpoints_of(Class).items():

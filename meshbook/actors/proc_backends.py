@@ -1,4 +1,7 @@
-"""What a ProcMesh stands on: processes that this program starts, ranks of a mesh, or what another process told of."""
+"""Process backends of a ProcMesh.
+
+The processes are started by this program, are ranks of a mesh, or are known by a reference from another process.
+"""
 
 from __future__ import annotations
 
@@ -35,20 +38,20 @@ if TYPE_CHECKING:
     from meshbook.controller.mesh import Mesh
     from meshbook.controller.session import Session
 
-_EXIT_NOTICE_S = 1.0  # that processes have to tell others of their end
+_EXIT_NOTICE_S = 1.0  # for processes to announce their exit to their peers
 _NO_AXES = MeshAxes((), (), (0,))
-# Seconds in which it mostly becomes clear what is to be spawned on new processes, for a program says so in its next
-# line. Then the import of torch begins, for it takes longest; what is spawned decides all the same.
+# Seconds to wait for the first spawn on new processes, usually the program's next line. Then the import of torch
+# starts, because it takes longest; the first spawn still decides which processes are used.
 _FIRST_SPAWN_WAIT_S = 0.05
-_REPLY_TIMEOUT_S = 30.0  # for a process to say where it is, or that it has registered an actor: it has only to look up
-# Seconds that processes live on after the program that spawned them was killed. An orderly end stops them at once.
+_REPLY_TIMEOUT_S = 30.0  # for a process to report its address or register an actor: a lookup
+# Seconds that processes stay alive after the program that spawned them was killed. A normal exit stops them at once.
 _ORPHAN_TTL_S = 60.0
-# ... and those that an actor has spawned, when the actor's process is gone: nobody can come back for them.
+# The same for processes that an actor spawned, after the actor's process exited: no client can reattach to them.
 _ACTORS_ORPHAN_TTL_S = 2.0
 
 
 def prepare_client() -> None:
-    """Make this process one that hears of failures which no actor has handled."""
+    """Have this process report failures that no actor has handled, and deadlocks of actors."""
     registry = local_registry()
     if not registry.on_rank and not registry.transport.exit_reasons.delay_s:
         from meshbook.actors import unhandled_faults
@@ -59,7 +62,7 @@ def prepare_client() -> None:
 
 
 def report_deadlock(awaited: messages.PendingEndpointCall) -> bool:
-    """Say why an answer does not come, if that is because actors wait for each other; whether it was said. Blocks."""
+    """Report an actor deadlock that blocks this reply; return whether one was found. Blocks."""
     from meshbook.controller import reports
 
     for session in list(_sessions):
@@ -78,23 +81,23 @@ def report_deadlock(awaited: messages.PendingEndpointCall) -> bool:
 
 
 class ProcBackend:
-    """Processes, however they came about."""
+    """The processes behind a ProcMesh."""
 
     references: Any = None
     ready: Future[bool]
 
     def procs_ref(self) -> ProcMeshRef:
-        """Where they are. Waits until they run."""
+        """Return their addresses. Blocks until they run."""
         raise NotImplementedError
 
     def hint_spawn(self, Class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What is about to be spawned on them, if they can still be made to fit."""
+        """Announce what is about to be spawned, so that processes that are still starting can be chosen to fit."""
 
     def mesh(self) -> Any:
         return None
 
     def is_stopping(self) -> bool:
-        """Whether they are being ended on purpose, from here."""
+        """Whether this program is stopping them on purpose."""
         return False
 
     def stop(self, reason: str) -> Future[None]:
@@ -107,7 +110,7 @@ class ProcBackend:
 
 
 class RefProcBackend(ProcBackend):
-    """Processes that another one has told us of."""
+    """Processes known by a reference from another process."""
 
     def __init__(self, procs_ref: ProcMeshRef) -> None:
         self._procs_ref = procs_ref
@@ -132,7 +135,7 @@ class RefProcBackend(ProcBackend):
             from meshbook.controller.mesh import attach
             from meshbook.errors import MeshbookError
 
-            with contextlib.suppress(MeshbookError):  # somebody was faster
+            with contextlib.suppress(MeshbookError):  # already stopped
                 attach(name).stop()
 
         return run_in_background(end, f"the stop of {name}")
@@ -153,7 +156,7 @@ class RankProcBackend(ProcBackend):
         background_output_of(session).all_clients = True
 
     def procs_ref(self) -> ProcMeshRef:
-        """`addresses` in the order of ranks."""
+        """Return the addresses, in rank order. Blocks."""
         with self._lock:
             if self._procs_ref is None:
                 self._session.check_attached()
@@ -186,18 +189,19 @@ class RankProcBackend(ProcBackend):
 
 
 class MeshReferences:
-    """What the ranks of a mesh have themselves, and therefore get as a key: handles and remote tensors."""
+    """Objects that the ranks of a mesh already hold and receive as a key: handles and remote tensors."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
     def persistent_id_for(self, ranks: Sequence[int], pinned: list[Any]) -> Callable[[Any], str | None]:
-        """For one message to actors on these ranks: gives the key of a thing, or None if it is to be sent itself.
+        """Return a function that maps an object to its key on these ranks, or to None if it must be sent itself.
 
-        Waits until the ranks have computed a remote tensor: their main threads do, and actors take it on their own.
+        For one message to the actors on these ranks. The function blocks until the ranks have computed a remote tensor:
+        their main threads compute it, and actors read it on their own threads.
 
         Args:
-            pinned: gets what the ranks look up; it must live until they have.
+            pinned: receives the objects that the ranks look up; keep it alive until they have.
         """
 
         def key_of(thing: Any) -> str | None:
@@ -221,7 +225,7 @@ class MeshReferences:
 
 
 def mesh_slice_of(actors: ActorMesh) -> Mesh | None:
-    """The part of a mesh of this program's that actors live on, under their own axes; None where it is another's."""
+    """Return the mesh slice that actors live on, under their own axes; None if this program has no such mesh."""
     from meshbook.controller.mesh import Mesh
 
     procs_ref, axes = actors._ref.procs_ref, actors._axes
@@ -237,7 +241,7 @@ def mesh_slice_of(actors: ActorMesh) -> Mesh | None:
 
 
 class SpawnedProcBackend(ProcBackend):
-    """Processes that this program starts: a mesh of light ranks, come up in the background."""
+    """Processes that this program starts: a mesh of ranks without a process group, started in the background."""
 
     def __init__(
         self, name: str, axes: MeshAxes, bootstrap: Callable[[], Any] | None, device: str, env: dict[str, str]
@@ -250,17 +254,17 @@ class SpawnedProcBackend(ProcBackend):
         self._procs_ref: ProcMeshRef | None = None
         self._stopped = False
         self._lock = threading.Lock()
-        self._first_spawn: tuple[Any, ...] | None = None  # class, args, kwargs of what was spawned first
-        self._first_spawn_known = threading.Event()  # that is known
-        self._preloads_torch = False  # without knowing what for
-        self._is_claimed = False  # by who brings the processes up
+        self._first_spawn: tuple[Any, ...] | None = None  # class, args, kwargs of the first spawn
+        self._first_spawn_known = threading.Event()  # `_first_spawn` is set
+        self._preloads_torch = False  # torch is being imported before the first spawn is known
+        self._is_claimed = False  # one of the starting threads owns the start
         self.ready = Future("the start of the processes")
         local_registry().started_here[self.name] = self
-        # Not a daemon: an orderly end of the program waits for what it has begun, and then stops it.
+        # Not a daemon: a normal exit of the program waits for the start, then stops the processes.
         threading.Thread(target=self._choose_and_start, name=f"start {self.name}").start()
 
     def _choose_and_start(self) -> None:
-        """On a thread of its own, from the beginning: it chooses, and warms what is chosen."""
+        """Choose the kind of processes and start them. Runs on its own thread."""
         if not self._may_skip_torch():
             self._start_processes("torch" in sys.modules)
             return
@@ -268,11 +272,12 @@ class SpawnedProcBackend(ProcBackend):
         with self._lock:
             first_spawn = self._first_spawn
             self._preloads_torch = first_spawn is None
-        # With nothing spawned yet, torch; unless what is spawned while that is imported does without: see `meant_for`.
+        # Without a spawn yet, import torch. A spawn during the import that needs no torch starts its own: see
+        # `hint_spawn`.
         self._start_processes(first_spawn is None or needs_torch(*first_spawn))
 
     def _may_skip_torch(self) -> bool:
-        """Whether processes that have torch would have to be waited for, and ones without may do."""
+        """Whether processes with torch would have to be waited for, and processes without it may suffice."""
         may_skip = "torch" in sys.modules and self._bootstrap is None and self._options["device"] != "cuda"
         return may_skip and not count_gpus() and not standby.has(torch=True) and find_warm_mesh(torch=True) is None
 
@@ -302,7 +307,7 @@ class SpawnedProcBackend(ProcBackend):
                 with contextlib.suppress(Exception):
                     session.stop()
             if session is None and not self._claim():
-                return  # others are up
+                return  # the other start thread has started them
             local_registry().started_here.pop(self.name, None)
             self.ready.fail(error if isinstance(error, Exception) else StartError(str(error)))
         else:
@@ -311,14 +316,15 @@ class SpawnedProcBackend(ProcBackend):
                 standby.refill(torch=torch)
 
     def _claim(self) -> bool:
-        """Whether the caller brings the processes up, of two who may."""
+        """Whether the caller is the first of the two threads that may start the processes."""
         with self._lock:
             is_first, self._is_claimed = not self._is_claimed, True
         return is_first
 
     def procs_ref(self) -> ProcMeshRef:
         if not self.ready.done() and threading.get_ident() in NON_BLOCKING_THREADS:
-            # An async endpoint that spawns on what it has just started. It is up in a moment, and needs no event loop.
+            # An async endpoint spawns on processes that it has just started. They are up in a moment, without the event
+            # loop.
             up = threading.Event()
             self.ready.add_done_callback(lambda _: up.set())
             up.wait()
@@ -340,11 +346,14 @@ class SpawnedProcBackend(ProcBackend):
             preloads_torch = self._preloads_torch
         self._first_spawn_known.set()
         if preloads_torch and not self.ready.done() and not needs_torch(Class, args, kwargs):
-            # Nothing was spawned for a moment, so torch is being imported; these need not wait for that.
+            # No spawn came in time, so torch is being imported; these processes need not wait for it.
             threading.Thread(target=self._start_processes, args=(False,), name=f"start {self.name}").start()
 
     def _get_warm_session(self, torch: bool) -> Session:
-        """A mesh without ranks yet. Importing torch takes seconds, so of several that want it at once one does it."""
+        """Return a mesh without ranks yet. Blocks.
+
+        Importing torch takes seconds, so only one of several concurrent callers does it.
+        """
         from meshbook.controller.mesh import prewarm_session
 
         with _import_lock if torch and find_warm_mesh(torch=True) is None else contextlib.nullcontext():
@@ -352,7 +361,8 @@ class SpawnedProcBackend(ProcBackend):
             if stored is not None:
                 return stored
             warm_mesh = find_warm_mesh(torch=torch)
-            name = f"{self.name}-light" if self._preloads_torch and not torch else self.name  # the other is on its way
+            # the mesh with torch is starting
+            name = f"{self.name}-light" if self._preloads_torch and not torch else self.name
             session = prewarm_session(name, torch=torch, orphan_ttl_s=_orphan_ttl_s(), fork_from=warm_mesh)
             session.extras["torch"] = torch
             if torch and warm_mesh is None:
@@ -362,7 +372,7 @@ class SpawnedProcBackend(ProcBackend):
 
     @property
     def is_up(self) -> bool:
-        """Whether it has come up and was not stopped."""
+        """Whether the processes have started and were not stopped."""
         return self._procs_ref is not None and not self._stopped
 
     def is_stopping(self) -> bool:
@@ -387,12 +397,12 @@ class SpawnedProcBackend(ProcBackend):
 
 
 def _was_stopped(session: Session) -> bool:
-    """Whether somebody has stopped or left this mesh. One whose supervisor was killed has not been."""
+    """Whether this mesh was stopped or left on purpose. A killed supervisor does not count."""
     return session.stopping or (session.ended is not None and not session.connection.ended_unexpectedly)
 
 
 _import_lock = threading.Lock()
-_sessions: weakref.WeakSet[Session] = weakref.WeakSet()  # whose fork servers others may be branched off
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()  # whose fork servers can be forked for other meshes
 
 
 def _orphan_ttl_s() -> float:
@@ -400,7 +410,7 @@ def _orphan_ttl_s() -> float:
 
 
 def find_warm_mesh(*, torch: bool) -> Session | None:
-    """A living mesh with a warm fork server of this kind."""
+    """Return a running mesh with a warm fork server of this kind, or None."""
     for session in list(_sessions):
         spec = session.info.spec
         is_forking = spec is None or spec.start_method == "fork"
@@ -416,7 +426,7 @@ def _fork_socket(session: Session) -> Path:
 
 
 def _wait_for_fork_server(session: Session) -> None:
-    """Until it has imported what it imports, or for a while: then it is as well to go on."""
+    """Wait until the fork server has finished its imports, for `_REPLY_TIMEOUT_S` at most."""
     deadline = time.monotonic() + _REPLY_TIMEOUT_S
     poll = threading.Event()
     while not _fork_socket(session).exists() and time.monotonic() < deadline:
@@ -424,13 +434,15 @@ def _wait_for_fork_server(session: Session) -> None:
 
 
 class StandbyMesh:
-    """One mesh without ranks, with a warm fork server, for the next `spawn_procs` that wants its kind (with torch or
-    without). There is one only while there are processes that this program has spawned."""
+    """One mesh without ranks, with a warm fork server, for the next `spawn_procs` of its kind (with or without torch).
+
+    It exists only while this program has spawned processes.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._stored: tuple[bool, Session] | None = None
-        self.generation = 0  # counts up when it is emptied, so that one that comes up afterwards is known as late
+        self.generation = 0  # incremented by `clear`, so that a mesh that comes up afterwards is recognized as stale
 
     def pop(self, *, torch: bool) -> Session | None:
         with self._lock:
@@ -445,7 +457,7 @@ class StandbyMesh:
             return self._stored is not None and self._stored[0] == torch
 
     def refill(self, *, torch: bool) -> None:
-        """Have one made. Called on a thread that has nothing else to do."""
+        """Start a standby mesh. Blocks: call it on a background thread."""
         from meshbook.controller.mesh import prewarm_session
 
         generation, warm_mesh = self.generation, find_warm_mesh(torch=torch)
@@ -457,7 +469,11 @@ class StandbyMesh:
         self.put(session, torch=torch, generation=generation)
 
     def put(self, session: Session, *, torch: bool, generation: int) -> None:
-        """Keep one that is there, or stop it. `generation`: the number as it was before it was begun."""
+        """Store a running mesh, or stop it if it is not needed.
+
+        Args:
+            generation: the value of `generation` before the mesh was started.
+        """
         with self._lock:
             if generation == self.generation and self._stored is None:
                 self._stored = torch, session
@@ -476,7 +492,7 @@ standby = StandbyMesh()
 
 
 def announce_stop(procs_ref: ProcMeshRef, reason: str) -> None:
-    """These processes end on purpose: nobody is to be told of it as of a failure, here or anywhere."""
+    """Announce that these processes exit on purpose, so that no process reports it as a failure."""
     stopped_procs[procs_ref.name] = None
     nodes = {address.node for address in procs_ref.addresses}
     for owned in list(local_registry().owned.values()):
@@ -489,7 +505,7 @@ def announce_stop(procs_ref: ProcMeshRef, reason: str) -> None:
         lambda number: messages.PrepareShutdown(number, reason),
         GatherCollector(actors, "stop", notified, lambda v: None, ignore_lost=True),
     )
-    with contextlib.suppress(MeshTimeout):  # one of them is stuck, and will be killed
+    with contextlib.suppress(MeshTimeout):  # one of them is stuck and will be killed
         notified.get(_EXIT_NOTICE_S)
 
 
@@ -499,18 +515,18 @@ def run_in_background(function: Callable[[], Any], label: str) -> Future[None]:
     def run() -> None:
         try:
             function()
-        except BaseException as error:  # nobody else would ever settle it
+        except BaseException as error:  # otherwise the future would never resolve
             future.fail(error)
         else:
             future.resolve(lambda: None)
 
-    # Not a daemon: an orderly end of the program waits until what it asked to be stopped has been.
+    # Not a daemon: a normal exit of the program waits until requested stops have finished.
     threading.Thread(target=run, name=label).start()
     return future
 
 
 def query_addresses(session: Session, axes: MeshAxes) -> tuple[NodeAddress, ...]:
-    """Where each rank can be reached; the ranks' service threads say, whatever the ranks run."""
+    """Return the address of each rank. The ranks' service threads reply, whatever the ranks run. Blocks."""
     found: dict[int, NodeAddress] = {}
     deadline = time.monotonic() + _REPLY_TIMEOUT_S
     while (missing := tuple(rank for rank in session.living(axes.ranks) if rank not in found)) and (

@@ -1,8 +1,8 @@
-"""Meshes of hosts and processes: where actors are spawned.
+"""Meshes of hosts and processes, on which actors are spawned.
 
-`this_host().spawn_procs({"gpus": 4})` is a Meshbook mesh of its own, of light ranks; actors are spawned on it, or on
-the ranks of the notebook's mesh, by speaking to the processes directly. A ProcMesh travels in messages: an actor may
-spawn on the processes it is handed.
+`this_host().spawn_procs({"gpus": 4})` is a separate Meshbook mesh of ranks without a process group. Actors are spawned
+on it, or on the ranks of the notebook's mesh, by sending messages to the processes directly. A ProcMesh can be sent in
+messages: an actor may spawn on the processes that it receives.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from meshbook.controller.mesh import Mesh
 
 _NO_AXES = MeshAxes((), (), (0,))
-_REPLY_TIMEOUT_S = 30.0  # for a process to say where it is, or that it has registered an actor: it has only to look up
+_REPLY_TIMEOUT_S = 30.0  # for a process to report its address or register an actor: a lookup
 
 
 class HostMesh(MeshTrait):
-    """Machines. Here: this one."""
+    """A mesh of machines. Currently this machine only."""
 
     def __init__(self, axes: MeshAxes = _NO_AXES) -> None:
         self._axes = axes
@@ -61,16 +61,16 @@ class HostMesh(MeshTrait):
         device: str = "auto",
         env: Mapping[str, str] | None = None,
     ) -> ProcMesh:
-        """Start processes: `spawn_procs({"gpus": 4})`. Does not wait; what is spawned on them does.
+        """Start processes: `spawn_procs({"gpus": 4})`. Does not wait; spawning on them does.
 
         Args:
             per_host: axis -> size; None: a single process.
             bootstrap: called once in each process, before any actor.
-            device: "cpu", "cuda", or "auto": a GPU for each process if there are enough.
+            device: "cpu", "cuda", or "auto": one GPU per process if there are enough.
             env: environment variables for the processes.
 
         Raises:
-            UsageError: an option of Monarch's that has no meaning here.
+            UsageError: a Monarch option that is not supported here.
         """
         if proc_bind is not None or bootstrap_command is not None:
             raise UsageError("proc_bind and bootstrap_command are not here: processes are forked from one warm server")
@@ -108,20 +108,20 @@ class HostMesh(MeshTrait):
 
 
 class ProcMesh(MeshTrait):
-    """Processes, or a part of them, on which actors can be spawned. As an async context manager: stopped at the end."""
+    """Processes, or a slice of them, on which actors can be spawned. Async context manager: stops at exit."""
 
     def __init__(self, backend: ProcBackend, axes: MeshAxes) -> None:
         self._backend, self._axes = backend, axes
 
     @classmethod
     def from_ref(cls, procs_ref: ProcMeshRef, ranks: tuple[int, ...] | None = None) -> ProcMesh:
-        """The processes that an actor was told it lives on; with `ranks`, some of them as a mesh without axes."""
+        """Return the processes behind a reference; with `ranks`, some of them as a mesh without axes."""
         axes = MeshAxes(procs_ref.axis_names, procs_ref.axis_sizes, tuple(range(len(procs_ref.addresses))))
         return cls(RefProcBackend(procs_ref), axes if ranks is None else MeshAxes((), (), ranks))
 
     @classmethod
     def from_mesh(cls, mesh: Mesh) -> ProcMesh:
-        """The ranks of a Meshbook mesh, or of a view of one."""
+        """Return the ranks of a Meshbook mesh, or of a slice of one."""
         grid = mesh.session.axes
         assert grid is not None
         backend = mesh.session.extras.get("actors")
@@ -146,17 +146,17 @@ class ProcMesh(MeshTrait):
         return self._backend.procs_ref().name
 
     def spawn(self, name: str, Class: type, *args: Any, **kwargs: Any) -> ActorMesh:
-        """Make an actor of `Class` in each process. Waits for the processes, not for `Class.__init__`.
+        """Create an actor of `Class` in each process. Waits for the processes, not for `Class.__init__`.
 
         Args:
-            name: what errors, tables and `__supervise__` call it; each process has it once.
+            name: its name in errors, tables and `__supervise__`; unique in each process.
             args, kwargs: for `Class.__init__`, packed once for all.
 
         Raises:
             TypeError: `Class` is not derived from Actor.
-            ValueError: an actor of that name lives in one of the processes; or an endpoint's name that is taken.
+            ValueError: an actor of that name lives in one of the processes; or an endpoint has a reserved name.
             TransferError: the class or an argument cannot be pickled; the message names the part.
-            SupervisionError: a process is gone.
+            SupervisionError: a process has exited.
         """
         endpoints, methods = describe_class(Class)
         self._backend.hint_spawn(Class, args, kwargs)
@@ -208,13 +208,13 @@ class ProcMesh(MeshTrait):
         try:
             _wait_until_registered(done, ref)
         except Exception:
-            mesh.stop("it could not be spawned everywhere")  # its name is free again where it was
+            mesh.stop("it could not be spawned everywhere")  # frees the name where it was spawned
             raise
         if pinned:
             mesh._pin_until_received(pinned)
 
     def to_table(self) -> str:
-        """The processes as a table, for people."""
+        """Return the processes as a text table."""
         procs_ref = self._backend.procs_ref()
         rows = [["place", "process"]]
         for index, rank in enumerate(self._axes.ranks):
@@ -225,10 +225,10 @@ class ProcMesh(MeshTrait):
         return "\n".join(f"{left:<{width}}  {right}" for left, right in rows)
 
     def stop(self, reason: str = "stopped by its client") -> Future[None]:
-        """End the processes and the actors on them. Does not wait.
+        """Stop the processes and the actors on them. Does not wait.
 
         Returns:
-            A future, done when they are gone.
+            A future, done when they have exited.
         """
         return self._backend.stop(reason)
 
@@ -245,12 +245,13 @@ class ProcMesh(MeshTrait):
         aggregate_window_sec: int | None = None,
         level: int = logging.INFO,
     ) -> None:
-        """What becomes of output: shown here, folded over ranks, or kept in the ranks' logs only.
+        """Configure output: shown here, folded over ranks, or only written to the ranks' logs.
 
         Args:
-            stream_to_client: show it.
-            aggregate_window_sec: taken for Monarch's sake; equal lines are folded over ranks as they come.
-            level: of the processes' loggers.
+            stream_to_client: show output here.
+            aggregate_window_sec: accepted for compatibility with Monarch; equal lines are folded over ranks as they
+                arrive.
+            level: log level of the processes' root loggers.
         """
         self._backend.logging_option(stream_to_client)
         home = self._backend.procs_ref()
@@ -279,7 +280,10 @@ def _rebuild(procs_ref: ProcMeshRef, axes: MeshAxes) -> ProcMesh:
 
 
 def _wait_until_registered(done: Future[None], ref: ActorRef) -> None:
-    """Until the processes have registered an actor: a lookup in each, so also where nothing slow may be waited for."""
+    """Wait until the processes have registered an actor.
+
+    Registering is only a lookup in each process, so event-loop threads may wait for it too.
+    """
     registered = threading.Event()
     done.add_done_callback(lambda _: registered.set())
     if not registered.wait(_REPLY_TIMEOUT_S):
@@ -304,17 +308,17 @@ def _logging_actor() -> type:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Here
+# This machine and this process
 
 
 def this_host() -> HostMesh:
-    """This machine."""
+    """Return this machine as a HostMesh."""
     prepare_client()
     return HostMesh()
 
 
 def this_proc() -> ProcMesh:
-    """This process, as a mesh of one: actors spawned on it live beside the code that spawned them."""
+    """Return this process as a mesh of one: actors spawned on it run in the same process as their spawner."""
     prepare_client()
     instance = context().actor_instance
     procs_ref = instance.procs_ref
@@ -326,12 +330,12 @@ def this_proc() -> ProcMesh:
 
 
 def spawn_on(mesh: Mesh, name: str, Class: type, *args: Any, **kwargs: Any) -> ActorMesh:
-    """`Mesh.spawn`: actors on the ranks of the notebook's mesh, beside its cells."""
+    """Spawn actors on the ranks of the notebook's mesh, alongside its cells: `Mesh.spawn`."""
     return ProcMesh.from_mesh(mesh).spawn(name, Class, *args, **kwargs)
 
 
 def get_or_spawn_controller(name: str, Class: type, *args: Any, **kwargs: Any) -> Future[ActorMesh]:
-    """The one actor of that name in this process; made when it is asked for the first time."""
+    """Return the single actor of that name in this process; spawned by the first call."""
     registry = local_registry()
     found = registry.started_here.get(f"controller {name}")
     if found is None:
@@ -340,7 +344,7 @@ def get_or_spawn_controller(name: str, Class: type, *args: Any, **kwargs: Any) -
 
 
 def shutdown_context(host_timeout: float | None = None) -> Future[None]:
-    """Stop every process that this program has spawned."""
+    """Stop all processes that this program has spawned."""
     return _stop_all()
 
 
@@ -359,11 +363,11 @@ def _stop_all() -> Future[None]:
 
 
 def list_actors(procs_or_mesh: Any, *, timeout: float = 2.0) -> list[dict[str, Any]]:
-    """One row for each actor that lives on a ProcMesh or a Mesh: what it runs, what waits, its last error.
+    """Return one row for each actor on a ProcMesh or a Mesh: what it runs, its mailbox length, its last error.
 
     Returns:
         dicts with rank, actor, id, class, place, point, state, mailbox, running, seconds, messages, last_error. Ranks
-        that are gone, or do not answer within `timeout` seconds, are left out.
+        that have exited, or do not reply within `timeout` seconds, are left out.
     """
     procs = procs_or_mesh if isinstance(procs_or_mesh, ProcMesh) else ProcMesh.from_mesh(procs_or_mesh)
     procs_ref = procs._backend.procs_ref()

@@ -1,7 +1,7 @@
-"""A class that was defined anew, for the actors that live: their methods become the new ones, their attributes stay.
+"""Update living actors to a redefined class: they get its methods and keep their attributes.
 
-In a notebook the cell that defines a class is run again and again. Knows no notebook: it is told the new class, or a
-namespace to look in.
+In a notebook the cell that defines a class is run repeatedly. Independent of notebooks: the caller passes the new
+class, or a namespace that contains it.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from meshbook.actors.runtime.transport import has_local_transport
 from meshbook.errors import MeshTimeout
 from meshbook.mesh_axes import MeshAxes
 
-# Seconds to wait for actors to say that they are what they were told to be. Later messages come after in any case, so
-# an actor in the middle of a long endpoint need not be waited for.
+# Seconds to wait for actors to confirm the update. Later messages are processed after it in any case, so there is no
+# need to wait for an actor that runs a long endpoint.
 _WAIT_S = 1.0
 
 
 @dataclass(frozen=True)
 class Redefined:
-    """What became of one mesh of actors. `str()` of it is a sentence.
+    """The result of the update for one mesh of actors. `str()` returns it as a sentence.
 
     Attributes:
-        name: the mesh's.
+        name: the name of the mesh.
         changed, added, removed: names of methods and class attributes.
         init_changed: `__init__` differs; it does not run again.
-        refused: why its actors stay as they are; None: they do not.
-        is_later: an actor is busy, and becomes new after the message it is at.
+        refused: why its actors were not updated; None if they were.
+        is_pending: an actor is busy and is updated after its current message.
     """
 
     name: str
@@ -60,15 +60,15 @@ class Redefined:
 
 
 def redefine(Class: type) -> list[Redefined]:
-    """Have the actors that this program has spawned from an earlier class of the same name run the methods of `Class`.
+    """Update the actors that this program has spawned from an earlier class of the same name to the methods of `Class`.
 
     Their attributes stay as they are, and `__init__` does not run. Messages sent before run the old methods.
 
     Returns:
-        One for each mesh of actors; a sentence each by `str`.
+        One result for each mesh of actors; `str()` of it is a sentence.
 
     Raises:
-        TypeError, ValueError: it is no class of actors, or cannot be one.
+        TypeError, ValueError: `Class` is not an actor class, or cannot be one.
     """
     describe_class(Class)
     done = []
@@ -82,7 +82,7 @@ def redefine(Class: type) -> list[Redefined]:
 
 
 def redefine_from(namespace: Mapping[str, Any]) -> list[Redefined]:
-    """The same for every class of a live actor that a namespace (a notebook's) has another definition of by now."""
+    """Update all living actors whose class is redefined in a namespace, such as a notebook's."""
     done: list[Redefined] = []
     if not has_local_transport():
         return done
@@ -107,7 +107,7 @@ def _redefine(ref: Any, Class: type) -> Redefined:
     old = ref.Class
     differences: dict[str, Any] = _differences(old, Class)
     if base.runs_on_loop(old) != base.runs_on_loop(Class):
-        ref.Class = Class  # asked once, answered once
+        ref.Class = Class  # refuse only once
         was = "async def" if base.runs_on_loop(old) else "plain def"
         return Redefined(
             ref.name, Class.__name__, refused=f"its endpoints were {was}, and what they run on was made for that; "
@@ -131,7 +131,7 @@ def _redefine(ref: Any, Class: type) -> Redefined:
 
 
 def swap_class(actor: Any, Class: type) -> None:
-    """In the actor's process, on its thread."""
+    """Set an actor's class. Runs in the actor's process, on its thread."""
     actor.__class__ = Class
 
 
@@ -147,7 +147,7 @@ def _differences(old: type, new: type) -> dict[str, Any]:
 
 
 def _user_attributes(Class: type) -> dict[str, Any]:
-    """What a class of the user's defines, base classes of the user's included."""
+    """Return what the user's class and its user-defined base classes define."""
     found: dict[str, Any] = {}
     for base_class in reversed(Class.__mro__):
         if base_class not in (object, base.Actor):
@@ -159,7 +159,7 @@ def _user_attributes(Class: type) -> dict[str, Any]:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether two methods do the same, as far as their code says."""
+    """Whether two attributes are equal, comparing functions by their code."""
     if isinstance(one, base.EndpointProperty) and isinstance(other, base.EndpointProperty):
         return one.explicit_response_port == other.explicit_response_port and _equal(one.method, other.method)
     if isinstance(one, types.FunctionType) and isinstance(other, types.FunctionType):
@@ -170,7 +170,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _code_identity(code: types.CodeType) -> tuple[Any, ...]:
-    """A function's code without the lines it stands on."""
+    """Return a comparable form of a function's code without line numbers."""
     constants = tuple(
         _code_identity(part) if isinstance(part, types.CodeType) else repr(part) for part in code.co_consts
     )

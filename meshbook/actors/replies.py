@@ -1,7 +1,7 @@
-"""Who waits for the answers of a mesh, and what becomes of them: all as one value, or one by one.
+"""Collect the replies of a mesh to a call: all as one value, or one by one.
 
-Answers are heard on the thread that hears other processes, those of this process too, and unpacked by who asks for
-them: no two threads are ever in `arrived` or `lost`. A process that has ended answers at once, with an error.
+The transport's reader thread receives replies, those of this process included, so `on_reply` and `on_peer_lost` never
+run concurrently. The waiting thread unpacks them. A process that exits counts as an immediate error reply.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from meshbook.wire import messages
 if TYPE_CHECKING:
     from meshbook.actors.mesh import ActorMesh
 
-# Seconds after the first failure of a call in which others of the same call are still heard, so that one error can name
-# all ranks that failed alike.
+# Seconds to wait after the first failure of a call for others of the same call, so that one error can name all ranks
+# with the same failure.
 _GATHER_FAILURES_S = 0.1
 
 
 class ReplyCollector:
-    """Answers of some actors, by their index in the called mesh."""
+    """The replies of some actors, by their index in the called mesh."""
 
     def __init__(self, mesh: ActorMesh, method: str) -> None:
         self.mesh, self.method = mesh, method
-        self.pending_by_peer: dict[int, int] = {}  # of those that have not answered, by the peer's number
-        self.call_id = 0  # under which they answer
+        self.pending_by_peer: dict[int, int] = {}  # index of each actor that has not replied, by peer id
+        self.call_id = 0  # the id that their replies carry
         instance = context().actor_instance
         self.caller = None if instance.runner is None else (instance.actor_id, message_var.get())
         self.started_at = time.monotonic()
@@ -44,7 +44,7 @@ class ReplyCollector:
         raise NotImplementedError
 
     def awaited_replies(self) -> list[messages.PendingEndpointCall]:
-        """See `post.Expected`. From any thread."""
+        """Return the actors that have not replied, if a caller waits for them: see `CallReplyHandler`. Any thread."""
         if not any(future.is_awaited for future in self.get_futures()):
             return []
         ref, axes, since_s = self.mesh._ref, self.mesh._axes, time.monotonic() - self.started_at
@@ -58,7 +58,7 @@ class ReplyCollector:
     def on_reply(self, peer: Any, reply: Any) -> bool:
         index = self.pending_by_peer.pop(peer.id, None)
         if index is None or type(reply) is messages.PortMessage:
-            # Through a port that may have been passed on: it knows whose answer it is.
+            # A port may have been passed on to another actor: `rank` tells whose reply it is.
             rank = getattr(reply, "rank", None)
             if index is not None and rank not in (None, index):
                 self.pending_by_peer[peer.id] = index
@@ -82,7 +82,7 @@ class ReplyCollector:
         raise NotImplementedError
 
     def make_lost_error(self, index: int, peer: Any) -> faults.SupervisionError:
-        """Made by who waits, so that the news of how the process ended may be waited for."""
+        """Return the error for a lost actor. Runs on the waiting thread, because it may wait for the exit reason."""
         ref = self.mesh._ref
         exit_reason = local_transport().exit_reasons.describe(peer.address, wait=True)
         error = faults.SupervisionError(
@@ -100,7 +100,11 @@ class ReplyCollector:
         return error
 
     def interrupt(self) -> str:
-        """End the call where it is not answered yet. Says where that is, "trainers.step on ranks 0-3"."""
+        """Interrupt the call on actors that have not replied.
+
+        Returns:
+            What was interrupted, "trainers.step on ranks 0-3".
+        """
         ref, axes = self.mesh._ref, self.mesh._axes
         pending = sorted(self.pending_by_peer.values())
         request = encode(messages.InterruptActor(ref.id, self.call_id))
@@ -114,12 +118,12 @@ class ReplyCollector:
         return faults.combine_failures(failures, f"{ref.name}.{self.method}", ref.name)
 
     def mark_failure_reported(self) -> None:
-        """Somebody is told of a failure of this mesh: it needs no hook."""
+        """Record that a caller receives a failure of this mesh, so that the fault hook is not needed."""
         reported_failures[self.mesh._ref.name] = time.monotonic()
 
 
 class GatherCollector(ReplyCollector):
-    """All answers, as one value."""
+    """Collects all replies as one value."""
 
     def __init__(
         self,
@@ -166,7 +170,7 @@ class GatherCollector(ReplyCollector):
         return True
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # nobody has asked for what came; its memory goes back
+        with contextlib.suppress(Exception):  # release the memory of replies that were not unpacked
             self._discard()
 
     def _discard(self) -> None:
@@ -188,7 +192,7 @@ class GatherCollector(ReplyCollector):
 
 
 class StreamCollector(ReplyCollector):
-    """The answers one by one: the first future is the first to come."""
+    """Resolves one future per reply: the first future gets the first reply."""
 
     def __init__(self, mesh: ActorMesh, method: str, count: int) -> None:
         super().__init__(mesh, method)
@@ -223,6 +227,6 @@ def _raise(error: BaseException) -> Any:
     raise error
 
 
-# Which meshes' failures have reached a caller, and when: `procs` stops a cell only for those that have not.
+# When a failure of a mesh last reached a caller, by mesh name: `unhandled_faults` stops a cell only for other failures.
 reported_failures: BoundedDict[str, float] = BoundedDict()
-stopped_procs: BoundedDict[str, None] = BoundedDict()  # names of meshes of processes that were ended from here
+stopped_procs: BoundedDict[str, None] = BoundedDict()  # names of process meshes that were stopped from here

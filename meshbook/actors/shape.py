@@ -1,6 +1,6 @@
-"""Points, extents, and the arithmetic that every mesh of actors, processes, hosts and values shares.
+"""Points, extents, and the slicing API that meshes of actors, processes, hosts and values share.
 
-A thin layer of Monarch's names over `meshbook.mesh_axes.MeshAxes`. Knows nothing of what stands at the points.
+A thin layer with Monarch's names over `meshbook.mesh_axes.MeshAxes`. Independent of what the points hold.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from meshbook.mesh_axes import MeshAxes
 
 
 class Extent(Mapping[str, int]):
-    """Names of axes and their sizes, in order."""
+    """Axis names and their sizes, in order."""
 
     __slots__ = ("labels", "sizes")
 
@@ -52,7 +52,7 @@ class Extent(Mapping[str, int]):
 
 
 class Point(Mapping[str, int]):
-    """A place in an extent: a mapping from axis to index, with `rank`, its number in row-major order."""
+    """A position in an extent: a mapping from axis to index; `rank` is its number in row-major order."""
 
     __slots__ = ("extent", "rank")
 
@@ -93,7 +93,7 @@ class Point(Mapping[str, int]):
 
 
 class MeshTrait:
-    """slice, split, flatten, rename, size, sizes, extent: of whatever has `_axes` and can be cut by `_with_axes`."""
+    """The mesh API (slice, split, flatten, rename, size, sizes, extent) for classes with `_axes` and `_with_axes`."""
 
     _axes: MeshAxes
 
@@ -101,22 +101,22 @@ class MeshTrait:
         raise NotImplementedError
 
     def slice(self, **which: Any) -> Self:
-        """The part at these places: an int drops the axis, a slice keeps it. Raises MeshShapeError."""
+        """Return the part at these indices: an int drops the axis, a slice keeps it. Raises MeshShapeError."""
         return self._with_axes(self._axes.slice(**which))
 
     def flatten(self, name: str) -> Self:
-        """The same places along one axis."""
+        """Return the same points along one axis."""
         return self._with_axes(self._axes.flatten(name))
 
     def rename(self, **names: str) -> Self:
-        """The same places with other axis names: `rename(gpus="tp")`."""
+        """Return the same points with other axis names: `rename(gpus="tp")`."""
         return self._with_axes(self._axes.rename(**names))
 
     def split(self, **how: Any) -> Self:
-        """Axes cut into several: `split(gpus=("dp", "tp"), tp=2)`; one size of each may be left out.
+        """Split axes into several: `split(gpus=("dp", "tp"), tp=2)`; one size of each may be omitted.
 
         Raises:
-            MeshShapeError: the sizes do not multiply up.
+            MeshShapeError: the product of the sizes does not match.
         """
         parts = {axis: tuple(names) for axis, names in how.items() if not isinstance(names, (int, str))}
         sizes = {name: size for name, size in how.items() if isinstance(size, int)}
@@ -143,7 +143,7 @@ class MeshTrait:
         return self._with_axes(axes)
 
     def size(self, dim: str | Sequence[str] | None = None) -> int:
-        """How many places; along one axis, or along several multiplied."""
+        """Return the number of points; with `dim`, along one axis, or the product along several."""
         if dim is None:
             return self._axes.size
         product = 1

@@ -1,7 +1,7 @@
-"""What actors hold, read and set from outside as if it were local: `trainers.state.model.fc.weight`.
+"""Remote access to actors' attributes as if they were local: `trainers.state.model.fc.weight`.
 
-Reading goes beside whatever the actor is doing, so it never waits behind a long endpoint; what it shows is a preview,
-and nothing large travels until it is pulled. Setting, and calling, are messages among the actor's others, in order.
+Reads run concurrently with the actor's messages, so they never wait for a long endpoint; they show previews, and no
+large data is sent before `pull`. Assignments and calls are ordinary messages of the actor, in order.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from meshbook.fold import rendering
 from meshbook.ids import name_ranks
 from meshbook.wire.messages import Outcome, OutcomeGroup, Preview, Value
 
-PathStep = tuple[str, Any]  # "attr", its name; or "item", its key
+PathStep = tuple[str, Any]  # ("attr", name) or ("item", key)
 
 PREVIEW_CHARS = 400
-# Seconds for an actor's process to say what it holds. It looks on a thread that runs nothing else.
+# Seconds for an actor's process to return a preview. It runs on a separate thread.
 _PREVIEW_TIMEOUT_S = 20.0
-# What libraries probe for on any object; a handle must not look as if it had them.
+# Attribute prefixes that libraries probe on any object; a handle must not appear to have them.
 _PROBES = ("_repr_", "_ipython_", "__")
 
 
 class ActorState:
-    """Something that each actor of a mesh holds: an attribute, or what a path of attributes and keys leads to.
+    """A handle to an object that each actor of a mesh holds: an attribute, or a path of attributes and items.
 
-    Where one value is needed (`float(x)`, `if x:`, `x == 3`), all actors must agree on it. `pull(x)` brings the
+    Where a single value is needed (`float(x)`, `if x:`, `x == 3`), all actors must agree on it. `pull(x)` returns the
     objects.
     """
 
@@ -51,8 +51,7 @@ class ActorState:
         object.__setattr__(self, "_meshbook_mesh", mesh)
         object.__setattr__(self, "_meshbook_steps", steps)
 
-    # ---- following it
-
+    # ---- access
     def __getattr__(self, name: str) -> Any:
         if name.startswith(_PROBES):
             raise AttributeError(name)
@@ -76,7 +75,7 @@ class ActorState:
         _run_in_order(self, _assign, "item", key, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> ValueMesh[Any]:
-        """Call it in each actor, on the actor's thread, between its messages; a ValueMesh of what it gives. Blocks."""
+        """Call the object in each actor, on the actor's thread, in message order; return a ValueMesh. Blocks."""
         return _run_in_order(self, _call, args, kwargs)
 
     def __dir__(self) -> list[str]:
@@ -130,8 +129,7 @@ class ActorState:
 
     __hash__ = object.__hash__
 
-    # ---- how it reads
-
+    # ---- display
     def __repr__(self) -> str:
         return rendering.render_values(_preview_parts(self), _ranks(self), colour=False)
 
@@ -151,15 +149,15 @@ class ActorState:
 
 
 def state_of(mesh: ActorMesh) -> ActorState:
-    """`mesh.state`."""
+    """Return `mesh.state`."""
     return ActorState(mesh)
 
 
 def pull(what: ActorState) -> ValueMesh[Any]:
-    """The objects themselves, from every actor. Blocks; beside whatever the actors are doing.
+    """Return the objects of every actor. Blocks; runs concurrently with the actors' messages.
 
     Raises:
-        AttributeError, LookupError: an actor has no such thing.
+        AttributeError, LookupError: an actor has no such object.
         TransferError: it cannot be pickled.
     """
     what = getattr(what, "_meshbook_state", what) if not isinstance(what, ActorState) else what
@@ -167,11 +165,15 @@ def pull(what: ActorState) -> ValueMesh[Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Here
+# In the caller's process
 
 
 def _get_previews(state: ActorState, *, names: bool = False) -> dict[int, tuple[Preview | None, list[str]]]:
-    """What each actor shows at the path, by its place; None where nothing is, with why, or what there is instead."""
+    """Return each actor's preview of the path, by rank, and attribute names; without an object, None and the reason.
+
+    Args:
+        names: also return the names of the object's attributes.
+    """
     mesh = state._meshbook_mesh
     replies = mesh._apply_concurrently(preview_path, state._meshbook_steps, names).get(_PREVIEW_TIMEOUT_S)
     return {
@@ -194,10 +196,10 @@ def _ranks(state: ActorState) -> tuple[int, ...]:
 
 
 def _agreed_value(state: ActorState) -> Any:
-    """The value that all actors agree on.
+    """Return the value that all actors agree on.
 
     Raises:
-        ValuesDiffer: they do not; the message shows what each holds.
+        ValuesDiffer: they do not agree; the message shows each actor's value.
     """
     first, *others = pull(state).values()
     for other in others:
@@ -211,7 +213,7 @@ def _agreed_value(state: ActorState) -> Any:
 
 
 def _run_in_order(state: ActorState, function: Callable[..., Any], *args: Any) -> ValueMesh[Any]:
-    """Something that is done to it as a message among the actor's others. Blocks."""
+    """Run `function` in each actor as one of its ordinary messages. Blocks."""
     return _wait_result(state, state._meshbook_mesh._apply(function, state._meshbook_steps, *args))
 
 
@@ -225,8 +227,10 @@ def _wait_result(state: ActorState, future: Any) -> ValueMesh[Any]:
 
 
 def _as_remote_tensor(state: ActorState, previews: list[Preview]) -> Any:
-    """A tensor that is alike on every actor, as a RemoteTensor of the same storage, where the actors live on ranks
-    that remote tensors can lie on; else the handle."""
+    """Return a RemoteTensor of the same storage for a tensor that is alike on every actor; otherwise the handle.
+
+    This requires that the actors live on ranks that can hold remote tensors.
+    """
     if any(preview.kind != "tensor" for preview in previews):
         return state
     mesh = state._meshbook_mesh
@@ -237,11 +241,11 @@ def _as_remote_tensor(state: ActorState, previews: list[Preview]) -> Any:
         return state
     try:
         tensor = extensions.find("tensor_named")(ranks, f"{object_paths.REFERENCE_KIND}:{key}", meta)
-    except ImportError:  # this program has no torch
+    except ImportError:  # torch is not installed here
         return state
     if tensor is None:
         return state
-    tensor._meshbook_state = state  # what `pull` asks for
+    tensor._meshbook_state = state  # read by `pull`
     return tensor
 
 
@@ -264,9 +268,11 @@ def _no_such_attribute(state: ActorState, name: str, known_names: list[str]) -> 
 
 
 def preview_path(actor: Any, steps: tuple[PathStep, ...], names: bool) -> tuple[dict[str, Any] | None, list[str]]:
-    """A preview as plain data, and the names it has if they are asked for; where nothing is, None and what is there
-    instead."""
-    from meshbook.rank.preview import preview  # IPython with it, in processes whose state somebody looks at
+    """Return a preview as plain data, and attribute names if requested.
+
+    Without an object at the path: None, and the attributes that exist instead or the error.
+    """
+    from meshbook.rank.preview import preview  # lazy, because it imports IPython
 
     reached = actor
     for index, (kind, key) in enumerate(steps):
@@ -281,7 +287,7 @@ def preview_path(actor: Any, steps: tuple[PathStep, ...], names: bool) -> tuple[
 
 
 def _names_of(thing: Any) -> list[str]:
-    """Its own attributes first; of a torch module also what it finds by name."""
+    """Return attribute names, the object's own first; for a torch module also its submodules and parameters."""
     own = [*getattr(thing, "__dict__", ()), *getattr(thing, "_modules", ()), *getattr(thing, "_parameters", ())]
     return [*own, *(name for name in dir(thing) if name not in own)]
 

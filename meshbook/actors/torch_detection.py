@@ -1,6 +1,6 @@
-"""Whether a class of actors is going to need torch, so that processes which do not are there at once. Pure.
+"""Detect whether an actor class needs torch; processes without torch start immediately. Pure.
 
-A guess, made before anything is sent: to be wrong costs the seconds of an import, and nothing else.
+This is a guess, made before anything is sent: a wrong one only costs the seconds of an import.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ TORCH = "torch"
 
 
 def needs_torch(Class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the class names torch, or something of torch's, or is given something of it.
+    """Whether the class refers to torch or to objects of torch, or receives any as arguments.
 
-    A class that lives in a module counts as one that does: who knows what the module imports. An `import torch` inside
-    `__init__` counts, for that runs at once; inside an endpoint it does not, for that runs when it is called.
+    A class from a module always counts as needing torch, because the module's imports are unknown. An `import torch`
+    inside `__init__` counts, because it runs at once; inside an endpoint it does not, because it runs when the endpoint
+    is called.
     """
     if Class.__module__ != "__main__" and "<locals>" not in Class.__qualname__:
         return True
@@ -32,14 +33,14 @@ def needs_torch(Class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
 
 
 def _annotations(Class: type) -> Iterator[Any]:
-    """What its methods say that they take and give: tensors that arrive need torch as well."""
+    """Yield the annotations of a class's methods: received tensors also need torch."""
     for value in vars(Class).values():
         if (function := _unwrap_function(value)) is not None and function.__module__.partition(".")[0] != "meshbook":
             yield from function.__annotations__.values()
 
 
 def _referenced_objects(Class: type) -> Iterator[Any]:
-    """What a class's methods find by name outside themselves, functions of the program's own followed."""
+    """Yield objects that a class's methods refer to by name, following functions of the user's program."""
     yield Class
     pending = [found for value in vars(Class).values() if (found := _unwrap_function(value)) is not None]
     visited: set[int] = set()
@@ -61,7 +62,7 @@ def _referenced_objects(Class: type) -> Iterator[Any]:
 
 
 def _unwrap_function(value: Any) -> FunctionType | None:
-    value = getattr(value, "method", value)  # an endpoint's own
+    value = getattr(value, "method", value)  # the method of an endpoint
     value = getattr(value, "__func__", value)
     return value if isinstance(value, FunctionType) else None
 
@@ -75,7 +76,7 @@ def _imports_torch(function: FunctionType | None) -> bool:
 
 
 def _global_names(code: CodeType) -> set[str]:
-    """Globals that it reads. `co_names` has attributes and imports as well."""
+    """Return the globals that code reads. `co_names` also contains attributes and imports."""
     own = {instruction.argval for instruction in dis.get_instructions(code) if instruction.opname == "LOAD_GLOBAL"}
     return own.union(*(_global_names(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
 

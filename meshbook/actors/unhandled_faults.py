@@ -1,7 +1,7 @@
-"""The end of the line for failures: what happens in a notebook or script when no actor has handled one.
+"""Handle failures that no actor has handled, in a notebook or script.
 
-By default the cell stops. A cell that hears of the failure anyway, because a call of its own fails by it, is not
-stopped a second time.
+By default the cell stops. A cell is not stopped again if it already receives the failure because one of its calls
+fails.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from meshbook.actors.runtime.registry import ActorRegistry
 from meshbook.actors.runtime.transport import local_transport, unblock_signals
 from meshbook.ids import name_ranks
 
-# Seconds that a failure has to reach somebody as the end of a call, before it stops the cell.
+# Seconds for a failure to reach a caller as the result of a call, before it stops the cell.
 _GRACE_S = 0.3
-# ... and that the news of how a process ended may take.
+# Seconds that the report of how a process exited may take.
 _EXIT_REASON_S = 0.25
 
-# Failures that have not stopped the cell yet, by what ranks have in common whose actors failed alike.
+# Failures that have not stopped the cell yet, by (mesh name, traceback): ranks with the same failure share an entry.
 _pending_failures: dict[tuple[str, str], list[faults.MeshFailure]] = {}
 
 
 def install(registry: ActorRegistry) -> None:
-    """Have unhandled failures end here."""
+    """Register this module as the handler of unhandled failures."""
     if not registry.transport.exit_reasons.delay_s:
         registry.on_unhandled_failure = _unhandled
         registry.transport.exit_reasons.delay_s = _EXIT_REASON_S
 
 
 def unhandled_fault_hook(failure: faults.MeshFailure) -> None:
-    """Called with a failure that no `__supervise__` has handled. This default raises, and the cell stops.
+    """Handle a failure that no `__supervise__` has handled. This default raises SystemExit, and the cell stops.
 
-    Assign your own to `meshbook.actor.unhandled_fault_hook`; if it returns, the failure is over.
+    Assign a replacement to `meshbook.actor.unhandled_fault_hook`; if it returns, the failure counts as handled.
     """
     raise SystemExit(1)
 
@@ -54,7 +54,7 @@ def _unhandled(failure: faults.MeshFailure, name: str) -> None:
     failures = _pending_failures.setdefault(group, [])
     failures.append(failure)
     if len(failures) > 1:
-        return  # of another rank; the first speaks for all
+        return  # of another rank; the first failure reports all of them
 
     def stop() -> None:
         ranks = [rank for other in _pending_failures.pop(group) for rank in other.ranks]
@@ -65,7 +65,7 @@ def _unhandled(failure: faults.MeshFailure, name: str) -> None:
 
 
 def _run_hook(hook: Any, failure: faults.MeshFailure) -> None:
-    """User code: on a thread of its own."""
+    """Run the user's hook, on a separate thread."""
     unblock_signals()
     try:
         hook(failure)
@@ -75,7 +75,7 @@ def _run_hook(hook: Any, failure: faults.MeshFailure) -> None:
 
 def _stop_cell(failure: faults.MeshFailure, more: str = "") -> None:
     if not threading.main_thread().is_alive():
-        return  # the program is ending, and its processes with it
+        return  # the program is exiting, and its processes with it
     main = threading.main_thread().ident or 0
     text = f"{failure}{more}; no __supervise__ has handled it"
     error = faults.SupervisionError(text, mesh_name=failure.mesh_name, traceback=failure.traceback)
@@ -88,7 +88,7 @@ def _stop_cell(failure: faults.MeshFailure, more: str = "") -> None:
 
 
 def _is_running_code(frame: FrameType | None) -> bool:
-    """Whether the main thread is in a cell or a script, and not a kernel that waits for one."""
+    """Whether the main thread runs a cell or a script, as opposed to an idle kernel."""
     if "IPython" not in sys.modules or getattr(sys.modules["IPython"], "get_ipython", lambda: None)() is None:
         return True
     while frame is not None:

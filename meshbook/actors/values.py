@@ -1,4 +1,4 @@
-"""What a call to a mesh gives: a value for each point, and folds over them."""
+"""The result of a call to a mesh: a value for each point, and folds over the values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ A = TypeVar("A")
 
 
 class ValueMesh(MeshTrait, Generic[R]):
-    """Values over a mesh, in grid order. Iterating gives (Point, value)."""
+    """Values over a mesh, in row-major order. Iteration yields (Point, value)."""
 
     def __init__(self, axes: MeshAxes, values: Sequence[R]) -> None:
         self._axes = axes
@@ -25,14 +25,14 @@ class ValueMesh(MeshTrait, Generic[R]):
         return ValueMesh(axes, [self._by_rank[rank] for rank in axes.ranks])
 
     def get(self, rank: int) -> R:
-        """The value at a place in grid order, 0 .. size - 1."""
+        """Return the value at a row-major index, 0 .. size - 1."""
         return self._by_rank[self._axes.ranks[rank]]
 
     def item(self, **point: int) -> R:
-        """The value at a point, `item(gpus=2)`; of a mesh of one without arguments.
+        """Return the value at a point, `item(gpus=2)`; for a mesh of one, without arguments.
 
         Raises:
-            MeshShapeError: an axis that is not there, is missing or is out of range.
+            MeshShapeError: an axis is unknown, missing or out of range.
         """
         return self._by_rank[self._axes.rank_at(**point)]
 
@@ -40,7 +40,7 @@ class ValueMesh(MeshTrait, Generic[R]):
         return self.get(index.rank if isinstance(index, Point) else range(len(self))[index])
 
     def items(self) -> Iterator[tuple[Point, R]]:
-        """(Point, value), in grid order."""
+        """Yield (Point, value), in row-major order."""
         extent = self.extent
         for index, value in enumerate(self._by_rank.values()):
             yield Point(index, extent), value
@@ -67,13 +67,13 @@ class ValueMesh(MeshTrait, Generic[R]):
 
 
 class Accumulator(Generic[R, A]):
-    """Folds the answers of a mesh as they come: `Accumulator(trainers.loss, 0.0, operator.add).accumulate(batch)`."""
+    """Folds the replies of a mesh: `Accumulator(trainers.loss, 0.0, operator.add).accumulate(batch)`."""
 
     def __init__(self, endpoint: Any, identity: A, combine: Callable[[A, R], A]) -> None:
         self._endpoint, self._identity, self._combine = endpoint, identity, combine
 
     def accumulate(self, *args: Any, **kwargs: Any) -> Future[A]:
-        """Call the endpoint on every rank; a Future of the folded answers, in the order in which they came."""
+        """Call the endpoint on every rank; return a Future of the replies, folded in order of arrival."""
         futures = list(self._endpoint.stream(*args, **kwargs))
         result: Future[A] = Future("accumulate()")
 
@@ -87,7 +87,7 @@ class Accumulator(Generic[R, A]):
 
         def one_less(_: Future[Any]) -> None:
             nonlocal num_pending
-            with lock:  # this may be the thread that hears, or, for what is here already, the caller's
+            with lock:  # runs on the reader thread or, for replies that are here already, on the caller's
                 num_pending -= 1
                 is_last = not num_pending
             if is_last:

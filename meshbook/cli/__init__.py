@@ -1,1 +1,1 @@
-"""The command `meshbook`: a REPL on a mesh, notebooks and scripts run headless, meshes listed and stopped, a doctor."""
+"""The command `meshbook`: a REPL, headless notebooks and scripts, listing and stopping meshes, diagnostics."""

@@ -1,7 +1,7 @@
-"""`meshbook doctor`: what this machine lacks, what for, and how to get it.
+"""`meshbook doctor`: what this machine lacks, what it is needed for, and how to get it.
 
-Every check looks for itself and changes nothing, but for one: what dead meshes left behind is removed. A check that
-fails in a way it did not foresee is a finding too, never a traceback.
+Checks are independent and read-only, with one exception: stale files of dead meshes are removed. An unexpected error in
+a check is a result too, never a traceback.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from meshbook.errors import MeshbookError
 from meshbook.host.gpus import count_gpus
 from meshbook.wire import keys
 
-# What Meshbook cannot do without, and the versions it was built against: [project] dependencies in pyproject.toml, for
-# when there is no metadata to ask, as in a source tree that is only on the path.
+# Required packages and the versions Meshbook was built against: [project] dependencies in pyproject.toml, used without
+# package metadata, as in a source tree that is only on the path.
 _PACKAGES = {
     "ipykernel": (">=7.4,<8", "the notebook kernel"),
     "ipython": (">=8.30", "the shell on every rank"),
@@ -60,21 +60,21 @@ _EXTRAS = {
 }
 # Open files that a supervisor with some hundred ranks needs: a few per rank.
 _MIN_OPEN_FILES = 1024
-# Docker gives containers 64 MiB, which NCCL and DataLoader workers fill at once.
+# Docker gives containers 64 MiB, which NCCL and DataLoader workers fill quickly.
 _MIN_SHARED_MEMORY_BYTES = 1 << 30
 _MIN_FREE_DISK_BYTES = 100 << 20
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What one check found.
+    """The result of one check.
 
     Attributes:
-        state: "ok"; "note" for what is optional or good to know; "poor" for what works, but badly; "missing" for what
+        state: "ok"; "note" for optional or useful information; "poor" for what works, but badly; "missing" for what
             Meshbook needs and does not have.
-        about: two or three words.
-        says: what is the case.
-        remedy: what to do; empty when there is nothing to be done.
+        about: the subject, in two or three words.
+        says: what was found.
+        remedy: what to do; empty if nothing is needed.
     """
 
     state: Literal["ok", "note", "poor", "missing"]
@@ -84,7 +84,7 @@ class CheckResult:
 
 
 def run_checks() -> list[CheckResult]:
-    """Look at everything; takes some seconds, most of them importing torch."""
+    """Run all checks; takes some seconds, mostly for importing torch."""
     results: list[CheckResult] = []
     for check in CHECKS:
         try:
@@ -95,7 +95,7 @@ def run_checks() -> list[CheckResult]:
 
 
 def format_report(results: list[CheckResult]) -> str:
-    """As text: a line for each, what to do below it, and one sentence at the end."""
+    """Format results as text: a line for each, its remedy below it, and a summary at the end."""
     marks = {"ok": "ok", "note": "note", "poor": "POOR", "missing": "MISSING"}
     width = max(len(result.about) for result in results)
     lines = []
@@ -115,7 +115,7 @@ def format_report(results: list[CheckResult]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Checks. Each gives one finding or more.
+# Checks. Each yields one or more results.
 
 
 def _system() -> Iterator[CheckResult]:
@@ -129,7 +129,7 @@ def _system() -> Iterator[CheckResult]:
 
 
 def _python() -> Iterator[CheckResult]:
-    # Nobody runs this with an older one: the package itself needs 3.11.
+    # Always supported: the package itself requires 3.11.
     yield CheckResult("ok", "Python", f"{platform.python_version()} at {sys.executable}")
 
 
@@ -287,7 +287,7 @@ def _shared_memory() -> Iterator[CheckResult]:
 
 
 def _memfd_problem() -> str:
-    """Makes one and has a child open it by its path, as ranks do."""
+    """Create a memory file and open it by path in a child process, as ranks do; return what failed."""
     if not hasattr(os, "memfd_create"):
         return "this system has none"
     try:
@@ -360,7 +360,7 @@ def _meshes() -> Iterator[CheckResult]:
     try:
         folder = keys.runtime_folder()
     except MeshbookError:
-        return  # told already
+        return  # already reported
     dead = keys.remove_stale_folders()
     living = keys.list_connections()
     if dead:
@@ -372,7 +372,8 @@ def _meshes() -> Iterator[CheckResult]:
         yield CheckResult("ok", "meshes", "none running, nothing left of others")
 
 
-# In the order they are told. Memory files are tried before torch is imported: that check forks, and torch has threads.
+# In the order of the report. Memory files are checked before torch is imported: that check forks, and torch has
+# threads.
 CHECKS: tuple[Callable[[], Iterator[CheckResult]], ...] = (
     _system,
     _python,
@@ -393,7 +394,7 @@ CHECKS: tuple[Callable[[], Iterator[CheckResult]], ...] = (
 
 
 def _package_problem(name: str, constraint: str) -> str:
-    """What is wrong with a package; nothing when it is there and fits."""
+    """Return what is wrong with a package; empty if it is installed in a supported version."""
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -402,7 +403,7 @@ def _package_problem(name: str, constraint: str) -> str:
 
 
 def _satisfies(version: str, constraint: str) -> bool:
-    """Whether `2.13.0+cpu` is within `>=2.11,<2.14`. Numbers only: pre-releases count as the release."""
+    """Whether `2.13.0+cpu` is within `>=2.11,<2.14`. Compares numbers only: pre-releases count as the release."""
     have = _version_tuple(version)
     for part in constraint.split(","):
         sign = "".join(character for character in part if character in "<>=")

@@ -1,6 +1,6 @@
-"""How the command starts the Meshbook kernel: with this interpreter, whether or not Jupyter knows the kernel.
+"""Starts the Meshbook kernel with this interpreter, whether or not Jupyter knows the kernel.
 
-`install` tells Jupyter of it, for a server that lives in another environment or for a Meshbook that is not installed.
+`install` registers it with Jupyter, for a server in another environment or for a Meshbook that is not installed.
 """
 
 from __future__ import annotations
@@ -23,24 +23,23 @@ PACKAGE_DIR = Path(__file__).resolve().parent.parent
 
 
 def kernel_spec() -> KernelSpec:
-    """The kernel as this interpreter runs it."""
+    """Return the kernelspec that uses this interpreter."""
     return KernelSpec(**_kernel_json(), resource_dir=str(_find_resources() or ""))
 
 
 class MeshbookKernelSpecManager(KernelSpecManager):
-    """Knows the Meshbook kernel under its name without looking for it; everything else as Jupyter does."""
+    """Resolves the Meshbook kernel by name without a search; other kernels as Jupyter does."""
 
     def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
         return kernel_spec() if kernel_name == KERNEL_NAME else super().get_kernel_spec(kernel_name)
 
 
 def ipc_connection_options(folder: str, name: str) -> dict[str, Any]:
-    """Options of a kernel manager whose sockets are in a folder that only this user can open: no port on the machine,
-    and nothing to be read on the way.
+    """Return kernel manager options for sockets in a folder that only this user can open, without TCP ports.
 
     Args:
-        folder: its path is to be short, for sockets.
-        name: what the kernel's mesh is named after.
+        folder: its path must be short, because of the limit on socket paths.
+        name: the stem of the mesh's name.
     """
     return {
         "transport": "ipc",
@@ -50,24 +49,24 @@ def ipc_connection_options(folder: str, name: str) -> dict[str, Any]:
 
 
 def kernel_environment(ranks: int | None = None) -> dict[str, str]:
-    """The kernel's: ours, but it is nobody's notebook, even if the command is run in one's terminal.
+    """Return the kernel's environment: this process's, without the owning notebook of a notebook server's terminal.
 
     Args:
-        ranks: how many its mesh has unless a cell says; None: as always.
+        ranks: number of ranks of its mesh unless a cell sets it; None: the default.
     """
     variables = {name: value for name, value in os.environ.items() if name != "JPY_SESSION_NAME"}
     return variables if ranks is None else {**variables, "MESHBOOK_RANKS": str(ranks)}
 
 
 def install(*, user: bool = False, prefix: str | None = None) -> Path:
-    """Put the kernelspec where Jupyter looks, with the absolute path of this interpreter.
+    """Install the kernelspec where Jupyter searches, with the absolute path of this interpreter.
 
     Args:
         user: in this user's Jupyter folder.
         prefix: in an environment's folder, such as the one of a Jupyter server; None (and not `user`): this one's.
 
     Returns:
-        The folder it is in now.
+        The folder of the installed kernelspec.
 
     Raises:
         UsageError: the folder cannot be written.
@@ -96,7 +95,7 @@ def _kernel_json() -> dict[str, Any]:
     if resources is not None:
         spec |= json.loads((resources / "kernel.json").read_text())
     spec["argv"] = [sys.executable, "-m", "meshbook.kernel", "-f", "{connection_file}"]
-    # The debugger that ipykernel brings warns on stderr of Python's frozen modules, and then works.
+    # ipykernel's debugger prints a harmless warning about Python's frozen modules on stderr.
     spec["env"] = {"PYDEVD_DISABLE_FILE_VALIDATION": "1", **spec.get("env", {})}
     if not is_installed():
         spec["env"]["PYTHONPATH"] = str(PACKAGE_DIR.parent)
@@ -104,7 +103,7 @@ def _kernel_json() -> dict[str, Any]:
 
 
 def is_installed() -> bool:
-    """Whether this interpreter finds Meshbook without help, and not only because of the folder it was started in."""
+    """Whether this interpreter finds Meshbook in any folder, not only in the one it was started in."""
     site_packages = {Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib")}
     return PACKAGE_DIR.parent in site_packages or any(
         str(PACKAGE_DIR.parent) in file.read_text(errors="replace")
@@ -114,6 +113,6 @@ def is_installed() -> bool:
 
 
 def _find_resources() -> Path | None:
-    """The folder with kernel.json and the logos: of a source tree, else of the installed wheel."""
+    """Return the folder with kernel.json and the logos: of a source tree, else of the installed wheel."""
     candidates = (PACKAGE_DIR.parent / "kernelspec", Path(sys.prefix) / "share" / "jupyter" / "kernels" / KERNEL_NAME)
     return next((candidate for candidate in candidates if (candidate / "kernel.json").is_file()), None)

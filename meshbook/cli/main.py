@@ -1,6 +1,6 @@
-"""The command `meshbook`: reads its words, makes one call, and turns what went wrong into one sentence.
+"""The command `meshbook`: parses its arguments, makes one call, and prints an error as one sentence.
 
-Exit status: 0; 1 when something failed; 2 when the command was typed wrongly; 130 when it was interrupted.
+Exit status: 0; 1 on a failure; 2 on a usage error; 130 when interrupted.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from meshbook.version import __version__
 from meshbook.wire import keys
 from meshbook.wire.process_control import is_stopped
 
-# Seconds that a supervisor may take to answer, and a mesh to end when it was asked or sent a signal. It gives its ranks
-# 1 s.
+# Seconds that a supervisor may take to reply, and a mesh to stop after a request or a signal. It gives its ranks 1 s.
 _REPLY_TIMEOUT_S = 3.0
 _STOP_GRACE_S = 15.0
 _SIGNAL_GRACE_S = 5.0
@@ -41,7 +40,7 @@ or [tool.meshbook] in pyproject.toml."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
+    """Run the command; return its exit status."""
     options = _parser().parse_args(arguments)
     try:
         status: int = options.act(options)
@@ -53,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _print_error(error, 1)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `meshbook list | head`: whoever read has seen enough
+    except BrokenPipeError:  # `meshbook list | head`: the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -178,7 +177,7 @@ def _axes(text: str) -> MeshAxes:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Commands. What takes long to import is imported by the command that needs it.
+# Commands. Slow imports are inside the command that needs them.
 
 
 def _repl(options: argparse.Namespace) -> int:
@@ -197,7 +196,7 @@ def _repl(options: argparse.Namespace) -> int:
 
 
 def _attach(options: argparse.Namespace) -> int:
-    found = _find_mesh(options.name)  # before a kernel is started for nothing
+    found = _find_mesh(options.name)  # raises before a kernel is started
     from meshbook.cli import repl
 
     return repl.run(f"%mesh attach {found.name}", simple=options.simple)
@@ -305,27 +304,27 @@ def _install(options: argparse.Namespace) -> int:
 
 
 def end_mesh(connection: keys.ConnectionInfo) -> str:
-    """End a mesh: by asking, then by SIGTERM, then by SIGKILL, which ends its ranks too. Blocks until it is gone.
+    """Stop a mesh: by a request, then SIGTERM, then SIGKILL, which ends its ranks too. Blocks until it has exited.
 
     Returns:
-        What became of it, as the end of a sentence.
+        The outcome, as the end of a sentence.
 
     Raises:
-        StartError: it lives on.
+        StartError: it still runs.
     """
     connected = threading.Event()
 
     def ask() -> None:
-        # One that speaks another version, or that is gone before it could answer, raises.
+        # Raised for a supervisor of another version, or one that exits before it replies.
         with contextlib.suppress(NotAttached, VersionMismatch):
             session = Session(SupervisorConnection(connection, kind="cli", observer=True), stop_at_exit=False)
             connected.set()
             session.stop()
 
-    if is_stopped(connection.pid):  # by SIGSTOP: it could not end in good order
+    if is_stopped(connection.pid):  # stopped by SIGSTOP: it could not shut down cleanly
         with contextlib.suppress(ProcessLookupError):
             os.kill(connection.pid, signal.SIGCONT)
-    # A daemon: one that waits for a stuck supervisor must not keep us from killing it.
+    # A daemon thread: waiting for a stuck supervisor must not keep this process from killing it.
     threading.Thread(target=ask, name=f"end-{connection.name}", daemon=True).start()
     if connected.wait(_REPLY_TIMEOUT_S) and _has_exited(connection, _STOP_GRACE_S):
         return "has ended"
@@ -340,19 +339,19 @@ def end_mesh(connection: keys.ConnectionInfo) -> str:
 
 
 def _has_exited(connection: keys.ConnectionInfo, within_s: float) -> bool:
-    """Whether the supervisor ends within so many seconds; what it left is then removed."""
+    """Whether the supervisor exits within `within_s` seconds; if so, its stale files are removed."""
     deadline = time.monotonic() + within_s
     while connection.is_alive:
         if time.monotonic() >= deadline:
             return False
-        time.sleep(0.02)  # not our child: it can only be looked at again
+        time.sleep(0.02)  # not a child of this process: only polling is possible
     keys.list_connections()
     return True
 
 
 @contextlib.contextmanager
 def _observed_mesh(name: str | None) -> Iterator[Mesh]:
-    """A mesh to ask about, as an observer."""
+    """Attach to a mesh as an observer."""
     mesh = attach(_find_mesh(name).name, kind="cli", observer=True)
     try:
         yield mesh
@@ -365,7 +364,10 @@ def _use_color() -> bool:
 
 
 def _find_mesh(name: str | None) -> keys.ConnectionInfo:
-    """A mesh that runs, in a terminal's words where there is none. Raises NotAttached, MeshNameError."""
+    """Find a running mesh, with an error message for the terminal if there is none.
+
+    Raises NotAttached, MeshNameError.
+    """
     if not keys.list_connections():
         raise NotAttached("no mesh is running; meshbook repl -n 4 starts one")
     return keys.find_connection(name)

@@ -1,7 +1,7 @@
-"""Output of cells as it goes by, on a terminal or in a file.
+"""Streams the output of cells to a terminal or a file.
 
-Knows what can change after it was shown: a progress bar is a display that is updated. On a terminal it is drawn over;
-in a file only its last state is written, once something follows it.
+Handles displays that are updated, such as progress bars. On a terminal they are redrawn; in a file only their last
+state is written, once something follows it.
 """
 
 from __future__ import annotations
@@ -13,28 +13,26 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 def strip_ansi(text: str) -> str:
-    """Without colours."""
+    """Return the text without colours."""
     return _ANSI.sub("", text)
 
 
 class CellOutputWriter:
-    """One stream, to which cells' messages are written.
+    """Writes cells' messages to one stream.
 
     Attributes:
-        indent: what every line of output begins with.
+        indent: prefix of every line of output.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._is_terminal = stream.isatty()
         self._at_line_start = True
-        self._live_display: tuple[str, str] | None = (
-            None  # the display that was shown last and may change: its id, its text
-        )
+        self._live_display: tuple[str, str] | None = None  # the last display, which may be updated: its id, its text
         self.indent = ""
 
     def show_message(self, kind: str, content: dict[str, Any]) -> bool:
-        """Show a message of the iopub channel, if it is one that shows something. Returns whether it was."""
+        """Show a message of the iopub channel if it has visible content. Return whether it has."""
         if kind == "stream":
             self.write(content["text"])
         elif kind in ("execute_result", "display_data", "update_display_data"):
@@ -50,18 +48,18 @@ class CellOutputWriter:
         return True
 
     def write(self, text: str) -> None:
-        """A piece of a stream, which need not be whole lines."""
+        """Write a piece of a stream, which need not end at a line end."""
         self._flush_live()
         self._write_raw(text)
 
     def write_line(self, text: str) -> None:
-        """A line of our own, at the margin and not set in."""
+        """Write a line of the command's own, without indent."""
         self.end_line()
         self._stream.write(text + "\n")
         self._stream.flush()
 
     def end_line(self) -> None:
-        """End what goes on: the next thing stands on a line of its own."""
+        """End the current line: the next output starts on a new line."""
         self._flush_live()
         if not self._at_line_start:
             self._write_raw("\n")
@@ -70,7 +68,7 @@ class CellOutputWriter:
         before = self._live_display
         if before is None or before[0] != name:
             if update:
-                return  # it scrolled away: something else was written since
+                return  # other output was written since
             self._flush_live()
         elif self._is_terminal:
             self._stream.write(f"\x1b[{before[1].count(chr(10)) + 1}A\r\x1b[J")
@@ -81,7 +79,7 @@ class CellOutputWriter:
             self._write_raw(text + "\n")
 
     def _flush_live(self) -> None:
-        """What could have changed has its last state."""
+        """Write the last state of the current display: it can no longer be updated."""
         live, self._live_display = self._live_display, None
         if live is not None and not self._is_terminal:
             self._write_raw(live[1] + "\n")

@@ -1,7 +1,7 @@
 """`meshbook repl` and `meshbook attach`: jupyter-console on the Meshbook kernel.
 
-The console is Jupyter's own. Here it gets our kernel, the first line that the command line asked for, and an end that
-waits until the kernel, and with it the mesh, is gone.
+The console is Jupyter's own. This module adds the kernel, the first line from the command line, and an exit that waits
+until the kernel, and with it the mesh, has ended.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from traitlets.config import Config
 from meshbook.cli import kernels
 from meshbook.cli.output import CellOutputWriter
 
-# Seconds that the kernel may take to stop its mesh and end: a supervisor gives its ranks 1 s, a loaded machine more.
+# Seconds that the kernel may take to stop its mesh and exit: a supervisor gives its ranks 1 s, a loaded machine needs
+# more.
 _SHUTDOWN_TIMEOUT_S = 20.0
 
 
 class _MeshbookKernelManager(KernelManager):
-    """Starts the Meshbook kernel, installed or not, and talks to it through sockets of this user's alone."""
+    """Starts the Meshbook kernel, installed or not, with sockets that only this user can open."""
 
     def __init__(self, *, connection_file: str, **options: Any) -> None:
         private = kernels.ipc_connection_options(os.path.dirname(connection_file), "repl")
@@ -42,19 +43,19 @@ class _MeshbookKernelManager(KernelManager):
 
 
 class _ConsoleShell(ZMQTerminalInteractiveShell):  # type: ignore[misc]  # jupyter_console ships no types
-    """The console's shell, which knows no displays that change: progress bars."""
+    """The console's shell, with support for displays that are updated: progress bars."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._output = CellOutputWriter(sys.stdout)
 
     def init_kernel_info(self) -> None:
-        """Wait for the kernel, and until its output comes here: a cell whose end passed unheard would never end."""
+        """Wait for the kernel and its iopub channel: a cell whose idle status is missed would never end."""
         self.client.wait_for_ready(self.kernel_timeout)
         super().init_kernel_info()
 
     def include_output(self, msg: dict[str, Any]) -> bool:
-        """Asked of every message; those that are shown here are not shown again."""
+        """Return whether the console shows this message; messages printed here are not shown again."""
         kind, content = msg["msg_type"], msg["content"]
         if not super().include_output(msg):
             return False
@@ -68,13 +69,13 @@ class _ConsoleShell(ZMQTerminalInteractiveShell):  # type: ignore[misc]  # jupyt
 
 
 class _ConsoleApp(ZMQTerminalIPythonApp):  # type: ignore[misc]  # jupyter_console ships no types
-    """The console, with something to run before its first prompt."""
+    """The console, with a line to run before its first prompt."""
 
     kernel_manager_class = _MeshbookKernelManager
     first_line = Unicode("", help="run before the first prompt")
 
     def init_shell(self) -> None:
-        # As the console itself does it, but for the class of its shell.
+        # As the base class does, except for the shell's class.
         JupyterConsoleApp.initialize(self)
         signal.signal(signal.SIGINT, self.handle_sigint)
         self.shell = _ConsoleShell.instance(
@@ -89,16 +90,16 @@ class _ConsoleApp(ZMQTerminalIPythonApp):  # type: ignore[misc]  # jupyter_conso
 
 
 def run(first_line: str = "", *, simple: bool = False) -> int:
-    """Talk to a mesh until the user leaves. Blocks.
+    """Run the console on a mesh until the user exits. Blocks.
 
     Args:
-        first_line: what is run before the first prompt.
+        first_line: code to run before the first prompt.
         simple: plain prompts, without colours and completion, for pipes and dumb terminals.
 
     Returns:
         The exit status.
     """
-    os.environ.pop("JPY_SESSION_NAME", None)  # the terminal may be a notebook server's
+    os.environ.pop("JPY_SESSION_NAME", None)  # may be set if the terminal belongs to a notebook server
     private = tempfile.mkdtemp(prefix="meshbook-")
     console = _ConsoleApp.instance(first_line=first_line, connection_file=os.path.join(private, "repl.json"))
     console.update_config(
@@ -106,11 +107,11 @@ def run(first_line: str = "", *, simple: bool = False) -> int:
     )
 
     def end() -> None:
-        """Have the kernel end, and its mesh with it; wait until it has."""
+        """Shut down the kernel, and its mesh with it, and wait until it has exited."""
         manager = getattr(console, "kernel_manager", None)
         if manager is not None and manager.has_kernel:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            with contextlib.suppress(Exception):  # it may be gone already
+            with contextlib.suppress(Exception):  # it may have exited already
                 console.kernel_client.shutdown()
             manager.finish_shutdown(waittime=_SHUTDOWN_TIMEOUT_S)
             console.kernel_client.stop_channels()
@@ -118,11 +119,11 @@ def run(first_line: str = "", *, simple: bool = False) -> int:
         shutil.rmtree(private, ignore_errors=True)
 
     def leave(number: int, frame: object) -> NoReturn:
-        # Not by an exception: a thread that reads the terminal cannot be ended, and would be waited for.
+        # Not by an exception: a thread that reads the terminal cannot be stopped, and the exit would wait for it.
         end()
         os._exit(128 + number)
 
-    # A closed terminal must not leave a kernel; by default both signals end us on the spot.
+    # A closed terminal must not leave a kernel running; by default both signals end this process immediately.
     for number in (signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, leave)
     try:

@@ -1,7 +1,7 @@
-"""`meshbook run FILE`: a notebook or a script on a mesh, without anyone watching.
+"""`meshbook run FILE`: run a notebook or a script on a mesh, non-interactively.
 
-A notebook's cells run on the Meshbook kernel, what they print is shown as it comes, and the executed notebook is
-written beside its HTML. A script is a notebook too: its `# %%` cells, or the whole file as one.
+A notebook's cells run on the Meshbook kernel, their output is printed as it arrives, and the executed notebook is
+written together with its HTML. A script is treated as a notebook: its `# %%` cells, or the complete file as one cell.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from meshbook.errors import UsageError
 
 EXIT_INTERRUPTED = 130  # as shells count a program that SIGINT ended
 _CELL_MARK = re.compile(r"#\s*%%(?:\s+(?P<title>.*))?\s*")
-# Magics that editors would choke on, written as comments. Only ours: `# %%time` may well be a cell's mark.
+# Magics written as comments, because editors reject them. Only Meshbook's: `# %%time` may be a cell marker.
 _COMMENTED_MAGIC = re.compile(r"#\s?(?=%%?(?:mesh|controller|local)\b)")
 
 
@@ -40,17 +40,17 @@ def run_file(
     timeout_s: float | None = None,
     quiet: bool = False,
 ) -> int:
-    """Execute a file, telling of it on stdout. Blocks.
+    """Execute a file, printing its progress on stdout. Blocks.
 
     Args:
-        out: the folder for the executed notebook and its HTML. None: `build` in the current folder for a notebook,
-            nowhere for a script.
-        ranks: how many the mesh has unless the file says so itself; None: as always.
-        timeout_s: seconds a cell may take; None: as long as it likes.
+        out: the folder for the executed notebook and its HTML. None: `build` in the current folder for a notebook, no
+            output for a script.
+        ranks: number of ranks unless the file sets it; None: the default.
+        timeout_s: seconds a cell may take; None: no limit.
         quiet: show neither cells nor output.
 
     Returns:
-        The exit status: 0, 1 when a cell failed that was not expected to, 130 when interrupted.
+        The exit status: 0, 1 when a cell failed unexpectedly, 130 when interrupted.
 
     Raises:
         UsageError: the file cannot be read, or the results cannot be written.
@@ -78,7 +78,7 @@ def run_file(
 
 
 def read(path: Path) -> NotebookNode:
-    """A notebook, or a script as one.
+    """Read a notebook, or a script as a notebook.
 
     Raises:
         UsageError: there is no such file, or it is neither.
@@ -94,12 +94,12 @@ def read(path: Path) -> NotebookNode:
     try:
         notebook: NotebookNode = nbformat.reads(text, as_version=4)  # type: ignore[no-untyped-call]
         return notebook
-    except Exception as error:  # nbformat lets out whatever its parts raise
+    except Exception as error:  # nbformat does not wrap its dependencies' errors
         raise UsageError(f"{path} is not a notebook: {str(error).splitlines()[0]}") from error
 
 
 def notebook_of(source: str) -> NotebookNode:
-    """A script as a notebook: a cell for each `# %%`, `# %% [markdown]` as text, or the whole as one cell."""
+    """Convert a script to a notebook: a cell per `# %%`, `# %% [markdown]` as text, or one cell without markers."""
     cells: list[tuple[str, list[str]]] = [("", [])]
     for line in source.splitlines():
         mark = _CELL_MARK.fullmatch(line)
@@ -150,7 +150,10 @@ def write(notebook: NotebookNode, folder: Path, stem: str) -> dict[str, Path]:
 
 
 class _NotebookRunner(NotebookClient):
-    """nbclient on our kernel, showing output as it comes; Ctrl-C interrupts the cell, and a second one the kernel."""
+    """nbclient on the Meshbook kernel, printing output as it arrives.
+
+    Ctrl-C interrupts the cell, a second one shuts down the kernel.
+    """
 
     def __init__(
         self,
@@ -175,14 +178,14 @@ class _NotebookRunner(NotebookClient):
             on_cell_error=self._cell_failed,
         )
         self.interrupted = False
-        self._is_cell_running = False  # the kernel has begun it
+        self._is_cell_running = False  # the kernel has started the cell
         self._printer, self._ranks, self._private, self._stem = printer, ranks, private, path.stem
         self._num_cells = sum(cell.cell_type == "code" and bool(cell.source.strip()) for cell in notebook.cells)
         self._cell_started_at = 0.0
-        self._last_error_reply: dict[str, Any] = {}  # what the last cell that failed was answered
+        self._last_error_reply: dict[str, Any] = {}  # the reply of the last failed cell
 
     def execute_all(self) -> str:
-        """Run every cell, until one fails. Returns what is to be said of the failure; nothing when there was none."""
+        """Run every cell until one fails. Return the text to print about the failure; empty if there was none."""
         began = time.monotonic()
         try:
             self.execute(env=kernels.kernel_environment(self._ranks))
@@ -195,7 +198,7 @@ class _NotebookRunner(NotebookClient):
             return f"cell {self.code_cells_executed} of {self._num_cells} failed:\n{details}"
         except KeyboardInterrupt:
             return "interrupted"
-        except RuntimeError as error:  # what nbclient and jupyter_client call a kernel that is gone, or never came up
+        except RuntimeError as error:  # raised by nbclient and jupyter_client if the kernel exited, or never started
             if self.interrupted:
                 return "interrupted"
             if isinstance(error, DeadKernelError):
@@ -214,7 +217,7 @@ class _NotebookRunner(NotebookClient):
         return self.km
 
     def _kernel_started(self, notebook: NotebookNode) -> None:
-        # nbclient's own handler shuts the kernel down at once, and with it goes the word of where the ranks were.
+        # nbclient's own handler shuts the kernel down immediately, which loses the report of where the ranks were.
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop_signalled)
@@ -225,13 +228,13 @@ class _NotebookRunner(NotebookClient):
             self._schedule(self.km.shutdown_kernel())
         elif self._is_cell_running:
             self._schedule(self.km.interrupt_kernel())
-        self.interrupted = True  # a cell that the kernel has not begun yet is interrupted when it does
+        self.interrupted = True  # a cell that the kernel has not started yet is interrupted when it does
 
     def _schedule(self, coroutine: Any) -> None:
         self._stop_task = asyncio.ensure_future(coroutine)
 
     def _cell_begins(self, cell: NotebookNode, cell_index: int) -> None:
-        if self.interrupted:  # the cell before was one that may fail, and it went on
+        if self.interrupted:  # the previous cell was allowed to fail, so execution continued
             raise KeyboardInterrupt
         self._cell_started_at = time.monotonic()
         self._printer.begin_cell(self.code_cells_executed + 1, self._num_cells, cell.source)
@@ -254,14 +257,14 @@ class _NotebookRunner(NotebookClient):
 
 
 class _RunPrinter:
-    """What the user sees go by: each cell's first line, its output set in below it, and how it ended."""
+    """Prints the progress: each cell's first line, its output indented below it, and how it ended."""
 
     def __init__(self, stream: TextIO, *, framed: bool, quiet: bool) -> None:
         self._output = CellOutputWriter(stream)
         self._framed, self._quiet = framed, quiet
 
     def print_notice(self, text: str, *, blank_line_before: bool = False) -> None:
-        """Something of our own; `blank_line_before`: with an empty line before it, where cells were shown."""
+        """Print a notice of the command's own; `blank_line_before`: after an empty line, if cells are shown."""
         if self._framed:
             self._output.write_line(f"\n{text}" if blank_line_before and not self._quiet else text)
 

@@ -1,4 +1,4 @@
-"""What ranks print when no cell runs: threads that a cell has left behind, actors, ranks that end."""
+"""Output of ranks outside cells: threads that a cell started, actors, ranks that exit."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _KEY = "late_output"
 
 
 class BackgroundOutput:
-    """Shows it where its call was sent from; what actors print, where any were spawned, too.
+    """Prints such output in the process that sent its call; actors' output also in every process that spawned actors.
 
-    The ranks' hosts fold it, and cannot tell a thread's lines from an actor's.
+    The ranks' hosts fold the output, and cannot distinguish a thread's lines from an actor's.
     """
 
     def __init__(self, session: Session) -> None:
-        self.all_clients = False  # also what calls of other clients have left behind
+        self.all_clients = False  # also the output of other clients' calls
         self.enabled = True
         self._session = weakref.ref(session)
         self._call_ids = session.connection.call_ids
@@ -35,7 +35,7 @@ class BackgroundOutput:
         self._print(session, report.items)
 
     def notify(self, ranks: Ranks, text: str) -> None:
-        """Show people a notice about these ranks, of this program's own."""
+        """Show the user a notice of this program's own about these ranks."""
         session = self._session()
         if session is not None:
             self._print(session, (messages.RankDisplay(ranks=ranks, item=messages.Notice(text)),))
@@ -48,7 +48,10 @@ class BackgroundOutput:
 
 
 def background_output_of(session: Session) -> BackgroundOutput:
-    """The one of a session; made when it is opened for a person or a program of theirs."""
+    """Return the `BackgroundOutput` of a session, creating it on the first call.
+
+    Called for sessions opened for a user or a user's program.
+    """
     if _KEY not in session.extras:
         session.extras[_KEY] = BackgroundOutput(session)
     return cast(BackgroundOutput, session.extras[_KEY])

@@ -1,8 +1,8 @@
-"""Batches of any make as nests of arrays with rows along dim 0: what `mesh.feed` cuts over an axis.
+"""Batches of any type as nested containers of arrays with rows along dim 0: what `mesh.feed` shards over an axis.
 
 A batch is a torch tensor, a NumPy array, a table (Arrow table or record batch, Polars or pandas frame; it becomes a
-dict of its columns), or tuples, lists, named tuples and dicts of them. Whatever else is in it goes to every rank as it
-is. Tables are recognised by their type's module: none of these packages is imported here.
+dict of its columns), or tuples, lists, named tuples and dicts of them. Other objects in it go to every rank unchanged.
+Tables are recognised by their type's module: none of these packages is imported here.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 from meshbook.errors import PlacementError, TransferError, UsageError
 from meshbook.placement import shard_spans
 
-_NUMERIC_KINDS = "biufc"  # NumPy's letters for what a tensor can hold: bool, ints, floats, complex
+_NUMERIC_KINDS = "biufc"  # NumPy dtype kinds that a tensor can hold: bool, ints, floats, complex
 
 
 def iterate_batches(source: Any, batch_size: int | None) -> Iterator[Any]:
-    """The batches of an iterable; of one table, array or nest of arrays, its rows `batch_size` at a time.
+    """Iterate over the batches of an iterable; for one table, array or nested batch, over `batch_size` rows at a time.
 
     Raises:
-        UsageError: a single thing and no `batch_size`, or a number of rows for what comes in batches already.
+        UsageError: a single object without `batch_size`, or `batch_size` for a source that yields batches.
     """
     if batch_size is not None and batch_size < 1:
         raise UsageError(f"batch_size={batch_size}; a batch has at least one row")
     reader = _arrow_reader(source)
-    if reader is not None:  # DuckDB: a query's result, which never is in memory as a whole
+    if reader is not None:  # DuckDB: a query result, which is never in memory completely
         if batch_size is None:
             raise UsageError("a DuckDB result has no batches of its own; say how many rows: feed(result, batch_size=…)")
         return _rebatch(reader(batch_size), batch_size)
@@ -41,10 +41,10 @@ def iterate_batches(source: Any, batch_size: int | None) -> Iterator[Any]:
 
 
 def normalize(batch: Any) -> Any:
-    """The batch with every table as a dict of columns; columns of fixed-size lists have two dims.
+    """Return the batch with every table as a dict of columns; columns of fixed-size lists have two dims.
 
     Raises:
-        TransferError: a column of something that no tensor holds, or with missing values, with its name.
+        TransferError: a column has a type that no tensor holds, or missing values; the message names it.
     """
     if _is_table(batch):
         return {name: _column(name, column) for name, column in _columns(batch)}
@@ -60,7 +60,7 @@ def normalize(batch: Any) -> Any:
 
 
 def materialize(batch: Any) -> Any:
-    """`normalize(batch)`, also of a DuckDB result: all its rows. A list is a sequence of whatever it holds."""
+    """Return `normalize(batch)`, also for a DuckDB result: all its rows. A list stays a sequence of its items."""
     reader = _arrow_reader(batch)
     if reader is not None:
         batch = reader().read_all()
@@ -68,10 +68,10 @@ def materialize(batch: Any) -> Any:
 
 
 def cut_lengths(batch: Any, dim: int) -> list[int]:
-    """Of everything in a batch that is to be cut along `dim`: of each array in a dict or tuple, or of a sequence.
+    """Return the length along `dim` of everything that is split: each array in a dict or tuple, or a sequence.
 
     Raises:
-        UsageError: it has no such dim.
+        UsageError: there is no such dim.
     """
     arrays = _arrays_to_cut(batch)
     if arrays is None:
@@ -87,7 +87,7 @@ def cut_lengths(batch: Any, dim: int) -> list[int]:
 
 
 def slice_batch(batch: Any, dim: int, spans: list[tuple[int, int]]) -> Any:
-    """The batch with each of its arrays, in order, cut to a span along `dim`."""
+    """Return the batch with each of its arrays, in order, sliced to a span along `dim`."""
     if _arrays_to_cut(batch) is None:
         return batch[slice(*spans[0])]
     remaining = iter(spans)
@@ -98,7 +98,7 @@ def slice_batch(batch: Any, dim: int, spans: list[tuple[int, int]]) -> Any:
 
 
 def map_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
-    """The nest with `change(leaf)` for everything that is not a container."""
+    """Return the nested batch with `change(leaf)` for everything that is not a container."""
     if isinstance(batch, dict):
         return {key: map_leaves(value, change) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
@@ -109,7 +109,7 @@ def map_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def has_rows(leaf: Any) -> bool:
-    """Whether it has rows to cut: an array or a tensor of at least one dim."""
+    """Whether it has rows to split: an array or a tensor of at least one dim."""
     return (
         _top_level_package(leaf) in ("torch", "numpy")
         and hasattr(leaf, "shape")
@@ -119,7 +119,7 @@ def has_rows(leaf: Any) -> bool:
 
 
 def leaves(batch: Any) -> list[Any]:
-    """The arrays of a nest that have rows, in order."""
+    """Return the arrays of a nested batch that have rows, in order."""
     found: list[Any] = []
     map_leaves(batch, lambda leaf: found.append(leaf) if has_rows(leaf) else None)
     return found
@@ -130,7 +130,7 @@ def is_even(batch: Any, num_shards: int) -> bool:
 
 
 def uneven_error(batch: Any, number: int, axis: str, num_shards: int, *, last: bool) -> PlacementError:
-    """The error for batch `number`, with the sum in it."""
+    """Return the error for batch `number`, with the calculation in its message."""
     rows = next(len(leaf) for leaf in leaves(batch) if len(leaf) % num_shards)
     sizes = " + ".join(str(stop - start) for start, stop in shard_spans(rows, num_shards))
     remedy = "drop_last=True leaves the last batch out when it is short" if last else "make its length divisible"
@@ -144,12 +144,12 @@ def uneven_error(batch: Any, number: int, axis: str, num_shards: int, *, last: b
 
 
 def _arrays_to_cut(batch: Any) -> list[Any] | None:
-    """The arrays of a batch that are cut each for itself; None of a sequence, which is cut by its items."""
+    """Return the arrays of a batch that are split individually; None for a sequence, which is split by its items."""
     return None if isinstance(batch, list) else leaves(batch) or None
 
 
 def _arrow_reader(source: Any) -> Callable[..., Any] | None:
-    """What reads a DuckDB result batch by batch, or None of anything else."""
+    """Return the method that reads a DuckDB result in batches, or None for anything else."""
     found = getattr(source, "to_arrow_reader", None)
     if found is None and _top_level_package(source) in ("duckdb", "_duckdb"):
         found = getattr(source, "fetch_record_batch", None)
@@ -181,7 +181,7 @@ def _column(name: str, column: Any) -> Any:
             column = column.combine_chunks()
         if column.null_count:
             raise TransferError(f"column {name!r} has {column.null_count} missing values; fill them first (fill_null)")
-        if str(column.type).startswith("decimal"):  # what SQL makes of 0.5
+        if str(column.type).startswith("decimal"):  # the SQL type of 0.5
             column = column.cast("double")
         if hasattr(column.type, "list_size"):
             return _array(name, column.flatten().to_numpy(zero_copy_only=False).reshape(len(column), -1))
@@ -214,7 +214,7 @@ def _iterate_rows(table: Any, batch_size: int) -> Iterator[Any]:
 
 
 def _rebatch(reader: Iterable[Any], batch_size: int) -> Iterator[Any]:
-    """Record batches of exactly `batch_size` rows, whatever sizes they come in; the last may be shorter."""
+    """Yield batches of exactly `batch_size` rows from record batches of any size; the last may be shorter."""
     pending: list[Any] = []
     rows = 0
     for record_batch in reader:
@@ -231,7 +231,7 @@ def _rebatch(reader: Iterable[Any], batch_size: int) -> Iterator[Any]:
 
 
 def _concatenate(pieces: list[Any]) -> Any:
-    """Record batches as one dict of columns."""
+    """Return record batches as one dict of columns."""
     import numpy
 
     parts = [normalize(record_batch) for record_batch in pieces]

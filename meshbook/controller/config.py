@@ -1,8 +1,8 @@
-"""Defaults: what a mesh is when the user does not say.
+"""Defaults of a mesh for options that the user does not set.
 
-Later beats earlier: built in, `[tool.meshbook]` of the nearest pyproject.toml, the nearest meshbook.toml, the
-environment (`MESHBOOK_RANKS`, `MESHBOOK_ENGINE`, `MESHBOOK_END_ON_ERROR`). A key that is not known is an error that
-lists the known ones.
+In increasing precedence: built in, `[tool.meshbook]` of the nearest pyproject.toml, the nearest meshbook.toml, the
+environment (`MESHBOOK_RANKS`, `MESHBOOK_ENGINE`, `MESHBOOK_END_ON_ERROR`). An unknown key is an error that lists the
+known ones.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from meshbook.host.gpus import count_gpus
 
 @dataclass(frozen=True)
 class Defaults:
-    """What `create_mesh()` takes when it is not told.
+    """Values that `create_mesh()` uses for arguments that are not given.
 
     Attributes:
-        ranks: how many; None: one per visible GPU, else 2 to 4 by cores.
+        ranks: number of ranks; None: one per visible GPU, else 2 to 4 by cores.
         engine: "local".
         start_method: "fork" or "fresh".
         device: "auto", "cpu" or "cuda".
         orphan_ttl_s: seconds a mesh lives without clients.
-        keep: whether the mesh outlives an orderly end of the kernel.
-        start_timeout_s: seconds that a mesh may take to come up.
+        keep: whether the mesh outlives an orderly exit of the kernel.
+        start_timeout_s: seconds that a mesh may take to start.
         end_on_error: whether ranks that wait in a collective for one that has left the cell are released.
     """
 
@@ -49,10 +49,10 @@ class Defaults:
 
 
 def read_defaults(start: Path | None = None, environment: dict[str, str] | None = None) -> Defaults:
-    """The defaults that hold in folder `start` (the current one when None).
+    """Return the defaults that apply in folder `start` (None: the current one).
 
     Raises:
-        UsageError: a file or variable says something that is not understood; the message names it.
+        UsageError: a file or variable has an invalid setting; the message names it.
     """
     environment = dict(os.environ) if environment is None else environment
     found = Defaults()

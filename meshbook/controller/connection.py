@@ -1,7 +1,7 @@
-"""A client's line to its supervisor: one socket to speak on, one to listen on, one thread that listens.
+"""A client's connection to its supervisor: one socket to send, one to receive, one listener thread.
 
-Two sockets, because a zmq socket has one thread: whoever calls sends from its own thread, under a lock, and no message
-waits for a hand-over to the listening thread. Reports are matched to calls here; what they mean is not known here.
+Two sockets, because a zmq socket belongs to one thread: callers send from their own thread, under a lock, and no
+message waits for a hand-over to the listener thread. This module matches reports to calls and does not interpret them.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ log = logging.getLogger("meshbook.connection")
 
 _CONNECT_TIMEOUT_S = 10.0
 _IDLE_INTERVAL_S = 5.0
-_LIVENESS_POLL_S = 1.0  # where the kernel has no pidfds
-# While something is waited for, it is looked every second whether anything was heard. So many times in a row that
-# nothing was, the supervisor is asked whether it is there, and counts as silent. Its loop answers within milliseconds,
-# also when all ranks are busy; the slowest thing that it does itself, explaining a hang of thousands of ranks, takes
-# two seconds.
+_LIVENESS_POLL_S = 1.0  # where the kernel does not support pidfd
+# While a request is pending, a check every second counts intervals without a received message. After
+# `_PING_AFTER_CHECKS` of them in a row the client sends a ping; after `_SILENT_AFTER_CHECKS` the supervisor counts as
+# silent. Its loop replies within milliseconds, also when all ranks are busy; its slowest own operation, explaining a
+# hang of thousands of ranks, takes two seconds.
 _SILENCE_CHECK_S = 1.0
 _PING_AFTER_CHECKS = 1
 _SILENT_AFTER_CHECKS = 4
@@ -41,7 +41,7 @@ _SILENT_AFTER_CHECKS = 4
 
 @dataclass
 class PendingRequest:
-    """A call that has not been answered yet."""
+    """A call without a reply yet."""
 
     future: Future[Any]
     on_output: Callable[[tuple[messages.FoldedItem, ...]], None] | None = None
@@ -52,23 +52,21 @@ class PendingRequest:
 
 @dataclass
 class ConnectionListeners:
-    """Who else wants to know; called from the listening thread, and must not block."""
+    """Callbacks for reports; called on the listener thread, and must not block."""
 
     ranks_changed: list[Callable[[messages.MeshChanged], None]] = field(default_factory=list)
     mesh_stopped: list[Callable[[str], None]] = field(default_factory=list)
     segments_released: list[Callable[[messages.SegmentsReleased], None]] = field(default_factory=list)
     idle: list[Callable[[], None]] = field(default_factory=list)  # every few seconds
-    silence_changed: list[Callable[[bool], None]] = field(
-        default_factory=list
-    )  # the supervisor does not answer; it does again
+    # the supervisor stopped replying (True), or replies again (False)
+    silence_changed: list[Callable[[bool], None]] = field(default_factory=list)
     orphan_output: list[Callable[[messages.CallOutput], None]] = field(default_factory=list)
-    report_handlers: dict[type, Callable[[Any], None]] = field(
-        default_factory=dict
-    )  # for words that floors above understand
+    # report types that layers above handle
+    report_handlers: dict[type, Callable[[Any], None]] = field(default_factory=dict)
 
 
 class SupervisorConnection:
-    """An open line. `close()` ends it; the mesh lives on."""
+    """An open connection. `close()` ends it; the mesh continues."""
 
     def __init__(
         self,
@@ -81,8 +79,8 @@ class SupervisorConnection:
         """Connect and wait for the supervisor's welcome. Blocks.
 
         Raises:
-            NotAttached: it does not answer, or does not know us.
-            VersionMismatch: it is of another version.
+            NotAttached: the supervisor does not reply, or rejects this client.
+            VersionMismatch: it runs another version.
         """
         self.connection_info = connection_info
         self.listeners = ConnectionListeners()
@@ -98,11 +96,11 @@ class SupervisorConnection:
         self._is_local = connection_info.is_alive
         self._pidfd = _open_pidfd(connection_info)
         self._loop = Loop(on_error=self._on_loop_error)
-        self._logged_error_types: set[type] = set()  # that were told of
+        self._logged_error_types: set[type] = set()  # error types already logged
         self._stop_reason: str | None = None
-        self.ended_unexpectedly = False  # its supervisor has ended without a word
-        self.silent = False  # it has not answered for some seconds
-        self._num_silent_checks = 0  # looks in a row that found nothing heard
+        self.ended_unexpectedly = False  # the supervisor exited without MeshStopped
+        self.silent = False  # no message for some seconds while a request was pending
+        self._num_silent_checks = 0  # consecutive checks without a received message
         hello = messages.Hello(
             token=connection_info.token,
             client=client_id,
@@ -147,14 +145,14 @@ class SupervisorConnection:
             raise _error_class(report.error)(report.text)
         raise errors.ProtocolError(f"{type(report).__name__} came where Welcome was expected")
 
-    # ---- speaking
+    # ---- sending
 
     def send(self, command: messages.ClientCommand) -> None:
-        """Send and expect nothing.
+        """Send a command without expecting a reply.
 
         Raises:
-            NotAttached: the line is closed.
-            TransferError: it is too large for a message.
+            NotAttached: the connection is closed.
+            TransferError: the command is too large for a message.
         """
         self.send_body(codec.encode_body(command))
 
@@ -172,9 +170,9 @@ class SupervisorConnection:
         on_output: Callable[[tuple[messages.FoldedItem, ...]], None] | None = None,
         on_input: Callable[[messages.InputRequest], None] | None = None,
     ) -> Future[Any]:
-        """Send a command that will be answered; the future gives the report (`CallFinished`, `Answered`, `MeshReady`).
+        """Send a command and return a future of its reply (`CallFinished`, `CommandReply`, `MeshReady`).
 
-        `on_output` and `on_input` are called from the listening thread. A refusal is the future's exception.
+        `on_output` and `on_input` are called on the listener thread. A refusal sets the future's exception.
         """
         future: Future[Any] = Future()
         self._pending[command.call] = PendingRequest(future, on_output, on_input)
@@ -193,7 +191,7 @@ class SupervisorConnection:
         on_input: Callable[[messages.InputRequest], None] | None = None,
         on_stuck: Callable[[messages.RanksStuck], None] | None = None,
     ) -> None:
-        """Take from here on what an open call says; nothing happens where it has ended."""
+        """Replace the handlers of an open call; does nothing if the call has ended."""
         pending = self._pending.get(call)
         if pending is not None:
             pending.on_output, pending.on_input, pending.on_stuck = on_output, on_input, on_stuck
@@ -205,7 +203,7 @@ class SupervisorConnection:
     def closed(self) -> bool:
         return self._closed
 
-    # ---- listening
+    # ---- receiving
 
     def _run(self) -> None:
         loop = self._loop
@@ -221,7 +219,7 @@ class SupervisorConnection:
         self._close_sockets()
 
     def _on_loop_error(self, error: BaseException) -> None:
-        """Say what went wrong on the listening thread, once for each kind of error; it goes on."""
+        """Log an error on the listener thread, once per error type; the thread continues."""
         if type(error) not in self._logged_error_types:
             self._logged_error_types.add(type(error))
             log.error(
@@ -234,11 +232,11 @@ class SupervisorConnection:
             )
 
     def _notify(self, listeners: Iterable[Callable[..., object]], *arguments: object) -> None:
-        """Call each, whether or not the one before it has failed."""
-        for listener in tuple(listeners):  # one that hears it may leave at once
+        """Call each listener, even if an earlier one raises."""
+        for listener in tuple(listeners):  # a listener may remove itself
             try:
                 listener(*arguments)
-            except BaseException as error:  # SystemExit on this thread would end nothing else
+            except BaseException as error:  # SystemExit would end only this thread
                 self._on_loop_error(error)
 
     def _on_idle(self) -> None:
@@ -246,7 +244,7 @@ class SupervisorConnection:
         self._notify(self.listeners.idle)
 
     def _poll_supervisor(self) -> None:
-        """Where the kernel has no pidfds, its end is looked for."""
+        """Poll for the supervisor's exit if the kernel does not support pidfd."""
         if self.connection_info.is_alive:
             self._loop.call_later(_LIVENESS_POLL_S, self._poll_supervisor)
         else:
@@ -273,11 +271,11 @@ class SupervisorConnection:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the supervisor's process is stopped (SIGSTOP). Never of one on another machine."""
+        """Whether the supervisor's process is stopped (SIGSTOP). Always False for one on another machine."""
         return self._is_local and is_stopped(self.connection_info.pid)
 
     def describe_silence(self) -> str:
-        """Why the supervisor may not answer and what to do, as a sentence."""
+        """Return a sentence that says why the supervisor may not reply and what to do."""
         who = f"the supervisor of mesh {self.connection_info.name} (pid {self.connection_info.pid}) does not answer"
         if self.is_stopped:
             return (
@@ -290,7 +288,7 @@ class SupervisorConnection:
         )
 
     def continue_supervisor(self) -> bool:
-        """Continue (SIGCONT) a supervisor that is stopped; whether it was."""
+        """Send SIGCONT to a supervisor that is stopped; return whether it was."""
         if not self.is_stopped:
             return False
         with contextlib.suppress(ProcessLookupError):
@@ -303,7 +301,8 @@ class SupervisorConnection:
                 pending = self._pending.pop(report.call, None)
                 if pending is not None:
                     if report.items and pending.on_output is not None:
-                        self._notify((pending.on_output,), report.items)  # whatever it does, the call has ended
+                        # even if the handler raises, the call has ended
+                        self._notify((pending.on_output,), report.items)
                     pending.future.set_result(report)
             case messages.CallOutput():
                 pending = self._pending.get(report.call)
@@ -353,7 +352,8 @@ class SupervisorConnection:
                 handler = self.listeners.report_handlers.get(type(report))
                 if handler is not None:
                     handler(report)
-                if isinstance(report, messages.MeshUpdate):  # whoever asked finds it taken in
+                # resolve the future after the handler has applied the update
+                if isinstance(report, messages.MeshUpdate):
                     pending = self._pending.pop(report.call or "", None)
                     if pending is not None:
                         pending.future.set_result(report)
@@ -365,7 +365,7 @@ class SupervisorConnection:
                 pending.future.set_exception(errors.NotAttached(text))
 
     def _supervisor_exited(self) -> None:
-        """Its process has ended; every call that is still open ends."""
+        """Handle the exit of the supervisor's process: every open call ends."""
         if self._pidfd is not None:
             self._loop.unwatch(self._pidfd)
         self.ended_unexpectedly = self._stop_reason is None
@@ -399,14 +399,14 @@ class SupervisorConnection:
 
 
 def stuck_notice(stuck: messages.RanksStuck) -> messages.CallOutput:
-    """How it is said under a cell that goes on, or has ended already."""
+    """Return the notice about stuck ranks, for a cell that continues or has ended already."""
     text = f"did not come back from Stop: {stuck.reason}; %mesh kill {format_ranks(stuck.ranks)} ends what does not"
     item = messages.RankDisplay(ranks=stuck.ranks, item=messages.Notice(text))
     return messages.CallOutput(call=stuck.call, items=(item,))
 
 
 def _open_pidfd(connection_info: keys.ConnectionInfo) -> int | None:
-    """A descriptor that becomes readable when the supervisor's process ends; None on another machine or system."""
+    """Return a pidfd that becomes readable when the supervisor exits; None on another machine or system."""
     try:
         return processes.open_pidfd(connection_info.pid) if connection_info.is_alive else None
     except ProcessLookupError:

@@ -16,7 +16,7 @@ _MARIMO_WIDTH = 80
 
 
 class Console:
-    """Writes folded output to the standard streams, and keeps its plain text."""
+    """Writes folded output to the standard streams, and stores its plain text."""
 
     def __init__(self, ranks: Ranks, *, echo: bool) -> None:
         self._ranks, self._echo = ranks, echo
@@ -65,7 +65,7 @@ class Console:
 
 
 def _wrap_for_marimo(text: str) -> str:
-    """Lines as long as a marimo cell shows them; it wraps none."""
+    """Wrap lines to the width of a marimo cell, which does not wrap lines itself."""
     lines = []
     for line in text.splitlines():
         indent = " " * (len(line) - len(line.lstrip()) + 2)
@@ -74,7 +74,7 @@ def _wrap_for_marimo(text: str) -> str:
 
 
 def prompt_on_terminal(request: messages.InputRequest) -> str | None:
-    """Put a rank's question to whoever sits at the terminal; None when nobody does."""
+    """Prompt for a rank's input() on the terminal and return the reply."""
     prompt = f"[rank {request.rank}] {request.prompt}"
     if request.password:
         return getpass.getpass(prompt)

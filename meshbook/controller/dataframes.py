@@ -1,7 +1,7 @@
-"""Columns of numbers as whatever the user plots with: a pandas or polars DataFrame, or plain lists.
+"""Columns of numbers as a pandas or polars DataFrame, or as plain lists.
 
-Which of the two: the one that the program has imported already, pandas first; else polars where it is installed, which
-is quicker to import, else pandas. Meshbook needs neither.
+Preference: the library that the program has imported already, pandas first; else an installed polars, which imports
+faster; else pandas. Meshbook requires neither.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _LIBRARIES = ("pandas", "polars")
 
 
 def make_dataframe(columns: Mapping[str, Sequence[Any]], kind: str | None = None) -> Any:
-    """A DataFrame of these columns, or the columns themselves as lists where there is no library for one.
+    """Return a DataFrame of these columns, or a dict of lists if no library is available.
 
     Args:
         columns: of equal length; None is a missing value.
-        kind: "pandas", "polars" or "dict"; None chooses.
+        kind: "pandas", "polars" or "dict"; None: `default_kind()`.
 
     Raises:
         UsageError: no such kind, or it is not installed.
@@ -40,7 +40,7 @@ def make_dataframe(columns: Mapping[str, Sequence[Any]], kind: str | None = None
 
 
 def default_kind() -> str:
-    """The kind that `make_dataframe` makes when it is not told."""
+    """Return the kind that `make_dataframe` uses by default."""
     for name in _LIBRARIES:
         if name in sys.modules:
             return name

@@ -1,7 +1,7 @@
-"""A mesh's numbers for Prometheus: one page of gauges on this machine, read from a live mirror whenever it is scraped.
+"""Prometheus metrics of a mesh: gauges on a local HTTP endpoint, read from a live snapshot at each scrape.
 
-Scraping asks the ranks nothing. Labels are bounded: the mesh, its ranks, and the first 64 names that were logged. Only
-this machine can reach it, for the numbers need no token; a scraper elsewhere comes through an agent or a tunnel.
+A scrape sends no queries to ranks. Labels are bounded: the mesh, its ranks, and the first 64 logged names. Only this
+machine can connect, because the endpoint needs no token; a remote scraper needs an agent or a tunnel.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshbook.errors import StartError, UsageError
 
 _LOOPBACK = "127.0.0.1"
 
-# Attribute of RankNow, name in Prometheus, what it is. Units as Prometheus has them: bytes, seconds, ratios.
+# Attribute of `RankStatus`, metric name, documentation, factor. Units follow Prometheus: bytes, seconds, ratios.
 _GAUGES = (
     ("rss_bytes", "meshbook_rank_memory_bytes", "Resident memory of the rank's process", 1.0),
     ("peak_rss_bytes", "meshbook_rank_memory_peak_bytes", "Its peak", 1.0),
@@ -37,16 +37,17 @@ _GAUGES = (
 
 
 class Exporter:
-    """Serves `http://127.0.0.1:PORT/metrics` until `close()`. As a context manager it is closed at the end.
+    """Serves `http://127.0.0.1:PORT/metrics` until `close()`. As a context manager, it closes when the block ends.
 
     Attributes:
-        address: what to give to Prometheus.
+        address: the URL for Prometheus.
     """
 
     def __init__(self, session: Session, port: int = 0) -> None:
-        """
+        """Subscribe to the mesh and start serving.
+
         Args:
-            port: 0 for any that is free.
+            port: 0: any free port.
 
         Raises:
             UsageError: prometheus_client is not installed.
@@ -72,7 +73,7 @@ class Exporter:
         self.address = f"http://{_LOOPBACK}:{self._server.server_port}/metrics"
 
     def wait(self) -> None:
-        """Until the mesh has ended, or Ctrl-C."""
+        """Wait until the mesh has ended, or Ctrl-C."""
         ended = threading.Event()
         self._subscription.listeners.append(lambda picture: ended.set() if picture.ended is not None else None)
         while self._subscription.snapshot.ended is None and not ended.wait(1.0):
@@ -92,8 +93,10 @@ class Exporter:
 
 
 def _loopback_only(serve: Any) -> Callable[..., Any]:
-    """Answers only who calls this machine by a name of its own. A page of the web whose name was made to point here is
-    sent by a browser that runs here, but says its own name."""
+    """Reject requests whose Host header is not a loopback name, against DNS rebinding.
+
+    A web page whose host name resolves to this machine is requested by a local browser, but sends its own name.
+    """
 
     def answer(request: dict[str, Any], begin: Callable[..., Any]) -> Any:
         if re.sub(r":\d+\Z", "", request.get("HTTP_HOST", "")) in (_LOOPBACK, "localhost"):
@@ -105,7 +108,7 @@ def _loopback_only(serve: Any) -> Callable[..., Any]:
 
 
 class _MetricsCollector:
-    """What prometheus_client asks at each scrape."""
+    """The collector that prometheus_client calls at each scrape."""
 
     def __init__(self, subscription: MeshSubscription) -> None:
         self._subscription = subscription
@@ -115,7 +118,7 @@ class _MetricsCollector:
 
 
 def metric_families(snapshot: MeshSnapshot) -> list[Any]:
-    """A picture in Prometheus's words. Where something is not known there is no sample."""
+    """Return a snapshot as Prometheus metric families. Unknown values have no sample."""
     from prometheus_client.core import GaugeMetricFamily
 
     found = [

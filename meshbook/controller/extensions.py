@@ -1,8 +1,8 @@
-"""What a Mesh offers that is built on floors above this one: remote tensors, actors, the dashboard.
+"""Features of Mesh that are implemented in layers above this one: remote tensors, actors, the dashboard.
 
-`Mesh.dashboard()` belongs on Mesh, and what it makes does not belong below it. The front door says where each such
-thing is found (`provide`), and a method of Mesh asks for it by name when it is called (`find`); nothing is imported
-before that.
+`Mesh.dashboard()` belongs to Mesh, but its implementation must not be imported below it. The top-level package
+registers where each feature is (`provide`), and a method of Mesh looks it up by name when it is called (`find`);
+nothing is imported earlier.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ _ENTRY_POINTS: dict[str, str] = {}
 
 
 def provide(entry_points: dict[str, str]) -> None:
-    """Say where things are: name -> "package.module:attribute"."""
+    """Register entry points: name -> "package.module:attribute"."""
     _ENTRY_POINTS.update(entry_points)
 
 
 def find(name: str) -> Any:
-    """The thing provided under `name`, imported now if it was not yet.
+    """Return the object registered under `name`, importing its module if needed.
 
     Raises:
-        UsageError: nobody provides it; `import meshbook` does.
+        UsageError: the name is not registered; `import meshbook` registers it.
     """
     entry_point = _ENTRY_POINTS.get(name)
     if entry_point is None:

@@ -1,4 +1,4 @@
-"""A result that is still being made on the ranks: one implementation, two ways to wait."""
+"""Futures for results that are still computed on the ranks, for threads and for asyncio."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class MeshFuture(Generic[T]):
-    """What `mesh.run(…, wait=False)` and background cells give: `result()`, `await`, `done()`, `interrupt()`."""
+    """The future of `mesh.run(…, wait=False)` and of background cells: `result()`, `await`, `done()`, `interrupt()`."""
 
     def __init__(
         self,
@@ -38,15 +38,15 @@ class MeshFuture(Generic[T]):
         return self._source.done()
 
     def result(self, timeout: float | None = None) -> T:
-        """Wait for every rank and give the result. Blocks; in a coroutine use `await`.
+        """Wait for every rank and return the result. Blocks; in a coroutine use `await`.
 
         Args:
             timeout: seconds; None waits for as long as the ranks live.
 
         Raises:
             CellError, RankLost: as the call itself would have raised.
-            MeshTimeout: the time is over; the ranks go on.
-            RuntimeError: called on the thread that has to deliver the answer, where it would wait for ever.
+            MeshTimeout: the timeout expired; the ranks continue.
+            RuntimeError: called on the thread that delivers the reply, where it would deadlock.
         """
         if threading.current_thread() is self._delivery_thread and not self._source.done():
             raise RuntimeError("this thread delivers the answers of the mesh and cannot wait for one; use a callback")
@@ -60,7 +60,7 @@ class MeshFuture(Generic[T]):
         return self._resolve()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """The error that `result()` would raise; None when there is none. Blocks."""
+        """Return the error that `result()` would raise; None if there is none. Blocks."""
         try:
             self.result(timeout)
         except MeshTimeout:
@@ -70,11 +70,11 @@ class MeshFuture(Generic[T]):
         return None
 
     def add_done_callback(self, callback: Callable[[MeshFuture[T]], None]) -> None:
-        """Call `callback(self)` once done, on the thread that delivers; at once if done already."""
+        """Call `callback(self)` when done, on the delivery thread; immediately if already done."""
         self._source.add_done_callback(lambda _: callback(self))
 
     def interrupt(self) -> None:
-        """Stop it on the ranks, as the Stop button would."""
+        """Interrupt the call on the ranks, as the Stop button does."""
         if not self.done():
             self._interrupt()
 
@@ -88,7 +88,7 @@ class MeshFuture(Generic[T]):
                 self.interrupt()
                 raise
             except Exception:
-                pass  # _take raises it, in the form that users know
+                pass  # `_resolve` raises it as the documented error
             return self._resolve()
 
         return wait().__await__()

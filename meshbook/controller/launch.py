@@ -1,4 +1,4 @@
-"""Starting a supervisor, and waiting until it listens."""
+"""Launching a supervisor, and waiting until it listens."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 from meshbook.errors import StartError
 from meshbook.wire import keys
 
-# The socket of a fork server that has imported torch, for programs that start many meshes one after the other, as test
-# suites do: importing torch is most of what a start costs.
+# Environment variable with the socket of a fork server that has imported torch, for programs that start many meshes in
+# sequence, such as test suites: importing torch dominates the start time.
 FORK_SERVER_VARIABLE = "MESHBOOK_FORK_SERVER"
 
 
@@ -26,25 +26,25 @@ def launch_supervisor(
     fork_server_socket: str | None = None,
     timeout_s: float = 30.0,
 ) -> keys.ConnectionInfo:
-    """Start the daemon of a new mesh. It has no ranks yet, but warms up to fork them. Blocks, about 0.2 s.
+    """Start the daemon of a new mesh. It has no ranks yet, but prepares to fork them. Blocks, about 0.2 s.
 
     Args:
-        name: the mesh's; no other of this user may have it.
-        owner: what a restarted notebook will look for.
+        name: the mesh's name; unique among this user's meshes.
+        owner: the key by which a restarted notebook finds it.
         listen: a tcp address to listen on, with CURVE; None: a socket in the mesh's own folder.
-        light: warm up to fork ranks that have no torch.
-        fork_server_socket: the socket of a living mesh's fork server, of the same kind; ours is branched off it. None:
-            the one that MESHBOOK_FORK_SERVER names, if it has torch as ours will.
+        light: prepare to fork ranks without torch.
+        fork_server_socket: the socket of a live mesh's fork server, of the same kind; the new one is forked from it.
+            None: the one in MESHBOOK_FORK_SERVER, if the new one needs torch.
 
     Raises:
         MeshInUse: the name is taken.
-        StartError: it did not come up; the message says why.
+        StartError: it did not start; the message says why.
     """
     if fork_server_socket is None and not light:
         fork_server_socket = os.environ.get(FORK_SERVER_VARIABLE)
     folder = keys.claim_folder(name)
     read_fd, write_fd = os.pipe()
-    # -P: a torch.py in the user's folder must not be taken for torch; ranks get the user's own path later.
+    # -P: a torch.py in the user's folder must not shadow torch; ranks get the user's own path later.
     command = [sys.executable, "-P", "-m", "meshbook.supervisor", str(folder), name, str(write_fd)]
     command += ["--owner", owner] if owner else []
     command += ["--listen", listen] if listen else []
@@ -65,7 +65,7 @@ def launch_supervisor(
         raise StartError(f"the supervisor could not be started: {error.strerror}") from error
     finally:
         os.close(write_fd)
-    process.wait()  # the first of two forks; the daemon is not our child
+    process.wait()  # the first of two forks; the daemon is not a child of this process
     status = _read_until_closed(read_fd, time.monotonic() + timeout_s)
     connection = keys.read_connection_file(folder)
     if status != "ready" or connection is None:
@@ -83,7 +83,7 @@ def _last_line(path: Path) -> str:
 
 
 def _supervisor_environment() -> dict[str, str]:
-    """Ours, with this Meshbook importable also where it was found through sys.path alone."""
+    """Return this process's environment, with PYTHONPATH extended if Meshbook was found through sys.path only."""
     environment = dict(os.environ)
     package_root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     paths = environment.get("PYTHONPATH", "").split(os.pathsep) if environment.get("PYTHONPATH") else []

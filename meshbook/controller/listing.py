@@ -1,6 +1,6 @@
-"""The meshes of this user that run on this machine, and what each says of itself.
+"""The meshes of this user that run on this machine, and their status.
 
-Asking does not change them: one looks on as an observer, whose coming and going neither keeps a mesh alive nor ends it.
+Queries have no side effects: the client is an observer, which neither keeps a mesh alive nor ends it by disconnecting.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from meshbook.controller.session import Session
 from meshbook.controller.tables import Table, describe_size, format_age
 from meshbook.wire import keys, messages
 
-# A supervisor answers in milliseconds; one that has not after this long is stopped, swapped out or stuck.
+# A supervisor replies in milliseconds; one that has not after this time is stopped, swapped out or stuck.
 _REPLY_TIMEOUT_S = 3.0
-_OBSERVER_KIND = "onlooker"  # what the mesh calls who only asks
+_OBSERVER_KIND = "onlooker"  # the client kind of an observer
 
 
 @dataclass(frozen=True)
 class FoundMesh:
-    """One mesh that runs.
+    """One running mesh.
 
     Attributes:
-        name: what `attach` knows it by.
+        name: the name for `attach`.
         pid: its supervisor's.
         started_at: wall clock, seconds since the epoch.
-        owner: the notebook or script that started it, if it said.
-        info: what it says of itself; None when it did not answer.
-        trouble: why it did not answer; empty when it did.
+        owner: the notebook or script that started it, if set.
+        info: the supervisor's reply; None if it did not reply.
+        trouble: why it did not reply; empty if it did.
     """
 
     name: str
@@ -46,7 +46,7 @@ class FoundMesh:
 
 
 class MeshList(Sequence[FoundMesh]):
-    """Meshes, oldest first; reads as a table."""
+    """Meshes, oldest first; displays as a table."""
 
     def __init__(self, found: Sequence[FoundMesh]) -> None:
         self._found = tuple(found)
@@ -70,7 +70,7 @@ class MeshList(Sequence[FoundMesh]):
         return self.table()._repr_html_()
 
     def table(self, mine: Sequence[str] = ()) -> Table:
-        """As a table; meshes named in `mine` are marked as this notebook's."""
+        """Return the list as a table; meshes named in `mine` are marked as this notebook's."""
         if not self._found:
             return Table("No mesh is running. Start one with %mesh start -n 4, or meshbook.create_mesh(4).")
         now = time.time()
@@ -89,10 +89,10 @@ class MeshList(Sequence[FoundMesh]):
 
 
 def list_meshes(timeout_s: float = _REPLY_TIMEOUT_S) -> MeshList:
-    """Every mesh of this user that runs on this machine, oldest first. What dead ones left behind is removed.
+    """Return every mesh of this user that runs on this machine, oldest first. Removes stale files of dead meshes.
 
     Args:
-        timeout_s: seconds to wait for all of them together; who has not answered then is listed as not answering.
+        timeout_s: seconds to wait for all replies together; a mesh without one is listed as not replying.
     """
     connections = keys.list_connections()
     reply_queue: queue.SimpleQueue[tuple[str, messages.MeshInfo | Exception]] = queue.SimpleQueue()
@@ -100,11 +100,11 @@ def list_meshes(timeout_s: float = _REPLY_TIMEOUT_S) -> MeshList:
     def ask(connection: keys.ConnectionInfo) -> None:
         try:
             reply_queue.put((connection.name, fetch_mesh_info(connection)))
-        except Exception as error:  # shown as what is wrong with that mesh
+        except Exception as error:  # shown as that mesh's trouble
             reply_queue.put((connection.name, error))
 
     for connection in connections:
-        # Daemons: one that waits for a stuck supervisor must not keep a command from ending.
+        # Daemon threads: waiting for a stuck supervisor must not keep a command from exiting.
         threading.Thread(target=ask, args=(connection,), name=f"ask-{connection.name}", daemon=True).start()
     replies: dict[str, messages.MeshInfo | Exception] = {}
     deadline = time.monotonic() + timeout_s
@@ -124,11 +124,11 @@ def list_meshes(timeout_s: float = _REPLY_TIMEOUT_S) -> MeshList:
 
 
 def fetch_mesh_info(connection: keys.ConnectionInfo) -> messages.MeshInfo:
-    """What a mesh says of itself, without those who only look on, as we do. Blocks.
+    """Return a mesh's status, without its observers, such as this client. Blocks.
 
     Raises:
-        NotAttached: it does not answer.
-        VersionMismatch: it is of another version of Meshbook.
+        NotAttached: it does not reply.
+        VersionMismatch: it runs another version of Meshbook.
     """
     session = Session(SupervisorConnection(connection, kind=_OBSERVER_KIND, observer=True), stop_at_exit=False)
     try:

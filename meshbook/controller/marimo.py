@@ -1,11 +1,11 @@
-"""A marimo notebook's meshes: a cell that makes one may run again, and finds the mesh it made.
+"""Meshes of a marimo notebook: a cell that runs again reuses the mesh that it started.
 
-marimo runs a cell again whenever something that it uses changes, and deletes the cell's variables first. So what a cell
-made is remembered here by notebook, cell and count of calls, beyond the life of those variables. A kernel that was
-restarted finds the meshes of the one before it by their owner.
+marimo runs a cell again whenever a dependency changes, and deletes the cell's variables first. So this module stores
+the sessions by notebook, cell and call index, beyond the life of those variables. A restarted kernel finds the previous
+kernel's meshes by their owner.
 
-marimo is never imported here: when none of its notebooks runs, it need not even be installed. What is asked of it is
-internal to it, so each question may be answered by silence, and then a cell is like any other code.
+This module never imports marimo, which need not be installed if no marimo notebook runs. It uses marimo's internals; if
+one is missing, the cell is treated as ordinary code.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from meshbook.wire.messages import MeshSpec
 
 KIND = "marimo"
 
-# Seconds that a mesh outlives a marimo kernel in `marimo edit`, unless create_mesh is told: the kernel is killed alike
-# when it is restarted and when the notebook is closed. Long enough to restart it; no GPU is kept for long.
+# Seconds that a mesh outlives a marimo kernel in `marimo edit`, unless create_mesh sets another value: the kernel is
+# killed in the same way on a restart and when the notebook is closed. Long enough for a restart; GPUs are not held for
+# long.
 EDIT_TTL_S = 300.0
 
 
 class MeshStarter(Protocol):
-    """Starts a mesh, as create_mesh was asked to."""
+    """Starts a mesh with the arguments of create_mesh."""
 
     def __call__(self, *, owner: str, kind: str, default_ttl_s: float | None, stop_at_exit: bool) -> Session: ...
 
@@ -45,11 +46,11 @@ class MarimoCell:
     """The cell that this thread runs.
 
     Attributes:
-        owner: the notebook, as its meshes name it.
+        owner: the notebook, as the owner of its meshes.
         id: marimo's name for the cell.
         mode: "edit": a kernel of its own, which may be restarted; "run": a thread of the server, and readers share the
             notebook's meshes; "script": `python notebook.py`, app.run() and tests.
-        execution: what marimo keeps of this one run of the cell.
+        execution: marimo's context of this one run of the cell.
     """
 
     owner: str
@@ -58,9 +59,9 @@ class MarimoCell:
     execution: Any
 
     def get_or_start_session(self, spec: MeshSpec, name: str | None, start: MeshStarter) -> Session:
-        """The mesh that this cell's call made when it ran before, if it is alive and as asked for now; else a new one.
+        """Return the session that this call started in an earlier run, if it is alive and matches; else a new one.
 
-        In `marimo edit` one that is no longer as asked for is stopped: the variable that held it is gone.
+        In `marimo edit`, a session that no longer matches is stopped: the variable that held it was deleted.
         """
         with _lock:
             key = (self.owner, self.id, self._next_index())
@@ -82,7 +83,7 @@ class MarimoCell:
             return session
 
     def _next_index(self) -> int:
-        """How many meshes this run of the cell has asked for before."""
+        """Return how many meshes this run of the cell has requested before."""
         if self.execution is None:
             return 0
         count: int = getattr(self.execution, "_meshbook_meshes", 0)
@@ -90,7 +91,7 @@ class MarimoCell:
         return count
 
     def _reattach(self, spec: MeshSpec, name: str | None) -> Session | None:
-        """A mesh that a kernel of this notebook left behind, if it is as asked for and nobody else has it."""
+        """Attach to a mesh of an earlier kernel of this notebook, if it matches and no other client has it."""
         own_names = {session.name for session in _sessions.values()}
         for found in keys.list_connections():
             if found.owner != self.owner or found.name in own_names or (name is not None and found.name != name):
@@ -108,14 +109,14 @@ class MarimoCell:
         return None
 
 
-# A module's state, because it must outlive what the user's variables hold, and because in `marimo run` every reader's
-# session is a thread of one process and all share the notebook's meshes.
+# Module state, because it must outlive the user's variables, and because in `marimo run` every reader's session is a
+# thread of one process and all share the notebook's meshes.
 _sessions: dict[tuple[str, str, int], Session] = {}
 _lock = threading.RLock()
 
 
 def running_cell() -> MarimoCell | None:
-    """The marimo cell that this thread runs; None where it runs none."""
+    """Return the marimo cell that this thread runs; None if it runs none."""
     context = _call_marimo("marimo._runtime.context.types", "safe_get_context")
     if context is None:
         return None
@@ -133,18 +134,18 @@ def running_cell() -> MarimoCell | None:
 
 
 def latest_session(owner: str) -> Session | None:
-    """The mesh that a notebook's cells made last, of those that live."""
+    """Return the session that a notebook's cells started last, among those that have not ended."""
     with _lock:
         living = [session for (whose, _, _), session in _sessions.items() if whose == owner and session.ended is None]
     return living[-1] if living else None
 
 
 def append_output(mime: tuple[str, Any], ranks: Ranks | None) -> bool:
-    """Show something rich that ranks displayed below the cell that this thread runs, as `mo.output.append` does.
+    """Append a rich display from ranks below the cell that this thread runs, as `mo.output.append` does.
 
     Args:
         mime: its MIME type and content.
-        ranks: those that displayed it, to be named; None: all of the cell's.
+        ranks: the ranks that displayed it, for a heading; None: all ranks of the cell, without a heading.
 
     Returns:
         Whether there was a marimo page to show it on.
@@ -166,7 +167,7 @@ def has_output() -> bool:
 
 
 class _MimeOutput:
-    """Something of which only its looks are known."""
+    """An object with a MIME representation only."""
 
     def __init__(self, kind: str, content: Any) -> None:
         self._mime = kind, content
@@ -176,7 +177,7 @@ class _MimeOutput:
 
 
 def _call_marimo(module: str, function: str) -> Any:
-    """What one of marimo's own functions says; None where marimo is not in use, or has it no more."""
+    """Call one of marimo's functions; None if marimo is not in use, or lacks the function."""
     implementation: Callable[[], Any] | None = getattr(sys.modules.get(module), function, None)
     try:
         return implementation() if implementation is not None else None
@@ -185,7 +186,7 @@ def _call_marimo(module: str, function: str) -> Any:
 
 
 def _matches(session: Session, spec: MeshSpec, name: str | None) -> bool:
-    """Whether a mesh lives, is whole, and is what would be started now."""
+    """Whether a mesh is alive and complete, and equals what would be started now."""
     if session.ended is not None or session.lost or session.info.spec is None:
         return False
     if name is not None and session.name != name:
@@ -194,6 +195,6 @@ def _matches(session: Session, spec: MeshSpec, name: str | None) -> bool:
 
 
 def _spec_key(spec: MeshSpec) -> tuple[Any, ...]:
-    """What was asked for, without what depends on who asks: the folder and the path, which a cell may have changed."""
+    """Return a spec's fields for comparison, without the working directory and path, which a cell may have changed."""
     fields = msgspec.structs.asdict(msgspec.structs.replace(spec, cwd=None, sys_path=()))
     return (*fields.pop("axes").items(), *sorted(fields.items()))

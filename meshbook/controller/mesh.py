@@ -1,4 +1,4 @@
-"""`meshbook.Mesh`: a mesh of processes, or a part of one, as an object in Python."""
+"""`meshbook.Mesh`: the Python object for a mesh of processes, or for a slice of one."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ ENGINES = ("local",)
 
 
 class Mesh:
-    """Ranks in a grid of named axes. Views (`mesh.slice(dp=0)`, `mesh[1:3]`) share its processes.
+    """A grid of ranks with named axes. Slices (`mesh.slice(dp=0)`, `mesh[1:3]`) share its processes.
 
-    `Mesh(shape=(2, 2), mesh_dim_names=("dp", "tp"))` starts one, as `create_mesh` does. As a context manager it is
-    stopped at the end; otherwise when this process ends, unless it was detached.
+    `Mesh(shape=(2, 2), mesh_dim_names=("dp", "tp"))` starts a mesh, as `create_mesh` does. As a context manager, it
+    stops when the block ends; otherwise it stops when this process exits, unless it was detached.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Mesh:
 
     @classmethod
     def of(cls, session: Session, axes: MeshAxes) -> Mesh:
-        """The view of a session's mesh that `axes` cuts out."""
+        """Return the view of a session's mesh that `axes` selects."""
         mesh = cls.__new__(cls)
         mesh._session, mesh._axes = session, axes
         return mesh
@@ -70,7 +70,7 @@ class Mesh:
 
     @property
     def name(self) -> str:
-        """What `meshbook list` and `attach` know it by."""
+        """The name of the mesh in `meshbook list` and `attach`."""
         return self._session.name
 
     @property
@@ -85,28 +85,28 @@ class Mesh:
 
     @property
     def grid(self) -> MeshAxes:
-        """The arithmetic behind this view."""
+        """The `MeshAxes` of this view."""
         return self._axes
 
     @property
     def session(self) -> Session:
-        """What all views of this mesh share."""
+        """The session that all views of this mesh share."""
         return self._session
 
     def size(self, axis: str | None = None) -> int:
-        """How many ranks; with an axis, how many places it has."""
+        """Return the number of ranks; with an axis, the size of that axis."""
         return self._axes.size if axis is None else self._axes.size_of(axis)
 
     def slice(self, **which: int | Slice) -> Mesh:
-        """The part at these places: an int drops the axis, a slice keeps it. Raises MeshShapeError."""
+        """Return the slice at these coordinates: an int drops the axis, a slice keeps it. Raises MeshShapeError."""
         return Mesh.of(self._session, self._axes.slice(**which))
 
     def flatten(self, name: str = "rank") -> Mesh:
-        """The same ranks along one axis."""
+        """Return the same ranks along one axis."""
         return Mesh.of(self._session, self._axes.flatten(name))
 
     def rename(self, **names: str) -> Mesh:
-        """The same grid with other axis names: `rename(dp="replica")`."""
+        """Return the same grid with other axis names: `rename(dp="replica")`."""
         return Mesh.of(self._session, self._axes.rename(**names))
 
     @overload
@@ -116,12 +116,14 @@ class Mesh:
     def __getitem__(self, key: str) -> RemoteValue: ...
 
     def __getitem__(self, key: Any) -> Any:
-        """`mesh["x"]`: a handle to the ranks' `x`; a RemoteTensor, with its storage, where every rank has one alike.
-        `mesh[0]`, `mesh[1:3]`: a part, along the first axis.
+        """Return a handle to a name on the ranks (`mesh["x"]`), or a slice along the first axis (`mesh[1:3]`).
+
+        A name whose value is a tensor with the same metadata on every rank gives a RemoteTensor that shares the
+        tensor's storage. `mesh[0]` drops the first axis.
 
         Raises:
             MeshNameError: no rank has that name.
-            MeshShapeError: no such place.
+            MeshShapeError: the index is out of range.
         """
         if isinstance(key, str):
             self._session.check_attached()
@@ -160,22 +162,22 @@ class Mesh:
         echo: bool = True,
         setup: bool = False,
     ) -> Any:
-        """Run source on the ranks, as a cell.
+        """Run source code on the ranks, as a cell.
 
         Args:
-            ranks: some of them, as ints or as a selection (`"0,2-3"`, `"dp=0"`); None: all of this view that live.
-            timeout: seconds, after which the cell is interrupted; None waits for as long as the ranks live.
-            wait: False gives a MeshFuture at once.
-            echo: show output as it comes, folded by rank, on this process's standard streams.
-            setup: run it again on ranks that join later.
+            ranks: which ranks, as ints or as a selection (`"0,2-3"`, `"dp=0"`); None: all live ranks of this view.
+            timeout: seconds after which the cell is interrupted; None: no limit while the ranks live.
+            wait: False returns a MeshFuture immediately.
+            echo: write output to this process's standard streams as it arrives, folded by rank.
+            setup: run the cell again on ranks that join later.
 
         Returns:
             CellResult; with `wait=False` a MeshFuture of one.
 
         Raises:
-            CellError: it raised on ranks; one entry per distinct failure.
-            RankLost: a rank died while it ran; the others were stopped and keep their state.
-            MeshTimeout: it was interrupted after `timeout` seconds.
+            CellError: the cell raised on ranks; one entry per distinct failure.
+            RankLost: a rank died while the cell ran; the other ranks were stopped and keep their state.
+            MeshTimeout: the cell was interrupted after `timeout` seconds.
             CellInterrupted: Ctrl-C.
         """
         chosen = self.resolve_ranks(ranks)
@@ -190,7 +192,7 @@ class Mesh:
 
         Raises:
             CellError, RankLost: as `run`.
-            TransferError: function or arguments cannot be pickled; the message names the part.
+            TransferError: the function or an argument cannot be pickled; the message names the part.
         """
         ranks = self.resolve_ranks(None)
         label = f"{getattr(function, '__name__', 'the function')}()"
@@ -200,13 +202,14 @@ class Mesh:
         return result.values
 
     def remote(self, function: Callable[P, Any]) -> RemoteFunction[P]:
-        """Decorator: a function that runs on every rank when it is called, and returns RankValues."""
+        """Decorate a function so that calling it runs it on every rank and returns RankValues."""
         return RemoteFunction(self, function)
 
     def cell(self, function: Callable[[], Any]) -> FunctionBodyCell:
-        """Decorator: the function's body runs at once, as a cell on every rank; its names bind there.
+        """Decorate a function so that its body runs immediately, as a cell on every rank, and binds its names there.
 
-        For notebooks without magics, such as marimo. Gives the CellResult; call it to run the body again.
+        For notebooks without magics, such as marimo. The decorated object gives access to the CellResult; calling it
+        runs the body again.
 
         Raises:
             UsageError: the function has parameters, or its source cannot be found.
@@ -244,8 +247,10 @@ class Mesh:
             return future.result(10.0)
 
     def spawn(self, name: str, Class: type, *args: Any, **kwargs: Any) -> Any:
-        """Make an actor of `Class` on every rank, beside its cells; an ActorMesh. Handles among the arguments arrive as
-        the rank's own objects. Waits until the ranks have taken it, not for `Class.__init__`.
+        """Spawn an actor of `Class` on every rank, beside its cells, and return an ActorMesh.
+
+        Handles among the arguments arrive as the rank's own objects. Waits until the ranks have accepted the actor, not
+        for `Class.__init__`.
 
         Raises:
             ValueError: an actor of that name lives on these ranks.
@@ -254,18 +259,20 @@ class Mesh:
         return extensions.find("spawn")(self, name, Class, *args, **kwargs)
 
     def actors(self) -> Any:
-        """The actors on these ranks, as a table: what waits in their mailboxes, what they run and for how long, their
-        last error. Asks them beside whatever they do; ranks that do not answer within two seconds are left out.
+        """Return the actors on these ranks as a table: mailbox size, running message and its duration, last error.
 
-        `mesh.actors()["trainers"]` gives those of a name, an ActorMesh, whoever has spawned them. Actors whose owner is
-        gone, as after a restart of the kernel, are from then on this program's: it hears of their failures.
+        Queries the ranks' service threads, so running cells do not delay it; ranks that do not reply within two seconds
+        are left out.
+
+        `mesh.actors()["trainers"]` is the ActorMesh of that name, whichever program spawned it. Actors whose owner has
+        exited, for example after a kernel restart, then belong to this program, which receives their failures.
         """
         return extensions.find("actors")(self)
 
     # ---- names and values
 
     def push(self, **names: Any) -> None:
-        """Bind names on every rank. One copy through shared memory, whatever the number of ranks. Blocks.
+        """Bind names on every rank. Makes one copy through shared memory, whatever the number of ranks. Blocks.
 
         Raises:
             TransferError: a value cannot be pickled; the message names the part.
@@ -273,7 +280,7 @@ class Mesh:
         self._session.set_names(names, self.resolve_ranks(None))
 
     def pull(self, what: str | RemoteValue, *, ranks: Sequence[int] | int | str | None = None) -> RankValues:
-        """Bring what the ranks hold under a name (or behind a handle) here, by rank. Blocks.
+        """Return the ranks' values of a name (or of a handle), by rank. Blocks.
 
         Raises:
             MeshNameError: no rank has that name.
@@ -299,16 +306,16 @@ class Mesh:
     def scatter(self, batch: Any, *, axis: str | None = None, dim: int = 0, view: Literal["global"]) -> Any: ...
 
     def scatter(self, batch: Any, *, axis: str | None = None, dim: int = 0, view: str = "local") -> Any:
-        """Cut a batch along `dim`, one piece per place of `axis`. Blocks.
+        """Split a batch along `dim`, one piece per coordinate of `axis`. Blocks.
 
-        The pieces are as `torch.chunk` would cut them, the last ones shorter where it does not divide. Ranks at the
-        same place of the axis get the same piece. With one axis it need not be named.
+        The pieces are those of `torch.chunk`: the last ones are shorter if the length is not divisible. Ranks at the
+        same coordinate of the axis get the same piece. `axis` may be omitted on a mesh with one axis.
 
         Args:
             batch: a tensor or an array; a table (Arrow, Polars, pandas, a DuckDB result), which becomes a dict of
-                columns; a dict or a tuple of these, each cut; or another sequence, cut by its items.
-            view: "local" gives a handle to each rank's own piece; "global" a RemoteTensor of the whole batch, cut
-                along dim 0, as `feed` does.
+                columns; a dict or a tuple of these, each of which is split; or another sequence, split by its items.
+            view: "local" returns a handle to each rank's own piece; "global" returns a RemoteTensor of the complete
+                batch, sharded along dim 0, as `feed` does.
 
         Returns:
             A handle to the pieces, or with view="global" the batch with RemoteTensors in it.
@@ -344,28 +351,28 @@ class Mesh:
         uneven: bool = False,
         view: str = "global",
     ) -> Iterator[Any]:
-        """Batches for the ranks, copied into shared memory and cut along dim 0 over `axis` while the ranks compute.
+        """Iterate over batches, copied into shared memory and sharded along dim 0 over `axis` while the ranks compute.
 
             for x, y in mesh.feed(loader, axis="dp"): ...
 
         Args:
-            source: gives batches: tensors, arrays, tables (Arrow, Polars, pandas; a dict of columns each), or tuples
-                and dicts of them. Or one table, array or DuckDB result, with `batch_size`. What is none of these
-                in a batch comes through as it is.
-            axis: over which rows are cut; every rank at the same place of it gets the same. With one axis it need not
-                be named.
-            prefetch: batches that are ready or on their way while the loop is busy; 0 fetches each when it is asked
-                for, without a thread.
-            batch_size: rows of a batch, where the source has no batches of its own.
-            drop_last: leave out a last batch that does not divide by the axis.
-            uneven: cut batches that do not divide as torch.chunk would, instead of refusing them.
-            view: "global" gives a RemoteTensor of the whole batch; "local" a handle to each rank's own rows.
+            source: an iterable of batches: tensors, arrays, tables (Arrow, Polars, pandas; each becomes a dict of
+                columns), or tuples and dicts of them. Or one table, array or DuckDB result, with `batch_size`. Other
+                objects in a batch pass through unchanged.
+            axis: the axis to shard rows over; ranks at the same coordinate get the same rows. It may be omitted on a
+                mesh with one axis.
+            prefetch: number of batches that are ready or in flight while the loop body runs; 0 fetches each on demand,
+                without a thread.
+            batch_size: rows per batch, if the source has no batches of its own.
+            drop_last: omit a last batch whose length is not divisible by the axis size.
+            uneven: split batches that are not divisible as torch.chunk does, instead of raising.
+            view: "global" yields a RemoteTensor of the complete batch; "local" yields a handle to each rank's own rows.
 
         Returns:
-            An iterator with `close()`; it closes itself at its end, and when nobody holds it.
+            An iterator with `close()`; it closes itself when it is exhausted or garbage-collected.
 
         Raises:
-            PlacementError: a batch that does not divide; the message has the sum.
+            PlacementError: a batch is not divisible; the message shows the calculation.
             Whatever the source raises, at the batch where it raised.
         """
         found: Iterator[Any] = extensions.find("feed")(
@@ -381,9 +388,9 @@ class Mesh:
         return found
 
     def gather(self, what: str | RemoteValue, *, axis: str | None = None, dim: int = 0) -> Any:
-        """The pieces along `axis`, joined along `dim`: what `scatter` took apart. Blocks.
+        """Return the pieces along `axis`, concatenated along `dim`: the inverse of `scatter`. Blocks.
 
-        Of ranks at the same place of the axis the first is taken.
+        Among ranks at the same coordinate of the axis, the first one provides the piece.
 
         Returns:
             `torch.Tensor`, `numpy.ndarray`, or a list, as the pieces are.
@@ -398,7 +405,7 @@ class Mesh:
     # ---- remote tensors
 
     def activate(self) -> AbstractContextManager[Any]:
-        """`with mesh.activate(): t = torch.rand(3, 4)` makes a tensor on every rank, one each: a RemoteTensor."""
+        """Create one tensor per rank, as a RemoteTensor: `with mesh.activate(): t = torch.rand(3, 4)`."""
         found: AbstractContextManager[Any] = extensions.find("activate")(self)
         return found
 
@@ -410,79 +417,81 @@ class Mesh:
             raise UsageError(f"this mesh has the axes {', '.join(self.axes)}; say along which with axis=…")
         return next(iter(self.axes))
 
-    # ---- looking at it, steering it
+    # ---- inspection and control
 
     def status(self) -> messages.MeshInfo:
-        """What the supervisor knows now."""
+        """Return the supervisor's current information about the mesh."""
         return self._session.status()
 
     def history(self) -> tuple[messages.HistoryEntry, ...]:
-        """The cells that ran, oldest first."""
+        """Return the cells that ran, oldest first."""
         return self._session.history()
 
     def logs(self, rank: int, limit_bytes: int = 1 << 16) -> str:
-        """The last output of a rank, also of a dead one."""
+        """Return the last output of a rank, also of a dead one."""
         self._axes.check_ranks((rank,))
         return self._session.logs(rank, limit_bytes)
 
     def why(self) -> Why:
-        """Why it does not get on: who waits for whom, in what, at which line, and what to do. Blocks, at most 3 s.
+        """Explain why the mesh hangs: who waits for whom, in what, at which line, and what to do. Blocks, at most 3 s.
 
-        From any thread, also while a cell runs. Of a slice: what concerns its ranks.
+        Any thread, also while a cell runs. On a slice: the findings that concern its ranks.
 
         Returns:
-            Why: `.findings`, `.text`; it shows itself in a notebook.
+            Why: `.findings`, `.text`; it displays itself in a notebook.
         """
         return reports.why(self._session, self.ranks)
 
     def stacks(
         self, ranks: Sequence[int] | int | str | None = None, *, twice: bool = False, threads: bool = False
     ) -> Stacks:
-        """Where ranks are in their code, as one tree of their Python stacks. Blocks, at most 3 s; mostly milliseconds.
+        """Return the ranks' Python stacks, merged into one tree. Blocks, at most 3 s; usually milliseconds.
 
-        From any thread, also while a cell runs; also of ranks that are stopped or keep the GIL, if py-spy may look.
+        Any thread, also while a cell runs. Also covers ranks that are stopped (SIGSTOP) or hold the GIL, if py-spy has
+        permission.
 
         Args:
-            ranks: some of them, as for `run`; None: all of this view, dead ones included.
-            twice: look again half a second later, and tell who moved.
+            ranks: which ranks, as for `run`; None: all of this view, dead ones included.
+            twice: sample again half a second later, and report which ranks moved.
             threads: all threads of each rank, not only the main one.
 
         Returns:
             Stacks: `.tree`, `.text`, and by rank (`stacks[3]`) the threads' frames.
 
         Raises:
-            MeshShapeError: not in this mesh.
+            MeshShapeError: a rank is not in this mesh.
         """
         chosen = self.ranks if ranks is None else self._parse_ranks(ranks)
         return reports.stacks(self._session, tuple(sorted(chosen)), twice=twice, threads=threads)
 
     def health(self) -> Table:
-        """How each rank is: what it does and waits for, CPU, memory, GPU. Blocks a few milliseconds.
+        """Return a table of each rank's activity, waits, CPU, memory and GPU. Blocks a few milliseconds.
 
-        As of the ranks' last beat, a second ago; for programs there is `mesh.memory()`, `mesh.metrics()`.
+        The values are from the ranks' last heartbeat, up to a second ago. Programs use `mesh.memory()` and
+        `mesh.metrics()`.
         """
         return reports.health_table(reports.fetch_mesh_snapshot(self._session), self.ranks)
 
     def memory(self, *, history: bool = False, kind: str | None = None) -> Any:
-        """Memory of each rank, in bytes: of its process, and on its GPU. Blocks a few milliseconds.
+        """Return the memory of each rank's process and GPU, in bytes. Blocks a few milliseconds.
 
         Args:
-            history: one row per rank and moment since the mesh started, in coarser steps the longer ago, instead of one
+            history: one row per rank and sample since the mesh started, coarser for older samples, instead of one row
                 per rank.
-            kind: "pandas", "polars" or "dict"; None: of what the program has imported, else polars, else pandas, else
-                a dict of lists.
+            kind: "pandas", "polars" or "dict"; None: the library that the program has imported, else polars, else
+                pandas, else a dict of lists.
 
         Returns:
             Columns rank, host, device, rss_bytes, peak_rss_bytes, gpu_allocated_bytes, gpu_reserved_bytes,
             gpu_peak_bytes, gpu_used_bytes, gpu_total_bytes; with `history` rank, time (wall clock), rss_bytes,
-            gpu_allocated_bytes. None where there is no GPU.
+            gpu_allocated_bytes. GPU columns are None without a GPU.
         """
         return reports.memory_dataframe(self._session, self.ranks, history=history, kind=kind)
 
     def metrics(self, *, kind: str | None = None) -> Any:
-        """What ranks gave to `meshbook.log`, one row per value. Blocks a few milliseconds.
+        """Return the values that ranks passed to `meshbook.log`, one row per value. Blocks a few milliseconds.
 
-        Long curves are thinned out, their first and last points kept.
+        Long curves are downsampled; their first and last points remain.
 
         Returns:
             Columns name, rank, step, value, time (wall clock), as `kind` says (see `memory`).
@@ -490,39 +499,39 @@ class Mesh:
         return reports.metrics_dataframe(self._session, self.ranks, kind=kind)
 
     def interrupt(self, ranks: Sequence[int] | int | str | None = None) -> None:
-        """Stop what the ranks run, as the Stop button would. Does not wait."""
+        """Interrupt what the ranks run, as the Stop button does. Does not wait."""
         self._session.check_attached()
         chosen = self.ranks if ranks is None else self._parse_ranks(ranks)
         self._session.interrupt(chosen)
 
     def kill(self, ranks: Sequence[int] | int | str, *, signal: int = 9) -> None:
-        """Send a signal to ranks; by default one they do not survive."""
+        """Send a signal to ranks; SIGKILL by default."""
         self._session.kill(self._parse_ranks(ranks), signal)
 
     def dashboard(self) -> Any:
-        """A live picture of these ranks, with what can be done about them: a widget, for the end of a cell.
+        """Return a live dashboard of these ranks with its controls: a widget, for the end of a cell.
 
-        In marimo `mo.ui.anywidget(mesh.dashboard())`. It is the same widget however often it is asked for; its
-        `close()` ends it. Waits a few milliseconds for the first picture.
+        In marimo: `mo.ui.anywidget(mesh.dashboard())`. Repeated calls return the same widget; its `close()` ends it.
+        Waits a few milliseconds for the first snapshot.
 
         Raises:
-            NotAttached: the mesh is gone.
+            NotAttached: the mesh has ended.
         """
         return extensions.find("dashboard")(self)
 
     def detach(self, orphan_ttl_s: float | None = None) -> None:
-        """Leave the mesh running without this process; `meshbook.attach(name)` finds it again.
+        """Leave the mesh running without this process; `meshbook.attach(name)` attaches to it again.
 
         Args:
-            orphan_ttl_s: how long it may live with no client at all, in seconds; None: until it is stopped.
+            orphan_ttl_s: seconds that it may live without any client; None: until it is stopped.
 
         Raises:
-            NotAttached: it did not answer; this process has left it all the same.
+            NotAttached: the supervisor did not reply; this process has detached anyway.
         """
         self._session.detach(orphan_ttl_s)
 
     def stop(self) -> None:
-        """End every rank and the supervisor. Waits until they are gone; harmless when they are."""
+        """Stop every rank and the supervisor. Waits until they have exited; does nothing if they have already."""
         self._session.stop()
 
     def __enter__(self) -> Mesh:
@@ -532,12 +541,12 @@ class Mesh:
         self.stop()
 
     def resolve_ranks(self, ranks: Sequence[int] | int | str | None) -> Ranks:
-        """The ranks that are meant, all of them alive; None: those of this view that live.
+        """Return the selected ranks, all of them alive; None: the live ranks of this view.
 
         Raises:
-            MeshShapeError: not in this mesh.
-            RankLost: asked for by number, and gone.
-            NotAttached: the mesh is no more.
+            MeshShapeError: a rank is not in this mesh.
+            RankLost: a rank that was selected by number is lost.
+            NotAttached: the mesh has ended.
         """
         self._session.check_attached()
         if ranks is None:
@@ -564,7 +573,7 @@ class Mesh:
 
 
 class RemoteFunction(Generic[P]):
-    """A function that runs on every rank of its mesh."""
+    """A function that runs on every rank of its mesh when called."""
 
     def __init__(self, mesh: Mesh, function: Callable[P, Any]) -> None:
         self._mesh, self._function = mesh, function
@@ -574,7 +583,7 @@ class RemoteFunction(Generic[P]):
         return self._mesh.execute(self._function, *args, **kwargs)
 
     def on(self, mesh: Mesh) -> RemoteFunction[P]:
-        """The same function on another mesh, or on a part of this one."""
+        """Return the same function on another mesh, or on a slice of this one."""
         return RemoteFunction(mesh, self._function)
 
     def __repr__(self) -> str:
@@ -582,7 +591,7 @@ class RemoteFunction(Generic[P]):
 
 
 class FunctionBodyCell:
-    """A function's body as a cell: `result` is what its last run gave; call it to run it again."""
+    """A function's body as a cell: `result` is the result of the last run; call the object to run it again."""
 
     def __init__(self, mesh: Mesh, function: Callable[[], Any]) -> None:
         self._mesh = mesh
@@ -610,10 +619,10 @@ class FunctionBodyCell:
 
 
 def function_body_source(function: Callable[..., Any]) -> str:
-    """The source of a function's body, at the left margin; a `return` at its end becomes the cell's value.
+    """Return the dedented source of a function's body; a `return` at its end becomes the cell's value.
 
     Raises:
-        UsageError: it takes parameters, or its source is not to be had.
+        UsageError: it takes parameters, or its source cannot be found.
     """
     if inspect.signature(function).parameters:
         raise UsageError(
@@ -644,7 +653,7 @@ def function_body_source(function: Callable[..., Any]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Starting and finding
+# Starting and attaching
 
 
 def create_mesh(
@@ -668,29 +677,30 @@ def create_mesh(
     kind: str = "script",
     owner: str | None = None,
 ) -> Mesh:
-    """Start a mesh and wait until its process group is up. It ends with this process, unless detached.
+    """Start a mesh and wait until its process group is ready. It ends with this process, unless detached.
 
-    In a marimo notebook, a cell that runs again finds the mesh that it made before, if it still asks for the same.
+    In a marimo notebook, a cell that runs again reuses the mesh that it started before, if the arguments are
+    equivalent.
 
     Args:
         axes: a number of ranks, or {axis: size}; see also `nodes` and `gpus_per_node`, or `shape` and `mesh_dim_names`.
-            Nothing at all: one rank per visible GPU, else 2 to 4 by cores (`MESHBOOK_RANKS`, meshbook.toml).
-        name: what `attach` and `meshbook list` know it by; by default made from the script's name.
+            Without any of these: one rank per visible GPU, else 2 to 4 by cores (`MESHBOOK_RANKS`, meshbook.toml).
+        name: the name in `attach` and `meshbook list`; default: derived from the script's name.
         engine: "local".
-        num_hosts: simulate so many hosts on this machine.
-        start_method: "fork" (from a warm server) or "fresh" (new interpreters).
+        num_hosts: simulate this many hosts on this machine.
+        start_method: "fork" (from a warm fork server) or "fresh" (new interpreters).
         device: "auto", "cpu" or "cuda".
-        process_group: False leaves torch.distributed alone.
-        torch: False starts light ranks that import no torch.
+        process_group: False does not initialize torch.distributed.
+        torch: False starts light ranks that do not import torch.
         env: environment variables for the ranks.
-        end_on_error: False has ranks that wait in a collective for one that raised, or ended, wait until Stop.
-        listen: a tcp address to be reached at, encrypted, instead of a local socket.
-        orphan_ttl_s: seconds it may live without any client.
+        end_on_error: False: ranks that wait in a collective for a rank that raised, or ended, wait until Stop.
+        listen: a tcp address to listen on, encrypted, instead of a local socket.
+        orphan_ttl_s: seconds that it may live without any client.
 
     Raises:
-        MeshShapeError: axes that make no mesh.
+        MeshShapeError: the axes are invalid.
         MeshInUse: the name is taken.
-        StartError: it did not come up; nothing is left running.
+        StartError: the mesh did not start; nothing is left running.
     """
     defaults = read_defaults()
     if axes is None and nodes is None and gpus_per_node is None and shape is None:
@@ -722,13 +732,13 @@ def create_mesh(
 
 
 def prewarm_session(name: str, *, torch: bool, orphan_ttl_s: float, fork_from: Session | None = None) -> Session:
-    """A mesh without ranks yet, whose fork server warms up, for `start_prewarmed`. Ends with this process. Blocks.
+    """Start a mesh without ranks whose fork server warms up, for `start_prewarmed`. Ends with this process. Blocks.
 
     Args:
-        fork_from: a living mesh of the same kind; the fork server is branched off its own.
+        fork_from: a live mesh of the same kind; the new fork server is forked from its fork server.
 
     Raises:
-        StartError: it did not come up.
+        StartError: it did not start.
     """
     fork_server_socket = str(keys.runtime_folder() / fork_from.name / "h0-fork.sock") if fork_from is not None else None
     connection_info = launch_supervisor(name, light=not torch, fork_server_socket=fork_server_socket)
@@ -743,10 +753,10 @@ def start_prewarmed(
     device: str = "auto",
     env: Mapping[str, str] | None = None,
 ) -> Mesh:
-    """Ranks for actors: without a process group, and without torch where it is not asked for. Blocks.
+    """Start ranks for actors: without a process group, and without torch unless requested. Blocks.
 
     Raises:
-        StartError: they did not come up.
+        StartError: they did not start.
     """
     spec = make_spec(grid, device=device if torch else "cpu", process_group=False, torch=torch, env=env)
     session.start(grid, spec, timeout_s=read_defaults().start_timeout_s)
@@ -765,11 +775,11 @@ def make_spec(
     env: Mapping[str, str] | None = None,
     end_on_error: bool = True,
 ) -> messages.MeshSpec:
-    """What a supervisor is asked for; checked.
+    """Validate the options and return the `MeshSpec` for the supervisor.
 
     Raises:
-        UsageError: an engine, start method or device that does not exist.
-        StartError: more hosts than ranks.
+        UsageError: the engine, start method or device does not exist.
+        StartError: more hosts than ranks, or more CUDA ranks than GPUs.
     """
     for what, value, known in (
         ("engine", engine, ENGINES),
@@ -801,12 +811,12 @@ def make_spec(
 
 
 def attach(name: str | None = None, *, kind: str = "script", observer: bool = False) -> Mesh:
-    """A mesh that runs already; without a name the only one there is. It does not end with this process.
+    """Attach to a running mesh; without a name, to the only one. It does not end with this process.
 
     Raises:
         NotAttached: none is running, or it has no ranks.
         MeshNameError: no such name, or several meshes and no name.
-        VersionMismatch: it is of another version of Meshbook.
+        VersionMismatch: it runs another version of Meshbook.
     """
     session = Session(
         SupervisorConnection(keys.find_connection(name), kind=kind, observer=observer), stop_at_exit=False
@@ -823,7 +833,7 @@ def _new_mesh(session: Session, axes: MeshAxes) -> Mesh:
 
 
 def generate_mesh_name(stem: str | None = None) -> str:
-    """A name that no mesh has: the script's, and four letters."""
+    """Return an unused mesh name: the script's name and four hexadecimal digits."""
     if stem is None:
         stem = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "mesh").stem
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._")[:32] or "mesh"

@@ -1,7 +1,7 @@
-"""A handle to something that lives on the ranks: it shows what they hold, and what is done with it is done there.
+"""A handle to an object on the ranks: it displays what they hold, and operations on it run there.
 
-Truthful: its repr is asked of the ranks when it is read, also while a cell runs. Where one value is needed (`float(x)`,
-`if x:`, `len(x)`), all ranks must agree on it; where they do not, the error shows what each holds.
+Its repr queries the ranks each time, also while a cell runs. Where one value is needed (`float(x)`, `if x:`, `len(x)`),
+all ranks must agree on it; if they do not, the error shows what each holds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshbook.rank.expressions import BINARY, Expression, NameRef, ResultRef
 from meshbook.wire import messages
 from meshbook.wire.messages import Outcome, OutcomeGroup, Preview, TensorMeta, Value
 
-# What libraries probe for on any object; a handle must not look as if it had them.
+# Attributes that libraries probe for on any object; a handle must not appear to have them.
 _PROBED_PREFIXES = ("_repr_", "_ipython_", "__")
 
 
@@ -46,9 +46,10 @@ class RemoteValue:
         object.__setattr__(self, "_meshbook_session", session)
         object.__setattr__(self, "_meshbook_path", path)
         object.__setattr__(self, "_meshbook_ranks", ranks)
-        object.__setattr__(self, "_meshbook_values", values)  # what a Ref's object is; keeps it alive on the ranks
+        # the values of a ResultRef; keeps the object alive on the ranks
+        object.__setattr__(self, "_meshbook_values", values)
 
-    # ---- following it
+    # ---- attributes, items, calls
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith(_PROBED_PREFIXES):
@@ -80,7 +81,7 @@ class RemoteValue:
     def __dir__(self) -> list[str]:
         return list_attributes(self)
 
-    # ---- one value of all ranks
+    # ---- conversions that need one value from all ranks
 
     def __bool__(self) -> bool:
         return bool(_agreed_value(self, self._meshbook_path.unary("bool")))
@@ -108,7 +109,7 @@ class RemoteValue:
 
         return numpy.asarray(pull(self).same(), dtype=dtype)
 
-    # ---- how it reads
+    # ---- display
 
     def __repr__(self) -> str:
         return rendering.render_values(fetch_previews(self), self._meshbook_ranks, colour=False)
@@ -127,7 +128,7 @@ class RemoteValue:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """`torch.relu(w)`, `x @ w`: a handle to a tensor is a remote tensor where torch is asked to work with it."""
+        """Treat a handle to a tensor as a remote tensor in torch functions: `torch.relu(w)`, `x @ w`."""
         return extensions.find("with_tensors")(func, args, kwargs or {})
 
     def __reduce__(self) -> Any:
@@ -137,7 +138,7 @@ class RemoteValue:
         )
 
     def _meshbook_key(self, session: Session) -> str:
-        """What names this object to the ranks of `session` when it is among the things that are sent."""
+        """Return the key of this object for the ranks of `session`, used when pickling arguments."""
         if session is not self._meshbook_session:
             raise TransferError(
                 f"{self._meshbook_path} lives on the mesh {self._meshbook_session.name!r}, not on {session.name!r}; "
@@ -154,7 +155,8 @@ class RemoteValue:
 
 def _binary(op: str, *, reflected: bool = False) -> Callable[[RemoteValue, Any], Any]:
     def apply(self: RemoteValue, other: Any) -> Any:
-        if getattr(type(other), "_meshbook_is_tensor", False):  # torch's turn, so that autograd sees it
+        # torch handles the operation, so that autograd records it
+        if getattr(type(other), "_meshbook_is_tensor", False):
             return NotImplemented
         return _evaluate(self, self._meshbook_path.binary(op, other, reflected=reflected))
 
@@ -178,11 +180,11 @@ for _op in ("neg", "pos", "invert", "abs", "round"):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is done with handles. Functions, not methods: a method's name would hide the remote object's own attribute.
+# Operations on handles. Functions, not methods: a method's name would hide the remote object's own attribute.
 
 
 def handle_by_name(session: Session, name: str, ranks: Ranks) -> RemoteValue:
-    """A handle to a name that must exist on at least one of the ranks.
+    """Return a handle to a name that must exist on at least one of the ranks.
 
     Raises:
         MeshNameError: no rank has it.
@@ -192,7 +194,7 @@ def handle_by_name(session: Session, name: str, ranks: Ranks) -> RemoteValue:
 
 
 def name_tensor_meta(session: Session, name: str, ranks: Ranks) -> TensorMeta | None:
-    """What a name is on the ranks, where it is a tensor of one shape, dtype and placement on all of them; else None.
+    """Return a name's metadata if it is a tensor of one shape, dtype and placement on all ranks; else None.
 
     Raises:
         MeshNameError: no rank has it.
@@ -206,7 +208,7 @@ def name_tensor_meta(session: Session, name: str, ranks: Ranks) -> TensorMeta | 
 
 
 def handle_tensor_meta(value: RemoteValue) -> TensorMeta | None:
-    """What a handle stands for, where that is a tensor of one shape, dtype and placement on all of its ranks."""
+    """Return a handle's metadata if it is a tensor of one shape, dtype and placement on all of its ranks; else None."""
     path = value._meshbook_path
     if not path.steps and isinstance(path.root, NameRef):
         return name_tensor_meta(value._meshbook_session, path.root.name, value._meshbook_ranks)
@@ -220,7 +222,7 @@ def handle_tensor_meta(value: RemoteValue) -> TensorMeta | None:
 
 
 def common_tensor_meta(previews: Sequence[dict[str, Any] | None], num_ranks: int) -> TensorMeta | None:
-    """What previews of one thing, as plain data, say of it where it is a tensor alike on so many ranks; else None."""
+    """Return the metadata shared by previews (plain data) of one tensor on `num_ranks` ranks; else None."""
     metas = [preview.get("tensor") for preview in previews if preview is not None]
     if len(metas) != num_ranks or any(meta is None for meta in metas):
         return None
@@ -230,19 +232,19 @@ def common_tensor_meta(previews: Sequence[dict[str, Any] | None], num_ranks: int
 
 
 def result_handle(session: Session, call: str, ranks: Ranks, values: RankValues, expression: str) -> RemoteValue:
-    """A handle to the result of a call that the ranks keep, for as long as the handle lives."""
+    """Return a handle to the result of a call; the ranks retain the result while the handle lives."""
     return RemoteValue(session, Expression(ResultRef(call, expression)), ranks, values=values)
 
 
 def pull(value: RemoteValue, ranks: Ranks | None = None) -> RankValues:
-    """The objects themselves, brought here from every rank (or from `ranks`)."""
+    """Return the objects themselves, from every rank (or from `ranks`)."""
     session = value._meshbook_session
     chosen = session.living(value._meshbook_ranks) if ranks is None else ranks
     return session.evaluate(value._meshbook_path, chosen, retain=False)
 
 
 def fetch_previews(value: RemoteValue) -> tuple[OutcomeGroup, ...]:
-    """What each rank holds, as previews. Does not wait for a running cell where the path is one of names."""
+    """Return previews of each rank's object. Does not wait for a running cell if the path is only a lookup."""
     session, path, ranks = value._meshbook_session, value._meshbook_path, value._meshbook_ranks
     if value._meshbook_values is not None and not path.steps:
         return value._meshbook_values.parts
@@ -262,14 +264,16 @@ def fetch_previews(value: RemoteValue) -> tuple[OutcomeGroup, ...]:
 
 
 def peek(session: Session, names: tuple[str, ...], ranks: Ranks) -> dict[int, dict[str, Any] | None]:
-    """What the ranks' service threads say of names: rank -> {name: preview as plain data, or None}; None for a rank
-    that did not answer."""
+    """Query the ranks' service threads for names: rank -> {name: preview as plain data, or None}.
+
+    The entry is None for a rank that did not reply.
+    """
     command = messages.PreviewNames(call=session.connection.next_call_id(), ranks=session.living(ranks), names=names)
     return {rank: part.outcome.reply for part in session.query(command) for rank in part.ranks}
 
 
 def list_attributes(value: RemoteValue) -> list[str]:
-    """Attribute names, as the first living rank completes them."""
+    """Return attribute names, as the first living rank completes them."""
     session = value._meshbook_session
     if not value._meshbook_path.is_lookup_only():
         return list(
@@ -287,7 +291,7 @@ def list_attributes(value: RemoteValue) -> list[str]:
 
 
 def _evaluate(value: RemoteValue, path: Expression) -> RemoteValue:
-    """Follow a path now; the result stays on the ranks, under a handle."""
+    """Evaluate a path now; the result stays on the ranks, under a handle."""
     session, ranks = value._meshbook_session, _living_ranks(value)
     command = messages.Evaluate(
         call=session.connection.next_call_id(),
@@ -306,14 +310,14 @@ def _living_ranks(value: RemoteValue) -> Ranks:
 
 
 def _agreed_value(value: RemoteValue, path: Expression) -> Any:
-    """What a path from this handle gives, where all ranks agree on it."""
+    """Return the value of a path from this handle, on which all ranks must agree."""
     values = _evaluate(value, path)._meshbook_values
-    assert values is not None  # _evaluate keeps them
+    assert values is not None  # _evaluate sets them
     return values.same()
 
 
 def _format_names(names: tuple[str, ...]) -> str:
-    """Names for a sentence, the newest of many."""
+    """Return names for a sentence, the newest ones if there are many."""
     if not names:
         return "none yet"
     return ", ".join(names[-20:]) + (f" and {len(names) - 20} older ones" if len(names) > 20 else "")

@@ -1,7 +1,7 @@
-"""What a mesh says of itself when it is asked: why it does not get on, where its ranks are, how they are.
+"""Reports about a mesh: why it hangs, the ranks' stacks, their health and memory.
 
-Each is a plain call that waits a moment, from any thread and while cells run. It shows itself in a notebook and reads
-as text elsewhere. Nothing is asked of the ranks' main threads, so it works with a mesh that hangs.
+Each is a plain call that blocks briefly, from any thread and while cells run. The result displays itself in a notebook
+and is text elsewhere. No query goes to the ranks' main threads, so reports also work with a mesh that hangs.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from meshbook.ids import Ranks, format_ranks
 from meshbook.wire import messages
 from meshbook.wire.messages import RankSnapshot, ThreadStack
 
-# Seconds for an answer: the supervisor gives its hosts 2.5.
+# Seconds for a reply: the supervisor gives its hosts 2.5.
 _REPLY_TIMEOUT_S = 6.0
-# Seconds between two looks, from which it shows who moves.
+# Seconds between two samples, whose difference shows which ranks move.
 RESAMPLE_INTERVAL_S = 0.5
-# Seconds that an answer may take at most; a second look that would not come in time is left out.
+# Maximum seconds for `why`; a second sample that would exceed them is omitted.
 _WHY_BUDGET_S = 2.8
-# Cells whose sources are fetched, to show the lines that ranks are at; of a mesh that ran more, the lines go without.
+# Maximum number of cells run in a mesh for which sources are fetched; above it, stacks show no cell source lines.
 _MAX_CELLS_FETCHED = 2_000
 _LEADING_BLANK_LINES = re.compile(r"\A(?:[ \t]*\n)+")
-# What `memory` and `metrics` ask for: all there is.
+# History that `memory` and `metrics` request: all of it.
 _ALL_HISTORY_S = 1e9
 
 
 @dataclass(frozen=True, repr=False)
 class Why:
-    """Why a mesh does not get on. Shows itself.
+    """Why a mesh hangs. Displays itself.
 
     Attributes:
-        findings: the most important first; never empty, for that nothing is wrong is news too.
+        findings: the most important first; never empty, because "nothing is wrong" is a finding too.
         snapshots: what each rank was doing.
-        silent_hosts: machines that did not answer.
-        seconds: how long it took to find out.
+        silent_hosts: machines that did not reply.
+        seconds: how long the analysis took.
     """
 
     findings: tuple[Finding, ...]
@@ -59,7 +59,7 @@ class Why:
 
     @property
     def text(self) -> str:
-        """What `%mesh why` prints, without colours."""
+        """The output of `%mesh why`, without colours."""
         return diagnose.as_text(self.findings, color=False)
 
     def __str__(self) -> str:
@@ -81,13 +81,13 @@ class Why:
 
 @dataclass(frozen=True, repr=False)
 class Stacks(Mapping[int, tuple[ThreadStack, ...]]):
-    """The Python stacks of ranks. Shows itself as one tree; `stacks[3]` are rank 3's threads, the main one first.
+    """The Python stacks of ranks. Displays itself as one tree; `stacks[3]` is rank 3's threads, the main one first.
 
     Attributes:
         snapshots: what each rank was doing, stacks included.
-        before: the same half a second earlier, if that was asked for.
-        silent_hosts: machines that did not answer.
-        threads: whether the tree has all threads, or the main ones alone.
+        before: the snapshots half a second earlier, if requested.
+        silent_hosts: machines that did not reply.
+        threads: whether the tree has all threads, or only the main ones.
     """
 
     snapshots: tuple[RankSnapshot, ...]
@@ -95,7 +95,7 @@ class Stacks(Mapping[int, tuple[ThreadStack, ...]]):
     silent_hosts: tuple[str, ...] = ()
     threads: bool = False
     seconds: float = 0.0
-    _source_by_file: Mapping[str, str] = field(default_factory=dict)  # of cells, by the file names of their frames
+    _source_by_file: Mapping[str, str] = field(default_factory=dict)  # cell sources, by the file names of their frames
     _by_rank: dict[int, tuple[ThreadStack, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -104,30 +104,30 @@ class Stacks(Mapping[int, tuple[ThreadStack, ...]]):
 
     @cached_property
     def tree(self) -> stack_tree.StackTree:
-        """All stacks merged: what ranks have in common once, with the set of ranks at each fork."""
+        """All stacks merged: common frames once, with the set of ranks at each branch."""
         return stack_tree.merge(self.snapshots, main_only=not self.threads)
 
     @property
     def moved(self) -> dict[int, bool]:
-        """With two looks: which ranks were somewhere else the second time."""
+        """Rank -> whether its stack differs between the two samples; empty with one sample."""
         return stack_tree.moved_by_rank(self.before, self.snapshots) if self.before else {}
 
     @property
     def problems(self) -> dict[int, str]:
-        """Of ranks whose stacks could not be had, or only in part: why, and what would help."""
+        """Rank -> why its stack is missing or incomplete, and what would help."""
         return {seen.rank: seen.problem for seen in self.snapshots if seen.problem}
 
     @property
     def text(self) -> str:
-        """What `%mesh stacks` prints, without colours."""
+        """The output of `%mesh stacks`, without colours."""
         return self.as_text()
 
     def as_text(self, *, color: bool = False) -> str:
-        """The tree, outermost frame first."""
+        """Return the tree as text, outermost frame first."""
         return stack_tree.as_text(self.tree, color=color, moved=self.moved or None, source_of=self.source_of)
 
     def source_of(self, file: str, line: int) -> str | None:
-        """A line of a cell, or of a file that is here as well as there."""
+        """Return a source line of a cell, or of a file that also exists on this machine."""
         source = self._source_by_file.get(file)
         if source is not None:
             lines = source.splitlines()
@@ -153,16 +153,17 @@ class Stacks(Mapping[int, tuple[ThreadStack, ...]]):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Asking
+# Queries
 
 
 def take_snapshots(session: Session, ranks: Ranks, *, with_stacks: bool = True) -> messages.SnapshotReply:
-    """What these ranks are doing now, from inside where they answer, from outside where they do not. Blocks, at most
-    3 s; milliseconds where all answer.
+    """Return what these ranks are doing now. Blocks, at most 3 s; milliseconds if all ranks reply.
+
+    Ranks that reply are sampled from inside, the others from outside the process.
 
     Raises:
         NotAttached: the mesh has ended.
-        MeshTimeout: the supervisor does not answer.
+        MeshTimeout: the supervisor does not reply.
     """
     session.check_attached()
     _check_not_listener_thread(session)
@@ -175,9 +176,9 @@ def take_snapshots(session: Session, ranks: Ranks, *, with_stacks: bool = True) 
 
 
 def why(session: Session, ranks: Ranks) -> Why:
-    """Why the mesh does not get on. Looks twice where one look does not tell. Blocks, at most 3 s.
+    """Explain why the mesh hangs. Samples twice if one sample is not conclusive. Blocks, at most 3 s.
 
-    All ranks are looked at, for the guilty one may be any; findings are told of those that concern `ranks`.
+    Samples all ranks, because any of them may be the cause; returns the findings that concern `ranks`.
     """
     assert session.axes is not None
     started = time.monotonic()
@@ -195,10 +196,10 @@ def why(session: Session, ranks: Ranks) -> Why:
 
 
 def stacks(session: Session, ranks: Ranks, *, twice: bool = False, threads: bool = False) -> Stacks:
-    """The stacks of these ranks. Blocks, at most 3 s; with `twice` half a second more and another look.
+    """Return the stacks of these ranks. Blocks, at most 3 s; with `twice` half a second and one sample longer.
 
     Args:
-        twice: look again after half a second, and tell who moved.
+        twice: sample again after half a second, and report which ranks moved.
         threads: all threads, not only the main ones.
     """
     started = time.monotonic()
@@ -214,7 +215,7 @@ def stacks(session: Session, ranks: Ranks, *, twice: bool = False, threads: bool
 
 
 def fetch_mesh_snapshot(session: Session, *, history_s: float = 0.001) -> MeshSnapshot:
-    """Everything that the supervisor knows of the mesh now. Blocks a few milliseconds."""
+    """Return the supervisor's current state of the mesh. Blocks a few milliseconds."""
     session.check_attached()
     _check_not_listener_thread(session)
     return subscription.fetch_snapshot(session.connection, history_s=history_s)
@@ -232,12 +233,12 @@ def _explain(
 
 
 def _fetch_cell_sources(session: Session, snapshots: tuple[RankSnapshot, ...]) -> dict[str, str]:
-    """The sources of the cells that these ranks run, by the file names of their frames."""
+    """Return the sources of the cells that these ranks run, by the file names of their frames."""
     running = {seen.file: seen.cell for seen in snapshots if seen.file and seen.cell}
     if not running or session.info.cells_run > _MAX_CELLS_FETCHED:
         return {}
     by_label = {entry.label: entry.source for entry in session.history()}
-    # Without leading empty lines, as IPython runs a cell: that is what the lines of its frames count.
+    # Without leading empty lines, as IPython runs a cell: the frames' line numbers count from there.
     return {file: _LEADING_BLANK_LINES.sub("", by_label[cell]) for file, cell in running.items() if cell in by_label}
 
 
@@ -254,11 +255,11 @@ def _check_not_listener_thread(session: Session) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# As tables and columns
+# Tables and DataFrames
 
 
 def health_table(snapshot: MeshSnapshot, ranks: Ranks) -> Table:
-    """A row per rank: what it does, how busy it is, what it waits for."""
+    """Return a table with a row per rank: state, waits, load and memory."""
     shown = [rank for rank in snapshot.ranks if rank.rank in set(ranks)]
     rows = tuple(
         (
@@ -289,7 +290,7 @@ def health_table(snapshot: MeshSnapshot, ranks: Ranks) -> Table:
 
 
 def memory_table(snapshot: MeshSnapshot, ranks: Ranks) -> Table:
-    """A row per rank: memory of the process and of its GPU."""
+    """Return a table with a row per rank: memory of the process and of its GPU."""
     rows = tuple(
         (
             str(rank.rank),
@@ -313,7 +314,7 @@ def memory_table(snapshot: MeshSnapshot, ranks: Ranks) -> Table:
 
 
 def memory_dataframe(session: Session, ranks: Ranks, *, history: bool, kind: str | None) -> Any:
-    """See `Mesh.memory`."""
+    """Return the columns of `Mesh.memory`."""
     snapshot = fetch_mesh_snapshot(session, history_s=_ALL_HISTORY_S if history else 0.001)
     mine = [rank for rank in snapshot.ranks if rank.rank in set(ranks)]
     if history:
@@ -332,7 +333,7 @@ def memory_dataframe(session: Session, ranks: Ranks, *, history: bool, kind: str
 
 
 def metrics_dataframe(session: Session, ranks: Ranks, *, kind: str | None) -> Any:
-    """See `Mesh.metrics`."""
+    """Return the columns of `Mesh.metrics`."""
     names = ("name", "rank", "step", "value", "time")
     mine = set(ranks)
     rows = [row for row in fetch_mesh_snapshot(session, history_s=_ALL_HISTORY_S).scalars.rows() if row[1] in mine]

@@ -1,4 +1,4 @@
-"""What came back: values by rank, the result of a cell, and the errors that a finished call stands for."""
+"""Results of calls: values by rank, the result of a cell, and the errors of a finished call."""
 
 from __future__ import annotations
 
@@ -28,16 +28,18 @@ from meshbook.mesh_axes import MeshAxes
 from meshbook.wire import messages
 from meshbook.wire.messages import OutcomeGroup, Value
 
-# How values that are not here yet are brought: ranks and the reference they keep them under -> {rank: object}.
+# Fetches values that are still on the ranks: ranks and their reference -> {rank: object}.
 Fetch = Callable[[tuple[int, ...], str], dict[int, Any]]
 
 
 class RankValues(Mapping[int, Any]):
-    """One value per rank, as a mapping from rank to value. Values that were too large to send along are fetched when
-    they are first asked for, from their rank alone; what is shown needs no fetch.
+    """One value per rank, as a mapping from rank to value.
 
-    `values[0]` is rank 0's; `values.item(dp=0, tp=1)` the one at that point of the mesh; `values.same()` the one value
-    that all ranks agree on.
+    Values that were too large to send along are fetched on first access, from their rank only; displaying them needs no
+    fetch.
+
+    `values[0]` is rank 0's value; `values.item(dp=0, tp=1)` the one at that point of the mesh; `values.same()` the one
+    value that all ranks agree on.
     """
 
     def __init__(
@@ -89,23 +91,23 @@ class RankValues(Mapping[int, Any]):
         self._load_values(tuple(self))
         return super().items()
 
-    # ---- ways to take them
+    # ---- selecting and combining
 
     def item(self, **point: int) -> Any:
-        """The value at a point of the mesh: `item(dp=0, tp=1)`; with one rank, `item()`.
+        """Return the value at a point of the mesh: `item(dp=0, tp=1)`; with one rank, `item()`.
 
         Raises:
-            MeshShapeError: no such point, or not one alone.
+            MeshShapeError: no such point, or it selects several ranks.
         """
         if not point and len(self._value_of) == 1:
             return self[next(iter(self))]
         return self[self._axes.rank_at(**point)]
 
     def same(self) -> Any:
-        """The value that all ranks agree on.
+        """Return the value that all ranks agree on.
 
         Raises:
-            ValuesDiffer: they do not; the message shows the values.
+            ValuesDiffer: the values differ; the message shows them.
         """
         distinct = {value.preview.digest or value.preview.text for value in self._value_of.values()}
         known = all(value.preview.digest is not None or value.payload is not None for value in self._value_of.values())
@@ -118,13 +120,13 @@ class RankValues(Mapping[int, Any]):
         return self[next(iter(self))]
 
     def stack(self, dim: int = 0) -> Any:
-        """All ranks' tensors (or arrays, or numbers) stacked along a new dim, in rank order.
+        """Stack all ranks' tensors (or arrays, or numbers) along a new dim, in rank order.
 
         Returns:
             `torch.Tensor` of shape (ranks, …) for tensors and numbers; `numpy.ndarray` for arrays.
 
         Raises:
-            ValueError, RuntimeError: as torch or numpy say when shapes differ.
+            ValueError, RuntimeError: from torch or numpy, if shapes differ.
         """
         every = [self[rank] for rank in self]
         if every and type(every[0]).__module__ == "numpy" and hasattr(every[0], "shape"):
@@ -141,7 +143,7 @@ class RankValues(Mapping[int, Any]):
         return all(_values_equal(first, other) for other in others)
 
     def _load_values(self, ranks: tuple[int, ...]) -> None:
-        """Have these ranks' values here."""
+        """Load or fetch these ranks' values."""
         by_ref: dict[str, list[int]] = {}
         for rank in ranks:
             if rank in self._loaded:
@@ -154,7 +156,7 @@ class RankValues(Mapping[int, Any]):
         for ref, wanted in by_ref.items():
             self._loaded.update(self._fetch(tuple(wanted), ref))
 
-    # ---- how they read
+    # ---- display
 
     def __repr__(self) -> str:
         return rendering.render_values(self.parts, self._ranks, colour=False)
@@ -167,8 +169,10 @@ class RankValues(Mapping[int, Any]):
 
 
 def mime_bundle(parts: Sequence[OutcomeGroup], ranks: Sequence[int]) -> dict[str, Any]:
-    """Values by rank as a front end shows them: text always, HTML where a value has it; one value that all ranks agree
-    on with every form it has."""
+    """Return values by rank as a MIME bundle: always text, HTML if a value has it.
+
+    One value that all ranks agree on contributes all of its MIME types.
+    """
     bundle: dict[str, Any] = {"text/plain": rendering.render_values(parts, tuple(ranks))}
     if page := rendering.render_values_html(parts, tuple(ranks)):
         bundle["text/html"] = page
@@ -178,8 +182,10 @@ def mime_bundle(parts: Sequence[OutcomeGroup], ranks: Sequence[int]) -> dict[str
 
 
 def marimo_mime(bundle: Mapping[str, Any]) -> tuple[str, Any]:
-    """The same as marimo takes it: one MIME type and its content. Text is set in a fixed width, without colours, which
-    marimo would show as they are written."""
+    """Convert a MIME bundle for marimo: one MIME type and its content.
+
+    Text becomes preformatted HTML without colours, because marimo shows ANSI sequences literally.
+    """
     for kind in ("text/html", "image/svg+xml"):
         if kind in bundle:
             return kind, bundle[kind]
@@ -194,15 +200,16 @@ def marimo_mime(bundle: Mapping[str, Any]) -> tuple[str, Any]:
 
 @dataclass(frozen=True)
 class CellResult:
-    """How a cell, or a call, ended on the ranks.
+    """The result of a cell, or a call, on the ranks.
 
     Attributes:
-        values: of the last expression, by rank; empty when there was none.
+        values: of the last expression, by rank; empty if there was none.
         output: what the ranks printed, folded, as text.
-        errors: distinct failures; empty unless the call was told not to raise.
-        seconds: of the slowest rank.
-        rank_seconds: by rank, on meshes of at most 64.
+        errors: distinct failures; empty unless the call was configured not to raise.
+        seconds: duration on the slowest rank.
+        rank_seconds: duration by rank, on meshes of at most 64.
         bound: names that the cell bound on the ranks.
+        unbound: names that the cell deleted on the ranks.
     """
 
     values: RankValues
@@ -224,14 +231,14 @@ class CellResult:
 
 
 def error_from(finished: messages.CallFinished, label: str = "the cell") -> MeshbookError | None:
-    """The exception that a finished call stands for; None when it went well on every rank."""
+    """Return the exception that a finished call stands for; None if it succeeded on every rank."""
     statuses = {part.outcome.status for part in finished.outcomes}
     if not statuses - {"ok"}:
         return None
     succeeded = tuple(rank for part in finished.outcomes if part.outcome.status == "ok" for rank in part.ranks)
     failures = fold_errors(finished.outcomes)
     if finished.lost or "lost" in statuses:
-        # That the survivors were stopped is in the message; where each of them was says nothing about the loss.
+        # The message says that the survivors were stopped; where each of them was does not explain the loss.
         own = fold_errors([part for part in finished.outcomes if part.outcome.status != "interrupted"])
         return _rank_lost_error(finished, own, label)
     released = fold_released(finished.outcomes)
@@ -247,7 +254,7 @@ def error_from(finished: messages.CallFinished, label: str = "the cell") -> Mesh
         if released:
             summary += f"; {rendering.render_released(released)}"
         return CellInterrupted(failures, succeeded, released=released, summary=summary)
-    if released and not failures:  # nothing was raised: a rank ended without coming
+    if released and not failures:  # nothing was raised: a rank ended the cell without joining the collective
         failures = _released_failures(finished.outcomes)
     if failures:
         return CellError(failures, succeeded, released=released, summary=_summarize(failures, succeeded, released))
@@ -256,7 +263,7 @@ def error_from(finished: messages.CallFinished, label: str = "the cell") -> Mesh
 
 
 def _released_failures(parts: Sequence[OutcomeGroup]) -> tuple[Failure, ...]:
-    """What ranks were released with, as the failures that they had."""
+    """Return the errors of released ranks as failures of their own."""
     own = []
     for part in parts:
         error = part.outcome.error
@@ -340,7 +347,7 @@ def _rank_lost_error(finished: messages.CallFinished, failures: Sequence[Failure
 
 
 def _values_equal(a: Any, b: Any) -> bool:
-    """Equality of two values that may be tensors or arrays."""
+    """Whether two values, which may be tensors or arrays, are equal."""
     if type(a) is not type(b):
         return False
     if hasattr(a, "shape") and hasattr(a, "dtype"):

@@ -1,7 +1,7 @@
-"""One client's dealings with one mesh: what `Mesh` and every view of it share.
+"""One client's session with a mesh: the state that `Mesh` and all its views share.
 
-Sends commands, waits for their end in the foreground (interruptible, answering `input()`) or hands out futures, brings
-values, and lets go of what nobody holds any more. It shows nothing itself: output goes to the sink it is given.
+Sends commands, waits for them in the foreground (interruptible, replying to `input()`) or returns futures, fetches
+values, and releases unused references. It displays nothing itself: output goes to the handler it is given.
 """
 
 from __future__ import annotations
@@ -36,56 +36,53 @@ _STOP_TIMEOUT_S = 15.0
 _PULL_INLINE_BYTES = 1 << 16
 
 
-_WAKE = object()  # in a call's inbox: a SIGINT has been noted
+_WAKE = object()  # in a call's inbox: a SIGINT is pending
 
 
 @dataclass(frozen=True)
 class AbandonedCall:
-    """A call that was stopped and whose end was not waited for: some ranks do not come back from it."""
+    """An interrupted call that is no longer waited for, because some ranks do not return from it."""
 
     command: Any
     future: Future[Any]
-    ranks: Ranks  # those
+    ranks: Ranks  # the ranks that do not return
     reason: str
 
 
 @dataclass(frozen=True)
 class _SilenceChanged:
-    """The supervisor does not answer, or does again."""
+    """The supervisor stopped replying, or replies again."""
 
     silent: bool
 
 
 class Session:
-    """An open connection to a mesh and all that is known of it here."""
+    """An open connection to a mesh and this process's state of it."""
 
     def __init__(self, connection: SupervisorConnection, *, stop_at_exit: bool) -> None:
         self.connection = connection
         self.name = connection.connection_info.name
         self.info = connection.welcome.info
         self.axes: MeshAxes | None = _axes_of(self.info)
-        self.ended: str | None = None  # why the mesh is no more
-        self.stopping = False  # we are about to end it
+        self.ended: str | None = None  # why the mesh ended
+        self.stopping = False  # this process is stopping it
         self.lost_listeners: list[Callable[[tuple[messages.RankExited, ...]], None]] = []
-        self.before_call_hooks: list[Callable[[], object]] = []  # floors above send what must come before a call
-        self.in_flight_calls: list[
-            Callable[[], list[str] | None]
-        ] = []  # ... and tell the calls they have not waited for
-        self.extras: dict[str, Any] = {}  # what floors above keep for as long as the session lives, by their name
+        self.before_call_hooks: list[Callable[[], object]] = []  # layers above send what must precede a call
+        self.in_flight_calls: list[Callable[[], list[str] | None]] = []  # layers above return their calls in flight
+        self.extras: dict[str, Any] = {}  # state of layers above for the session's lifetime, by name
         self._pool = SegmentPool()
         self._reader = SegmentReader()
         self._ended_event = threading.Event()
         self._refs_to_release: deque[str] = deque()
         self._interrupted_at = float("-inf")
-        self._expect_sigint_until = float(
-            "-inf"
-        )  # until then a SIGINT is the other half of a press that a message told of
-        self._interrupted_call: str | None = None  # the call that Stop was pressed for last
+        # Until then, a SIGINT is the second half of a Stop that already arrived as a message.
+        self._expect_sigint_until = float("-inf")
+        self._interrupted_call: str | None = None  # the call that the last Stop interrupted
         self._hard_interrupt_at: float | None = None
         self._last_cell_number = self.info.cells_run
         self._foreground_call: tuple[str, Ranks] | None = None  # the foreground call
-        self._foreground_inbox: queue.SimpleQueue[Any] | None = None  # its
-        self.abandoned_calls: dict[str, AbandonedCall] = {}  # by call
+        self._foreground_inbox: queue.SimpleQueue[Any] | None = None  # the foreground call's inbox
+        self.abandoned_calls: dict[str, AbandonedCall] = {}  # by call id
         connection.listeners.silence_changed.append(self._silence_changed)
         connection.listeners.ranks_changed.append(self._ranks_changed)
         connection.listeners.mesh_stopped.append(self._mesh_stopped)
@@ -93,13 +90,13 @@ class Session:
         connection.listeners.idle.append(self.release_unused)
         self._exit_finalizer = weakref.finalize(self, _stop_and_close, connection, self._ended_event, stop_at_exit)
 
-    # ---- coming and going
+    # ---- start, stop, detach
 
     def start(self, axes: MeshAxes, spec: messages.MeshSpec, *, timeout_s: float) -> messages.MeshReady:
-        """Have the ranks started, and wait until their process group is up. Blocks.
+        """Start the ranks and wait until their process group is ready. Blocks.
 
         Raises:
-            StartError: they did not come up; nothing is left running.
+            StartError: they did not start; nothing is left running.
             MeshInUse: this mesh has ranks already.
         """
         call = self.connection.next_call_id()
@@ -121,7 +118,7 @@ class Session:
         return ready
 
     def stop(self) -> None:
-        """End the mesh: every rank, the supervisor, their sockets. Waits until they are gone."""
+        """Stop the mesh: every rank, the supervisor, their sockets. Waits until they have exited."""
         self.stopping = True
         self._exit_finalizer.detach()
         if self.ended is None and not self.connection.closed:
@@ -129,11 +126,10 @@ class Session:
         self.close()
 
     def detach(self, orphan_ttl_s: float | None = None) -> None:
-        """Leave; the mesh lives on without this process, for `orphan_ttl_s` seconds when nobody else comes (None: for
-        ever).
+        """Detach this process; without any client the mesh lives for `orphan_ttl_s` seconds (None: forever).
 
         Raises:
-            NotAttached: it did not answer; this process has left it all the same.
+            NotAttached: the supervisor did not reply; this process has detached anyway.
         """
         self._exit_finalizer.detach()
         self.connection.continue_supervisor()
@@ -154,7 +150,7 @@ class Session:
         self._pool.close()
 
     def disable_stop_at_exit(self) -> None:
-        """An orderly end of this process no longer stops the mesh."""
+        """Keep the mesh running after an orderly exit of this process."""
         self._exit_finalizer.detach()
         self._exit_finalizer = weakref.finalize(self, _stop_and_close, self.connection, self._ended_event, False)
 
@@ -162,7 +158,7 @@ class Session:
         if self.ended is not None:
             raise NotAttached(f"the mesh {self.name!r} is no more: {self.ended}. Start one with %mesh start -n 4")
 
-    # ---- what is known
+    # ---- state of the mesh
 
     @property
     def lost(self) -> Ranks:
@@ -207,7 +203,7 @@ class Session:
     # ---- calls
 
     def request(self, command: Any, **handlers: Any) -> Future[Any]:
-        """Send a command for ranks; the future gives its CallFinished."""
+        """Send a command for ranks; the future resolves to its CallFinished."""
         self.check_attached()
         if isinstance(command, messages.MAIN_THREAD_COMMANDS):
             for before in self.before_call_hooks:
@@ -218,13 +214,13 @@ class Session:
     def run_foreground(
         self, command: Any, *, on_output: OutputHandler | None = None, on_input: InputHandler | None = None
     ) -> messages.CallFinished:
-        """Send a command and wait for its end on this thread, showing output and answering questions on the way.
+        """Send a command and wait for its end on this thread, handling its output and input() requests.
 
-        KeyboardInterrupt here stops the ranks and goes on waiting for them, as `wire.stop_timing` says; a second within
-        5 s escalates.
+        KeyboardInterrupt stops the ranks and continues to wait for them, as `wire.stop_timing` describes; a second
+        within 5 s escalates.
 
         Raises:
-            CellInterrupted: some ranks do not come back from a Stop. The call is in `left` until they do.
+            CellInterrupted: some ranks do not return from a Stop. The call stays in `abandoned_calls` until they do.
         """
         inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         handlers: dict[str, Any] = {"on_input": inbox.put}
@@ -235,7 +231,7 @@ class Session:
             self._foreground_call = (command.call, command.ranks)
             try:
                 future = self.request(command, **handlers)
-            except KeyboardInterrupt:  # whether it has been sent is not known
+            except KeyboardInterrupt:  # the command may or may not have been sent
                 self.interrupt(command.ranks, target=command.call)
                 self._foreground_call = None
                 raise
@@ -254,7 +250,7 @@ class Session:
         on_output: OutputHandler | None = None,
         on_input: InputHandler | None = None,
     ) -> messages.CallFinished:
-        """Wait for a command that has been sent as the foreground call; `foreground` tells the rest."""
+        """Wait for a command that was already sent, as the foreground call. See `run_foreground`."""
         inbox = inbox if inbox is not None else queue.SimpleQueue()
         sigint = SigintLatch(wake=lambda: inbox.put(_WAKE))
         with sigint:
@@ -285,9 +281,9 @@ class Session:
             self._foreground_call = self._foreground_inbox = self._hard_interrupt_at = None
 
     def _foreground_result(self, future: Future[Any], sigint: SigintLatch) -> messages.CallFinished:
-        """Of a call that has ended, once SIGINT is no longer its Stop."""
+        """Return the result of a finished call, after SIGINT handling is restored."""
         until, self._expect_sigint_until = self._expect_sigint_until, float("-inf")
-        # Stop reaches a notebook twice, and the second half may come when the call has ended.
+        # Stop reaches a notebook twice, and the second half may arrive after the call has ended.
         if sigint.pop() and time.monotonic() > until:
             signal.raise_signal(signal.SIGINT)
         finished: messages.CallFinished = future.result()
@@ -333,20 +329,20 @@ class Session:
                     raise self._abandon_call(command, future, command.ranks, reason) from None
             except CellInterrupted:
                 raise
-            except KeyboardInterrupt:  # of a second press while the first was not looked at, or on another thread
+            except KeyboardInterrupt:  # a second SIGINT before the first was processed, or one on another thread
                 sigint.pop()
                 self._on_sigint()
-                if future.done():  # what was in hand when the signal came is lost, maybe the end itself
+                if future.done():  # the item being processed is lost, possibly the end marker
                     inbox.put(None)
 
     def _on_sigint(self) -> None:
-        """A SIGINT has come: a press of Stop, or the other half of one that a message told of."""
+        """Handle a SIGINT: a new Stop, or the second half of one that arrived as a message."""
         if time.monotonic() > self._expect_sigint_until:
             self.interrupt_foreground()
         self._expect_sigint_until = float("-inf")
 
     def _abandon_call(self, command: Any, future: Future[Any], ranks: Ranks, reason: str) -> CellInterrupted:
-        """Wait no longer for a call that was stopped. What its ranks still print is shown as what comes late."""
+        """Stop waiting for an interrupted call. Later output of its ranks is shown as orphan output."""
         self.connection.set_call_handlers(command.call)
         self.abandoned_calls[command.call] = AbandonedCall(command, future, ranks, reason)
         future.add_done_callback(lambda _: self.abandoned_calls.pop(command.call, None))
@@ -375,13 +371,14 @@ class Session:
         return messages.RankDisplay(ranks=ranks, item=messages.Notice(text))
 
     def interrupt_foreground(self, *, may_escalate: bool = True, expect_sigint: bool = False) -> bool:
-        """What the Stop button does: interrupt the foreground call on its ranks. Thread-safe. A second press within 5 s
-        also kills the ranks that do not come back; so does one while no call is in the foreground and ranks have not
-        come back from an earlier Stop.
+        """Interrupt the foreground call on its ranks, as the Stop button does. Thread-safe.
+
+        A second Stop within 5 s also kills the ranks that do not return; so does one while no call is in the foreground
+        and ranks have not returned from an earlier Stop.
 
         Args:
-            may_escalate: False: it is no second press, whatever was pressed before.
-            expect_sigint: the same press will also come as a SIGINT, soon, or later on a busy machine.
+            may_escalate: False: never treat it as a second Stop.
+            expect_sigint: the same Stop will also arrive as a SIGINT, soon, or later on a busy machine.
 
         Returns:
             Whether there was something to stop.
@@ -404,14 +401,14 @@ class Session:
             self._silence_changed(True)
         for abandoned in list(self.abandoned_calls.values()):
             self.interrupt(abandoned.command.ranks, target=abandoned.command.call, hard=hard)
-        for get_calls in self.in_flight_calls:  # what the foreground call waits behind, oldest first
+        for get_calls in self.in_flight_calls:  # calls that run before the foreground call, oldest first
             for call in get_calls() or ():
                 self.interrupt(running[1], target=call, hard=hard)
         self.interrupt(running[1], target=running[0], hard=hard)
         return True
 
     def _kill_abandoned(self, now: float) -> bool:
-        """Stop, pressed when no call is in the foreground: ends the ranks that have not come back from the last one."""
+        """Handle Stop without a foreground call: kill the ranks that have not returned from the last Stop."""
         abandoned = list(self.abandoned_calls.values())
         if abandoned and now - self._interrupted_at >= stop_timing.INTERRUPT_DEBOUNCE_S:
             self._interrupted_at = now
@@ -427,7 +424,7 @@ class Session:
         self.connection.send(messages.Interrupt(ranks=ranks, target=target, hard=hard))  # type: ignore[arg-type]
 
     def _reply_input(self, request: messages.InputRequest, on_input: InputHandler | None, sigint: SigintLatch) -> None:
-        # Other ranks' questions may be on their way still when Stop ends one.
+        # Other ranks' input requests may still be in flight when Stop ends one.
         text, interrupted = None, request.call == self._interrupted_call
         try:
             if on_input is not None and not interrupted:
@@ -442,7 +439,7 @@ class Session:
         self.connection.send(reply)
 
     def cell_command(self, source: str, ranks: Ranks, *, number: int | None = None, **options: Any) -> messages.RunCell:
-        """A cell, numbered alike on all ranks whatever each has run before, so that their tracebacks can be one."""
+        """Return the command for a cell, with the same number on all ranks so that equal tracebacks can be folded."""
         if number is None:
             self._last_cell_number += 1
             number = self._last_cell_number
@@ -467,10 +464,10 @@ class Session:
         self.raise_for_status(self.run_foreground(command), command.ranks, label="push")
 
     def evaluate(self, path: expressions.Expression, ranks: Ranks, *, retain: bool = True) -> RankValues:
-        """Follow a path on the ranks' main threads.
+        """Evaluate an expression on the ranks' main threads.
 
         Args:
-            retain: leave large results there, to be fetched when asked for.
+            retain: store large results on the ranks, to be fetched on demand.
         """
         command = messages.Evaluate(
             call=self.connection.next_call_id(),
@@ -484,7 +481,7 @@ class Session:
         return self.rank_values(finished.outcomes)
 
     def query(self, command: Any, timeout_s: float = 2.0) -> tuple[messages.OutcomeGroup, ...]:
-        """Ask the ranks' service threads; what came within the time. Does not wait for a running cell."""
+        """Query the ranks' service threads; return the replies within the timeout. Does not wait for a running cell."""
         try:
             finished: messages.CallFinished = self.request(command).result(timeout_s)
         except TimeoutError:
@@ -508,7 +505,7 @@ class Session:
         return pickling.dump(thing, pool=self._pool, readers=ranks, persistent=self._persistent_id)
 
     def allocate_buffer(self, nbytes: int) -> ReceiveBuffer | None:
-        """Memory for ranks to write into, and for a value here to lie in."""
+        """Return a buffer that ranks write into and that can back a value here."""
         return self._pool.receive_buffer(nbytes)
 
     def load(self, payload: messages.Payload) -> Any:
@@ -519,7 +516,7 @@ class Session:
         return RankValues(self.axes, parts, self.load, self._fetch, self._refs_to_release.append)
 
     def raise_for_status(self, finished: messages.CallFinished, ranks: Ranks, *, label: str) -> None:
-        """Raise what the call's end stands for, if it did not go well."""
+        """Raise the error that the finished call stands for, if it failed."""
         error = error_from(finished, label)
         if error is not None:
             raise render_error(error)
@@ -543,17 +540,20 @@ class Session:
         return dict(values)
 
     def _persistent_id(self, thing: Any) -> str | None:
-        """The key of a handle of this mesh among the things that are sent; the rank puts its own object there."""
+        """Return the pickling key of a handle of this mesh; the rank substitutes its own object."""
         key = getattr(type(thing), "_meshbook_key", None)
         if key is None:
             return None
         found: str = key(thing, self)
         return found
 
-    # ---- letting go
+    # ---- releasing references
 
     def release_unused(self) -> None:
-        """Tell the ranks what nobody holds here any more. Finalizers only note it: they may run inside a send."""
+        """Release the references and segments that are unused here.
+
+        Finalizers only queue them, because a finalizer may run inside a send.
+        """
         segments = self._reader.drain_released()
         refs = []
         while self._refs_to_release:
@@ -563,7 +563,7 @@ class Session:
             release = messages.Release(ranks=self.living(self.axes.ranks), refs=tuple(refs), segments=segments)
             self.connection.send(release)
 
-    # ---- news
+    # ---- reports of the supervisor
 
     def _ranks_changed(self, report: messages.MeshChanged) -> None:
         self.info = report.info
@@ -583,7 +583,7 @@ class Session:
 
 
 def render_error(error: MeshbookError) -> MeshbookError:
-    """Give an error the ranks' tracebacks, for IPython and for plain Python."""
+    """Attach the ranks' tracebacks to an error, for IPython and for plain Python."""
     if isinstance(error, (CellError, RankLost)) and not error.rendered:
         lines = rendering.render_errors(
             error.failures, getattr(error, "succeeded", ()), None, released=getattr(error, "released", ())
@@ -603,10 +603,13 @@ def _axes_of(info: messages.MeshInfo) -> MeshAxes | None:
 
 
 def _stop_and_close(connection: SupervisorConnection, ended: threading.Event, stop: bool) -> None:
-    """At exit, or when nobody holds the session: stop the mesh, or just leave it. Must not refer to the session."""
+    """Stop the mesh, or only close the connection: at exit or when the session is garbage-collected.
+
+    Must not refer to the session.
+    """
     try:
         if stop and not connection.closed and not ended.is_set():
-            connection.continue_supervisor()  # one that is stopped (SIGSTOP) could not end
+            connection.continue_supervisor()  # a supervisor stopped by SIGSTOP could not exit
             connection.request(messages.StopMesh(call=connection.next_call_id(), now=True))
             ended.wait(_STOP_TIMEOUT_S)
     except MeshbookError:

@@ -1,7 +1,7 @@
-"""SIGINT on the main thread of the process that the user works in: noted, and looked at where nothing is lost by it.
+"""Deferred SIGINT handling on the main thread of the user's process.
 
-Python raises KeyboardInterrupt between any two lines. `SigintLatch` is for a wait, where a press is a Stop of what is
-waited for; `defer_sigint` for lines that must be done whole, at whose end it is raised.
+Python raises KeyboardInterrupt between any two lines. `SigintLatch` is for a wait, where a SIGINT interrupts what is
+waited for; `defer_sigint` is for lines that must complete, and raises at their end.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# The functions of C behind those of `signal`, which make an enum of what handled the signal: many times as slow.
+# The C functions behind `signal`'s, whose conversion of handlers to an enum is many times slower.
 try:
     from _signal import getsignal as _get_handler  # type: ignore[import-not-found]
     from _signal import signal as _set_handler
-except ImportError:  # another Python than CPython
+except ImportError:  # not CPython
     from signal import getsignal as _get_handler
     from signal import signal as _set_handler
 
 
 class defer_sigint:
-    """In this block, a SIGINT is noted, and does at its end what it would have done. Nests; a wait for ranks inside
-    (`SigintLatch`) hears of presses all the same. On other threads, and where SIGINT is ignored, nothing is changed.
+    """Defer a SIGINT to the end of this block. Nests.
 
-    Takes 1 us. Lines inside must not wait for anything else.
+    A wait for ranks inside (`SigintLatch`) still receives SIGINT. On other threads, and if SIGINT is ignored, nothing
+    changes. Takes 1 us. Lines inside must not wait for anything else.
 
     Raises:
         KeyboardInterrupt: at the end.
@@ -55,7 +55,7 @@ class defer_sigint:
 
     @property
     def original_handler(self) -> Any:
-        """What a SIGINT would do without this block."""
+        """The SIGINT handler outside this block."""
         return _unwrap_handler(self._previous_handler)
 
 
@@ -68,21 +68,22 @@ def _unwrap_handler(handler: Any) -> Any:
 
 
 class SigintLatch:
-    """In this block, a SIGINT that would raise KeyboardInterrupt on the main thread is noted instead.
+    """In this block, record a SIGINT that would raise KeyboardInterrupt on the main thread, instead of raising.
 
-    A second one raises, as before the block, while the first has not been looked at: what the main thread is at does
-    not end. On other threads, and where SIGINT is ignored, nothing is changed.
+    A second one raises, as outside the block, if the first has not been popped: the main thread's current operation
+    does not end. On other threads, and if SIGINT is ignored, nothing changes.
     """
 
     def __init__(self, wake: Callable[[], object]) -> None:
-        """
+        """Create the latch.
+
         Args:
             wake: called from the signal handler; must not block.
         """
         self._wake = wake
         self._pending = False
-        self._previous_handler: Any = None  # what handled SIGINT
-        self.original_handler: Any = None  # ... without blocks like this one around it
+        self._previous_handler: Any = None  # the handler outside this block
+        self.original_handler: Any = None  # the handler outside all such blocks
 
     def __enter__(self) -> SigintLatch:
         handler = signal.getsignal(signal.SIGINT)
@@ -96,13 +97,13 @@ class SigintLatch:
             signal.signal(signal.SIGINT, self._previous_handler)
 
     def pop(self) -> bool:
-        """Whether a SIGINT has come since this was last asked."""
+        """Return whether a SIGINT arrived since the last call, and clear it."""
         pending, self._pending = self._pending, False
         return pending
 
     @contextlib.contextmanager
     def handler_restored(self) -> Iterator[None]:
-        """In here, SIGINT raises as it did before: for what nothing else can end, such as a question to the user."""
+        """Let SIGINT raise in this block, as outside: for operations that nothing else can end, such as a prompt."""
         if self._previous_handler is None:
             yield
             return

@@ -1,8 +1,8 @@
-"""A live mirror of a mesh: what its supervisor tells those that watch, put together into one picture.
+"""A live copy of a mesh's state, built from the supervisor's updates to its subscribers.
 
-For the dashboard, the terminal and the exporter. It draws nothing and asks the ranks nothing: ranks measure themselves
-once per second anyway, the supervisor sends what changed at most `per_s` times a second, and nothing while nobody
-watches. An observer's connection will do (`meshbook top`); its presence does not keep the mesh alive.
+For the dashboard, the terminal and the exporter. It draws nothing and sends no queries to ranks: ranks measure
+themselves once per second anyway, and the supervisor sends changes at most `max_updates_per_s` times a second, and
+nothing without subscribers. An observer's connection suffices (`meshbook top`); it does not keep the mesh alive.
 """
 
 from __future__ import annotations
@@ -33,19 +33,22 @@ _MAX_COLLECTIVES_PER_RANK = 64  # of each rank
 
 @dataclass(frozen=True)
 class MeshSnapshot:
-    """A mesh at one moment. Immutable, but for `series` and `scalars`, which grow with it and may be read any time.
+    """A mesh at one moment. Immutable, except `series` and `scalars`, which grow and may be read at any time.
 
     Attributes:
-        at: wall clock of the supervisor when it told this; compare with the next one's to see that it lives.
+        at: the supervisor's wall clock when it sent this; it advances from snapshot to snapshot while the supervisor
+            lives.
         name, axes, groups, backend, cells_run, clients, started_at: as in `MeshInfo`.
-        ranks: one `RankStatus` per rank, by rank: state, cell and line, memory, CPU, GPU, open collective, beat's age.
-        calls: what runs, oldest first.
+        ranks: one `RankStatus` per rank, by rank: state, cell and line, memory, CPU, GPU, open collective, heartbeat
+            age.
+        calls: running calls, oldest first.
         collectives: rank -> its last ones, oldest first, open ones with `ended_at` None. Wall clock.
-        findings: what the supervisor found by itself in the cells that run now; `mesh.why()` looks afresh.
-        lines: the last folded lines that ranks printed, oldest first; text, never markup. All of a rank: `mesh.logs`.
+        findings: what the supervisor found unrequested in the cells that run now; `mesh.why()` analyses anew.
+        lines: the last folded lines that ranks printed, oldest first; text, never markup. For all output of a rank:
+            `mesh.logs`.
         series: memory, CPU, GPU, collectives/s and steps/s over time; `series.points("rss_bytes", rank)`.
-        scalars: what was given to `meshbook.log`; `scalars.names`, `scalars.points("loss", rank)`.
-        ended: why there will be no more news; None while there will.
+        scalars: values passed to `meshbook.log`; `scalars.names`, `scalars.points("loss", rank)`.
+        ended: why there are no more updates; None while there are.
     """
 
     at: float = 0.0
@@ -67,7 +70,7 @@ class MeshSnapshot:
 
 
 class SnapshotBuilder:
-    """Puts news together. `picture` is what came of them so far."""
+    """Applies updates. `snapshot` is the result so far."""
 
     def __init__(self, name: str = "") -> None:
         self.snapshot = MeshSnapshot(name=name)
@@ -75,7 +78,7 @@ class SnapshotBuilder:
         self._last_sample_at = 0.0
 
     def apply(self, at: float, data: Mapping[str, Any]) -> MeshSnapshot:
-        """The picture after these news (`supervisor.telemetry` says what they may hold)."""
+        """Return the snapshot after these updates (`supervisor.telemetry` documents their fields)."""
         old = self.snapshot
         changes: dict[str, Any] = {"at": at}
         if data.get("whole"):
@@ -107,37 +110,37 @@ class SnapshotBuilder:
         return new
 
     def end(self, reason: str) -> MeshSnapshot:
-        """There will be no more news."""
+        """Return the final snapshot: there are no more updates."""
         dead_ranks = tuple(msgspec.structs.replace(rank, state="dead", call=None) for rank in self.snapshot.ranks)
         self.snapshot = replace(self.snapshot, ended=reason, ranks=dead_ranks, calls=(), findings=())
         return self.snapshot
 
 
 class MeshSubscription:
-    """Watches a mesh until `close()`. Several may watch through one connection.
+    """A subscription to a mesh's state until `close()`. Several may share one connection.
 
         subscription = MeshSubscription(mesh.session, max_updates_per_s=2)
         subscription.listeners.append(lambda snapshot: draw(snapshot))
         subscription.snapshot.ranks[3].line
 
     Attributes:
-        listeners: called with the new snapshot from the connection's listening thread, so they must neither block nor
-            ask the mesh anything (hand over to a thread for that). One that raises is logged and kept.
+        listeners: called with the new snapshot on the connection's listener thread, so they must neither block nor
+            query the mesh (use another thread for that). One that raises is logged and stays registered.
     """
 
     def __init__(
         self, source: Session | SupervisorConnection, *, max_updates_per_s: float = 2.0, history_s: float = 3600.0
     ) -> None:
-        """Begin to watch. Blocks until the first picture is there, a few milliseconds.
+        """Subscribe. Blocks until the first snapshot arrives, a few milliseconds.
 
         Args:
             source: a mesh's session (`mesh.session`) or any open connection, also an observer's.
-            max_updates_per_s: pictures per second at most; 0.1 to 10.
-            history_s: how much of the past the first picture's `series` and `scalars` bring along.
+            max_updates_per_s: snapshots per second at most; 0.1 to 10.
+            history_s: how much of the past the first snapshot's `series` and `scalars` contain.
 
         Raises:
             NotAttached: the connection is closed, or the mesh has ended.
-            MeshTimeout: the supervisor does not answer.
+            MeshTimeout: the supervisor does not reply.
         """
         self.listeners: list[Callable[[MeshSnapshot], None]] = []
         self.max_updates_per_s = min(max(max_updates_per_s, 0.1), 10.0)
@@ -154,11 +157,11 @@ class MeshSubscription:
 
     @property
     def snapshot(self) -> MeshSnapshot:
-        """The latest one. From any thread."""
+        """The latest snapshot. Any thread."""
         return self._builder.snapshot
 
     def wait_until(self, predicate: Callable[[MeshSnapshot], bool], timeout: float) -> MeshSnapshot:
-        """The first picture from now on of which something is true. Blocks.
+        """Return the first snapshot, the current one included, that satisfies `predicate`. Blocks.
 
         Raises:
             MeshTimeout: none came within `timeout` seconds.
@@ -181,7 +184,7 @@ class MeshSubscription:
         return found[0]
 
     def close(self) -> None:
-        """Watch no more. The last picture stays. Twice is once."""
+        """Unsubscribe. The last snapshot stays. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -195,7 +198,7 @@ class MeshSubscription:
     def __exit__(self, *_exc_info: object) -> None:
         self.close()
 
-    # ---- in the listening thread
+    # ---- on the listener thread
 
     def _on_update(self, report: messages.MeshUpdate) -> None:
         if not self._closed:
@@ -215,8 +218,10 @@ class MeshSubscription:
 
 
 class _SharedSubscription:
-    """Hands what a connection hears of its mesh to all onlookers on it; one subscription for all, at the quickest's
-    pace."""
+    """Distributes a connection's mesh updates to all its `MeshSubscription`s.
+
+    The connection subscribes once, at the highest requested rate.
+    """
 
     def __init__(self, connection: SupervisorConnection) -> None:
         self._connection = connection
@@ -261,11 +266,11 @@ class _SharedSubscription:
 def request_snapshot(
     connection: SupervisorConnection, *, max_updates_per_s: float, history_s: float
 ) -> messages.MeshUpdate:
-    """Everything that is remembered of a mesh, and with `max_updates_per_s` news from then on. Blocks.
+    """Return the supervisor's stored state, and with `max_updates_per_s` subscribe to updates. Blocks.
 
     Raises:
         NotAttached: the connection is closed, or the mesh has ended.
-        MeshTimeout: the supervisor does not answer.
+        MeshTimeout: the supervisor does not reply.
     """
     command = messages.Subscribe(
         call=connection.next_call_id(), max_updates_per_s=max_updates_per_s, history_s=history_s
@@ -280,7 +285,7 @@ def request_snapshot(
 
 
 def fetch_snapshot(connection: SupervisorConnection, *, history_s: float = 0.001) -> MeshSnapshot:
-    """One picture, without watching. Blocks a few milliseconds. Raises as `request_snapshot` does."""
+    """Return one snapshot, without subscribing. Blocks a few milliseconds. Raises as `request_snapshot` does."""
     reply = request_snapshot(connection, max_updates_per_s=0.0, history_s=history_s)
     return SnapshotBuilder().apply(reply.timestamp, reply.data)
 

@@ -1,6 +1,6 @@
 """Meshes, ranks and cells as tables: aligned text for a terminal, HTML for a notebook.
 
-Pure: what is known goes in, words come out. `%mesh status`, `meshbook list` and `mesh.status()` all read the same.
+Pure: data in, text out. `%mesh status`, `meshbook list` and `mesh.status()` share the format.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from meshbook.mesh_axes import MeshAxes
 from meshbook.supervisor.telemetry import RankStatus
 from meshbook.wire.messages import HistoryEntry, MeshInfo, MeshSpec, RankInfo
 
-# Ranks that get a row each; of more, those that look the same share one. 16 fit a screen with room for the cell.
+# Maximum number of ranks with a row each; above it, ranks with equal cells share a row. 16 rows fit a screen with room
+# for the cell.
 _MAX_RANK_ROWS = 16
 _MAX_SOURCE_CHARS = 60
 _MAX_NAMES_SHOWN = 20
 
-# What a rank's state means to someone who has not read this code.
+# Display text of a rank's state.
 STATES = {
     "starting": "starting",
     "idle": "idle",
@@ -32,8 +33,10 @@ STATES = {
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under column names, between a sentence that opens and notes that close. A row has as many cells as there are
-    columns; a column that is empty in every row is left out."""
+    """Rows under column names, with a heading before and notes after them.
+
+    A row has as many cells as there are columns; a column that is empty in every row is left out.
+    """
 
     heading: str
     columns: tuple[str, ...] = ()
@@ -66,13 +69,13 @@ class Table:
         return "".join(parts)
 
     def _drop_empty_columns(self) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
-        """Column names and rows without the columns that say nothing."""
+        """Return column names and rows without the columns that are empty in every row."""
         nonempty = [at for at in range(len(self.columns)) if any(row[at] for row in self.rows)]
         return tuple(self.columns[at] for at in nonempty), tuple(tuple(row[at] for at in nonempty) for row in self.rows)
 
 
 def status_table(info: MeshInfo, *, now: float | None = None) -> Table:
-    """One mesh: a row for each rank, or for each group of ranks that look the same when there are many.
+    """Return the status of one mesh: a row per rank, or per group of equal ranks if there are many.
 
     Args:
         now: wall clock, seconds since the epoch; None: the present.
@@ -130,7 +133,7 @@ def _rank_row(shown: str, rank: RankInfo, group: Sequence[RankInfo]) -> tuple[st
 
 
 def describe_activity(rank: RankInfo | RankStatus) -> list[str]:
-    """Its state, and where it is in which cell, or how it ended."""
+    """Return a rank's state, and the cell and line it is at, or how it ended."""
     parts = [STATES.get(rank.state, rank.state)]
     if rank.state == "dead" and rank.exit:
         parts.append(rank.exit)
@@ -158,7 +161,7 @@ def _describe_process_group(info: MeshInfo) -> str:
 
 
 def describe_size(spec: MeshSpec) -> str:
-    """`4 ranks`, or `8 ranks (dp=4, tp=2) on 2 hosts`: how a sentence says what a mesh was asked to be."""
+    """Return the size of a mesh as text: `4 ranks`, or `8 ranks (dp=4, tp=2) on 2 hosts`."""
     axes = MeshAxes.of(dict(spec.axes))
     text = _pluralize(axes.size, "rank")
     if axes.names != ("rank",):
@@ -167,7 +170,7 @@ def describe_size(spec: MeshSpec) -> str:
 
 
 def history_table(entries: Sequence[HistoryEntry], *, now: float | None = None) -> Table:
-    """The cells that ran, oldest first."""
+    """Return the cells that ran, oldest first."""
     if not entries:
         return Table("No cell has run on this mesh.")
     now = time.time() if now is None else now
@@ -188,7 +191,7 @@ def history_table(entries: Sequence[HistoryEntry], *, now: float | None = None) 
 
 
 def first_line(source: str) -> str:
-    """A cell's first line that says something, cut to fit a table's row."""
+    """Return a cell's first line of code, truncated to fit a table row."""
     lines = [line.strip() for line in source.splitlines() if line.strip()]
     if not lines:
         return ""
@@ -197,7 +200,7 @@ def first_line(source: str) -> str:
 
 
 def format_age(seconds: float) -> str:
-    """`100 s`, `7 min`, `3 h 05 min`, `2 days 4 h`."""
+    """Format a duration: `100 s`, `7 min`, `3 h 05 min`, `2 days 4 h`."""
     minutes, hours = int(seconds // 60), int(seconds // 3600)
     if seconds < 120:
         return f"{max(0, int(seconds))} s"
@@ -209,14 +212,14 @@ def format_age(seconds: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`4 ms`, `1.3 s`, `7 min`: how long something took."""
+    """Format how long something took: `4 ms`, `1.3 s`, `7 min`."""
     if seconds < 0.1:
         return f"{seconds * 1000:.0f} ms"
     return f"{seconds:.1f} s" if seconds < 120 else format_age(seconds)
 
 
 def format_bytes(count: float) -> str:
-    """`812 KiB`, `1.4 GiB`."""
+    """Format a size: `812 KiB`, `1.4 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             return f"{count:.0f} {unit}" if unit in ("B", "KiB", "MiB") else f"{count:.1f} {unit}"

@@ -1,1 +1,1 @@
-"""Every rank in one picture: what to show (pure), the widget, the page of its own, the terminal screen."""
+"""The dashboard of a mesh: its messages (pure), the widget, the web page, the terminal screen."""

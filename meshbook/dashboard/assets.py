@@ -1,8 +1,7 @@
-"""The front end's files: modules as they are for a page, and joined into one for a widget.
+"""The front end's files: separate modules for a page, and one bundled module for a widget.
 
-anywidget takes one module. Ours are plain ES modules whose names are all different, so joining them is leaving out
-their imports and exports and putting each after those that it needs; there is no build step, nor anything to install
-for one.
+anywidget accepts one module. Meshbook's files are plain ES modules without name conflicts, so bundling removes their
+imports and exports and concatenates them in dependency order; there is no build step and no build tool to install.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-# From a checkout the folder beside the package, from a wheel the copy inside it.
+# In a checkout the folder beside the package, in a wheel the copy inside it.
 _CANDIDATE_FOLDERS = (Path(__file__).parents[2] / "widgets", Path(__file__).parents[1] / "_widgets")
 
 CONTENT_TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html"}
@@ -22,10 +21,10 @@ _EXPORT = re.compile(r"^export (?=(?:async )?function |class |const )", re.MULTI
 
 @cache
 def folder() -> Path:
-    """Where the files are.
+    """Return the folder with the files.
 
     Raises:
-        FileNotFoundError: nowhere: the installation is not whole.
+        FileNotFoundError: there is none: the installation is incomplete.
     """
     for candidate in _CANDIDATE_FOLDERS:
         if (candidate / "dashboard.js").is_file():
@@ -41,12 +40,12 @@ def read_asset(name: str) -> str:
 
 
 def asset_names() -> tuple[str, ...]:
-    """The files that a page may ask for."""
+    """Return the names of the files that a page may request."""
     return tuple(sorted(path.name for path in folder().iterdir() if path.suffix in CONTENT_TYPES))
 
 
 def bundle(entry: str) -> str:
-    """A module and all that it imports, as one module."""
+    """Return a module and all its imports as one module."""
     order: list[str] = []
 
     def visit(name: str) -> None:

@@ -1,7 +1,7 @@
-"""Where a mesh's front ends are served: one onlooker for all of them, one thread that tells them what is new.
+"""Serves a mesh's front ends: one subscription for all of them, and one thread that sends them updates.
 
-Widgets, pages and the terminal are audiences of one desk. It takes their requests at once and answers from threads of
-its own, so that none of them ever waits in a thread that zmq, tornado or a notebook needs.
+Widgets, pages and the terminal are clients of one hub. It accepts their requests immediately and replies from its own
+threads, so that no thread that zmq, tornado or a notebook needs ever waits.
 """
 
 from __future__ import annotations
@@ -27,52 +27,54 @@ from meshbook.ids import name_ranks
 
 log = logging.getLogger("meshbook.dashboard")
 
-# Different defects of ours that one audience is told of.
+# Maximum number of different internal errors reported to one client.
 _MAX_REPORTED_ERRORS = 8
-# Pictures per second. More are not read by anybody, and a notebook's server passes each on to each page.
+# Updates per second. More are not readable, and a notebook's server forwards each to every page.
 MAX_UPDATES_PER_S = 2.0
-# Seconds after which everything is told again: a page whose requests wait behind a cell shows the mesh all the same.
+# Seconds between full updates: a page whose requests wait behind a cell then still shows the mesh.
 FULL_UPDATE_S = 5.0
-# With more ranks than this everything is some ten thousand bytes, and told again more rarely.
+# With more ranks than this, a full update is some ten thousand bytes, and sent less often.
 _SMALL_MESH_RANKS = 64
-# Seconds in which it is told every second: what is said before the page has drawn the widget is lost.
+# Seconds after joining during which a full update is sent every second: messages sent before the page has drawn the
+# widget are lost.
 _STARTUP_S = 6.0
-# Seconds without news after which a mesh that does not change gives a sign of life.
+# Seconds without a message after which a busy mesh without changes sends a keepalive.
 _KEEPALIVE_S = 5.0
-# Seconds after which a mesh that runs nothing is not told of any more: a hub takes every message for use, and would
-# never end a notebook that was left open.
+# Seconds after which updates of an idle mesh stop: a JupyterHub counts every message as activity, and would never cull
+# an open notebook.
 _IDLE_TIMEOUT_S = 600.0
 _LOG_BYTES = 1 << 18
-# Seconds for which the ranks' answer about their actors serves all who look.
+# Seconds for which the list of actors is cached for all clients.
 _ACTORS_CACHE_S = 0.9
-_MAX_REMEMBERED_REQUESTS = 256  # requests, so that one that comes twice is done once
+_MAX_REMEMBERED_REQUESTS = 256  # number of request ids stored, so that a duplicate is handled once
 
 
 class DashboardClient:
-    """Those behind one line: a widget, with all places where it is shown, or one page's socket.
+    """One front end connection: a widget, with all its views, or one page's socket.
 
     Attributes:
-        view: what they were told.
+        encoder: tracks what the client has received.
     """
 
     def __init__(self, mesh: Mesh, send: Callable[[Message], None], *, resends: bool = False) -> None:
-        """
+        """Create a client of a mesh.
+
         Args:
-            mesh: the mesh, or the part of it, that they see.
-            send: takes a message; called from the desk's threads. What it raises means that they are gone.
-            resends: tell everything again now and then, for they may be unable to ask.
+            mesh: the mesh, or the slice of it, that the client shows.
+            send: sends a message; called on the hub's threads. An exception means that the client has disconnected.
+            resends: send full updates periodically, because the client may be unable to request them.
         """
         self.mesh, self.send, self.resends = mesh, send, resends
         self.encoder = UpdateEncoder(ranks=tuple(mesh.ranks), axes=dict(mesh.axes))
         self.needs_full_update = True
         self.sent_at = self.full_update_at = float("-inf")
         self.joined_at = time.monotonic()
-        self.reported_errors: set[str] = set()  # defects of ours that they were told of
-        self.lock = threading.Lock()  # of what is here; held while they are told, so that messages keep their order
+        self.reported_errors: set[str] = set()  # internal errors already reported to this client
+        self.lock = threading.Lock()  # guards this object; held while sending, so that messages keep their order
 
 
 class DashboardHub:
-    """One per session. Watches while it has an audience."""
+    """The hub of one session. Subscribes to the mesh while it has clients."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -86,7 +88,7 @@ class DashboardHub:
         self._last_busy_at = time.monotonic()
         self._actors_lock = threading.Lock()
         self._actors_fetched_at = float("-inf")
-        self._actors: list[dict[str, Any]] = []  # one row each, as of then
+        self._actors: list[dict[str, Any]] = []  # one row each, fetched at `_actors_fetched_at`
 
     @classmethod
     def of(cls, session: Session) -> DashboardHub:
@@ -96,7 +98,7 @@ class DashboardHub:
 
     @property
     def snapshot(self) -> MeshSnapshot:
-        """The latest; an empty one while nobody watches."""
+        """The latest snapshot; an empty one without a subscription."""
         subscription = self._subscription
         return subscription.snapshot if subscription is not None else MeshSnapshot()
 
@@ -105,7 +107,7 @@ class DashboardHub:
         return self._subscription is not None
 
     def add_client(self, client: DashboardClient) -> None:
-        """Tell them what is new from now on. The first one waits a few milliseconds for the picture.
+        """Send updates to this client from now on. The first client waits a few milliseconds for the first snapshot.
 
         Raises:
             NotAttached, MeshTimeout: as `MeshSubscription`.
@@ -124,7 +126,7 @@ class DashboardHub:
         self._changed.set()
 
     def remove_client(self, client: DashboardClient) -> None:
-        """Tell them nothing more; the last one ends the watching. Twice is once."""
+        """Send no more updates to this client; removing the last one ends the subscription. Idempotent."""
         with self._lock:
             if client in self._clients:
                 self._clients.remove(client)
@@ -137,10 +139,10 @@ class DashboardHub:
         if workers is not None:
             workers.shutdown(wait=False, cancel_futures=True)
 
-    # ---- telling
+    # ---- updates
 
     def _run(self, subscription: MeshSubscription) -> None:
-        """The desk's thread: until its onlooker is no longer the desk's."""
+        """Send updates until this subscription is no longer the hub's. Runs on the hub's thread."""
         while True:
             self._changed.wait(1.0)
             self._changed.clear()
@@ -161,13 +163,13 @@ class DashboardHub:
         with client.lock:
             try:
                 messages = self._updates_for(client, snapshot, now)
-            except Exception as error:  # a defect of ours: the rest of the picture goes on
+            except Exception as error:  # an internal error: the dashboard continues
                 messages = self._report_error(client, error)
             try:
                 for message in messages:
                     client.send(message)
             except Exception as error:
-                # They went away while they were told: a page that was closed, a kernel's front end that is no more.
+                # The client disconnected during sending: a page was closed, or a kernel's front end has exited.
                 log.debug("an audience is gone: %r", error)
                 disconnected = True
             else:
@@ -196,7 +198,7 @@ class DashboardHub:
         return messages
 
     def _report_error(self, client: DashboardClient, error: Exception) -> list[Message]:
-        """What could not be shown, logged and said once."""
+        """Log an internal error and report it once to the client."""
         what = f"{type(error).__name__}: {error}"
         if what in client.reported_errors or len(client.reported_errors) >= _MAX_REPORTED_ERRORS:
             return []
@@ -204,10 +206,10 @@ class DashboardHub:
         log.error("the picture of %s could not be made", self._session.name, exc_info=error)
         return [{"kind": "told", "text": f"part of this picture could not be made ({what}); the mesh is not affected"}]
 
-    # ---- answering
+    # ---- requests
 
     def on_request(self, client: DashboardClient, message: Any) -> None:
-        """What a front end says. Never waits and never raises: it is answered by messages."""
+        """Handle a front end's request. Never blocks and never raises: replies are messages."""
         if not isinstance(message, dict):
             return
         request_id = message.get("id")
@@ -220,7 +222,7 @@ class DashboardHub:
                 while len(self._handled_requests) > _MAX_REMEMBERED_REQUESTS:
                     self._handled_requests.popitem(last=False)
         if workers is not None:
-            with contextlib.suppress(RuntimeError):  # the last one leaves just now
+            with contextlib.suppress(RuntimeError):  # the last client is being removed
                 workers.submit(self._reply, client, message)
 
     def _reply(self, client: DashboardClient, message: dict[str, Any]) -> None:
@@ -243,14 +245,16 @@ class DashboardHub:
 
     def _has_actors(self) -> bool:
         if "meshbook.actors.procs" not in sys.modules:
-            return False  # this program has none, and does not pay for their import
+            return False  # this program has no actors; avoids the import
         from meshbook.actors.listing import has_spawned_procs
 
         return "actors" in self._session.extras or has_spawned_procs()
 
     def _fetch_actors(self) -> list[dict[str, Any]]:
-        """What the actors on this mesh do, and those on processes that this program has started for them. Asked once a
-        second at most, however many look."""
+        """Return the rows of the actors on this mesh and in this program's spawned processes.
+
+        Queries them at most about once a second, for all clients together.
+        """
         if not self._has_actors():
             return []
         from meshbook.actors.listing import list_actors, list_spawned_actors

@@ -1,6 +1,6 @@
 """`meshbook top`: the dashboard in a terminal.
 
-Ranks that do the same share a row where there are many. What ranks say is drawn as text, never as markup.
+From `FOLD_FROM_RANKS` ranks on, ranks in the same state share a row. Text from ranks is drawn as text, never as markup.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshbook.errors import MeshbookError
 from meshbook.ids import Ranks, format_ranks, name_ranks, parse_ranks
 from meshbook.supervisor.telemetry import RankStatus
 
-# More ranks than this are shown folded: those that do the same in one row.
+# From this many ranks on, the table is folded: ranks in the same state share a row.
 FOLD_FROM_RANKS = 33
 _PERIOD_S = 0.5
 _LOG_BYTES = 1 << 16
@@ -44,14 +44,14 @@ _DETAILS_PLACEHOLDER = "What s (stacks), w (why) and l (logs) show comes here. E
 
 
 class SnapshotSource(Protocol):
-    """What the screen asks of a mesh's mirror."""
+    """The part of a subscription that the screen needs."""
 
     @property
     def snapshot(self) -> MeshSnapshot: ...
 
 
 class Confirm(ModalScreen[bool]):
-    """One question, with No as the answer of who hurries."""
+    """A confirmation dialog whose default is No."""
 
     CSS = """
     Confirm { align: center middle; }
@@ -80,7 +80,7 @@ class Confirm(ModalScreen[bool]):
 
 
 class TopApp(App[None]):
-    """A mesh, live, until `q`."""
+    """A live view of a mesh, until `q`."""
 
     TITLE = "meshbook top"
     CSS = """
@@ -102,9 +102,10 @@ class TopApp(App[None]):
     def __init__(self, mesh: Mesh, source: SnapshotSource) -> None:
         super().__init__()
         self._mesh, self._source = mesh, source
-        self._all_ranks = True  # keys are about all ranks, not those of the row
+        self._all_ranks = True  # keys apply to all ranks, not to those of the selected row
         self._rows: dict[str, tuple[Text, ...]] = {}
-        self._why_result: tuple[tuple[Finding, ...], Any] | None = None  # what `why` found, and of which calls
+        # the findings of `why`, and the calls that ran then
+        self._why_result: tuple[tuple[Finding, ...], Any] | None = None
 
     def compose(self) -> ComposeResult:
         yield Static(id="head")
@@ -127,7 +128,7 @@ class TopApp(App[None]):
     # ---- drawing
 
     def redraw(self) -> None:
-        """Draw the picture as it is now."""
+        """Draw the current snapshot."""
         snapshot = self._source.snapshot
         shown_ranks = set(self._mesh.ranks)
         ranks = [rank for rank in snapshot.ranks if rank.rank in shown_ranks]
@@ -158,14 +159,14 @@ class TopApp(App[None]):
         return snapshot.findings
 
     def _selected_ranks(self) -> Ranks:
-        """Those that keys are about."""
+        """Return the ranks that keys apply to."""
         keys = list(self._rows)
         if self._all_ranks or not keys:
             return tuple(self._mesh.ranks)
         return parse_ranks(keys[self._table.cursor_row])
 
     def show_details(self, text: str | Text) -> None:
-        """Show something below the ranks."""
+        """Show text below the ranks."""
         self.query_one("#said", Static).update(Text(text) if isinstance(text, str) else text)
         self.query_one("#below", VerticalScroll).scroll_home(animate=False)
 
@@ -176,7 +177,7 @@ class TopApp(App[None]):
         self.redraw()
 
     def action_all(self) -> None:
-        """Keys are about all ranks, or about those of the row."""
+        """Toggle whether keys apply to all ranks or to those of the selected row."""
         self._all_ranks = not self._all_ranks
         self.redraw()
 
@@ -227,7 +228,7 @@ class TopApp(App[None]):
         self.push_screen(Confirm(f"Kill {name_ranks(ranks)}? What they hold is lost."), answered)
 
     def run_query(self, status: str, query: Callable[[], str]) -> None:
-        """Say what a question to the mesh gave, from a thread that may wait for it."""
+        """Run a blocking query to the mesh on a worker thread, and show its result."""
         self.show_details(status)
         self._run_query_in_thread(query)
 
@@ -241,7 +242,7 @@ class TopApp(App[None]):
 
 
 def status_line(snapshot: MeshSnapshot, ranks: Sequence[RankStatus], selected: Ranks | None) -> Text:
-    """One line: the mesh, how many ranks are how, and whom keys are about."""
+    """Return one line: the mesh, the number of ranks per state, and the ranks that keys apply to."""
     line = Text(f"{snapshot.name}  ", style="bold")
     counts: dict[str, int] = {}
     for rank in ranks:
@@ -255,7 +256,7 @@ def status_line(snapshot: MeshSnapshot, ranks: Sequence[RankStatus], selected: R
 
 
 def finding_text(found: Finding) -> Text:
-    """One finding in a few lines."""
+    """Return one finding in a few lines."""
     message = view.finding_message(found)
     text = Text()
     is_note = message["severity"] == "note"
@@ -272,7 +273,7 @@ def display_state(rank: RankStatus) -> str:
 
 
 def rank_rows(ranks: Sequence[RankStatus]) -> dict[str, tuple[Text, ...]]:
-    """Rows by the ranks they are about: one per rank, or, of many, one for all that do the same."""
+    """Return the table's rows by their ranks: one per rank, or, with many ranks, one per group in the same state."""
     groups: dict[Any, list[RankStatus]] = {}
     for rank in ranks:
         state = display_state(rank)
@@ -303,7 +304,7 @@ def _make_row(ranks: Sequence[RankStatus], memory_scale: int) -> tuple[Text, ...
 
 
 def _describe_age(ranks: Sequence[RankStatus]) -> str:
-    """Since when nothing was heard of a rank, where that is longer than it should be."""
+    """Return the time since the last heartbeat, if it is late."""
     oldest = max(rank.beat_age_s for rank in ranks)
     return f", last beat {oldest} s ago" if oldest else ""
 
@@ -320,7 +321,7 @@ def _truncate(text: str, max_chars: int) -> str:
 
 
 def run(name: str | None = None) -> None:
-    """Watch a mesh in this terminal until `q`. Its presence does not keep the mesh alive.
+    """Show a mesh in this terminal until `q`. The observer connection does not keep the mesh alive.
 
     Raises:
         NotAttached, MeshNameError: as `meshbook.attach`.

@@ -1,23 +1,23 @@
-"""A mesh's picture as messages for a front end. Pure.
+"""The state of a mesh as messages for a front end. Pure.
 
-A widget in a notebook and a page of its own get the same messages and draw them with the same modules (`widgets/`).
-They are plain data with a `kind`:
+A notebook widget and a standalone page receive the same messages and draw them with the same modules (`widgets/`). They
+are plain data with a `kind`:
 
-    layout       mesh, axes, ranks ("0-1023"), backend; before anything else, and when it changes
-    update       columns: {name: [[value, "0-3,7"], ...]}, of the ranks whose value changed; `full`: of all
+    layout       mesh, axes, ranks ("0-1023"), backend; sent first, and when it changes
+    update       columns: {name: [[value, "0-3,7"], ...]}, of the ranks whose value changed; `full`: of all ranks
     findings     what is wrong, in words, worst first
-    charts       curves over time (names with a leading dot: what ranks measure) or steps: the range of all ranks, and
-                 a line for each rank followed; what is new, or `full`
-    collectives  the last ones of some ranks, in seconds ago, and who waits for whom
+    charts       curves over time (names with a leading dot: measured by the ranks) or over steps: the range of all
+                 ranks, and a line for each followed rank; new points only, or all with `full`
+    collectives  the last collectives of some ranks, in seconds ago, and who waits for whom
     stacks       a merged tree, with `text` to copy
     logs         the last output of one rank
     actors       one row for each actor on the ranks that are shown
-    told         one sentence about something that was asked for
+    told         one sentence in reply to a request
     gone         the mesh has ended
 
-A value is sent with the ranks that have it, because ranks mostly agree: a thousand ranks that run one line are a few
-bytes. What is said twice does no harm, so that everything can be said again now and then: a page that was opened while
-its messages waited behind a cell needs not ask.
+A value is sent with the ranks that have it, because ranks mostly agree: a thousand ranks on the same line take a few
+bytes. Messages are idempotent, so everything can be resent periodically: a page that was opened while its messages
+waited behind a cell does not need to request anything.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ from meshbook.wire.messages import ACTOR_THREAD_PREFIX, REMOTE_OPERATION_FILE
 
 Message = dict[str, Any]
 
-# Points of a curve that a page keeps: one for two or three of its pixels.
+# Points per curve that a page stores: one for two or three of its pixels.
 MAX_POINTS = 300
-# Ranks whose own curves are drawn; more lines are a tangle.
+# Ranks whose own curves are drawn; more lines are unreadable.
 MAX_FOLLOWED_RANKS = 8
-# Ranks that a curve's range is taken from where there are more.
+# Number of ranks sampled for a curve's range on larger meshes.
 MAX_SAMPLED_RANKS = 64
-# Seconds between two points of what ranks measure, which they do once per second.
+# Seconds between two points of rank measurements, which ranks take once per second.
 POINT_INTERVAL_S = 1.0
-# Seconds between two looks at the collectives.
+# Seconds between two samples of the collectives.
 _COLLECTIVES_INTERVAL_S = 1.0
 _COLLECTIVES_SPAN_S = 30.0
-# Ranks whose collectives are shown, and how many of each: if that panel is open, and if not.
+# Ranks whose collectives are shown, and collectives per rank: True if that panel is open.
 _MAX_COLLECTIVE_RANKS = {True: 32, False: 8}
 _MAX_COLLECTIVES_PER_RANK = {True: 32, False: 8}
-# Actors that a table shows, and characters of an error in it.
+# Maximum rows of the actors table, and characters of an error in it.
 _MAX_ACTORS = 500
 _MAX_ERROR_CHARS = 300
-# With at most so many ranks the exact size of their memory is on their tiles.
+# Up to this many ranks, tiles show the exact memory size.
 _MAX_RANKS_WITH_BYTES = 128
 
-# What a rank measures, as (name, title, unit, column of RankNow, or of the GPU where there is one).
+# Measurements of a rank, as (name, title, unit, attribute of `RankStatus`).
 _MEASURED_CHARTS = (
     (".memory", "Memory", "bytes", "rss_bytes"),
     (".gpu", "GPU memory, allocated", "bytes", "gpu_allocated_bytes"),
@@ -73,14 +73,14 @@ _MEASURED_CHARTS = (
 
 
 class UpdateEncoder:
-    """What a front end has been told, so that it is told what is new.
+    """Tracks what a front end has received, and encodes only what is new.
 
     Attributes:
-        ranks: those that it shows, in the order of the axes.
+        ranks: the ranks that it shows, in the order of the axes.
         axes: their axes; None: the mesh's own.
         followed: ranks whose own curves are drawn.
-        shows: the panel that is open, as far as is known.
-        has_actors: whether there are, or have been, actors on the mesh; then there is a panel for them.
+        open_panel: the panel that is open, as far as is known.
+        has_actors: whether the mesh has, or had, actors; if so, they get a panel.
     """
 
     def __init__(self, ranks: Ranks | None = None, axes: Mapping[str, int] | None = None) -> None:
@@ -90,21 +90,21 @@ class UpdateEncoder:
         self.has_actors = False
         self._sent_layout: Message = {}
         self._sent_tiles: dict[int, tuple[RankStatus, dict[str, Any]]] = {}
-        self._memory_scale = 0  # bytes that a full memory bar stands for, without GPUs
+        self._memory_scale = 0  # bytes of a full memory bar, without GPUs
         self._sent_findings: tuple[Finding, ...] = ()
         self._bands_by_chart: dict[str, deque[list[float]]] = {}
         self._last_point_at = float("-inf")
-        self._last_steps: dict[str, int] = {}  # scalar -> the last step its band was told of
-        self._last_x: dict[tuple[str, int], float] = {}  # (chart, rank) -> x of its last point told
+        self._last_steps: dict[str, int] = {}  # scalar -> the last step sent of its band
+        self._last_x: dict[tuple[str, int], float] = {}  # (chart, rank) -> x of the last point sent
         self._collectives_sent_at = float("-inf")
         self._sent_collectives: Any = None
         self._sent_ended: str | None = None
         self._why_answer: tuple[tuple[str, ...], Message] | None = (
-            None  # what ran when somebody asked why, and the answer
+            None  # the calls running at the last `why` request, and its reply
         )
 
     def full_update(self, snapshot: MeshSnapshot) -> list[Message]:
-        """All that there is to know, for somebody who may know nothing."""
+        """Return messages with the complete state, for a front end that may have none."""
         self._sent_layout, self._sent_findings = {}, ()
         self._sent_tiles.clear()
         self._last_steps.clear()
@@ -116,7 +116,7 @@ class UpdateEncoder:
         return messages
 
     def updates(self, snapshot: MeshSnapshot, *, full: bool = False) -> list[Message]:
-        """What changed since this was asked last; nothing where nothing did."""
+        """Return messages with the changes since the last call; empty if nothing changed."""
         messages: list[Message] = []
         layout = self._layout_message(snapshot)
         if layout != self._sent_layout:
@@ -147,7 +147,7 @@ class UpdateEncoder:
         return messages
 
     def follow(self, ranks: Ranks) -> None:
-        """Draw these ranks' own curves from now on; the next `news` has what is known of them."""
+        """Draw these ranks' own curves from now on; the next `updates` contains their stored points."""
         followed = ranks[:MAX_FOLLOWED_RANKS]
         if followed != self.followed:
             self.followed = followed
@@ -155,7 +155,7 @@ class UpdateEncoder:
             self._last_x.clear()
 
     def record_why(self, snapshot: MeshSnapshot, found: Iterable[Finding]) -> Message:
-        """The answer to somebody's question. It stands until something else runs, or more is found unasked."""
+        """Return the reply to a `why` request. It stays until the running calls or the unrequested findings change."""
         message = findings_message(found, requested=True)
         self._why_answer, self._sent_findings = (_running_calls(snapshot), message), snapshot.findings
         return message
@@ -179,7 +179,7 @@ class UpdateEncoder:
         }
 
     def _changed_columns(self, snapshot: MeshSnapshot) -> dict[str, list[list[Any]]]:
-        """What tiles show, of the ranks for which it is new."""
+        """Return the tile values of the ranks for which they changed."""
         wanted = set(self._shown_ranks(snapshot))
         ranks = [rank for rank in snapshot.ranks if rank.rank in wanted]
         exact = len(ranks) <= _MAX_RANKS_WITH_BYTES
@@ -188,7 +188,8 @@ class UpdateEncoder:
             if any(rank.gpu_total_bytes for rank in ranks)
             else max((rank.peak_rss_bytes or rank.rss_bytes or 0 for rank in ranks), default=0)
         )
-        if memory_scale:  # a round number above it, which stays for a while: no bar is full because it is the longest
+        # a power of two above the maximum, which rarely changes: otherwise the longest bar would always be full
+        if memory_scale:
             memory_scale = max(_MIN_MEMORY_SCALE, 1 << memory_scale.bit_length())
         stale = memory_scale != self._memory_scale
         self._memory_scale = memory_scale
@@ -211,7 +212,7 @@ class UpdateEncoder:
     # ---- curves
 
     def _charted_ranks(self, ranks: Sequence[int]) -> Ranks:
-        """Ranks with a line of their own."""
+        """Return the ranks that get a line of their own."""
         if self.followed:
             mine = set(ranks)
             return tuple(rank for rank in self.followed if rank in mine)
@@ -247,7 +248,7 @@ class UpdateEncoder:
             if is_full or new or lines:
                 band_points = list(band) if is_full else new
                 if charted and len(charted) == len(ranks):
-                    band_points = []  # the lines are all there is
+                    band_points = []  # the lines cover all ranks
                 yield {
                     "name": name,
                     "title": title,
@@ -312,25 +313,25 @@ class UpdateEncoder:
         return tuple(ranks)[: _MAX_COLLECTIVE_RANKS[self.open_panel == "collectives"]]
 
 
-# Frames of a stack that a page draws, nested as they are, and characters of a source line.
+# Maximum depth of stack frames that a page draws nested, and characters of a source line.
 _MAX_STACK_DEPTH = 150
 _MAX_SOURCE_CHARS = 200
 
-# What a full memory bar stands for at least, where there is no GPU whose size it has.
+# Minimum bytes of a full memory bar if there is no GPU whose size defines it.
 _MIN_MEMORY_SCALE = 1 << 30
 
-# Colours and other escape sequences, and what else is no text. One that is never ended is over with its line.
+# Colours and other escape sequences, and control characters. An unterminated sequence ends at its line.
 _ESCAPE_SEQUENCES = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)?|[ -/]*[0-~])?"
     r"|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f]"
 )
 
-# What a front end takes a column to be before anything was said of it; not worth saying.
+# Default values of a column in a front end; not sent.
 _DEFAULT_TILE: Mapping[str, Any] = {"cell": "", "line": 0, "doing": "", "age": 0, "exit": ""}
 
 
 def _tile(rank: RankStatus, memory_scale: int, exact: bool) -> dict[str, Any]:
-    """What the tile of a rank shows."""
+    """Return what the tile of a rank shows."""
     shown: dict[str, Any] = {
         "state": rank.state,
         "cell": rank.cell or "",
@@ -349,26 +350,26 @@ def _tile(rank: RankStatus, memory_scale: int, exact: bool) -> dict[str, Any]:
 
 
 def wait_label(rank: RankStatus) -> str:
-    """What a rank waits for, in a word or two; nothing if it works."""
+    """Return what a rank waits for, in a word or two; empty if it does not wait."""
     if rank.awaiting_input:
         return "input()"
     return rank.waits_in or ""
 
 
 def memory_usage(rank: RankStatus, memory_scale: int) -> tuple[int | None, int]:
-    """What a rank has, and of how much: of its GPU, or, without one, of the most that any rank ever had."""
+    """Return used and total memory: of the rank's GPU, or without one, of the process relative to `memory_scale`."""
     if rank.gpu_total_bytes:
         return rank.gpu_reserved_bytes or rank.gpu_allocated_bytes or 0, rank.gpu_total_bytes
     return rank.rss_bytes, memory_scale
 
 
 def findings_message(found: Iterable[Finding], *, requested: bool = False) -> Message:
-    """What is wrong, as it came: worst first. `requested`: somebody wants to hear also that nothing is."""
+    """Return the findings in their order, worst first. `requested`: show also that nothing was found."""
     return {"kind": "findings", "asked": requested, "findings": [finding_message(one) for one in found]}
 
 
 def finding_message(found: Finding) -> Message:
-    """One finding in a reader's words."""
+    """Return one finding as display text."""
     return {
         "kind": found.kind,
         "severity": "note" if found.kind in BENIGN_KINDS else "bad" if found.sure else "warning",
@@ -382,7 +383,7 @@ def finding_message(found: Finding) -> Message:
 
 
 def stacks_message(found: Stacks, ranks: Ranks) -> Message:
-    """A merged tree, each line where it is in the user's words."""
+    """Return a merged tree, with each line located in the user's cells and files."""
     tree = found.tree
     nodes: list[Message] = []
     for thread in tree.threads:
@@ -422,7 +423,7 @@ def _node_message(node: StackNode, cells: Mapping[str, str], source_of: SourceOf
         "children": [],
     }
     if not node.is_user_code and is_uninformative(node):
-        message["quiet"] = True  # not worth a word where library frames are folded
+        message["quiet"] = True  # hidden if library frames are folded
     if source and source.strip():
         message["source"] = source.strip()[:_MAX_SOURCE_CHARS]
     if depth < _MAX_STACK_DEPTH:
@@ -433,16 +434,16 @@ def _node_message(node: StackNode, cells: Mapping[str, str], source_of: SourceOf
 
 
 def logs_message(rank: int, text: str, limit_bytes: int) -> Message:
-    """The last output of a rank, without colours and the other orders that terminals take."""
+    """Return the last output of a rank, without colours and other terminal escape sequences."""
     cut = len(text.encode(errors="replace")) >= limit_bytes
     return {"kind": "logs", "rank": rank, "cut": cut, "text": _apply_carriage_returns(_ESCAPE_SEQUENCES.sub("", text))}
 
 
 def actors_message(rows: Iterable[Mapping[str, Any]], ranks: Ranks) -> Message:
-    """The actors on these ranks, and on processes of their own, by name.
+    """Return the actors on these ranks, and in spawned processes, sorted by name.
 
     Args:
-        rows: as `actors_message.overview.survey` gives them; those with a "home" are on no rank of this mesh.
+        rows: from `actors.listing.list_actors`; rows with a "home" are on no rank of this mesh.
     """
     wanted = set(ranks)
     shown = [row for row in rows if "home" in row or row["rank"] in wanted]
@@ -467,13 +468,13 @@ def actors_message(rows: Iterable[Mapping[str, Any]], ranks: Ranks) -> Message:
 
 
 def _apply_carriage_returns(text: str) -> str:
-    """What a terminal would show where lines were drawn over: their last state."""
+    """Return the text as a terminal shows it, with lines overwritten by carriage returns."""
     lines = text.replace("\r\n", "\n").split("\n")
     return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)
 
 
 def collectives_message(snapshot: MeshSnapshot, ranks: Sequence[int], is_panel_open: bool) -> Message:
-    """The last collectives of these ranks, and all that wait."""
+    """Return the last collectives of these ranks, and all that wait."""
     rows = []
     for rank in ranks:
         bars = [
@@ -501,7 +502,7 @@ def collectives_message(snapshot: MeshSnapshot, ranks: Sequence[int], is_panel_o
 def incomplete_collectives(
     known: Mapping[int, Sequence[CollectiveStatus]], at: float, world_size: int
 ) -> list[Message]:
-    """Open collectives that some members of their group have not come to, longest first."""
+    """Return open collectives that some members of their group have not reached, longest wait first."""
     waiting: dict[tuple[str, int, str], list[CollectiveStatus]] = {}
     passed: dict[tuple[str, int, str], set[int]] = {}
     for rank, members in known.items():
@@ -531,14 +532,14 @@ def incomplete_collectives(
 
 
 def downsample(points: Sequence[Any], max_points: int) -> list[Any]:
-    """At most so many of them, evenly, the last one among them."""
+    """Return at most `max_points` evenly spaced points, including the last one."""
     if len(points) <= max_points:
         return list(points)
     return [points[round(at * (len(points) - 1) / (max_points - 1))] for at in range(max_points)]
 
 
 def parse_ranks_in_mesh(text: Any, all_ranks: Ranks) -> Ranks:
-    """Ranks as a front end names them; those that there are.
+    """Parse a front end's list of ranks; ranks that do not exist are dropped.
 
     Raises:
         ValueError: it is not a list of ranks.
@@ -560,12 +561,12 @@ def _sample(ranks: Sequence[int], max_points: int) -> list[int]:
 
 
 def _json_number(value: float) -> float | str:
-    """A number as JSON can say it, which knows neither NaN nor infinity: "nan", "inf"."""
+    """Return a number for JSON, which has neither NaN nor infinity: those become "nan", "inf"."""
     return value if math.isfinite(value) else str(value)
 
 
 def _history_band(snapshot: MeshSnapshot, column: str, ranks: Sequence[int]) -> list[list[float]]:
-    """The range of ranks over what is remembered, by the steps in which it is."""
+    """Return the range over the ranks of the stored history, at its stored resolution."""
     steps: dict[float, list[float]] = {}
     for rank in _sample(ranks, MAX_SAMPLED_RANKS):
         for at, value in snapshot.series.points(column, rank, snapshot.at - 600.0):

@@ -1,8 +1,8 @@
-"""The dashboard as a page of its own, and the door through which a widget's buttons reach a busy kernel.
+"""The dashboard as a web page, and the side channel through which a widget's buttons reach a busy kernel.
 
-Loopback only. Whoever has the address with its token may steer the mesh, and nobody else: without the token there is
-nothing but a refusal, names other than this machine's loopback ones are refused (a foreign name that was made to point
-here would carry the browser's trust), and so are sockets opened by pages of other origins.
+Loopback only. The address with its token gives control of the mesh; a request without the token is refused. So are Host
+names other than this machine's loopback names (a foreign name that resolves to this machine would carry the browser's
+trust), and sockets opened by pages of other origins.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
     "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",  # the address is the key
+    "Referrer-Policy": "no-referrer",  # the address contains the token
     "Cache-Control": "no-store",
 }
 
 
 class DashboardServer:
-    """Serves one mesh from a thread of its own, until `close()`.
+    """Serves one mesh from its own thread, until `close()`.
 
     Attributes:
-        address: with the token, as one gives it to a browser.
+        address: the URL for a browser, with the token.
     """
 
     def __init__(
@@ -58,10 +58,12 @@ class DashboardServer:
         port: int | None = None,
         side_channel_client: DashboardClient | None = None,
     ) -> None:
-        """
+        """Bind the port and start serving.
+
         Args:
-            port: None: any that is free.
-            side_channel_client: speak for this audience, whose messages go another way: a door, without pages.
+            port: None: any free port.
+            side_channel_client: serve only requests on behalf of this client, whose messages take another path; no
+                pages.
 
         Raises:
             UsageError: the port is taken.
@@ -89,7 +91,7 @@ class DashboardServer:
         except BaseException as error:
             if ready.done():
                 raise
-            ready.set_exception(error)  # who made the page waits for it
+            ready.set_exception(error)  # the constructor waits for it
 
     async def _serve(self, ready: Future[None]) -> None:
         self._loop = IOLoop.current()
@@ -101,7 +103,7 @@ class DashboardServer:
             ],
             websocket_ping_interval=20,
             websocket_max_message_size=_MAX_REQUEST_BYTES,
-            log_function=lambda _handler: None,  # addresses hold the token
+            log_function=lambda _handler: None,  # addresses contain the token
         )
         http = HTTPServer(application, max_buffer_size=_MAX_REQUEST_BYTES)
         http.add_sockets(self._listening_sockets)
@@ -113,16 +115,16 @@ class DashboardServer:
         await http.close_all_connections()
 
     def close(self) -> None:
-        """Serve no more. Waits until the port is free."""
+        """Stop serving. Waits until the port is free."""
         if self._loop is not None and self._thread.is_alive():
             self._loop.add_callback(self._closing.set)
             self._thread.join(_START_TIMEOUT_S)
 
     def wait(self) -> None:
-        """Until it is closed, the mesh has ended, or Ctrl-C."""
+        """Wait until it is closed, the mesh has ended, or Ctrl-C."""
         while self._thread.is_alive() and self._mesh.session.ended is None:
             self._thread.join(1.0)
-        self._thread.join(1.0)  # pages are told of the end meanwhile
+        self._thread.join(1.0)  # pages receive the end of the mesh meanwhile
 
     def is_authorized(self, request: Any, token: str) -> bool:
         host = request.headers.get("Host", "").removesuffix(f":{self.port}")
@@ -130,7 +132,7 @@ class DashboardServer:
 
 
 class _AssetHandler(web.RequestHandler):
-    """The page and its modules."""
+    """Serves the page and its modules."""
 
     def initialize(self, server: DashboardServer) -> None:
         self._server = server
@@ -159,7 +161,7 @@ class _AssetHandler(web.RequestHandler):
 
 
 class _SocketHandler(WebSocketHandler):
-    """One page's socket: an audience of its own, or a door for a widget's."""
+    """One page's socket: a client of its own, or the side channel of a widget's client."""
 
     def initialize(self, server: DashboardServer) -> None:
         self._server = server
@@ -173,7 +175,7 @@ class _SocketHandler(WebSocketHandler):
             self.finish()
 
     def check_origin(self, origin: str) -> bool:
-        # A door is knocked at by a notebook's page, whose origin is the notebook's server; it shows the token.
+        # A side channel is opened by a notebook's page, whose origin is the notebook's server; it has the token.
         return self._server._side_channel_client is not None or super().check_origin(origin)
 
     def open(self, token: str) -> None:
@@ -181,14 +183,14 @@ class _SocketHandler(WebSocketHandler):
         self._loop = IOLoop.current()
         if self._server._side_channel_client is None:
             self._client = DashboardClient(self._server._mesh, self._send_message)
-            # Joining waits for the mesh's first picture, which no socket's loop may do.
+            # add_client waits for the first snapshot, which must not block the event loop.
             self._loop.run_in_executor(None, self._add_client, self._client)
 
     def _add_client(self, client: DashboardClient) -> None:
         try:
             self._server._hub.add_client(client)
         except NotAttached as error:
-            with contextlib.suppress(ConnectionError, RuntimeError):  # the page is gone, or the server
+            with contextlib.suppress(ConnectionError, RuntimeError):  # the page was closed, or the server
                 self._send_message({"kind": "gone", "reason": str(error)})
         except MeshbookError as error:
             log.warning("a page could not be shown the mesh, and will ask again: %s", error)
@@ -214,7 +216,7 @@ class _SocketHandler(WebSocketHandler):
             self._loop.run_in_executor(None, self._server._hub.remove_client, self._client)
 
     def _send_message(self, message: dict[str, Any]) -> None:
-        """From any thread."""
+        """Send a message. Any thread."""
         if self._closed:
             raise ConnectionError("the page was closed")
         text = json.dumps(message, separators=(",", ":"))
@@ -233,12 +235,12 @@ class _SocketHandler(WebSocketHandler):
             self._unsent_bytes -= len(text)
 
 
-# What may wait for a page that reads slowly. One that is asleep is let go, and says so when it wakes: it connects anew.
+# Maximum unsent bytes for a page that reads slowly. A suspended page is disconnected, and reconnects when it resumes.
 _MAX_UNSENT_BYTES = 8 << 20
 
 
 class SideChannel:
-    """A way in for a widget's page beside its kernel, whose main thread is busy."""
+    """A WebSocket for a widget's page that bypasses its kernel, whose main thread is busy."""
 
     def __init__(self, hub: DashboardHub, client: DashboardClient) -> None:
         self._server = DashboardServer(hub, client.mesh, side_channel_client=client)
@@ -249,15 +251,15 @@ class SideChannel:
 
 
 def start_server(mesh: Mesh, port: int | None = None) -> DashboardServer:
-    """Serve a mesh's dashboard as a page; `address` says where, with the token that opens it."""
+    """Serve a mesh's dashboard as a page; `address` is its URL, with the token."""
     return DashboardServer(DashboardHub.of(mesh.session), mesh, port=port)
 
 
 def serve(mesh_or_name: str | Mesh | None, port: int | None = None) -> None:
-    """`meshbook top --web`: print the address and serve until Ctrl-C, or until the mesh has ended.
+    """Run `meshbook top --web`: print the address and serve until Ctrl-C, or until the mesh has ended.
 
     Args:
-        mesh_or_name: a mesh, or the name of one; None: the only one there is.
+        mesh_or_name: a mesh, or the name of one; None: the only one.
 
     Raises:
         NotAttached, MeshNameError: as `meshbook.attach`.

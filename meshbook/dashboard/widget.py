@@ -1,9 +1,9 @@
 """The dashboard as a widget: JupyterLab, Notebook, VS Code, marimo.
 
-Python owns the truth and pushes it; the page draws it. Custom messages only: a widget's state would be saved with the
-notebook, and in marimo it would run cells. The pushing side needs nothing of the kernel's main thread. What the page
-says would wait behind a running cell, so its messages are sent to a subshell of the kernel where there are such; where
-there are none (ipykernel 6, marimo), through a door of this process's own (`page.Door`), where the page reaches it.
+Python holds the state and pushes it; the page draws it. Custom messages only: widget state would be saved with the
+notebook, and in marimo it would run cells. Pushing does not need the kernel's main thread. The page's requests would
+wait behind a running cell, so they are routed to a subshell of the kernel if it supports subshells; otherwise
+(ipykernel 6, marimo) they use a side channel of this process (`web_server.SideChannel`), if the page can reach it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _SUBSHELL_TIMEOUT_S = 5.0
 
 
 class Dashboard(anywidget.AnyWidget):
-    """A mesh, live. `close()` ends it; so does the end of the session."""
+    """A live view of a mesh. `close()` ends it; so does the end of the session."""
 
     _esm = assets.bundle("anywidget.js")
     _css = assets.read_asset("dashboard.css")
 
     def __init__(self, mesh: Mesh) -> None:
-        """Show a mesh. Waits a few milliseconds for the first picture.
+        """Show a mesh. Waits a few milliseconds for the first snapshot.
 
         Raises:
-            NotAttached: the mesh is gone.
+            NotAttached: the mesh has ended.
         """
         mesh.session.check_attached()
         super().__init__()
@@ -49,11 +49,11 @@ class Dashboard(anywidget.AnyWidget):
 
     @property
     def is_open(self) -> bool:
-        """Whether a page can still be reached: marimo closes a widget's line when its cell runs again."""
+        """Whether a page can still be reached: marimo closes a widget's comm when its cell runs again."""
         return self.comm is not None and not getattr(self.comm, "_closed", False)
 
     def close(self) -> None:
-        """Show no more; watching ends with the last one that shows. Twice is once."""
+        """Close the widget; closing a session's last client ends the subscription. Idempotent."""
         self._hub.remove_client(self._client)
         self._close_side_channel()
         super().close()
@@ -81,7 +81,7 @@ class Dashboard(anywidget.AnyWidget):
 
 
 def dashboard(mesh: Mesh) -> Dashboard:
-    """The widget of this mesh, or of this part of it: the same one while it is open, however often it is shown."""
+    """Return the widget of this mesh, or of this slice; the same one while it is open."""
     widgets: dict[Any, Dashboard] = mesh.session.extras.setdefault("dashboard widgets", {})
     key = tuple(mesh.ranks), tuple(mesh.axes.items())
     known = widgets.get(key)
@@ -94,10 +94,10 @@ def dashboard(mesh: Mesh) -> Dashboard:
 
 
 def _route_to_subshell(comm: Any) -> bool:
-    """Have the kernel hear this comm's messages beside a running cell; whether it will.
+    """Route this comm's messages to a subshell, beside running cells; return whether that succeeded.
 
-    ipykernel 7.4 sends a message to the subshell that sent last on its comm, and that is the main one for a comm that a
-    cell opened. All of it is private to ipykernel and tried for: where it is different, messages wait.
+    ipykernel 7.4 sends a message to the subshell that sent last on its comm, which is the main one for a comm that a
+    cell opened. All of it is private to ipykernel and checked first; if it differs, messages wait.
     """
     kernel = getattr(comm, "kernel", None)
     if kernel is None:
@@ -117,7 +117,7 @@ def _route_to_subshell(comm: Any) -> bool:
 
 
 def _get_subshell(kernel: Any) -> str:
-    """A subshell of the kernel's own: the Meshbook kernel's, or one that all dashboards share."""
+    """Return a subshell of the kernel: the Meshbook kernel's, or one that all dashboards share."""
     quick = getattr(kernel, "quick_subshell", None)
     known: str | None = getattr(kernel, "_meshbook_subshell", None)
     if known is None:

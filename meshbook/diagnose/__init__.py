@@ -1,5 +1,5 @@
-"""Diagnosis: from snapshots of ranks to findings, and from stacks to one tree. Pure; shared by all that show it.
+"""Diagnosis: `findings` from snapshots of ranks, and one tree of all stacks. Pure; shared by all user interfaces.
 
-`findings.explain` says why a mesh does not get on, `tree.merge` folds all stacks into one. Neither knows how snapshots
-are taken.
+`findings.explain` says why a mesh makes no progress, `stack_tree.merge` folds all stacks into one tree. Neither knows
+how snapshots are taken.
 """

@@ -1,10 +1,10 @@
-"""Actors that wait for each other's answers: who has called whom, and where that goes round in a circle.
+"""Actors that wait for each other's replies: which endpoint called which, and where that forms a cycle.
 
-An actor whose endpoints are all `def` takes one message at a time: as long as one of its endpoints waits, all other
-calls of it wait behind that. So a call back to an actor that waits is never answered. An actor with an event loop takes
-the next message while it awaits; of it only the endpoint that was called counts.
+An actor whose endpoints are all `def` processes one message at a time: while one of its endpoints waits, all other
+calls of it are queued. So a call back to a waiting actor never gets a reply. An actor with an event loop processes the
+next message while it awaits; for such an actor only the endpoint that was called counts.
 
-Pure: snapshots in, steps out.
+Pure: snapshots in, waits out.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from meshbook.wire.messages import ACTOR_THREAD_PREFIX, ActiveEndpoint, PendingE
 
 
 class ActorWait(NamedTuple):
-    """An endpoint that waits for an answer, and what it has called."""
+    """A running endpoint that waits for a reply, and the call it waits for."""
 
     rank: int
     caller: ActiveEndpoint
     callee: PendingEndpointCall
-    callee_rank: int | None  # None: its process is none of this mesh's
+    callee_rank: int | None  # None: its process is not part of this mesh
     location: SourceLocation | None  # the line of the user's code that waits
 
     @property
@@ -39,16 +39,16 @@ class ActorWait(NamedTuple):
         )
 
 
-EndpointKey = tuple[int, int]  # of an endpoint that runs: its rank, its place in `RankSnapshot.endpoints`
+EndpointKey = tuple[int, int]  # a running endpoint: its rank and its index in `RankSnapshot.endpoints`
 
 
 class ActorWaitGraph:
-    """All endpoints that run, and who of them waits for whom."""
+    """All running endpoints, and which of them waits for which."""
 
     def __init__(self, snapshots: Mapping[int, RankSnapshot]) -> None:
         self._snapshots = snapshots
         self._rank_of_node: dict[str, int] = {}
-        self._running_endpoints: dict[tuple[str, str], list[EndpointKey]] = {}  # of an actor: (node, id)
+        self._running_endpoints: dict[tuple[str, str], list[EndpointKey]] = {}  # by actor: (node, id)
         for rank, snapshot in snapshots.items():
             for number, seen in enumerate(snapshot.endpoints):
                 self._rank_of_node[seen.node] = rank
@@ -66,7 +66,7 @@ class ActorWaitGraph:
         return ActorWait(rank, seen, answer, self._rank_of_node.get(answer.node), self._locate(rank, seen))
 
     def _find_blocker(self, node: str, answer: PendingEndpointCall) -> EndpointKey | None:
-        """What has to end before a call is answered: the endpoint that was called, or the one that it waits behind."""
+        """Return the endpoint that must end before a call gets its reply: its own, or the one it is queued behind."""
         for key in self._running_endpoints.get((answer.node, answer.actor), ()):
             seen = self._snapshots[key[0]].endpoints[key[1]]
             if not seen.is_async or (seen.caller, seen.call) == (node, answer.call):
@@ -81,7 +81,7 @@ class ActorWaitGraph:
         return rank_activity.locate(rank_activity.innermost_user_frame(frames), snapshot)
 
     def find_cycles(self) -> list[list[ActorWait]]:
-        """Endpoints each of which waits for the next, and the last for the first. Every endpoint is in one at most."""
+        """Return the cycles of endpoints that wait for each other. Each endpoint is in at most one cycle."""
         found: list[list[ActorWait]] = []
         visited: set[EndpointKey] = set()
         for start in self.waits:
@@ -109,7 +109,7 @@ class ActorWaitGraph:
         return found
 
     def waits_leading_to(self, cycle: list[ActorWait]) -> list[ActorWait]:
-        """Steps of endpoints outside a circle that wait for one in it, directly or through others."""
+        """Return the waits of endpoints outside a cycle that lead into it, directly or through others."""
         inside = {id(wait.caller) for wait in cycle}
         found: list[ActorWait] = []
         changed = True
@@ -126,11 +126,11 @@ class ActorWaitGraph:
         return found
 
     def waits_of_rank(self, rank: int) -> list[ActorWait]:
-        """What the endpoints of one rank wait for."""
+        """Return what the endpoints of one rank wait for."""
         return [wait for key, waits in self.waits.items() if key[0] == rank for wait, _ in waits]
 
     def waits_only_for_other_ranks(self, rank: int) -> bool:
-        """Whether all that this rank's endpoints wait for are endpoints that run on other ranks."""
+        """Whether this rank's endpoints wait, and only for endpoints that run on other ranks."""
         targets = [target for key, waits in self.waits.items() if key[0] == rank for _, target in waits]
         return bool(targets) and all(target is not None and target[0] != rank for target in targets)
 

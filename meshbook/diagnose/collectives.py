@@ -1,7 +1,7 @@
-"""What the rings of all ranks say together: who waits for whom, and in which collectives members do not agree.
+"""Compare the rings of all ranks: which rank waits for which, and in which collectives the members disagree.
 
-Collectives of a group are compared by their number within it, which is the same on all members of a group that run the
-same code. No clock of one rank is ever compared with another's.
+Collectives of a group are compared by their sequence number within it, which is the same on all members that run the
+same code. Clocks of different ranks are never compared.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from meshbook.diagnose.rank_activity import Activity
 from meshbook.ids import Ranks, name_ranks
 from meshbook.wire.messages import POINT_TO_POINT, CollectiveInfo, RankSnapshot
 
-# A group's label, and of its members the first, the last and their number: labels are not unique where groups of one
-# kind are made side by side, and a thousand members are slow to compare for every collective of a thousand rings.
+# A group's label, and its first member, last member and size. Labels are not unique where several groups of one kind
+# exist side by side, and comparing a thousand members for every collective of a thousand rings is slow.
 GroupKey = tuple[str, int, int, int]
 
-# What members must bring in one shape. The rest may differ: all_to_all and gathers into lists take uneven tensors.
+# Operations whose inputs must have one shape on all members. Others may differ: all_to_all and gathers into lists
+# accept uneven tensors.
 _SAME_SHAPE_OPS = frozenset(
     (
         "all_reduce",
@@ -33,13 +34,13 @@ _SAME_SHAPE_OPS = frozenset(
     )
 )
 
-# Collectives that a group must have ended before it is said who comes late in them.
+# Collectives that a group must have completed before a straggler is reported.
 MIN_COMPLETED_COLLECTIVES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class RankWait:
-    """A rank that waits in an operation, and the ranks that have not come to it."""
+    """A rank that waits in an operation, and the ranks that have not begun it."""
 
     rank: int
     op: CollectiveInfo
@@ -48,12 +49,12 @@ class RankWait:
 
 @dataclass(slots=True)
 class Disagreement:
-    """One place in a group's order at which members do not do the same."""
+    """A sequence number of a group at which the members' calls differ."""
 
     kind: str  # "different-collectives", "shape-mismatch", "dtype-mismatch"
     group: GroupKey
     seq: int
-    sides: dict[str, list[int]] = field(default_factory=dict)  # what they do, in words -> who
+    sides: dict[str, list[int]] = field(default_factory=dict)  # what they call or pass, in words -> ranks
     ops: dict[int, CollectiveInfo] = field(default_factory=dict)
 
     @property
@@ -61,17 +62,17 @@ class Disagreement:
         return tuple(sorted(self.ops))
 
     def minority(self) -> Ranks:
-        """Those whose side is smaller than the largest; of equal sides, those without the lowest rank."""
+        """Return the ranks outside the largest side; of equal sides, the one with the lowest rank is the largest."""
         largest = max(self.sides.values(), key=lambda ranks: (len(ranks), -min(ranks)))
         return tuple(sorted(set(self.ops) - set(largest)))
 
 
 class Rings:
-    """All rings, by group and by number within the group; of each group only its latest connections."""
+    """All rings, by group and by sequence number within it; of each group only its latest generation."""
 
     def __init__(self, snapshots: Iterable[RankSnapshot]) -> None:
-        self.ops: dict[GroupKey, dict[int, dict[int, CollectiveInfo]]] = {}  # group -> seq -> rank -> what it called
-        self.last_seq: dict[GroupKey, dict[int, int]] = {}  # group -> rank -> the last it began
+        self.ops: dict[GroupKey, dict[int, dict[int, CollectiveInfo]]] = {}  # group -> seq -> rank -> operation
+        self.last_seq: dict[GroupKey, dict[int, int]] = {}  # group -> rank -> last seq it began
         seen = list(snapshots)
         generations: dict[GroupKey, int] = defaultdict(int)
         for snapshot in seen:
@@ -93,7 +94,7 @@ class Rings:
                 last_seq.update(dict.fromkeys(by_seq[seq], seq))
 
     def missing(self, op: CollectiveInfo, known: Iterable[int]) -> Ranks:
-        """Members of the operation's group that have not begun it, as far as they are known."""
+        """Return the known members of the operation's group that have not begun it."""
         last_seq = self.last_seq.get(group_key(op), {})
         return tuple(rank for rank in op.group_ranks if rank in known and last_seq.get(rank, 0) < op.seq)
 
@@ -106,10 +107,10 @@ def group_key(op: CollectiveInfo) -> GroupKey:
 def find_waits(
     activities: Mapping[int, Activity], rings: Rings, transfers: Mapping[int, tuple[CollectiveInfo, ...]]
 ) -> dict[int, RankWait]:
-    """Who waits for whom in operations of process groups; nobody is waited for in one to which all have come.
+    """Return the waits of ranks in process-group operations; `for_ranks` is empty where all members have arrived.
 
     Args:
-        transfers: by rank, the sends and receives that are under way there.
+        transfers: by rank, its sends and receives in flight.
     """
     found: dict[int, RankWait] = {}
     missing: dict[tuple[GroupKey, int], Ranks] = {}
@@ -119,7 +120,8 @@ def find_waits(
         if activity.kind != "collective" or op is None:
             continue
         if op.op in POINT_TO_POINT:
-            # Of several, begun together and waited for together, the one that the peer has no part in.
+            # Of several transfers that were begun together and are waited for together: the first that the peer does
+            # not match.
             in_flight = [
                 op,
                 *(other for other in transfers.get(rank, ()) if other is not op and other.frame == op.frame),
@@ -147,9 +149,9 @@ def _missing_peers(
     activities: Mapping[int, Activity],
     transfers: Mapping[int, tuple[CollectiveInfo, ...]],
 ) -> Ranks:
-    """The peer of a send or receive, unless it does its part right now."""
+    """Return the peer of a send or receive, unless it runs the matching operation now."""
     if op.peer is None or op.peer not in activities:
-        # A receive from anybody: it waits for all that could send.
+        # A receive from any rank waits for all that could send.
         others = tuple(other for other in op.group_ranks if other != rank and other in activities)
     else:
         others = (op.peer,)
@@ -160,7 +162,7 @@ def _missing_peers(
 
 
 def find_disagreements(waits: Mapping[int, RankWait], rings: Rings) -> list[Disagreement]:
-    """Places where members of a group stand in different calls, where at least one of them waits. In order of group."""
+    """Return the positions at which members' calls differ and at least one member waits. Ordered by group."""
     positions = {(group_key(wait.op), wait.op.seq) for wait in waits.values() if wait.op.op not in POINT_TO_POINT}
     result = []
     for key, seq in sorted(positions):
@@ -189,19 +191,19 @@ def _group_ranks_by(ops: Mapping[int, CollectiveInfo], key: Callable[[Collective
 
 
 class Straggler(NamedTuple):
-    """A rank that comes last to nearly every collective of a group."""
+    """A rank that arrives last at nearly every collective of a group."""
 
     group: GroupKey
     rank: int
-    waited_s: float  # by the others, in all
-    span_s: float  # the time that this is a part of
-    op: CollectiveInfo  # the last such
+    waited_s: float  # total wait of the others
+    span_s: float  # the period that `waited_s` is part of
+    op: CollectiveInfo  # the last such collective
 
 
 def find_stragglers(rings: Rings) -> list[Straggler]:
-    """For each group the rank that comes last to its collectives, if one does.
+    """Return, for each group that has one, the rank that arrives last at its collectives.
 
-    Whoever comes last to a collective spends the least time in it, so durations suffice.
+    The rank that arrives last spends the least time in a collective, so durations suffice.
     """
     found = []
     for key, by_seq in rings.ops.items():
@@ -230,20 +232,20 @@ def find_stragglers(rings: Rings) -> list[Straggler]:
 
 
 def format_shapes(op: CollectiveInfo) -> str:
-    """The shapes of what a rank brought, in words: `4x8`, `a number`, `4x8 and 3`."""
+    """Return the shapes of a rank's input tensors in words: `4x8`, `a number`, `4x8 and 3`."""
     texts = ["x".join(map(str, shape)) if shape else "a number" for shape in op.shapes]
     return " and ".join(texts) if texts else "nothing"
 
 
 def name_group(op: CollectiveInfo, world: Ranks) -> str:
-    """How a sentence names the group of an operation: nothing for the world, for that is what everyone thinks of."""
+    """Return ` of <ranks>` for an operation's group; empty for the world, which is the default for readers."""
     if set(world) <= set(op.group_ranks):
         return ""
     return f" of {name_ranks(op.group_ranks)}"
 
 
 def name_op(op: CollectiveInfo, world: Ranks) -> str:
-    """`all_reduce #41`, `all_reduce #3 of ranks 0-1`, `send to rank 2`."""
+    """Return an operation's name: `all_reduce #41`, `all_reduce #3 of ranks 0-1`, `send to rank 2`."""
     if op.op in POINT_TO_POINT:
         word = "to" if op.op == "send" else "from"
         return f"{op.op} {word} {'any rank' if op.peer is None else f'rank {op.peer}'}"

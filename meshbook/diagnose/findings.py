@@ -1,11 +1,11 @@
-"""From snapshots to findings: why does it hang, who is to blame, and what to do next.
+"""Derive findings from snapshots: why a mesh hangs, which ranks cause it, and what to do next.
 
-`explain` is a pure function: the dashboard, `%mesh why`, the command line and the tests all call it. Its thought is
-STAT's: what most ranks do is how the program was meant, and those who do something else are looked at. It draws who
-waits for whom, follows the waits to those who wait for nobody else or to a circle, and names these. What follows from
-a root cause is told as part of it, never as a finding of its own.
+`explain` is a pure function that the dashboard, `%mesh why`, the command line and the tests call. The idea is that of
+STAT: what most ranks do is the intended behavior, and ranks that differ are suspects. `explain` builds the graph of
+which rank waits for which, follows it to ranks that wait for no other rank or to a cycle, and reports these.
+Consequences of a root cause are part of its finding, never a finding of their own.
 
-Knows nothing of how snapshots are taken, nor of processes, clocks and source text.
+This module does not know how snapshots are taken, nor processes, clocks or source text.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from meshbook.diagnose.source_files import sanitize_line
 from meshbook.ids import Ranks, name_ranks
 from meshbook.wire.messages import POINT_TO_POINT, RankSnapshot
 
-# Findings told at once. A mesh on which more is wrong than this has one cause that outweighs the rest.
+# Findings reported at once. More problems than this have one dominant cause.
 MAX_FINDINGS = 12
-# Seconds that a rank must have run in a loop, or others have waited for it, before that is no guess any more.
+# Seconds that a rank must have run in a loop, or others have waited for it, before the finding counts as sure.
 MIN_LOOP_S = 5.0
-# Ranks are not looked at in the same moment, but within a tenth of a second or two; a mesh that runs well looks tangled
-# in between. What has stood for this many seconds has stood on all ranks at once.
+# Seconds that a state must have lasted to count as simultaneous on all ranks. Ranks are sampled within 0.1 to 0.2 s of
+# each other, so a healthy mesh can look deadlocked in between.
 STABLE_S = 1.0
 
-# Of these no second look is needed.
+# Kinds that need no second sample.
 _CERTAIN_KINDS = frozenset(("killed", "out-of-memory", "shape-mismatch", "stopped", "rank-silent", "waits-for-input"))
-# What a rank does that is no reason to wait for it by itself.
+# Activities that do not by themselves explain why others wait for the rank.
 _UNBLOCKED_KINDS = frozenset(("ended", "idle", "sleep", "compute"))
 
 
-# Grey 243 can be read on black and on white; "dim" is unknown to JupyterLab.
+# Grey 243 is readable on black and on white; JupyterLab does not support "dim".
 _BAD, _GOOD, _DIM, _RESET = "\x1b[1;31m", "\x1b[1;32m", "\x1b[38;5;243m", "\x1b[0m"
 
 
@@ -59,19 +59,19 @@ def explain(
     silent_hosts: Sequence[str] = (),
     earlier: Sequence[RankSnapshot] = (),
 ) -> tuple[Finding, ...]:
-    """Why the mesh does not get on, the most important first; never empty. Pure: waits for nothing, raises nothing.
+    """Return why the mesh makes no progress, most important first; never empty. Pure: neither blocks nor raises.
 
     Args:
-        snapshots: what each rank is doing; of two of one rank the last counts. Anything in them may be missing.
-        axes: the mesh's axes and their sizes, in order; then ranks are named by axis too where that fits.
-        silent_hosts: machines that did not answer.
-        earlier: a look some time before, half a second or more: it tells a rank that moves from one that does not.
+        snapshots: what each rank is doing; of two snapshots of one rank the last one counts. Any field may be missing.
+        axes: the mesh's axes and their sizes, in order; if given, ranks are also named by axis where possible.
+        silent_hosts: machines that do not respond.
+        earlier: snapshots taken at least half a second before, to distinguish ranks that progress from stalled ones.
     """
     return tuple(_Diagnosis(snapshots, axes, silent_hosts, earlier).findings())
 
 
 def as_text(findings: Sequence[Finding], color: bool = False) -> str:
-    """What `%mesh why` prints: each finding's sentence, what it is concluded from, and what to do next."""
+    """Return what `%mesh why` prints: each finding's sentence, its evidence, and the next step."""
     paragraphs = []
     for number, finding in enumerate(findings, 1):
         lead = f"{number}. " if len(findings) > 1 else ""
@@ -85,7 +85,7 @@ def as_text(findings: Sequence[Finding], color: bool = False) -> str:
 
 
 class _Diagnosis(ReportBase):
-    """One question, with everything that is known."""
+    """One call of `explain`, with all its inputs."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class _Diagnosis(ReportBase):
     ) -> None:
         super().__init__(snapshots, axes, earlier)
         self.silent_hosts = tuple(silent_hosts)
-        self.explained: set[int] = set()  # ranks that a finding speaks of
+        self.explained: set[int] = set()  # ranks that a finding already covers
         self._reachable: dict[Ranks, frozenset[int]] = {}
         self._stragglers: list[Straggler] | None = None
 
@@ -119,7 +119,7 @@ class _Diagnosis(ReportBase):
         found.sort(key=lambda finding: (-KINDS[finding.kind].weight, not finding.others, finding.ranks))
         return found[:MAX_FINDINGS]
 
-    # ---- whole machines
+    # ---- hosts that do not respond
 
     def _silent_host_findings(self) -> Iterator[Finding]:
         for host in self.silent_hosts:
@@ -134,7 +134,7 @@ class _Diagnosis(ReportBase):
                 others=waiting,
             )
 
-    # ---- actors that wait for each other
+    # ---- deadlocked actors
 
     def _actor_deadlock_findings(self) -> Iterator[Finding]:
         for cycle in self.actor_waits.find_cycles():
@@ -164,14 +164,14 @@ class _Diagnosis(ReportBase):
                 evidence=[wait.phrase for wait in (*cycle, *waiting_behind)],
                 sure=stable or bool(self.earlier),
             )
-        # Those that wait for an endpoint that is looked at by itself, where it runs.
+        # Ranks that wait for an endpoint on another rank: that endpoint is diagnosed on the rank that runs it.
         self.explained.update(
             rank
             for rank, activity in self.activities.items()
             if activity.kind == "waits-for-actor" and self.actor_waits.waits_only_for_other_ranks(rank)
         )
 
-    # ---- members that do not agree
+    # ---- members of a group that disagree
 
     def _disagreement_findings(self) -> Iterator[Finding]:
         for disagreement in find_disagreements(self.waits, self.rings):
@@ -252,7 +252,7 @@ class _Diagnosis(ReportBase):
                 sure=ended,
             )
 
-    # ---- the ranks at the end of all waits
+    # ---- ranks at the end of the wait chains
 
     def _root_cause_findings(self) -> Iterator[Finding]:
         blamed: dict[int, set[int]] = defaultdict(set)
@@ -260,16 +260,16 @@ class _Diagnosis(ReportBase):
             if rank in self.explained:
                 continue
             reached = self._reachable_from(wait.for_ranks)
-            if reached & self.explained:  # what it waits for waits for something that is told already
+            if reached & self.explained:  # it waits for ranks that are blocked by something already reported
                 self.explained.add(rank)
                 continue
             for root in reached - self.waits.keys():
                 blamed[root].add(rank)
-        # Ranks that stand at one place for one reason are one finding.
+        # Ranks that are at the same location for the same reason share one finding.
         roots_by_cause: dict[tuple[str, str, SourceLocation | None, bool], list[int]] = defaultdict(list)
         for root in sorted(blamed):
             kind, sure = self._classify_root(root)
-            if kind == "slow":  # it gets on, and so do those who wait for it
+            if kind == "slow":  # it makes progress, and so do the ranks that wait for it
                 continue
             activity = self.activities[root]
             roots_by_cause[kind, activity.phrase, activity.location, sure].append(root)
@@ -279,7 +279,7 @@ class _Diagnosis(ReportBase):
             yield self._root_cause_finding(kind, tuple(roots), waiting, sure)
 
     def _classify_root(self, root: int) -> tuple[str, bool]:
-        """What to call it that others wait for this rank, and whether that is sure."""
+        """Return the finding's kind for a rank that others wait for, and whether that is sure."""
         activity, direct = self.activities[root], self._direct_waits(root)
         now, before = self.snapshots[root], self.earlier.get(root)
         waited = max((wait.op.began_s_ago for wait in direct), default=0.0)
@@ -308,7 +308,7 @@ class _Diagnosis(ReportBase):
             return "left-early", True
         if activity.kind == "compute" and rank_activity.is_looping(before, now) and rank_activity.is_busy(now, before):
             return "python-loop", waited >= MIN_LOOP_S
-        # One look does not tell what is slow from what stands still.
+        # One sample cannot tell a slow rank from a stalled one.
         return "missing-from-collective", before is not None
 
     def _root_cause_finding(self, kind: str, roots: Ranks, waiting: Collection[int], sure: bool) -> Finding:
@@ -347,7 +347,7 @@ class _Diagnosis(ReportBase):
     def _unmatched_transfer_finding(
         self, kind: str, roots: Ranks, direct: Sequence[RankWait], others: Ranks
     ) -> Finding:
-        """A send or receive whose peer has ended or runs nothing; unless somebody else waits for just this."""
+        """Return the finding for a send or receive whose peer has ended or is idle, unless it names the wrong peer."""
         wrong = self._wrong_peer_finding({wait.rank for wait in direct} | set(others))
         if wrong is not None:
             return wrong
@@ -383,7 +383,7 @@ class _Diagnosis(ReportBase):
             evidence=[self._activity_sentence(makers), self._activity_sentence(absent)],
         )
 
-    # ---- circles of ranks that wait for each other
+    # ---- cycles of ranks that wait for each other
 
     def _cycle_findings(self) -> Iterator[Finding]:
         reached = {
@@ -391,7 +391,8 @@ class _Diagnosis(ReportBase):
             for rank, wait in self.waits.items()
             if rank not in self.explained and wait.for_ranks
         }
-        # Where a chain ends at somebody who waits for nobody, as in a collective that all have come to, it is none.
+        # A chain that ends at a rank without a wait is no cycle. Such an end is also a collective that all members have
+        # begun.
         left = {
             rank
             for rank, ranks in reached.items()
@@ -469,7 +470,7 @@ class _Diagnosis(ReportBase):
         )
 
     def _wrong_peer_finding(self, ranks: Iterable[int]) -> Finding | None:
-        """A send and a receive that would meet, had one of them named the other's rank."""
+        """Return a finding for a send and a receive that would match if one of them named the other's rank."""
         transfers = {
             rank: self.waits[rank].op
             for rank in sorted(ranks)
@@ -500,7 +501,7 @@ class _Diagnosis(ReportBase):
                 )
         return None
 
-    # ---- nobody waits for anybody
+    # ---- ranks outside the wait chains
 
     def _blocked_rank_findings(self) -> Iterator[Finding]:
         ranks_by_activity: dict[tuple[str, str, SourceLocation | None], list[int]] = defaultdict(list)
@@ -534,7 +535,7 @@ class _Diagnosis(ReportBase):
             )
 
     def _last_collective_inputs(self, dead: Ranks) -> tuple[SourceLocation | None, list[str]]:
-        """What the survivors of a collective had brought to it, and where it was called."""
+        """Return where surviving ranks called their last collective, and a line for each distinct input to it."""
         last = {
             rank: rank_activity.last_collective(snapshot)
             for rank, snapshot in self.snapshots.items()
@@ -571,7 +572,7 @@ class _Diagnosis(ReportBase):
             )
 
     def _busy_findings(self) -> Iterator[Finding]:
-        """What runs and is not explained by anything: perhaps one goes round in circles, perhaps it is just slow."""
+        """Yield findings for running ranks that no other finding explains: possible Python loops, or slow ranks."""
         running = tuple(
             rank
             for rank, activity in self.activities.items()
@@ -583,9 +584,8 @@ class _Diagnosis(ReportBase):
         for rank in running:
             activity, before = self.activities[rank], self.earlier.get(rank)
             now = self.snapshots[rank]
-            in_python = (
-                activity.phrase == "computes" and activity.location is not None
-            )  # and not in some library's long call
+            # In Python code, not in a long call of a library.
+            in_python = activity.phrase == "computes" and activity.location is not None
             same = rank_activity.is_looping(before, now) and rank_activity.is_busy(now, before)
             if in_python and same and activity.location and rank_activity.since_last_collective_s(now) >= MIN_LOOP_S:
                 loops[activity.location.file, activity.location.function].append(rank)
@@ -606,7 +606,7 @@ class _Diagnosis(ReportBase):
         if not not_looping or looping:
             return
         activity = self.activities[not_looping[0]]
-        # Those that ended something else, such as operations on remote tensors, were never in this cell.
+        # Ranks that ended something else, such as operations on remote tensors, never ran this cell.
         label = self.snapshots[not_looping[0]].cell
         ended = [
             rank
@@ -655,10 +655,10 @@ class _Diagnosis(ReportBase):
         title = f"Nothing runs: {name_ranks(self.world_ranks)} {conjugate('waits', self.world_ranks)} for a cell"
         return self._make_finding("idle", self.world_ranks, title, evidence=evidence)
 
-    # ---- who waits for whom
+    # ---- wait graph
 
     def _reachable_from(self, ranks: Ranks) -> frozenset[int]:
-        """These ranks, those that they wait for, and so on."""
+        """Return these ranks and all that they wait for, directly or through others."""
         if ranks not in self._reachable:
             reached, pending, followed = set(ranks), list(ranks), set[Ranks]()
             while pending:
@@ -673,7 +673,7 @@ class _Diagnosis(ReportBase):
         return self._reachable[ranks]
 
     def _waiters_of(self, ranks: Collection[int]) -> set[int]:
-        """Those that wait for one of these, directly or through others."""
+        """Return the ranks that wait for one of these, directly or through others."""
         those = set(ranks)
         return {
             rank

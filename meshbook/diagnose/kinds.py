@@ -1,6 +1,6 @@
-"""Every kind of finding: what it means, what to do next, and which of two is told first.
+"""The kinds of findings: what each means, what to do next, and its order among others.
 
-One table. `%mesh why`, the dashboard, the tests and docs/debugging.md all take their words from it.
+This one table is the source of texts for `%mesh why`, the dashboard, the tests and docs/debugging.md.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Final, NamedTuple
 class FindingKind(NamedTuple):
     """One kind of finding."""
 
-    weight: int  # the heavier is told first
+    weight: int  # higher weights are reported first
     meaning: str
-    next_step: str  # {ranks}, {first}: the guilty ranks as a magic takes them; {name}: as people do; {pids}
-    interrupt_hint: str = ""  # what comes after that where it is a cell, which can be stopped
+    next_step: str  # fields: {ranks}, {first} as magics take them; {name} in prose; {pids}
+    interrupt_hint: str = ""  # appended to it where the ranks run a cell, which can be interrupted
 
 
 KINDS: Final[dict[str, FindingKind]] = {
-    # ---- a rank is gone or cannot run
+    # ---- a rank has exited or cannot run
     "host-silent": FindingKind(
         100,
         "A whole machine does not answer.",
@@ -44,7 +44,7 @@ KINDS: Final[dict[str, FindingKind]] = {
         "The rank has not been heard of, and nothing can be seen of it.",
         "%mesh stacks {ranks} looks once more; if it stays silent, %mesh kill {ranks} ends it.",
     ),
-    # ---- the program's ranks disagree
+    # ---- ranks run diverging code
     "raised-before-collective": FindingKind(
         88,
         "A rank failed with an exception, and others wait for it in a collective.",
@@ -228,5 +228,5 @@ KINDS: Final[dict[str, FindingKind]] = {
     "idle": FindingKind(10, "Nothing runs.", "Run a cell."),
 }
 
-# Those that say that nothing is wrong.
+# Kinds that say that nothing is wrong.
 BENIGN_KINDS: Final = frozenset(("slow", "idle"))

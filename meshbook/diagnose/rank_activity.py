@@ -1,6 +1,6 @@
-"""One rank at a time: what its snapshot says that it is doing, and for whom it waits.
+"""What one rank is doing according to its snapshot, and which operation it waits in.
 
-Knows the other ranks only as numbers that collectives name; who is to blame is for `findings` to say.
+Other ranks appear only as numbers in collectives; `findings` decides which rank is the cause.
 """
 
 from __future__ import annotations
@@ -15,28 +15,29 @@ from meshbook.diagnose.source_files import cell_label, is_cell_file, is_user_fil
 from meshbook.ids import CallId
 from meshbook.wire.messages import ACTOR_THREAD_PREFIX, POINT_TO_POINT, CollectiveInfo, Frame, RankSnapshot, ThreadStack
 
-# Seconds without a beat after which a rank of which nothing can be seen counts as silent. It beats once a second.
+# Seconds without a heartbeat after which a rank without any other information counts as silent. Ranks send one per
+# second.
 SILENT_S = 5.0
-# Part of a core that a thread must use to count as computing.
+# CPU use of a thread, in percent of a core, from which it counts as computing.
 BUSY_PERCENT = 50.0
-# Seconds for which a thread must have waited for the interpreter lock before somebody is said to keep it.
+# Seconds that a thread must have waited for the GIL before another one is reported to keep it.
 GIL_LAG_S = 1.0
 
-# Libraries that wait for threads of their own in C: below one of their frames that is work, and no lock of the user's.
+# Libraries that wait for their own threads in C: a futex wait below their frames is work, not a lock of the user's.
 _THREAD_POOL_LIBRARIES = frozenset(("torch", "numpy", "scipy", "triton"))
 
-# What gloo says before it ends a process that is sent more bytes than its tensor has.
+# What gloo prints before it aborts a process that receives more bytes than its tensor has.
 _GLOO_SIZE_ERRORS = ("op.preamble.length <= op.nbytes", "Received data size doesn't match expected size")
 
 
 @dataclass(frozen=True, slots=True)
 class SourceLocation:
-    """A place in the user's code."""
+    """A location in the user's code."""
 
     file: str
     line: int
     function: str = ""
-    cell: str | None = None  # "cell 7", if it is in one whose name is known
+    cell: str | None = None  # "cell 7", if it is in a cell whose name is known
 
     def __str__(self) -> str:
         where = (
@@ -54,12 +55,12 @@ class Activity:
     """What a rank is doing.
 
     Attributes:
-        what: a kind of finding, or "collective", "forming", "sleep", "compute", "ended", "idle".
-        words: follows "rank 3 ": "waits for a lock".
-        at: the user's line; None if nothing is known of it.
-        op: the operation of a process group that it waits in; None if it waits in none.
-        sure: False where stacks were missing and this is concluded from less.
-        asleep: True if it is known to use no processor time now.
+        kind: a kind of finding, or "collective", "forming", "sleep", "compute", "ended", "idle".
+        phrase: follows "rank 3 ": "waits for a lock".
+        location: the line of the user's code; None if unknown.
+        op: the process-group operation that it waits in; None if it waits in none.
+        sure: False if stacks are missing and this is inferred from less.
+        asleep: whether it is known to use no CPU time now.
     """
 
     rank: int
@@ -73,7 +74,7 @@ class Activity:
 
 
 def activity_of(snapshot: RankSnapshot) -> Activity:
-    """Reads one snapshot, whatever is missing in it."""
+    """Return what the rank of a snapshot is doing, whichever fields are missing."""
     exited_activity = _exited_activity(snapshot)
     if exited_activity is not None:
         return exited_activity
@@ -100,7 +101,7 @@ def activity_of(snapshot: RankSnapshot) -> Activity:
 
 
 def with_actor_thread_as_main(snapshot: RankSnapshot) -> RankSnapshot:
-    """Where nothing runs on the main thread and an actor is in an endpoint: that, as what the rank does."""
+    """Return the snapshot with a thread that runs an actor's endpoint as main thread, if the main one is idle."""
     if snapshot.call is not None or snapshot.exited is not None:
         return snapshot
     actor_stacks = [
@@ -127,14 +128,14 @@ def with_actor_thread_as_main(snapshot: RankSnapshot) -> RankSnapshot:
         file=None,
         cell_line=None,
         running_s=None,
-        # The system call is the main thread's.
+        # The recorded system call is that of the main thread.
         process=None if process is None else structs.replace(process, syscall=None, syscall_target=None),
         stacks=(structs.replace(chosen, is_main=True), *rest),
     )
 
 
 def actor_endpoint_of(snapshot: RankSnapshot) -> tuple[str, str] | None:
-    """Actor and endpoint that a rank is in, of what `with_actor_thread_as_main` gave: ("actor trainer", "step")."""
+    """Return the ("actor trainer", "step") that a rank runs, given what `with_actor_thread_as_main` returned."""
     if snapshot.call is None or not snapshot.call.startswith(ACTOR_THREAD_PREFIX):
         return None
     main = main_stack(snapshot)
@@ -143,23 +144,23 @@ def actor_endpoint_of(snapshot: RankSnapshot) -> tuple[str, str] | None:
 
 
 def main_stack(snapshot: RankSnapshot) -> ThreadStack | None:
-    """The main thread's stack; None if it is not known."""
+    """Return the main thread's stack, or None if it is unknown."""
     named = [stack for stack in snapshot.stacks if stack.is_main]
     return next((stack for stack in named if stack.frames), None)
 
 
 def innermost_user_frame(frames: Sequence[Frame]) -> Frame | None:
-    """The innermost frame of the user's code."""
+    """Return the innermost frame of the user's code."""
     return next((frame for frame in reversed(frames) if is_user_file(frame.file)), None)
 
 
 def innermost_cell_frame(frames: Sequence[Frame]) -> Frame | None:
-    """The innermost frame in a cell."""
+    """Return the innermost frame in a cell."""
     return next((frame for frame in reversed(frames) if is_cell_file(frame.file)), None)
 
 
 def locate(frame: Frame | None, snapshot: RankSnapshot) -> SourceLocation | None:
-    """A frame as a place, with the name of its cell if it is in the running one or tells itself."""
+    """Return a frame's location, with its cell's name if it is in the running cell or the file name tells it."""
     if frame is None:
         return None
     if frame.file == snapshot.file:
@@ -170,7 +171,7 @@ def locate(frame: Frame | None, snapshot: RankSnapshot) -> SourceLocation | None
 
 
 def user_location(snapshot: RankSnapshot) -> SourceLocation | None:
-    """Where the main thread is in the user's code: its innermost line, or what the beats say of the cell."""
+    """Return where the main thread is in user code: its innermost line, else the cell line of the last heartbeat."""
     main = main_stack(snapshot)
     frame = None if main is None else innermost_user_frame(main.frames)
     if frame is not None:
@@ -182,24 +183,25 @@ def user_location(snapshot: RankSnapshot) -> SourceLocation | None:
 
 
 def current_op(snapshot: RankSnapshot) -> CollectiveInfo | None:
-    """The open operation that the main thread waits in, as far as can be told."""
+    """Return the open operation that the main thread waits in, as far as it can be determined."""
     in_flight = [op for op in snapshot.collectives if op.ended_s_ago is None]
     if not in_flight:
         return None
     main = main_stack(snapshot)
     lines = {(frame.file, frame.line) for frame in main.frames} if main is not None else set()
     on_stack = [op for op in in_flight if op.frame is not None and (op.frame.file, op.frame.line) in lines]
-    # The line says which: of several that were begun with async_op=True one may be waited for elsewhere, oldest first.
+    # A line on the stack identifies the operation. Otherwise choose the oldest: of several operations begun with
+    # async_op=True, one may be waited for elsewhere.
     return (on_stack or in_flight)[-1 if on_stack else 0]
 
 
 def in_flight_transfers(snapshot: RankSnapshot) -> tuple[CollectiveInfo, ...]:
-    """Its sends and receives that are under way, in whatever the main thread is now."""
+    """Return the rank's sends and receives in flight, wherever the main thread is now."""
     return tuple(op for op in snapshot.collectives if op.ended_s_ago is None and op.op in POINT_TO_POINT)
 
 
 def last_collective(snapshot: RankSnapshot) -> CollectiveInfo | None:
-    """The last operation of a whole group that it began, ended or not."""
+    """Return the last collective that the rank began, ended or not; sends and receives do not count."""
     return next((op for op in reversed(snapshot.collectives) if op.op not in POINT_TO_POINT), None)
 
 
@@ -262,7 +264,7 @@ def _silent_activity(snapshot: RankSnapshot) -> Activity:
 
 
 def _activity_without_stacks(snapshot: RankSnapshot) -> Activity:
-    """It runs something, and its main thread's stack is not known."""
+    """Return what a rank with a running call does if its main thread's stack is unknown."""
     op, where = current_op(snapshot), user_location(snapshot)
     evidence = (f"no stack: {sanitize_line(snapshot.problem)}",) if snapshot.problem else ()
     if op is not None:
@@ -282,7 +284,10 @@ def _activity_without_stacks(snapshot: RankSnapshot) -> Activity:
 
 
 def _gil_holder_activity(snapshot: RankSnapshot) -> Activity | None:
-    """A thread that has not let go of the interpreter lock, seen from outside because nobody inside could answer."""
+    """Return the activity of a rank on which one thread keeps the GIL; None if none does.
+
+    Such a rank is sampled from outside the process, as no thread inside can respond.
+    """
     lag = snapshot.health.gil_lag_s if snapshot.health is not None else 0.0
     if snapshot.source != "outside" and lag < GIL_LAG_S:
         return None
@@ -305,7 +310,7 @@ def _activity_from_stack(snapshot: RankSnapshot, main: ThreadStack, where: Sourc
     rank, process, op = snapshot.rank, snapshot.process, current_op(snapshot)
     innermost_user = max((n for n, frame in enumerate(main.frames) if is_user_file(frame.file)), default=-1)
     below = main.frames[innermost_user + 1 :]
-    if innermost_user < 0:  # nothing of the user's is on the stack: skip what runs cells
+    if innermost_user < 0:  # no user code on the stack: skip the frames that run cells
         start = max((n for n, frame in enumerate(main.frames) if _is_cell_runner(frame)), default=-1)
         below = main.frames[start + 1 :]
     known = wait_sites.outermost_site(below)
@@ -320,7 +325,7 @@ def _activity_from_stack(snapshot: RankSnapshot, main: ThreadStack, where: Sourc
                 return Activity(
                     rank, wait_sites.FORMING, "makes the connections of a process group", where, asleep=True
                 )
-            if op is None:  # between two operations, or in one that the ring does not see
+            if op is None:  # between two operations, or in one that the ring does not record
                 return Activity(rank, wait_sites.COMPUTE, f"is in {sanitize_line(frame.function, 60)}", where)
             return Activity(
                 rank, wait_sites.COLLECTIVE, f"waits in {op.op}", where or op_location(op, snapshot), op, asleep=True
@@ -335,7 +340,7 @@ def _activity_from_stack(snapshot: RankSnapshot, main: ThreadStack, where: Sourc
     if asleep and (
         found := wait_sites.site_of_syscall(syscall, process.syscall_target if process is not None else None)
     ):
-        # Operations on remote tensors run without a line of the user's, and torch waits for theirs in C++.
+        # Operations on remote tensors run without a line of user code, and torch waits for their collectives in C++.
         in_torch = where is None or (below and library_of(below[0].file) == "torch")
         if found.kind != wait_sites.SLEEP and in_torch and op is not None:
             return Activity(rank, wait_sites.COLLECTIVE, f"waits in {op.op}", where, op, sure=False, asleep=True)
@@ -351,7 +356,7 @@ def _activity_from_stack(snapshot: RankSnapshot, main: ThreadStack, where: Sourc
 def _waiting_activity(
     snapshot: RankSnapshot, main: ThreadStack, site: wait_sites.WaitSite, where: SourceLocation | None
 ) -> Activity:
-    """It waits outside the process groups; and what else is known of that."""
+    """Return the activity of a rank that waits outside the process groups, with evidence on what it waits for."""
     phrase, evidence, kind = site.phrase, [], site.kind
     if main.waits_on:
         phrase = f"waits for {sanitize_line(main.waits_on, 80)}"
@@ -360,8 +365,9 @@ def _waiting_activity(
     if kind in ("waits-for-lock", "waits-for-thread"):
         for other in _other_waiting_threads(snapshot, main):
             other_location = locate(innermost_user_frame(other.frames), snapshot)
-            same = main.waits_on is not None and main.waits_on == other.waits_on  # both behind a third one
-            # Where one lock's name is known, the other's would be too: a thread without waits in C for something else.
+            same = main.waits_on is not None and main.waits_on == other.waits_on  # both wait behind a third one
+            # Where one lock's name is known, the other's would be too: a thread without `waits_on` waits in C for
+            # something else.
             locked = main.waits_on is None or other.waits_on is not None
             if kind == "waits-for-lock" and locked and not same:
                 kind, phrase = "thread-deadlock", "has two threads that wait for each other's locks"
@@ -384,7 +390,7 @@ def _waiting_activity(
 
 
 def _other_waiting_threads(snapshot: RankSnapshot, main: ThreadStack) -> list[ThreadStack]:
-    """Other threads of this rank that wait for a lock in a line of the user's."""
+    """Return the other threads of this rank that wait for a lock in user code."""
     found = []
     for stack in snapshot.stacks:
         if stack is main or not stack.frames or innermost_user_frame(stack.frames) is None:
@@ -404,9 +410,9 @@ def _is_cell_runner(frame: Frame) -> bool:
 
 
 def has_moved(before: RankSnapshot | None, now: RankSnapshot) -> bool | None:
-    """Whether a rank got on between two looks; None: there was no earlier look, or nothing to compare.
+    """Whether a rank made progress between two snapshots; None if the earlier one or comparable data is missing.
 
-    Another collective, another step, another call, another line outside the innermost loop: all count.
+    Progress is another collective, step or call, or another user line outside the innermost loop.
     """
     if before is None:
         return None
@@ -419,7 +425,7 @@ def has_moved(before: RankSnapshot | None, now: RankSnapshot) -> bool | None:
 
 
 def is_looping(before: RankSnapshot | None, now: RankSnapshot) -> bool:
-    """Whether two looks found it busy in the same function of the user's, with no collective and no step between."""
+    """Whether two snapshots show the rank in the same user functions, with no collective and no step in between."""
     if before is None or before.call is None or before.call != now.call:
         return False
     if (before.num_collectives, _num_steps(before)) != (now.num_collectives, _num_steps(now)):
@@ -428,7 +434,7 @@ def is_looping(before: RankSnapshot | None, now: RankSnapshot) -> bool:
     if earlier is None or later is None:
         return False
     first, second = innermost_user_frame(earlier.frames), innermost_user_frame(later.frames)
-    # Called from the same lines: a loop may call functions, and both looks need not find it in the same one.
+    # Compare the callers: a loop may call functions, and the two samples may fall into different ones.
     shared = [
         a
         for a, b in zip(_user_frames(earlier), _user_frames(later), strict=False)
@@ -438,13 +444,13 @@ def is_looping(before: RankSnapshot | None, now: RankSnapshot) -> bool:
 
 
 def since_last_collective_s(snapshot: RankSnapshot) -> float:
-    """Seconds since it last had to do with a collective, or since its cell began."""
+    """Return the seconds since the rank was last in a collective, or since its cell began."""
     last = [op.ended_s_ago if op.ended_s_ago is not None else 0.0 for op in snapshot.collectives]
     return min([*last, *([snapshot.running_s] if snapshot.running_s is not None else [])], default=0.0)
 
 
 def is_busy(snapshot: RankSnapshot, before: RankSnapshot | None = None) -> bool:
-    """Whether it uses a processor."""
+    """Whether the rank uses a CPU."""
     main = main_stack(snapshot)
     if snapshot.health is not None and snapshot.health.cpu_percent >= BUSY_PERCENT:
         return True
@@ -468,7 +474,7 @@ def _num_steps(snapshot: RankSnapshot) -> int:
 
 
 def format_duration(value: float | None) -> str:
-    """A duration as people say it: `0.4 s`, `12 s`, `3 min 20 s`."""
+    """Format a duration for readers: `0.4 s`, `12 s`, `3 min 20 s`."""
     if value is None:
         return "some time"
     if value < 10:
@@ -484,7 +490,7 @@ _PLURAL_VERBS = {"is": "are", "was": "were", "has": "have", "does": "do"}
 
 
 def conjugate(phrase: str, ranks: Sequence[int]) -> str:
-    """What one rank does, as many do it: `waits for a lock`, `wait for a lock`."""
+    """Return a phrase about one rank in the form that fits these ranks: `waits for a lock`, `wait for a lock`."""
     if len(ranks) == 1:
         return phrase
     first, space, remainder = phrase.partition(" ")

@@ -1,6 +1,6 @@
-"""How a mesh's state is told: what is known of its ranks, and the sentences that name them, their lines, their waits.
+"""Describe a mesh's state: what is known of its ranks, and the sentences that name ranks, lines and waits.
 
-`findings` decides who is to blame; what it says of them is put into words here. Pure, as all of this folder.
+`findings` decides which ranks are the cause; this module formats it. Pure, as all of this folder.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from meshbook.wire.messages import POINT_TO_POINT, CollectiveInfo, RankSnapshot
 
 K = TypeVar("K")
 
-# Different places of ranks that are listed as evidence; more are counted.
+# Locations of ranks that are listed as evidence; further ones are counted.
 MAX_LOCATIONS = 6
 
 
 class Finding(Struct, frozen=True, omit_defaults=True):
-    """One reason why the mesh does not get on, or the news that nothing is wrong."""
+    """One reason why the mesh makes no progress, or the statement that nothing is wrong."""
 
     kind: str  # a key of `kinds.KINDS`
-    ranks: Ranks  # who is to blame, or whom it is about
-    title: str  # one sentence: who, where, what, and who waits for it
-    others: Ranks = ()  # who waits because of it
-    evidence: tuple[str, ...] = ()  # what this is concluded from, a line each
-    next_step: str = ""  # one or two sentences, with what to type
+    ranks: Ranks  # the ranks that cause it, or that it is about
+    title: str  # one sentence: which ranks, where, what, and which ranks wait for it
+    others: Ranks = ()  # ranks that wait because of it
+    evidence: tuple[str, ...] = ()  # what the finding is based on, a line each
+    next_step: str = ""  # one or two sentences, with the command to type
     cell: str | None = None  # "cell 7"
-    line: int | None = None  # of `file`, where the first of `ranks` is
+    line: int | None = None  # line of `file` at which the first of `ranks` is
     file: str | None = None
-    sure: bool = True  # False: perhaps
-    waits: tuple[tuple[Ranks, Ranks, str], ...] = ()  # who waits, for whom, in what: "all_reduce #41"
+    sure: bool = True  # False: shown with "Perhaps"
+    waits: tuple[tuple[Ranks, Ranks, str], ...] = ()  # (waiting ranks, ranks waited for, operation): "all_reduce #41"
 
     @property
     def sentence(self) -> str:
-        """The title as it is told, without a full stop: what is not sure begins with "Perhaps"."""
+        """Return the title as shown, without a full stop; if not sure, it begins with "Perhaps"."""
         return self.title if self.sure else f"Perhaps: {self.title[:1].lower()}{self.title[1:]}"
 
 
 class ReportBase:
-    """What is known of a mesh at one moment, in words."""
+    """What is known of a mesh at one moment, and its formatting as text."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class ReportBase:
             look.file: sanitize_line(look.cell, 80) for look in self.snapshots.values() if look.file and look.cell
         }
         self.actor_waits = ActorWaitGraph({snapshot.rank: snapshot for snapshot in snapshots})
-        self._op_names: dict[object, str] = {}  # names of operations: to compare a thousand members each time is slow
+        self._op_names: dict[object, str] = {}  # cache: building a name compares up to a thousand members
 
     def _make_finding(
         self,
@@ -136,19 +136,23 @@ class ReportBase:
         return tuple((tuple(those), for_ranks, what) for (for_ranks, what), those in ranks_by_edge.items())
 
     def _op_location(self, rank: int, op: CollectiveInfo) -> SourceLocation | None:
-        """The line at which a rank called an operation, or where it is if that is not known."""
+        """Return the line at which a rank called an operation; its current location if that is unknown."""
         snapshot = self.snapshots.get(rank)
         if snapshot is None:
             return None
         at = rank_activity.op_location(op, snapshot) or (
             self.activities[rank].location if self.activities[rank].op is op else None
         )
-        if at is not None and at.file in self.cell_labels:  # a rank that has ended the cell does not say which it was
+        # A rank that has ended the cell does not report which it was.
+        if at is not None and at.file in self.cell_labels:
             return replace(at, cell=self.cell_labels[at.file])
         return at
 
     def _where_others_wait(self, others: Collection[int], roots: Ranks, lead: str = ", where ") -> str:
-        """`, where ranks 0-2 wait (cell 7, line 3)`: those who wait for the roots directly, or else whoever waits."""
+        """Return `, where ranks 0-2 wait (cell 7, line 3)` for the ranks that wait for the roots.
+
+        Of `others`, those that wait directly are named; if there are none, all.
+        """
         direct = [rank for rank in others if rank in self.waits and set(roots) & set(self.waits[rank].for_ranks)]
         shown = sorted(direct or others)
         if not shown:
@@ -187,7 +191,7 @@ class ReportBase:
         return self._op_names[key]
 
     def _activity_sentence(self, ranks: Ranks) -> str:
-        """`ranks 1-2 sleep at cell 7, line 3`: what the first of these does, which is what they all do."""
+        """Return `ranks 1-2 sleep at cell 7, line 3` for ranks that all do what the first of them does."""
         activity = self.activities[ranks[0]]
         return f"{name_ranks(ranks)} {conjugate(activity.phrase, ranks)}{at_clause(activity.location)}"
 
@@ -195,14 +199,14 @@ class ReportBase:
         return next(iter(self._wait_evidence(ranks)), "")
 
     def _snapshot_evidence(self, ranks: Ranks) -> list[str]:
-        """What snapshots say of these ranks beyond their place."""
+        """Return evidence in the snapshots of these ranks other than their location."""
         lines: list[str] = []
         for rank in ranks[:4]:
             prefix = f"rank {rank}: " if len(ranks) > 1 else ""
             lines += [f"{prefix}{line}" for line in self.activities[rank].evidence]
             snapshot = self.snapshots[rank]
             op = rank_activity.current_op(snapshot)
-            # What was seen from outside is as old as the last beat.
+            # A snapshot taken from outside knows operations only as of the last heartbeat.
             if op is not None and snapshot.source == "inside" and rank not in self.waits:
                 lines.append(f"{prefix}its {self._op_name(op)} is open since {format_duration(op.began_s_ago)}")
         if len(ranks) > 4:
@@ -210,7 +214,7 @@ class ReportBase:
         return lines
 
     def _collective_count_evidence(self, op: CollectiveInfo) -> list[str]:
-        """How many collectives of a group each member made, where that differs."""
+        """Return how many collectives of a group each member began; empty if all counts are equal."""
         last_seq = self.rings.last_seq.get(group_key(op), {})
         members = [rank for rank in op.group_ranks if rank in self.snapshots]
         lines = [
@@ -237,7 +241,7 @@ class ReportBase:
         return lines
 
     def _progress_evidence(self, ranks: Ranks) -> list[str]:
-        """Signs of life: operations since the earlier look, steps, the last operations."""
+        """Return evidence of progress: collectives since the earlier snapshots, step rates, the open collective."""
         lines = []
         pairs = [(self.snapshots[rank], self.earlier[rank]) for rank in ranks if rank in self.earlier]
         made = sum(max(0, now.num_collectives - before.num_collectives) for now, before in pairs)
@@ -267,7 +271,7 @@ class ReportBase:
         return lines
 
     def _axis_selector(self, ranks: Ranks) -> str | None:
-        """`dp=1`, where these are just the ranks with that coordinate."""
+        """Return `dp=1` if these are exactly the ranks with that coordinate."""
         names, sizes = list(self.axes), list(self.axes.values())
         total = 1
         for size in sizes:
@@ -284,7 +288,7 @@ class ReportBase:
 
 
 def group_ranks_by(ranks: Iterable[int], key: Callable[[int], K]) -> list[tuple[K, Ranks]]:
-    """Ranks that are alike, in order of the first of each."""
+    """Group ranks by key, in order of the first rank of each group."""
     ranks_by_key: dict[K, list[int]] = {}
     for rank in ranks:
         ranks_by_key.setdefault(key(rank), []).append(rank)
@@ -292,13 +296,13 @@ def group_ranks_by(ranks: Iterable[int], key: Callable[[int], K]) -> list[tuple[
 
 
 def capitalized_ranks(ranks: Sequence[int]) -> str:
-    """`Ranks 0-2`, as a sentence begins."""
+    """Return `Ranks 0-2`, for the beginning of a sentence."""
     named = name_ranks(ranks)
     return named[:1].upper() + named[1:]
 
 
 def at_clause(at: object) -> str:
-    """` at cell 7, line 3`; nothing where no place is known."""
+    """Return ` at cell 7, line 3`; empty if the location is unknown."""
     return f" at {at}" if at is not None else ""
 
 

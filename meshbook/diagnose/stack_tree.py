@@ -1,7 +1,8 @@
-"""All stacks of a mesh as one prefix tree: frames that ranks share are told once, with the set of ranks.
+"""All stacks of a mesh as one prefix tree: frames that ranks share appear once, with the set of ranks.
 
-The idea is STAT's: a thousand stacks are a handful of places, and the odd rank shows as a branch of its own. `merge`
-makes the tree, `as_text` draws it, `moved_by_rank` compares two looks. Pure: source text comes from whoever has it.
+The idea is that of STAT: a thousand stacks are a handful of locations, and a deviating rank is a branch of its own.
+`merge` builds the tree, `as_text` renders it, `moved_by_rank` compares two samples. Pure: the caller provides source
+text.
 """
 
 from __future__ import annotations
@@ -17,48 +18,48 @@ from meshbook.wire.messages import ACTOR_THREAD_PREFIX, REMOTE_OPERATION_FILE, F
 
 # Characters of a source line that are shown.
 MAX_SOURCE_CHARS = 80
-# Branches that are drawn below one line; the smallest of the rest are counted.
+# Branches that are drawn below one line; the smaller ones are counted.
 MAX_BRANCHES = 16
 
 SourceOf = Callable[[str, int], str | None]
 
 
 class StackNode(Struct, frozen=True, gc=False, omit_defaults=True):
-    """One line of code and the ranks whose stacks pass through it."""
+    """One line of code and the ranks whose stacks contain it."""
 
     file: str
     line: int
     function: str
     ranks: Ranks
-    is_user_code: bool  # whether it is the user's code
-    children: tuple[StackNode, ...] = ()  # called from here; most ranks first
+    is_user_code: bool
+    children: tuple[StackNode, ...] = ()  # called from here; ordered by number of ranks, largest first
 
 
 class ThreadTree(Struct, frozen=True, gc=False, omit_defaults=True):
-    """The stacks of threads of one name."""
+    """The stacks of all threads with one name."""
 
     name: str  # "" for the main threads
     ranks: Ranks
     children: tuple[StackNode, ...]
-    num_cut: int = 0  # frames that were left out of the deepest of these stacks
+    num_cut: int = 0  # frames left out of the deepest of these stacks
 
 
 class StackTree(Struct, frozen=True, gc=False, omit_defaults=True):
-    """Every stack of a look. Plain data: it can travel."""
+    """All stacks of one sample. Plain data, so it can be sent."""
 
-    threads: tuple[ThreadTree, ...]  # the main threads first
+    threads: tuple[ThreadTree, ...]  # main threads first
     num_ranks: int
     cells: dict[str, str] = {}  # file name of a running cell -> "cell 7"
-    ranks_without_stack: dict[str, Ranks] = {}  # why there is no stack -> of whom
+    ranks_without_stack: dict[str, Ranks] = {}  # reason -> ranks
 
 
 def merge(snapshots: Sequence[RankSnapshot], *, main_only: bool = True) -> StackTree:
-    """One tree of all stacks. Pure; 1,024 different stacks of 60 frames take a tenth of a second.
+    """Merge all stacks into one tree. Pure; 1,024 different stacks of 60 frames take 0.1 s.
 
     Args:
         main_only: leave out threads other than those that run cells.
     """
-    # Most ranks of a hanging mesh stand at the same place: equal stacks are put in once.
+    # Most ranks of a hanging mesh are at the same location: insert equal stacks once.
     ranks_by_stack: dict[str, dict[tuple[Frame, ...], list[int]]] = {}
     num_cut: dict[str, int] = {}
     without: dict[str, list[int]] = {}
@@ -94,7 +95,7 @@ def merge(snapshots: Sequence[RankSnapshot], *, main_only: bool = True) -> Stack
 
 
 def _is_in_actor_endpoint(snapshot: RankSnapshot, stack: ThreadStack) -> bool:
-    """Whether it is of an actor's thread in an endpoint, on a rank that runs nothing else."""
+    """Whether the stack is that of an actor's thread in an endpoint, on a rank that runs nothing else."""
     idle = snapshot.call is None
     return (
         idle
@@ -104,9 +105,9 @@ def _is_in_actor_endpoint(snapshot: RankSnapshot, stack: ThreadStack) -> bool:
 
 
 def moved_by_rank(before: Sequence[RankSnapshot], after: Sequence[RankSnapshot]) -> dict[int, bool]:
-    """Who got on between two looks: a further collective or step, another call, or another line of the user's code.
+    """Return which ranks made progress between two samples: a new collective, step or call, or another user line.
 
-    Ranks of which that cannot be said are not in it.
+    Ranks for which that is unknown are left out.
     """
     earlier = {snapshot.rank: snapshot for snapshot in before}
     found = {snapshot.rank: rank_activity.has_moved(earlier.get(snapshot.rank), snapshot) for snapshot in after}
@@ -121,12 +122,12 @@ def as_text(
     moved: Mapping[int, bool] | None = None,
     source_of: SourceOf | None = None,
 ) -> str:
-    """What `%mesh stacks` prints: the tree, outermost frame first, the user's code marked with `>`.
+    """Return what `%mesh stacks` prints: the tree, outermost frame first, the user's code marked with `>`.
 
     Args:
-        fold_library: tell what happens in libraries in one line.
-        moved: from the function of that name; who moves is then told at the end of each branch.
-        source_of: gives the text of a line of a file, or None.
+        fold_library: show each run of library frames as one line.
+        moved: result of `moved_by_rank`, shown at the end of each branch.
+        source_of: returns the text of a line of a file, or None.
     """
     return "\n".join(_TreeRenderer(tree, fold_library, color, moved or {}, source_of or _no_source).lines())
 
@@ -145,10 +146,10 @@ def _reason_for_no_stack(snapshot: RankSnapshot) -> str:
 
 
 def _build_nodes(stacks: Sequence[tuple[tuple[Frame, ...], list[int]]], start: int = 0) -> tuple[StackNode, ...]:
-    """The branches of different stacks that are equal up to `start`.
+    """Build the branches of different stacks that are equal up to `start`.
 
-    What all stacks of a branch share is walked in one go, so this recurses as often as stacks branch off one of them,
-    which is less often than they have frames (host.stacks keeps 200).
+    The frames that all stacks of a branch share are processed in one step. So the recursion is as deep as stacks branch
+    off one of them, which is less than their number of frames (200 at most, `MAX_END_FRAMES` from each end).
     """
     branches: dict[Frame, list[tuple[tuple[Frame, ...], list[int]]]] = {}
     for stack in stacks:
@@ -168,7 +169,7 @@ def _build_nodes(stacks: Sequence[tuple[tuple[Frame, ...], list[int]]], start: i
 
 
 def _common_prefix_length(stacks: Sequence[tuple[tuple[Frame, ...], list[int]]], start: int) -> int:
-    """Up to which frame stacks are equal that are up to `start`."""
+    """Return the index up to which the stacks are equal, given that they are equal up to `start`."""
     end = min(len(frames) for frames, _ in stacks)
     for depth in range(start, end):
         column = [frames[depth] for frames, _ in stacks]
@@ -197,12 +198,12 @@ _WRAPPERS = frozenset(("wrapper", "_wrapped_call_impl", "_call_impl", "decorate_
 
 
 def is_uninformative(node: StackNode) -> bool:
-    """Whether a library's frame tells a reader nothing: it only wraps another, or is Meshbook's own."""
+    """Whether a library's frame is of no use to a reader: a wrapper around another, or Meshbook's own."""
     return node.function in _WRAPPERS or library_of(node.file) == "meshbook"
 
 
 class _FoldedFrames(Struct, frozen=True):
-    """What happens in libraries below a line, until the user's code comes again."""
+    """The library frames below a line, up to the next user frame."""
 
     text: str
     ranks: Ranks
@@ -232,7 +233,7 @@ class _TreeRenderer:
     def _branch_lines(
         self, shown: Sequence[StackNode | _FoldedFrames], indent: str, *, top: bool = False
     ) -> Iterator[str]:
-        """The branches below a line, set off from each other."""
+        """Yield the branches below a line, each with its tree prefix."""
         not_shown = shown[MAX_BRANCHES:]
         for index, node in enumerate(shown[:MAX_BRANCHES]):
             last = index == len(shown) - 1
@@ -247,7 +248,7 @@ class _TreeRenderer:
             yield f"{indent}{'' if top else '└─ '}{self._rank_label(ranks)} at {len(not_shown)} more places"
 
     def _chain_lines(self, node: StackNode | _FoldedFrames, lead: str, body: str) -> Iterator[str]:
-        """A line and those below it, as long as all its ranks go the same way."""
+        """Yield a line and those below it, while all its ranks take the same path."""
         while True:
             inner = self._fold_nodes(node.children) if isinstance(node, StackNode) else list(node.children)
             goes_on = len(inner) == 1 and inner[0].ranks == node.ranks
@@ -262,7 +263,7 @@ class _TreeRenderer:
             node, lead = inner[0], body
 
     def _fold_nodes(self, nodes: Sequence[StackNode | _FoldedFrames]) -> list[StackNode | _FoldedFrames]:
-        """These branches with runs of library frames told in one line each."""
+        """Return these branches with each run of library frames folded into one line."""
         if not self.fold:
             return list(nodes)
         folded: list[StackNode | _FoldedFrames] = []
@@ -274,11 +275,9 @@ class _TreeRenderer:
         return folded
 
     def _fold_library_frames(self, first: StackNode) -> _FoldedFrames:
-        """A run of library frames as one line: how many, whose, what was called, and where it has come to."""
+        """Fold a run of library frames into one line: their number, libraries, first and innermost function."""
         depth, users, libraries = 0, list[StackNode](), dict[str, None]()
-        function_names: list[
-            str
-        ] = []  # the function that most ranks are in, at each depth; what only wraps another says nothing
+        function_names: list[str] = []  # at each depth the function that most ranks are in, except uninformative ones
         level = [first]
         while level:
             depth += 1

@@ -1,8 +1,8 @@
-"""Where programs wait: pairs of (end of a file's path, function) that say what a stack below the user's line is about.
+"""Where programs wait: (path suffix, function) pairs that classify a stack below the user's line.
 
-Tables. The outermost frame that is known counts, because it is nearest to what the user wrote: `subprocess.run` waits
-in `selectors.select`, and what the user waits for is a subprocess. Beside them, what the system calls tell of a thread
-that waits in C below the user's own line, where there is no frame to know it by.
+These are tables. The outermost known frame counts, as it is closest to what the user wrote: `subprocess.run` waits in
+`selectors.select`, and what the user waits for is a subprocess. A second table classifies system calls, for a thread
+that waits in C directly below the user's line without a Python frame.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from meshbook.wire.messages import Frame
 
 
 class WaitSite(NamedTuple):
-    """What somebody who is there does."""
+    """What a thread in a known function does."""
 
-    kind: str  # the kind of waiting, as in `kinds.KINDS`, or one of the words below
+    kind: str  # the kind of wait, as in `kinds.KINDS`, or one of the names below
     phrase: str  # "waits for a lock": follows "rank 3 "
 
 
-# Words for `doing` that are no findings by themselves.
-COLLECTIVE: Final = "collective"  # inside an operation of a process group
-FORMING: Final = "forming"  # making a process group, which all its members must do
+# Values of `kind` that are not findings by themselves.
+COLLECTIVE: Final = "collective"  # inside a process-group operation
+FORMING: Final = "forming"  # creating a process group, which requires all its members
 SLEEP: Final = "sleep"
 COMPUTE: Final = "compute"
 
@@ -50,7 +50,7 @@ _SELECT = WaitSite("waits-for-socket", "waits in select for a socket or pipe")
 _ACTOR = WaitSite("waits-for-actor", "waits for an actor's answer")
 _FILE = WaitSite("waits-for-file", "waits for a file")
 
-# (end of the file's path, functions): None stands for every function of the file.
+# (path suffix, functions); None matches every function of the file.
 WAIT_SITES: Final[tuple[tuple[str, tuple[str, ...] | None, WaitSite], ...]] = (
     ("torch/utils/data/dataloader.py", ("_get_data", "_try_get_data", "_shutdown_workers"), _WORKER),
     ("torch/distributed/rendezvous.py", None, _FORMING_GROUP),
@@ -132,13 +132,13 @@ WAIT_SITES: Final[tuple[tuple[str, tuple[str, ...] | None, WaitSite], ...]] = (
     ),
 )
 
-# Frames that lie around user code rather than below it: seen here, what is further in says more.
+# `WAIT_SITES` by the file's base name.
 _SITES_BY_FILE_NAME: Final[dict[str, list[tuple[str, tuple[str, ...] | None, WaitSite]]]] = {}
 for _suffix, _functions, _site in WAIT_SITES:
     _SITES_BY_FILE_NAME.setdefault(_suffix.rsplit("/", 1)[-1], []).append((_suffix, _functions, _site))
 
-# What a thread waits for that sleeps in C right below the user's line. `with lock:`, `queue.SimpleQueue.get`,
-# `time.sleep`, `open(fifo)` and `file.read` leave no Python frame.
+# What a thread waits for if it sleeps in C directly below the user's line. `with lock:`, `queue.SimpleQueue.get`,
+# `time.sleep`, `open(fifo)` and `file.read` have no Python frame.
 SYSCALL_SITES: Final[dict[str, WaitSite]] = {
     **dict.fromkeys(("futex", "futex_waitv", "futex_time64"), _LOCK),
     **dict.fromkeys(("nanosleep", "clock_nanosleep"), WaitSite(SLEEP, "sleeps")),
@@ -151,7 +151,7 @@ SYSCALL_SITES: Final[dict[str, WaitSite]] = {
         _SOCKET,
     ),
     **dict.fromkeys(("select", "pselect6", "poll", "ppoll"), _SELECT),
-    # Whoever uses epoll has a frame of `selectors` on the stack; a coroutine that awaits has not.
+    # Code that uses epoll has a frame of `selectors` on the stack; an awaiting coroutine has none.
     **dict.fromkeys(("epoll_wait", "epoll_pwait", "epoll_pwait2"), _LOOP),
     **dict.fromkeys(("read", "readv", "pread64"), WaitSite("waits-for-file", "waits to read")),
     **dict.fromkeys(
@@ -162,10 +162,10 @@ SYSCALL_SITES: Final[dict[str, WaitSite]] = {
     **dict.fromkeys(("pause", "rt_sigtimedwait", "rt_sigsuspend"), WaitSite("waits-for-event", "waits for a signal")),
 }
 
-# System calls that are given a path and not an open file, whatever the path is called.
+# System calls whose target is no open file: a path may have any name, also "pipe".
 _SYSCALLS_WITHOUT_FD: Final = ("open", "openat", "wait4", "waitid")
 
-# Functions of libraries that the user calls and that say little by themselves: they wait in another one's name.
+# Frames of a backward pass. They say little by themselves: the wait inside belongs to another library.
 AUTOGRAD_FRAMES: Final = (
     ("torch/autograd/graph.py", "_engine_run_backward"),
     ("torch/autograd/__init__.py", "backward"),
@@ -174,7 +174,7 @@ AUTOGRAD_FRAMES: Final = (
 
 @lru_cache(maxsize=4096)
 def wait_site_of(file: str, function: str) -> WaitSite | None:
-    """What somebody in this function of a library does; None: nothing that waits."""
+    """Return what a thread in this library function does; None if the function is not known to wait."""
     for suffix, functions, site in _SITES_BY_FILE_NAME.get(file.rsplit("/", 1)[-1], ()):
         at_end = file == suffix or file.endswith("/" + suffix)
         if at_end and (functions is None or function in functions):
@@ -183,7 +183,7 @@ def wait_site_of(file: str, function: str) -> WaitSite | None:
 
 
 def outermost_site(frames: Iterable[Frame]) -> tuple[WaitSite, Frame] | None:
-    """The first known place among frames, outermost first."""
+    """Return the first known wait site among frames, outermost first."""
     for frame in frames:
         if (site := wait_site_of(frame.file, frame.function)) is not None:
             return site, frame
@@ -191,22 +191,22 @@ def outermost_site(frames: Iterable[Frame]) -> tuple[WaitSite, Frame] | None:
 
 
 def is_forming_group(frames: Iterable[Frame]) -> bool:
-    """Whether a process group is being made somewhere in these frames: some connect at their first use only."""
+    """Whether these frames create a process group; some groups connect only at their first use."""
     return any(site is _FORMING_GROUP for frame in frames if (site := wait_site_of(frame.file, frame.function)))
 
 
 def site_of_syscall(syscall: str | None, target: str | None) -> WaitSite | None:
-    """What a sleeping thread waits for, by its system call and what that is about; None: nobody knows."""
+    """Return what a sleeping thread waits for, from its system call and that call's target; None if unknown."""
     site = SYSCALL_SITES.get(syscall or "")
     if site is None:
         return None
-    if not target or site is _LOOP or site is _LOCK:  # what a loop's selector is about is the loop's own
+    if not target or site is _LOOP or site is _LOCK:  # a loop's selector polls the loop's own descriptors
         return site
     if syscall not in _SYSCALLS_WITHOUT_FD:
         if target == "pipe":
             return _PIPE
         if "socket" in target.split()[:2]:
             site = _SOCKET
-        elif target.startswith("pipe"):  # among other things that are polled
+        elif target.startswith("pipe"):  # a pipe among other polled descriptors
             site = _PIPE
     return WaitSite(site.kind, f"{site.phrase} ({target})")

@@ -1,1 +1,1 @@
-"""How hosts are reached: on this machine, or through somebody else's launcher."""
+"""How hosts are started: on this machine, or through an external launcher."""

@@ -1,7 +1,7 @@
-"""What an engine is: the answer to "how do I reach a host?", and nothing else.
+"""The interface of an engine, which only starts and ends hosts.
 
-A host is `python -m meshbook.host.main`, which connects back to the supervisor by itself. Everything about ranks is the
-host's, so that a rank is the same process on a laptop and under any launcher.
+A host is `python -m meshbook.host.main`, which connects back to the supervisor by itself. Everything about ranks
+belongs to the host, so that a rank is the same process on a laptop and under any launcher.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Protocol
 
 
 class HostEngine(Protocol):
-    """Starts hosts and says when one is gone. All methods are called from the supervisor's loop and do not block."""
+    """Starts hosts and reports their exit. All methods are called from the supervisor's loop and do not block."""
 
     name: str
 
     def runs_in_process(self, num_hosts: int) -> bool:
-        """Whether the one host can live in the supervisor itself, so that no process and no hop is added."""
+        """Whether the only host can run in the supervisor itself, which saves a process and a hop."""
 
     def launch(self, host: int, command: Sequence[str], token: bytes) -> None:
         """Start `command` on machine number `host` and write `token` to its standard input.
@@ -26,7 +26,7 @@ class HostEngine(Protocol):
         """
 
     def pop_exited(self) -> dict[int, str]:
-        """Hosts that have ended since the last call, and how."""
+        """Return the hosts that have exited since the last call, and how."""
 
     def close(self) -> None:
-        """End every host that is left."""
+        """End all remaining hosts."""

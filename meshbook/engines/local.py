@@ -1,7 +1,7 @@
-"""The embedded engine: every host is a process on this machine.
+"""The local engine: every host is a process on this machine.
 
-One host lives in the supervisor itself. Several are simulated: separate processes that share the machine, to try on a
-laptop what happens on a cluster.
+A single host runs in the supervisor itself. Several hosts are simulated by separate processes that share the machine,
+to try on a laptop what happens on a cluster.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Many ranks speaking with one voice: their output, outcomes and failures, folded.
+"""Folding: output, outcomes and failures of many ranks, with equal ones shown once.
 
-Pure: no sockets, no clock, no torch. Host, supervisor and controller all use it, each on what it was given.
+Pure: no sockets, no clock, no torch. Used by host, supervisor and controller, each for its own level.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Sequences of several sources, brought side by side: what they say alike at about the same place goes out as one.
+"""Align the output of several sources: what they print alike at about the same position is emitted once.
 
-A source is a rank, or a host that speaks for several ranks. Each has a queue, and a queue is only ever taken from its
-front, so each source's order is kept whatever is folded. The art is in the choice of which fronts go next:
+A source is a rank, or a host that reports several ranks. Each has a queue from which entries are only popped at the
+front, so the order of each source is preserved. The algorithm chooses which fronts to pop next:
 
-- Fronts that are alike on all sources go as one.
-- A front that another source has further back in its queue lets that source come up first.
-- A front that nobody else has goes alone, at once if the others have shown that they went on without it, else when it
-  has waited for long enough.
+- Fronts that are alike on all sources are emitted as one.
+- If a source has an entry like another's front further back in its queue, its earlier entries are emitted first.
+- A front that no other source has is emitted alone: at once if the others have demonstrably skipped it, else after it
+  has waited for the maximum age.
 
-Time comes from outside. Nothing here waits.
+The caller passes the time. Nothing here blocks.
 """
 
 from __future__ import annotations
@@ -26,43 +26,44 @@ from meshbook.fold.truncation import Truncation
 from meshbook.ids import Ranks
 from meshbook.wire.messages import ClearOutput, Display, FoldedItem, Line, Notice, RankDisplay
 
-# How many entries of a queue are looked at for a partner of another source's front.
+# Queue entries that are searched for a match of another source's front.
 LOOKAHEAD = 64
-# How many further lines of the same shape are looked at to see whether a source is some lines behind.
+# Further lines with the same key that are searched to detect that a source is some lines behind.
 MAX_LAG_LINES = 16
-# How far above its limit a queue may grow between two times that something is taken out, in times of the limit.
+# Factor by which a queue may exceed its limit between two calls of `pop_ready`.
 MAX_OVERFLOW = 4
 
-# An entry of a queue is a str, so that stretches of two queues are compared at the speed of C. A line of stdout stands
-# for itself; anything else starts with one of these, none of which is in text that comes here (rows.CONTROL).
-_STDERR = "\0"  # then the line
-_ITEM = "\1"  # then a digest: equal displays have equal entries
-_TRUNCATION = "\2"  # then a number: a place where something was dropped
-_FOLDED_LINE = "\3"  # then a number: a folded line that a host sent with more to it than text
+# An entry of a queue is a str, so that runs of two queues are compared at C speed. A stdout line is stored as it is;
+# any other entry starts with one of these characters, none of which occurs in incoming text
+# (`line_assembler.RESERVED_CHARS`).
+_STDERR = "\0"  # followed by the line
+_ITEM = "\1"  # followed by a digest: equal displays have equal entries
+_TRUNCATION = "\2"  # followed by a number: a gap where entries were dropped
+_FOLDED_LINE = "\3"  # followed by a number: a line folded by a host that is more than its text
 _SPECIAL = frozenset((_STDERR, _ITEM, _TRUNCATION, _FOLDED_LINE))
-# What the key of a line's shape starts with where the line is stderr's. Not in a key of stdout's, see _SPECIAL.
+# Prefix of a stderr line's key. No key of a stdout line starts with it, see `_SPECIAL`.
 _STDERR_KEY = _STDERR
-_TRUNCATION_TEMPLATE = TextTemplate(_TRUNCATION, ())  # all gaps have one key, so sources come together at them
+_TRUNCATION_TEMPLATE = TextTemplate(_TRUNCATION, ())  # all gaps have one key, so sources align at them
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class _EntryPayload:
-    """What an entry that is not plain text stands for."""
+    """What an entry that is not plain text refers to."""
 
     __slots__ = ("item", "line", "member", "num_chars", "ref_count", "template")
 
     def __init__(self, item: Display | ClearOutput | Notice | Truncation | None, num_chars: int) -> None:
         self.item = item
         self.num_chars = num_chars
-        self.ref_count = 0  # queues that hold it, each time they do
-        self.line: Line | None = None  # of _SAID, with what it is made of
+        self.ref_count = 0  # occurrences in all queues
+        self.line: Line | None = None  # of a `_FOLDED_LINE`, with the parts below
         self.member: FoldMember | None = None
         self.template: TextTemplate | None = None
 
 
 class _SourceQueue:
-    """What one source has said and is not out yet."""
+    """What one source has printed and that is not emitted yet."""
 
     __slots__ = (
         "arrivals",
@@ -82,21 +83,19 @@ class _SourceQueue:
     def __init__(self, ranks: Ranks, per_entry_ranks: bool) -> None:
         self.ranks = ranks
         self.entries: list[str] = []
-        self.start = 0  # entries before this one are out
-        self.entry_ranks: list[Ranks] | None = (
-            [] if per_entry_ranks else None
-        )  # who of the source said each entry; None: all of it
-        self.arrivals: deque[list[float]] = deque()  # [how many entries, when], oldest first
+        self.start = 0  # entries before this index are emitted
+        # The source's ranks that printed each entry; None: all of them.
+        self.entry_ranks: list[Ranks] | None = [] if per_entry_ranks else None
+        self.arrivals: deque[list[float]] = deque()  # [number of entries, arrival time], oldest first
         self.num_chars = 0
-        self.num_special = 0  # entries that are not plain lines of stdout
-        self.truncation_index: int | None = None  # where in `entries` the cut is, if there is one
+        self.num_special = 0  # entries that are not plain stdout lines
+        self.truncation_index: int | None = None  # index in `entries` of the gap, if there is one
         self.finished = False
-        # Keys of the entries behind the front, up to `counted`, with how often they are there. None: not looked at yet.
+        # Keys of the entries behind the front, up to `lookahead_end`, with their counts. None: not computed yet.
         self.lookahead_keys: dict[str, int] | None = None
         self.lookahead_end = 0
-        self.missed: deque[TextTemplate] = deque(
-            maxlen=LOOKAHEAD
-        )  # lines that went out without this source, which was late
+        # Lines that were emitted without this source, which was late.
+        self.missed: deque[TextTemplate] = deque(maxlen=LOOKAHEAD)
 
     def __len__(self) -> int:
         return len(self.entries) - self.start
@@ -117,11 +116,10 @@ class Aligner:
     """Queues of several sources, folded from their fronts.
 
     Args:
-        sources: number of each source and the ranks it speaks for.
-        several: an entry may be of some of its source's ranks only.
-        limit_chars: of one source's queue when something is taken out; the middle of what is more is dropped, and a
-            notice says so.
-        mergeable: lines keep the numbers of each rank, so that they can be folded again.
+        sources: number of each source and the ranks it reports.
+        per_entry_ranks: whether an entry may come from only some of its source's ranks.
+        limit_chars: of one source's queue at `pop_ready`; the excess is dropped from the middle and a notice says so.
+        mergeable: whether lines retain the numbers of each rank, so that they can be folded again.
     """
 
     def __init__(
@@ -134,16 +132,16 @@ class Aligner:
         self._next_number = 0
         self._template_cache: dict[str, TextTemplate] = {}
         self._union_cache: dict[tuple[Ranks, ...], Ranks] = {}
-        # False since an entry went out of which it is not sure that the other sources will not say it too, until an
-        # entry of all sources goes out. While True, fronts of one key are folded without a look at what is behind them.
+        # Becomes False when an emitted entry may still arrive from other sources, and True when all sources emit one
+        # entry together. While True, fronts with one key are folded without inspecting the entries behind them.
         self._aligned = True
-        self.unterminated_line: Line | None = None  # the last line that went out of those that came without a line end
+        self.unterminated_line: Line | None = None  # the last emitted line that arrived without a line end
 
     # -----------------------------------------------------------------------------------------------------------------
-    # In
+    # Input
 
     def add_lines(self, source: int, stream: str, lines: list[str], now: float) -> None:
-        """Lines of all of a source's ranks, in order."""
+        """Append lines that all of a source's ranks printed, in order."""
         queue = self._queues[source]
         if stream == "stderr":
             lines = [_STDERR + line for line in lines]
@@ -153,13 +151,13 @@ class Aligner:
     def add_item(
         self, source: int, item: Display | ClearOutput | Notice, now: float, ranks: Ranks | None = None
     ) -> None:
-        """A display or the like."""
+        """Append a display, clear-output or notice."""
         packed = _encode(item)
         entry = _ITEM + blake2b(packed, digest_size=16).hexdigest()
         self._push_payload(self._queues[source], entry, _EntryPayload(item, len(packed)), now, ranks)
 
     def add_folded_line(self, source: int, line: Line, now: float) -> None:
-        """A line that was folded by the source."""
+        """Append a line that the source has folded."""
         queue = self._queues[source]
         text = line.text
         if text[:1] in _SPECIAL:
@@ -178,7 +176,7 @@ class Aligner:
         self._push_payload(queue, self._new_entry(_FOLDED_LINE), payload, now, line.ranks)
 
     def add_truncation(self, source: int, num_lines: int, num_chars: int, now: float) -> None:
-        """Say that lines are missing here that never came."""
+        """Record that lines are missing at this position."""
         queue = self._queues[source]
         if queue.truncation_index is None:
             self._push_payload(queue, self._new_entry(_TRUNCATION), _EntryPayload(Truncation(), 0), now, None)
@@ -188,22 +186,22 @@ class Aligner:
         self._truncation_of(queue).add(queue.ranks, num_chars, num_lines)
 
     def finish(self, source: int) -> None:
-        """The source will say nothing more; the others need not wait for it."""
+        """Record that the source is complete, so that the others do not wait for it."""
         self._queues[source].finished = True
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Out
+    # Output
 
     def is_empty(self, source: int) -> bool:
-        """Whether all that the source said is out."""
+        """Whether everything from the source is emitted."""
         return not len(self._queues[source])
 
     def oldest_arrival(self) -> float | None:
-        """When the front that waits longest came in."""
+        """Return when the front that has waited longest arrived."""
         return min((queue.oldest_arrival for queue in self._queues.values() if len(queue)), default=None)
 
     def pop_ready(self, now: float, *, final: bool, max_age_s: float, max_chars: int | None = None) -> list[FoldedItem]:
-        """What can go out now; all there is, when `final`. Stops once `max_chars` of text are out."""
+        """Pop and return what can be emitted now; with `final`, everything. Stops after `max_chars` of text."""
         out: list[FoldedItem] = []
         queues = list(self._queues.values())
         num_counted = 0
@@ -236,18 +234,18 @@ class Aligner:
         return out
 
     def _choose_group(self, waiting: list[_SourceQueue], ready: bool) -> list[_SourceQueue] | None:
-        """The sources whose fronts go next, as one; None to wait for more."""
+        """Return the sources whose fronts are emitted next as one; None to wait for more input."""
         groups: dict[str, list[_SourceQueue]] = {}
         for queue in waiting:
             groups.setdefault(self._template(queue.front).key, []).append(queue)
         if len(groups) == 1:
             return waiting
         lookahead = {id(queue): self._lookahead(queue) for queue in waiting}
-        candidates: list[tuple[float, bool, list[_SourceQueue]]] = []  # oldest arrival, others went on, members
+        candidates: list[tuple[float, bool, list[_SourceQueue]]] = []  # (oldest arrival, others passed, members)
         for key, members in groups.items():
             others = [queue for other, queues in groups.items() if other != key for queue in queues]
             if any(key in lookahead[id(queue)] for queue in others):
-                continue  # a partner is on its way
+                continue  # a matching entry follows in another queue
             others_passed = all(
                 len(queue) > LOOKAHEAD
                 or any(self._template(queue.front).key in lookahead[id(candidate)] for candidate in members)
@@ -255,7 +253,7 @@ class Aligner:
             )
             candidates.append((min(queue.oldest_arrival for queue in members), others_passed, members))
         if not candidates:
-            # Each front has a partner behind another front. The smallest group breaks up the fewest lines.
+            # Each front has a match behind another front. Emitting the smallest group splits the fewest lines.
             self._aligned = False
             return min(groups.values(), key=len)
         if not ready:
@@ -267,7 +265,7 @@ class Aligner:
         return members
 
     def _emit_front(self, group: list[_SourceQueue], out: list[FoldedItem]) -> None:
-        """Let the fronts of a group go out, which are equal or have one key."""
+        """Emit the fronts of a group, which are equal or have one key."""
         entries = [queue.front for queue in group]
         if entries.count(entries[0]) == len(entries):
             self._emit_run(group, 1, out)
@@ -277,7 +275,7 @@ class Aligner:
             return
         folded = fold([self._front_member(queue) for queue in group])
         if folded is None:
-            # Rows of data. Each rank's are shown as they are, and one rank's rows together.
+            # Rows of data: shown unchanged, with the rows of one rank together.
             self._aligned = False
             self._emit_run([queue for queue in group if queue.front == entries[0]], 1, out)
             return
@@ -294,7 +292,7 @@ class Aligner:
             self._pop(queue, 1, self._num_chars(entry))
 
     def _emit_truncations(self, group: list[_SourceQueue], out: list[FoldedItem]) -> None:
-        """Let gaps of several sources go out as one."""
+        """Emit the gaps of several sources as one notice."""
         combined = Truncation()
         for queue in group:
             truncation = self._payloads[queue.front].item
@@ -304,7 +302,7 @@ class Aligner:
         out.append(RankDisplay(tuple(sorted(combined.ranks)), combined.notice()))
 
     def _emit_run(self, group: list[_SourceQueue], length: int, out: list[FoldedItem]) -> None:
-        """Let the first entries of a group go out, which are the same in all of its queues."""
+        """Emit the first entries of a group, which are equal in all of its queues."""
         first = group[0]
         run = first.entries[first.start : first.start + length]
         if first.entry_ranks is None:
@@ -344,13 +342,13 @@ class Aligner:
         return RankDisplay(ranks, payload.item)
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Sources that lag behind
+    # Lagging sources
 
     def _select_lagging(self, group: list[_SourceQueue]) -> list[_SourceQueue]:
-        """Of sources with fronts of one key: those that must go first, since the others are some lines ahead of them.
+        """Return the sources, of those with fronts of one key, that go first as the others are some lines ahead.
 
-        Lines of a loop all have one key, so a source that is a step behind would be folded with the others' next step,
-        and so for ever after. A step counter gives it away: there is a pairing in which more numbers are equal.
+        The lines of a loop all have one key, so a source that lags one step would be folded with the others' next step,
+        and so on until the end. A step counter reveals this: another pairing has more equal numbers.
         """
         late = [queue for queue in group if queue.missed and self._is_late(queue, group)]
         if late:
@@ -368,7 +366,7 @@ class Aligner:
         return lagging if lagging and len(lagging) < len(group) else group
 
     def _is_late(self, queue: _SourceQueue, group: list[_SourceQueue]) -> bool:
-        """Whether a source's front belongs to a line that went out without it, rather than to the others' fronts."""
+        """Whether a source's front belongs to a line emitted without it rather than to the others' fronts."""
         key, numbers = self._template(queue.front)
         best = max((_num_equal(numbers, self._template(q.front).numbers) for q in group if q is not queue), default=-1)
         for index, template in enumerate(queue.missed):
@@ -379,7 +377,7 @@ class Aligner:
         return False
 
     def _has_later_match(self, queue: _SourceQueue, other: _SourceQueue) -> bool:
-        """Whether a later line of a source is more like the other's front than its own front is."""
+        """Whether a later line of a source matches the other's front better than its own front does."""
         key, target = self._template(other.front)
         best = _num_equal(self._template(queue.front).numbers, target)
         later = queue.entries[queue.start + 1 : queue.start + 1 + LOOKAHEAD]
@@ -396,7 +394,7 @@ class Aligner:
         return False
 
     def _update_alignment(self, group: list[_SourceQueue], run: list[str]) -> None:
-        """Remember who was there when entries went out."""
+        """Record which sources took part when entries were emitted."""
         if len(group) > 1:
             for queue in group:
                 queue.missed.clear()
@@ -413,12 +411,12 @@ class Aligner:
             self._aligned = True
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Looking at queues
+    # Queue inspection
 
     def _run_length(self, waiting: list[_SourceQueue], max_chars: int | None) -> int:
-        """How many entries from the front on are the same in all queues. The fronts are.
+        """Return how many entries from the front on are equal in all queues; at least 1, as the fronts are equal.
 
-        No more than what makes about `max_chars`, in entries of the average length.
+        Limited to about `max_chars`, estimated from the average entry length.
         """
         longest = min(map(len, waiting))
         first, other_queues = waiting[0], waiting[1:]
@@ -438,16 +436,16 @@ class Aligner:
         return length
 
     def _num_ready(self, queue: _SourceQueue, now: float, max_age_s: float) -> int:
-        """How many entries of the only queue that has any may go without the others: the ones that waited, or all."""
+        """Return how many entries the only non-empty queue may emit alone: those past the maximum age, else all."""
         num_aged = 0
         for count, arrived in queue.arrivals:
-            if arrived + max_age_s > now:  # the same sum as in a deadline, so that at a deadline it is not in doubt
+            if arrived + max_age_s > now:  # the same sum as in the deadline, so the comparison is exact then
                 break
             num_aged += int(count)
         return num_aged or len(queue)
 
     def _lookahead(self, queue: _SourceQueue) -> dict[str, int]:
-        """The keys behind a queue's front, as far as the window goes."""
+        """Return the keys behind a queue's front, within the lookahead window, with their counts."""
         if queue.lookahead_keys is None:
             queue.lookahead_keys, queue.lookahead_end = {}, queue.start + 1
         stop = min(len(queue.entries), queue.start + 1 + LOOKAHEAD)
@@ -507,7 +505,7 @@ class Aligner:
         return union
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Queues' upkeep
+    # Queue maintenance
 
     def _push(self, queue: _SourceQueue, entries: list[str], num_chars: int, now: float, ranks: Ranks | None) -> None:
         if not entries:
@@ -531,7 +529,7 @@ class Aligner:
         self._push(queue, [entry], payload.num_chars, now, ranks)
 
     def _pop(self, queue: _SourceQueue, count: int, num_chars: int) -> None:
-        """Take entries off the front that are out."""
+        """Remove emitted entries from the front."""
         if queue.num_special:
             self._release_payloads(queue, queue.start, queue.start + count)
         queue.start += count
@@ -565,7 +563,7 @@ class Aligner:
                 queue.arrivals.popleft()
 
     def _release_payloads(self, queue: _SourceQueue, start: int, stop: int) -> None:
-        """Let go of what special entries stand for."""
+        """Drop the payloads of special entries."""
         for entry in queue.entries[start:stop]:
             if entry[:1] not in _SPECIAL:
                 continue
@@ -577,10 +575,10 @@ class Aligner:
                     del self._payloads[entry]
 
     def _enforce_limit(self, queues: list[_SourceQueue], now: float) -> None:
-        """Bring all queues below their limit by dropping from their middles.
+        """Bring all queues below their limit by dropping entries from the middle.
 
-        Ranks that run the same code flood alike, so what is dropped is the same stretch of all queues that are rather
-        full: what follows the gap is then still side by side.
+        Ranks that run the same code overflow alike, so the same range is dropped from all queues that are rather full.
+        What follows the gap then stays aligned.
         """
         fullest = max(queues, key=lambda queue: queue.num_chars)
         if fullest.num_chars <= self._limit_chars:
@@ -594,7 +592,7 @@ class Aligner:
                 self._truncate(queue, *self._truncation_range(queue), now)
 
     def _truncation_range(self, queue: _SourceQueue) -> tuple[int, int]:
-        """Where a queue is to be cut, counted from its front, and how many entries are to go."""
+        """Return where to truncate a queue, as an offset from its front, and how many entries to drop."""
         if queue.truncation_index is None:
             start, num_chars = queue.start, 0
             while start < len(queue.entries) - 2 and num_chars < self._limit_chars // 2:
@@ -604,8 +602,8 @@ class Aligner:
         else:
             start = queue.truncation_index + 1
             offset = queue.truncation_index - queue.start
-        # Somewhat below the limit, so that this happens once for many entries, and not so far below it that a source
-        # which has said less by now would lose what it said last. The last entry stays.
+        # Somewhat below the limit, so that truncation is rare, but not so far below that a source with less output
+        # loses its last lines. The last entry is retained.
         excess = queue.num_chars - self._limit_chars * 7 // 8
         candidates = queue.entries[start:-1]
         only_lines = queue.num_special == (queue.truncation_index is not None)
@@ -613,7 +611,7 @@ class Aligner:
         return offset, next((count for count, size in enumerate(sizes, 1) if size >= excess), len(candidates))
 
     def _truncate(self, queue: _SourceQueue, offset: int, count: int, now: float) -> None:
-        """Drop `count` entries at `offset`, if the queue has them and is not cut elsewhere already."""
+        """Drop `count` entries at `offset`, if the queue has them and no gap elsewhere."""
         if queue.truncation_index is None:
             if len(queue) < offset + 2:
                 return
@@ -625,15 +623,15 @@ class Aligner:
             queue.entries.insert(queue.truncation_index, entry)
             if queue.entry_ranks is not None:
                 queue.entry_ranks.insert(queue.truncation_index, queue.ranks)
-            queue.arrivals[0][0] += 1  # _drop counts anew
+            queue.arrivals[0][0] += 1  # `_drop_entries` recounts
         if queue.truncation_index == queue.start + offset:
             self._drop_entries(queue, min(queue.truncation_index + 1 + count, len(queue.entries) - 1), now)
 
     def _drop_entries(self, queue: _SourceQueue, stop: int, now: float) -> None:
-        """Drop what is behind a queue's cut, up to `stop`."""
+        """Drop the entries behind a queue's gap, up to `stop`."""
         assert queue.truncation_index is not None
         start, truncation = queue.truncation_index + 1, self._truncation_of(queue)
-        if queue.num_special == 1 and queue.entry_ranks is None:  # the cut itself; the rest is lines of all its ranks
+        if queue.num_special == 1 and queue.entry_ranks is None:  # the gap itself; the rest is lines of all its ranks
             num_chars = sum(map(len, queue.entries[start:stop]))
             truncation.add(queue.ranks, num_chars, stop - start)
             queue.num_chars -= num_chars
@@ -668,7 +666,7 @@ class Aligner:
 
 
 def split_folded_line(line: Line) -> tuple[TextTemplate, FoldMember]:
-    """A folded line on its way into another fold. Numbers that do not fit its text are not heeded."""
+    """Convert a folded line to a member of another fold. Varying numbers that do not fit its text are ignored."""
     text = line.first_text or line.text
     template = template_of(text)
     num_numbers, num_ranks = len(template.numbers), len(line.ranks)
@@ -677,7 +675,7 @@ def split_folded_line(line: Line) -> tuple[TextTemplate, FoldMember]:
 
 
 def line_of_fold(folded: Fold, stream: str, *, mergeable: bool, live: bool = False) -> Line:
-    """A fold of lines as it goes out."""
+    """Convert a fold of lines to the `Line` to be sent."""
     assert stream in ("stdout", "stderr")
     if mergeable and folded.varying:
         text, varying = folded.first_text, folded.varying

@@ -1,22 +1,22 @@
-"""What a stream writes, made into lines: partial lines joined, progress bars brought to their state.
+"""Split a stream into lines: partial lines are joined, progress bars reduced to their current state.
 
-A `LineAssembler` is one stream of one rank. It keeps the line that is still being written and gives back the lines that
-are complete. It knows as much of a terminal as progress bars use: carriage return, backspace, erase-line, and cursor-up
-for nested bars; a row that is rewritten replaces what was in it. A bar that ended stays with the open rows until other
-text follows, since only then it is clear that nobody will go back up to it.
+A `LineAssembler` handles one stream of one rank. It buffers the line in progress and returns completed lines. It
+emulates as much of a terminal as progress bars use: carriage return, backspace, erase-line, and cursor-up for nested
+bars; a rewritten row replaces its former content. A finished bar stays among the open rows until other text follows, as
+only then the cursor cannot return to it.
 """
 
 from __future__ import annotations
 
 import re
 
-# Characters that the folding code uses for itself. No text has a use for them.
+# Characters that the folding code uses as markers. Text has no use for them.
 RESERVED_CHARS = "\0\1\2\3\4"
-# A line longer than this is cut in the middle.
+# A longer line is truncated in the middle.
 MAX_LINE_CHARS = 1 << 16
-# Nested bars are some handful; a stream that moves up further than this is not followed.
+# Nested bars are a handful; cursor movement beyond this many rows is ignored.
 MAX_OPEN_ROWS = 64
-# Bars that ended and are kept for a while: bars nested one deeper than this are still put together.
+# Finished bars that are retained, so that bars nested one level deeper than this are still assembled.
 MAX_ENDED_BARS = 3
 
 _RESERVED = re.compile(f"[{RESERVED_CHARS}]")
@@ -26,27 +26,27 @@ _ERASE = re.compile(r"\x1b\[[0-3]?K")
 
 
 class LineAssembler:
-    """One stream of one rank, on its way to lines.
+    """Assembles the lines of one stream of one rank.
 
     Attributes:
-        since: when the row that is being written got its first character; None while there is no such row.
+        open_since: when the row in progress got its first character; None if there is no such row.
         changed: whether the open rows changed since this was last set to False.
     """
 
     __slots__ = ("_is_overwritten", "_num_skipped", "_row", "_rows_above", "_rows_below", "changed", "open_since")
 
     def __init__(self) -> None:
-        self._row = ""  # as written since its last carriage return that something followed
+        self._row = ""  # text since the last carriage return that something followed
         self._is_overwritten = False  # something in it followed a carriage return: a progress bar
-        self._num_skipped = 0  # characters already cut out of a row that grew too long
-        # Rows around the one with the cursor: bars that ended, and nested bars' rows.
+        self._num_skipped = 0  # characters already cut from a row that grew too long
+        # Rows around the cursor's row: finished bars, and rows of nested bars.
         self._rows_above: list[str] = []
         self._rows_below: list[str] = []
         self.open_since: float | None = None
         self.changed = False
 
     def write(self, text: str, now: float) -> list[str]:
-        """Take a piece of text; give the lines that are complete with it, in order, without their ends."""
+        """Append text and return the lines that it completes, in order, without line ends."""
         for character in RESERVED_CHARS:
             if character in text:
                 text = _RESERVED.sub("\N{REPLACEMENT CHARACTER}", text)
@@ -77,16 +77,16 @@ class LineAssembler:
 
     @property
     def is_progress_bar(self) -> bool:
-        """Whether what is being written is rewritten in place, and goes on below what else is shown."""
+        """Whether the row in progress is rewritten in place, and so continues below other output."""
         return bool((self._row and self._is_overwritten) or self._rows_below)
 
     def render(self) -> str:
-        """What the open rows show now. Nested bars are several rows, joined by line ends."""
+        """Return what the open rows show now. Nested bars are several rows, joined by line ends."""
         rows = [*self._rows_above, shorten(self._rendered_row(), self._num_skipped), *self._rows_below]
         return "\n".join(row for row in rows if row)
 
     def finish(self) -> list[str]:
-        """The open rows as lines, blank ones at the end left out. The pen starts anew."""
+        """Return the open rows as lines, without trailing blank ones, and reset the state."""
         rows = [
             *self._rows_above,
             *(row for row in (self._finish_line(self._rendered_row()), *self._rows_below) if row),
@@ -96,7 +96,7 @@ class LineAssembler:
         return rows
 
     def _write_rows(self, text: str) -> list[str]:
-        """The slow way: a row at a time, with the cursor."""
+        """Process text with cursor movement, row by row (slow path)."""
         lines: list[str] = []
         for piece in _CURSOR_MOVES.split(text):
             if piece == "\n":
@@ -117,7 +117,7 @@ class LineAssembler:
                 max_rows_up = min(len(self._rows_above) + len(lines), MAX_OPEN_ROWS - len(self._rows_below))
                 for _ in range(min(int(piece[2:-1] or 1), max_rows_up)):
                     self._rows_below.insert(0, self._rendered_row())
-                    # A line that this same piece of text completed is taken back; one that is given away stays.
+                    # A line that this same text completed is reopened; one already returned is final.
                     self._row = (self._rows_above or lines).pop() + "\r"
                     self._is_overwritten = True
             elif piece:
@@ -131,10 +131,10 @@ class LineAssembler:
 
     def _rendered_row(self) -> str:
         row = render_row(self._row)
-        return row.rstrip(" ") if self._is_overwritten else row  # bars pad with spaces against what they replace
+        return row.rstrip(" ") if self._is_overwritten else row  # bars pad with spaces to cover the text they replace
 
     def _finish_line(self, line: str) -> str:
-        """A line's final form, with what was cut out of it while it grew."""
+        """Return a line's final form, with a note on what was cut while it grew."""
         skipped, self._num_skipped = self._num_skipped, 0
         return shorten(line, skipped)
 
@@ -145,10 +145,10 @@ class LineAssembler:
 
 
 def render_row(row: str) -> str:
-    """What a row shows once all that was written to it is there.
+    """Return what a row shows after all text was written to it.
 
-    Whatever follows a carriage return replaces the row. A terminal would leave the end of a longer earlier text
-    standing; nobody means that.
+    Text after a carriage return replaces the row. A terminal would keep the end of a longer earlier text, which nobody
+    intends.
     """
     if "\r" in row:
         row = _after_last_return(row).removesuffix("\r")
@@ -156,7 +156,7 @@ def render_row(row: str) -> str:
 
 
 def shorten(line: str, num_skipped: int = 0) -> str:
-    """A line cut in the middle, if it is very long or `num_skipped` characters are missing there already."""
+    """Shorten a line in the middle if it is very long, or if `num_skipped` characters are missing there already."""
     if len(line) <= MAX_LINE_CHARS and not num_skipped:
         return line
     half = min(MAX_LINE_CHARS, len(line)) // 2
@@ -177,7 +177,7 @@ def _apply_backspaces(row: str) -> str:
 
 
 def _after_last_return(row: str) -> str:
-    """The part of a row that counts: what follows the last carriage return, or what the last one waits to replace."""
+    """Return the relevant part of a row: the text after the last carriage return, or the text it will replace."""
     before, returned, last = row.rpartition("\r")
     if last or not returned:
         return last

@@ -1,17 +1,16 @@
-"""What many ranks print, folded while they print it: equal lines once, with the set of ranks that said them.
+"""Fold the output of many ranks while they print: equal lines appear once, with the set of ranks that printed them.
 
-`LineFolder` takes the ranks' output as they wrote it and is the host's; `FoldMerger` takes what hosts have folded and
-is the supervisor's; `OutputBudget` keeps a flood from the front end. All three are told the time and never wait.
+`LineFolder` folds the raw output of ranks, on the host; `FoldMerger` folds the results of several hosts, in the
+supervisor; `OutputBudget` limits what the front end is sent. All three get the time as an argument and never block.
 
-Each rank's own order is kept. A line waits for the other ranks for at most `max_age_s`. Lines that differ in numbers
-only become one, with the range: `step 10 loss 2.31…2.35 (rank 2: 97.4)`. Every queue has a bound; what is beyond it is
-counted, not kept.
+The order of each rank's output is preserved. A line waits for the other ranks for at most `max_age_s`. Lines that
+differ only in numbers become one, with the range: `step 10 loss 2.31…2.35 (rank 2: 97.4)`. Every queue is bounded; the
+excess is counted, not stored.
 
-A line that is still being written after `max_age_s`, be it a progress bar or an unfinished print, goes out as a live
-line: its state for now, at most 10 times a second. What a reader keeps of live lines is simple. A live line takes the
-place of what its ranks had on that stream, even where that was shared with other ranks; an ordinary line takes its
-ranks out of the live lines of its stream; at the end of the call those left are dropped. A live line of nested bars has
-several rows, joined by line ends.
+A line still in progress after `max_age_s`, such as a progress bar or an unfinished print, is sent as a live line: its
+current state, at most 10 times a second. The rules for a reader: a live line replaces what its ranks had on that
+stream, even a live line shared with other ranks; an ordinary line removes its ranks from the live lines of its stream;
+live lines left at the end of the call are dropped. A live line of nested bars has several rows, joined by line ends.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from meshbook.fold.truncation import Truncation
 from meshbook.ids import Ranks
 from meshbook.wire.messages import ClearOutput, Display, FoldedItem, Line, OutputItem, RankDisplay, Text
 
-# Seconds that a line waits for the other ranks to say it too. Long enough for ranks that were freed by one collective
-# to get to their print on a loaded machine, short enough to look immediate.
+# Seconds that a line waits for other ranks to print it too. Long enough for ranks released by one collective to reach
+# their print on a loaded machine, short enough to look immediate.
 MAX_AGE_S = 0.1
 # Characters of one rank's output that wait to be folded. A screen holds some 10,000.
 QUEUE_LIMIT_CHARS = 256 * 1024
-# Seconds between two states of live lines. tqdm's own default.
+# Seconds between two updates of live lines. tqdm's own default.
 LIVE_INTERVAL_S = 0.1
 
 StreamName = Literal["stdout", "stderr"]
@@ -42,13 +41,13 @@ STREAMS: tuple[StreamName, ...] = ("stdout", "stderr")
 
 
 class LineFolder:
-    """Output of ranks during one call, folded.
+    """Folds the output of ranks during one call.
 
     Args:
-        ranks: everyone who takes part in the call.
-        limit_chars: of one rank's text that waits; the middle of what is more at a flush is dropped, and a notice says
-            so. Between two flushes the text may grow to 4 times that.
-        mergeable: lines keep each rank's numbers, for a `FoldMerger` to fold them on.
+        ranks: all ranks of the call.
+        limit_chars: of one rank's waiting text; at a flush the excess is dropped from the middle and a notice says so.
+            Between two flushes the text may grow to 4 times that.
+        mergeable: whether lines retain each rank's numbers, so that a `FoldMerger` can fold them further.
     """
 
     def __init__(self, ranks: Iterable[int], *, limit_chars: int = QUEUE_LIMIT_CHARS, mergeable: bool = False) -> None:
@@ -63,10 +62,10 @@ class LineFolder:
         self._live = _LiveLines(mergeable)
 
     def feed(self, rank: int, items: Iterable[OutputItem], now: float) -> None:
-        """Take what a rank wrote, in the order it wrote it.
+        """Append what a rank wrote, in order.
 
         Raises:
-            KeyError: the rank takes no part in this call.
+            KeyError: the rank is not part of this call.
         """
         pieces: list[str] = []  # of one stream, not yet written
         stream: StreamName = "stdout"
@@ -88,19 +87,19 @@ class LineFolder:
             self._write(rank, stream, "".join(pieces), now)
 
     def rank_done(self, rank: int) -> None:
-        """The rank will say nothing more in this call; the others need not wait for it."""
+        """Record that the rank prints nothing more in this call, so that the others do not wait for it."""
         self._aligner.finish(rank)
 
     def flush(
         self, now: float, final: bool = False, max_age_s: float = MAX_AGE_S, max_chars: int | None = None
     ) -> list[FoldedItem]:
-        """What can be shown by now, in order. With `final`, everything; nothing may be fed after that.
+        """Return what can be shown now, in order. With `final`, return everything; nothing may be fed after that.
 
-        The last line of a call that has no line end comes with `end=""`.
+        If the last line of a call has no line end, it is returned with `end=""`.
 
         Args:
-            max_chars: about how much text to give at most; the rest waits, and is cut where it grows beyond its bound.
-                Text that a reader would not be sent anyway then costs next to nothing. Not heeded when `final`.
+            max_chars: about how much text to return at most; the rest waits, and is truncated if it exceeds its limit.
+                Text that a reader would not be sent anyway then costs next to nothing. Ignored with `final`.
         """
         limit_chars = None if final else max_chars
         out = self._aligner.pop_ready(now, final=final, max_age_s=max_age_s, max_chars=limit_chars)
@@ -116,9 +115,9 @@ class LineFolder:
         return out + remainder
 
     def next_deadline(self, max_age_s: float = MAX_AGE_S) -> float | None:
-        """When `flush` will have something to give even if nothing more is fed; None: not before something is fed.
+        """Return when `flush` will have output even if nothing more is fed; None: not before something is fed.
 
-        Lines that all ranks have said can go at once, so flush after feeding too.
+        Lines that all ranks have printed can be shown at once, so flush after feeding too.
         """
         oldest = self._aligner.oldest_arrival()
         times = [] if oldest is None else [oldest + max_age_s]
@@ -134,7 +133,7 @@ class LineFolder:
     def _write(self, rank: int, stream: StreamName, text: str, now: float) -> None:
         assembler = self._assemblers[rank][stream]
         if len(text) > MAX_OVERFLOW * self._limit_chars:
-            # More than may wait, in one piece: not even parted into lines.
+            # One piece larger than the limit: not even split into lines.
             head = text.rfind("\n", 0, self._limit_chars // 2) + 1
             tail = text.find("\n", len(text) - self._limit_chars // 2) + 1
             if 0 < head < tail:
@@ -146,7 +145,7 @@ class LineFolder:
             self._aligner.add_lines(rank, stream, lines, now)
 
     def _finish_rows(self, rank: int, now: float, *, include_bars: bool) -> None:
-        """End the rows that are being written. A progress bar goes on below a display, other text does not."""
+        """End the rows in progress. A progress bar continues below a display, other text does not."""
         for stream, assembler in self._assemblers[rank].items():
             if assembler.open_since is not None and (include_bars or not assembler.is_progress_bar):
                 self._aligner.add_lines(rank, stream, assembler.finish(), now)
@@ -174,12 +173,12 @@ class LineFolder:
 
 
 class FoldMerger:
-    """Output of several hosts during one call, each host's already folded, made one.
+    """Merges the folded output of several hosts during one call.
 
     Args:
         hosts: each host's ranks in the call.
-        limit_chars: of one host's text that waits.
-        mergeable: lines keep each rank's numbers, for another merger above this one.
+        limit_chars: of one host's waiting text.
+        mergeable: whether lines retain each rank's numbers, for another merger above this one.
     """
 
     def __init__(
@@ -191,10 +190,10 @@ class FoldMerger:
         self._live_changed = False
 
     def feed(self, host: int, items: Iterable[FoldedItem], now: float) -> None:
-        """Take what a host's `LineFolder(mergeable=True)` gave, in order.
+        """Append what a host's `LineFolder(mergeable=True)` returned, in order.
 
         Raises:
-            KeyError: the host takes no part in this call.
+            KeyError: the host is not part of this call.
         """
         for item in items:
             if isinstance(item, RankDisplay):
@@ -206,13 +205,13 @@ class FoldMerger:
                 self._aligner.add_folded_line(host, item, now)
 
     def host_done(self, host: int) -> None:
-        """The host will say nothing more in this call."""
+        """Record that the host sends nothing more in this call."""
         self._aligner.finish(host)
 
     def flush(
         self, now: float, final: bool = False, max_age_s: float = MAX_AGE_S, max_chars: int | None = None
     ) -> list[FoldedItem]:
-        """What can be shown by now, in order; see `LineFolder.flush`."""
+        """Return what can be shown now, in order; see `LineFolder.flush`."""
         limit_chars = None if final else max_chars
         out = self._aligner.pop_ready(now, final=final, max_age_s=max_age_s, max_chars=limit_chars)
         self._live.forget_replaced(out)
@@ -229,7 +228,7 @@ class FoldMerger:
         return out
 
     def next_deadline(self, max_age_s: float = MAX_AGE_S) -> float | None:
-        """When `flush` will have something to give even if nothing more is fed; None: not before something is fed."""
+        """Return when `flush` will have output even if nothing more is fed; None: not before something is fed."""
         oldest = self._aligner.oldest_arrival()
         times = [] if oldest is None else [oldest + max_age_s]
         if (self._live_changed or self._live.stale) and any(
@@ -239,7 +238,7 @@ class FoldMerger:
         return min(times, default=None)
 
     def _update_live_state(self, host: int, line: Line) -> None:
-        """Hold a live line in place of what its ranks had; an ordinary one only takes that away."""
+        """Replace the live lines of the line's ranks by it; an ordinary line only removes them."""
         ranks = set(line.ranks)
         states = self._live_states[host]
         remaining = [one for one in states if one[0] != line.stream or ranks.isdisjoint(one[1].ranks)]
@@ -250,19 +249,19 @@ class FoldMerger:
 
 
 class _LiveLines:
-    """Lines that are being written: which were shown last, so that only what is new goes out."""
+    """The live lines shown last, so that only changes are sent."""
 
     def __init__(self, mergeable: bool) -> None:
         self._mergeable = mergeable
         self._shown: set[tuple[StreamName, Ranks, str]] = set()
-        self.next_refresh_at = float("-inf")  # not before this time
-        self.stale = False  # something that was shown was taken away, so what is left is to be shown again
+        self.next_refresh_at = float("-inf")  # earliest time of the next update
+        self.stale = False  # a shown line was removed, so the remaining ones must be shown again
 
     def is_shown(self, rank: int, stream: StreamName) -> bool:
         return any(stream == shown and rank in ranks for shown, ranks, _ in self._shown)
 
     def forget_replaced(self, items: Sequence[FoldedItem]) -> None:
-        """Ordinary output takes live lines away at the reader's; forget that they were shown."""
+        """Drop the live lines that ordinary output removes at the reader's end."""
         if not self._shown or not items:
             return
         printed_ranks: dict[str, set[int]] = {stream: set() for stream in STREAMS}
@@ -277,7 +276,7 @@ class _LiveLines:
         self._shown = remaining
 
     def refresh(self, states: Sequence[tuple[StreamName, FoldMember]], now: float) -> list[FoldedItem]:
-        """All live lines as they are now; gives those that are not shown already."""
+        """Replace all live lines by these states; return the lines that are not shown already."""
         members_by_key: dict[tuple[StreamName, str], list[FoldMember]] = {}
         for stream, one in sorted(states, key=lambda state: state[1].ranks):
             members_by_key.setdefault((stream, live_template_of(one.text).key), []).append(one)
@@ -293,20 +292,20 @@ class _LiveLines:
 
 
 class OutputBudget:
-    """How much of one call's output a front end is sent: a first burst, then a steady rate. What is more is counted.
+    """Limits how much of one call's output is sent to a front end: a burst, then a steady rate. The excess is counted.
 
-    jupyter_server drops output silently above 1,000 messages/s or 1 MB/s, both taken over 3 s. The defaults stay below
-    that with room for two such calls, and the reader is told what is missing.
+    jupyter_server silently drops output above 1,000 messages/s or 1 MB/s, both averaged over 3 s. The defaults stay
+    below that with room for two such calls, and the reader sees what is missing.
 
     Args:
-        messages_per_s, bytes_per_s: the steady rate. In what one `admit` gives back, each run of lines of one stream is
-            a message, and each display is one.
-        burst_messages, burst_bytes: what may go at once after a quiet time.
+        messages_per_s, bytes_per_s: the steady rate. In the result of one `admit`, each run of lines of one stream
+            counts as a message, and so does each display.
+        burst_messages, burst_bytes: what may be sent at once after a quiet period.
     """
 
-    # Seconds' worth of budget to gather before output goes on after a cut: a block to read now and then, not a dribble.
+    # Seconds' worth of budget to accumulate before output resumes after a cut, so that it comes in readable blocks.
     RESUME_S = 0.5
-    # Of what was cut, the last lines are kept: the end of a call's output is worth more than its middle.
+    # The last lines of what was cut are retained: the end of a call's output is worth more than its middle.
     TAIL_LINES = 20
     TAIL_CHARS = 8192
 
@@ -320,21 +319,21 @@ class OutputBudget:
     ) -> None:
         self._rates = (messages_per_s, bytes_per_s)
         self._bursts = (burst_messages, burst_bytes)
-        self._tokens = [burst_messages, burst_bytes]  # below zero: in debt, for something larger than what was left
+        self._tokens = [burst_messages, burst_bytes]  # negative after an item larger than the rest of the budget
         self._refilled_at: float | None = None
         self._truncation = Truncation()
         self._tail: deque[Line] = deque()
         self._tail_chars = 0
 
     def admit(self, items: Sequence[FoldedItem], now: float, final: bool = False) -> list[FoldedItem]:
-        """What of these items may be sent now, with a notice where some could not.
+        """Return which of these items may be sent now, with a notice in place of those that may not.
 
-        Clear-output, notices and live lines always pass. With `final`, what was cut last is told of at once, and the
-        last lines of it are shown.
+        Clear-output, notices and live lines always pass. With `final`, a pending cut is reported at once and its last
+        lines are shown.
         """
         self._refill(now)
         out: list[FoldedItem] = []
-        kind = previous = ""  # stream of this item and of the one before
+        kind = previous = ""  # stream of this item and of the previous one
         for item in items:
             if isinstance(item, Line):
                 kind = "live" if item.live else item.stream
@@ -363,7 +362,7 @@ class OutputBudget:
         return out
 
     def next_deadline(self) -> float | None:
-        """When `admit((), now)` will have a notice to give; None: nothing was cut."""
+        """Return when `admit((), now)` will return a notice; None: nothing was cut."""
         if not self._truncation or self._refilled_at is None:
             return None
         waits = [
@@ -379,9 +378,9 @@ class OutputBudget:
         self._refilled_at = now
 
     def _has_tokens(self) -> bool:
-        """Going on after a cut needs more room than going on."""
+        """Whether the budget allows another item. Resuming after a cut requires more than continuing."""
         if self._truncation:
-            # A hair's breadth: the time that next_deadline names must be late enough in floats too.
+            # Tolerance for float rounding in the time that next_deadline returns.
             return all(tokens >= self._resume_level(index) - 1e-6 for index, tokens in enumerate(self._tokens))
         return all(tokens > 0 for tokens in self._tokens)
 

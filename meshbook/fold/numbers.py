@@ -1,11 +1,11 @@
-"""Text that is equal but for its numbers: how to tell, and how to show it as one.
+"""Fold texts that are equal except for their numbers.
 
-`template_of` parts a text into its numbers and the rest; texts with one key differ in numbers at most. `fold` makes one
-text of several: a number that is the same everywhere stays as it is, one that differs becomes the range `2.31…2.35`,
-with those named that are far from it. The written form of numbers is kept: what is shown was written by some rank.
+`template_of` splits a text into its numbers and the rest; texts with the same key differ at most in numbers. `fold`
+makes one text of several: a number that is equal everywhere stays, one that differs becomes the range `2.31…2.35`, with
+outliers named. Numbers are shown as some rank wrote them.
 
-Folding folds is exact: a `Fold` carries what each rank wrote where ranks differ, so folding hosts' folds gives what
-folding all ranks at once would.
+Folding folds is exact: a `Fold` carries what each rank wrote where ranks differ, so folding the folds of hosts gives
+the same result as folding all ranks at once.
 """
 
 from __future__ import annotations
@@ -18,62 +18,64 @@ from typing import NamedTuple
 from meshbook.ids import Ranks, name_ranks
 from meshbook.wire.messages import VaryingNumber
 
-# Stands for a number in a key, so it must not be in the text.
+# Represents a number in a key, so it must not occur in the text.
 PLACEHOLDER = "\4"
-# Texts longer than this are compared as they are: nobody reads a range in the middle of a page of text, and a dump of
-# an array would be parted into thousands of numbers.
+# Longer texts are compared verbatim: a range in the middle of a page of text is of no use, and a dump of an array would
+# be split into thousands of numbers.
 MAX_TEMPLATE_CHARS = 2000
-# A line in which more numbers than this differ is a row of data, not a message with figures in it; ranges would hide
-# the data. tqdm's bar has 7 numbers that may differ.
+# A line in which more numbers differ is a row of data, not a message; ranges would hide the data. tqdm's bar has 7
+# numbers that may differ.
 MAX_VARYING = 8
 # A value further from the median than this many median deviations is named with its rank. For normal noise the median
-# deviation is 0.67 standard deviations, so this is 6.7 of those.
+# deviation is 0.67 standard deviations, so this is 6.7 standard deviations.
 OUTLIER_DEVIATIONS = 10.0
-# More far values than this are not named one by one; the range takes them in.
+# More outliers than this are not named; the range includes them.
 MAX_OUTLIERS = 3
 
-_DIGITS = r"(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+|\.(?= *[0-9\]-]))?(?:[eE][-+]?[0-9]+)?"  # what may follow the first ones
+# What may follow the leading digits.
+_DIGITS = r"(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+|\.(?= *[0-9\]-]))?(?:[eE][-+]?[0-9]+)?"
 # A sign belongs to its number unless it follows a word, a number or a closing bracket: `x -3`, but `2024-01-02`, `a-1`.
-# The pattern starts with a set of characters, so that the search skips what is not in it: 3 times the speed of an
+# The pattern starts with a character set, so that the search skips other characters: 3 times as fast as with an
 # optional sign in front.
 _NUMBER = re.compile(rf"([-+0-9](?:(?<=[0-9])|(?<![\w)\].%][-+])[0-9])[0-9]*{_DIGITS})")
-# The same, and what is a number only in some lines: nan, inf, addresses. Slower, so used where those may be.
+# Also matches words that are numbers only in some lines: nan, inf, addresses. Slower, so used only where those may
+# occur.
 _NUMBER_OR_WORD = re.compile(
     rf"((?:(?<![\w)\].%])[-+])?(?:0[xX][0-9a-fA-F]+|[0-9]+{_DIGITS}|(?<!\w)(?i:nan|inf|infinity)(?!\w)))"
 )
 ANSI_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
-# What progress bars are drawn with: tqdm's blocks, rich's and pip's rules, Keras's and others' ASCII.
+# Characters of progress bars: tqdm's blocks, rich's and pip's rules, ASCII of Keras and others.
 _BAR_CHARS = re.compile(r"[=#>.\-─━╸╺▀-▟\s]+")
 _UNIT = re.compile(r"(?:[A-Za-zµ%°]{1,6}(?:/[A-Za-z]{1,4})?)?")  # GB, %, it/s
 
 
 class TextTemplate(NamedTuple):
-    """A text parted into its numbers and the rest."""
+    """A text split into its numbers and the rest."""
 
-    key: str  # the text without numbers, ANSI codes and (where it has numbers) spaces, which pad them
+    key: str  # the text without numbers, ANSI codes and (if it has numbers) spaces, which pad them
     numbers: tuple[str, ...]  # as written, in order
 
 
 class FoldMember(NamedTuple):
-    """A text that ranks said, on its way into a fold: one rank's line, or another fold."""
+    """An input of a fold: one rank's text, or another fold."""
 
     ranks: Ranks
     text: str  # as the first of the ranks wrote it
     numbers: tuple[str, ...]
-    varying: Mapping[int, tuple[str, ...]] | None = None  # place of a number to what each rank wrote; None: all equal
+    varying: Mapping[int, tuple[str, ...]] | None = None  # number's position -> what each rank wrote; None: all equal
 
 
 class Fold(NamedTuple):
     """Several texts as one."""
 
     ranks: Ranks
-    text: str  # to be shown, with ranges
-    first_text: str  # as the first rank wrote it; "" where no number differs
+    text: str  # for display, with ranges
+    first_text: str  # as the first rank wrote it; "" if no number differs
     varying: tuple[VaryingNumber, ...]
 
 
 def template_of(text: str) -> TextTemplate:
-    """Part a text into its numbers and the rest."""
+    """Split a text into its numbers and the rest."""
     if "\x1b" in text:
         text = ANSI_ESCAPE.sub("", text)
     if PLACEHOLDER in text:
@@ -87,21 +89,21 @@ def template_of(text: str) -> TextTemplate:
 
 
 def live_template_of(text: str) -> TextTemplate:
-    """The same for a progress bar, whose drawn length says nothing that its numbers do not say."""
+    """Return the template of a progress bar, without the drawn bar, which only repeats its numbers."""
     template = template_of(text)
     return TextTemplate(_BAR_CHARS.sub("", template.key), template.numbers) if template.numbers else template
 
 
 def make_member(ranks: Ranks, text: str) -> FoldMember:
-    """A text as it was written."""
+    """Return a fold member for a text as written."""
     return FoldMember(ranks, text, template_of(text).numbers)
 
 
 def fold(members: Sequence[FoldMember], max_varying: int | None = MAX_VARYING) -> Fold | None:
-    """Texts of one key as one text; None if more than `max_varying` numbers differ (None: as many as there are).
+    """Fold texts with one key; None if more than `max_varying` numbers differ (None: no limit).
 
     Args:
-        members: at least one, of disjoint ranks; the first one's text is what the fold is written like.
+        members: at least one, of disjoint ranks; the fold is formatted like the text of the first one.
     """
     first = members[0]
     ranks = first.ranks if len(members) == 1 else tuple(sorted(rank for one in members for rank in one.ranks))
@@ -124,7 +126,7 @@ def fold(members: Sequence[FoldMember], max_varying: int | None = MAX_VARYING) -
 
 
 def fold_all(members: Sequence[FoldMember], max_varying: int | None = MAX_VARYING) -> list[Fold]:
-    """Texts of one key as one text, or, where too many numbers differ, those that are wholly equal as one each."""
+    """Fold texts with one key into one, or, if too many numbers differ, into one per distinct text."""
     single = fold(members, max_varying)
     if single is not None:
         return [single]
@@ -135,7 +137,7 @@ def fold_all(members: Sequence[FoldMember], max_varying: int | None = MAX_VARYIN
 
 
 def fold_texts(texts: Iterable[tuple[Ranks, str]], max_varying: int | None = MAX_VARYING) -> list[tuple[Ranks, str]]:
-    """Texts of disjoint ranks, those that differ in numbers at most made one. Ordered by lowest rank."""
+    """Fold texts of disjoint ranks that differ at most in numbers. Ordered by lowest rank."""
     members_by_key: dict[str, list[FoldMember]] = {}
     for ranks, text in sorted(texts, key=lambda pair: pair[0]):
         template = template_of(text)
@@ -145,9 +147,9 @@ def fold_texts(texts: Iterable[tuple[Ranks, str]], max_varying: int | None = MAX
 
 
 def format_range(ranks: Ranks, written: Sequence[str]) -> tuple[str, str]:
-    """What ranks wrote in one place, as one: the range, and the note that names who is far from it ("" if nobody is).
+    """Return the range of what ranks wrote at one position, and a note that names outliers ("" if there are none).
 
-    `("2.31…2.35", "(rank 2: 97.4)")`. Infinite values and nan are always named. Addresses say nothing to anyone: `0x…`.
+    `("2.31…2.35", "(rank 2: 97.4)")`. Infinite values and nan are always named. Addresses are not informative: `0x…`.
     """
     if written.count(written[0]) == len(written):
         return written[0], ""
@@ -171,7 +173,7 @@ def format_range(ranks: Ranks, written: Sequence[str]) -> tuple[str, str]:
 def _parse_number(word: str) -> float:
     try:
         return float(word.replace(",", "") if "," in word else word)
-    except ValueError:  # not a number: another program's idea of a folded line
+    except ValueError:  # not a number: a folded line from other software
         return math.nan
 
 
@@ -181,20 +183,20 @@ def _number_pattern(text: str) -> re.Pattern[str]:
 
 
 def _collect_written(members: Sequence[FoldMember], ranks: Ranks, position: int) -> tuple[str, ...]:
-    """What each rank of all members wrote in one place, in order of ranks."""
+    """Return what each rank of all members wrote at one position, in order of ranks."""
     words: list[str] = []
     for one in members:
         own = one.varying.get(position) if one.varying else None
         words += own or [one.numbers[position]] * len(one.ranks)
     order = [rank for one in members for rank in one.ranks]
-    if order != list(ranks):  # hosts that hold ranks in turn
+    if order != list(ranks):  # hosts with interleaved ranks
         by_rank = dict(zip(order, words, strict=True))
         words = [by_rank[rank] for rank in ranks]
     return tuple(words)
 
 
 def _render_ranges(text: str, ranks: Ranks, varying: Sequence[VaryingNumber]) -> str:
-    """The text with ranges for the numbers that differ."""
+    """Return the text with ranges for the numbers that differ."""
     spans = _number_spans(text)
     pieces: list[str] = []
     done = 0
@@ -204,14 +206,14 @@ def _render_ranges(text: str, ranks: Ranks, varying: Sequence[VaryingNumber]) ->
         pieces += text[done:start], core
         done = stop
         if note:  # after the unit: 4.1…4.3GB (rank 2: 9.9)
-            done = _UNIT.match(text, stop).end()  # type: ignore[union-attr]  # it matches the empty string too
+            done = _UNIT.match(text, stop).end()  # type: ignore[union-attr]  # matches the empty string too
             pieces += text[stop:done], " ", note
     pieces.append(text[done:])
     return "".join(pieces)
 
 
 def _number_spans(text: str) -> list[tuple[int, int]]:
-    """Where the numbers of a text are, ANSI codes counted in."""
+    """Return the spans of the numbers in a text, counting ANSI codes."""
     if "\x1b" not in text:
         return [found.span() for found in _number_pattern(text).finditer(text)]
     offsets: list[int] = []  # of each visible character in the text
@@ -228,7 +230,7 @@ def _number_spans(text: str) -> list[tuple[int, int]]:
 
 
 def _find_outliers(values: Sequence[float]) -> list[int]:
-    """Places of the few values that lie far from all others; none if they are not few."""
+    """Return the indices of values far from all others; empty if they are not few."""
     count = len(values)
     if count < 3:
         return []

@@ -1,4 +1,4 @@
-"""How a call ended on many ranks, folded: equal outcomes once, equal failures once."""
+"""Fold how a call ended on many ranks: equal outcomes once, equal failures once."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def fold_outcomes(pairs: Iterable[tuple[int, Outcome]]) -> tuple[OutcomeGroup, ...]:
-    """Each distinct outcome once, with the ranks that had it. Ordered by lowest rank.
+    """Return each distinct outcome once, with its ranks. Ordered by lowest rank.
 
-    Outcomes are equal when their encoded bytes are, so that a field that is added some day counts too.
+    Outcomes are equal if their encoded bytes are, so fields added later are compared too.
     """
     return merge_parts([tuple(OutcomeGroup((rank,), outcome) for rank, outcome in pairs)])
 
 
 def merge_parts(part_lists: Iterable[Sequence[OutcomeGroup]]) -> tuple[OutcomeGroup, ...]:
-    """The parts of several hosts as one fold. Ordered by lowest rank."""
+    """Merge the outcome groups of several hosts. Ordered by lowest rank."""
     ranks_of: dict[bytes, list[int]] = {}
     outcomes: dict[bytes, Outcome] = {}
     for parts in part_lists:
@@ -39,7 +39,7 @@ def merge_parts(part_lists: Iterable[Sequence[OutcomeGroup]]) -> tuple[OutcomeGr
 
 
 def failure_report_for(report: Message, error: TransferError) -> Message:
-    """What to say where a report does not fit a message: the same call has ended, and why nothing came of it."""
+    """Return the reply for a report too large for a message: the call has ended, and why values are missing."""
     call = getattr(report, "call", None)
     if not isinstance(report, CallFinished):
         return Refused(call=call, error="TransferError", text=str(error))
@@ -52,16 +52,15 @@ def failure_report_for(report: Message, error: TransferError) -> Message:
 
 
 def fold_errors(parts: Iterable[OutcomeGroup]) -> tuple[Failure, ...]:
-    """Each distinct failure once: the same exception at the same place, its message equal but for numbers.
+    """Return each distinct failure once: same exception, same location, messages that differ at most in numbers.
 
-    Of "error" and "interrupted" outcomes; a lost rank is no failure of the code it ran, and one that waited for those
-    that failed is told by `fold_released`. Where messages differ in numbers, `evalue` and the last line of the
-    traceback show the range. The rest of the traceback is the lowest rank's. Where something was raised, that others
-    were stopped says nothing about the cause: they have no traceback then.
+    Covers "error" and "interrupted" outcomes. A lost rank is no failure of the code it ran, and `fold_released` reports
+    ranks that waited for those that failed. Where messages differ in numbers, `evalue` and the last line of the
+    traceback show the range. The rest of the traceback is that of the lowest rank. If any rank raised, interrupted
+    ranks get no traceback, as they say nothing about the cause.
 
     Returns:
-        What was raised before what was stopped; first the failure that most ranks had; among equals, that of the lowest
-        rank.
+        Raised failures before interrupted ones; then by number of ranks, largest first; then by lowest rank.
     """
     parts = tuple(parts)
     raised = any(part.outcome.status == "error" and not _was_released(part) for part in parts)
@@ -82,7 +81,7 @@ def fold_errors(parts: Iterable[OutcomeGroup]) -> tuple[Failure, ...]:
     for group in errors_by_key.values():
         first = group[0][1]
         folded = fold([one for one, _ in group], None)
-        assert folded is not None  # None as the bound: no number of differences is too many
+        assert folded is not None  # as max_varying is None: no limit
         traceback = first.traceback
         if traceback and folded.text != first.evalue:
             traceback = (*traceback[:-1], _replace_message(traceback[-1], first.evalue, folded.text))
@@ -93,7 +92,7 @@ def fold_errors(parts: Iterable[OutcomeGroup]) -> tuple[Failure, ...]:
 
 
 def fold_released(parts: Iterable[OutcomeGroup]) -> tuple[Released, ...]:
-    """The ranks that waited in a collective for others which had left, by where they waited. Ordered by lowest rank."""
+    """Return the ranks that waited in a collective others had left, by where they waited. Ordered by lowest rank."""
     ranks_at: dict[str, list[int]] = {}
     for part in parts:
         if _was_released(part):
@@ -108,11 +107,11 @@ def _was_released(part: OutcomeGroup) -> bool:
 
 
 def ranks_with_status(parts: Iterable[OutcomeGroup], *statuses: str) -> Ranks:
-    """Ranks whose outcome has one of these statuses."""
+    """Return the ranks whose outcome has one of these statuses."""
     return tuple(sorted(rank for part in parts if part.outcome.status in statuses for rank in part.ranks))
 
 
 def _replace_message(line: str, message: str, folded: str) -> str:
-    """A traceback's last line with the folded message in place of one rank's."""
+    """Return a traceback's last line with the folded message in place of one rank's."""
     before, found, after = line.rpartition(message)
     return before + folded + after if found else line

@@ -1,8 +1,8 @@
-"""How folded things read: lines with their ranks, values, failures. Plain text with ANSI colours, and a little HTML.
+"""Render folded lines with their ranks, values and failures: plain text with ANSI colours, and a little HTML.
 
-Whoever shows something of many ranks (kernel, terminal, marimo, a repr) takes the words from here, so that they read
-alike everywhere. Text that ranks wrote stays text: control sequences other than colours are made visible, and in HTML
-everything is escaped but what an object itself gave as its HTML.
+All front ends (kernel, terminal, marimo, a repr) use these functions, so that output reads alike everywhere. Text of
+ranks stays text: control sequences other than colours are made visible, and in HTML everything is escaped except an
+object's own HTML representation.
 """
 
 from __future__ import annotations
@@ -17,31 +17,32 @@ from meshbook.fold.numbers import ANSI_ESCAPE, fold_texts
 from meshbook.ids import Ranks, format_ranks, name_ranks
 from meshbook.wire.messages import FoldedItem, Line, OutcomeGroup, Preview, RankDisplay
 
-# Distinct values shown in text; more are counted. Above as many, values that differ in numbers only become a range.
+# Distinct values shown as text; further ones are counted. If there are more, values that differ only in numbers become
+# a range.
 MAX_SHOWN = 8
-# Distinct values shown as HTML, which takes room: tables, figures.
+# Distinct values shown as HTML, which takes more space: tables, figures.
 MAX_SHOWN_HTML = 4
-# Characters of an error's message in the header above its traceback, which has all of it.
+# Characters of an error message in the header above its traceback, which has the complete message.
 MAX_HEADER_CHARS = 300
 
-# Grey 118: JupyterLab does not know "dim", and draws bright black so dark that it cannot be told from text on white and
-# cannot be read on black. This one has a contrast above 4 on both.
+# Grey 118: JupyterLab ignores "dim", and renders bright black too dark to distinguish from text on white or to read on
+# black. This grey has a contrast above 4 on both.
 _DIM, _BOLD, _RESET = "\x1b[38;5;243m", "\x1b[1m", "\x1b[0m"
 _ACCESS_HINT = "values[rank] shows one"
 _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
-# What could move a terminal's cursor, change its title or hide text: C0 and C1 controls but tab and line end, and the
-# marks that turn the direction of writing around.
+# Characters that could move a terminal's cursor, change its title or hide text: C0 and C1 controls except tab and line
+# end, and marks that change the direction of writing.
 _CONTROL_CHARS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _LABEL_HTML = '<div class="meshbook-ranks" style="opacity:.6;font-size:smaller">'
 
 
 def render_line(line: Line, world_ranks: Ranks, *, colour: bool = True) -> str:
-    """A line, without its end, and a dim `[0-2] ` before it unless all ranks of the call said it."""
+    """Return a line without its end, with a dim `[0-2] ` before it unless all ranks of the call printed it."""
     text = sanitize(line.text, colour=colour)
     if line.ranks != tuple(world_ranks):
         prefix = f"[{format_ranks(line.ranks)}] "
         shown = _dim(prefix, colour)
-        # A colour that the rank left on is not to run into what other ranks say.
+        # A colour that the rank left on must not affect the output of other ranks.
         reset = _RESET if colour and "\x1b" in text else ""
         text = shown + text.replace("\n", f"\n{' ' * len(prefix)}") + reset
     return text
@@ -50,11 +51,11 @@ def render_line(line: Line, world_ranks: Ranks, *, colour: bool = True) -> str:
 def render_values(
     parts: Iterable[OutcomeGroup], world_ranks: Ranks, *, limit: int = MAX_SHOWN, colour: bool = True
 ) -> str:
-    """The values of a call, folded; "" if there are none.
+    """Return the folded values of a call; "" if there are none.
 
-    Equal on all ranks: the bare text, as on one rank. Else each distinct value with the ranks that hold it, ordered by
-    lowest rank, at most `limit` of them. Where there are more, those that differ in numbers only become their range.
-    Ranks without a value (a cell that ends in a statement or in None) are not named.
+    If equal on all ranks, the plain text as on one rank. Else each distinct value with its ranks, ordered by lowest
+    rank, at most `limit` of them. If there are more, values that differ only in numbers are folded into a range. Ranks
+    without a value (a cell that ends in a statement or in None) are not named.
     """
     values = _distinct_values(parts)
     if not values:
@@ -75,10 +76,10 @@ def render_errors(
     released: Sequence[Released] = (),
     colour: bool = True,
 ) -> list[str]:
-    """Lines of a traceback in which many ranks speak with one voice.
+    """Return the lines of a traceback that is folded over ranks.
 
-    For each failure the header `ranks 0-1,3: ZeroDivisionError: division by zero` and its one traceback; then who
-    waited for those that failed, who ran to the end, and who was lost.
+    For each failure the header `ranks 0-1,3: ZeroDivisionError: division by zero` and its one traceback; then the ranks
+    that waited for the failed ones, those that succeeded, and those that were lost.
     """
     lines: list[str] = []
     for failure in failures:
@@ -114,14 +115,14 @@ def render_released(released: Sequence[Released]) -> str:
 
 
 def render_values_html(parts: Iterable[OutcomeGroup], world_ranks: Ranks, *, limit: int = MAX_SHOWN_HTML) -> str | None:
-    """The values of a call as HTML; None if no rank's value has an HTML form, or is an image that others do not share.
+    """Return a call's values as HTML; None if none has HTML and no image differs between ranks.
 
-    Each distinct value is labelled with its ranks, unless all ranks hold the same; at most `limit`, the others are
-    named. An object's own HTML is taken as it is, like in any notebook; all else is escaped.
+    Each distinct value is labelled with its ranks, unless all ranks hold the same one; at most `limit` are shown, the
+    others named. An object's own HTML is used unchanged, as in any notebook; all else is escaped.
     """
     values = _distinct_values(parts)
     everywhere = len(values) == 1 and values[0].ranks == tuple(world_ranks)
-    # An image that all ranks share goes to the front end as it is.
+    # An image that all ranks share is sent to the front end as an image.
     html_forms = [value.preview.html or (None if everywhere else _image_html(value.preview)) for value in values]
     if not any(html_forms):
         return None
@@ -141,16 +142,17 @@ def render_values_html(parts: Iterable[OutcomeGroup], world_ranks: Ranks, *, lim
 
 
 class LiveStatus:
-    """What a reader keeps of lines that are still being written: progress bars' latest states.
+    """The latest states of lines in progress, such as progress bars, for a front end.
 
-    Feed it all items of a call in order; draw `text` where the output ends, again whenever `take` says that it changed.
+    Pass it all items of a call in order; draw `text` at the end of the output, and again whenever `update` returns
+    True.
     """
 
     def __init__(self) -> None:
         self._lines: list[Line] = []
 
     def update(self, item: FoldedItem) -> bool:
-        """Whether the item changed what is to be drawn. A live line itself is not ordinary output."""
+        """Apply an item; whether it changed what is to be drawn. A live line itself is not ordinary output."""
         if isinstance(item, RankDisplay):
             return False
         printed = set(item.ranks)
@@ -165,12 +167,12 @@ class LiveStatus:
         return before != self._lines
 
     def text(self, world_ranks: Ranks, *, colour: bool = True) -> str:
-        """The live lines, each with its ranks, joined by line ends; "" when there are none."""
+        """Return the live lines, each with its ranks, joined by line ends; "" if there are none."""
         return "\n".join(render_line(line, world_ranks, colour=colour) for line in self._lines)
 
 
 def sanitize(text: str, *, colour: bool = True) -> str:
-    """Text of a rank, safe to be shown: colours stay unless told otherwise, other control characters become visible."""
+    """Return a rank's text, safe to display: colours are retained if `colour`, control characters made visible."""
     if text.isascii() and text.isprintable():
         return text
     if "\x1b" in text:
@@ -182,7 +184,7 @@ def sanitize(text: str, *, colour: bool = True) -> str:
 
 
 def plain_text(text: str) -> str:
-    """Text without colours and other control sequences."""
+    """Return text without colours and other control sequences."""
     return sanitize(text, colour=False)
 
 
@@ -190,15 +192,15 @@ def plain_text(text: str) -> str:
 
 
 class _DistinctValue(NamedTuple):
-    """A distinct value and who holds it."""
+    """A distinct value and the ranks that hold it."""
 
     ranks: Ranks
     preview: Preview
-    identical: bool  # False: values that differ where their texts do not
+    identical: bool  # False: the values differ although their texts do not
 
 
 def _distinct_values(parts: Iterable[OutcomeGroup]) -> list[_DistinctValue]:
-    """Distinct values by what a reader can tell apart. Ordered by lowest rank."""
+    """Return the values that differ for a reader. Ordered by lowest rank."""
     by_appearance: dict[tuple[str, str, str | None, str | None], dict[str | None, list[tuple[Ranks, Preview]]]] = {}
     for part in parts:
         if part.outcome.status != "ok" or part.outcome.value is None:
@@ -215,7 +217,7 @@ def _distinct_values(parts: Iterable[OutcomeGroup]) -> list[_DistinctValue]:
 
 
 def _image_html(preview: Preview) -> str | None:
-    """A value's picture as HTML."""
+    """Return a value's image as HTML."""
     if "image/svg+xml" in preview.data:
         return str(preview.data["image/svg+xml"])
     for mime in ("image/png", "image/jpeg", "image/gif", "image/webp"):
@@ -230,7 +232,7 @@ def _value_text(value: _DistinctValue, colour: bool) -> str:
 
 
 def _render_blocks(entries: Sequence[tuple[Ranks, str]], limit: int, colour: bool) -> str:
-    """One block for each entry, its ranks before it, texts in one column."""
+    """Return one block per entry, prefixed with its ranks, with the texts in one column."""
     shown = entries[:limit]
     labels = [f"[{format_ranks(ranks)}] " for ranks, _ in shown]
     width = max(map(len, labels))
@@ -252,7 +254,7 @@ def _dim(text: str, colour: bool) -> str:
 
 
 def _replace_controls(text: str) -> str:
-    """Control characters as pictures of themselves: the escape character as a picture of `ESC`, and so on."""
+    """Replace control characters by symbols: the escape character by the symbol for `ESC`, and so on."""
     return _CONTROL_CHARS.sub(lambda found: _control_picture(ord(found[0])), text)
 
 

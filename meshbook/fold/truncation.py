@@ -1,4 +1,4 @@
-"""What was left out of the output, and the sentence that says so."""
+"""What was omitted from the output, and the notice that says so."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from meshbook.wire.messages import Notice
 
 
 class Truncation:
-    """A place in the output where something is missing. Counts what."""
+    """A gap in the output, with counts of what is missing."""
 
     __slots__ = ("num_chars", "num_displays", "num_lines", "ranks")
 
@@ -31,14 +31,14 @@ class Truncation:
         self.num_chars += num_chars
 
     def merge(self, other: Truncation) -> None:
-        """Make this a gap that holds another one, too."""
+        """Add the counts of another gap to this one."""
         self.ranks |= other.ranks
         self.num_lines += other.num_lines
         self.num_displays += other.num_displays
         self.num_chars += other.num_chars
 
     def notice(self) -> Notice:
-        """`… 12,345 lines (8.1 MB) from rank 3 not shown; %mesh logs 3 shows the last of them`."""
+        """Return `… 12,345 lines (8.1 MB) from rank 3 not shown; %mesh logs 3 shows the last of them`."""
         what = [
             f"{count:,} {word}{'' if count == 1 else 's'}"
             for count, word in ((self.num_lines, "line"), (self.num_displays, "display"))

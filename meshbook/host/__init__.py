@@ -1,1 +1,1 @@
-"""One machine's part of a mesh: starts its ranks, passes commands to them, folds what they report."""
+"""One machine's part of a mesh: starts its ranks, forwards commands to them, folds their reports."""

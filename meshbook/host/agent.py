@@ -1,9 +1,9 @@
-"""A host's memory of its ranks and of the calls they work on, and the two sockets it reaches them by.
+"""A host's agent: its ranks, the calls they work on, and the two sockets that reach them.
 
-Commands come in through `handle`, folded reports go out through `report`; the supervisor may sit in the same process
-(the local engine) or behind a socket (`host/main.py`), the agent does not know. A rank gets one main-thread command at
-a time: the queue is kept here, so that an interrupt is a signal to a process whose work is known, and never hits the
-next cell.
+Commands enter through `handle`, folded reports leave through `report`; the supervisor may run in the same process (the
+local engine) or behind a socket (`host/main.py`), which makes no difference here. A rank gets one main-thread command
+at a time: the host holds the queue, so that an interrupt is a signal to a process whose current command is known, and
+never hits the next cell.
 """
 
 from __future__ import annotations
@@ -45,36 +45,36 @@ from meshbook.wire.stop_timing import ABORT_AFTER_S, KILL_AFTER_S, SIGINT_REPEAT
 
 log = logging.getLogger("meshbook.host")
 
-# Seconds a question (completion, inspection) waits for ranks that keep the GIL.
+# Seconds a query (completion, inspection) waits for ranks that keep the GIL.
 _QUERY_TIMEOUT_S = 1.0
-# Seconds without a beat (they come every second) before a rank counts as silent.
+# Seconds without a heartbeat (they arrive every second) before a rank counts as silent.
 _SILENT_AFTER_S = 5.0
 # Seconds that an open call must have lasted before its progress is reported.
 _PROGRESS_AFTER_S = 0.5
-# ... after a rank's part did not end well, before the supervisor is told that the others go on: they mostly fail alike.
+# ... after a rank's part failed, before the supervisor is notified that the others continue: mostly they fail alike.
 _PROGRESS_AFTER_FAILURE_S = 0.2
 _HEARTBEAT_S = 1.0
 _FLUSH_INTERVAL_S = 0.05
-# Messages of one rank that may lie in a socket when it ends: it sends output 33 times a second at most.
+# Messages of one rank that may be in a socket when it exits: it sends output at most 33 times a second.
 _MAX_LAST_MESSAGES = 256
-_TAIL_BYTES = 8 << 10  # of a log, in which its last line is
-# Characters that one flush may give; the rest waits, and is cut with a notice when it grows too large. Twenty times a
-# second this is about what a front end takes (1 MB/s).
+_TAIL_BYTES = 8 << 10  # of a log: enough to contain its last line
+# Characters that one flush may output; the rest waits, and is truncated with a notice when it grows too large. Twenty
+# times a second this is about what a front end can take (1 MB/s).
 _MAX_FLUSH_CHARS = 32 << 10
 
 
 @dataclass
 class QueuedCommand:
-    """A main-thread command waiting for a rank, in the form it is sent."""
+    """A main-thread command that waits for a rank, encoded."""
 
     call: str
     body: bytes
-    is_cancelled: bool = False  # the call is over, and the rank only hears that it was not run
+    is_cancelled: bool = False  # the call has ended; the rank is only notified that it was not run
 
 
 @dataclass
 class RankHandle:
-    """What the host knows of one rank."""
+    """The host's state of one rank."""
 
     rank: int
     process: RankProcess | None = None
@@ -82,16 +82,16 @@ class RankHandle:
     work_ready: bool = False
     service_ready: bool = False
     exit_reason: str | None = None  # how it ended
-    is_killed_by_us: bool = False  # by us
+    is_killed_by_us: bool = False  # by SIGKILL
     has_actors: bool = False
     queue: deque[QueuedCommand] = field(default_factory=deque)
-    service_backlog: list[bytes] = field(default_factory=list)  # for the service thread, until it listens
+    service_backlog: list[bytes] = field(default_factory=list)  # for the service thread, until it is ready
     running: QueuedCommand | None = None
-    num_outputs: int = 0  # pieces of output heard
-    early_outputs: dict[int, messages.RankOutput] = field(default_factory=dict)  # heard out of order
-    pending_finish: messages.RankFinished | None = None  # waits for output that is still on its way
+    num_outputs: int = 0  # pieces of output received in order
+    early_outputs: dict[int, messages.RankOutput] = field(default_factory=dict)  # received out of order
+    pending_finish: messages.RankFinished | None = None  # waits for output that is still in transit
     log: LogRing = field(default_factory=LogRing)
-    pending_notices: list[messages.Notice] = field(default_factory=list)  # for the next call: it shows what it is told
+    pending_notices: list[messages.Notice] = field(default_factory=list)  # shown in the output of the next call
     heartbeat: messages.RankHeartbeat | None = None
     heartbeat_at: float | None = None
     last_call: str | None = None
@@ -100,7 +100,7 @@ class RankHandle:
 
 @dataclass
 class PendingCall:
-    """An open call: who is still at it, and what the others came to."""
+    """An open call: the ranks that still run it, and the outcomes of the others."""
 
     call: str
     command: Any
@@ -111,12 +111,12 @@ class PendingCall:
     seconds: dict[int, float] = field(default_factory=dict)
     flush_timer: Timer | None = None
     num_reported_done: int = 0
-    is_report_scheduled: bool = False  # a timer will tell of its progress
+    is_report_scheduled: bool = False  # a timer will report its progress
 
 
 @dataclass
 class OrphanOutput:
-    """Output that belongs to no open call, until it has been shown."""
+    """Output that belongs to no open call, until it has been flushed."""
 
     call: str
     ranks: Ranks
@@ -138,9 +138,10 @@ class HostAgent:
         *,
         mergeable: bool = False,
     ) -> None:
-        """
+        """Create the agent and bind its sockets.
+
         Args:
-            folder: where the sockets go; mode 0700.
+            folder: where the sockets are created; mode 0700.
             report: called with every report, from the loop.
             mergeable: other hosts' output will be folded with ours.
         """
@@ -150,9 +151,8 @@ class HostAgent:
         self.hostname = sockets.gethostname()
         self._ranks: dict[int, RankHandle] = {}
         self._by_pid: dict[int, RankHandle] = {}
-        self._authenticated: set[tuple[zmq.Socket[bytes], bytes]] = (
-            set()
-        )  # peers at our sockets that have shown the token
+        # peers of our sockets that have shown the token
+        self._authenticated: set[tuple[zmq.Socket[bytes], bytes]] = set()
         self._rejections = RateLimitedLog(log)
         self._calls: dict[str, PendingCall] = {}
         self._orphan_outputs: dict[str, OrphanOutput] = {}
@@ -187,15 +187,15 @@ class HostAgent:
         socket.bind(address)
         return socket, address
 
-    # ---- commands from above
+    # ---- commands from the supervisor
 
     def warm_up(self, *, with_torch: bool = True, branch_from: str | None = None) -> None:
-        """Start the fork server before anybody asked for ranks, so that its imports are done when they do."""
+        """Start the fork server before ranks are requested, so that its imports are done by then."""
         if self._starter is None:
             self._starter = self._make_fork_starter(with_torch=with_torch, branch_from=branch_from)
 
     def handle(self, command: messages.HostCommand, body: bytes) -> None:
-        """Carry out a command. `body` is its encoding, which is passed on to ranks as it came."""
+        """Carry out a command. `body` is its encoding, which is forwarded to ranks unchanged."""
         match command:
             case messages.StartRanks():
                 self._start_ranks(command)
@@ -298,7 +298,7 @@ class HostAgent:
         )
 
     def _fork_server_exited(self, reason: str) -> None:
-        """The fork server is gone, and with it everything it had forked; nobody else will say so."""
+        """Handle the exit of the fork server and with it of all its children, which no other event reports."""
         last_lines = last_lines_of(_read_tail(self._folder / "supervisor.log"), 1)
         self._start_failed(": ".join([f"the fork server {reason}", *last_lines]))
         for handle in [handle for handle in self._ranks.values() if handle.exit_reason is None]:
@@ -307,7 +307,7 @@ class HostAgent:
                 self._process_exited(handle.process.pid, signal.SIGKILL, cause)
 
     def _start_failed(self, reason: str) -> None:
-        """There will be no process for ranks that have none yet."""
+        """Report a failed start; mark the ranks without a process as exited."""
         self._report(messages.HostFailed(host=self._host, reason=reason))
         for handle in self._ranks.values():
             if handle.process is None and handle.exit_reason is None:
@@ -327,7 +327,7 @@ class HostAgent:
             self._start_failed(str(error))
 
     def _rank_started(self, handle: RankHandle, child: RankProcess) -> None:
-        if handle.exit_reason is not None:  # another could not be started, and the mesh with it
+        if handle.exit_reason is not None:  # another rank could not be started, so the mesh failed to start
             os.kill(child.pid, signal.SIGKILL)
             child.close()
             return
@@ -367,8 +367,11 @@ class HostAgent:
         self._loop.call_later(_QUERY_TIMEOUT_S, lambda: self._skip_waiting_ranks(pending_call))
 
     def _skip_waiting_ranks(self, pending_call: PendingCall) -> None:
-        """Of a question that some rank has not answered: it keeps the GIL, or is stopped. Or of a call that is ended
-        without them."""
+        """Record "skipped" for the ranks that have not finished a call.
+
+        Used for a query that a rank has not replied to (it keeps the GIL, or is stopped), and for a call that ends
+        without them.
+        """
         for rank in sorted(pending_call.waiting_ranks):
             self._record_outcome(pending_call, rank, Outcome(status="skipped"))
         self._finish_if_complete(pending_call)
@@ -381,15 +384,15 @@ class HostAgent:
             for queued in [one for one in handle.queue if _is_target(command, one.call) and not one.is_cancelled]:
                 pending_call = self._calls.get(queued.call)
                 if pending_call is not None and isinstance(pending_call.command, messages.RunOps):
-                    # Other ranks may have changed tensors by it: this one must know that it has not.
+                    # Other ranks may have changed tensors by it: this one must be notified that it has not.
                     cancelled[queued.call] = cancelled.get(queued.call) or _cancelled(pending_call.command)
                     handle.queue[handle.queue.index(queued)] = cancelled[queued.call]
                 else:
                     handle.queue.remove(queued)
                 self._finish_rank(queued.call, handle.rank, Outcome(status="interrupted"))
             if handle.running is not None and command.target in (None, handle.running.call):
-                # By its name, which counts also before the rank has taken the command from its socket; and by a signal,
-                # which needs no service thread that comes to run.
+                # By its id, which also works before the rank has read the command from its socket; and by a signal,
+                # which needs no service thread that is able to run.
                 interrupt = messages.Interrupt(ranks=(handle.rank,), target=handle.running.call)  # type: ignore[arg-type]
                 self._send_to_service(handle, codec.encode_body(interrupt))
                 self._send_signal(handle, signal.SIGINT)
@@ -406,7 +409,8 @@ class HostAgent:
                 self._continue_if_stopped(handle)
 
         self._report_continued(continued)
-        # Ranks take those that follow soon after one that worked for the same Stop (`stop.SAME_STOP_S`).
+        # Ranks ignore a signal that follows soon after one that worked for the same Stop
+        # (`stop_timing.SIGINT_DEBOUNCE_S`).
         for delay_s in SIGINT_REPEATS_S:
             self._loop.call_later(delay_s, again)
         if command.hard:
@@ -422,8 +426,10 @@ class HostAgent:
             self._send_to_service(handle, codec.encode_body(unblock))
 
     def _continue_if_stopped(self, handle: RankHandle) -> bool:
-        """Continue a rank that is stopped (SIGSTOP): no other signal would reach it. Call it after SIGINT, so that this
-        is what the rank finds first. Returns whether it was stopped."""
+        """Continue a rank that is stopped (SIGSTOP), which no other signal reaches; return whether it was stopped.
+
+        Call it after SIGINT, so that the rank finds the SIGINT first.
+        """
         if handle.process is None or handle.exit_reason is not None or procfs.process_state(handle.process.pid) != "T":
             return False
         self._send_signal(handle, signal.SIGCONT)
@@ -447,7 +453,7 @@ class HostAgent:
             self._report(messages.RanksStuck(call=call, ranks=ranks, reason=where))  # type: ignore[arg-type]
 
     def _describe_stuck(self, handle: RankHandle) -> str:
-        """What keeps a rank from coming back from a Stop, as seen from outside; the end of a sentence."""
+        """Return why a rank does not return from a Stop, as seen from outside, as the end of a sentence."""
         pid = handle.process.pid if handle.process is not None else 0
         line = None if handle.heartbeat is None else handle.heartbeat.line
         at = "" if line is None else f", at line {line} of the cell"
@@ -477,8 +483,10 @@ class HostAgent:
         self._report(messages.CallOutput(call=call, items=(item,)))  # type: ignore[arg-type]
 
     def stop(self, grace_s: float, on_stopped: Callable[[], None]) -> None:
-        """End every rank, in order where it listens, by force after `grace_s` seconds; `on_stopped` when none is left.
-        One whose actors are at their end, and that beats meanwhile, has ACTORS_GRACE_S more."""
+        """End every rank, in order if it listens, by SIGKILL after `grace_s` seconds; then call `on_stopped`.
+
+        A rank whose actors are ending, and that still sends heartbeats, has ACTORS_GRACE_S more.
+        """
         self._on_all_exited = on_stopped
         body = codec.encode_body(messages.Exit())
         for handle in self._living_handles(tuple(self._ranks)):
@@ -507,7 +515,7 @@ class HostAgent:
             callback()
 
     def close(self) -> None:
-        """Let go of the sockets. Call after `stop`."""
+        """Close the sockets. Call after `stop`."""
         self._heartbeat_timer.cancel()
         self._snapshots.close()
         for socket in (self._work, self._service):
@@ -572,7 +580,7 @@ class HostAgent:
             return
         pending_call = self._calls.get(call)
         now = self._loop.clock.monotonic()
-        if pending_call is None:  # an actor prints, or a thread of a cell that is over
+        if pending_call is None:  # printed by an actor, or by a thread of a cell that has ended
             orphan = self._orphan_outputs.get(call)
             if orphan is None or handle.rank not in orphan.ranks:
                 ranks = tuple(
@@ -590,8 +598,10 @@ class HostAgent:
             pending_call.flush_timer = self._loop.call_later(_FLUSH_INTERVAL_S, lambda: self._flush_call(pending_call))
 
     def _flush_orphan(self, orphan: OrphanOutput, *, last: bool = False) -> None:
-        """Show what no open call has said; what equal lines other ranks may say is waited for as in a cell, unless
-        these were the last."""
+        """Flush output that belongs to no open call.
+
+        It waits for equal lines of other ranks as in a cell, unless `last`.
+        """
         now = self._loop.clock.monotonic()
         items = list(orphan.folder.flush(now, max_chars=_MAX_FLUSH_CHARS))
         deadline = orphan.folder.next_deadline() if not last else None
@@ -645,7 +655,7 @@ class HostAgent:
 
     def _input_requested(self, message: messages.RankInputRequest) -> None:
         pending_call = self._calls.get(message.call)
-        if pending_call is not None:  # what was printed before the question must be on the screen before it
+        if pending_call is not None:  # earlier output must be displayed before the prompt
             self._flush_call_now(pending_call)
         self._report(
             messages.InputRequest(
@@ -667,7 +677,7 @@ class HostAgent:
             self._report(messages.SegmentsReleased(rank=message.rank, segments=message.released_segments))
 
     def _service_failed(self, message: messages.ServiceFailed) -> None:
-        """Tell the user in the output of the call that runs, or of the next one; keep the traceback in the logs."""
+        """Report the error in the output of the running call, or of the next one; log the traceback."""
         handle = self._ranks[message.rank]
         log.error("rank %d, %s: %s\n%s", message.rank, message.activity, message.error, message.traceback)
         handle.log.append(message.traceback)
@@ -698,12 +708,12 @@ class HostAgent:
             self._drain_if_silent(handle)
         self._report_heartbeat()
         now = self._loop.clock.monotonic()
-        for pending_call in list(self._calls.values()):  # what is told may begin a question to ranks at once
+        for pending_call in list(self._calls.values()):  # a copy: a report may start a query, and so a call, at once
             if now - pending_call.opened_at > _PROGRESS_AFTER_S:
                 self._report_progress(pending_call)
 
     def _report_progress(self, pending_call: PendingCall) -> None:
-        """Say which ranks are done, if that is news."""
+        """Report which ranks have finished, if that has changed."""
         pending_call.is_report_scheduled = False
         done = len(pending_call.outcomes)
         if done != pending_call.num_reported_done and self._calls.get(pending_call.call) is pending_call:
@@ -718,7 +728,7 @@ class HostAgent:
         self._report(messages.HostHeartbeat(host=self._host, ranks=ranks, metrics=self._snapshots.drain_metrics()))
 
     def _drain_if_silent(self, handle: RankHandle) -> None:
-        """Read the output of a rank that is silent: C code that keeps the GIL would block on a full pipe for ever."""
+        """Read the output of a silent rank: C code that keeps the GIL would block on a full pipe for ever."""
         if handle.process is not None and handle.exit_reason is None and self._is_silent(handle):
             self._read_pipes(handle)
 
@@ -754,14 +764,14 @@ class HostAgent:
             exit=handle.exit_reason,
         )
 
-    # ---- the end of a rank
+    # ---- exit of a rank
 
     def _process_exited(self, pid: int, status: int, cause: str | None = None) -> None:
-        """A rank's process has ended.
+        """Handle the exit of a rank's process.
 
         Args:
-            status: as waitpid gives it.
-            cause: what took it along, if that is known; then `status` says nothing.
+            status: as returned by waitpid.
+            cause: what ended it, if known; then `status` has no meaning.
         """
         handle = self._by_pid.pop(pid, None)
         if handle is None or handle.process is None:
@@ -775,7 +785,7 @@ class HostAgent:
         if oom_killed:
             handle.exit_reason += " because the host ran out of memory"
         self._drain_sockets()
-        if handle.pending_finish is not None:  # it finished, and died before its last output came
+        if handle.pending_finish is not None:  # it finished, and died before its last output arrived
             finish, handle.pending_finish = handle.pending_finish, None
             handle.num_outputs = finish.last_output_seq
             self._rank_finished(finish)
@@ -808,8 +818,11 @@ class HostAgent:
         self._check_all_exited()
 
     def _drain_sockets(self) -> None:
-        """Reports of a dead rank that still lie in the sockets come before the news of its death. Those of others come
-        in turn with them, and go on coming: as many rounds are taken as a rank has sent messages at most."""
+        """Handle the reports of a dead rank that are still in the sockets, before its exit is reported.
+
+        Messages of other ranks are interleaved with them and keep arriving: the number of rounds is bounded by the most
+        messages that each rank can have sent.
+        """
         for socket in (self._work, self._service):
             for _ in range(_MAX_LAST_MESSAGES * len(self._ranks)):
                 if not socket.poll(0):
@@ -817,12 +830,14 @@ class HostAgent:
                 frames = socket.recv_multipart()
                 try:
                     self._on_message(socket, frames)
-                except Exception:  # the death must be told all the same
+                except Exception:  # the exit must be reported in any case
                     log.exception("a report from %r could not be handled", frames[0][:16])
 
     def _read_pipes(self, handle: RankHandle) -> str:
-        """What lies in the rank's stdout and stderr, never read by it. What comes while this reads is left: a process
-        that the rank has started may write without end."""
+        """Return the unread content of the rank's stdout and stderr.
+
+        Output that arrives during the read is ignored: a child process of the rank may write without end.
+        """
         unread_output = ""
         if handle.process is None:
             return unread_output
@@ -873,7 +888,7 @@ class HostAgent:
         if pending_call.flush_timer is not None:
             pending_call.flush_timer.cancel()
         if isinstance(pending_call.command, messages.FormGroups):
-            self._report_heartbeat()  # whoever hears that the mesh is ready can see its ranks at once
+            self._report_heartbeat()  # the ranks must be visible as soon as the mesh is reported ready
         small = len(pending_call.outcomes) <= 64
         self._report(
             messages.CallFinished(
@@ -937,7 +952,7 @@ class HostAgent:
 
 
 def _read_tail(path: Path) -> str:
-    """The end of a file that may be long."""
+    """Return the end of a file that may be long."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
@@ -947,7 +962,7 @@ def _read_tail(path: Path) -> str:
 
 
 def _describe_failure(pending_call: PendingCall) -> str:
-    """The first part that did not end well, with its error; "" if none did."""
+    """Return the error of the lowest rank that failed; "" if none did."""
     for rank, outcome in sorted(pending_call.outcomes.items()):
         if outcome.status != "ok" and (error := outcome.error) is not None:
             return f"rank {rank}: {error.ename}: {error.evalue}"
@@ -955,20 +970,20 @@ def _describe_failure(pending_call: PendingCall) -> str:
 
 
 def _is_target(command: messages.Interrupt, call: str) -> bool:
-    """Whether a Stop also takes back a call that waits: the one it names, or with no name those of who stops."""
+    """Whether a Stop also cancels a queued call: the named one, or without a target those of the client that stops."""
     if command.target is not None:
         return command.target == call
     return command.client in (None, client_of_call(call))
 
 
 def _cancelled(command: messages.RunOps) -> QueuedCommand:
-    """The same, for ranks that are not to run it."""
+    """Return the command for ranks that must not run it."""
     cancelled_command = msgspec.structs.replace(command, fetch=None, is_cancelled=True)
     return QueuedCommand(command.call, codec.encode_body(cancelled_command), is_cancelled=True)
 
 
 def num_unread_bytes(fd: int) -> int:
-    """How much lies in a pipe."""
+    """Return the number of bytes in a pipe."""
     return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 

@@ -1,7 +1,7 @@
 """How many threads each rank of a host may use: the cores that this process may run on, divided.
 
-`os.cpu_count` counts the machine's. Slurm, taskset and containers give a process fewer, by a set of cores (affinity) or
-by a share of their time (a cgroup's quota).
+`os.cpu_count` counts the machine's cores. Slurm, taskset and containers give a process fewer, by a set of cores
+(affinity) or by a share of their time (a cgroup's quota).
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ ReadText = Callable[[str], str | None]
 
 
 def threads_per_rank(num_ranks: int, cores: int, quota: float | None) -> int:
-    """Threads for each of `num_ranks` ranks, 1 at least.
+    """Return the number of threads for each of `num_ranks` ranks, at least 1.
 
     Args:
-        cores: that the ranks may run on.
-        quota: cores' worth of time that their cgroup may use; None: no limit.
+        cores: cores that the ranks may run on.
+        quota: CPU time that their cgroup may use, in cores; None: no limit.
     """
     usable = float(cores) if quota is None else min(float(cores), quota)
     return max(1, int(usable / max(1, num_ranks)))
 
 
 def num_cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     try:
         return len(os.sched_getaffinity(0))
     except (AttributeError, OSError):  # macOS
@@ -33,10 +33,10 @@ def num_cores() -> int:
 
 
 def cgroup_quota(read: ReadText | None = None) -> float | None:
-    """Cores' worth of time that this process's cgroup, and every one above it, may use; None: no limit is known.
+    """Return the CPU quota, in cores, of this process's cgroup and all above it; None if no limit is known.
 
     Args:
-        read: the text of a file, or None when there is none.
+        read: returns the text of a file, or None if there is none.
     """
     read = _read if read is None else read
     found: list[float] = []
@@ -51,7 +51,10 @@ def cgroup_quota(read: ReadText | None = None) -> float | None:
 
 
 def _quotas_up_to_root(path: str, mount: str, quota: Callable[[str], float | None]) -> list[float]:
-    """Those of a cgroup and of all above it. In a container its own is the mount itself, whatever its path outside."""
+    """Return the quotas of a cgroup and all above it.
+
+    In a container, its own cgroup is the mount itself, whatever its path outside.
+    """
     parts = [part for part in path.split("/") if part and part != ".."]
     folders = ["/".join([mount, *parts[:depth]]) for depth in range(len(parts), -1, -1)]
     return [found for folder in folders if (found := quota(folder)) is not None]

@@ -1,7 +1,7 @@
-"""What the NVIDIA driver says of this host's GPUs, by NVML.
+"""What the NVIDIA driver reports of this host's GPUs, by NVML.
 
-On a thread of its own: a GPU that has fallen off the bus can make it wait. Without a driver there is nothing to say,
-and that is no error. NVML is reached by NVIDIA's own bindings, nvidia-ml-py.
+Runs on a thread of its own, because a GPU that has fallen off the bus can block it. Without a driver there is no data,
+which is not an error. NVML is accessed by NVIDIA's own bindings, nvidia-ml-py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SAMPLE_S = 1.0
 
 
 class GpuSample(NamedTuple):
-    """One device, all processes on it together."""
+    """One device, all its processes together."""
 
     used_bytes: int
     total_bytes: int
@@ -27,7 +27,7 @@ class GpuSample(NamedTuple):
 
 
 class GpuSampler:
-    """Samples the GPUs that somebody wants to know about, once per second; the thread starts with the first of them."""
+    """Samples the requested GPUs once per second; the first request starts the thread."""
 
     def __init__(self) -> None:
         self._uuids: set[str] = set()
@@ -36,7 +36,7 @@ class GpuSampler:
         self._stop = threading.Event()
 
     def add(self, uuid: str) -> None:
-        """From now on sample this GPU. Does not wait."""
+        """Start to sample this GPU. Does not block."""
         if uuid not in self._uuids:
             self._uuids = {*self._uuids, uuid}
         if self._thread is None:
@@ -44,7 +44,7 @@ class GpuSampler:
             self._thread.start()
 
     def last_sample(self, uuid: str) -> GpuSample | None:
-        """What was seen last; None while nothing is known."""
+        """Return the last sample; None if there is none yet."""
         return self._samples.get(uuid)
 
     def close(self) -> None:
@@ -57,14 +57,14 @@ class GpuSampler:
         while not self._stop.wait(_SAMPLE_S if self._samples else 0.0):
             try:
                 self._samples = {uuid: sample for uuid in self._uuids if (sample := nvml.sample(uuid)) is not None}
-            except Exception:  # whatever a driver answers in its last hours: no GPU is known then
+            except Exception:  # any error of a failing driver: then no GPU is known
                 self._samples = {}
-            if not self._samples and self._stop.wait(_SAMPLE_S):  # the driver does not know them; it may yet
+            if not self._samples and self._stop.wait(_SAMPLE_S):  # the driver does not know them yet; try again later
                 return
 
 
 class Nvml:
-    """What is needed here of NVIDIA's own bindings, `pynvml`."""
+    """The part of NVIDIA's own bindings, `pynvml`, that is needed here."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -72,7 +72,7 @@ class Nvml:
 
     @classmethod
     def load(cls) -> Nvml | None:
-        """None: this machine has no NVIDIA driver."""
+        """Return the bindings; None if this machine has no NVIDIA driver."""
         try:
             import pynvml
 
@@ -97,21 +97,25 @@ class Nvml:
         return GpuSample(int(memory.used), int(memory.total), utilization)
 
     def count(self) -> int:
-        """Devices that this process may use; does not wake them, which takes seconds without the persistence daemon."""
+        """Return the number of devices that this process may use.
+
+        It does not wake them, which takes seconds without the persistence daemon.
+        """
         return int(self._library.nvmlDeviceGetCount())
 
     def uuids(self) -> list[str]:
-        """Of all devices, in the driver's order."""
+        """Return the UUIDs of all devices, in the driver's order."""
         handles = [self._library.nvmlDeviceGetHandleByIndex(index) for index in range(self.count())]
         return [str(self._library.nvmlDeviceGetUUID(handle)) for handle in handles]
 
 
 def count_gpus(proc: Path = Path("/proc/driver/nvidia/gpus")) -> int:
-    """NVIDIA GPUs that ranks of this process would see: CUDA_VISIBLE_DEVICES counts as it does for CUDA. Initialises
-    no CUDA. Takes milliseconds; where there is no driver, none.
+    """Return the number of NVIDIA GPUs that ranks of this process would see, 0 without a driver.
+
+    CUDA_VISIBLE_DEVICES is applied as CUDA applies it. Takes milliseconds, and does not initialise CUDA.
 
     Args:
-        proc: a folder per GPU, which the driver keeps.
+        proc: the driver's folder with one folder per GPU.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
@@ -130,12 +134,12 @@ def count_gpus(proc: Path = Path("/proc/driver/nvidia/gpus")) -> int:
 
 
 def num_visible(num_gpus: int, uuids: Callable[[], list[str]], visible: str | None) -> int:
-    """How many of a machine's GPUs CUDA shows a process.
+    """Return how many of a machine's GPUs CUDA shows a process.
 
     Args:
-        uuids: of all GPUs; asked only where they are needed. An empty list: they are not known.
-        visible: CUDA_VISIBLE_DEVICES; None when it is not set. Indices or the beginnings of UUIDs; what follows the
-            first that names no GPU is not seen, and nothing is seen when one is named twice.
+        uuids: returns those of all GPUs; called only if needed. An empty list: they are not known.
+        visible: CUDA_VISIBLE_DEVICES; None if it is not set. Indices or prefixes of UUIDs; entries after the first that
+            names no GPU are ignored, and no GPU is visible if one is named twice.
     """
     if visible is None:
         return num_gpus

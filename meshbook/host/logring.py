@@ -1,4 +1,4 @@
-"""The last output of a rank, kept on its host: for `%mesh logs`, and for what a dead rank said last."""
+"""The last output of a rank, stored on its host: for `%mesh logs`, and for the last lines of a dead rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MAX_CHARS = 1 << 20
 
 
 class LogRing:
-    """Text, newest kept, at most `limit_bytes` of it (counted in characters)."""
+    """The newest text, at most `max_chars` characters."""
 
     def __init__(self, max_chars: int = MAX_CHARS) -> None:
         self._max_chars = max_chars
@@ -30,6 +30,6 @@ class LogRing:
 
 
 def last_lines_of(text: str, count: int = 10) -> tuple[str, ...]:
-    """The last lines that say something; of a progress bar its last state."""
+    """Return the last non-empty lines; of a progress bar, its last state."""
     lines = [line.rstrip("\r").rsplit("\r", 1)[-1].rstrip() for line in text[-(1 << 14) :].split("\n")]
     return tuple([line for line in lines if line][-count:])

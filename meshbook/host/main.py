@@ -1,6 +1,6 @@
 """A host as a process of its own: `python -m meshbook.host.main FOLDER HOST ADDRESS`, the token on standard input.
 
-It connects to the supervisor, shows the token, and from then on an agent does all the work.
+It connects to the supervisor and shows the token; from then on a HostAgent does all the work.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
     def report(message: messages.HostReport) -> None:
         try:
             frames = codec.encode(message)
-        except TransferError as error:  # whoever waits for it must hear something
+        except TransferError as error:  # the supervisor waits for a reply, so send the failure
             log.warning("%s", error)
             frames = codec.encode(failure_report_for(message, error))
         supervisor_socket.send_multipart(frames)
@@ -62,7 +62,7 @@ def main() -> None:
     supervisor_socket.send_multipart(codec.encode(ready))
     loop.run()
     agent.close()
-    supervisor_socket.close(linger=_LINGER_MS)  # what ranks said last may still be on its way
+    supervisor_socket.close(linger=_LINGER_MS)  # the ranks' last output may still be in transit
     context.term()
 
 

@@ -1,8 +1,8 @@
-"""A rank's process as the system sees it: /proc, and its Python stacks by py-spy. For ranks that do not answer.
+"""A rank's process as the system reports it: /proc, and its Python stacks by py-spy. For ranks that do not reply.
 
-Everything here may take a while (a process in an uninterruptible wait can make a read of its files in /proc wait too),
-so it is called on threads of its own (`host.snapshots`) and never on the agent's loop. What cannot be had is said, not
-raised.
+Everything here may block for a while (a process in an uninterruptible wait can block reads of its files in /proc too),
+so it runs on threads of its own (`host.snapshots`) and never on the agent's loop. Unavailable information is reported
+as such, not raised.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from meshbook.wire.messages import ProcessStatus, ThreadStack
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
-# Children that are told, and characters of each one's command line.
+# Limits of the report: children, and characters of each one's command line.
 _MAX_CHILDREN = 32
 _MAX_COMMAND_CHARS = 160
 
-# Threads that are told of.
+# Threads that are reported.
 _MAX_TASKS = 256
 
-# Descriptors of a poll or select that are told.
+# Descriptors of a poll or select that are reported.
 _MAX_DESCRIBED_FDS = 4
 
-# System calls that a process is found waiting in: number on x86-64, number on arm64 (both of Linux; None: it has none),
-# name, and which argument is a descriptor, a path, or something to look up.
+# System calls that block: number on x86-64, number on arm64 (both of Linux; None: it has none), name, the kind of the
+# relevant argument (a descriptor, a path, or a structure to look up), and its position.
 _BLOCKING_SYSCALLS: tuple[tuple[int | None, int | None, str, str, int], ...] = (
     (0, 63, "read", "fd", 0),
     (1, 64, "write", "fd", 0),
@@ -97,7 +97,7 @@ _SYSCALLS_BY_NUMBER = {
 
 
 def read_process(pid: int) -> ProcessStatus | None:
-    """What /proc says of a process; None when it is gone."""
+    """Return what /proc reports of a process; None if it has exited."""
     fields = _read_stat(pid)
     if fields is None:
         return None
@@ -113,7 +113,7 @@ def read_process(pid: int) -> ProcessStatus | None:
 
 
 def read_threads(pid: int) -> dict[int, tuple[str, str | None]]:
-    """The state and the system call of each of its threads, by the system's number of the thread."""
+    """Return the state and the system call of each of its threads, by the system's thread id."""
     found: dict[int, tuple[str, str | None]] = {}
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task")[:_MAX_TASKS]:
@@ -125,33 +125,35 @@ def read_threads(pid: int) -> dict[int, tuple[str, str | None]]:
 
 
 def process_state(pid: int) -> str:
-    """Its state's letter, "" when it is gone. Never waits."""
+    """Return its state letter, "" if it has exited. Never blocks."""
     fields = _read_stat(pid)
     return "" if fields is None else fields[0]
 
 
 def is_alive(pid: int) -> bool:
-    """Whether it is there and still has a program: one that was killed gives up its memory some moments before its
-    state says that it has ended."""
+    """Whether a process exists and still has a program.
+
+    A killed process frees its memory some moments before its state shows that it has ended.
+    """
     try:
         os.readlink(f"/proc/{pid}/exe")
     except FileNotFoundError:
         return False
-    except OSError:  # it is not for us to see
+    except OSError:  # no permission to read it
         pass
     return process_state(pid) not in ("", "Z", "X")
 
 
 def _read_stat(pid: int) -> list[str] | None:
-    """The fields of /proc/<pid>/stat from the state on."""
+    """Return the fields of /proc/<pid>/stat from the state on."""
     text = _read(f"/proc/{pid}/stat")
-    # The name in brackets may hold anything, brackets too.
+    # The name in brackets may contain anything, brackets too.
     fields = text.rpartition(b")")[2].decode("ascii", "replace").split()
     return fields if len(fields) > 21 else None
 
 
 def _current_syscall(pid: int, state: str) -> tuple[str | None, str | None]:
-    """The system call of the main thread and what it is about, as far as the kernel tells."""
+    """Return the system call of the main thread and its relevant argument, as far as the kernel reports them."""
     fields = _read(f"/proc/{pid}/syscall").split()
     name, kind, position = _parse_syscall(fields)
     if name is None:
@@ -178,7 +180,7 @@ def _current_syscall(pid: int, state: str) -> tuple[str | None, str | None]:
 
 
 def _parse_syscall(fields: list[bytes]) -> tuple[str | None, str, int]:
-    """Name, kind and telling argument of what /proc/.../syscall says."""
+    """Return name, kind and position of the relevant argument, from the fields of /proc/.../syscall."""
     if len(fields) < 8 or fields[0].startswith(b"-"):  # "running"; not allowed; stopped outside any system call
         return None, "", 0
     number = int(fields[0])
@@ -203,7 +205,7 @@ def _fds_of_epoll(pid: int, epoll: int) -> list[int]:
 
 
 def _read_memory(pid: int, address: int, count: int) -> bytes:
-    """Bytes of its memory; fewer where they end at a page that is not there."""
+    """Read bytes of its memory; fewer if they end at an unmapped page."""
     with open(f"/proc/{pid}/mem", "rb", buffering=0) as file:
         data = b""
         while len(data) < count:
@@ -217,7 +219,7 @@ def _read_memory(pid: int, address: int, count: int) -> bytes:
             if not piece:
                 break
             data += piece
-            if b"\0" in piece and count == 4096:  # a path, and this was its end
+            if b"\0" in piece and count == 4096:  # a path that ends here
                 break
         return data
 
@@ -228,7 +230,7 @@ def _describe_fds(pid: int, fds: list[int]) -> str | None:
 
 
 def _describe_fd(pid: int, fd: int) -> str | None:
-    """What a descriptor leads to: a path, "pipe", "socket 10.0.0.1:80"."""
+    """Return what a descriptor refers to: a path, "pipe", "socket 10.0.0.1:80"."""
     try:
         target = os.readlink(f"/proc/{pid}/fd/{fd & 0xFFFFFFFF}")
     except OSError:
@@ -243,7 +245,7 @@ def _describe_fd(pid: int, fd: int) -> str | None:
 
 
 def _describe_socket(pid: int, inode: str) -> str:
-    """The other end of a socket, by the tables of the process' own network namespace."""
+    """Return the peer of a socket, by the tables of the process's own network namespace."""
     wanted = inode.encode()
     for kind in ("tcp", "tcp6", "udp", "udp6"):
         for line in _read(f"/proc/{pid}/net/{kind}").splitlines()[1:]:
@@ -261,7 +263,7 @@ def _describe_socket(pid: int, inode: str) -> str:
 
 
 def _parse_address(encoded: bytes) -> str:
-    """`0100007F:1F90` is 127.0.0.1:8080: each group of four bytes in the machine's order."""
+    """Parse `0100007F:1F90` as 127.0.0.1:8080: each group of four bytes is in the machine's byte order."""
     host, _, port = encoded.partition(b":")
     raw = bytes.fromhex(host.decode())
     if sys.byteorder == "little":
@@ -274,7 +276,7 @@ def _parse_address(encoded: bytes) -> str:
 
 
 def _iter_children(pid: int) -> Iterator[tuple[int, str, str]]:
-    """Its children: pid, state, command line."""
+    """Yield its children: pid, state, command line."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -286,7 +288,7 @@ def _iter_children(pid: int) -> Iterator[tuple[int, str, str]]:
 
 
 def _command_line(pid: int) -> str:
-    """Its command line; led by the name that it has given itself, if it has (forked workers share a command line)."""
+    """Return its command line, prefixed by its name if it has set one (forked workers share a command line)."""
     command_line = _read(f"/proc/{pid}/cmdline").replace(b"\0", b" ").decode("utf-8", "replace").strip()
     process_name = _read(f"/proc/{pid}/comm").decode("utf-8", "replace").strip()
     if process_name and process_name not in command_line:
@@ -298,19 +300,19 @@ def _read(path: str) -> bytes:
     try:
         with open(path, "rb") as file:
             return file.read()
-    except OSError:  # it has ended, or it is not for us to see
+    except OSError:  # it has exited, or there is no permission to read it
         return b""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Killed for memory
+# Out-of-memory kills
 
 
 def num_oom_kills() -> int:
-    """How often the out-of-memory killer has struck so far, by the counters of the machine and of our control group.
+    """Return how often the out-of-memory killer has struck, by the counters of the machine and of our cgroup.
 
-    Good for comparing with itself only. That it has grown is no proof of whom it hit; but a rank that dies of a SIGKILL
-    which nobody sent, within the same seconds, is hardly ever another story.
+    Only useful for comparison with an earlier value. An increase does not prove which process was hit; but for a rank
+    that dies of a SIGKILL of unknown origin within the same seconds, it is almost always the cause.
     """
     counts = []
     paths = ["/proc/vmstat"]
@@ -332,7 +334,7 @@ def num_oom_kills() -> int:
 
 
 def find_py_spy() -> str | None:
-    """Its executable: beside this interpreter, where pip says it has put it, or on PATH."""
+    """Return py-spy's executable: beside this interpreter, where pip reports it, or on PATH."""
     folders = [os.path.dirname(sys.executable), sysconfig.get_path("scripts")]
     for folder in folders:
         if folder and (found := shutil.which("py-spy", path=folder)):
@@ -345,9 +347,9 @@ def find_py_spy() -> str | None:
 
 
 def dump_python_stacks(pid: int, timeout_s: float) -> tuple[tuple[ThreadStack, ...], str | None]:
-    """Stacks of a process that is not asked, and why there are none. Blocks, at most `timeout_s` seconds.
+    """Return the stacks of a process that does not reply, and why there are none. Blocks, at most `timeout_s` seconds.
 
-    The process is read, never paused: one that does not answer stands still anyway, and a stopped one could not be
+    The process is read, never paused: one that does not reply does not change anyway, and a stopped one could not be
     paused.
     """
     program = find_py_spy()
@@ -357,7 +359,7 @@ def dump_python_stacks(pid: int, timeout_s: float) -> tuple[tuple[ThreadStack, .
             "`pip install py-spy` on the rank's host, and ask again"
         )
     problem, deadline = None, time.monotonic() + timeout_s
-    for _ in range(2):  # read while it changes, a stack may make no sense; the second reading does
+    for _ in range(2):  # a stack read while it changes may be inconsistent; a second reading rarely is
         try:
             completed = subprocess.run(
                 [program, "dump", "--pid", str(pid), "--json", "--nonblocking"],
@@ -384,7 +386,7 @@ def dump_python_stacks(pid: int, timeout_s: float) -> tuple[tuple[ThreadStack, .
 
 
 def explain_py_spy_error(stderr: str, *, alive: bool) -> str:
-    """What py-spy complained of, in words that say what would help."""
+    """Return py-spy's error as a sentence that says what would help."""
     if not alive:
         return "it ended while its stacks were read"
     lowered = stderr.lower()

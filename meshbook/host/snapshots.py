@@ -1,8 +1,8 @@
-"""Looking at one host's ranks: each is asked, and those that do not answer are looked at from outside.
+"""Snapshots of one host's ranks: each is queried, and those that do not reply are inspected from outside.
 
-The agent's loop never waits here: what may take time (/proc, py-spy) runs on short-lived threads that post what they
-found, and a look is over after two seconds whatever they do. Also keeps what ranks measure from beat to beat, because a
-rank that has stopped cannot say what it did last.
+The agent's loop never blocks here: operations that may block (/proc, py-spy) run on short-lived threads that post their
+results, and a request ends after two seconds in any case. This module also stores the ranks' metrics from heartbeat to
+heartbeat, because a stopped rank cannot report what it did last.
 """
 
 from __future__ import annotations
@@ -32,32 +32,33 @@ from meshbook.wire.messages import (
     ThreadStack,
 )
 
-# Seconds a rank has to answer before it is looked at from outside as well. A rank whose threads share the interpreter
-# fairly answers in 5 to 20 ms, on a crowded machine in 50; the whole look should take no more than 300.
+# Seconds a rank has to reply before it is inspected from outside as well. A rank whose threads share the interpreter
+# fairly replies in 5 to 20 ms, on a crowded machine in 50; the complete request should take at most 300.
 _INSIDE_TIMEOUT_S = 0.15
-# ... unless it is silent already: its last beat is older than this (they come every second).
+# ... unless it is silent already: its last heartbeat is older than this (they come every second).
 _SILENT_AFTER_S = 2.0
-# Seconds after which a look is over, with what is known by then.
+# Seconds after which a request ends, with the results so far.
 _TIMEOUT_S = 2.0
 # ... of which py-spy may take this much.
 _PY_SPY_TIMEOUT_S = 1.6
-# Looks from outside at one time: each keeps a core busy for some 30 ms.
+# Concurrent py-spy runs: each keeps a core busy for some 30 ms.
 _MAX_PY_SPY_RUNS = max(4, os.cpu_count() or 1)
 
-# Collectives of a rank that are remembered from its beats, for when it cannot be asked.
+# Collectives of a rank that are stored from its heartbeats, for when it does not reply.
 _MAX_RETAINED_COLLECTIVES = 64
 
-# Looks back, one per second, at how often the system has run out of memory: a killed rank's end is noticed within this.
+# Samples, one per second, of the system's count of out-of-memory kills: a kill is attributed to a rank within this
+# time.
 _OOM_WINDOW_S = 5
 
-# What one host beat tells of a rank at most.
+# Limits of what one host heartbeat reports of a rank.
 _MAX_REPORTED_SCALARS = 8192
 _MAX_REPORTED_COLLECTIVES = 512
 
 
 @dataclass(frozen=True)
 class SnapshotTarget:
-    """What the agent knows of a rank that is to be looked at."""
+    """What the agent knows of a rank to be inspected."""
 
     rank: int
     pid: int | None  # None: it is being started
@@ -67,12 +68,12 @@ class SnapshotTarget:
     label: str | None = None
     is_cell: bool = False
     running_s: float | None = None
-    last_collective: str | None = None  # from its last words
+    last_collective: str | None = None  # from its crash log
 
 
 @dataclass(frozen=True)
 class _ProcessFacts:
-    """What /proc says."""
+    """What /proc reports."""
 
     process: ProcessStatus | None
     threads: dict[int, tuple[str, str | None]]
@@ -80,18 +81,18 @@ class _ProcessFacts:
 
 @dataclass
 class _PendingSnapshots:
-    """One look in progress."""
+    """One open request."""
 
     command: messages.TakeSnapshots
     targets: dict[int, SnapshotTarget]
     process_facts: dict[int, _ProcessFacts] = field(default_factory=dict)
     inside_snapshots: dict[int, RankSnapshot] = field(default_factory=dict)
     outside_stacks: dict[int, tuple[tuple[ThreadStack, ...], str | None]] = field(default_factory=dict)
-    inspected_outside: set[int] = field(default_factory=set)  # ranks that are being looked at from outside
+    inspected_outside: set[int] = field(default_factory=set)  # ranks for which an inspection from outside has started
     timers: list[Timer] = field(default_factory=list)
 
     def is_complete(self, rank: int) -> bool:
-        """Whether there is nothing to wait for; of a process that is gone, there is: the news of how it ended."""
+        """Whether nothing remains to wait for; for a process that has exited, the report of its exit does."""
         if rank not in self.process_facts:
             return False
         stacks_seen, _ = self.outside_stacks.get(rank, ((), None))
@@ -102,17 +103,17 @@ class _PendingSnapshots:
         )
 
     def process(self, rank: int) -> ProcessStatus | None:
-        """What the system says of it; None while that is not known, and when it is gone."""
+        """Return the system's status of a process; None if it is unknown or the process has exited."""
         return self.process_facts[rank].process if rank in self.process_facts else None
 
     def user_stacks(
         self, rank: int, raw_stacks: tuple[ThreadStack, ...], file: str | None, *, is_busy: bool
     ) -> tuple[ThreadStack, ...]:
-        """The user's part of a rank's stacks, with what the system says of each thread."""
+        """Return the user's part of a rank's stacks, with the system's state of each thread."""
         threads = self.process_facts[rank].threads if rank in self.process_facts else {}
         trimmed = []
         for stack in raw_stacks:
-            if stack.is_main and not is_busy:  # it waits for a command, and that is no work of the user's
+            if stack.is_main and not is_busy:  # it waits for a command, which is not the user's code
                 stack = msgspec.structs.replace(stack, frames=(), num_truncated=0, truncated_at=0)
             state, syscall = threads.get(stack.native_id or 0, ("", None))
             trimmed.append(
@@ -123,17 +124,17 @@ class _PendingSnapshots:
 
 @dataclass
 class _RankRecord:
-    """What a rank has told with its beats, and how it ended."""
+    """What a rank has reported by heartbeats, and how it ended."""
 
     health: Health | None = None
     collectives: OrderedDict[tuple[object, ...], tuple[CollectiveInfo, float]] = field(default_factory=OrderedDict)
-    unsent: RankMetrics | None = None  # for the next host beat
+    unsent: RankMetrics | None = None  # for the next host heartbeat
     received_at: float = 0.0
     exited: RankExited | None = None
 
 
 class SnapshotCollector:
-    """Takes snapshots of one host's ranks. Every method is the loop's."""
+    """Takes snapshots of one host's ranks. Call every method from the loop."""
 
     def __init__(
         self,
@@ -142,10 +143,11 @@ class SnapshotCollector:
         send_to_rank: Callable[[int, bytes], None],
         report: Callable[[messages.SnapshotReply], None],
     ) -> None:
-        """
+        """Create a collector.
+
         Args:
             send_to_rank: sends an encoded command to a rank's service thread.
-            report: is given the answer to each look.
+            report: called with the reply to each request.
         """
         self._loop, self._hostname, self._send_to_rank, self._report = loop, hostname, send_to_rank, report
         self._pending: dict[str, _PendingSnapshots] = {}
@@ -155,7 +157,7 @@ class SnapshotCollector:
         self._py_spy_slots = threading.Semaphore(_MAX_PY_SPY_RUNS)
         self._oom_kills: deque[int] = deque([procfs.num_oom_kills()], maxlen=_OOM_WINDOW_S)
 
-    # ---- looking
+    # ---- requests
 
     def collect(self, command: messages.TakeSnapshots, body: bytes, targets: list[SnapshotTarget]) -> None:
         """Take snapshots of `targets`; `report` gets them within two seconds."""
@@ -174,7 +176,7 @@ class SnapshotCollector:
         self._finish_if_complete(pending)
 
     def reply_received(self, message: messages.RankSnapshotReply) -> None:
-        """A rank has looked at itself."""
+        """Record the snapshot that a rank has taken of itself."""
         pending = self._pending.get(message.call)
         if pending is not None and message.rank in pending.targets:
             pending.inside_snapshots[message.rank] = message.snapshot
@@ -204,7 +206,7 @@ class SnapshotCollector:
 
     def _read_stacks(self, call: str, rank: int, pid: int) -> None:
         self._read_process(call, rank, pid)  # again: now it is known to be stuck
-        if not self._py_spy_slots.acquire(timeout=_TIMEOUT_S):  # the look is over by now
+        if not self._py_spy_slots.acquire(timeout=_TIMEOUT_S):  # the request has ended by now
             return
         try:
             self._results.put((call, rank, procfs.dump_python_stacks(pid, _PY_SPY_TIMEOUT_S)))
@@ -218,7 +220,7 @@ class SnapshotCollector:
             return
         if isinstance(found, _ProcessFacts):
             pending.process_facts[rank] = found
-            if found.process is not None and found.process.state in ("T", "t"):  # stopped: it will not answer
+            if found.process is not None and found.process.state in ("T", "t"):  # stopped: it will not reply
                 self._inspect_outside(pending, pending.targets[rank])
         else:
             pending.outside_stacks[rank] = found
@@ -239,7 +241,7 @@ class SnapshotCollector:
         snapshots = tuple(self._snapshot(pending, target) for target in pending.targets.values())
         self._report(messages.SnapshotReply(call=pending.command.call, snapshots=snapshots))
 
-    # ---- what is said of each rank
+    # ---- snapshots
 
     def _snapshot(self, pending: _PendingSnapshots, target: SnapshotTarget) -> RankSnapshot:
         if self._is_dead(target):
@@ -305,7 +307,7 @@ class SnapshotCollector:
         )
 
     def _retained_collectives(self, rank: int, limit: int) -> tuple[CollectiveInfo, ...]:
-        """The collectives that it has told of, with their times as of now."""
+        """Return the collectives that a rank has reported, with their times as of now."""
         now = self._loop.clock.monotonic()
         retained = list(self._record_of(rank).collectives.values())
         split = max(0, len(retained) - limit)
@@ -319,10 +321,10 @@ class SnapshotCollector:
             for collective, received_at in retained
         )
 
-    # ---- what ranks tell by themselves
+    # ---- heartbeats and exits
 
     def add_metrics(self, metrics: RankMetrics) -> None:
-        """A beat brought this."""
+        """Record the metrics of a heartbeat."""
         record, now = self._record_of(metrics.rank), self._loop.clock.monotonic()
         for collective in metrics.collectives:
             record.collectives[_collective_key(collective)] = collective, now
@@ -334,12 +336,12 @@ class SnapshotCollector:
         gpu = None if metrics.health is None else metrics.health.gpu
         if gpu is not None and gpu.uuid:
             self._gpus.add(gpu.uuid)
-        if record.unsent is not None:  # two beats since the last host beat
+        if record.unsent is not None:  # the second heartbeat since the last host heartbeat
             metrics = _merge_metrics(record.unsent, metrics, now - record.received_at)
         record.unsent, record.received_at, record.health = metrics, now, metrics.health
 
     def drain_metrics(self) -> tuple[RankMetrics, ...]:
-        """What was measured since the last time, for the host's beat."""
+        """Return the metrics since the last call, for the host's heartbeat."""
         now = self._loop.clock.monotonic()
         metrics = []
         for rank, record in sorted(self._records.items()):
@@ -353,21 +355,21 @@ class SnapshotCollector:
         return tuple(metrics)
 
     def rank_started(self, rank: int) -> None:
-        """A new process is this rank from now on."""
+        """Reset the record of a rank that has a new process."""
         self._records[rank] = _RankRecord()
 
     def has_recent_oom_kill(self) -> bool:
-        """Whether the system has killed something for memory in the last seconds."""
+        """Whether the system has killed a process for memory in the last seconds."""
         return procfs.num_oom_kills() > self._oom_kills[0]
 
     def rank_exited(self, exited: RankExited) -> None:
-        """A rank's process is gone."""
+        """Record the exit of a rank's process."""
         self._record_of(exited.rank).exited = exited
         for pending in list(self._pending.values()):
             self._finish_if_complete(pending)
 
     def close(self) -> None:
-        """Open looks are forgotten, and what threads still find is heard by nobody."""
+        """Drop open requests and ignore the results of running threads."""
         for pending in self._pending.values():
             for timer in pending.timers:
                 timer.cancel()
@@ -385,7 +387,7 @@ class SnapshotCollector:
         return target.is_dead or (exited is not None and exited.pid == target.pid)
 
     def _health(self, rank: int) -> Health | None:
-        """What it measured last, with what the driver says of its GPU."""
+        """Return a rank's last metrics, with the driver's data on its GPU."""
         health = self._record_of(rank).health
         if health is None or health.gpu is None:
             return health
@@ -402,7 +404,7 @@ class SnapshotCollector:
 
 
 class _ResultQueue:
-    """What threads have found, handed to the loop in the order it came."""
+    """Passes results of threads to the loop, in the order of their arrival."""
 
     def __init__(self, loop: Loop, on_result: Callable[[tuple[str, int, Any]], None]) -> None:
         self._loop, self._on_result = loop, on_result
@@ -413,9 +415,9 @@ class _ResultQueue:
         loop.watch_fd(self._readable, self._drain)
 
     def put(self, result: tuple[str, int, Any]) -> None:
-        """From any thread."""
+        """Add a result. Any thread."""
         self._queue.put(result)
-        with self._lock, contextlib.suppress(BlockingIOError):  # full: the loop has been told often enough
+        with self._lock, contextlib.suppress(BlockingIOError):  # full: the loop already has enough wake-ups
             if self._open:
                 os.write(self._writable, b"x")
 
@@ -439,12 +441,15 @@ class _ResultQueue:
 
 
 def _collective_key(collective: CollectiveInfo) -> tuple[object, ...]:
-    """What tells one collective of a rank from all others: sends are counted apart, and new connections anew."""
+    """Return a key that is unique among a rank's collectives.
+
+    Sends are counted separately, and counts restart with new connections.
+    """
     return collective.group, collective.generation, collective.op, collective.seq
 
 
 def _merge_metrics(older: RankMetrics, newer: RankMetrics, interval_s: float) -> RankMetrics:
-    """Two reports of one rank as one, its times counted from the newer."""
+    """Merge two reports of one rank, with times relative to the newer."""
     scalars = tuple(
         messages.Scalar(scalar.name, scalar.step, scalar.value, scalar.age_s + interval_s) for scalar in older.scalars
     )
@@ -459,7 +464,7 @@ def _merge_metrics(older: RankMetrics, newer: RankMetrics, interval_s: float) ->
         if _collective_key(collective) not in repeated
     )
     health = newer.health
-    if health is not None and older.health is not None:  # the longest wait of the two; all else is as it is now
+    if health is not None and older.health is not None:  # the longer wait of the two; everything else from the newer
         lag_s = max(health.gil_lag_s, older.health.gil_lag_s)
         health = msgspec.structs.replace(health, gil_lag_s=lag_s)
     return msgspec.structs.replace(

@@ -1,8 +1,8 @@
-"""Where the user's part of a stack begins, and stacks as py-spy tells them. Pure.
+"""Trim stacks to the user's frames, and parse py-spy's output. Pure.
 
-A rank's main thread runs cells from a dozen frames of Meshbook's and the interpreter's own. They are the same on every
-rank, say nothing, and would come first in every picture, so they are cut here, for stacks from inside and outside
-alike.
+A rank's main thread runs cells below a dozen frames of Meshbook and the interpreter. They are the same on every rank,
+carry no information, and would come first in every display, so they are removed here, for stacks from inside and
+outside alike.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _ASYNCIO_FOLDER = str(Path(asyncio.__file__).resolve().parent) + "/"
 
 
 def trim_to_user_frames(stack: ThreadStack, file: str | None) -> ThreadStack:
-    """The stack from the running cell's frame on; or, where no frame is of the cell, from below Meshbook's own.
+    """Return the stack from the running cell's frame on; without such a frame, from below Meshbook's own.
 
     Args:
-        file: that the running cell was compiled under; None: something else runs, or it is not known.
+        file: the file name that the running cell was compiled with; None: something else runs, or it is not known.
     """
     if not stack.is_main:
         return (
@@ -42,12 +42,12 @@ def trim_to_user_frames(stack: ThreadStack, file: str | None) -> ThreadStack:
 
 
 def is_actor_stack(stack: ThreadStack) -> bool:
-    """Whether it is of a thread that runs an actor, and nothing was left out of it."""
+    """Whether a stack is of a thread that runs an actor, and not truncated."""
     return stack.name.startswith(ACTOR_THREAD_PREFIX) and not stack.num_truncated
 
 
 def _first_user_frame(frames: tuple[Frame, ...]) -> int:
-    """Where the first unbroken run of Meshbook's frames ends; whatever is outside it (runpy) belongs to it."""
+    """Return the index after the first contiguous run of Meshbook's frames, which drops those before it too (runpy)."""
     first_own = next((index for index, frame in enumerate(frames) if frame.file.startswith(_MESHBOOK_FOLDER)), None)
     if first_own is None:
         return 0
@@ -60,10 +60,10 @@ def _first_user_frame(frames: tuple[Frame, ...]) -> int:
 
 
 def parse_py_spy(output: bytes) -> tuple[ThreadStack, ...]:
-    """What `py-spy dump --json` printed; the main thread first, Meshbook's own threads left out.
+    """Parse the output of `py-spy dump --json`; the main thread first, Meshbook's own threads left out.
 
     Raises:
-        ValueError: it is not that.
+        ValueError: the output has another form.
     """
     try:
         dump = json.loads(output)
@@ -80,7 +80,8 @@ def _parse_thread(thread: dict[str, Any]) -> ThreadStack:
         Frame(
             file=_text(frame["filename"]),
             line=int(frame["line"] or 0),
-            function=_text(frame["name"]).rpartition(".")[2],  # it may be qualified; other stacks' are not
+            # py-spy's may be qualified; those of other stacks are not
+            function=_text(frame["name"]).rpartition(".")[2],
         )
         for frame in reversed(thread["frames"])
     ]

@@ -1,6 +1,6 @@
-"""Two ways to start a rank's process, behind one face: forked from a warm server, or a fresh interpreter.
+"""Two ways to start a rank's process, with one interface: forked from a warm server, or a fresh interpreter.
 
-A starter reports each child's end once, with waitpid's status. It knows nothing of what ranks say.
+A starter reports each child's exit once, with waitpid's status. It knows nothing of the ranks' messages.
 """
 
 from __future__ import annotations
@@ -22,20 +22,23 @@ from meshbook.wire.loop import Loop, Timer
 from meshbook.wire.process_control import kill_process_group
 from meshbook.wire.processes import open_pidfd
 
-# 1 MiB, the most an unprivileged process may ask for: a burst of C output must not block a rank that holds the GIL.
+# 1 MiB, the most an unprivileged process may request: a burst of C output must not block a rank that holds the GIL.
 _PIPE_BYTES = 1 << 20
 _F_SETPIPE_SZ = 1031
 
-# Seconds until the fork server is tried again when it takes nothing more: it imports torch, for a second or more.
+# Seconds between attempts to send to a busy fork server: it imports torch, for a second or more.
 _RETRY_S = 0.01
-# ... between two looks at whether fresh interpreters have ended, where the kernel has no pidfds.
+# ... between two polls for the exit of fresh interpreters, if the kernel has no pidfds.
 _POLL_S = 0.2
 
 
 @dataclass
 class RankProcess:
-    """A started process. `out` and `err` are non-blocking read ends of its stdout and stderr; the rank reads them while
-    it lives, the host reads what is left after its death."""
+    """A started process.
+
+    `out` and `err` are non-blocking read ends of its stdout and stderr; the rank reads them while it lives, the host
+    reads the rest after its death.
+    """
 
     pid: int
     out: int
@@ -56,11 +59,11 @@ class Starter(Protocol):
         """Start a rank; `on_started` is called from the loop once its pid is known."""
 
     def close(self) -> None:
-        """Stop the server. Ranks are ended by their host before this."""
+        """Stop the server. The host ends the ranks before this."""
 
 
 def make_pipe() -> tuple[int, int]:
-    """Read end (non-blocking) and write end of a pipe with a large buffer."""
+    """Return the read end (non-blocking) and the write end of a pipe with a large buffer."""
     read, write = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(read, False)
     if sys.platform.startswith("linux"):
@@ -73,12 +76,12 @@ def make_pipe() -> tuple[int, int]:
 
 @dataclass
 class _PendingFork:
-    """Something the fork server was asked for and has not done yet.
+    """A request to the fork server that is not done yet.
 
     Attributes:
-        done: called with the pid.
-        failed: called with the reason when it cannot be done.
-        again: asks another starter for it; what was made for this one is closed.
+        on_forked: called with the pid.
+        on_failed: called with the reason if it cannot be done.
+        retry: sends the request to another starter; closes what was created for this one.
     """
 
     on_forked: Callable[[int], None]
@@ -88,7 +91,7 @@ class _PendingFork:
 
 @dataclass
 class _Packet:
-    """A command on its way to the fork server, with the descriptors that go along and are closed here afterwards."""
+    """A command for the fork server, with the descriptors to send and those to close afterwards."""
 
     data: bytes
     fds: list[int]
@@ -96,7 +99,7 @@ class _Packet:
 
 
 class ForkStarter:
-    """Ranks forked from `meshbook.rank.forkserver`, started at once so that its imports overlap with all else."""
+    """Forks ranks from `meshbook.rank.forkserver`, which starts at once so that its imports overlap with other work."""
 
     def __init__(
         self,
@@ -110,14 +113,15 @@ class ForkStarter:
         listen_path: str,
         branch_from: str | None = None,
     ) -> None:
-        """
+        """Start the fork server, or branch one from an existing server.
+
         Args:
-            on_server_exit: called when the server has ended, with how: "was killed by SIGKILL".
-            on_failure: called when something could not be forked, with the reason.
-            on_fork_unsafe: called when the server may not fork, with the reason and what another starter has to be
-                asked for.
-            listen_path: where the server can be asked to branch off one for another mesh.
-            branch_from: where such a one listens already; it is asked instead of starting an interpreter, if it lives.
+            on_server_exit: called when the server has exited, with how: "was killed by SIGKILL".
+            on_failure: called when a fork failed, with the reason.
+            on_fork_unsafe: called when the server may not fork, with the reason and the requests to retry with another
+                starter.
+            listen_path: the socket where the server accepts requests to branch a server for another mesh.
+            branch_from: the socket of such a server; if it is alive, it is branched instead of starting an interpreter.
         """
         self._loop, self._on_exit = loop, on_exit
         self._on_server_exit, self._on_failure, self._on_fork_unsafe = on_server_exit, on_failure, on_fork_unsafe
@@ -169,7 +173,7 @@ class ForkStarter:
         self._closing = True
         self._drop_outbox()
         self._loop.unwatch(self._socket.fileno())
-        if self._process is None:  # not our child: its end of the socket tells of its end
+        if self._process is None:  # not our child: its end of the socket shows its exit
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_WR)
                 self._socket.settimeout(2)
@@ -177,7 +181,7 @@ class ForkStarter:
                     pass
             self._socket.close()
             return
-        self._socket.close()  # the server ends when it reads the end of file, and its children with it
+        self._socket.close()  # the server exits when it reads the end of file, and its children with it
         try:
             self._process.wait(2)
         except subprocess.TimeoutExpired:
@@ -185,7 +189,7 @@ class ForkStarter:
             self._process.wait()
 
     def _send_command(self, command: spawn.ForkCommand, fds: list[int], fds_to_close: list[int]) -> None:
-        """Send a command, now or when the server takes it: while it imports torch it takes few."""
+        """Send a command, now or when the server reads it: while it imports torch, its buffer holds few."""
         data = spawn.encoder.encode(command)
         if len(data) > spawn.MAX_PACKET_BYTES:
             file = os.memfd_create("meshbook-birth", os.MFD_CLOEXEC)
@@ -204,7 +208,7 @@ class ForkStarter:
             except BlockingIOError:
                 self._loop.call_later(_RETRY_S, self._flush_outbox)
                 return
-            except OSError:  # it has ended: the socket's own end says so, with how
+            except OSError:  # it has exited: the read end reports that, with how
                 self._drop_outbox()
                 return
             self._outbox.popleft()
@@ -244,7 +248,7 @@ class ForkStarter:
                     self._on_exit(pid, status)
 
     def _exit_description(self) -> str:
-        if self._process is None:  # not our child: nobody tells us how
+        if self._process is None:  # not our child: its exit status is unknown
             return "has ended"
         try:
             code = self._process.wait(2)
@@ -255,7 +259,7 @@ class ForkStarter:
 
 
 class FreshStarter:
-    """Every rank a new interpreter: slower and larger, for where fork cannot serve."""
+    """Starts every rank in a new interpreter: slower and larger, for where forking is not possible."""
 
     def __init__(self, loop: Loop, on_exit: Callable[[int, int], None]) -> None:
         self._loop, self._on_exit = loop, on_exit
@@ -267,7 +271,7 @@ class FreshStarter:
         err, err_write = make_pipe()
         crash_log = CrashLog()
         with open(os.memfd_create("meshbook-birth", os.MFD_CLOEXEC), "w+b") as config_file:
-            config_file.write(spawn.encoder.encode(config))  # and not into a pipe, which takes 64 KiB before it blocks
+            config_file.write(spawn.encoder.encode(config))  # not a pipe, which takes 64 KiB before it blocks
             config_file.seek(0)
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "meshbook.rank.main", str(out), str(err), str(crash_log.fd)],
@@ -319,7 +323,7 @@ class FreshStarter:
 
 
 def _connect_branch(branch_from: str, listen_path: str) -> socket.socket | None:
-    """A connection to a new branch of the fork server that listens at `branch_from`; None: there is none any more."""
+    """Return a connection to a new branch of the fork server at `branch_from`; None if that no longer runs."""
     branch = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         branch.settimeout(2)
@@ -334,14 +338,14 @@ def _connect_branch(branch_from: str, listen_path: str) -> socket.socket | None:
 
 
 def rank_environment() -> dict[str, str]:
-    """The environment that ranks inherit.
+    """Return the environment that ranks inherit.
 
-    One OpenBLAS thread at import: numpy's pool would be threads in the fork server. NVML for counting devices: asking
-    CUDA itself would initialise it before the fork.
+    One OpenBLAS thread at import: numpy's pool would be threads in the fork server. NVML for counting devices: CUDA's
+    own count would initialise CUDA before the fork.
     """
     environment = dict(os.environ)
     environment.setdefault("OPENBLAS_NUM_THREADS", "1")
     environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # the default tears the process down after an abort
+    environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # the default ends the process after an abort
     environment["PYTHONUNBUFFERED"] = "1"
     return environment

@@ -1,1 +1,1 @@
-"""The notebook's side: the Meshbook kernel, its magics, and what both are made of."""
+"""The notebook's side: the Meshbook kernel, its magics, and their building blocks."""

@@ -1,4 +1,4 @@
-"""`python -m meshbook.kernel -f CONNECTION_FILE`: what a front end starts when a notebook's kernel is Meshbook."""
+"""`python -m meshbook.kernel -f CONNECTION_FILE`: how a front end starts a Meshbook kernel."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import sys
 
 
 def main() -> None:
-    # `-m` puts the current folder first on the path, and a random.py beside the notebook would be taken for Python's
-    # own before the kernel is up. IPython adds the folder again for the user's code.
+    # `-m` puts the current folder first on the path, so a random.py beside the notebook would shadow the standard
+    # library's before the kernel is up. IPython adds the folder again for the user's code.
     if sys.path and sys.path[0] in ("", os.getcwd()):
         del sys.path[0]
     from ipykernel.kernelapp import IPKernelApp

@@ -1,7 +1,7 @@
-"""The Meshbook kernel: IPython's, whose cells run on the ranks of a mesh.
+"""The Meshbook kernel: IPython's kernel, whose cells run on the ranks of a mesh.
 
-What it adds to `Notebook` is what only a kernel can: Stop that reaches the ranks whatever this process does, answers
-beside a running cell, and meshes that outlive a restart.
+It adds to `Notebook` what needs a kernel: Stop that reaches the ranks whatever this process does, replies beside a
+running cell, and meshes that outlive a restart.
 """
 
 # mypy: allow-untyped-calls
@@ -22,12 +22,12 @@ from meshbook.kernel.notebook import Notebook
 from meshbook.kernel.subshell import SubshellRouter
 from meshbook.version import __version__
 
-# ipykernel's own, for cells that ran here.
+# ipykernel's own delay, for cells that ran in this process.
 _REPLY_SLEEP_S = 0.0005
 
 
 class MeshKernel(IPythonKernel):
-    """One per notebook. A cell goes to the ranks unless `transform` keeps it here."""
+    """The kernel of one notebook. A cell runs on the ranks unless `transform` keeps it in this process."""
 
     implementation = "meshbook"
     implementation_version = __version__
@@ -41,8 +41,8 @@ class MeshKernel(IPythonKernel):
         self._subshell_router = SubshellRouter(self)
         self._running_request: dict[str, Any] | None = None  # the request whose cell runs on the main thread
         self._is_handling_message = False  # the main thread handles a message
-        self._defers_sigint = False  # ... of a cell that does not run yet, or not any more
-        self._sigint_deferred = False  # SIGINT came meanwhile
+        self._defers_sigint = False  # the main thread is before or after a cell's code
+        self._sigint_deferred = False  # a SIGINT arrived meanwhile
 
     @property
     def banner(self) -> str:  # type: ignore[override]  # as IPythonKernel's own is
@@ -76,25 +76,28 @@ class MeshKernel(IPythonKernel):
                 self._defers_sigint = False
                 if self._sigint_deferred:
                     raise KeyboardInterrupt
-                # What was found of the mesh from before is there for every cell, also for those that stay here.
+                # Reattached meshes are available to every cell, also to those that run in this process.
                 self.notebook.reattach()
                 self._running_request = self.get_parent("shell")
                 if store_history and not silent:
                     self.notebook.show_notices()
             return await super().do_execute(code, silent, store_history, *args, **kwargs)
-        except KeyboardInterrupt:  # not from the cell's code, whose errors IPython shows: from before or behind it
+        except KeyboardInterrupt:  # not from the cell's code, whose errors IPython shows: from before or after it
             self._defers_sigint = True
             return self._interrupted_reply()
         finally:
-            # ipykernel sleeps before each reply, for output still in its own streams; the ranks' goes elsewhere.
+            # ipykernel sleeps before each reply, to flush its own streams; the ranks' output does not pass through
+            # them.
             self._execute_sleep = 0.0 if self.notebook.num_broadcast > broadcast else _REPLY_SLEEP_S
             if outermost:
                 self._running_request = None
                 self._defers_sigint = True
 
     def _interrupted_reply(self) -> dict[str, Any]:
-        """The reply to a cell that Stop ended outside its code. ipykernel would send none, and whoever sent the cell
-        would wait for it for ever."""
+        """Return the reply to a cell that Stop ended outside its code.
+
+        ipykernel would send no reply, and the cell's client would wait forever.
+        """
         assert self.shell is not None
         error = {"ename": "KeyboardInterrupt", "evalue": "", "traceback": ["KeyboardInterrupt"]}
         self.send_response(self.iopub_socket, "error", error)
@@ -104,7 +107,7 @@ class MeshKernel(IPythonKernel):
     # ---- Stop
 
     def pre_handler_hook(self) -> None:
-        super().pre_handler_hook()  # fails on other threads than the main one
+        super().pre_handler_hook()  # raises on threads other than the main one
         signal.signal(signal.SIGINT, self._on_sigint)
         self._is_handling_message = True
 
@@ -119,19 +122,19 @@ class MeshKernel(IPythonKernel):
             signal.default_int_handler(signum, frame)
 
     async def interrupt_request(self, stream: Any, ident: Any, parent: Any) -> None:
-        """Runs in the control channel's thread: the ranks are told even when this process's main thread sits in C."""
+        """Interrupt the ranks. Runs on the control channel's thread, so it works while the main thread is in C code."""
         handling = self._is_handling_message
         self.notebook.interrupt_foreground()
         if handling:
             await super().interrupt_request(stream, ident, parent)
-        elif self.session:  # no signal: it would come to a cell that begins now, which nobody has stopped
+        elif self.session:  # no signal: it would interrupt a cell that begins now
             self.session.send(stream, "interrupt_reply", {"status": "ok"}, parent, ident=ident)
 
     def do_shutdown(self, restart: bool) -> Any:
         self.notebook.close(restart=restart)
         return super().do_shutdown(restart)
 
-    # ---- questions
+    # ---- completion and inspection
 
     def do_complete(self, code: str, cursor_pos: int | None) -> Any:
         cursor = len(code) if cursor_pos is None else cursor_pos
@@ -140,7 +143,7 @@ class MeshKernel(IPythonKernel):
         return self.notebook.complete(local, code, cursor)
 
     def do_inspect(self, code: str, cursor_pos: int, detail_level: int = 0, omit_sections: Any = ()) -> Any:
-        """The ranks first, for that is where the code will run; here what they do not know."""
+        """Inspect on the ranks first, because the code will run there; then names that only this process has."""
         found = self.notebook.inspect(code, cursor_pos, detail_level)
         if found is not None:
             return {"status": "ok", "found": True, "data": found, "metadata": {}}
@@ -149,15 +152,17 @@ class MeshKernel(IPythonKernel):
             return {"status": "ok", "found": False, "data": {}, "metadata": {}}
         return super().do_inspect(code, cursor_pos, detail_level, omit_sections)
 
-    # ---- answers beside a running cell
+    # ---- replies beside a running cell
 
     async def shell_channel_thread_main(self, msg: Any) -> None:
         if not self._subshell_router.route(msg):
             await super().shell_channel_thread_main(msg)
 
     def quick_subshell(self) -> str:
-        """The subshell that answers beside cells, for widgets that may be heard there: their messages then do not make
-        front ends take the kernel for idle. Runs in the shell channel's thread."""
+        """Return the subshell that replies beside cells, for widgets whose messages may be handled there.
+
+        Their messages then do not make front ends show the kernel as idle. Runs on the shell channel's thread.
+        """
         return self._subshell_router.get_subshell()
 
     async def dispatch_shell(self, msg: Any, /, subshell_id: str | None = None, **kwargs: Any) -> None:
@@ -167,5 +172,5 @@ class MeshKernel(IPythonKernel):
             return
         running = self._running_request
         if subshell_id == self._subshell_router.subshell_id and running is not None:
-            # The answer ended with "idle", which front ends take for the whole kernel's state.
+            # The reply ended with status "idle", which front ends apply to the whole kernel.
             self._publish_status("busy", "shell", parent=running)

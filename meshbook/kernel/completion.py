@@ -1,7 +1,7 @@
-"""Completion and inspection: what this process knows and what the ranks know, as one answer.
+"""Completion and inspection: merges this process's reply with the ranks' reply.
 
-The merging is pure. Looking around here never asks a handle, whose answer would come from the ranks and might wait for
-them: `completer_namespace` takes the handles out of the completer's sight, and the ranks are asked once, by the caller.
+The merging is pure. Local completion must not touch a handle, which would query the ranks and might wait for them:
+`completer_namespace` hides the handles from the completer, and the caller queries the ranks once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-# Key that front ends know of types of completions; IPython's own.
+# IPython's metadata key for the types of completions.
 TYPES_KEY = "_jupyter_types_experimental"
 
 # Names joined by dots and simple subscripts, up to the cursor.
@@ -21,7 +21,7 @@ _completer_lock = threading.Lock()
 
 
 def root_name(code: str, cursor: int) -> str | None:
-    """`model` of `y = model.fc.we|`: the name that the expression at the cursor begins with."""
+    """Return the first name of the expression at the cursor: `model` of `y = model.fc.we|`."""
     end = cursor
     while end < len(code) and (code[end].isalnum() or code[end] == "_"):
         end += 1
@@ -31,7 +31,7 @@ def root_name(code: str, cursor: int) -> str | None:
 
 @contextmanager
 def completer_namespace(completer: Any, namespace: Mapping[str, Any]) -> Iterator[None]:
-    """Let the completer look at this namespace, and at none other, while the block runs."""
+    """Restrict the completer to this namespace during the block."""
     with _completer_lock:
         saved = completer.namespace, completer.global_namespace
         completer.namespace = completer.global_namespace = namespace
@@ -44,12 +44,12 @@ def completer_namespace(completer: Any, namespace: Mapping[str, Any]) -> Iterato
 def merge_completions(
     local: dict[str, Any], remote: Mapping[str, Any] | None, code: str, *, remote_first: bool
 ) -> dict[str, Any]:
-    """Content of a `complete_reply` from this process's answer, which is one already, and a rank's.
+    """Merge this process's `complete_reply` content with a rank's reply.
 
-    Where the two would replace different parts of the code, both are written for the larger part.
+    If the two replace different ranges of the code, both are widened to their union.
 
     Args:
-        remote: `matches`, `cursor_start`, `cursor_end`, `types`; None: no rank answered.
+        remote: `matches`, `cursor_start`, `cursor_end`, `types`; None: no rank replied.
     """
     if not remote or not remote["matches"]:
         return local

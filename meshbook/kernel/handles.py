@@ -1,7 +1,7 @@
-"""The ranks' names in the controller's namespace: handles, which come and go with what they stand for.
+"""The ranks' names in the controller's namespace: handles, created and removed with the names on the ranks.
 
-A name that the user bound here is the user's and stays; handles make way for anything. Knows the namespace and the
-handles in it, nothing of cells, shells or sockets.
+A name that the user bound here stays the user's; any binding may replace a handle. This module knows the namespace and
+its handles, not cells, shells or sockets.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from meshbook.errors import MeshbookError
 from meshbook.rank import expressions
 from meshbook.wire.messages import OutcomeGroup
 
-# On every rank from its start, and not news of any cell. `torch`, `dist` and `mesh` are there too, but a handle to a
-# module would only look like one; `mesh` is the Mesh itself.
+# Names on every rank from its start, not bound by a cell. `torch`, `dist` and `mesh` exist there too, but a handle to a
+# module would only resemble one; `mesh` is the Mesh itself.
 PRESET = ("rank", "local_rank", "world_size", "device")
-# What a user finds on the ranks without having put it there, and may look for here.
+# Modules preset on the ranks, which a user may expect in this process.
 PRESET_MODULES = ("torch", "dist")
-# The shell's own.
+# Names that belong to the shell.
 _RESERVED = frozenset({"In", "Out", "get_ipython", "exit", "quit", "open", "mesh"})
 
 
@@ -31,25 +31,25 @@ class HandleNamespace:
 
     Args:
         namespace: the controller's, `shell.user_ns`.
-        hidden: names in it that the shell put there, by value.
-        warn: told, once for each name, that it is bound on both sides.
+        hidden: the shell's own names in it, with their values.
+        warn: called once for each name that is bound on both sides.
     """
 
     def __init__(
         self, namespace: MutableMapping[str, Any], hidden: MutableMapping[str, Any], warn: Callable[[str], None]
     ) -> None:
         self._namespace, self._hidden, self._warn = namespace, hidden, warn
-        # Who has which name, of every mesh that was shown; a name may be bound on some ranks only.
+        # Name -> ranks that have it, per mesh that was current; a name may be bound on some ranks only.
         self._ranks_by_name: WeakKeyDictionary[Session, dict[str, set[int]]] = WeakKeyDictionary()
         self._warned: set[str] = set()
-        self._mesh: Mesh | None = None  # that is shown
-        self._session: Session | None = None  # its
-        # Tensors that stand where handles were: those, and the handles. They stay until a cell binds the name anew,
-        # so that a gradient that is computed here is there for the next cell.
+        self._mesh: Mesh | None = None  # the current mesh
+        self._session: Session | None = None  # the current mesh's session
+        # Name -> (remote tensor, the handle it replaced). They stay until a cell rebinds the name, so that a gradient
+        # computed here is available to the next cell.
         self._promoted: dict[str, tuple[Any, RemoteValue]] = {}
 
     def switch_mesh(self, mesh: Mesh | None) -> None:
-        """The names of this mesh, and of no other, are handles here from now on."""
+        """Replace the handles by those of this mesh's names."""
         bound = self._namespace.get("mesh")
         is_ours = bound is None or (
             isinstance(bound, Mesh) and self._session is not None and bound.session is self._session
@@ -72,7 +72,7 @@ class HandleNamespace:
             self._bind_handle(name)
 
     def update(self, session: Session, parts: Sequence[OutcomeGroup]) -> None:
-        """Take note of what a call bound and deleted on its ranks."""
+        """Update the handles for the names that a call bound and deleted on its ranks."""
         ranks_by_name = self._ranks_by_name.setdefault(session, {})
         for part in parts:
             for name in part.outcome.bound_names:
@@ -89,15 +89,17 @@ class HandleNamespace:
                     self._bind_handle(name)
 
     def get_handle(self, name: str) -> RemoteValue | None:
-        """The handle that this name is here; None: it is not one."""
+        """Return the handle bound to this name here; None: it is not a handle."""
         bound = self._namespace.get(name)
         if name in self._promoted and self._promoted[name][0] is bound:
             return self._promoted[name][1]
         return bound if isinstance(bound, RemoteValue) else None
 
     def promote_to_tensors(self, names: Iterable[str]) -> None:
-        """Handles that a cell of this process uses become tensors, where every rank has one alike: `w` is what
-        `mesh["w"]` is. Asks the ranks about these names and no others; what cannot be told stays a handle."""
+        """Replace handles that a local cell uses by remote tensors, where every rank has one with the same metadata.
+
+        `w` then is what `mesh["w"]` is. Queries the ranks for these names only; names without a reply stay handles.
+        """
         for name in names:
             bound = self._namespace.get(name)
             if (
@@ -109,24 +111,24 @@ class HandleNamespace:
                 continue
             try:
                 tensor = self._mesh[name]
-            except (MeshbookError, ImportError):  # a rank that is gone or does not answer; no torch in this process
+            except (MeshbookError, ImportError):  # a rank was lost or does not reply; no torch in this process
                 continue
             if not isinstance(tensor, RemoteValue):
                 self._namespace[name] = tensor
                 self._promoted[name] = tensor, bound
 
     def is_user_bound(self, name: str) -> bool:
-        """Whether the user bound this name here to something of this process."""
+        """Whether the user bound this name to an object of this process."""
         if name not in self._namespace or self.get_handle(name) is not None:
             return False
         return not (name in self._hidden and self._hidden[name] is self._namespace[name])
 
     def without_handles(self) -> dict[str, Any]:
-        """The namespace as far as looking at it asks nobody else."""
+        """Return the namespace without handles, so that inspecting it sends no query."""
         return {name: value for name, value in list(self._namespace.items()) if self.get_handle(name) is None}
 
     def _bind_handle(self, name: str) -> None:
-        """Let the name here be what it is on the ranks, if it is ours to say."""
+        """Bind the name to a handle, or remove its handle if no rank has it, unless the user has bound the name."""
         session = self._session
         assert session is not None
         if name in _RESERVED:
@@ -147,7 +149,7 @@ class HandleNamespace:
             self._namespace[name] = RemoteValue(session, expressions.Expression(expressions.NameRef(name)), ranks)
 
     def _is_own_handle(self, name: str) -> bool:
-        """Whether the name here is the handle to that name there, and not one that the user bound it to."""
+        """Whether the name here is the handle to the same name on the ranks, not one that the user assigned."""
         bound = self.get_handle(name)
         if bound is None or bound._meshbook_session is not self._session:
             return False

@@ -1,4 +1,4 @@
-"""How failures on the ranks read in a notebook: their name, and what to do next. Pure."""
+"""How a notebook shows failures on the ranks: their class name, and the next step. Pure."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from meshbook.errors import CellError, CellInterrupted, MeshbookError
 
 
 def parse_missing_name(message: str) -> str | None:
-    """`lr` of `name 'lr' is not defined`."""
+    """Return `lr` from `name 'lr' is not defined`; None: another message."""
     begin, end = "name '", "' is not defined"
     return message[len(begin) : message.index(end)] if message.startswith(begin) and end in message else None
 
 
 def _method_of_mesh(message: str) -> str | None:
-    """`pull` of `'DeviceMesh' object has no attribute 'pull'`, if a `meshbook.Mesh` has it."""
+    """Return `pull` from `'DeviceMesh' object has no attribute 'pull'`, if `meshbook.Mesh` has it."""
     found = re.match(r"'DeviceMesh' object has no attribute '([a-z]\w*)'", message)
     return found[1] if found is not None and hasattr(Mesh, found[1]) else None
 
 
 def with_raised_class_name(error: CellError) -> CellError:
-    """The same error, of a class with the name of the one thing that was raised on the ranks, if it is one.
+    """Return the error in a class named like the exception raised on the ranks, if all raised the same class.
 
-    Whoever reads the reply's `ename` and `evalue` (papermill, a test, a human) then reads ZeroDivisionError.
+    Readers of the reply's `ename` and `evalue` (papermill, tests, people) then see ZeroDivisionError.
     """
     names = {failure.ename for failure in error.failures}
-    if not names and isinstance(error, CellInterrupted):  # before it began
+    if not names and isinstance(error, CellInterrupted):  # interrupted before it began
         names = {"KeyboardInterrupt"}
     if len(names) != 1:
         return error
@@ -41,10 +41,10 @@ def with_raised_class_name(error: CellError) -> CellError:
 
 
 def next_step_hints(error: CellError, is_user_bound: Callable[[str], bool]) -> list[str]:
-    """Lines below a failure that say what to type next; none where we know nothing better.
+    """Return lines to append to a failure that say what to type next; empty if there is no better advice.
 
     Args:
-        is_user_bound: whether a name is bound in the notebook's own process, by the user.
+        is_user_bound: whether the user bound a name in the notebook's own process.
     """
     found = []
     for failure in error.failures:
@@ -61,7 +61,7 @@ def next_step_hints(error: CellError, is_user_bound: Callable[[str], bool]) -> l
 
 
 def hide_traceback(error: MeshbookError) -> None:
-    """Have IPython show only what the error says: the stack above it is Meshbook's own."""
+    """Make IPython show only the error's message: the stack above it is Meshbook's own."""
     if not hasattr(error, "_render_traceback_"):
         text = f"\x1b[31m{type(error).__name__}\x1b[39m: {error}"
         error._render_traceback_ = lambda: [text]  # type: ignore[attr-defined]  # IPython asks the exception for it

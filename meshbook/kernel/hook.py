@@ -1,6 +1,6 @@
-"""IPython's hook on every cell: whether the user ran it, and what becomes of it then.
+"""IPython's hook on every cell: whether the user ran it, and its rewriting.
 
-Knows the shell and the request that it works on; where a cell's text belongs is `transform`'s to decide.
+Knows the shell and the current request; `transform` decides where a cell runs.
 """
 
 from __future__ import annotations
@@ -14,35 +14,36 @@ from IPython.core.interactiveshell import InteractiveShell
 from meshbook.controller.futures import MeshFuture
 from meshbook.kernel import transform
 
-# The result of an earlier cell, and what a future can be asked.
+# The result of an earlier cell, optionally with one of a future's methods.
 _FUTURE_EXPRESSION = re.compile(
     r"(?:(?P<name>_{1,3}|_\d+)|Out\[(?P<number>\d+)\])(?:\.(?:result|exception|done|interrupt)\([^()]*\))?;?\Z"
 )
 
 
 class CellHook:
-    """IPython's hook on every cell: rewrites those that go to the ranks, and no other.
+    """IPython's hook on every cell: rewrites the cells that run on the ranks.
 
-    Only what the user runs: not what a front end runs silently or apart from history (VS Code, debuggers, variable
-    viewers), and not code that a running cell hands to the shell.
+    Only cells that the user runs: not those that a front end runs silently or outside of history (VS Code, debuggers,
+    variable viewers), and not code that a running cell passes to the shell.
     """
 
-    # IPython's check for completeness then skips it, and judges the user's own code.
+    # IPython's check for completeness then skips this hook, and checks the user's own code.
     has_side_effects = True
 
     def __init__(self, shell: InteractiveShell, is_auto: Callable[[], bool]) -> None:
-        """
+        """Create the hook, not installed yet.
+
         Args:
-            is_auto: whether plain cells go to the ranks.
+            is_auto: whether plain cells run on the ranks.
         """
         self._shell, self._is_auto = shell, is_auto
-        self._nesting_depth = 0  # cells that run within one another
-        self._request_id: Any = None  # the front end's message that the depth belongs to
+        self._nesting_depth = 0  # depth of nested cells
+        self._request_id: Any = None  # the request that the depth belongs to
         self._is_rerun = False  # the cell runs earlier cells again
-        self.last_rewritten = ""  # the last of the user's cells, as the shell is to run it; magics are still in it
+        self.last_rewritten = ""  # the user's last cell after rewriting; still contains magics
 
     def install(self) -> None:
-        """Have the shell call it for every cell from now on."""
+        """Install the hook in the shell."""
         self._shell.input_transformers_cleanup.append(self)
         self._shell.events.register("pre_execute", self._cell_begins)
         self._shell.events.register("post_execute", self._cell_ends)
@@ -71,7 +72,7 @@ class CellHook:
         return self._nesting_depth == 0 or self._is_rerun
 
     def _is_future_expression(self, source: str) -> bool:
-        """Whether the cell is `_`, `Out[7].result()` or the like, of a background cell: no rank has such a future."""
+        """Whether the cell is `_`, `Out[7].result()` or similar, of a background cell: ranks have no such future."""
         found = _FUTURE_EXPRESSION.match(source.strip())
         if found is None:
             return False

@@ -1,8 +1,8 @@
 """`%mesh`, `%%mesh`, `%%controller` and `%%local`.
 
-A magic parses and makes one call; what it calls is usable, and tested, without IPython. A line that was typed wrongly
-changes nothing and gets one sentence that shows how it is written. Whatever goes wrong is raised, so that the reply is
-a Jupyter error and *Run All* stops, but without the stack of Meshbook's own code.
+A magic parses its line and makes one call; the called function works, and is tested, without IPython. A line with a
+usage error changes nothing and raises one sentence that shows the correct form. Every error is raised, so that the
+reply is a Jupyter error and *Run All* stops, but without the stack of Meshbook's own code.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MAX_NAMES_LISTED = 20
 
 
 class _RaisingParser(argparse.ArgumentParser):
-    """Raises instead of printing and exiting."""
+    """An argument parser that raises UsageError instead of printing and exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message[:1].lower()}{message[1:]}. Write it like: {self.usage}")
@@ -49,14 +49,14 @@ class _RaisingParser(argparse.ArgumentParser):
 
 @dataclass(frozen=True)
 class MagicCommand:
-    """One word after `%mesh`.
+    """One subcommand of `%mesh`.
 
     Attributes:
-        usage: how the whole line is written.
-        says: what it does, in one sentence.
-        more: what its options mean.
-        act: the magic's method that does it.
-        arguments: declares what may follow the word.
+        usage: the syntax of the complete line.
+        summary: what it does, in one sentence.
+        details: what its options mean.
+        method: the name of the `MeshMagics` method that implements it.
+        add_arguments: declares its arguments.
     """
 
     usage: str
@@ -229,7 +229,7 @@ def _help_text() -> str:
 
 @magics_class
 class MeshMagics(Magics):
-    """The magics of one shell."""
+    """The `%mesh` magics of one shell."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell)
@@ -269,7 +269,7 @@ class MeshMagics(Magics):
         if options.actor is not None:
             if options.ranks or options.where or options.mesh or options.setup or options.bg:
                 parser.error("--actor NAME stands alone: the cell runs in every actor of that name")
-            from meshbook.actors.cells import run_in_actors  # a kernel without actors starts without them
+            from meshbook.actors.cells import run_in_actors  # imported here: a kernel without actors starts faster
             from meshbook.actors.lookup import find_actors
 
             return run_in_actors(find_actors(options.actor, self._living_mesh()), cell)
@@ -320,7 +320,7 @@ class MeshMagics(Magics):
         print(f"Mesh {_describe(mesh)} has fresh ranks, after {took}; names of before are gone.")
 
     def _mesh_options(self, options: argparse.Namespace) -> dict[str, Any]:
-        """What the options of `start` and `restart` ask for, as `Notebook` takes it."""
+        """Return the options of `start` and `restart` as keyword arguments of `Notebook.start`."""
         axes = MeshAxes.parse(options.axes) if options.axes else None
         count = None
         if options.count is not None:
@@ -468,7 +468,7 @@ class MeshMagics(Magics):
         return values if options.rank is None else values[options.rank]
 
     def _doctor(self, options: argparse.Namespace) -> None:
-        # In a process of its own: it imports torch, and looks at the machine as a new kernel would find it.
+        # In a separate process: it imports torch, and checks the machine as a new kernel would see it.
         command = [sys.executable, "-m", "meshbook", "doctor"]
         package = Path(__file__).resolve().parent.parent
         path = os.pathsep.join(filter(None, [str(package.parent), os.environ.get("PYTHONPATH")]))
@@ -479,16 +479,16 @@ class MeshMagics(Magics):
         if done.stderr:
             print(done.stderr.rstrip("\n"), file=sys.stderr)
 
-    # ---- what they share
+    # ---- shared helpers
 
     def _current_mesh(self) -> Mesh:
-        """The current mesh. Raises NotAttached where there is none."""
+        """Return the current mesh. Raises NotAttached if there is none."""
         if self.notebook.mesh is None:
             raise NotAttached(f"this notebook has no mesh yet. {self._start_hint()}")
         return self.notebook.mesh
 
     def _mesh_named(self, name: str) -> Mesh:
-        """A mesh of this notebook. Raises MeshNameError."""
+        """Return a mesh of this notebook by name. Raises MeshNameError."""
         if name in self.notebook.meshes:
             return self.notebook.meshes[name]
         own_names = ", ".join(self.notebook.meshes) or "none"
@@ -498,7 +498,7 @@ class MeshMagics(Magics):
         raise MeshNameError(f"no mesh is named {name!r}; this notebook's: {own_names}")
 
     def _local_variable(self, name: str, mesh: Mesh) -> Any:
-        """The user's variable of that name, here. Raises MeshNameError."""
+        """Return the user's variable of that name in this process. Raises MeshNameError."""
         names = self._namespace()
         if name in names and not isinstance(names[name], RemoteValue):
             return names[name]
@@ -525,7 +525,7 @@ class MeshMagics(Magics):
 
 @magics_class
 class ControllerMagics(Magics):
-    """Cells that stay in the notebook's own process."""
+    """Magics for cells that run in the notebook's own process."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell)
@@ -543,7 +543,7 @@ class ControllerMagics(Magics):
 
 
 def _run_locally(shell: InteractiveShell, line: str, cell: str) -> Any:
-    """For a cell that comes here by another way than a notebook's: those are rewritten before they are run."""
+    """Run a cell that was not rewritten before it ran, as notebook cells are."""
     if line.strip():
         raise _hide_traceback(
             UsageError(f"%%controller stands alone on its line, and {line.strip()!r} stands behind it")
@@ -554,7 +554,7 @@ def _run_locally(shell: InteractiveShell, line: str, cell: str) -> Any:
 
 
 def register(shell: InteractiveShell) -> None:
-    """Give a shell the magics; the second time does nothing."""
+    """Register the magics with a shell; a second call does nothing."""
     if "mesh" in shell.magics_manager.magics["cell"]:
         return
     shell.register_magics(MeshMagics, ControllerMagics)
@@ -563,7 +563,7 @@ def register(shell: InteractiveShell) -> None:
 
 
 def complete(shell: InteractiveShell, event: Any) -> list[str]:
-    """What may follow on a `%mesh` line: its words, then names of meshes or of variables."""
+    """Return completions for a `%mesh` line: its subcommands, then names of meshes or variables."""
     words = event.line.split()
     notebook = Notebook.of(shell)
     if len(words) < 2 or (len(words) == 2 and not event.line.endswith(" ")):
@@ -586,7 +586,7 @@ def complete(shell: InteractiveShell, event: Any) -> list[str]:
 
 
 def unregister(shell: InteractiveShell) -> None:
-    """Take them away again. Meshes live on until the process ends."""
+    """Remove the magics. Meshes live until the process ends."""
     manager = shell.magics_manager
     Notebook.of(shell).auto = False
     RedefinitionHook.of(shell).remove()
@@ -605,7 +605,7 @@ def _split_line(line: str) -> list[str]:
 
 
 def _suggest(word: str, known: Iterable[str], before: str = "") -> str:
-    """`did you mean status?`; nothing where no known word is like it."""
+    """Return `did you mean status?`, or an empty string if no known word is similar."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"did you mean {before}{close[0]}?" if close else ""
 
@@ -617,7 +617,7 @@ def _describe(mesh: Mesh) -> str:
 
 
 def _hide_traceback(error: MeshbookError) -> MeshbookError:
-    """The same error, shown as its one sentence: the stack below a magic is Meshbook's own and says nothing."""
+    """Return the error, displayed as one sentence: the stack below a magic is only Meshbook's own code."""
     if not hasattr(error, "_render_traceback_"):
         shown = f"\x1b[31m{type(error).__name__}\x1b[39m: {error}"
         error._render_traceback_ = lambda: [shown]  # type: ignore[attr-defined]  # IPython asks the exception for it

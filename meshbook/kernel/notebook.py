@@ -1,7 +1,7 @@
-"""One notebook and its meshes: every way in which a cell of it comes to run on ranks.
+"""One notebook and its meshes: every path by which a cell runs on ranks.
 
-The kernel, the magics and the transformed cells all call this. It knows IPython's shell, in a kernel or in a terminal,
-and what the controller offers; what runs where is `transform`'s to decide, how output looks `sink`'s.
+The kernel, the magics and the rewritten cells all call this module. It depends on IPython's shell, in a kernel or in a
+terminal, and on the controller; `transform` decides what runs where, `sink` renders the output.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ from meshbook.mesh_axes import MeshAxes
 from meshbook.wire import keys, messages
 from meshbook.wire.messages import Display, FoldedItem
 
-# Seconds that completion and inspection wait for a rank. A reader takes more for a hang, and a rank that keeps the GIL
-# would not answer in minutes either.
+# Seconds that completion and inspection wait for a rank. A longer delay looks like a hang to the user, and a rank that
+# holds the GIL may not reply for minutes.
 QUERY_TIMEOUT_S = 0.3
-# Front-end ids of displays that are remembered, so that a later cell's update finds them.
+# Number of front-end display ids to store, so that a later cell's update finds its display.
 _MAX_DISPLAY_IDS = 10_000
 _MAX_NAMES_LISTED = 8
 
 
 class OutputSink(Protocol):
-    """Where a cell's output goes."""
+    """The destination of a cell's output."""
 
     def __call__(self, items: tuple[FoldedItem, ...], /) -> None: ...
 
@@ -71,7 +71,7 @@ class OutputSink(Protocol):
 
 
 class TerminalSink:
-    """The same on a terminal's standard streams."""
+    """An `OutputSink` that writes to a terminal's standard streams."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._console = Console(ranks, echo=True)
@@ -83,7 +83,7 @@ class TerminalSink:
         print(text)
 
     def close(self) -> None:
-        """Nothing waits."""
+        """Do nothing: no output is pending."""
 
 
 @dataclass(frozen=True)
@@ -97,14 +97,14 @@ class BackgroundCell:
 
 
 class Notebook:
-    """A shell's meshes, and the cells that run on them. `Notebook.of(shell)` is the one of a shell.
+    """A shell's meshes, and the cells that run on them. `Notebook.of(shell)` returns a shell's notebook.
 
     Attributes:
-        shell: IPython's, of any kind.
-        mesh: where cells run; None: none was started, or it was stopped or left.
-        meshes: this notebook's, by name.
-        auto: whether a plain cell is broadcast.
-        num_broadcast: cells that went to ranks so far.
+        shell: IPython's shell, of any kind.
+        mesh: the mesh that cells run on; None: none was started, or it was stopped or detached.
+        meshes: this notebook's meshes, by name.
+        auto: whether a cell without a magic runs on the ranks.
+        num_broadcast: number of cells sent to ranks so far.
     """
 
     def __init__(self, shell: InteractiveShell) -> None:
@@ -120,11 +120,11 @@ class Notebook:
         self._handles = HandleNamespace(
             cast("dict[str, Any]", shell.user_ns), cast("dict[str, Any]", shell.user_ns_hidden), self._warn_bound_twice
         )
-        self._notices: list[str] = []  # to be shown with the next cell
-        self._reported_lost: dict[str, set[int]] = {}  # mesh -> lost ranks that the user knows of
+        self._notices: list[str] = []  # to show with the next cell
+        self._reported_lost: dict[str, set[int]] = {}  # mesh -> lost ranks that were reported to the user
         self._persistent_meshes: set[str] = set()  # meshes that do not end with this notebook
         self._background_cells: list[BackgroundCell] = []
-        self._last_failure: CellError | RankLost | None = None  # the last one of a cell
+        self._last_failure: CellError | RankLost | None = None  # the last failure of a cell
         self._display_ids: OrderedDict[tuple[int, str], str] = OrderedDict()
         self._omitted_displays = sink.OmittedDisplays()
         self._hook = CellHook(shell, lambda: self.auto)
@@ -134,27 +134,27 @@ class Notebook:
 
     @classmethod
     def of(cls, shell: InteractiveShell) -> Notebook:
-        """The notebook of this shell; made when it is first asked for."""
+        """Return the notebook of this shell, creating it on the first call."""
         found = getattr(shell, "meshbook", None)
         if not isinstance(found, Notebook):
             found = cls(shell)
             shell.meshbook = found  # type: ignore[attr-defined]  # where rewritten cells find it
         return found
 
-    # ---- meshes come and go
+    # ---- starting, attaching and stopping meshes
 
     def begin_warm_start(self, *, warm: bool) -> None:
-        """Look for this notebook's meshes from before, in the background.
+        """Search for this notebook's existing meshes in the background.
 
         Args:
-            warm: have a supervisor ready for the first cell where there are none.
+            warm: launch a supervisor for the first cell if there are none.
         """
         if self._warm_starter is None:
             ttl = _lenient_defaults().orphan_ttl_s
             self._warm_starter = WarmStarter(self._owner, kind=self._kind, orphan_ttl_s=ttl, warm=warm)
 
     def reattach(self) -> None:
-        """Take up again the meshes from before that were found. Waits a moment while they are looked for."""
+        """Attach to the existing meshes that the search found. Waits for the search to finish."""
         if self._warm_starter is None:
             return
         for session in self._warm_starter.pop_sessions():
@@ -182,27 +182,27 @@ class Notebook:
         keep: bool | None = None,
         orphan_ttl_s: float | None = None,
     ) -> Mesh:
-        """A mesh as asked for; cells run on it from now on. Waits until its process group is up.
+        """Start a mesh and make it current. Waits until its process group is ready.
 
-        The notebook's mesh that runs already, if it is what is asked for: `%mesh start` may stand in a cell that is run
-        again. Otherwise a new one.
+        If the notebook's mesh already runs and matches the arguments, it is returned, so a cell with `%mesh start` may
+        run again. Otherwise a new mesh starts.
 
         Args:
             ranks, axes, engine, num_hosts, start_method, device, end_on_error: as `meshbook.create_mesh`; None: the
-                defaults, and of a mesh that runs already: whatever it has.
-            name: None: after the notebook. A name makes it a mesh beside those that the notebook has.
+                defaults, or for a running mesh its own values.
+            name: None: derived from the notebook. A name makes it an additional mesh beside the notebook's others.
             keep: it outlives the notebook's kernel, for `orphan_ttl_s`.
             orphan_ttl_s: seconds that it may live without any client.
 
         Raises:
-            MeshInUse: the notebook's mesh is another than is asked for; or the name is taken.
+            MeshInUse: the notebook's mesh differs from the arguments; or the name is taken.
             MeshShapeError, UsageError, StartError: as `create_mesh`.
         """
         self.reattach()
         defaults = read_defaults()
         running = self._find_running(name)
         if running is not None and not running.session.living(running.ranks):
-            running.stop()  # nothing is left on it that could be kept
+            running.stop()  # no live rank holds any state
             self._remove_mesh(running)
         elif running is not None:
             wanted = _resolve_axes(ranks, axes, lambda: len(running)) if ranks is not None or axes is not None else None
@@ -237,16 +237,16 @@ class Notebook:
         keep: bool | None = None,
         orphan_ttl_s: float | None = None,
     ) -> Mesh:
-        """Fresh ranks in place of a mesh's; what they held is lost. Waits until its process group is up.
+        """Replace a mesh's ranks by new ones; the old ranks' state is lost. Waits until the process group is ready.
 
         Args:
-            name: None: the current one. It keeps its name.
+            name: None: the current mesh. The name does not change.
             ranks, axes, ...: as `start`; None: as the mesh has it.
 
         Raises:
             NotAttached: there is no mesh to restart.
-            MeshNameError, MeshShapeError, UsageError: the options cannot be; the mesh runs on as it was.
-            StartError: the old ranks are gone, and the new ones did not come up.
+            MeshNameError, MeshShapeError, UsageError: the options are invalid; the mesh keeps running unchanged.
+            StartError: the old ranks have exited, and the new ones did not start.
         """
         self.reattach()
         mesh = self._get_mesh(name)
@@ -283,8 +283,10 @@ class Notebook:
         return mesh
 
     def _find_running(self, name: str | None) -> Mesh | None:
-        """The mesh that `start` means: the one of that name; without a name the one that this notebook has without
-        having named it, else the current one. None: it is to be started."""
+        """Return the running mesh that `start` refers to, or None if it must be started.
+
+        With a name: the mesh of that name. Without: this notebook's mesh with a generated name, else the current mesh.
+        """
         alive = {mesh.name: mesh for mesh in self.meshes.values() if mesh.session.ended is None}
         if name is not None:
             return alive.get(name)
@@ -303,10 +305,10 @@ class Notebook:
         device: str | None,
         end_on_error: bool | None,
     ) -> None:
-        """That a mesh which runs is what is asked for; None: anything is.
+        """Check that a running mesh matches the arguments; None matches anything.
 
         Raises:
-            MeshInUse: it is not.
+            MeshInUse: it does not.
         """
         info = mesh.session.info
         spec = info.spec
@@ -337,7 +339,7 @@ class Notebook:
             )
 
     def _apply_lifetime(self, mesh: Mesh, keep: bool | None, orphan_ttl_s: float | None) -> None:
-        """Let a mesh that runs outlive this notebook, or its clients, as `start` was asked to."""
+        """Apply `keep` and `orphan_ttl_s` of `start` to a running mesh."""
         if keep:
             mesh.session.disable_stop_at_exit()
             self._persistent_meshes.add(mesh.name)
@@ -345,16 +347,16 @@ class Notebook:
             mesh.session.connection.send(messages.SetOrphanTtl(orphan_ttl_s=orphan_ttl_s))
 
     def use(self, name: str) -> None:
-        """Run cells on this one of the notebook's meshes. Raises MeshNameError."""
+        """Make this one of the notebook's meshes current. Raises MeshNameError."""
         mesh = self._get_mesh(name)
         self.mesh = mesh
         self._handles.switch_mesh(mesh)
 
     def attach(self, name: str | None = None) -> Mesh:
-        """Run cells on a mesh that runs already, started by anybody; it does not end with this notebook.
+        """Attach to a running mesh, whoever started it, and make it current; it does not end with this notebook.
 
         Args:
-            name: None: the only one there is beside this notebook's.
+            name: None: the only mesh besides this notebook's.
 
         Raises:
             NotAttached, MeshNameError, VersionMismatch: as `meshbook.attach`.
@@ -373,14 +375,14 @@ class Notebook:
 
         Args:
             name: None: the current one.
-            orphan_ttl_s: seconds it may live without any client; None: until it is stopped.
+            orphan_ttl_s: seconds that it may live without any client; None: until it is stopped.
         """
         mesh = self._get_mesh(name)
         mesh.detach(orphan_ttl_s)
         self._remove_mesh(mesh)
 
     def stop(self, name: str | None = None, now: bool = False) -> None:
-        """End a mesh and all that is on it. Waits until it is gone.
+        """Stop a mesh and everything on it. Waits until it has exited.
 
         Args:
             name: None: the current one.
@@ -395,10 +397,10 @@ class Notebook:
         self._remove_mesh(mesh)
 
     def close(self, *, restart: bool) -> None:
-        """The kernel ends, in order. Its meshes end with it, unless they are to be kept or the kernel will be back.
+        """Handle an orderly shutdown of the kernel: stop its meshes, except persistent ones and before a restart.
 
         Args:
-            restart: it will be back; what its cell runs is interrupted.
+            restart: the kernel will start again; its running cell is interrupted and its meshes stay.
         """
         if self._warm_starter is not None:
             self._warm_starter.close()
@@ -412,7 +414,7 @@ class Notebook:
                 mesh.stop()
 
     def interrupt_foreground(self) -> bool:
-        """What the Stop button does. Thread-safe.
+        """Interrupt the foreground cells, as the Stop button does. Thread-safe.
 
         Returns:
             Whether ranks were running anything for this notebook's foreground.
@@ -420,11 +422,11 @@ class Notebook:
         sessions = [mesh.session for mesh in list(self.meshes.values())]
         interrupted = [
             session.interrupt_foreground(expect_sigint=True) for session in sessions
-        ]  # all of them, not only the first
+        ]  # a list, so that every session is interrupted, not only the first
         return any(interrupted)
 
     def _obtain_supervisor(self, name: str | None, ttl: float | None) -> tuple[Session, Mapping[str, str]]:
-        """A supervisor without ranks, and the environment that its ranks will inherit."""
+        """Return a session of a supervisor without ranks, and the environment that its ranks will inherit."""
         warm_starter = self._warm_starter
         if warm_starter is not None and name is None and ttl is None:
             standby = warm_starter.pop_standby()
@@ -437,7 +439,7 @@ class Notebook:
         return open_session(found, kind=self._kind, orphan_ttl_s=orphan_ttl_s), dict(os.environ)
 
     def _add_mesh(self, mesh: Mesh, *, persistent: bool) -> None:
-        """Take a mesh in; `persistent`: it does not end with this notebook."""
+        """Add a mesh and make it current; `persistent`: it does not end with this notebook."""
         if persistent:
             mesh.session.disable_stop_at_exit()
             self._persistent_meshes.add(mesh.name)
@@ -467,7 +469,7 @@ class Notebook:
         return self.meshes[name]
 
     def _only_other(self) -> str | None:
-        """The only mesh that is not this notebook's; None: there is not exactly one."""
+        """Return the name of the only mesh that is not this notebook's; None: there is not exactly one."""
         others = [found.name for found in keys.list_connections() if found.owner != self._owner]
         return others[0] if len(others) == 1 else None
 
@@ -482,21 +484,21 @@ class Notebook:
         setup: bool = False,
         background: bool = False,
     ) -> RankValues | MeshFuture[CellResult] | None:
-        """Run source on ranks, as the cell that this shell executes now: its number, its output, its names.
+        """Run source on ranks as the cell that this shell executes now: its number, its output, its names.
 
-        Starts a mesh where there is none. Waits, unless in the background; Stop and input() work meanwhile.
+        Starts a mesh if there is none. Waits, unless in the background; Stop and input() work meanwhile.
 
         Args:
             mesh: None: the current one.
-            ranks: a selection (`"0,2-3"`, `"dp=0"`) or ranks; None: all that live.
+            ranks: a selection (`"0,2-3"`, `"dp=0"`) or ranks; None: all live ranks.
             setup: run it again on ranks that join later.
-            background: return at once; the output goes on under this cell.
+            background: return immediately; the output continues under this cell.
 
         Returns:
             The values of the last expression, None if there was none; in the background a future.
 
         Raises:
-            CellError: it raised on ranks; the class bears the name of what was raised, if that is one thing.
+            CellError: it raised on ranks; if all ranks raised the same class, the error's class has that name.
             CellInterrupted, RankLost: as `Mesh.run`.
             MeshShapeError, NotAttached: nothing was run.
         """
@@ -509,7 +511,7 @@ class Notebook:
     def _run_cell(
         self, source: str, mesh: Mesh | None, ranks: str | Sequence[int] | None, setup: bool, background: bool
     ) -> RankValues | MeshFuture[CellResult] | None:
-        number = self.shell.displayhook.prompt_count  # execution_count is the next cell's already, from IPython 9 on
+        number = self.shell.displayhook.prompt_count  # since IPython 9, execution_count is already the next cell's
         source = self._fix_history(source)
         mesh = mesh or self._mesh_for_cell()
         session = mesh.session
@@ -549,7 +551,7 @@ class Notebook:
                 stuck.future.add_done_callback(lambda future: self._stuck_ranks_returned(session, command, future))
             raise
         except KeyboardInterrupt:
-            # Stop reaches us twice, as a message and as a signal; the second may come when the ranks have ended.
+            # Stop arrives twice, as a message and as a signal; the second may arrive after the ranks have finished.
             if finished is None:
                 raise
             return self._finish_cell(session, command, finished)
@@ -562,14 +564,14 @@ class Notebook:
         self._handles.update(session, finished.outcomes)
         session.raise_for_status(finished, command.ranks, label=command.label)
         values = session.rank_values(finished.outcomes)
-        # An object that displays itself has done so on its rank, and leaves nothing to be shown here.
+        # An object that displays itself has already done so on its rank.
         return values if values and any(values._repr_mimebundle_().values()) else None
 
     def _stuck_ranks_returned(
         self, session: Session, command: messages.RunCell, future: Future[messages.CallFinished]
     ) -> None:
-        """The last rank has come back from a cell that had been stopped, or has ended."""
-        with contextlib.suppress(MeshbookError):  # the mesh is gone
+        """Report that the last stuck rank returned from an interrupted cell, or exited."""
+        with contextlib.suppress(MeshbookError):  # the mesh has ended
             finished = future.result()
             self._handles.update(session, finished.outcomes)
             if not finished.lost:
@@ -614,14 +616,14 @@ class Notebook:
         return future
 
     def bind_names(self, result: CellResult) -> None:
-        """Names that a result's cell bound on the ranks become handles here; names that it deleted vanish."""
+        """Create handles for the names that a result's cell bound on the ranks; remove those that it deleted."""
         if self.mesh is None:
             return
         outcome = messages.Outcome(status="ok", bound_names=result.bound, deleted_names=result.unbound)
         self._handles.update(self.mesh.session, (messages.OutcomeGroup(self.mesh.ranks, outcome),))
 
     def _mesh_for_cell(self) -> Mesh:
-        """The current mesh; a new one where there is none, and a line that says so."""
+        """Return the current mesh; if there is none, start one and add a notice."""
         began = time.monotonic()
         try:
             self.reattach()
@@ -637,7 +639,7 @@ class Notebook:
         return mesh
 
     def _fix_history(self, source: str) -> str:
-        """Let `In` and the trailing `;` be the user's, not the rewritten cell's; the source with the cell's lines."""
+        """Put the user's source into `In`; return the source padded to the cell's line numbers."""
         history = self.shell.history_manager
         if history is None or not history.input_hist_raw:
             return source
@@ -647,7 +649,7 @@ class Notebook:
         return transform.pad_to_cell_lines(cell, source)
 
     def show_notices(self) -> None:
-        """Say under the cell that runs now what has happened since the one before."""
+        """Show the notices since the previous cell, under the current cell."""
         notices, self._notices = self._notices, []
         for text in notices:
             self._show_note(text)
@@ -680,10 +682,10 @@ class Notebook:
         )
 
     def show_displays(self, ranks: str | Sequence[int] | None = None) -> None:
-        """Show what the last cell with too many different displays left out, of these ranks.
+        """Show the omitted displays of these ranks, from the last cell with too many different displays.
 
         Raises:
-            UsageError: nothing was left out, or nothing of these ranks.
+            UsageError: nothing was omitted, or nothing of these ranks.
         """
         mesh = self._get_mesh(None)
         wanted = mesh.grid.parse_selection(ranks) if isinstance(ranks, str) else tuple(ranks or mesh.ranks)
@@ -693,15 +695,16 @@ class Notebook:
             self.shell.display_pub.publish(dict(item.data), dict(item.metadata))
 
     def _show_note(self, text: str) -> None:
-        """Say something under the cell that runs now."""
+        """Show a note under the current cell."""
         if self._kernel is None:
             print(text)
         else:
             sink.jupyter_publisher(self._kernel)("display_data", sink.note_content(text))
 
     def _pre_run_cell(self, info: Any) -> None:
-        """What a cell reads in this process is there for it: tensors of the ranks as tensors."""
-        source = getattr(info, "transformed_cell", None) or self._hook.last_rewritten  # older IPythons do not tell
+        """Promote the handles that a local cell reads to remote tensors, before the cell runs."""
+        # older IPythons lack the attribute
+        source = getattr(info, "transformed_cell", None) or self._hook.last_rewritten
         self._handles.promote_to_tensors(transform.names_read(source))
 
     def _warn_bound_twice(self, name: str) -> None:
@@ -710,7 +713,7 @@ class Notebook:
             f'mesh["{name}"] is the ranks\'; after `del {name}` in a %%controller cell it is theirs here too'
         )
 
-    # ---- asking the user
+    # ---- input() requests
 
     def _allows_input(self) -> bool:
         if self._kernel is None:
@@ -730,7 +733,7 @@ class Notebook:
     # ---- failures
 
     def _present_error(self, error: MeshbookError) -> MeshbookError:
-        """The error as the notebook shows it: what was raised gives it its name, and who can help is named."""
+        """Return the error as the notebook shows it: with the class name that was raised and with next-step hints."""
         if isinstance(error, RankLost):
             for mesh in self.meshes.values():
                 if set(error.ranks) <= set(mesh.session.lost):
@@ -752,7 +755,7 @@ class Notebook:
         tb: Any,
         tb_offset: int | None = None,
     ) -> None:
-        """Say of a name that is missing here that the ranks have it."""
+        """Add a note to a NameError whose name exists on the ranks."""
         name = getattr(error, "name", None)
         if self.mesh is not None and name in PRESET_MODULES:
             error.add_note(
@@ -762,7 +765,7 @@ class Notebook:
         shell.showtraceback((kind, error, tb), tb_offset=tb_offset)
 
     def show_failure(self, magic: str, how: str = "") -> Any:
-        """`%tb` and `%debug`: about the failure that was shown last, on the ranks that had it.
+        """Run `%tb` or `%debug` for the last failure shown, on the ranks that had it.
 
         Args:
             how: the magic's argument, such as `Verbose`.
@@ -786,10 +789,10 @@ class Notebook:
         )
         return None
 
-    # ---- questions
+    # ---- completion and inspection
 
     def complete(self, local: dict[str, Any], code: str, cursor: int) -> dict[str, Any]:
-        """A `complete_reply`'s content: this process's answer, and a rank's where one answers in time."""
+        """Return a `complete_reply`'s content: this process's matches, and a rank's if it replies in time."""
         if code.lstrip().startswith(("%mesh", "%%mesh")) and "\n" not in code[:cursor]:
             return local
         remote = self._query_rank(
@@ -798,11 +801,11 @@ class Notebook:
         return completion.merge_completions(local, remote, code, remote_first=transform.is_for_ranks(code))
 
     def hidden_handles(self) -> contextlib.AbstractContextManager[None]:
-        """Looking at the namespace asks no ranks while this block runs: for the shell's own completer."""
+        """Hide the handles from the shell's own completer during this block, so that it sends no queries to ranks."""
         return completion.completer_namespace(self.shell.Completer, self._handles.without_handles())
 
     def inspect(self, code: str, cursor: int, detail: int = 0) -> dict[str, Any] | None:
-        """What a rank says of the name at the cursor, as a MIME bundle; None: nothing, or none answered in time."""
+        """Return a rank's inspection of the name at the cursor, as a MIME bundle; None: not found or no reply."""
         root = completion.root_name(code, cursor)
         reply = self._query_rank(root, lambda call, ranks: messages.Inspect(call, ranks, code, cursor, detail))
         if not reply or not reply["found"]:
@@ -811,11 +814,11 @@ class Notebook:
         return data
 
     def is_handle(self, name: str | None) -> bool:
-        """Whether this name is a handle here, so that looking at it would ask the ranks."""
+        """Whether this name is a handle here, so that inspecting it would query the ranks."""
         return name is not None and self._handles.get_handle(name) is not None
 
     def show_help(self, name: str, detail: int = 0) -> None:
-        """`x?` and `x??`: a rank's answer, else this process's."""
+        """Show the help for `x?` and `x??`: a rank's reply, else this process's."""
         self.reattach()
         found = self.inspect(name, len(name), detail)
         if found is None and not self.is_handle(completion.root_name(name, len(name))):
@@ -827,7 +830,7 @@ class Notebook:
             page.page(found)
 
     def _query_rank(self, name: str | None, make_command: Callable[[CallId, Ranks], Any]) -> dict[str, Any] | None:
-        """One rank's answer: of one that has the name, if it is a handle."""
+        """Send a query to one rank, one that has the name if it is a handle, and return the reply."""
         mesh = self.mesh
         if mesh is None or mesh.session.ended is not None:
             return None
@@ -857,7 +860,7 @@ def _resolve_axes(ranks: int | None, axes: str | Mapping[str, int] | None, defau
 
 
 def _lenient_defaults() -> Defaults:
-    """The defaults for what the user has not asked for: what cannot be read is told of when a mesh is started."""
+    """Return the defaults, without raising on an invalid file: starting a mesh reports that error."""
     try:
         return read_defaults()
     except UsageError:
@@ -865,13 +868,13 @@ def _lenient_defaults() -> Defaults:
 
 
 def _with_environment(spec: messages.MeshSpec, inherited: Mapping[str, str]) -> messages.MeshSpec:
-    """The spec with what has been set in this process since the supervisor was launched."""
+    """Return the spec with the environment variables set in this process since the supervisor was launched."""
     changed = {name: value for name, value in os.environ.items() if inherited.get(name) != value}
     return msgspec.structs.replace(spec, env={**changed, **spec.env}) if changed else spec
 
 
 def _reattach_notices(session: Session, origin: str) -> list[str]:
-    """What to say when a notebook finds a mesh that runs: first that it has, then what still runs there, and whose."""
+    """Return the notices for a reattached mesh: first the reattachment, then the calls that still run there."""
     assert session.axes is not None
     living = session.living(session.axes.ranks)
     names_held = format_names(session.info.names)

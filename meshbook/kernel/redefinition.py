@@ -1,4 +1,4 @@
-"""After a cell that defined a class of live actors anew: they take its methods, and the cell says so."""
+"""After a cell that redefined a class of live actors: updates the actors' methods, and prints a message."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 
 class RedefinitionHook:
-    """IPython's hook behind every cell that runs in the notebook's own process."""
+    """IPython's hook after every cell that runs in the notebook's own process."""
 
     _instances: ClassVar[weakref.WeakKeyDictionary[InteractiveShell, RedefinitionHook]] = weakref.WeakKeyDictionary()
 
@@ -21,7 +21,7 @@ class RedefinitionHook:
 
     @classmethod
     def of(cls, shell: InteractiveShell) -> RedefinitionHook:
-        """The one of a shell."""
+        """Return the hook of a shell."""
         return cls._instances.setdefault(shell, cls(shell))
 
     def install(self) -> None:
@@ -36,7 +36,7 @@ class RedefinitionHook:
 
     def _post_run_cell(self, result: Any) -> None:
         if "meshbook.actors.procs" not in sys.modules:
-            return  # no actor was spawned from here, and a notebook without actors does not pay for their import
+            return  # no actor was spawned from this process; avoids the import
         from meshbook.actors.redefine import redefine_from
 
         for message in redefine_from(self._namespace):

@@ -1,7 +1,7 @@
 """Output of a cell on the ranks, as Jupyter messages under that cell.
 
-`CellSink` decides what becomes of folded lines, displays and notices; whoever makes it says how a message is published.
-The parent is the cell's for good: output of a background cell goes on under it while other cells run.
+`CellSink` converts folded lines, displays and notices to messages; its creator provides the function that publishes a
+message. The parent message never changes: output of a background cell continues under it while other cells run.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from meshbook.fold import rendering
 from meshbook.ids import Ranks, name_ranks
 from meshbook.wire.messages import ClearOutput, Display, FoldedItem, Line, Notice, RankDisplay
 
-# Of the displays that ranks make at the same place of a cell, so many different ones are shown.
+# Maximum number of different displays shown among those that ranks make at the same position of a cell.
 MAX_DISTINCT_DISPLAYS = 4
-# Seconds between two states of a progress bar; no reader sees more.
+# Seconds between two states of a progress bar; faster updates are not readable.
 LIVE_INTERVAL_S = 0.1
-# Of what was shown last, so many lines and displays are shown again when other ranks clear their output.
+# Number of recent lines and displays that are republished when other ranks clear their output.
 _MAX_REPLAYED_ITEMS = 200
 
 _NUMBER = re.compile(r"\d[\d.,]*")
 
 _HEADING_HTML = '<div class="meshbook-ranks" style="opacity:.6;font-size:smaller">{}</div>'
-# JupyterLab sets text in by so much, and HTML not at all; a note stands below text.
+# JupyterLab indents text by this padding, and HTML not at all; a note stands below text.
 _NOTE_HTML = (
     '<div class="meshbook-note" style="opacity:.6;font-size:smaller;padding-left:var(--jp-code-padding,0)">{}</div>'
 )
@@ -46,7 +46,10 @@ class Publish(Protocol):
 
 
 def jupyter_publisher(kernel: Any) -> Publish:
-    """Publishes under the cell that this kernel runs now, for as long as the publisher lives; ipykernel 6 and later."""
+    """Return a function that publishes under the cell that this kernel runs now, also after that cell has ended.
+
+    Works with ipykernel 6 and later.
+    """
     parent = kernel.get_parent("shell")
     session, socket = kernel.session, kernel.iopub_socket
 
@@ -58,20 +61,20 @@ def jupyter_publisher(kernel: Any) -> Publish:
 
 
 def note_content(text: str) -> dict[str, Any]:
-    """Content of a display that says something of Meshbook's own, quietly."""
+    """Return the content of a display for a note of Meshbook's own, in a muted style."""
     data = {"text/plain": text, "text/html": _NOTE_HTML.format(html.escape(text))}
     return {"data": data, "metadata": {}, "transient": {}}
 
 
 class CellSink:
-    """Shows one call's output. Call it with folded items, in order; `close()` it when the call has ended.
+    """Displays one call's output. Call it with folded items, in order; `close()` it when the call has ended.
 
     Args:
-        publish: where messages go.
-        ranks: those that take part in the call; what all of them say bears no label.
-        ids: the front end's display ids by rank and the rank's own; kept by the notebook, because a later cell may
-            update an earlier one's display.
-        keep: is given displays that are not shown.
+        publish: sends a message.
+        ranks: the call's ranks; output that all of them share has no label.
+        display_ids: the front end's display ids by (rank, the rank's display id); the notebook stores them, because a
+            later cell may update an earlier one's display.
+        on_omitted: receives displays that are not shown.
     """
 
     def __init__(
@@ -90,11 +93,11 @@ class CellSink:
         self._progress_drawn_at = float("-inf")
         self._timer: threading.Timer | None = None
         self._recent: deque[Line | RankDisplay] = deque(maxlen=_MAX_REPLAYED_ITEMS)
-        self._num_displays: dict[int, int] = {}  # how many displays each rank has made
+        self._num_displays: dict[int, int] = {}  # number of displays that each rank has made
         self._displays_by_index: dict[
             int, list[_PublishedDisplay]
-        ] = {}  # of those made as a rank's first, second, ...: what was shown
-        self._omitted_ranks: set[int] = set()  # ranks with displays that are not shown
+        ] = {}  # index among a rank's displays -> the displays shown
+        self._omitted_ranks: set[int] = set()  # ranks with omitted displays
 
     def __call__(self, items: Iterable[FoldedItem]) -> None:
         with self._lock:
@@ -120,12 +123,12 @@ class CellSink:
             self._draw_progress()
 
     def note(self, text: str) -> None:
-        """Something of Meshbook's own, quietly."""
+        """Show a note of Meshbook's own, in a muted style."""
         with self._lock:
             self._publish("display_data", note_content(text))
 
     def close(self) -> None:
-        """The call has ended: draw what waited, and say what was not shown."""
+        """Draw pending output, and report omitted displays: the call has ended."""
         with self._lock:
             self._draw_progress(now=True)
             if self._omitted_ranks:
@@ -155,7 +158,7 @@ class CellSink:
         others = self._displays_by_index.setdefault(index, [])
         content = msgspec.msgpack.encode([item.data, item.metadata, item.display_id])
         same = next((other for other in others if other.content == content), None)
-        if same is not None:  # ranks that are far apart in time; a figure takes its time to be drawn
+        if same is not None:  # arrived later from other ranks; a figure takes time to be drawn
             same.ranks = tuple(sorted({*same.ranks, *shown.ranks}))
             if item.display_id is not None:
                 self._remember_id(shown.ranks, item.display_id, same.name)
@@ -169,10 +172,10 @@ class CellSink:
         others.append(self._send_display(shown, item, content))
 
     def _send_display(self, shown: RankDisplay, item: Display, content: bytes = b"") -> _PublishedDisplay:
-        """Show it, below its ranks unless it is everybody's."""
+        """Publish a display, below a heading with its ranks unless all ranks share it."""
         published = _PublishedDisplay(shown.ranks, content, f"meshbook-{secrets.token_hex(8)}", item.display_id)
         if shown.ranks != self._ranks:
-            if item.display_id is not None:  # ranks may display different things under one id
+            if item.display_id is not None:  # ranks may show different displays under one id
                 published.name = f"{item.display_id} {name_ranks(shown.ranks)}"
             self._publish("display_data", self._heading(published))
         if item.display_id is not None:
@@ -195,7 +198,7 @@ class CellSink:
             self._publish("update_display_data", display_content(item, name))
 
     def _clear(self, ranks: set[int], wait: bool) -> None:
-        """What these ranks have shown goes; what others have is shown again."""
+        """Clear these ranks' output, and republish that of other ranks."""
         remaining = (_without_ranks(item, ranks) for item in self._recent)
         self._recent = replayed = deque((item for item in remaining if item is not None), self._recent.maxlen)
         for rank in ranks:
@@ -204,7 +207,7 @@ class CellSink:
             self._displays_by_index.clear()
             self._omitted_ranks.clear()
         self._progress.discard_ranks(ranks)
-        # What is sent again follows at once, so nothing flickers.
+        # Republished output follows immediately, so wait=True avoids flicker.
         self._publish("clear_output", {"wait": bool(wait or replayed)})
         for item in list(replayed):
             if isinstance(item, Line):
@@ -216,10 +219,10 @@ class CellSink:
     def _stream(self, name: str, text: str) -> None:
         self._publish("stream", {"name": name, "text": text})
 
-    # ---- lines that are still being written
+    # ---- progress bars: lines that are still being written
 
     def _draw_progress(self, *, now: bool = False) -> None:
-        """Show the progress bars as they are: now, or as soon as the last state is old enough."""
+        """Publish the progress bars' state: now, or when `LIVE_INTERVAL_S` has passed since the last one."""
         if not self._progress.changed:
             return
         wait = self._progress_drawn_at + LIVE_INTERVAL_S - self._clock()
@@ -247,9 +250,9 @@ class _PublishedDisplay:
     """A display on the page.
 
     Attributes:
-        ranks: those that made the same one.
-        content: what is equal where they did.
-        heading: display id of the line above it.
+        ranks: the ranks that made an equal display.
+        content: encoded content, compared for equality.
+        heading: display id of the heading above it.
         name: its own display id on the page; None: it cannot be updated.
     """
 
@@ -260,9 +263,9 @@ class _PublishedDisplay:
 
 
 class OmittedDisplays:
-    """Displays that were left out, to be shown on request: bounded, the oldest go first."""
+    """Displays that were omitted, to be shown on request. Bounded: the oldest are dropped first."""
 
-    # Of all of them together.
+    # Total size of all stored displays.
     MAX_BYTES = 64 << 20
 
     def __init__(self) -> None:
@@ -275,10 +278,10 @@ class OmittedDisplays:
             self._entries.popleft()
 
     def for_ranks(self, ranks: Ranks) -> list[tuple[int, RankDisplay]]:
-        """What the last cell that left any out left out of these ranks, with the cell's number.
+        """Return these ranks' displays that the last cell with omitted displays left out, with the cell's number.
 
         Raises:
-            UsageError: nothing.
+            UsageError: there are none.
         """
         if not self._entries:
             raise UsageError("every display of the cells that ran is shown already")
@@ -292,23 +295,26 @@ class OmittedDisplays:
 
 
 class _ProgressBlock:
-    """Progress bars of one call: a block of lines, each in its place until the last one is finished."""
+    """Progress bars of one call: a block of lines, each at a fixed position until the last one is finished."""
 
     def __init__(self) -> None:
         self.changed = False
-        self.retained_last = False  # whether the line taken last stays in the block
+        self.retained_last = False  # whether the last applied line stays in the block
         self._lines: list[Line] = []
-        self._display_id: str | None = None  # of the display that shows the block; None: not shown yet
+        self._display_id: str | None = None  # display id of the block; None: not shown yet
 
     def has_live_line(self, line: Line) -> bool:
-        """Whether a finished line takes a live one's place."""
+        """Whether a finished line replaces a live one."""
         return any(
             other.live and other.stream == line.stream and not set(other.ranks).isdisjoint(line.ranks)
             for other in self._lines
         )
 
     def apply(self, line: Line) -> None:
-        """A live line replaces what its ranks had; a finished one stays in its place if it is the same line's end."""
+        """Apply a line to the block.
+
+        A live line replaces its ranks' previous one; a finished one stays in place if it ends that line.
+        """
         updated_ranks = set(line.ranks)
         self.retained_last = False
         lines: list[Line] = []
@@ -335,16 +341,18 @@ class _ProgressBlock:
         self._lines = [line for line in self._lines if not set(line.ranks) <= ranks]
 
     def display_cleared(self) -> None:
-        """What showed the block is gone; show what is left of it anew."""
+        """Redraw the remaining lines as a new display: the old one was cleared."""
         self._display_id = None
         self.changed = bool(self._lines)
 
     def render(self, ranks: Ranks) -> tuple[str, str, str]:
-        """The message that shows the block as it is: its type, the display's id, the text. A block with no line that
-        goes on is done; the next line begins another."""
+        """Return the message that shows the block's state: its type, the display id, the text.
+
+        A block without live lines is complete; the next line begins another.
+        """
         kind = "display_data" if self._display_id is None else "update_display_data"
         name = self._display_id or f"meshbook-{secrets.token_hex(8)}"
-        # Whoever spoke last is not to move up: what goes on is in the order of ranks, at the places of what goes on.
+        # The last updated line must not move up: live lines are in rank order, at the positions of live lines.
         live = iter(sorted((line for line in self._lines if line.live), key=lambda line: line.ranks))
         lines = [next(live) if line.live else line for line in self._lines]
         text = "\n".join(rendering.render_line(line, ranks) for line in lines)
@@ -356,13 +364,13 @@ class _ProgressBlock:
 
 
 def display_content(item: Display, display_id: str | None = None) -> dict[str, Any]:
-    """Content of `display_data` or `update_display_data`."""
+    """Return the content of `display_data` or `update_display_data`."""
     transient = {} if display_id is None else {"display_id": display_id}
     return {"data": dict(item.data), "metadata": dict(item.metadata), "transient": transient}
 
 
 def _in_rank_order(items: Iterable[FoldedItem]) -> Iterator[FoldedItem]:
-    """The items, displays that different ranks made side by side in the order of ranks."""
+    """Yield the items, with adjacent displays of different ranks in rank order."""
     side_by_side: list[RankDisplay] = []
     for item in items:
         is_display = isinstance(item, RankDisplay) and isinstance(item.item, Display)
@@ -377,7 +385,7 @@ def _in_rank_order(items: Iterable[FoldedItem]) -> Iterator[FoldedItem]:
 
 
 def _is_end_of(live: str, finished: str) -> bool:
-    """Whether a finished line is how the live one ended, and not something else that its rank said.
+    """Whether a finished line is the last state of the live one, and not other output of its rank.
 
     A live line of nested bars has several rows.
     """
@@ -385,7 +393,7 @@ def _is_end_of(live: str, finished: str) -> bool:
 
 
 def _same_up_to_number(row: str, finished: str) -> bool:
-    """Equal up to the first number and just behind it, as two states of one bar are."""
+    """Whether two rows match up to the first number and one character behind it, as two states of one bar do."""
     numbers = _NUMBER.search(row), _NUMBER.search(finished)
     if numbers[0] is None or numbers[1] is None:
         return bool(row.strip()) and finished.startswith(row.rstrip())

@@ -1,10 +1,9 @@
-"""Answers while a cell runs: requests that need not wait go to a thread of the kernel's own.
+"""Replies while a cell runs: routes requests that need not wait to a thread of the kernel.
 
-ipykernel takes requests one after the other, so completion, hover and history wait for the running cell, unless the
-front end asks on a subshell, and none does for these. The kernel has subshells, though, and this routes such requests
-to one that it keeps for itself. So it does with a cell that asks what is wrong with the one that runs. All of it is
-private to ipykernel 7 and tried before it is used; where anything is different, requests wait, as they do in any other
-kernel.
+ipykernel handles requests sequentially, so completion, hover and history wait for the running cell, unless the front
+end addresses a subshell, and none does for these. The kernel supports subshells, though, and this module routes such
+requests to one of its own. It also routes a cell that inspects the running one. All of it uses private ipykernel 7
+attributes, which are checked before use; if anything differs, requests wait, as they do in any other kernel.
 """
 
 from __future__ import annotations
@@ -17,9 +16,10 @@ from typing import Any
 
 log = logging.getLogger("meshbook.kernel")
 
-# What can be answered beside a running cell. Not execute_request, whose order counts (but see `_INSPECTION_MAGIC`), and
-# not comms, which belong to widgets that may not be thread-safe. But for one comm: through it a page that is opened
-# asks for the widgets there are, and without an answer it shows none, the dashboard neither, until the cell has ended.
+# Requests that can be handled beside a running cell. Not execute_request, whose order matters (but see
+# `_INSPECTION_MAGIC`), and not comms, which belong to widgets that may not be thread-safe. One comm is an exception:
+# through it a newly opened page requests the existing widgets; without a reply it shows none, including the dashboard,
+# until the cell has ended.
 ROUTED_REQUESTS = frozenset(
     {
         "complete_request",
@@ -30,12 +30,12 @@ ROUTED_REQUESTS = frozenset(
         "kernel_info_request",
     }
 )
-# A cell that is one such line and nothing else asks about the mesh as it is now: why the running cell hangs, say.
+# A cell with only this line inspects the current mesh, for example why the running cell hangs.
 _INSPECTION_MAGIC = re.compile(
     r"\s*%mesh\s+(why|stacks|health|memory|status|logs|actors|interrupt|kill|dashboard)\b[^\n]*\s*\Z"
 )
-# Seconds that the running cell, and no other before this one, must have been there. The cells of Run All come at once,
-# and are meant to be run one after the other.
+# Minimum age in seconds of the running cell, which must be the only open one. The cells of Run All arrive together and
+# must run in order.
 _MIN_CELL_AGE_S = 2.0
 _WIDGET_CONTROL = "jupyter.widget.control"
 
@@ -44,14 +44,14 @@ class SubshellRouter:
     """Routes requests of one kernel.
 
     Attributes:
-        subshell_id: the subshell that answers; None before it was first needed.
-        works: False once anything went otherwise than ipykernel 7.4 has it.
+        subshell_id: the subshell that replies; None before its first use.
+        is_supported: False once anything differed from ipykernel 7.4.
     """
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self._open_cells: dict[str, float] = {}  # execute requests that have come and are not done, and when they came
-        self._widget_control_comms: set[str] = set()  # comms of pages that ask for widgets, opened beside a cell
+        self._open_cells: dict[str, float] = {}  # open execute requests -> arrival time
+        self._widget_control_comms: set[str] = set()  # comms of pages that request widgets, opened beside a cell
         self.subshell_id: str | None = None
         self.is_supported = all(
             hasattr(owner, name)
@@ -63,13 +63,13 @@ class SubshellRouter:
         )
 
     def route(self, message: Sequence[Any]) -> bool:
-        """Send a request on to the subshell, if it need not wait and would. Runs in the shell channel's thread.
+        """Forward a request to the subshell if it would otherwise wait for a cell. Runs on the shell channel's thread.
 
         Args:
-            message: zmq frames, as they came.
+            message: zmq frames, as received.
 
         Returns:
-            Whether that was done; otherwise the message goes its usual way.
+            Whether it was forwarded; otherwise ipykernel handles the message as usual.
         """
         if not self.is_supported:
             return False
@@ -81,13 +81,13 @@ class SubshellRouter:
             return False
 
     def get_subshell(self) -> str:
-        """The subshell that answers, made now if there is none. Runs in the shell channel's thread."""
+        """Return the subshell that replies, creating it on first use. Runs on the shell channel's thread."""
         if self.subshell_id is None:
             self.subshell_id = self._kernel.shell_channel_thread.manager._create_subshell()
         return self.subshell_id
 
     def request_done(self, request: str) -> None:
-        """The main shell is done with the request of this id."""
+        """Record that the main shell has finished the request with this id."""
         self._open_cells.pop(request, None)
 
     def _route(self, message: Sequence[Any]) -> bool:
@@ -98,17 +98,17 @@ class SubshellRouter:
             return False
         is_cell = header["msg_type"] == "execute_request"
         if is_cell and not self._is_inspection_cell(frames):
-            # From here on: a cell that waits for the main thread is as much in the way as one that runs.
+            # Counts from arrival: a cell that waits for the main thread blocks requests as a running one does.
             self._open_cells[header["msg_id"]] = time.monotonic()
             return False
         if not is_cell and not self._is_routable(header["msg_type"], frames):
             return False
         request = session.deserialize(frames, content=True, copy=False)
         if is_cell:
-            request["content"]["store_history"] = False  # the number that is next belongs to the cell that is next
+            request["content"]["store_history"] = False  # must not use up an execution count
         manager = self._kernel.shell_channel_thread.manager
         subshell = self.get_subshell()
-        # A subshell takes only what is addressed to it, and the address is part of what is signed.
+        # A subshell accepts only messages addressed to it, and the signature covers the address.
         request["header"]["subshell_id"] = subshell
         parts = {part: request[part] for part in ("header", "parent_header", "metadata", "content")}
         signed = session.serialize(parts, ident=[getattr(identity, "bytes", identity) for identity in identities])
@@ -129,5 +129,5 @@ class SubshellRouter:
         comm = content.get("comm_id")
         if kind == "comm_open" and content.get("target_name") == _WIDGET_CONTROL and self._open_cells:
             self._widget_control_comms.add(comm)
-        # Once there, always there: its messages keep their order.
+        # Later messages of the same comm follow, to preserve their order.
         return comm in self._widget_control_comms

@@ -1,25 +1,24 @@
-"""Where a cell runs: here, on the ranks, or a part of it here and the rest there.
+"""Where a cell runs: in this process, on the ranks, or partly in each.
 
-Pure: source in, source out. What goes to the ranks becomes one call in the controller's shell, so that numbering,
-history, `Out` and hooks stay IPython's own. What a name below decides, `%%controller` overrules for any cell.
+Pure: source in, source out. A cell for the ranks becomes one call in the controller's shell, so that numbering,
+history, `Out` and hooks stay IPython's own. `%%controller` overrides the table below for any cell.
 
 | a cell, or its first lines                        | runs                                                             |
 | ------------------------------------------------- | ---------------------------------------------------------------- |
 | plain code, `await`, `!cmd`, `x = !cmd`           | on the ranks                                                     |
-| `%timeit`, `%%time`, `%env`, `%who`, `%run`, ...  | on the ranks: every magic that is not named below                |
-| `%%mesh`, `%mesh`                                 | here: they say themselves what goes where                        |
+| `%timeit`, `%%time`, `%env`, `%who`, `%run`, ...  | on the ranks: every magic that is not listed below               |
+| `%%mesh`, `%mesh`                                 | here: their arguments select the ranks                           |
 | `%%controller`, `%%local`                         | here, its lines numbered as in the cell                          |
-| `%pip`, `!pip`, `!conda`, `!apt`, ...             | here, once: ranks that install at the same time break each other |
+| `%pip`, `!pip`, `!conda`, `!apt`, ...             | here, once: concurrent installs by ranks break each other        |
 | `%%writefile`, `%%html`, `%%javascript`, ...      | here, once: one file, one display                                |
-| `%history`, `%lsmagic`, `%load`, `%config`, ...   | here: they are about the notebook                                |
-| `%load_ext`, `%cd`, `%matplotlib`                 | here and on the ranks: both are to know                          |
-| `%tb`, `%debug`                                   | about the failure that was shown last, on its ranks if it is one |
-|                                                   | of theirs                                                        |
-| `x?`, `?x`, `x??`                                 | asked of the ranks, and here                                     |
+| `%history`, `%lsmagic`, `%load`, `%config`, ...   | here: they concern the notebook                                  |
+| `%load_ext`, `%cd`, `%matplotlib`                 | here and on the ranks: both need the setting                     |
+| `%tb`, `%debug`                                   | for the last failure shown, on its ranks if it is one of theirs  |
+| `x?`, `?x`, `x??`                                 | queries a rank, and this process                                 |
 | `exit`, `quit`                                    | here: they end the kernel                                        |
 | `_`, `Out[7].result()` of a background cell       | here: the future is the notebook's own                           |
 
-Line magics that run here may stand at the top of a cell whose rest runs on the ranks.
+Line magics that run here may precede code for the ranks at the top of a cell.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-# How the shell reaches its notebook in rewritten cells: `Notebook.of` puts it there.
+# Expression for the shell's notebook in rewritten cells; `Notebook.of` sets the attribute.
 NOTEBOOK_EXPRESSION = "get_ipython().meshbook"
 
 CONTROLLER_MAGICS = frozenset({"controller", "local"})
 
-# Cell magics that stay here, beside those two.
+# Other cell magics that run in this process.
 LOCAL_CELL_MAGICS = frozenset(
     ["mesh", "code_wrap", "writefile", "file", "html", "HTML", "svg", "SVG", "latex", "markdown", "javascript", "js"]
 )
 
-# Line magics that stay here.
+# Line magics that run in this process.
 LOCAL_LINE_MAGICS = frozenset(
     [
         "mesh",
@@ -94,7 +93,7 @@ LOCAL_LINE_MAGICS = frozenset(
     ]
 )
 
-# Line magics that run here first and then, with the rest of the cell, on the ranks; and how they are written here.
+# Line magics that run here first and then, with the rest of the cell, on the ranks; and their local form.
 BOTH_LINE_MAGICS = {
     "load_ext": "%load_ext {}",
     "reload_ext": "%reload_ext {}",
@@ -103,12 +102,12 @@ BOTH_LINE_MAGICS = {
     "matplotlib": "%matplotlib {}",
 }
 
-# Extensions that belong to this process alone.
+# Extensions that are loaded in this process only.
 LOCAL_EXTENSIONS = frozenset({"meshbook", "tensorboard"})
 
 _MAGIC = re.compile(r"%(?P<name>[A-Za-z_]\w*)(?P<rest>.*)")
 _CELL_MAGIC = re.compile(r"%%(?P<name>\S+)")
-# Also without `%` or `!`, as people write it by heart: `pip install` is no Python.
+# Also without `%` or `!`, as users often type it: `pip install` is not valid Python.
 _INSTALL = re.compile(
     r"(?:!\s*(?:sudo\s+)?)(?:python[\d.]*\s+-m\s+)?(?:uv|pip[\d.]*|conda|mamba|micromamba|apt|apt-get)\b"
     r"|(?:pip|uv|conda|mamba|micromamba)\s+[a-z-]"
@@ -120,15 +119,15 @@ _HELP = re.compile(r"(?P<before>\?{0,2})\s*(?P<name>%{0,2}[^\W\d][\w.\[\]'\"]*)\
 
 @dataclass(frozen=True)
 class CellPlan:
-    """What becomes of a cell.
+    """What to do with a cell.
 
     Attributes:
-        where: "here", "ranks", or "both" when it begins here and goes on there; "help" for a question about a name,
-            "failure" for one about what failed last.
-        here: source for the controller's shell; with `where == "ranks"` empty.
-        there: source for the ranks, its lines numbered as in the cell; of "failure", the magic's argument.
-        name: of "help", what is asked about; of "failure", the magic.
-        detail: of "help", 1 if the source is wanted.
+        target: "here", "ranks", or "both" when it begins here and continues there; "help" for help on a name, "failure"
+            for a magic about the last failure.
+        local_source: source for the controller's shell; empty with `target == "ranks"`.
+        remote_source: source for the ranks, its lines numbered as in the cell; with "failure", the magic's argument.
+        name: with "help", the name; with "failure", the magic.
+        detail: with "help", 1 if the source is requested.
     """
 
     target: Literal["here", "ranks", "both", "help", "failure"]
@@ -139,10 +138,10 @@ class CellPlan:
 
 
 def plan_cell(source: str, *, auto: bool = True) -> CellPlan:
-    """Decide about a cell.
+    """Decide where a cell runs.
 
     Args:
-        auto: whether cells without a magic of ours go to the ranks.
+        auto: whether cells without one of Meshbook's magics run on the ranks.
     """
     lines = source.splitlines(keepends=True)
     first = next((index for index, line in enumerate(lines) if line.strip()), None)
@@ -169,7 +168,7 @@ def plan_cell(source: str, *, auto: bool = True) -> CellPlan:
 
 
 def rewrite(source: str, *, auto: bool = True) -> str:
-    """The cell as the controller's shell is to run it."""
+    """Return the source that the controller's shell runs for this cell."""
     planned = plan_cell(source, auto=auto)
     match planned.target:
         case "help":
@@ -184,7 +183,7 @@ def rewrite(source: str, *, auto: bool = True) -> str:
 
 
 def names_read(source: str) -> list[str]:
-    """Names that Python code reads, in functions and classes too, in the code's order; none of code that is broken."""
+    """Return the names that Python code reads, also in functions and classes, in order; none if it does not parse."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
@@ -198,14 +197,14 @@ def names_read(source: str) -> list[str]:
 
 
 def is_for_ranks(source: str) -> bool:
-    """Whether code that is still being written will run on the ranks; what completion looks at first."""
+    """Whether code that is being edited will run on the ranks; decides which completions come first."""
     return plan_cell(source).target != "here"
 
 
 def pad_to_cell_lines(cell: str, part: str) -> str:
-    """A part of a cell, below as many commented lines as it had above it, so that tracebacks name the cell's own lines.
+    """Return a part of a cell with the lines above it commented out, so that tracebacks have the cell's line numbers.
 
-    Unchanged where the part is not the end of the cell, or begins with a cell magic, which must come first.
+    Unchanged if the part is not the end of the cell, or begins with a cell magic, which must come first.
     """
     if part.startswith("%%") or not part or len(part) >= len(cell) or not cell.rstrip("\n").endswith(part.rstrip("\n")):
         return part
@@ -216,9 +215,9 @@ def pad_to_cell_lines(cell: str, part: str) -> str:
 
 
 def _comment_out_line(lines: Sequence[str], index: int) -> str:
-    """The cell with its `%%controller` line made a comment, so that the others keep their numbers.
+    """Return the cell with its `%%controller` line commented out, so that line numbers stay the same.
 
-    A cell magic below it comes first.
+    A cell magic below it moves to the top.
     """
     remainder = "".join(lines[index + 1 :])
     if remainder.lstrip().startswith("%%"):
@@ -243,7 +242,7 @@ def _parse_help(source: str) -> CellPlan | None:
 
 
 def _split_cell(lines: Sequence[str]) -> CellPlan:
-    """The magics of this process at the top of the cell, and the rest."""
+    """Split a cell into the local magics at its top and the rest."""
     local_lines: list[str] = []
     remote_lines: list[str] = []
     first_remote = len(lines)
@@ -269,7 +268,7 @@ def _split_cell(lines: Sequence[str]) -> CellPlan:
 
 
 def _parse_local_line(line: str) -> tuple[str, bool] | None:
-    """How a line is written here, and whether the ranks run it too; None: it is theirs alone."""
+    """Return a line's local form, and whether the ranks run it too; None: it runs on the ranks only."""
     line = line if line.endswith("\n") else line + "\n"
     if line.rstrip().endswith("\\"):
         return None

@@ -1,8 +1,8 @@
-"""What a kernel finds, or gets ready, while the user still types: its mesh from before, or a warm supervisor.
+"""Work that a kernel does while the user still types: finding its existing mesh, or starting a warm supervisor.
 
-A restarted kernel is the same notebook: it looks for meshes that its owner key names. Where there is none, a supervisor
-without ranks is launched at once, whose fork server imports torch in the meantime; the first cell then waits for ranks
-and not for imports. What is never used is stopped: at an orderly end by us, after a crash by its own time to live.
+A restarted kernel is the same notebook: it searches for meshes with its owner key. If there is none, it launches a
+supervisor without ranks, whose fork server imports torch meanwhile; the first cell then waits for ranks and not for
+imports. An unused supervisor is stopped: by this process on an orderly exit, by its own time to live after a crash.
 """
 
 from __future__ import annotations
@@ -22,52 +22,52 @@ from meshbook.wire import keys
 
 log = logging.getLogger("meshbook.kernel")
 
-# Seconds that a supervisor without ranks lives on after a crash of its kernel: a restarter needs about 5 to bring the
-# kernel back, which then finds it warm.
+# Seconds that a supervisor without ranks lives after its kernel crashed: a restarter needs about 5 to start the kernel
+# again, which then finds it warm.
 STANDBY_TTL_S = 10.0
 
 
 class WarmStarter:
-    """A thread that looks for this owner's meshes, and otherwise keeps a supervisor warm.
+    """A thread that searches for this owner's meshes, and starts a warm supervisor if there are none.
 
     Args:
-        owner: what names this notebook across kernels.
-        orphan_ttl_s: how long meshes that are found live on when this process is gone.
-        warm: False: only look, start nothing.
+        owner: the key of this notebook across kernels.
+        orphan_ttl_s: how long reattached meshes live after this process has exited.
+        warm: False: only search, start nothing.
     """
 
     def __init__(self, owner: str, *, kind: str, orphan_ttl_s: float, warm: bool) -> None:
         self._owner, self._kind, self._orphan_ttl_s, self._warm = owner, kind, orphan_ttl_s, warm
-        self.inherited_environment = dict(os.environ)  # what the spare's ranks inherit
+        self.inherited_environment = dict(os.environ)  # the environment that the standby's ranks inherit
         self._found: list[Session] = []
         self._standby: Session | None = None
         self._search_done = threading.Event()
-        # Not a daemon: a process that ends waits the moment that a launch takes, and stops what came of it.
+        # Not a daemon: an exiting process waits briefly for the launch to finish, and stops the supervisor.
         self._thread = threading.Thread(target=self._run, name="meshbook-readiness", daemon=False)
         self._thread.start()
 
     def pop_sessions(self) -> list[Session]:
-        """The meshes that were found, oldest first, each handed out once. Waits until they have been looked for."""
+        """Return the meshes that were found, oldest first, each once. Waits for the search to finish."""
         self._search_done.wait()
         found, self._found = self._found, []
         return found
 
     def pop_standby(self) -> Session | None:
-        """The warm supervisor, which is the caller's from now on; None: there is none. Waits for its launch."""
+        """Return the warm supervisor and hand it over to the caller; None: there is none. Waits for its launch."""
         self._thread.join()
         standby, self._standby = self._standby, None
         if standby is None or standby.ended is not None:
             return None
         try:
             session = open_session(standby.connection.connection_info, kind=self._kind, orphan_ttl_s=self._orphan_ttl_s)
-            standby.detach()  # its short time to live goes with it
+            standby.detach()  # removes its short time to live
         except MeshbookError as error:
             log.warning("the warm supervisor is gone: %s", error)
             return None
         return session
 
     def close(self) -> None:
-        """Stop what was not taken. Waits until it is gone."""
+        """Stop the supervisor if it was not used. Waits until it has exited."""
         self._thread.join()
         standby, self._standby = self._standby, None
         if standby is not None:
@@ -76,7 +76,7 @@ class WarmStarter:
     def _run(self) -> None:
         try:
             self._find_sessions()
-        except Exception as error:  # of the folder in which meshes are found, say; the first cell will say it
+        except Exception as error:  # for example the runtime folder is unreadable; the first cell will report it
             log.warning("no mesh from before could be looked for: %s", error)
         finally:
             self._search_done.set()
@@ -84,7 +84,7 @@ class WarmStarter:
             try:
                 found = launch_supervisor(generate_mesh_name(mesh_name_stem(self._owner)), owner=self._owner)
                 self._standby = open_session(found, kind=self._kind, orphan_ttl_s=STANDBY_TTL_S)
-            except Exception as error:  # the first cell starts one then, or says what is wrong
+            except Exception as error:  # the first cell starts one, or reports the error
                 log.warning("no supervisor could be started ahead of time: %s", error)
 
     def _find_sessions(self) -> None:
@@ -98,7 +98,7 @@ class WarmStarter:
                 continue
             others = [client for client in session.info.clients if not client.endswith(f"(pid {os.getpid()})")]
             if any(client.startswith("kernel") for client in others):
-                session.detach()  # another kernel of the same notebook has it
+                session.detach()  # another kernel of the same notebook uses it
             elif session.axes is not None:
                 self._found.append(session)
             elif self._standby is None and self._warm:
@@ -108,7 +108,7 @@ class WarmStarter:
 
 
 def open_session(connection_info: keys.ConnectionInfo, *, kind: str, orphan_ttl_s: float) -> Session:
-    """A session that stops its mesh at this process's orderly end.
+    """Return a session that stops its mesh on an orderly exit of this process.
 
     Raises:
         NotAttached, VersionMismatch: as `SupervisorConnection`.
@@ -117,9 +117,9 @@ def open_session(connection_info: keys.ConnectionInfo, *, kind: str, orphan_ttl_
 
 
 def owner_key() -> str:
-    """What names this notebook across restarts of its kernel.
+    """Return the key of this notebook across restarts of its kernel.
 
-    The front end's session, else the connection file, which a restarted kernel keeps, else this process.
+    The front end's session, else the connection file, which a restarted kernel reuses, else this process.
     """
     if session := os.environ.get("JPY_SESSION_NAME"):
         return session
@@ -127,11 +127,11 @@ def owner_key() -> str:
         from ipykernel.connect import get_connection_file
 
         return str(get_connection_file())
-    except Exception:  # no kernel, so there is none to be restarted
+    except Exception:  # no kernel, so no restart either
         return f"pid {os.getpid()}"
 
 
 def mesh_name_stem(owner: str) -> str:
-    """The beginning of a mesh's name: the notebook's, without the random parts of a connection file's."""
+    """Return the first part of a mesh's name: the notebook's name, or "notebook" for a generated one."""
     stem = Path(owner).stem
     return "notebook" if re.fullmatch(r"kernel-[\w-]+|pid \d+|tmp\w*", stem) else stem

@@ -1,1 +1,1 @@
-"""What runs inside a rank: one process of the mesh, its main thread for cells and a service thread beside it."""
+"""The code of a rank: one process of the mesh, with a main thread for cells and a service thread beside it."""

@@ -1,10 +1,10 @@
-"""Real gloo and NCCL backends: how to make one, and how to end what is stuck in it.
+"""Real gloo and NCCL backends: creating one, and aborting operations that are stuck in it.
 
-Neither library lets a thread give up a wait from outside. A gloo wait ends when its connections are shut down, so a
-backend is made with the addresses of its connections noted. An NCCL kernel ends when its communicator is aborted; what
-it was computing is then garbage, and nothing raises.
+Neither library lets another thread cancel a wait. A gloo wait ends when its connections are shut down, so the addresses
+of a backend's connections are recorded when it is created. An NCCL kernel ends when its communicator is aborted; its
+results are then garbage, and nothing raises.
 
-Knows nothing of process groups, epochs or users.
+Does not depend on process groups, generations or users.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import ProcessGroupGloo, is_nccl_available
 
-# What a connection's end is called, "127.0.0.1:43211". Only compared.
+# Address of one end of a connection, "127.0.0.1:43211". Only compared.
 Address = str
 
 
 @dataclass(frozen=True)
 class BackendHandle:
-    """One real backend and what it takes to end what is stuck in it."""
+    """One real backend and what is needed to abort its operations."""
 
     kind: str  # "gloo" or "nccl"
     backend: Any
-    addresses: frozenset[Address] = field(default_factory=frozenset)  # of gloo's listeners, this rank's and its peers'
+    addresses: frozenset[Address] = field(default_factory=frozenset)  # of gloo's listeners, on this rank and its peers
 
 
 def connect_gloo(
     store: Store, rank: int, size: int, *, hostname: str | None, connect_timeout_s: float, timeout: timedelta
 ) -> BackendHandle:
-    """A gloo backend, connected to all its peers. Blocks until they have all come.
+    """Create a gloo backend, connected to all its peers. Blocks until all have connected.
 
     Args:
-        store: this group's own corner of the store, the same on all its members.
+        store: with this group's own prefix, the same on all its members.
         rank, size: in the group.
         hostname: the interface to listen on; None leaves the choice to torch, as `init_process_group` does.
         connect_timeout_s: seconds to wait for the peers.
-        timeout: of every collective afterwards, unless the call brings its own.
+        timeout: of every later collective, unless the call passes its own.
 
     Raises:
-        RuntimeError: the peers did not come in time, or the connection to the store was cut.
+        RuntimeError: the peers did not connect in time, or the connection to the store was lost.
     """
     gloo: Any = ProcessGroupGloo
     addresses_before = set(_iter_listener_addresses())
@@ -59,8 +59,8 @@ def connect_gloo(
     backend = gloo(store, rank, size, options)
     backend._set_sequence_number_for_group()
     backend._set_default_timeout(timeout)
-    # One end of every connection is a listener of one of the members, so the listeners name the connections exactly,
-    # lazily made ones included, and no connection of the user's own is ever taken for one of gloo's.
+    # One end of every connection is a listener of a member. So the listeners identify the connections exactly,
+    # including those made later, and never match a connection of the user's own.
     store.set(f"listeners/{rank}", " ".join(own_addresses))
     all_addresses = store.multi_get([f"listeners/{peer}" for peer in range(size)])
     return BackendHandle(
@@ -69,18 +69,18 @@ def connect_gloo(
 
 
 def connect_nccl(store: Store, rank: int, size: int, *, timeout: timedelta, options: Any = None) -> BackendHandle:
-    """An NCCL backend. Its communicators are made by the first collective, on the device current then.
+    """Create an NCCL backend. The first collective creates its communicators, on the device current then.
 
     Args:
-        options: the `ProcessGroupNCCL.Options` that the user gave to `new_group`; None for torch's own.
+        options: the `ProcessGroupNCCL.Options` that the user passed to `new_group`; None for torch's own.
     """
     if not is_nccl_available():
         raise RuntimeError("this build of torch has no NCCL; install a CUDA build, or use CPU ranks (gloo)")
     from torch.distributed.distributed_c10d import ProcessGroupNCCL
 
     nccl: Any = ProcessGroupNCCL
-    # torch's watchdog would end the whole process when a collective fails or takes too long, and the monitor when the
-    # watchdog itself is late. Here a supervisor decides, and the user's tensors must live.
+    # torch's watchdog would end the process when a collective fails or times out, and the monitor when the watchdog
+    # itself is late. In a mesh the supervisor decides, and the user's tensors must survive.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
     if options is None:
@@ -92,9 +92,9 @@ def connect_nccl(store: Store, rank: int, size: int, *, timeout: timedelta, opti
 
 
 def abort(handles: Collection[BackendHandle]) -> None:
-    """End whatever runs in these NCCL backends, and make every later use of them fail. May block; any thread."""
+    """Abort whatever runs in these NCCL backends, and make every later use of them fail. May block; any thread."""
     nccl = [handle.backend for handle in handles]
-    # One by one, two ranks that abort in different order can wait for each other (pytorch#119797).
+    # As one group: when aborted one by one, two ranks with different orders can wait for each other (pytorch#119797).
     nccl[0]._group_start()
     try:
         for backend in nccl:
@@ -106,15 +106,15 @@ def abort(handles: Collection[BackendHandle]) -> None:
 def shutdown_connections(addresses: Collection[Address]) -> int:
     """Shut down every TCP connection of this process that has one of these addresses at either end.
 
-    gloo operations that wait for them fail. Any thread; does not wait. Returns how many there were.
+    gloo operations that wait for them fail. Any thread; does not block. Returns the number of connections.
 
-    Listeners are left alone: gloo ends the process when one fails under it.
+    Listeners are left alone: gloo ends the process when one of its listeners fails.
     """
     if not addresses:
         return 0
     count = 0
     for connection in _iter_tcp_sockets():
-        with contextlib.suppress(OSError):  # not connected, or not any more
+        with contextlib.suppress(OSError):  # not connected, or no longer
             if _is_listening(connection):
                 continue
             ends = {_format_address(connection.getsockname()), _format_address(connection.getpeername())}
@@ -132,12 +132,12 @@ def _iter_listener_addresses() -> Iterator[Address]:
 
 
 def _iter_tcp_sockets() -> Iterable[socket.socket]:
-    """A duplicate of every TCP socket that this process has open, each closed before the next is made."""
+    """Yield a duplicate of every open TCP socket of this process; each is closed before the next is created."""
     for name in os.listdir("/dev/fd"):
-        with contextlib.ExitStack() as closing, contextlib.suppress(OSError):  # suppressed: closed since the listing
+        with contextlib.ExitStack() as closing, contextlib.suppress(OSError):  # closed since the listing
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue
-            # What was duplicated is asked, not what was listed: the number may belong to another socket by now.
+            # Query the duplicate, because the listed number may belong to another socket by now.
             duplicate = socket.socket(fileno=os.dup(int(name)))
             closing.enter_context(duplicate)
             if duplicate.family in (socket.AF_INET, socket.AF_INET6) and duplicate.type == socket.SOCK_STREAM:
@@ -149,5 +149,5 @@ def _is_listening(candidate: socket.socket) -> bool:
 
 
 def _format_address(sockname: tuple[Any, ...]) -> Address:
-    # An IPv4 peer of a socket that speaks both is shown as ::ffff:127.0.0.1.
+    # A dual-stack socket reports an IPv4 peer as ::ffff:127.0.0.1.
     return f"{str(sockname[0]).removeprefix('::ffff:')}:{sockname[1]}"

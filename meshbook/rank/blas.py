@@ -1,7 +1,7 @@
-"""How many threads NumPy's OpenBLAS uses, changed after it was loaded.
+"""Sets the number of threads of NumPy's OpenBLAS after it was loaded.
 
-The fork server loads it with one thread, for its pool would be threads in the process that is forked. A rank then asks
-for its own number.
+The fork server loads it with one thread, because a pool would be threads in the process that is forked. A rank then
+sets its own number.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 
-# NumPy's own builds rename OpenBLAS's functions; distributions' and conda's do not.
+# NumPy's own builds rename OpenBLAS's functions; those of distributions and conda do not.
 _SETTER_NAMES = (
     "scipy_openblas_set_num_threads64_",
     "scipy_openblas_set_num_threads",
@@ -19,7 +19,7 @@ _SETTER_NAMES = (
 
 
 def set_blas_threads(num_threads: int) -> bool:
-    """Have every OpenBLAS in this process use so many threads; whether there was one."""
+    """Set the number of threads of every OpenBLAS in this process; return whether one was found."""
     found = False
     for path in _find_loaded_libraries("openblas"):
         with contextlib.suppress(OSError):
@@ -34,7 +34,7 @@ def set_blas_threads(num_threads: int) -> bool:
 
 
 def _find_loaded_libraries(substring: str) -> set[str]:
-    """Files of loaded libraries with this word in their names."""
+    """Return the paths of loaded libraries whose file names contain `substring`."""
     try:
         with open("/proc/self/maps") as maps:
             files = {line.split(maxsplit=5)[5].strip() for line in maps if line.count("/")}

@@ -1,12 +1,12 @@
-"""Everything a rank says while it runs, in one ordered and bounded buffer.
+"""The output of a rank, in one ordered and bounded buffer.
 
-Three ways in: Python's `sys.stdout` and `sys.stderr`, the file descriptors 1 and 2 (C, C++, subprocesses, `os.write`),
-and displays. One way out: `take()`. The two descriptors are pipes whose other ends are read here: by whoever writes in
-Python, before its own text is added, so that the order holds; by the service thread (`pump`), while the main thread
-computes; and once more when a call ends (`drain`).
+It has three inputs: Python's `sys.stdout` and `sys.stderr`, the file descriptors 1 and 2 (C, C++, subprocesses,
+`os.write`), and displays. It has one output: `pop_items()`. The two descriptors are pipes whose read ends are read
+here: by a thread that writes in Python, before its own text is added, so that the order is preserved; by the service
+thread (`pump`), while the main thread computes; and once more when a call ends (`flush`).
 
-A rank that prints without end is slowed down first and cut in the middle afterwards; the buffer never grows past its
-limit. Knows nothing of calls, sockets, or who takes.
+A rank that prints without end is first slowed down and then loses the middle of its output; the buffer never exceeds
+its limit. Does not depend on calls, sockets, or the consumer.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from meshbook.wire.messages import Display, Notice, OutputItem, Text
 
 StreamName = Literal["stdout", "stderr"]
 
-# Room in each pipe, so that C code that prints while it holds the GIL (nobody can read then) does not stop at once.
-# 1 MiB is what Linux lets an ordinary process ask for (/proc/sys/fs/pipe-max-size).
+# Capacity of each pipe, so that C code that prints while it holds the GIL (nothing can be read then) does not block at
+# once. 1 MiB is the limit for an unprivileged process on Linux (/proc/sys/fs/pipe-max-size).
 PIPE_BYTES: Final = 1 << 20
-# Read from a pipe in pieces of this size; equal to the default capacity of a pipe.
+# Size of one read from a pipe; equal to the default capacity of a pipe.
 READ_BYTES: Final = 1 << 16
-# Text is sealed into items of about this many characters: the grain at which a flood is cut.
+# Text is sealed into items of about this many characters, the unit in which excess output is dropped.
 MAX_SEALED_CHARS: Final = 1 << 14
-# What an item weighs beside its text, so that a flood of one-character items is bounded as well.
+# Size of an item beside its text, so that a flood of one-character items is bounded as well.
 ITEM_OVERHEAD_CHARS: Final = 96
-# The most that one visit to the pipes reads, so that a child that never stops writing cannot hold the reader.
+# Limit of one read pass over the pipes, so that a child that never stops writing cannot occupy the reader.
 MAX_PUMP_BYTES: Final = 4 << 20
-# Seconds between two pieces that `pump` reads while the buffer is full: 13 MB/s, which the writers feel as a slow pipe
-# and the processor does not feel.
+# Seconds between two reads by `pump` while the buffer is full. That is 13 MB/s: a slow pipe for the writers, and a
+# negligible CPU load.
 FLOOD_PAUSE_S: Final = 0.005
 WAIT_SLICE_S: Final = 0.1
 
@@ -51,12 +51,12 @@ _IOLBF: Final = 1  # <stdio.h>: line buffered
 
 
 class OutputBuffer:
-    """What was said and not yet taken, in order.
+    """The output that has not been popped yet, in order.
 
-    Any thread may write; one thread pumps and takes, and is never made to wait for room.
+    Any thread may write. One thread pumps and pops, and never waits for room.
 
     Attributes:
-        text_total: characters of text ever written, those that were cut included.
+        total_chars: characters of text ever written, including dropped ones.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class OutputBuffer:
     ) -> None:
         """
         Args:
-            fds: read ends of pipes whose write ends are descriptors 1 and 2 already; they become non-blocking for every
-                process that shares them. None: `install` makes the pipes.
+            fds: read ends of pipes whose write ends are already descriptors 1 and 2; they become non-blocking for every
+                process that shares them. None: `install` creates the pipes.
             redirect_fds: False leaves descriptors 1 and 2 alone and captures Python's streams only.
-            max_chars: characters that may wait here, displays counted by the length of their data.
-            block_timeout_s: how long a writer waits for room before the middle of what waits is cut.
-            on_text: told every text as it comes, whether or not it is ever taken.
+            max_chars: capacity in characters; displays count by the length of their data.
+            block_timeout_s: how long a writer waits for room before the middle of the buffer is dropped.
+            on_text: called with every text as it arrives, even if it is dropped later.
         """
         self.total_chars = 0
         self._fds = fds
@@ -83,34 +83,34 @@ class OutputBuffer:
         self._redirect_fds = redirect_fds
         self._max_chars = max_chars
         self._block_timeout_s = block_timeout_s
-        # Reentrant: a finalizer that prints may run while the same thread is in here.
+        # Reentrant: a finalizer that prints may run while the same thread holds the lock.
         self._lock = threading.RLock()
         self._space_freed = threading.Condition(self._lock)
-        # In order: head, tail, run. The head is what is kept of a flood's beginning, the tail of its end; the run is
-        # the text of one stream that is still being added to.
+        # In order: head, tail, unsealed text. When output is dropped, the head is what remains of its beginning, the
+        # tail of its end; the unsealed text belongs to the stream that was written last.
         self._head: list[OutputItem] = []
         self._tail: deque[tuple[OutputItem, int]] = deque()
         self._unsealed: list[str] = []
         self._unsealed_stream: StreamName = "stdout"
         self._head_size = self._tail_size = self._unsealed_size = 0
         self._truncation = _Truncation()
-        self._is_truncating = False  # nobody takes: cut at once, until somebody does
-        # Rung when the buffer stops being empty. A counter in the kernel, so that any poller can wait for it.
+        self._is_truncating = False  # nothing pops: drop output at once until something does
+        # Signalled when the buffer stops being empty. An eventfd, so that any poller can wait for it.
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_wake_pending = False
-        self._pump_thread: int | None = None  # the thread that pumps
-        self._muted_threads: set[int] = set()  # threads
+        self._pump_thread: int | None = None  # the thread that calls `pump`
+        self._muted_threads: set[int] = set()  # identifiers of muted threads
         self._pipes: list[_Pipe] = []
         self._poll: Callable[[int], list[tuple[int, int]]] | None = None
         self._saved_streams: _SavedStreams | None = None
-        self._is_forked_child = False  # this is a forked child: the buffer belongs to the parent
+        self._is_forked_child = False  # in a forked child, where the buffer belongs to the parent
         _live_buffers.add(self)
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Taking over the process's output
+    # Redirecting the process's output
 
     def install(self) -> None:
-        """Put this buffer behind `sys.stdout`, `sys.stderr` and descriptors 1 and 2."""
+        """Redirect `sys.stdout`, `sys.stderr` and descriptors 1 and 2 to this buffer."""
         saved = _SavedStreams(sys.stdout, sys.stderr)
         _flush_streams(sys.stdout, sys.stderr)
         if self._redirect_fds:
@@ -123,7 +123,7 @@ class OutputBuffer:
             poll = select.poll()
             for pipe in self._pipes:
                 os.set_blocking(pipe.fd, False)
-                with contextlib.suppress(OSError):  # more than this user may have: the default size serves
+                with contextlib.suppress(OSError):  # above the user's limit: the default size suffices
                     fcntl.fcntl(pipe.fd, _F_SETPIPE_SZ, PIPE_BYTES)
                 poll.register(pipe.fd, select.POLLIN)
             self._poll = poll.poll
@@ -133,7 +133,7 @@ class OutputBuffer:
         sys.stderr = CapturedStream(self, "stderr", 2)
 
     def uninstall(self) -> None:
-        """Give the streams and descriptors back as they were. What is in the buffer stays."""
+        """Restore the streams and descriptors. The buffer retains its content."""
         saved, self._saved_streams = self._saved_streams, None
         if saved is None:
             return
@@ -154,19 +154,19 @@ class OutputBuffer:
             os.close(self._wake_fd)
 
     def poll_fds(self) -> tuple[int, ...]:
-        """Descriptors to poll for reading: whenever one is readable, call `pump`, and `take` soon after."""
+        """Return descriptors to poll for reading: when one is readable, call `pump`, and `pop_items` soon after."""
         return (self._wake_fd, *(pipe.fd for pipe in self._pipes))
 
     def wake(self) -> None:
-        """Make one of `service_fds` readable, though there may be nothing to take."""
+        """Make one of `poll_fds` readable, even if the buffer is empty."""
         with self._lock:
             self._signal_reader()
 
     # -----------------------------------------------------------------------------------------------------------------
-    # In
+    # Input
 
     def write(self, stream: StreamName, text: str) -> None:
-        """Add text. Waits, for a bounded time, while the buffer is full."""
+        """Add text. Blocks, for a bounded time, while the buffer is full."""
         if self._is_forked_child:
             _write_all(1 if stream == "stdout" else 2, text.encode("utf-8", "backslashreplace"))
             return
@@ -180,7 +180,7 @@ class OutputBuffer:
 
     def _write(self, stream: StreamName, text: str) -> None:
         with self._lock:
-            # What C code wrote before this text belongs before it. One system call when there is nothing.
+            # What C code wrote before this text precedes it. Costs one system call when there is nothing to read.
             if self._poll is not None and self._poll(0):
                 self._read_pipes()
             self._append(stream, text)
@@ -191,7 +191,7 @@ class OutputBuffer:
         """Add a display, a clear or a notice; text goes through `write`.
 
         Args:
-            size: what it counts for, in characters; None: measured here.
+            size: its size in characters; None: measured here.
         """
         if self._is_forked_child:
             if isinstance(item, Display) and "text/plain" in item.data:
@@ -210,12 +210,12 @@ class OutputBuffer:
                 self._enforce_limit()
 
     def pump(self) -> bool:
-        """Read what C code and subprocesses have written by now, and silence the bell. For one thread.
+        """Read what C code and subprocesses have written so far, and reset the wake descriptor. One thread only.
 
-        While the buffer is full a flood is read slowly, and cut; that takes FLOOD_PAUSE_S at most.
+        While the buffer is full the pipes are read slowly and output is dropped; that takes FLOOD_PAUSE_S at most.
 
         Returns:
-            Whether there was anything.
+            Whether there was anything to read.
         """
         if self._is_forked_child:
             return False
@@ -230,7 +230,7 @@ class OutputBuffer:
         return found
 
     def flush(self) -> None:
-        """At the end of a call: bring in everything written so far, also what C's stdio still holds back."""
+        """Read everything written so far, including what C's stdio still buffers. Called at the end of a call."""
         if self._saved_streams is not None and not self._is_forked_child:
             self._flush_into_buffer(self._saved_streams)
 
@@ -241,7 +241,7 @@ class OutputBuffer:
         for pipe in self._pipes:
             pipe.restore_target_fd()
         with self._lock:
-            self._read_pipes()  # first, so that the flush below finds room in the pipe
+            self._read_pipes()  # makes room in the pipe for the flush below
         _flush_libc()
         with self._lock:
             self._read_pipes()
@@ -251,10 +251,10 @@ class OutputBuffer:
                     self._append(pipe.stream, remainder)
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Out
+    # Output
 
     def pop_items(self) -> tuple[OutputItem, ...]:
-        """Remove and return everything, in order; neighbouring texts of one stream come as one."""
+        """Remove and return everything, in order; adjacent texts of one stream are merged."""
         with self._lock:
             self._seal()
             head, tail, truncation = self._head, [item for item, _ in self._tail], self._truncation
@@ -268,12 +268,12 @@ class OutputBuffer:
         return _merge_texts([*head, *tail])
 
     def has_pending(self) -> bool:
-        """Whether there is anything to take."""
+        """Whether there is anything to pop."""
         return self._size() > 0 or bool(self._truncation)
 
     @contextlib.contextmanager
     def muted(self) -> Iterator[None]:
-        """What the calling thread prints and displays in here is dropped. Nests; other threads are not concerned."""
+        """Drop what the calling thread prints and displays in this block. Nests; does not affect other threads."""
         ident = threading.get_ident()
         outermost = ident not in self._muted_threads
         self._muted_threads.add(ident)
@@ -284,7 +284,7 @@ class OutputBuffer:
                 self._muted_threads.discard(ident)
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Inside the lock
+    # Called with the lock held
 
     def _size(self) -> int:
         return self._head_size + self._tail_size + self._unsealed_size
@@ -305,7 +305,8 @@ class OutputBuffer:
 
     def _signal_reader(self) -> None:
         self._is_wake_pending = True
-        with contextlib.suppress(OSError):  # the counter is at its limit, so whoever listens is awake; or all is over
+        # the counter is at its limit, so the reader is awake; or the descriptor is closed
+        with contextlib.suppress(OSError):
             os.eventfd_write(self._wake_fd, 1)
 
     def _seal(self) -> None:
@@ -317,7 +318,7 @@ class OutputBuffer:
         if not text:
             return
         if not text.isascii():
-            # Lone surrogates (an undecodable file name, say) cannot travel.
+            # Lone surrogates (from an undecodable file name, for example) cannot be encoded.
             text = text.encode("utf-8", "backslashreplace").decode()
         self._store_item(Text(self._unsealed_stream, text), len(text) + ITEM_OVERHEAD_CHARS)
 
@@ -330,7 +331,7 @@ class OutputBuffer:
             self._tail_size += size
 
     def _enforce_limit(self) -> None:
-        """The buffer is over its limit: wait until somebody takes; if nobody does, or this thread would, cut."""
+        """Wait for a pop while the buffer is over its limit; drop the middle after a timeout, or on the pump thread."""
         if threading.get_ident() != self._pump_thread:
             deadline = monotonic() + self._block_timeout_s
             while self._size() > self._max_chars and not self._is_truncating:
@@ -338,7 +339,7 @@ class OutputBuffer:
                 if remaining_s <= 0:
                     self._is_truncating = True
                 else:
-                    # In slices: a signal that comes just before the wait begins does not end it.
+                    # In slices: a signal that arrives just before the wait begins does not end it.
                     self._space_freed.wait(min(remaining_s, WAIT_SLICE_S))
         if self._size() > self._max_chars:
             self._truncate_middle()
@@ -358,7 +359,7 @@ class OutputBuffer:
                     data = os.read(pipe.fd, READ_BYTES)
                 except BlockingIOError:
                     break
-                if not data:  # impossible while `_Pipe.keep` is open
+                if not data:  # impossible while `_Pipe.write_end` is open
                     break
                 budget -= len(data)
                 found = True
@@ -368,7 +369,7 @@ class OutputBuffer:
         return found
 
     def _detach_in_child(self) -> None:
-        """In a forked child: the parent's lock may be held by a thread that is not here, and nobody takes."""
+        """Detach in a forked child: a thread of the parent may hold the lock, and nothing pops here."""
         self._is_forked_child = True
         self._lock = threading.RLock()
         self._space_freed = threading.Condition(self._lock)
@@ -410,20 +411,20 @@ class CapturedStream(io.TextIOBase):
         return self._fd
 
     def flush(self) -> None:
-        """Nothing waits in here: every write is in the buffer already, in order."""
+        """Do nothing: every write is already in the buffer, in order."""
 
     def close(self) -> None:
-        """Stays open: a cell that closes its stdout must not silence the cells after it."""
+        """Do nothing: a cell that closes its stdout must not silence later cells."""
 
     def reconfigure(self, **_options: Any) -> None:
-        """Accepted and ignored: encoding and buffering are the rank's."""
+        """Do nothing: the rank sets encoding and buffering."""
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a rank's output stream cannot be pickled: it writes to this process's notebook output")
 
 
 class _CapturedBytes(io.BufferedIOBase):
-    """The `buffer` of a Stream: bytes are decoded as UTF-8, also when a character comes in two pieces."""
+    """The `buffer` of a CapturedStream: decodes bytes as UTF-8, also when a character arrives in two pieces."""
 
     mode = "wb"
 
@@ -451,14 +452,14 @@ class _CapturedBytes(io.BufferedIOBase):
         return self._fd
 
     def flush(self) -> None:
-        """Nothing waits in here but half a character."""
+        """Do nothing: only an incomplete character is buffered here."""
 
     def close(self) -> None:
-        """Stays open, as the Stream does."""
+        """Do nothing, as CapturedStream does."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Small parts
+# Helpers
 
 
 class _Pipe:
@@ -468,15 +469,17 @@ class _Pipe:
         self.fd = fd
         self.target_fd = target_fd
         self.stream: StreamName = stream
-        # A write end of our own: user code may close descriptor 1, and a pipe that nobody can write to is readable for
-        # ever, which would keep every poller awake.
+        # A separate write end: user code may close descriptor 1, and a pipe without writers is always readable, which
+        # would keep every poller awake.
         self.write_end = os.dup(target_fd)
         os.set_inheritable(self.write_end, False)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def restore_target_fd(self) -> None:
-        """Have the descriptor again if user code has closed it: the next file that is opened would get its number, and
-        what C code and subprocesses print."""
+        """Reopen the descriptor if user code has closed it.
+
+        Otherwise the next file that is opened would get its number, and with it the output of C code and subprocesses.
+        """
         try:
             os.fstat(self.target_fd)
         except OSError:
@@ -490,7 +493,7 @@ class _Pipe:
 
 
 class _SavedStreams:
-    """What the process wrote to before."""
+    """What the process wrote to before the redirection."""
 
     def __init__(self, stdout: Any, stderr: Any) -> None:
         self.stdout = stdout
@@ -499,7 +502,7 @@ class _SavedStreams:
 
 
 class _Truncation:
-    """What a flood lost in its middle."""
+    """Counts what was dropped from the middle of the output."""
 
     def __init__(self) -> None:
         self.lines = self.nbytes = self.displays = 0
@@ -518,7 +521,7 @@ class _Truncation:
         self.nbytes += len(text.encode())
 
     def align_to_lines(self, head: list[OutputItem], tail: list[OutputItem]) -> None:
-        """Move the edges of the gap to line ends, so that no line shows in half."""
+        """Extend the gap to line ends, so that no partial line is shown."""
         if head and isinstance(last := head[-1], Text) and "\n" in last.text:
             split_at = last.text.rindex("\n") + 1
             self._add_text(last.text[split_at:])
@@ -563,16 +566,19 @@ def _merge_texts(items: list[OutputItem]) -> tuple[OutputItem, ...]:
 
 
 def _estimate_chars(item: OutputItem) -> int:
-    """About how many characters an item holds. Structured data counts by its repr: rare, and small as a rule."""
+    """Return the approximate size of an item in characters.
+
+    Structured data counts by its repr: it is rare and usually small.
+    """
     if not isinstance(item, Display):
         return 0
     return sum(len(value) if isinstance(value, (str, bytes)) else len(repr(value)) for value in item.data.values())
 
 
 def _redirect_to_pipe(target_fd: int) -> int:
-    """Make descriptor `target_fd` the write end of a new pipe; returns the read end."""
+    """Make descriptor `target_fd` the write end of a new pipe; return the read end."""
     read, write = os.pipe()
-    os.dup2(write, target_fd)  # inheritable, unlike the original: subprocesses write there
+    os.dup2(write, target_fd)  # inheritable, unlike the original, so that subprocesses write to it
     os.close(write)
     return read
 
@@ -584,19 +590,19 @@ def _write_all(fd: int, data: bytes) -> None:
             view = view[os.write(fd, view) :]
         except BlockingIOError:
             select.select([], [fd], [])
-        except OSError:  # the other end is gone: nobody to tell
+        except OSError:  # the reader is closed
             return
 
 
 def _flush_streams(*streams: Any) -> None:
     for stream in streams:
         if stream is not None and not isinstance(stream, CapturedStream):
-            with contextlib.suppress(Exception):  # closed, or a stand-in of the user's
+            with contextlib.suppress(Exception):  # closed, or replaced by the user
                 stream.flush()
 
 
 class _Libc:
-    """C's own stdout: its buffer is invisible to Python."""
+    """C's own stdout, whose buffer is invisible to Python."""
 
     def __init__(self) -> None:
         self.flush: Callable[[], object] | None = None
@@ -605,12 +611,12 @@ class _Libc:
             stdout = ctypes.c_void_p.in_dll(library, "stdout")
             library.fflush.argtypes = [ctypes.c_void_p]
             library.setvbuf.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
-        except (OSError, ValueError, AttributeError):  # a C library that names it otherwise
+        except (OSError, ValueError, AttributeError):  # a C library with other names
             return
         # Only stdout: stderr is never buffered, and fflush(NULL) takes the lock of every open FILE, so one thread that
-        # sits in a read of some other FILE would hang the rank here.
+        # blocks in a read of another FILE would hang the rank here.
         self.flush = lambda: library.fflush(stdout)
-        # Line buffered, as on a terminal, so that printf's lines come as they are written and in order with Python's.
+        # Line buffered, as on a terminal, so that printf's lines arrive as they are written and in order with Python's.
         library.setvbuf(stdout, None, _IOLBF, 0)
 
 
@@ -628,8 +634,8 @@ def _flush_libc() -> None:
         _libc.flush()
 
 
-# A process-wide list, because fork hooks are process-wide and cannot be taken back: DataLoader workers and other forked
-# children must write to the pipe they inherited instead of to a copy of the buffer that nobody takes from.
+# A process-wide set, because fork hooks are process-wide and cannot be removed: DataLoader workers and other forked
+# children must write to the inherited pipe instead of to a copy of the buffer that is never read.
 _live_buffers: weakref.WeakSet[OutputBuffer] = weakref.WeakSet()
 
 

@@ -1,10 +1,11 @@
 """Coalesced all-gathers on gloo: one all-gather per tensor.
 
-The two workers of a gloo group write the name of the collective that they have ended into one `std::string`, without a
-lock (`ProcessGroupGloo::runLoop`, torch 2.13). A name of more than 15 characters lies on the heap: two collectives that
-end at once free it twice, and malloc ends the process. "ALLGATHER_COALESCED", which DTensor calls, is as long; so none
-reaches gloo. One worker per group would do as well, and takes ten times as long for small tensors. The other long name,
-of sparse all-reduces, is left: each of them takes several exchanges.
+The two workers of a gloo group write the name of the collective that they have completed into one `std::string`,
+without a lock (`ProcessGroupGloo::runLoop`, torch 2.13). A name of more than 15 characters is on the heap: two
+collectives that complete at the same time free it twice, and malloc ends the process. "ALLGATHER_COALESCED", which
+DTensor uses, is that long, so none is passed to gloo. One worker per group would also avoid the crash, but takes ten
+times as long for small tensors. The other long name, of sparse all-reduces, is not replaced: each of them takes several
+exchanges.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 def gather_into_tensors(
     group: Any, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
 ) -> Any:
-    """`ProcessGroup.allgather_into_tensor_coalesced`; the operation under way."""
+    """Run `ProcessGroup.allgather_into_tensor_coalesced`; return the operation in flight."""
     _check(len(outputs), len(inputs))
     options = () if opts is None else (opts,)
     return _joined([group._allgather_base(whole, own, *options) for whole, own in zip(outputs, inputs, strict=True)])
@@ -28,7 +29,7 @@ def gather_into_tensors(
 def gather_into_lists(
     group: Any, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
 ) -> Any:
-    """`ProcessGroup.allgather_coalesced`, whose outputs are a list of tensors per rank; the operation under way."""
+    """Run `ProcessGroup.allgather_coalesced`, with a list of outputs per rank; return the operation in flight."""
     for of_rank in outputs:
         _check(len(of_rank), len(inputs))
     options = () if opts is None else (opts,)
@@ -40,7 +41,7 @@ def gather_into_lists(
     )
 
 
-# By the methods of ProcessGroup that they stand for.
+# By the ProcessGroup methods that they replace.
 ON_GLOO: dict[str, Callable[..., Any]] = {
     "all_gather_single_coalesced": gather_into_tensors,
     "allgather_coalesced": gather_into_lists,
@@ -64,9 +65,10 @@ class _Works:
         self._works = works
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """
+        """Wait for all operations.
+
         Raises:
-            RuntimeError: one of them failed, or did not end in time; may be called again then.
+            RuntimeError: one of them failed or timed out; `wait` may then be called again.
         """
         for work in self._works:
             work.wait(timeout)

@@ -1,6 +1,6 @@
-"""What a rank does on its main thread: one command at a time, each ended by a report.
+"""The main thread of a rank: executes one command at a time and reports the end of each.
 
-Knows the shell, the groups and the object store; knows nothing of other ranks.
+Uses the shell, the groups and the object store; does not depend on other ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from meshbook.wire.buffers import SegmentPool, SegmentReader
 from meshbook.wire.crash_log import CrashLog
 from meshbook.wire.messages import Outcome, Value
 
-if TYPE_CHECKING:  # they import torch, which a mesh may do without
+if TYPE_CHECKING:  # they import torch, which a mesh may not have
     from meshbook.rank.groups import ProcessGroups
     from meshbook.rank.store import MeshStore
     from meshbook.rank.tensors.engine import CurrentOp, RankTensors
@@ -41,20 +41,21 @@ if TYPE_CHECKING:  # they import torch, which a mesh may do without
 # Seconds that ranks wait for each other while process groups are formed.
 _FORM_TIMEOUT_S = 60.0
 
-# Plain values (numbers, short strings, small tuples of them) ride in the report of the cell that made them.
+# Plain values (numbers, short strings, small tuples of them) up to this size are sent in the report of their cell.
 _INLINE_PLAIN_BYTES = 4096
 
-# Seconds between looks whether a collective waits for a rank that has left the call.
+# Seconds between checks whether a collective waits for a rank that has left the call.
 _LEFT_POLL_S = 0.1
 
-# Calls whose place in the ring, or whose leavers, are remembered: some may be queued behind the one that runs.
+# Limit of calls with a stored ring position or stored departures: some may be queued behind the running one.
 _MAX_REMEMBERED_CALLS = 256
 
-_NO_PREVIEW = messages.Preview(kind="none", type="", text="")  # of what is asked for whole and shown by nobody
+# for values that are fetched completely and never displayed
+_NO_PREVIEW = messages.Preview(kind="none", type="", text="")
 
 
 class Executor:
-    """The main thread's work. `serve()` runs until the host says `Exit`."""
+    """The main thread's command loop. `serve()` runs until the host sends `Exit`."""
 
     def __init__(
         self,
@@ -68,8 +69,8 @@ class Executor:
         self.config = config
         self.shell = shell
         self.running_call_id: CallId | None = None  # the call on the main thread
-        self.running_call: RunningCall | None = None  # more of it, for whoever looks
-        self.last_finished_call: FinishedCall | None = None  # how the one before it ended
+        self.running_call: RunningCall | None = None  # details of it, for snapshots
+        self.last_finished_call: FinishedCall | None = None  # how the previous call ended
         self.awaiting_input = False  # waits for the user to answer input()
         self.ring = CollectiveRing(detailed=probes.are_probes_enabled())
         self.pool = SegmentPool()
@@ -77,19 +78,19 @@ class Executor:
         self._output, self._gate, self._reporter = output, gate, reporter
         self._groups: ProcessGroups | None = None
         self._store: MeshStore | None = None  # for all generations of the groups
-        self._tensors: RankTensors | None = None  # once a client has used it
+        self._tensors: RankTensors | None = None  # set once a client has used it
         self._crash_log = crash_log
         self._value_store = ValueStore(self.pool)
-        self.resolvers: dict[str, Callable[[str], Any]] = {}  # kind of reference -> who knows what is behind such
+        self.resolvers: dict[str, Callable[[str], Any]] = {}  # kind of reference -> function that resolves its key
         self.device = "cpu"
-        self._seq_before_call: dict[CallId, int] = {}  # calls begun last -> number of the last collective before them
+        self._seq_before_call: dict[CallId, int] = {}  # recent calls -> seq of the last collective before them
         self._left_positions: dict[
             CallId, dict[int, messages.RankPosition]
-        ] = {}  # calls that run or will -> who has left them
-        self._is_watching_left = False  # a thread looks after collectives that wait for ranks which have left
-        self._holding_call: CallId | None = None  # the call whose end has collectives held
-        self._release_error: CollectiveAborted | None = None  # what this rank was released with from the call that runs
-        self._leave_reason = ""  # why others wait in vain for this rank, if its last call did not end well
+        ] = {}  # running or queued calls -> positions of the ranks that have left them
+        self._is_watching_left = False  # a thread checks for collectives that wait for departed ranks
+        self._holding_call: CallId | None = None  # the call whose end holds the collectives
+        self._release_error: CollectiveAborted | None = None  # the error that released this rank from the running call
+        self._leave_reason = ""  # why others wait in vain for this rank, if its last call failed
         self._handlers: dict[type, Callable[[Any], Outcome]] = {
             messages.RunCell: self._run_cell,
             messages.RunOps: self._run_ops,
@@ -110,13 +111,13 @@ class Executor:
                 if isinstance(command, messages.Exit):
                     return
                 handler = self._handlers.get(type(command))
-                if handler is not None:  # a late ReplyInput, for example, is nobody's any more
+                if handler is not None:  # ignores, for example, a late InputReply
                     self._execute(command, handler)
             except zmq.ZMQError:
                 raise
             except BaseException as error:
-                # A signal handler of the user's raises wherever the main thread is: an alarm of a cell that is over,
-                # or DataLoader's when a worker was killed. That must not end the rank.
+                # A user's signal handler raises wherever the main thread is: an alarm of a finished cell, or
+                # DataLoader's when a worker was killed. That must not end the rank.
                 self._gate.reset()
                 with contextlib.suppress(Exception):
                     tracebacks.strip_meshbook_frames(error)
@@ -124,7 +125,7 @@ class Executor:
 
     def _execute(self, command: Any, handler: Callable[[Any], Outcome]) -> None:
         started = perf_counter()
-        self._gate.reset()  # a Stop at the very end of the last call may have left it open
+        self._gate.reset()  # an interrupt at the very end of the last call may have left it open
         self.running_call_id = self._reporter.call_id = self._gate.call_id = command.call
         label = getattr(command, "label", "")
         self.running_call = RunningCall(command.call, label, monotonic())
@@ -138,21 +139,21 @@ class Executor:
         grad_enabled = torch is None or torch.is_grad_enabled()
         try:
             outcome = handler(command)
-        except KeyboardInterrupt:  # between two lines of ours, where no user code is left to end
+        except KeyboardInterrupt:  # between two lines of Meshbook, when no user code is running
             outcome = Outcome(status="interrupted")
         except BaseException as error:
             outcome = Outcome(status="error", error=self.shell.describe_error(error))
         if outcome.status == "interrupted" and torch is not None:
-            torch.set_grad_enabled(grad_enabled)  # a Stop can end `no_grad` before it has put back what was
+            torch.set_grad_enabled(grad_enabled)  # an interrupt can end `no_grad` before it has restored the mode
         seconds = perf_counter() - started
         try:
             self._report_finished(command.call, label, outcome, seconds)
-        except BaseException as error:  # a signal handler's, as in `serve`; or what cannot be encoded
+        except BaseException as error:  # raised by a signal handler, as in `serve`; or the outcome cannot be encoded
             outcome = Outcome(status="error", error=self.shell.describe_error(error))
             self._report_finished(command.call, label, outcome, seconds)
 
     def _report_finished(self, call: CallId, label: str, outcome: Outcome, seconds: float) -> None:
-        """Report the end of a call. A second report of the same end does no harm."""
+        """Report the end of a call. A second report of the same end is harmless."""
         if self._groups is not None:
             outcome = self._apply_to_groups(call, outcome)
         self._output.flush()
@@ -175,7 +176,7 @@ class Executor:
         )
 
     def _apply_to_groups(self, call: CallId, outcome: Outcome) -> Outcome:
-        """What the end of a call means for the process groups, and their end for the call."""
+        """Apply the end of a call to the process groups, and return its outcome corrected by their state."""
         groups = self._groups
         assert groups is not None
         cause = groups.abort_failure
@@ -186,7 +187,7 @@ class Executor:
             and not cause.was_raised
             and self._release_error is not None
             and groups.has_nccl
-        ):  # an aborted collective of NCCL returns as if all were well, and what was computed from it is garbage
+        ):  # an aborted NCCL collective returns as if successful, and results computed from it are garbage
             outcome = Outcome(status="error", error=self.shell.describe_error(cause.error))
         outcome = self._replace_transport_error(call, outcome)
         groups.call_ended(succeeded=outcome.status == "ok")
@@ -196,8 +197,11 @@ class Executor:
         return msgspec.structs.replace(outcome, groups_broken=True) if groups.is_broken else outcome
 
     def _replace_transport_error(self, call: CallId, outcome: Outcome) -> Outcome:
-        """A rank that waited for one that had left may hear first that a third one, released before it, has closed its
-        connections. That says nothing to anybody; the cause does."""
+        """Replace a gloo connection error by its cause.
+
+        A rank that waits for a departed rank may first see a third rank, released before it, close its connections.
+        Only the cause is informative.
+        """
         error, left_positions = outcome.error, self._left_positions.get(call)
         closed = error is not None and error.ename == "RuntimeError" and "gloo/transport" in error.evalue
         if error is None or not left_positions or not closed:
@@ -240,7 +244,7 @@ class Executor:
 
     @property
     def tensors(self) -> RankTensors:
-        """What this rank holds for controllers' remote tensors."""
+        """The data behind controllers' remote tensors on this rank."""
         if self._tensors is None:
             import torch
 
@@ -259,7 +263,7 @@ class Executor:
 
     @property
     def current_operation(self) -> CurrentOp | None:
-        """The operation on remote tensors that runs now (`rank.tensors.engine.UnderWay`); None: none does."""
+        """The running operation on remote tensors (`rank.tensors.engine.CurrentOp`); None if none runs."""
         return None if self._tensors is None else self._tensors.current_op()
 
     def _call_function(self, command: messages.CallFunction) -> Outcome:
@@ -309,7 +313,7 @@ class Executor:
             raise shortage from error
 
     def _form_groups(self, command: messages.FormGroups) -> Outcome:
-        """The process groups of this epoch, and with the first of them the names that user code finds."""
+        """Form the process groups of this generation; with the first, bind the names that user code finds."""
         spec = self.config.spec
         if not spec.torch:
             self.shell.bind_presets(
@@ -341,7 +345,7 @@ class Executor:
                 self._groups = ProcessGroups(self.ring, collective_timeout_s=spec.group_timeout_s)
                 if probes.are_probes_enabled():
                     self._groups.observers.append(_CrashLogObserver(self._crash_log, self.shell))
-            self._holding_call = None  # nobody asks any more about calls of the groups before
+            self._holding_call = None  # checks of calls on the former groups are obsolete
             names["mesh"] = self._groups.form(
                 command.generation,
                 rank=self.config.rank,
@@ -359,9 +363,9 @@ class Executor:
     # ---- values
 
     def _describe_value(self, call: str, result: Any, inline_limit: int, *, retain: bool) -> Value:
-        """A value as it is reported: its preview, itself if small, and a name to ask for it later if not.
+        """Return a value as it is reported: its preview, plus its pickle if small, else a reference to fetch it later.
 
-        Plain values always come along; others only up to `inline_limit` bytes of pickle.
+        Plain values are always included; others only up to `inline_limit` bytes of pickle.
         """
         preview = self.shell.preview(result)
         if preview.kind in ("plain", "none") and not preview.truncated:
@@ -375,8 +379,11 @@ class Executor:
         return Value(preview=preview, ref=call)
 
     def _inject_globals(self, function: Any) -> None:
-        """A function of the notebook, sent by value, knows only the globals that came with it; what it names beyond
-        them (`rank`, `dist`, what cells have bound) it finds as if it had been defined in a cell."""
+        """Add missing globals to a notebook function that was sent by value.
+
+        It has only the globals that were pickled with it; other names (`rank`, `dist`, what cells have bound) resolve
+        as if it had been defined in a cell.
+        """
         function_globals = getattr(function, "__globals__", None)
         module = sys.modules.get(getattr(function, "__module__", None) or "")
         if function_globals is None or function_globals is getattr(module, "__dict__", None):
@@ -389,7 +396,7 @@ class Executor:
         return pickling.load(payload, reader=self.reader, resolve=self.resolve)
 
     def resolve(self, reference: str) -> Any:
-        """The rank's own object for a handle among the arguments: `name:x`, `ref:<call>`, `tensor:<engine>#<id>`."""
+        """Return this rank's object for a handle in the arguments: `name:x`, `ref:<call>`, `tensor:<engine>#<id>`."""
         kind, _, key = reference.partition(":")
         if kind == "ref":
             if key not in self._value_store:
@@ -406,22 +413,21 @@ class Executor:
     # ---- called by the service thread
 
     def interrupt_call(self, call: CallId) -> None:
-        """End this call, also if the main thread has not begun it yet; never the one after it."""
+        """Interrupt this call, even if the main thread has not begun it yet; never the one after it."""
         self._gate.interrupt_call(call)
 
     def unblock(self, reason: str, *, interrupt: bool) -> None:
-        """Free the main thread from a collective it waits in; on an interrupt only if it waits in one."""
+        """Free the main thread from a collective that it waits in; on an interrupt only if it waits in one."""
         if self._groups is None or (interrupt and not self._groups.is_waiting):
             return
         self._groups.abort(KeyboardInterrupt(reason) if interrupt else RankLost(reason))
 
     def position(self, about: CallId) -> messages.RankPosition:
-        """Where this rank is in the order of its collectives."""
+        """Return this rank's position in the order of its collectives."""
         running, done, groups = self.running_call_id, self.last_finished_call, self._groups
         last = self.ring.last
-        since = self._seq_before_call.get(
-            about, 0 if last is None else last.seq
-        )  # not begun here: nothing moved for it
+        # not begun here: it ran no collectives
+        since = self._seq_before_call.get(about, 0 if last is None else last.seq)
         return messages.RankPosition(
             rank=self.config.rank,
             last_call=None if done is None else done.call,
@@ -437,12 +443,12 @@ class Executor:
         )
 
     def _describe_leave_reason(self, outcome: Outcome) -> str:
-        """Why others wait in vain for this rank: "rank 1 raised ValueError: no at line 3"; "" if it ended well."""
+        """Return why others wait for this rank in vain, "rank 1 raised ValueError: no at line 3"; "" on success."""
         error = outcome.error
         if outcome.status == "ok":
             return ""
         if error is not None and error.released_from is not None and self._release_error is not None:
-            return self._release_error.cause  # it had left because of another one, which is the cause of all
+            return self._release_error.cause  # it left because of another rank, which is the cause of all
         if outcome.status == "interrupted" or error is None:
             return f"rank {self.config.rank} was stopped"
         frame = next((frame for frame in reversed(error.frames) if is_user_file(frame.file)), None)
@@ -451,8 +457,10 @@ class Executor:
         return f"rank {self.config.rank} raised {error.ename}{': ' if text else ''}{text}{location}"
 
     def hold_collectives_after(self, about: CallId) -> None:
-        """A call is being stopped: once it is over here, collectives wait until it is over everywhere. What has begun
-        behind it before is left alone."""
+        """Hold collectives after an interrupted call ends here, until it has ended on all ranks.
+
+        A later call that has already begun is not affected.
+        """
         if self._groups is None or self.running_call_id not in (None, about):
             return
         self._holding_call = about
@@ -460,22 +468,22 @@ class Executor:
             self._groups.hold_collectives()
 
     def complete_futures(self) -> None:
-        """Of collectives that have ended unnoticed."""
+        """Complete the futures of collectives that have ended unnoticed."""
         if self._groups is not None:
             self._groups.complete_futures()
 
     def groups_checked(self, command: messages.ResumeCollectives) -> None:
-        """The call that was asked about is over everywhere, and these groups are out of step."""
+        """Apply the result of a position check: the call has ended on all ranks, and these groups are out of step."""
         if self._groups is None:
             return
         self._groups.invalidate_named(command.broken_groups, command.reason, generation=command.generation)
         if self._holding_call == command.about_call:
-            # Its host may have taken it back before it came here, and tell of it by its name: then it holds nothing.
+            # Its host may have cancelled it before it started here, and still name it: then it holds nothing.
             self._holding_call = None
             self._groups.resume_collectives()
 
     def ranks_left(self, command: messages.RanksLeft) -> None:
-        """Others have left a call that this rank works on, or will."""
+        """Record that other ranks have left a call that this rank runs or will run."""
         positions_by_rank = _store_bounded(
             self._left_positions, command.call, self._left_positions.get(command.call, {})
         )
@@ -489,7 +497,7 @@ class Executor:
             threading.Thread(target=self._watch_left_ranks, name="meshbook-left", daemon=True).start()
 
     def _watch_left_ranks(self) -> None:
-        """While the call runs that others have left: break the groups as soon as a collective waits for one of them."""
+        """Break the groups as soon as a collective of the running call waits for a rank that has left the call."""
         pause = threading.Event()
         groups = self._groups
         assert groups is not None
@@ -509,7 +517,7 @@ class Executor:
             self._is_watching_left = False
 
     def _find_doomed_wait(self, left_positions: tuple[messages.RankPosition, ...]) -> CollectiveAborted | None:
-        """The error for whoever waits here in what needs a rank that has left; None: nobody does."""
+        """Return the error for a thread here that waits for a rank that has left the call; None if no thread does."""
         for collective in self.ring.running():
             for left in left_positions:
                 if positions.can_never_complete(collective, left, self.config.rank):
@@ -528,26 +536,26 @@ class Executor:
         where = op if line is None else f"{op} at {_format_location(line.file, line.line, self.shell.running_file)}"
         prefix = f"rank {left.rank} ended the cell without coming to"
         reason = left.cause or f"{prefix} it"
-        cause = left.cause or f"{prefix} {what}"  # for those who wait for this rank in turn
+        cause = left.cause or f"{prefix} {what}"  # for ranks that wait for this rank in turn
         return CollectiveAborted(f"{what} cannot be completed: {reason}", ranks=(left.rank,), cause=cause, where=where)
 
     def release(self, refs: tuple[str, ...], segments: tuple[str, ...]) -> None:
         self._value_store.release(refs, segments)
 
     def drop_client(self, client: str) -> None:
-        """Let go of what was held for a client that is gone."""
+        """Release the data held for a client that has disconnected."""
         self._value_store.drop_client(client)
         if self._tensors is not None:
             self._tensors.drop_client(client)
 
-    # ---- asking the user
+    # ---- user input
 
     def request_input(self, prompt: str, password: bool) -> str:
-        """What the user answers in the notebook; input() and getpass() come here.
+        """Return the user's reply from the notebook; input() and getpass() call this.
 
         Raises:
-            EOFError: there is nobody to ask.
-            KeyboardInterrupt: the user pressed Stop instead.
+            EOFError: no client can reply.
+            KeyboardInterrupt: the user interrupted the cell instead.
         """
         work = self._reporter.work_socket
         call = self.running_call_id
@@ -558,13 +566,13 @@ class Executor:
             )
         self._output.flush()
         self._reporter.send_output(work)
-        self.awaiting_input = True  # before anybody hears of it
+        self.awaiting_input = True  # set before the request is sent
         try:
             self._reporter.send(
                 messages.RankInputRequest(rank=self.config.rank, call=call, prompt=prompt, password=password)
             )
             while True:
-                work.poll()  # a SIGINT raises here, with no message half taken
+                work.poll()  # a SIGINT raises here, with no message partly received
                 reply = codec.rank_commands.decode(work.recv_multipart())
                 if isinstance(reply, messages.InputReply) and reply.target == call:
                     if reply.interrupted:
@@ -575,10 +583,10 @@ class Executor:
         finally:
             self.awaiting_input = False
 
-    # ---- begin and end
+    # ---- start and end
 
     def choose_device(self) -> str:
-        """`cuda:<local rank>` when there is a GPU for every rank of this host, else `cpu`."""
+        """Return `cuda:<local rank>` when there is a GPU for every rank of this host, else `cpu`."""
         spec = self.config.spec
         if spec.torch and spec.device != "cpu":
             import torch
@@ -591,14 +599,14 @@ class Executor:
         return self.device
 
     def close(self) -> None:
-        """Leave the process groups without waiting for the others."""
+        """Leave the process groups without waiting for the other ranks."""
         if self._groups is not None and "torch" in sys.modules:
             self._groups.close()
         self.pool.close()
 
 
 def _format_location(file: str, line: int, running_file: str | None) -> str:
-    """`line 3` of the cell that runs, `line 3 of cell 2` of another one, `train.py:3`."""
+    """Return `line 3` for the running cell, `line 3 of cell 2` for another one, `train.py:3` for a file."""
     if file == running_file:
         return f"line {line}"
     cell = cell_label(file)
@@ -606,7 +614,7 @@ def _format_location(file: str, line: int, running_file: str | None) -> str:
 
 
 def _store_bounded(values_by_call: dict[CallId, Any], call: CallId, value: Any) -> Any:
-    """Keep something for a call, and for some calls before it."""
+    """Store a value for a call, and drop those of the oldest calls beyond the limit."""
     values_by_call[call] = value
     while len(values_by_call) > _MAX_REMEMBERED_CALLS:
         del values_by_call[next(iter(values_by_call))]
@@ -614,7 +622,7 @@ def _store_bounded(values_by_call: dict[CallId, Any], call: CallId, value: Any) 
 
 
 class _CrashLogObserver:
-    """Notes each collective where the host finds it should this process die in it; about 2 us."""
+    """Records each collective where the host finds it should this process die in it; takes about 2 us."""
 
     def __init__(self, crash_log: CrashLog, shell: RankShell) -> None:
         self._crash_log, self._shell = crash_log, shell
@@ -632,7 +640,7 @@ class _CrashLogObserver:
 
 
 def _iter_global_names(code: CodeType) -> Iterator[str]:
-    """Global names that a function uses, also in functions inside it."""
+    """Yield the global names that a function uses, also in functions inside it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -1,7 +1,7 @@
-"""The way from a name or a kept object to a value: `x`, `x.shape[0]`, `model(batch) + 1`.
+"""Expressions on a name or a stored object: `x`, `x.shape[0]`, `model(batch) + 1`.
 
-An `Expression` is plain data that travels in a pickle. The controller writes it down, one step per operation on a
-handle; a rank follows it. Standard library only; knows nothing of shells, handles or messages.
+An `Expression` is plain data that is sent as a pickle. The controller records it, one step per operation on a handle; a
+rank evaluates it. Standard library only; does not depend on shells, handles or messages.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-# By the name that a step carries: the function, how it is written, and how tightly it binds in Python's grammar.
+# By a step's `op`: the function, its source form, and its precedence in Python's grammar.
 UNARY: Final[Mapping[str, tuple[Callable[[Any], Any], str, int]]] = {
     "neg": (operator.neg, "-{}", 12),
     "pos": (operator.pos, "+{}", 12),
@@ -32,7 +32,7 @@ BINARY: Final[Mapping[str, tuple[Callable[[Any, Any], Any], str, int]]] = {
     "ne": (operator.ne, "!=", 5),
     "gt": (operator.gt, ">", 5),
     "ge": (operator.ge, ">=", 5),
-    "contains": (operator.contains, "in", 5),  # its left side is written on the right
+    "contains": (operator.contains, "in", 5),  # its left operand is written on the right
     "or": (operator.or_, "|", 6),
     "xor": (operator.xor, "^", 7),
     "and": (operator.and_, "&", 8),
@@ -50,7 +50,7 @@ BINARY: Final[Mapping[str, tuple[Callable[[Any, Any], Any], str, int]]] = {
 _UNARY_OPS: Final = {act: op for op, (act, _, _) in UNARY.items()}
 _BINARY_OPS: Final = {act: op for op, (act, _, _) in BINARY.items()}
 _MAX_PRECEDENCE: Final = 15
-_MAX_ARGUMENT_CHARS: Final = 40  # of one argument in a spelling
+_MAX_ARGUMENT_CHARS: Final = 40  # of one argument in the source form
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,26 +61,26 @@ class NameRef:
 
     @property
     def key(self) -> str:
-        """How one string says it."""
+        """The reference as one string."""
         return f"name:{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
 class ResultRef:
-    """An object that the rank keeps: the result of a call."""
+    """An object stored on the rank: the result of a call."""
 
     call: str
-    source: str = ""  # how Python would spell what was called for
+    source: str = ""  # the Python source of what was called
 
     @property
     def key(self) -> str:
-        """How one string says it."""
+        """The reference as one string."""
         return f"ref:{self.call}"
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionRoot:
-    """A function that travels with the path, to be called on the rank."""
+    """A function that is sent with the expression, to be called on the rank."""
 
     function: Callable[..., Any]
 
@@ -110,7 +110,7 @@ class UnaryStep:
 class BinaryStep:
     op: str  # a key of BINARY
     other: Any
-    reflected: bool = False  # `other op path` instead of `path op other`
+    reflected: bool = False  # `other op expression` instead of `expression op other`
 
 
 ExpressionStep = AttrStep | ItemStep | CallStep | UnaryStep | BinaryStep
@@ -118,9 +118,9 @@ ExpressionStep = AttrStep | ItemStep | CallStep | UnaryStep | BinaryStep
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A root and the steps from there. `str(path)` is how Python would spell it.
+    """A root and the steps from it. `str(expression)` is its Python source.
 
-    Keys, arguments and operands may be Paths themselves, also inside tuples, lists, sets, dicts and slices.
+    Keys, arguments and operands may be Expressions themselves, also inside tuples, lists, sets, dicts and slices.
     """
 
     root: NameRef | ResultRef | FunctionRoot
@@ -136,16 +136,17 @@ class Expression:
         return self._with_step(CallStep(tuple(args), tuple((kwargs or {}).items())))
 
     def unary(self, op: str) -> Expression:
-        """`-path` and the like; `op` is a key of UNARY."""
+        """Return `-expression` and the like; `op` is a key of UNARY."""
         return self._with_step(UnaryStep(op))
 
     def binary(self, op: str, other: Any, *, reflected: bool = False) -> Expression:
-        """`path + other`, or `other + path`; `op` is a key of BINARY."""
+        """Return `expression + other`, or `other + expression`; `op` is a key of BINARY."""
         return self._with_step(BinaryStep(op, other, reflected))
 
     def is_lookup_only(self) -> bool:
-        """Whether it only names: a name, attributes, subscripts by a number or a string. Such a path can be followed
-        without running code, as far as the objects on it allow.
+        """Whether it only looks up: a name, attributes, subscripts by a number or a string.
+
+        Such an expression can be evaluated without running code, if the objects in it allow that.
         """
         return isinstance(self.root, NameRef) and all(
             isinstance(step, AttrStep) or (isinstance(step, ItemStep) and type(step.key) in (int, str))
@@ -166,10 +167,10 @@ class Expression:
 
 
 def call_function(function: Callable[..., Any], *args: Any) -> Expression:
-    """A path that is the result of `function(*args)`, called on the rank; operators become steps.
+    """Return the Expression of `function(*args)`, called on the rank; operators become steps.
 
     Args:
-        args: at least one of them a Path.
+        args: at least one of them an Expression.
     """
     if len(args) == 1 and isinstance(args[0], Expression) and function in _UNARY_OPS:
         return args[0].unary(_UNARY_OPS[function])
@@ -188,22 +189,22 @@ def evaluate(
     results: Mapping[str, Any],
     resolve: Callable[[str], Any] | None = None,
 ) -> Any:
-    """Follow a path.
+    """Evaluate an expression.
 
     Args:
         namespace: where names are looked up.
-        results: where kept objects are looked up, by the call that made them.
-        resolve: asked for a root that is in neither, by its `key`; what it raises passes.
+        results: where stored objects are looked up, by the call that made them.
+        resolve: called with the `key` of a root that is in neither; its exceptions propagate.
 
     Raises:
-        NameError: there is no such name.
-        KeyError: there is no such kept object.
-        Exception: whatever a step raises, untouched.
+        NameError: the name does not exist.
+        KeyError: the stored object does not exist.
+        Exception: whatever a step raises, unchanged.
     """
     value = _resolve_root(expression.root, namespace, results, resolve)
 
     def resolve_argument(part: Any) -> Any:
-        """An argument as the rank's own object."""
+        """Return an argument as the rank's own object."""
         kind = type(part)
         if kind is Expression:
             return evaluate(part, namespace, results, resolve)
@@ -256,7 +257,7 @@ def _resolve_root(
 
 
 def _contains_expression(part: Any) -> bool:
-    """Whether a built-in container has a Path somewhere in it; only then it is rebuilt."""
+    """Whether a built-in container has an Expression anywhere in it; only then it is rebuilt."""
     kind = type(part)
     if kind is Expression or kind is NameRef or kind is ResultRef:
         return True
@@ -268,7 +269,7 @@ def _contains_expression(part: Any) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Spelling
+# Source form
 
 
 def _render_root(root: NameRef | ResultRef | FunctionRoot) -> tuple[str, int]:
@@ -284,7 +285,7 @@ def _render_root(root: NameRef | ResultRef | FunctionRoot) -> tuple[str, int]:
 
 
 def _is_primary(source: str) -> bool:
-    """Whether `.attribute` after it belongs to all of it."""
+    """Whether a following `.attribute` applies to the complete source."""
     try:
         tree = ast.parse(source, mode="eval")
     except SyntaxError:
@@ -293,7 +294,7 @@ def _is_primary(source: str) -> bool:
 
 
 def _render_step(text: str, precedence: int, step: ExpressionStep) -> tuple[str, int]:
-    """The text after one more step, and how tightly it binds."""
+    """Return the text after one more step, and its precedence."""
     match step:
         case AttrStep(name):
             return f"{_parenthesize(text, precedence, _MAX_PRECEDENCE)}.{name}", _MAX_PRECEDENCE
@@ -313,7 +314,8 @@ def _render_step(text: str, precedence: int, step: ExpressionStep) -> tuple[str,
                 reflected = not reflected
             if reflected:
                 left, left_precedence, right, right_precedence = right, right_precedence, left, left_precedence
-            # Chained, comparisons mean something else, and ** groups to the right: their left side is enclosed as well.
+            # Chained comparisons have another meaning, and ** groups to the right: their left operand is parenthesized
+            # too.
             outer = level + 1 if level == 5 or op == "pow" else level
             inner = level if op == "pow" else level + 1
             return (
@@ -329,7 +331,7 @@ def _parenthesize(text: str, precedence: int, needed: int) -> str:
 
 
 def _precedence_of(value: Any) -> int:
-    """How tightly the spelling of an operand binds."""
+    """Return the precedence of an operand's source form."""
     if isinstance(value, Expression):
         return value._render()[1]
     if isinstance(value, (int, float)) and value < 0:

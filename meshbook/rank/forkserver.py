@@ -1,9 +1,9 @@
-"""The process that ranks are born from.
+"""The process that ranks are forked from.
 
 It imports torch, numpy and IPython once and then only forks: each rank starts in tens of milliseconds and shares the
-imported pages. To stay safe to fork from it has one thread, never runs a torch operation, never touches CUDA, holds no
-zmq context and serves no store (a forker that did any of these hung its children in libgomp or on a lock; see
-docs/architecture.md). It reaps its children and tells the host how each one ended.
+imported pages. To stay safe to fork from, it has one thread, never runs a torch operation, never uses CUDA, has no zmq
+context and serves no store. (A fork server that did any of these hung its children in libgomp or on a lock; see
+docs/architecture.md.) It reaps its children and reports to the host how each one ended.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import NoReturn
 from meshbook.wire import spawn
 from meshbook.wire.process_control import die_with_parent, kill_process_group
 
-# What a rank needs in any case, imported here so that it is shared. DTensor and FSDP2 come with torch.distributed's
-# users; importing them here costs 0.3 s once and saves 0.3 s and 20 MiB in every rank that uses them.
+# Modules that every rank needs, imported here so that their pages are shared. DTensor and FSDP2 are common with
+# torch.distributed; importing them here costs 0.3 s once and saves 0.3 s and 20 MiB in every rank that uses them.
 _PRELOADED_MODULES = (
     "numpy",
     "torch",
@@ -37,38 +37,38 @@ _PRELOADED_MODULES = (
 
 
 def serve(fd: int, *, with_torch: bool, listen_path: str) -> NoReturn:
-    """Fork on request until the host's end of the socket closes."""
+    """Fork on request until the host closes its end of the socket."""
     started = time.monotonic()
     host = socket.socket(fileno=fd)
     for name in _PRELOADED_MODULES if with_torch else ():
         importlib.import_module(name)
-    from meshbook.rank import main as _rank_main  # after torch, so that its threads setting is in place
+    from meshbook.rank import main as _rank_main  # after torch, so that its threads setting applies
     from meshbook.rank.service import ACTORS_ENTRY_POINT
     from meshbook.rank.shell import preload
 
-    if with_torch:  # light ranks are for actors and seldom run a cell: they should rather be there at once
+    if with_torch:  # light ranks are for actors and seldom run a cell, so startup time matters more
         preload()
     importlib.import_module(ACTORS_ENTRY_POINT.partition(":")[0])
 
     if with_torch:
         import torch
 
-        torch.set_num_threads(1)  # a pool that exists here would be a pool of dead threads in every child
+        torch.set_num_threads(1)  # a thread pool created here would have dead threads in every child
     hazard = find_fork_hazard()
     if hazard is not None:
         host.send(spawn.encoder.encode(spawn.ForkUnsafe(hazard)))
         os._exit(0)
     gc.collect()
-    gc.freeze()  # the collector must not write to the shared pages
+    gc.freeze()  # the garbage collector must not write to the shared pages
     host.send(spawn.encoder.encode(spawn.ForkServerReady(time.monotonic() - started)))
     _serve_fork_requests(host, _bind_listener(listen_path), _rank_main)
 
 
 def find_fork_hazard() -> str | None:
-    """What makes this process unsafe to fork from; None: nothing does.
+    """Return what makes this process unsafe to fork from; None if it is safe.
 
-    A library that starts a thread or uses CUDA as it is imported (a plugin of torch's, for example) is enough: locks of
-    threads that a child does not have stay locked, and a CUDA context does not survive a fork.
+    A library that starts a thread or uses CUDA when it is imported (a torch plugin, for example) is enough: locks held
+    by threads that a child does not have stay locked, and a CUDA context does not survive a fork.
     """
     with contextlib.suppress(OSError):
         tasks = os.listdir("/proc/self/task")
@@ -90,8 +90,10 @@ def _thread_name(task: str) -> str:
 
 
 def _bind_listener(path: str) -> socket.socket:
-    """Where other meshes of the same user may have this server branch off one for them, instead of importing all of it
-    again. Its folder lets nobody else in."""
+    """Return the socket on which other meshes of the same user can request a fork of this server.
+
+    That saves them all the imports. The folder's permissions exclude other users.
+    """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
@@ -129,7 +131,7 @@ def _serve_fork_requests(host: socket.socket, listener: socket.socket, _rank_mai
                 reply = spawn.ForkFailed(f"{error.strerror}: this user or container may have no more processes")
             else:
                 if pid == 0:
-                    listener.close()  # or it would go on listening, and nobody answer, for as long as a rank lives
+                    listener.close()  # otherwise it would accept connections without replies as long as a rank lives
                     _run_child(_rank_main, host, command, descriptors)
                 reply = spawn.Forked(pid)
             for descriptor in descriptors:
@@ -138,11 +140,11 @@ def _serve_fork_requests(host: socket.socket, listener: socket.socket, _rank_mai
 
 
 def _fork_detached_server(host: socket.socket, listener: socket.socket, sigchld_fd: int, rank_main: object) -> None:
-    """A fork server for another mesh. It is nobody's child, and ends when that mesh's host lets go of it."""
+    """Fork a server for another mesh. It is detached from this one, and ends when that mesh's host disconnects."""
     connection, _ = listener.accept()
     try:
         child_pid = os.fork()
-    except OSError:  # no room for one more: that mesh hears of it by the end of the connection, and this one goes on
+    except OSError:  # process limit: the closed connection tells that mesh, and this server continues
         connection.close()
         return
     if child_pid:
@@ -151,7 +153,7 @@ def _fork_detached_server(host: socket.socket, listener: socket.socket, sigchld_
         return
     try:
         if os.fork() == 0:
-            # All that is this server's own: branches are branched off again, and would hand down more each time.
+            # Close this server's own descriptors: a forked server is forked again, and would pass on more each time.
             os.close(signal.set_wakeup_fd(-1))
             os.close(sigchld_fd)
             host.close()
@@ -169,7 +171,7 @@ def _fork_detached_server(host: socket.socket, listener: socket.socket, sigchld_
 
 
 def _open_sigchld_pipe() -> int:
-    """A descriptor that becomes readable when a child ends."""
+    """Return a descriptor that becomes readable when a child exits."""
     readable, writable = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(writable, warn_on_full_buffer=False)

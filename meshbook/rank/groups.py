@@ -1,14 +1,14 @@
-"""The process groups of a rank: formed at its start, broken when somebody must get out of one, and formed again.
+"""The process groups of a rank: formed at its start, aborted to free waiting threads, and formed again.
 
-`ProcessGroups` makes every process group of its process a `WatchedGroup`, whoever asks for it: `form`, a DeviceMesh,
-the user's own `dist.new_group`. So it can end all that is stuck (`sever`), and afterwards give the same objects new
-connections, also to a member that is a new process (`form` with the next epoch).
+`ProcessGroups` makes every process group of its process a `WatchedGroup`, whether `form`, a DeviceMesh or the user's
+own `dist.new_group` creates it. So it can end all stuck operations (`abort`), and afterwards give the same objects new
+connections, also to a member that is a new process (`form` with the next generation).
 
-Each epoch has its own corner of the store, `e<epoch>/<group>`, so nothing of a former epoch is ever met again.
+Each generation has its own prefix in the store, `e<generation>/<group>`, so keys of a former generation are never read.
 
-What re-forming cannot know is what users' objects had under way when the groups broke. DDP and FSDP2 are made to forget
-an unfinished step (`unfinished`). And a collective that was broken may have been completed on some ranks and not on
-others: parameters can differ by one step, and only the user's program, or a checkpoint, can tell.
+Re-forming cannot restore what users' objects had in flight when the groups broke. DDP and FSDP2 are made to forget an
+unfinished step (`interrupted_steps`). And an aborted collective may have completed on some ranks and not on others:
+parameters can differ by one step, and only the user's program, or a checkpoint, can tell.
 """
 
 from __future__ import annotations
@@ -42,16 +42,17 @@ from meshbook.rank.store import MeshStore
 
 __all__ = ["GroupBroken", "Observer", "ProcessGroups", "WatchedGroup"]
 
-# torch's module of process groups, whose state has no other door.
+# torch's module of process groups; its state has no other API.
 c10d: Any = dist.distributed_c10d
 
-# The name our groups have while torch creates them. Users never see it: `dist.get_backend()` says what they asked for.
+# The backend name of these groups while torch creates them. Users never see it: `dist.get_backend()` returns the name
+# that they requested.
 _BACKEND_NAME = "meshbook"
 
-# Seconds a collective may take before gloo gives up by itself: torch's own default. Stop and supervisor are quicker.
+# Seconds until gloo times out a collective: torch's default. An interrupt or the supervisor acts sooner.
 _COLLECTIVE_TIMEOUT_S = 1800.0
 
-# Seconds that NCCL may take to abort before its rank counts as beyond help. Others saw 0.15 s (NeMo-RL) when it works.
+# Seconds that an NCCL abort may take before its rank counts as lost. Others report 0.15 s (NeMo-RL) when it works.
 _ABORT_TIMEOUT_S = 20.0
 
 
@@ -68,13 +69,13 @@ class _MeshLayout:
 class ProcessGroups:
     """All process groups of this process. One per rank.
 
-    `form` and `close` belong to the main thread. `sever`, `broken` and `broken_reason` may be used by any.
+    Call `form` and `close` on the main thread; `abort`, `is_broken` and `failure_reason` on any thread.
 
     Attributes:
-        ring: where collectives are noted.
-        observers: who else sees each collective; append and remove between collectives.
-        epoch: of the groups as they are; None before the first.
-        mesh: the DeviceMesh of all ranks; None before the first epoch.
+        ring: where collectives are recorded.
+        observers: further receivers of each collective; append and remove between collectives.
+        generation: of the current groups; None before the first.
+        mesh: the DeviceMesh of all ranks; None before the first generation.
     """
 
     def __init__(
@@ -93,33 +94,32 @@ class ProcessGroups:
         self.mesh: DeviceMesh | None = None
         self._collective_timeout = timedelta(seconds=collective_timeout_s)
         self._store: Store | None = None
-        self._form_timeout_s: float | None = None  # while forming
+        self._form_timeout_s: float | None = None  # only while forming
         self._layout: _MeshLayout | None = None
         self._groups_by_name: dict[str, WatchedGroup] = {}
-        self._mesh_group_names: set[str] = set()  # names of those that `form` itself made: every rank has them
+        self._mesh_group_names: set[str] = set()  # names of the groups that `form` itself made, which every rank has
         self._user_group_ranks: dict[
             str, set[int]
-        ] = {}  # other groups of this epoch's beginning, and the ranks that had them
-        self._num_connects: Counter[str] = Counter()  # a group destroyed and made anew may have its former name
+        ] = {}  # other groups at the start of this generation, and the ranks that had them
+        self._num_connects: Counter[str] = Counter()  # a group that is destroyed and recreated may have its former name
         self._requested_backends: dict[str, str] = {}  # backends of the group being created
         self._lock = threading.Lock()
         self._abort_failure: GroupFailure | None = None
         self._abort_thread: threading.Thread | None = None
         self._hold_event: threading.Event | None = None
         self._connecting: list[GroupLabel] = []
-        self._is_backward_incomplete = False  # a backward pass of the call that runs did not come to its end
+        self._is_backward_incomplete = False  # a backward pass of the running call did not complete
         self._num_rendezvous = 0  # threads that wait for the store or for peers to connect
-        self._patches: list[tuple[Any, str, Any]] = []  # module, name, torch's own
+        self._patches: list[tuple[Any, str, Any]] = []  # module, name, original function
         ring.skip_frames_of(Path(torch.__file__).parent)
-        ring.skip_frames_of(
-            typing_extensions.__file__
-        )  # its wrapper of deprecated functions lies between the user and torch
+        # its wrapper of deprecated functions lies between the user's frame and torch
+        ring.skip_frames_of(typing_extensions.__file__)
 
-    # ---- broken, or not
+    # ---- state
 
     @property
     def is_broken(self) -> bool:
-        """True when any group cannot be used until the next `form`."""
+        """Whether any group is unusable until the next `form`."""
         return self.failure_reason is not None
 
     @property
@@ -132,14 +132,14 @@ class ProcessGroups:
         return None
 
     def abort(self, error: BaseException, *, generation: int | None = None) -> None:
-        """End every wait in a collective, in whichever thread, with `error`, and break all groups. Any thread.
+        """End every wait in a collective with `error`, in all threads, and break all groups. Any thread.
 
-        Does not wait for those threads. Each gets its own copy of `error`. On gloo they have it within milliseconds.
-        On CUDA a thread that waits for the device (`.item()`, `synchronize`) comes back as if all were well, and it is
-        its next collective that raises, so look at `broken` too before believing a result.
+        Does not wait for those threads. Each gets its own copy of `error`. On gloo they raise it within milliseconds.
+        On CUDA a thread that waits for the device (`.item()`, `synchronize`) returns as if successful, and only its
+        next collective raises, so check `is_broken` too before using a result.
 
         Args:
-            generation: break the groups of this epoch only; a no-op when others have taken their place.
+            generation: break only the groups of this generation; a no-op when newer groups have replaced them.
         """
         with self._lock:
             if generation is not None and generation != self.generation:
@@ -157,24 +157,24 @@ class ProcessGroups:
         self._abort_backends(handles)
 
     def complete_futures(self) -> None:
-        """Of collectives that have ended unnoticed. Any thread; does not wait."""
+        """Complete the futures of collectives that have ended unnoticed. Any thread; does not block."""
         for group in self.all_groups():
             group.complete_futures()
 
     @property
     def abort_failure(self) -> GroupFailure | None:
-        """What all groups were severed with since they were formed."""
+        """The failure that all groups were aborted with since they were formed."""
         return self._abort_failure
 
     def hold_collectives(self) -> None:
-        """Have the collectives that begin from now on wait for `go_on`."""
+        """Have the collectives that start from now on wait for `resume_collectives`."""
         if self._hold_event is None:
             self._hold_event = threading.Event()
         for group in list(self._groups_by_name.values()):
             group.hold_event = self._hold_event
 
     def resume_collectives(self) -> None:
-        """Collectives that `hold` keeps waiting may begin. Any thread."""
+        """Release the collectives that wait because of `hold_collectives`. Any thread."""
         hold_event, self._hold_event = self._hold_event, None
         for group in list(self._groups_by_name.values()):
             group.hold_event = None
@@ -186,9 +186,11 @@ class ProcessGroups:
         return self._hold_event is not None
 
     def call_ended(self, *, succeeded: bool) -> None:
-        """A call is over. A model that it left in the middle of a step would go on from another point on each rank:
-        then the groups are to be formed again, which has all ranks forget the step. To be called when no user code
-        runs."""
+        """Handle the end of a call. Call it when no user code runs.
+
+        A model that the call left in the middle of a step would continue from a different point on each rank. In that
+        case this breaks the groups, and forming them again makes all ranks forget the step.
+        """
         backward_incomplete, self._is_backward_incomplete = self._is_backward_incomplete, False
         if succeeded or self.is_broken or not is_mid_step(backward_incomplete=backward_incomplete):
             return
@@ -197,7 +199,7 @@ class ProcessGroups:
             group.invalidate(failure)
 
     def invalidate_named(self, names: Iterable[str], reason: str, *, generation: int) -> None:
-        """Refuse these groups until they are formed again; a no-op when another epoch's are there. Any thread."""
+        """Break these groups until they are formed again; a no-op for another generation. Any thread."""
         if generation == self.generation:
             for name in names:
                 group = self._groups_by_name.get(name)
@@ -205,17 +207,17 @@ class ProcessGroups:
                     group.invalidate(GroupFailure(reason))
 
     def all_groups(self) -> list[WatchedGroup]:
-        """Every group of this process."""
+        """Return every group of this process."""
         return list(self._groups_by_name.values())
 
     @property
     def num_groups_created(self) -> int:
-        """How many groups torch has named here, which is the next one's name."""
+        """How many groups torch has named here, which is also the name of the next one."""
         return int(c10d._world.group_count)
 
     @property
     def connecting(self) -> tuple[GroupLabel, ...]:
-        """Groups that wait for their members to come."""
+        """Groups that wait for their members to connect."""
         return tuple(self._connecting)
 
     @property
@@ -225,11 +227,11 @@ class ProcessGroups:
 
     @property
     def is_waiting(self) -> bool:
-        """True while a thread is in a collective, or waits for the others to form a group. Any thread."""
+        """Whether a thread is in a collective, or waits for other ranks to form a group. Any thread."""
         return self._num_rendezvous > 0 or bool(self.ring.running())
 
     def _abort_backends(self, handles: Iterable[BackendHandle]) -> None:
-        """End what is stuck in these backends. Does not wait."""
+        """End the stuck operations in these backends. Does not block."""
         handles = list(handles)
         backends.shutdown_connections({address for handle in handles for address in handle.addresses})
         nccl, previous_abort = [handle for handle in handles if handle.kind == "nccl"], self._abort_thread
@@ -240,7 +242,7 @@ class ProcessGroups:
                     previous_abort.join()
                 backends.abort(nccl)
 
-            # A thread of its own: NCCL's abort takes long or hangs now and then, and who severs has other duties.
+            # On a thread of its own: NCCL's abort sometimes takes long or hangs, and must not block the caller.
             self._abort_thread = threading.Thread(target=abort, name="abort NCCL", daemon=True)
             self._abort_thread.start()
 
@@ -257,26 +259,27 @@ class ProcessGroups:
         timeout_s: float,
         axes: Mapping[str, int],
     ) -> DeviceMesh:
-        """The world group and one group per axis, connected. Blocks until all ranks have come.
+        """Form the world group and one group per axis, connected. Blocks until all ranks have joined.
 
-        The first time this initialises torch.distributed. Later, with the same place in a world of the same shape, it
-        gives every group new connections and returns the same DeviceMesh; with another place or shape it starts from
-        scratch, and returns a new one. All ranks call it with the same epoch; some may do so for the first time.
+        The first call initialises torch.distributed. A later call with the same rank in a world of the same shape gives
+        every group new connections and returns the same DeviceMesh; with another rank or shape it starts from scratch
+        and returns a new one. All ranks call it with the same generation; some may do so for the first time.
 
-        Groups that the user made are formed again too, if all their members are still the processes that made them.
-        A group that a new process does not have yet is connected when it is first used, so it can make it meanwhile.
+        Groups that the user made are formed again too, if all their members are still the processes that made them. A
+        group that a new process does not have yet is connected when it is first used, so that the process can make it
+        meanwhile.
 
         Args:
             generation: greater than every one before.
-            store: the same for all ranks. A `MeshStore` is told when to give up waiting.
-            device: cpu for gloo; cuda, with its index, for NCCL and beside it gloo for CPU tensors.
-            timeout_s: seconds to wait for the others.
+            store: the same for all ranks. The waits of a `MeshStore` can be cancelled.
+            device: cpu for gloo; cuda, with its index, for NCCL plus gloo for CPU tensors.
+            timeout_s: seconds to wait for the other ranks.
             axes: sizes by name; their product is `world_size`.
 
         Raises:
-            MeshShapeError: the axes do not make the world.
-            RuntimeError: not all came in time. Groups are broken; try again with the next epoch.
-            BaseException: what the groups were severed with meanwhile.
+            MeshShapeError: the product of the axes is not `world_size`.
+            RuntimeError: not all ranks joined in time. Groups are broken; try again with the next generation.
+            BaseException: what the groups were aborted with meanwhile.
         """
         if math.prod(axes.values()) != world_size:
             sizes = " * ".join(f"{name}={size}" for name, size in axes.items())
@@ -321,14 +324,14 @@ class ProcessGroups:
         return self.mesh
 
     def close(self) -> None:
-        """Leave all groups without waiting for anybody. torch.distributed is as before the first `form` afterwards."""
+        """Leave all groups without waiting for other ranks. torch.distributed is then as before `form`."""
         self._destroy_world()
         self._remove_patches()
 
     def _form_initial(self, layout: _MeshLayout, store: Store) -> None:
         if layout.device.type == "cuda":
             torch.cuda.set_device(layout.device)
-            # Or else a DeviceMesh, which sees no device in use, would choose one by LOCAL_RANK.
+            # Otherwise DeviceMesh, which sees no device in use, would choose one by LOCAL_RANK.
             torch.cuda.init()  # type: ignore[no-untyped-call]
         self._install_patches()
         hook = sys.excepthook
@@ -339,14 +342,15 @@ class ProcessGroups:
             world_size=layout.world_size,
             timeout=self._collective_timeout,
         )
-        sys.excepthook = hook  # torch's would put the rank before each line; whoever shows our output does that
+        # torch's hook would prefix each line with the rank, which the display of the output already does
+        sys.excepthook = hook
         names, sizes = zip(*layout.axes, strict=True)
         self.mesh = init_device_mesh(layout.device.type, sizes, mesh_dim_names=names)
         self._mesh_group_names = set(self._groups_by_name)
         self._exchange_group_state((), None)
 
     def _reform(self, store: Store) -> None:
-        """New connections for the groups of the epoch before."""
+        """Give the groups of the last generation new connections."""
         groups = list(self._groups_by_name.values())
         for group in groups:
             group.detach_backends()
@@ -356,10 +360,9 @@ class ProcessGroups:
         world = dist.group.WORLD
         name, _ = c10d._world.pg_map[world]
         c10d._world.pg_map[world] = name, PrefixStore(f"e{self.generation}", store)
-        c10d._world.pg_coalesce_state.clear()  # left full, it refuses every later coalesced call
-        user_groups = sorted(
-            set(self._groups_by_name) - self._mesh_group_names
-        )  # one order for all ranks, or two could wait for each other
+        c10d._world.pg_coalesce_state.clear()  # a leftover entry would make every later coalesced call fail
+        # the same order on all ranks, else two ranks could wait for each other
+        user_groups = sorted(set(self._groups_by_name) - self._mesh_group_names)
         same_buckets = self._exchange_group_state(user_groups, c10d._world.group_count, num_rebucketed_models())
         for name in user_groups:
             group = self._groups_by_name[name]
@@ -370,16 +373,18 @@ class ProcessGroups:
     def _exchange_group_state(
         self, names: list[str] | tuple[()], num_groups_created: int | None, num_rebucketed: int = 0
     ) -> bool:
-        """Learn which ranks have which groups besides those that all have, and level the numbers that torch names
-        groups by: where some ranks alone made a group, all would wait for each other in the next one for ever.
+        """Exchange which ranks have which user groups, and equalise the numbers that torch names groups by.
+
+        Where only some ranks made a group, the next one would otherwise have different names, and all ranks would wait
+        for each other forever.
 
         Args:
-            num_groups_created: how many groups torch has named here; None in a new process, which has those of the
-                user's still to make, under the names that they have elsewhere.
+            num_groups_created: how many groups torch has named here; None in a new process, which has yet to make the
+                user's groups under the names that they have elsewhere.
             num_rebucketed: how many models have other buckets than at the beginning.
 
         Returns:
-            Whether all ranks told the same number of such models.
+            Whether all ranks reported the same number of such models.
         """
         assert self._store is not None
         assert self._layout is not None
@@ -401,7 +406,7 @@ class ProcessGroups:
         return len(rebucketed_counts) == 1
 
     def _abort_all(self, reason: str) -> None:
-        """End what may still be under way in the background, before its connections are replaced or dropped."""
+        """Abort operations that may still be in flight, before their connections are replaced or dropped."""
         groups = list(self._groups_by_name.values())
         for group in groups:
             group.invalidate(GroupFailure(reason))
@@ -423,19 +428,19 @@ class ProcessGroups:
         if isinstance(dist.group.WORLD, WatchedGroup):
             dist.destroy_process_group()
         elif not dist.is_initialized():
-            c10d._world.group_count = 0  # a first attempt that failed used up a name that others have still to use
+            c10d._world.group_count = 0  # a failed first attempt used a name that the other ranks have yet to use
         self._groups_by_name.clear()
         self.mesh = self._layout = self._store = None
 
-    # ---- what a WatchedGroup asks of us
+    # ---- what a WatchedGroup calls on its owner
 
     def connect(self, group: WatchedGroup) -> None:
-        """Connect a group's real backends in this epoch. Blocks until all its members have come.
+        """Connect a group's real backends in this generation. Blocks until all its members have connected.
 
         Raises:
-            GroupBroken: all groups are broken, and this one would be.
-            RuntimeError: not all came in time.
-            BaseException: what the groups were severed with meanwhile.
+            GroupBroken: all groups are broken, so this one would be too.
+            RuntimeError: not all members connected in time.
+            BaseException: what the groups were aborted with meanwhile.
         """
         assert self._store is not None
         self._check_not_aborted()
@@ -453,7 +458,7 @@ class ProcessGroups:
                     if kind not in handles:
                         handles[kind] = self._connect_backend(kind, PrefixStore(kind, store), group)
         except BaseException as error:
-            # Its corner of the store has half of this attempt in it, so a second one needs another epoch.
+            # Its store prefix contains keys of this attempt, so another attempt needs a new generation.
             group.invalidate(GroupFailure(f"connecting it failed: {one_line_error(error)}"))
             raise
         finally:
@@ -462,7 +467,7 @@ class ProcessGroups:
         group.attach_backends(list(handles.values()), store)
         with self._lock:
             failure = self._abort_failure
-        if failure is not None:  # while we were connecting
+        if failure is not None:  # aborted while connecting
             group.invalidate(failure)
             self._abort_backends(group.backend_handles)
 
@@ -474,15 +479,18 @@ class ProcessGroups:
             store,
             rank,
             size,
-            # Ranks that all reach a store on this machine are on it too: gloo, which asks nobody for a key, need not
-            # be reachable from any other.
+            # Ranks that reach a store on this machine are all on it too. gloo has no authentication, so it listens on
+            # loopback only.
             hostname="127.0.0.1" if isinstance(self._store, MeshStore) and self._store.is_local else None,
             connect_timeout_s=self._form_timeout_s or group.timeout.total_seconds(),
             timeout=group.timeout,
         )
 
     def unregister(self, group: WatchedGroup) -> None:
-        """A group was destroyed. One with a stuck operation is cut, since dropping it would wait for the operation."""
+        """Remove a destroyed group.
+
+        Aborts a stuck operation in it, because dropping the group would wait for the operation.
+        """
         if self._groups_by_name.pop(group.label.name, None) is None:
             return
         self._mesh_group_names.discard(group.label.name)
@@ -493,13 +501,13 @@ class ProcessGroups:
             self.mesh = self._layout = self._store = None
 
     def split(self, parent: WatchedGroup, ranks: list[int], name: str, timeout: timedelta) -> WatchedGroup:
-        """A new group like `parent`, of some of its members (global ranks, this one among them)."""
+        """Create a group like `parent`, of some of its members (global ranks, including this one)."""
         rank = ranks.index(parent.label.ranks[parent.rank()])
         return self._make_group(name, ranks, rank, parent.get_group_store(), parent.backends, timeout, parent.options)
 
     @contextlib.contextmanager
     def _rendezvous(self) -> Iterator[None]:
-        """Around whatever waits for the store or for peers, so that `sever` ends it, with its own error."""
+        """Wrap a wait for the store or for peers, so that `abort` ends it with the abort error."""
         store = self._store
         with store.cancel_scope() if isinstance(store, MeshStore) else contextlib.nullcontext():
             with self._lock:
@@ -517,7 +525,12 @@ class ProcessGroups:
                     self._num_rendezvous -= 1
 
     def _check_not_aborted(self) -> None:
-        """Raises: what all groups were severed with, while they are formed; GroupBroken at other times."""
+        """Raise if all groups are aborted.
+
+        Raises:
+            BaseException: the abort error, while groups are formed.
+            GroupBroken: at other times.
+        """
         if self._abort_failure is not None:
             forming = self._form_timeout_s is not None
             raise (self._abort_failure.error_to_raise() if forming else None) or GroupBroken(
@@ -525,11 +538,14 @@ class ProcessGroups:
                 "formed again before the next cell: run the cell again"
             )
 
-    # ---- making every group of this process one of ours
+    # ---- patches that make every group of this process a WatchedGroup
 
     def _install_patches(self) -> None:
-        """Stand in torch's one way of making groups, which `init_process_group` and `new_group` take, and in two more
-        places where torch treats our groups differently from its own."""
+        """Patch torch's single function for creating groups, and two more functions.
+
+        `init_process_group` and `new_group` both use the first; the others treat a WatchedGroup differently from
+        torch's own groups.
+        """
         if self._patches:
             return
         dist.Backend.register_backend(_BACKEND_NAME, self._create_group, extended_api=True, devices=["cpu", "cuda"])
@@ -562,17 +578,17 @@ class ProcessGroups:
         self._patches.clear()
 
     def _new_process_group(self, helper: Callable[..., Any], call: inspect.BoundArguments) -> Any:
-        """torch's helper, for a group of ours in place of the one asked for, under the name asked for."""
+        """Call torch's helper so that it creates a WatchedGroup under the requested name."""
         requested = dist.Backend(call.arguments["backend"])
         config = c10d.BackendConfig(requested)
         kinds = {device: str(kind) for device, kind in config.get_device_backend_map().items()}
         if not set(kinds.values()) <= {"gloo", "nccl"} or getattr(c10d._world, "comms", None):
-            return helper(*call.args, **call.kwargs)  # fake, MPI, UCC, torchcomms: not ours to break
+            return helper(*call.args, **call.kwargs)  # fake, MPI, UCC, torchcomms: cannot be aborted here
         if "nccl" in kinds.values():
-            kinds.setdefault("cpu", "gloo")  # NCCL alone refuses CPU tensors; nobody minds if they work
+            kinds.setdefault("cpu", "gloo")  # NCCL alone refuses CPU tensors; supporting them does no harm
         call.arguments["backend"] = _BACKEND_NAME
-        # With a bound device torch would have NCCL split communicators off the default group's, which ties the life of
-        # each to the other's; ours are made one by one and can be aborted and replaced one by one.
+        # With a bound device torch would split NCCL communicators off the default group's, which ties their lifetimes
+        # together. Separate communicators can be aborted and replaced one by one.
         call.arguments["device_id"] = None
         world: Any = dist.group.WORLD
         bound_device = world.bound_device_id if world is not None else None
@@ -590,7 +606,10 @@ class ProcessGroups:
         return group, store
 
     def _run_backward(self, backward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Autograd's engine. DDP waits inside it in C++, where every error becomes a RuntimeError, a Stop's too."""
+        """Run autograd's engine, and restore the type of its errors.
+
+        DDP waits inside it in C++, where every error becomes a RuntimeError, also that of an interrupt.
+        """
         failure_before, ended = self._abort_failure, False
         try:
             result = backward(*args, **kwargs)
@@ -608,7 +627,7 @@ class ProcessGroups:
             self._is_backward_incomplete = self._is_backward_incomplete or not ended
 
     def _create_group(self, backend_opts: Any, options: Any = None) -> WatchedGroup:
-        """Called by torch's helper to create a group."""
+        """Create a group. Called by torch's helper."""
         ranks = backend_opts.global_ranks_in_group or range(backend_opts.group_size)  # empty for the world
         return self._make_group(
             str(backend_opts.group_id),
@@ -623,11 +642,11 @@ class ProcessGroups:
     def _make_group(
         self, name: str, ranks: Any, rank: int, store: Store, kinds: Mapping[str, str], timeout: timedelta, options: Any
     ) -> WatchedGroup:
-        if self._store is None:  # the user destroyed our world and makes one of their own, with their own store
+        if self._store is None:  # the user destroyed the world group and creates one with a store of their own
             self._store, self._abort_failure = store, None
         label = GroupLabel(name, ranks)
         group = WatchedGroup(self, label, rank, store=store, backends=kinds, timeout=timeout, options=options)
-        self._groups_by_name[name] = group  # at once, so that whoever severs finds it
+        self._groups_by_name[name] = group  # before connecting, so that `abort` finds it
         if not self._user_group_ranks.get(name, set()).intersection(label.ranks):
             try:
                 self.connect(group)
@@ -638,7 +657,7 @@ class ProcessGroups:
 
 
 def _batch_isend_irecv(one_by_one: Callable[[Any], Any], p2p_op_list: Any) -> Any:
-    """`dist.batch_isend_irecv`, which batches only for a group whose type is exactly ProcessGroup.
+    """Replace `dist.batch_isend_irecv`, which batches only for a group whose type is exactly ProcessGroup.
 
     NCCL needs the batch: sent one by one, two ranks that each send first wait for each other.
     """

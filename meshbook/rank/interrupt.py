@@ -1,9 +1,9 @@
 """SIGINT on a rank: KeyboardInterrupt in user code, and nowhere else.
 
 A rank inherits "ignore SIGINT" from the processes that started it, and a KeyboardInterrupt between two lines of
-Meshbook's own would leave it in pieces. So a handler of our own is always there, and raises only while it is armed.
-A SIGINT does not say what it is to stop, though, and one that comes before the work begins is lost; so a Stop is also
-told by the name of the call it means (`stop`). Knows nothing of cells or messages.
+Meshbook would leave an inconsistent state. So Meshbook's own handler is always installed, and raises only while it is
+armed. However, a SIGINT does not identify its target, and one that arrives before the work begins is lost. So an
+interrupt is also sent with the id of its call (`interrupt_call`). Does not depend on cells or messages.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from typing import Any
 from meshbook.clock import monotonic
 from meshbook.wire.stop_timing import SIGINT_DEBOUNCE_S
 
-# What wakes the main thread when it was told by name: nobody else's, so that it is never taken for a SIGINT. None where
-# the system has no such signals; a main thread that has begun its work is then stopped by SIGINT alone.
+# The signal that wakes the main thread for `interrupt_call`. Nothing else uses it, so it is never taken for a SIGINT.
+# None where the system has no real-time signals: then only SIGINT interrupts a main thread that has begun its work.
 _CALL_SIGNAL: int | None = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
 
 
 class InterruptGate:
     """Decides what a SIGINT does.
 
-    Inside `begin` .. `end` (one call on the main thread) but not armed, a SIGINT is kept and raised at the next `arm`:
-    Stop pressed while the cell is still being compiled is not lost. Outside it is counted and forgotten, because what
-    it was meant for is over.
+    Between `begin` and `end` (one call on the main thread), an unarmed gate stores a SIGINT and raises it at the next
+    `arm`: an interrupt while the cell is still being compiled is not lost. Outside of a call a SIGINT is only counted,
+    because its target has ended.
 
     Attributes:
-        name: of the call on the main thread, as `stop` names it; None between calls.
-        raised: how many SIGINTs became a KeyboardInterrupt.
-        missed: how many came when there was nothing to interrupt, or told the same Stop twice.
+        call_id: of the call on the main thread, as passed to `interrupt_call`; None between calls.
+        num_raised: how many SIGINTs became a KeyboardInterrupt.
+        num_missed: how many arrived when nothing could be interrupted, or repeated the same interrupt.
     """
 
     def __init__(self) -> None:
@@ -44,21 +44,21 @@ class InterruptGate:
         self._is_sigint_pending = False
         self._depth = 0
         self._raised_at = float("-inf")
-        self._requested_call: str | None = None  # the call that `stop` was told last
-        self._interrupted_call: str | None = None  # the call in which a KeyboardInterrupt was raised last
+        self._requested_call: str | None = None  # the last argument of `interrupt_call`
+        self._interrupted_call: str | None = None  # the last call in which a KeyboardInterrupt was raised
         self._previous_sigint_handler: Any = None
         self._previous_call_handler: Any = None
         self._installed = False
 
     def install(self) -> None:
-        """Handle SIGINT from here on. Main thread only."""
+        """Handle SIGINT from now on. Main thread only."""
         self._previous_sigint_handler = signal.signal(signal.SIGINT, self._on_sigint)
         if _CALL_SIGNAL is not None:
             self._previous_call_handler = signal.signal(_CALL_SIGNAL, self._on_call_signal)
         self._installed = True
 
     def uninstall(self) -> None:
-        """Put back what handled SIGINT before."""
+        """Restore the former handlers."""
         signal.signal(signal.SIGINT, self._previous_sigint_handler)
         if _CALL_SIGNAL is not None:
             signal.signal(_CALL_SIGNAL, self._previous_call_handler)
@@ -70,11 +70,14 @@ class InterruptGate:
         return self._armed
 
     def begin(self) -> None:
-        """A call begins on the main thread. Nests. A Stop that ended the call before it says nothing about this one."""
+        """Mark the beginning of a call on the main thread. Nests.
+
+        An interrupt of the previous call does not affect this one.
+        """
         if not self._depth:
             self._raised_at = float("-inf")
             if self._installed:
-                # User code left its own handlers there, and a rank that cannot be stopped is worse.
+                # Replace handlers that user code has left: a rank must remain interruptible.
                 if signal.getsignal(signal.SIGINT) != self._on_sigint:
                     signal.signal(signal.SIGINT, self._on_sigint)
                 if not self._handles_call_signal():
@@ -82,7 +85,7 @@ class InterruptGate:
         self._depth += 1
 
     def end(self) -> None:
-        """It is over; a SIGINT that it did not get to see is forgotten."""
+        """Mark the end of a call; discard a SIGINT that is still pending."""
         self._armed = False
         self._depth -= 1
         if self._depth <= 0:
@@ -92,7 +95,7 @@ class InterruptGate:
                 self.num_missed += 1
 
     def reset(self) -> None:
-        """No call is under way any more, however the last one ended."""
+        """Mark that no call is running, however the last one ended."""
         self._armed = False
         self.call_id = None
         if self._depth:
@@ -100,23 +103,24 @@ class InterruptGate:
             self.end()
 
     def interrupt_call(self, call_id: str) -> None:
-        """End the call of this name, whether it has begun or not, and no other. From any thread.
+        """Interrupt the call with this id, whether it has begun or not, and no other. Any thread.
 
-        A call that a SIGINT has ended already, or that caught its KeyboardInterrupt and goes on, is not ended again.
+        A call that a SIGINT has already ended, or that caught its KeyboardInterrupt and continues, is not interrupted
+        again.
         """
         self._requested_call = call_id
         if self._installed and _CALL_SIGNAL is not None and self.call_id == call_id and self._handles_call_signal():
             signal.pthread_kill(threading.main_thread().ident or 0, _CALL_SIGNAL)
 
     def _handles_call_signal(self) -> bool:
-        """Whether the signal's handler is ours, or there is none: the default one would end the process."""
+        """Whether the call signal has the gate's handler, or does not exist: its default action ends the process."""
         return _CALL_SIGNAL is None or signal.getsignal(_CALL_SIGNAL) == self._on_call_signal
 
     def arm(self) -> None:
-        """User code follows.
+        """Arm the gate: user code follows.
 
         Raises:
-            KeyboardInterrupt: a SIGINT came since `begin`, or this call was told to stop.
+            KeyboardInterrupt: a SIGINT arrived since `begin`, or an interrupt of this call was requested.
         """
         self._armed = True
         if self._is_sigint_pending or self._is_interrupt_requested():
@@ -124,17 +128,20 @@ class InterruptGate:
             self._raise_interrupt()
 
     def disarm(self) -> None:
-        """User code is over. Call it in a `finally:`, and once more where its exception is caught: a SIGINT may come
-        between the two."""
+        """Disarm the gate after user code.
+
+        Call it in a `finally:`, and once more where the exception is caught: a SIGINT may arrive between the two.
+        """
         self._armed = False
 
     @contextlib.contextmanager
     def defer_interrupts(self) -> Iterator[None]:
-        """Lines that must be done whole, such as starting a child and noting its pid. A SIGINT meanwhile is raised at
-        their end.
+        """Defer interrupts in lines that must run to completion, such as starting a child and storing its pid.
+
+        A SIGINT meanwhile is raised at the end of the block.
 
         Raises:
-            KeyboardInterrupt: at the end, where user code was interruptible before.
+            KeyboardInterrupt: at the end, if the gate was armed before.
         """
         was_armed, self._armed = self._armed, False
         try:

@@ -1,10 +1,10 @@
-"""Models that were in the middle of a step when their process groups broke: have them start the next one afresh.
+"""Resets models that were in the middle of a step when their process groups broke.
 
-DDP refuses a forward pass while it waits for gradients of the last one. FSDP2 goes on from where each rank had come to,
-which is another point on each, so that its collectives no longer match. Both are made to forget the step; its gradients
-are lost, and parameters, which no collective writes, are as they were.
+DDP refuses a forward pass while it waits for gradients of the last one. FSDP2 continues from where each rank was, which
+differs between ranks, so that its collectives no longer match. Both are made to forget the step: its gradients are
+lost, and parameters, which no collective writes, are unchanged.
 
-Knows the insides of DDP and FSDP2, and nothing of process groups.
+Depends on the internals of DDP and FSDP2, and not on process groups.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def is_mid_step(*, backward_incomplete: bool) -> bool:
-    """Whether a model of this process is in the middle of a step. To be called when none runs.
+    """Whether a model of this process is in the middle of a step. Call it when no model runs.
 
     Args:
-        backward_incomplete: whether a backward pass did not come to its end; DDP does not tell.
+        backward_incomplete: whether a backward pass did not complete; DDP does not report that.
     """
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if not backward_incomplete and (fsdp is None or not fsdp.FSDPModule.__subclasses__()):
@@ -36,17 +36,19 @@ def is_mid_step(*, backward_incomplete: bool) -> bool:
 
 
 def num_rebucketed_models() -> int:
-    """How many models of DDP have put their gradients into other buckets since they forgot a step, which they do once,
-    before the second one."""
+    """Return how many DDP models have rebuilt their gradient buckets since their last reset.
+
+    DDP rebuilds them once, before the second step.
+    """
     return sum(isinstance(model, DistributedDataParallel) and model._has_rebuilt_buckets for model in _iter_models())
 
 
 def reset_interrupted_steps(*, same_buckets: bool = True) -> None:
-    """For every model of this process. To be called when no collective is under way.
+    """Reset every model of this process. Call it when no collective is in flight.
 
     Args:
-        same_buckets: whether all ranks gave the same `num_rebucketed_models`. Where they did not, gradients lie in
-            other buckets on some, and the next step begins with buckets in the order of the parameters, on all.
+        same_buckets: whether all ranks have the same `num_rebucketed_models`. If not, gradients are in other buckets on
+            some ranks, and the next step begins on all with buckets in the order of the parameters.
     """
     for model in _iter_models():
         if isinstance(model, DistributedDataParallel):
@@ -58,10 +60,10 @@ def reset_interrupted_steps(*, same_buckets: bool = True) -> None:
 
 
 def _iter_models() -> Iterator[Any]:
-    """All models of DDP, and FSDP2's with their parts."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # imported by whoever uses it
+    """Yield all DDP models, and the FSDP2 models and their submodules."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # imported only if user code uses it
     model_types = (DistributedDataParallel, *([fsdp.FSDPModule] if fsdp is not None else []))
-    is_model_type: dict[type, bool] = {}  # asked once per class: a process has some hundred thousand objects
+    is_model_type: dict[type, bool] = {}  # tested once per class: a process has some hundred thousand objects
     for candidate in gc.get_objects():
         kind = type(candidate)
         if kind not in is_model_type:
@@ -71,7 +73,7 @@ def _iter_models() -> Iterator[Any]:
 
 
 def reset_interrupted_step(model: torch.nn.Module) -> None:
-    """For one model."""
+    """Reset one model."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
@@ -101,13 +103,13 @@ def _reset_ddp(model: Any) -> None:
 
 
 def _reset_fsdp(state: Any) -> None:
-    """What `FSDPModule.reset_iter_state` does from torch 2.13 on, without waiting for what will never come.
+    """Do what `FSDPModule.reset_iter_state` does from torch 2.13 on, without waiting for aborted operations.
 
-    Names that a version of torch does not have are passed over.
+    Skips attributes that a version of torch does not have.
     """
     state._training_state = type(state._training_state).IDLE
     _clear_if_present(state, "_modules_to_run_forward")
-    if not state._is_root:  # None before the first forward pass, False for the parts of a model
+    if not state._is_root:  # None before the first forward pass, False for submodules
         return
     if not _is_lazy_init_done(state):
         _reset_lazy_init(state)
@@ -128,7 +130,7 @@ def _reset_fsdp(state: Any) -> None:
             ):
                 _set_if_present(group, name, None)
             _clear_if_present(group, "_post_forward_indices")
-            for parameter in group.fsdp_params:  # gradients that were not reduced: the next step's would be added
+            for parameter in group.fsdp_params:  # unreduced gradients: the next step's would be added to them
                 _set_if_present(parameter, "unsharded_accumulated_grad", None)
                 unsharded = getattr(parameter, "_unsharded_param", None)
                 if unsharded is not None:
@@ -140,7 +142,7 @@ def _reset_fsdp(state: Any) -> None:
 
 
 def _fsdp_states(root: Any) -> list[Any]:
-    """The states of a root's modules, itself among them."""
+    """Return the states of a root's modules, including its own."""
     states: dict[int, Any] = {id(root): root}
     for fsdp_module in root._modules:
         for module in fsdp_module.modules():
@@ -151,7 +153,7 @@ def _fsdp_states(root: Any) -> list[Any]:
 
 
 def _is_lazy_init_done(root: Any) -> bool:
-    """Whether what FSDP2 does in a model's first forward pass has come to its end, which registers hooks."""
+    """Whether FSDP2's lazy initialisation in a model's first forward pass, which registers hooks, has completed."""
     for state in _fsdp_states(root):
         for group in _param_groups(state):
             modules = {parameter._module_info.module for parameter in group.fsdp_params}
@@ -162,7 +164,7 @@ def _is_lazy_init_done(root: Any) -> bool:
 
 
 def _reset_lazy_init(root: Any) -> None:
-    """Have the next forward pass do from the beginning what was cut short in the first."""
+    """Have the next forward pass repeat an interrupted lazy initialisation from the beginning."""
     for state in _fsdp_states(root):
         state._is_root = None
         for group in _param_groups(state):
@@ -175,7 +177,7 @@ def _reset_lazy_init(root: Any) -> None:
 
 def _param_groups(state: Any) -> Any:
     groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # before 2.13 there was one, or none
+    if groups is None:  # before 2.13 there was at most one
         groups = [group for group in (state._fsdp_param_group,) if group is not None]
     return groups
 

@@ -1,7 +1,7 @@
 """Completion, inspection and previews of names, for the service thread.
 
-The main thread may be in the middle of user code, so nothing here runs any, waits, or prints. Where IPython's own
-guarded evaluation gives up (the layers of a torch Module are found by `__getattr__`), expressions are followed
+The main thread may be in the middle of user code, so nothing here runs user code, blocks, or prints. Where IPython's
+own guarded evaluation gives up (the layers of a torch Module are found by `__getattr__`), expressions are resolved
 statically: through instance dictionaries, descriptors of C types and the built-in containers.
 """
 
@@ -39,28 +39,28 @@ MAX_SOURCE_CHARS: Final = 50_000
 _MISSING: Final = object()
 # An expression of names, attributes and simple subscripts, and the beginning of an attribute after it.
 _ATTRIBUTE_TAIL: Final = re.compile(r"((?:[^\W\d]\w*)(?:\.[^\W\d]\w*|\[[^\[\]\n]*\])*)\s*\.(\w*)\Z")
-# Such an expression, and the beginning of a key in brackets after it.
+# The same, and the beginning of a key in brackets after it.
 _SUBSCRIPT_TAIL: Final = re.compile(
     r"((?:[^\W\d]\w*)(?:\.[^\W\d]\w*|\[[^\[\]\n]*\])*)\s*\[\s*(['\"]?)([^'\"\[\]\n]*)\Z"
 )
-# Python code in these packages may be run: it is not the user's, and computes no attribute that takes long.
+# Python code in these packages may run: it is not the user's, and no attribute takes long to compute.
 _TRUSTED_PACKAGES: Final = frozenset({"torch", "numpy"})
 _C_DESCRIPTORS: Final = (types.GetSetDescriptorType, types.MemberDescriptorType)
 
 
 def complete(shell: RankShell, code: str, cursor: int) -> dict[str, Any]:
-    """What may stand at the cursor.
+    """Return the completions at the cursor.
 
     Args:
         cursor: in characters from the beginning of `code`.
 
     Returns:
         `matches`, which replace `code[cursor_start:cursor_end]`, best first; `types`, one word for each ("function",
-        "attribute", "param", "magic", ...; "" where unknown).
+            "attribute", "param", "magic", ...; "" where unknown).
     """
     cursor = max(0, min(cursor, len(code)))
     start = cursor
-    with shell.output.muted():  # IPython prints the tracebacks of matchers that fail
+    with shell.output.muted():  # IPython prints the tracebacks of failing matchers
         ipython_matches = _ipython_completions(shell, code[:cursor], code)
     if ipython_matches:
         start = min(match_start for match_start, _, _ in ipython_matches)
@@ -82,10 +82,11 @@ def complete(shell: RankShell, code: str, cursor: int) -> dict[str, Any]:
         start = attribute_tail.start(2)
         texts = _attribute_completions(resolve_statically(shell, attribute_tail.group(1)), attribute_tail.group(2))
     if code[:start].rpartition("\n")[2].strip() and not code[start:cursor].startswith("%"):
-        texts = [(text, kind) for text, kind in texts if kind != "magic"]  # a magic begins its line
+        # a magic is only valid at the start of a line
+        texts = [(text, kind) for text, kind in texts if kind != "magic"]
     kinds: dict[str, str] = {}
     for text, kind in texts:
-        if not kinds.get(text):  # of two equal texts the first with a known type counts
+        if not kinds.get(text):  # of equal texts the first with a known type counts
             kinds[text] = "" if kind == "<unknown>" else kind
     matches = list(kinds)[:MAX_MATCHES]
     return {
@@ -97,8 +98,7 @@ def complete(shell: RankShell, code: str, cursor: int) -> dict[str, Any]:
 
 
 def inspect(shell: RankShell, code: str, cursor: int, detail: int = 0) -> dict[str, Any]:
-    """What `?` (detail 0) and `??` (detail 1) say about the name at the cursor, or about the function that is called
-    there.
+    """Return what `?` (detail 0) and `??` (detail 1) show for the name, or the called function, at the cursor.
 
     Returns:
         `found`, and `data` with its text/plain; `name`, the expression that was looked up.
@@ -121,11 +121,11 @@ def inspect(shell: RankShell, code: str, cursor: int, detail: int = 0) -> dict[s
 
 
 def peek(shell: RankShell, names: Iterable[str]) -> dict[str, Any]:
-    """Previews of names and of what attributes and subscripts lead to (`x`, `model.fc.weight`, `batches[0]`).
+    """Return previews of names and of attributes and subscripts of them (`x`, `model.fc.weight`, `batches[0]`).
 
     Returns:
-        For each name its `messages.Preview` as plain data; None where there is no such thing, or none that can be seen
-        without running user code.
+        For each name its `messages.Preview` as plain data; None where it does not exist, or cannot be previewed without
+            running user code.
     """
     previews: dict[str, Any] = {}
     for name in names:
@@ -138,12 +138,13 @@ def peek(shell: RankShell, names: Iterable[str]) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Following an expression without running it
+# Resolving an expression without running it
 
 
 def resolve_statically(shell: RankShell, expression: str) -> Any:
-    """What an expression of names, attributes and constant subscripts stands for; `_MISSING` if that cannot be known
-    without running user code.
+    """Return the value of an expression of names, attributes and constant subscripts.
+
+    Returns `_MISSING` if it cannot be determined without running user code.
     """
     try:
         tree = ast.parse(expression.strip(), mode="eval")
@@ -151,7 +152,7 @@ def resolve_statically(shell: RankShell, expression: str) -> Any:
         return _MISSING
     try:
         return _resolve_node(tree.body, shell.user_ns)
-    except Exception:  # a dictionary that changes meanwhile, a key that cannot be hashed
+    except Exception:  # a dictionary modified meanwhile, an unhashable key
         return _MISSING
 
 
@@ -201,14 +202,14 @@ def _bind_class_attribute(static: Any, owner: type) -> Any:
 
 
 def _bind_instance_attribute(static: Any, obj: Any, kind: type) -> Any:
-    """What a class attribute gives when it is read through an instance."""
+    """Return what a class attribute evaluates to when it is read through an instance."""
     static_type = type(static)
     if static_type is types.FunctionType:
         return types.MethodType(static, obj)
     if static_type is staticmethod or static_type is classmethod:
         return _bind_class_attribute(static, kind)
     if static_type in _C_DESCRIPTORS:
-        # A tensor class of the user's own is asked even for its shape.
+        # On a user's tensor class, even reading the shape runs its code.
         if _is_torch_tensor(kind) and kind.__module__.partition(".")[0] != "torch":
             return _MISSING
         return static.__get__(obj, kind)
@@ -236,7 +237,7 @@ def _get_item(obj: Any, key: Any) -> Any:
 
 
 def _instance_dict(obj: Any) -> dict[str, Any]:
-    """The object's own attributes, without asking the object: a class may have a `__dict__` of its own making."""
+    """Return the object's own attributes, without calling the object: a class may define its own `__dict__`."""
     for owner in type(obj).__mro__:
         descriptor = vars(owner).get("__dict__")
         if descriptor is not None:
@@ -246,7 +247,7 @@ def _instance_dict(obj: Any) -> dict[str, Any]:
 
 
 def _module_dicts(obj: Any) -> list[dict[str, Any]]:
-    """Where a torch Module keeps what its `__getattr__` finds."""
+    """Return the dictionaries that a torch Module's `__getattr__` searches."""
     attributes = _instance_dict(obj)
     return [attributes.get(name) or {} for name in ("_parameters", "_buffers", "_modules")]
 
@@ -266,10 +267,10 @@ def _is_torch_tensor(kind: type) -> bool:
 
 
 def _ipython_completions(shell: RankShell, before: str, code: str) -> list[tuple[int, str, str]]:
-    """IPython's completions at the end of `before`, as (where the text begins, text, type), in IPython's order.
+    """Return IPython's completions at the end of `before`, as (start of the text, text, type), in IPython's order.
 
-    By the underscored method: the public one swaps the process's warning filters around each call, and the main thread
-    would notice.
+    Calls a private method: the public one changes the process's warning filters during each call, which would affect
+    the main thread.
     """
     line = before.count("\n")
     column = len(before) - (before.rfind("\n") + 1)
@@ -294,7 +295,7 @@ def _ipython_completions(shell: RankShell, before: str, code: str) -> list[tuple
 
 
 def _attribute_completions(obj: Any, prefix: str) -> list[tuple[str, str]]:
-    """Names that begin so among the attributes of an object, those with underscores last."""
+    """Return the attribute names of an object that start with `prefix`, those with underscores last."""
     if obj is _MISSING:
         return []
     kind = type(obj)
@@ -313,7 +314,7 @@ def _attribute_completions(obj: Any, prefix: str) -> list[tuple[str, str]]:
 
 
 def _key_completions(obj: Any, quote: str, prefix: str) -> list[tuple[str, str]]:
-    """Keys of a dict that begin so: the rest of the string after an open quote, else whole literals."""
+    """Return the keys of a dict that start with `prefix`: after an open quote the key's text, else literals."""
     if not issubclass(type(obj), dict):
         return []
     found = []
@@ -330,7 +331,7 @@ def _key_completions(obj: Any, quote: str, prefix: str) -> list[tuple[str, str]]
 
 
 def _magic_at(code: str, cursor: int) -> str | None:
-    """`%timeit` if the cursor is in it."""
+    """Return the magic at the cursor, such as `%timeit`."""
     for match in re.finditer(r"^\s*(%{1,2}\w+)|=\s*(%\w+)", code, re.MULTILINE):
         group = 1 if match.group(1) else 2
         if match.start(group) <= cursor <= match.end(group):
@@ -339,7 +340,7 @@ def _magic_at(code: str, cursor: int) -> str | None:
 
 
 def _subscripted_at(code: str, cursor: int) -> str | None:
-    """`layers[0].weight` if the cursor is in its last word; IPython's own token finder stops at brackets."""
+    """Return `layers[0].weight` if the cursor is in its last word; IPython's own token finder stops at brackets."""
     end = cursor
     while end < len(code) and (code[end].isalnum() or code[end] == "_"):
         end += 1
@@ -348,7 +349,7 @@ def _subscripted_at(code: str, cursor: int) -> str | None:
 
 
 def _inspect_magic(shell: RankShell, name: str, detail: int) -> dict[str, Any]:
-    """IPython's own words: a magic's help is its docstring, and no object of the user's is involved."""
+    """Return IPython's own inspection: a magic's help is its docstring, and involves no user object."""
     try:
         with shell.output.muted():
             data = shell.object_inspect_mime(name, detail_level=detail)
@@ -358,7 +359,10 @@ def _inspect_magic(shell: RankShell, name: str, detail: int) -> dict[str, Any]:
 
 
 def _render_inspection(shell: RankShell, name: str, obj: Any, detail: int) -> str:
-    """IPython's sections, in its order and colours. Its own inspector asks the object for `str`, `len` and more."""
+    """Return IPython's sections, in its order and colours.
+
+    IPython's own inspector calls `str`, `len` and more on the object.
+    """
     kind = type(obj)
     is_class = issubclass(kind, type)
     is_function = not is_class and callable(obj) and hasattr(kind, "__name__") and _is_function(kind)
@@ -404,7 +408,7 @@ def _is_function(kind: type) -> bool:
 
 
 def _signature(obj: Any, name: str, kind: type) -> str | None:
-    """`name(a, b=1)`; what an instance takes when it is called is what its class says."""
+    """Return `name(a, b=1)`; for a callable instance, the signature comes from its class."""
     target = obj
     if not issubclass(kind, type) and not _is_function(kind):
         call = std_inspect.getattr_static(kind, "__call__", _MISSING)
@@ -415,7 +419,7 @@ def _signature(obj: Any, name: str, kind: type) -> str | None:
         target = types.MethodType(target, obj)
     try:
         rendered = str(std_inspect.signature(target))
-    except Exception:  # a C function without one, an object that lies
+    except Exception:  # a C function without a signature, an object with a wrong one
         return None
     if len(name) + len(rendered) > 75 and "," in rendered:
         parts = [str(parameter) for parameter in std_inspect.signature(target).parameters.values()]
@@ -435,7 +439,7 @@ def _length(obj: Any, kind: type) -> int | None:
 
 def _docstring(obj: Any) -> str | None:
     document = std_inspect.getattr_static(obj, "__doc__", None)
-    if not isinstance(document, str):  # of a method or a C function: a descriptor, which runs no code of the user's
+    if not isinstance(document, str):  # of a method or a C function: a descriptor, which runs no user code
         document = getattr(obj, "__doc__", None) if _is_function(type(obj)) or type(obj) is type else None
     return std_inspect.cleandoc(document) if isinstance(document, str) and document.strip() else None
 
@@ -458,7 +462,7 @@ def _source_text(shell: RankShell, obj: Any) -> str | None:
 
 
 def _class_source_in_cells(shell: RankShell, cls: type) -> str | None:
-    """The source of a class that a cell defined: `inspect` looks for a file of `__main__`, and there is none."""
+    """Return the source of a class that a cell defined: `inspect` looks for a file of `__main__`, which has none."""
     names = {
         function.__code__.co_filename for function in vars(cls).values() if isinstance(function, types.FunctionType)
     }

@@ -1,4 +1,4 @@
-"""What this process has run out of, as a sentence: libraries say it in words of their own."""
+"""Explains exhausted resources of this process, which libraries report in their own words."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 import resource
 import tempfile
 
-_ALMOST_FULL_FRACTION = 0.05  # what is written in vain is mostly taken back before somebody looks
+_ALMOST_FULL_FRACTION = 0.05  # most of a failed write is undone before this check runs
 
 
 def explain_fd_shortage(error: BaseException) -> OSError | None:
-    """That an error comes of a lack of file descriptors, with what to do about it; None: it does not say so."""
+    """Return an error that explains a lack of file descriptors and what to do; None if `error` is not about that."""
     if os.strerror(errno.EMFILE) not in str(error):
         return None
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -23,8 +23,10 @@ def explain_fd_shortage(error: BaseException) -> OSError | None:
 
 
 def explain_full_folder(text: str) -> str | None:
-    """Which folder has no space left, where an error's text says that one has none, and what lies there; None: it does
-    not, or none of those that a program writes to unasked is full."""
+    """Return which folder is full and what uses it, if `text` reports a lack of space.
+
+    Returns None if it does not, or if none of the folders that a program writes to by default is full.
+    """
     if os.strerror(errno.ENOSPC) not in text:
         return None
     reports = []

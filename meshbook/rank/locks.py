@@ -1,8 +1,8 @@
-"""Which lock a thread waits for, by the name that the user's code has for it, and which thread has it.
+"""Finds the lock that a thread waits for, by its name in the user's code, and the thread that holds it.
 
-The interpreter does not say: a thread in `with lock:` is a frame that stands at that instruction. So the piece of
-source that the instruction stands for is read, and the name in it looked up where the frame would; attributes are taken
-from instances' own dictionaries only, for anything else might run the user's code.
+The interpreter does not report either: a thread in `with lock:` is a frame stopped at that instruction. So the source
+of the instruction is read, and the name in it is looked up in the frame's scopes. Attributes are read from instance
+dictionaries only, because anything else might run user code.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ _LOCK_TYPE, _RLOCK_TYPE = type(threading.Lock()), type(threading.RLock())
 _OWNER_PATTERN = re.compile(r"owner=(\d+)")
 _MISSING = object()
 
-# Instructions at which a frame stands while a `with` waits to be entered.
+# Instructions at which a frame stops while it waits to enter a `with` block.
 _WITH_ENTRY_OPS = ("BEFORE_WITH", "LOAD_SPECIAL")
 
 
 def find_awaited_lock(frame: FrameType, thread_names: Mapping[int, str]) -> tuple[str | None, str | None]:
-    """What a thread whose innermost frame this is waits for ("lock `a`"), and the name of the thread that has it.
+    """Return what a thread with this innermost frame waits for ("lock `a`"), and the name of the thread that holds it.
 
-    Both None: it is at no lock, or that cannot be told. A plain Lock does not know who took it.
+    Both are None if it waits for no lock, or if that cannot be determined. A plain Lock does not record its owner.
 
     Args:
         thread_names: of threads, by their identifiers.
     """
     code = frame.f_code
-    if code.co_filename == threading.__file__:  # conditions, events, joins: who called them says more
+    if code.co_filename == threading.__file__:  # conditions, events, joins: the calling frames are more informative
         return None, None
-    # Most frames are at no lock, and reading their source from a disk that hangs would hang whoever looks.
+    # Most frames wait for no lock, and reading their source from a disk that hangs would hang this thread.
     if "acquire" not in code.co_names and dis.opname[code.co_code[frame.f_lasti]] not in _WITH_ENTRY_OPS:
         return None, None
     expression = _lock_expression(frame)
@@ -50,10 +50,10 @@ def find_awaited_lock(frame: FrameType, thread_names: Mapping[int, str]) -> tupl
 
 
 def _lock_expression(frame: FrameType) -> ast.expr | None:
-    """The `a` of `with a:`, of `a.acquire()`; None if the frame stands at neither."""
+    """Return the `a` of `with a:` or of `a.acquire()`; None if the frame is at neither."""
     positions = list(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2 + 1))
     node = _parse_source_at(frame, positions[-1]) if positions else None
-    if node is None:  # the whole `with` statement; what it enters was computed just before
+    if node is None:  # the position is the complete `with` statement; its expression was evaluated just before
         node = _parse_source_at(
             frame, next((position for position in reversed(positions) if position != positions[-1]), None)
         )
@@ -65,7 +65,7 @@ def _lock_expression(frame: FrameType) -> ast.expr | None:
 
 
 def _parse_source_at(frame: FrameType, position: tuple[int | None, ...] | None) -> ast.expr | None:
-    """The expression at a place of the frame's source: line, last line, columns in bytes. None if it is not one."""
+    """Return the expression at a source position: line, last line, columns in bytes. None if it is not one."""
     line, end_line, start, end = position or (None, None, None, None)
     if line is None or line != end_line or start is None or end is None:
         return None

@@ -1,7 +1,8 @@
-"""A rank's life: be born, listen, run what comes, end.
+"""The entry point of a rank: set up the process, execute commands, exit.
 
-The main thread polls its own socket for commands and runs them, so that signals and CUDA behave and no message waits
-for a thread switch. Everything that must be answered while it is busy is the service thread's (`service.py`).
+The main thread polls its own socket for commands and executes them, so that signals and CUDA work and no message waits
+for a thread switch. The service thread (`service.py`) handles everything that needs a reply while the main thread is
+busy.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from meshbook.wire.process_control import allow_ptrace_by, die_with_parent, star
 
 
 def run_rank(config: spawn.RankConfig, pipes: tuple[int, int], crash_log_fd: int) -> NoReturn:
-    """Live as a rank in this process; never returns.
+    """Run as a rank in this process; never returns.
 
     Args:
-        config: who to be.
+        config: the configuration of this rank.
         pipes: read ends of the pipes that stdout and stderr (descriptors 1 and 2) write to.
-        crash_log_fd: descriptor of the ring in which the host finds what was said last.
+        crash_log_fd: descriptor of the ring in which the host finds the last output.
     """
     _configure_process(config)
     gate = InterruptGate()
@@ -59,14 +60,14 @@ def run_rank(config: spawn.RankConfig, pipes: tuple[int, int], crash_log_fd: int
     try:
         executor.serve()
         exit_code = 0
-    except BaseException:  # ours, for user code is caught where it runs; these are the rank's last words then
+    except BaseException:  # an error of Meshbook, because user code is caught where it runs; log it before the exit
         traceback.print_exc()
     finally:
         _shut_down(executor, service, exit_code)
 
 
 def _configure_process(config: spawn.RankConfig) -> None:
-    """Make this process the one that user code expects."""
+    """Set up the process environment that user code expects."""
     start_new_process_group()
     allow_ptrace_by(config.host_pid)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -88,10 +89,11 @@ def _configure_process(config: spawn.RankConfig) -> None:
     if config.spec.cwd:
         with contextlib.suppress(OSError):
             os.chdir(config.spec.cwd)
-    # A DataLoader worker must not collect what its rank had dropped: the end of a process group waits for threads that
-    # a forked child does not have.
+    # A DataLoader worker must not collect what its rank had dropped: the destructor of a process group waits for
+    # threads that a forked child does not have.
     os.register_at_fork(after_in_child=gc.freeze)
-    # Forked ranks would all draw the fork server's numbers; torch's own default seed is the same in every process.
+    # Otherwise all forked ranks would draw the fork server's numbers; torch's default seed is the same in every
+    # process.
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
@@ -104,11 +106,10 @@ def _configure_process(config: spawn.RankConfig) -> None:
 
 
 def fork_by_default() -> None:
-    """Have multiprocessing fork, unless user code asks for something else.
+    """Make "fork" the default start method of multiprocessing, unless user code selects another.
 
-    Python 3.14 has a fork server of multiprocessing's own instead, and a DataLoader's workers would be started by it:
-    they would know nothing of a Dataset that a cell has defined. `set_start_method` would do the same, and then refuse
-    the user's own call of it.
+    Python 3.14 uses multiprocessing's own fork server by default, and DataLoader workers started by it would not know a
+    Dataset that a cell has defined. `set_start_method` has the same effect, but then refuses the user's own call.
     """
     if multiprocessing.get_all_start_methods()[0] == "fork":
         return
@@ -121,7 +122,7 @@ def fork_by_default() -> None:
 
 
 def _shut_down(executor: Executor, service: Service, exit_code: int) -> NoReturn:
-    """Leave without waiting for threads of the user's that may never end."""
+    """Exit without waiting for user threads that may never end."""
     with contextlib.suppress(BaseException):
         service.end_actors()
     with contextlib.suppress(BaseException):
@@ -134,7 +135,10 @@ def _shut_down(executor: Executor, service: Service, exit_code: int) -> NoReturn
 
 
 def main() -> NoReturn:
-    """A rank in a fresh interpreter: `python -m meshbook.rank.main OUT_FD ERR_FD RING_FD`; standard input says who."""
+    """Run a rank in a fresh interpreter, with its config on stdin.
+
+    Command line: `python -m meshbook.rank.main OUT_FD ERR_FD RING_FD`.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
     config = spawn.rank_configs.decode(sys.stdin.buffer.read())

@@ -1,9 +1,9 @@
-"""Which names a cell bound, and which it deleted.
+"""Detects which names a cell bound, and which it deleted.
 
-Compared by identity, before and after. What is remembered of a value must not keep it alive: a cell that deletes a
-tensor to make room for the next one must get the room while it runs. So small immutable values are held, everything
-else is known by a weak reference, and what cannot be weakly referenced (lists, dicts) by its address and, as an address
-may be used again, by whether the cell's code stores the name.
+Values are compared by identity, before and after. The stored state must not keep a value alive: a cell that deletes a
+tensor to free memory for the next one must get that memory while it runs. So small immutable values are stored, other
+values are weakly referenced, and values without weak references (lists, dicts) are identified by their address. Because
+an address may be reused, the latter also count as changed only if the cell's code stores the name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 _MISSING = object()
 _IMMUTABLE_TYPES = frozenset({int, float, complex, bool, type(None), str, bytes})
-_MAX_HELD_LENGTH = 4096  # of a str or bytes that is held; a longer one is known by its address
+_MAX_HELD_LENGTH = 4096  # of a str or bytes that is stored; a longer one is identified by its address
 
 _EXTENDED_ARG = opcode.opmap["EXTENDED_ARG"]
 _GLOBAL_STORE_OPS = frozenset({opcode.opmap["STORE_GLOBAL"], opcode.opmap["DELETE_GLOBAL"]})
@@ -24,30 +24,30 @@ _STORE_OPS = _GLOBAL_STORE_OPS | {opcode.opmap["STORE_NAME"], opcode.opmap["DELE
 
 
 class _ObjectAddress(int):
-    """id() of a value that can be neither held nor weakly referenced."""
+    """id() of a value that can be neither stored nor weakly referenced."""
 
 
 class NamespaceTracker:
-    """What a namespace held when it was last looked at."""
+    """The state of a namespace at its last inspection."""
 
     def __init__(self, namespace: dict[str, Any], hidden: Mapping[str, Any]) -> None:
         """
         Args:
-            hidden: names that are not the user's as long as they have these very values.
+            hidden: names that are not the user's as long as they have exactly these values.
         """
         self._namespace = namespace
         self._hidden = hidden
         self._fingerprints: dict[str, Any] = {}
 
     def snapshot(self) -> None:
-        """Take the namespace as it is: what was bound until now is not news."""
+        """Store the current state, so that earlier bindings are not reported as changes."""
         self._update(())
 
     def pop_changes(self, codes: Iterable[CodeType] = ()) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What was bound (or bound anew) and deleted since the last look, in the namespace's order.
+        """Return what was bound (or rebound) and deleted since the last call, in the namespace's order.
 
-        Underscored names, `In`, `Out` and hidden ones are left out. Binding a name to the object it has is no change,
-        except perhaps for lists and other objects without weak references.
+        Underscored names, `In`, `Out` and hidden ones are left out. Binding a name to the object that it has is no
+        change, except perhaps for lists and other objects without weak references.
 
         Args:
             codes: the code that ran meanwhile.
@@ -64,7 +64,7 @@ class NamespaceTracker:
         get = fingerprints.get
         bound: list[str] = []
         stored_names: set[str] | None = None
-        items = list(self._namespace.items())  # at once: a thread of the user's may bind names meanwhile
+        items = list(self._namespace.items())  # copied at once: a user thread may bind names meanwhile
         for name, value in items:
             fingerprint = get(name, _MISSING)
             if fingerprint is value:
@@ -105,7 +105,7 @@ def _fingerprint(value: object) -> object:
 
 
 def _iter_stored_names(codes: Iterable[CodeType]) -> Iterator[str]:
-    """Global names that the code stores or deletes: itself, or in the functions that it defines."""
+    """Yield the global names that the code stores or deletes, itself or in the functions that it defines."""
     pending = [(code, _STORE_OPS) for code in codes]
     while pending:
         code, store_ops = pending.pop()

@@ -1,7 +1,7 @@
-"""How far this rank has come in the order of its collectives, for whoever compares it with other ranks; and whether a
-collective can still be completed once a member has left the call.
+"""The position of this rank in the order of its collectives, for comparison with other ranks.
 
-Reads the ring and the groups' counters; knows nothing of how groups are made or broken.
+Also determines whether a collective can still complete once a member has left the call. Reads the ring and the groups'
+counters; does not depend on how groups are formed or aborted.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from meshbook.wire.messages import ACTOR_THREAD_PREFIX, POINT_TO_POINT, GroupPos
 
 
 def group_positions(labels: Iterable[GroupLabel], ring: CollectiveRing, since: int) -> tuple[GroupPosition, ...]:
-    """The position in each of these groups.
+    """Return the position in each of these groups.
 
     Args:
-        since: number in the ring of the last collective before the call that is asked about.
+        since: seq of the last collective before the call in question.
     """
     recorded = ring.snapshot()
-    is_truncated = bool(recorded) and recorded[0].seq > since + 1  # the ring does not reach back to the call's begin
+    # the ring does not reach back to the start of the call
+    is_truncated = bool(recorded) and recorded[0].seq > since + 1
     return tuple(_group_position(label, recorded, since, is_truncated) for label in labels)
 
 
@@ -50,15 +51,14 @@ def _group_position(
 
 
 def has_other_collective_threads(ring: CollectiveRing) -> bool:
-    """Whether a thread beside the main one may begin collectives: it did before, or it is an actor's."""
+    """Whether a thread beside the main one may begin collectives: it has before, or it is an actor's."""
     return bool(ring.other_threads()) or any(
         thread.name.startswith(ACTOR_THREAD_PREFIX) for thread in threading.enumerate() if thread.is_alive()
     )
 
 
 def can_never_complete(collective: Collective, left: RankPosition, rank: int) -> bool:
-    """Whether a collective that is under way on rank `rank` needs something of a rank that did not do it before it left
-    the call."""
+    """Whether a collective in flight on rank `rank` needs an operation that a departed rank did not do."""
     is_p2p = collective.op in POINT_TO_POINT
     if left.rank not in collective.group_ranks or (is_p2p and collective.peer != left.rank):
         return False
@@ -73,5 +73,5 @@ def can_never_complete(collective: Collective, left: RankPosition, rank: int) ->
 
 
 def can_never_form(label: GroupLabel, left: RankPosition) -> bool:
-    """Whether a group that is being made here needs a rank that left the call without making it."""
+    """Whether a group being formed here needs a rank that left the call without forming it."""
     return left.rank in label.ranks and all(g.name != label.name for g in left.groups)

@@ -1,8 +1,8 @@
-"""A value as a reader sees it: a bounded text, what a front end can draw, and whether two ranks hold the same.
+"""The preview of a value: a bounded text, rich data for a front end, and a digest to compare ranks.
 
-Cheap whatever the value: of a tensor a few elements are read, of a list of millions its beginning. On the main thread
-the user's own `__repr__`s and formatters are used; with `safe`, for the service thread, no code of the user's runs and
-no device is waited for. torch is never imported here, only recognised.
+Cheap for any value: of a tensor a few elements are read, of a list of millions its beginning. On the main thread the
+user's own `__repr__`s and formatters are used. With `safe`, for the service thread, no user code runs and no device is
+waited for. torch is never imported here, only detected.
 """
 
 # mypy: allow-untyped-calls
@@ -30,27 +30,27 @@ if TYPE_CHECKING:
     from IPython.core.formatters import DisplayFormatter
 
 MAX_HTML_CHARS: Final = 100_000
-# One MIME type of one display. A front end holds every output in its page, so more would help nobody.
+# Limit of one MIME type of one display. A front end stores every output in its page, so larger ones are impractical.
 MAX_DISPLAY_BYTES: Final = 8 << 20
-# Content up to here is hashed, in 0.1 ms; beyond it, to say "equal" would cost more than to look.
+# Content up to this size is hashed, in 0.1 ms; beyond it, a comparison costs more than it is worth.
 MAX_DIGEST_BYTES: Final = 64 << 10
-# Of nested lists, dicts and sets, in 3 ms at most; a flat list of numbers is hashed in one go and counts a 50th.
+# Limit for nested lists, dicts and sets, 3 ms at most; a flat list of numbers is hashed at once and counts a 50th.
 MAX_DIGEST_ITEMS: Final = 4_000
-# Single elements are read off a device one by one, each a wait for it.
+# Single elements are read from a device one by one, and each read waits for the device.
 MAX_SCALARS_READ: Final = 16
 
-# Views of widgets: the objects behind them are on the rank, where no front end reaches them.
+# Views of widgets: the objects behind them are on the rank, where no front end can reach them.
 _WIDGET_VIEW: Final = "application/vnd.jupyter.widget-view+json"
 _ADDRESS_PATTERN: Final = re.compile(r" at 0x[0-9a-fA-F]+")
 _PLAIN_TYPES: Final = frozenset({int, float, complex, bool, str, bytes, type(None), type(Ellipsis)})
 _CONTAINER_TYPES: Final = frozenset({list, tuple, dict, set, frozenset})
-# Printed by IPython's printers without a call into anyone's class.
+# IPython's printers print these without calling methods of other classes.
 _SAFE_TYPES: Final = (
     _PLAIN_TYPES | _CONTAINER_TYPES | {OrderedDict, defaultdict, deque, range, bytearray, types.SimpleNamespace}
 )
 _NUMBER_TYPES: Final = frozenset({int, float, complex, bool, type(None)})
 _FUNCTION_TYPES: Final = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
-# Of torch, these are values: shown in full, equal where their texts are.
+# torch types that are values: shown in full, and equal if their texts are.
 _TORCH_VALUES: Final = frozenset({"Size", "dtype", "device"})
 
 
@@ -62,19 +62,19 @@ def preview(
     formatter: DisplayFormatter | None = None,
     safe: bool = False,
 ) -> Preview:
-    """How a value shows.
+    """Return the preview of a value.
 
-    Questions about classes are asked with `issubclass(type(obj), ...)`, for isinstance() runs code of the object's.
+    Classes are tested with `issubclass(type(obj), ...)`, because isinstance() runs code of the object.
 
     Args:
         text_limit: characters of text at most.
         rich: HTML, images and other MIME types as well, if a formatter is given.
-        formatter: the shell's; also knows the user's own printers and `%precision`.
-        safe: nothing that could run user code, wait for a device, or take long.
+        formatter: the shell's; also has the user's own printers and `%precision`.
+        safe: do nothing that could run user code, wait for a device, or take long.
 
     Returns:
-        Of kind "plain" if the value is made of numbers, strings and built-in containers only. An object that displays
-        itself (`_ipython_display_`) has done so by then, and has no text.
+        A preview of kind "plain" if the value consists of numbers, strings and built-in containers only. An object that
+            displays itself (`_ipython_display_`) has then done so, and its preview has no text.
 
     Raises:
         KeyboardInterrupt: during the user's own code. Nothing else.
@@ -96,11 +96,11 @@ def preview(
 
 
 def type_name(kind: type) -> str:
-    """`int`, `torch.Tensor`, `__main__.Model`."""
+    """Return the name of a type: `int`, `torch.Tensor`, `__main__.Model`."""
     module, name = kind.__module__, kind.__qualname__
     if not isinstance(module, str) or module == "builtins":
         return name
-    if module == "torch.nn.parameter":  # as everyone writes it
+    if module == "torch.nn.parameter":  # the usual import path
         module = "torch.nn"
     return f"{module}.{name}"
 
@@ -148,15 +148,15 @@ def _digest_text(name: str, text: str) -> str:
 
 
 class _NotDigestible(Exception):
-    """More content than is worth hashing, or content that is not plain."""
+    """Raised for content that is too large to hash, or not plain."""
 
 
 def _digest_plain(obj: Any) -> str | None:
-    """A hash over all of a value made of plain values; None if it is not, or is large."""
+    """Return a hash of the complete value if it consists of plain values; None if it does not, or is large."""
     budget = [MAX_DIGEST_ITEMS, 16 * MAX_DIGEST_BYTES]
     try:
         return _hash_content(obj, budget, ()).hex()
-    except (_NotDigestible, RuntimeError):  # RuntimeError: a thread of the user's changes it meanwhile
+    except (_NotDigestible, RuntimeError):  # RuntimeError: a user thread modifies it meanwhile
         return None
 
 
@@ -187,7 +187,7 @@ def _hash_content(obj: Any, budget: list[int], ancestors: tuple[int, ...]) -> by
         raise _NotDigestible
     if flat and _NUMBER_TYPES.issuperset(map(type, obj)):
         budget[0] -= len(obj) // 50
-        # Version 2 of the format writes equal numbers equally; later ones depend on which objects are shared.
+        # Version 2 of the format encodes equal numbers equally; later ones depend on which objects are shared.
         return hashlib.blake2b(kind.__name__.encode() + b"!" + marshal.dumps(obj, 2), digest_size=8).digest()
     ancestors = (*ancestors, id(obj))
     if kind is dict:
@@ -198,7 +198,7 @@ def _hash_content(obj: Any, budget: list[int], ancestors: tuple[int, ...]) -> by
     else:
         parts = [_hash_content(item, budget, ancestors) for item in obj]
     if kind in (set, frozenset):
-        parts.sort()  # the order of a set is each process's own
+        parts.sort()  # the order of a set differs between processes
     return hashlib.blake2b(kind.__name__.encode() + b":" + b"".join(parts), digest_size=8).digest()
 
 
@@ -231,7 +231,7 @@ def _preview_object(
     if plain:
         digest = _digest_plain(obj) if cut or kind in (set, frozenset) else _digest_text(type_name(kind), text)
     else:
-        text = _ADDRESS_PATTERN.sub("", text)  # the same object on two ranks is shown once
+        text = _ADDRESS_PATTERN.sub("", text)  # equal objects on two ranks are then shown once
         digest = _digest_array(obj, kind)
     return Preview(
         kind="plain" if plain else "object",
@@ -246,14 +246,14 @@ def _preview_object(
 
 
 def _has_displayed_itself(obj: Any, formatter: DisplayFormatter) -> bool:
-    """Whether `format` came back empty because the object has its own way to display."""
+    """Whether `format` returned nothing because the object displays itself."""
     return getattr(type(obj), "_ipython_display_", None) is not None or (
         type(obj) in formatter.ipython_display_formatter.type_printers
     )
 
 
 def _pretty_print(obj: Any, limit: int, formatter: DisplayFormatter | None, safe: bool) -> tuple[str, bool, bool]:
-    """Text, whether it was cut, whether everything in it is plain."""
+    """Return the text, whether it was truncated, and whether everything in it is plain."""
     stream = _BoundedText(limit)
     printer = _PreviewPrinter(stream, formatter, safe)
     cut = False
@@ -262,7 +262,7 @@ def _pretty_print(obj: Any, limit: int, formatter: DisplayFormatter | None, safe
         printer.flush()
     except _TextLimitReached:
         cut = True
-    except RuntimeError as error:  # "changed size during iteration": a thread of the user's is at it
+    except RuntimeError as error:  # "changed size during iteration": a user thread modifies it
         return _describe_repr_error(type(obj), error), False, False
     text = stream.text()
     if cut or len(text) > limit:
@@ -271,7 +271,7 @@ def _pretty_print(obj: Any, limit: int, formatter: DisplayFormatter | None, safe
 
 
 class _TextLimitReached(Exception):
-    """Enough text."""
+    """Raised when the text is long enough."""
 
 
 class _BoundedText:
@@ -290,7 +290,7 @@ class _BoundedText:
 
 
 class _PreviewPrinter(pretty.RepresentationPrinter):
-    """IPython's printer, with tensors in short, and with nothing that could raise, or run user code if not wanted."""
+    """IPython's printer, with short tensors, without exceptions and, if `safe`, without running user code."""
 
     def __init__(self, stream: _BoundedText, formatter: DisplayFormatter | None, safe: bool) -> None:
         if formatter is None or safe:
@@ -305,8 +305,8 @@ class _PreviewPrinter(pretty.RepresentationPrinter):
                 type_pprinters=text.type_printers,
                 deferred_pprinters=text.deferred_printers,
             )
-        self.is_plain = True  # nothing but plain values was met
-        self.is_truncated = False  # something in the middle was left out
+        self.is_plain = True  # only plain values were printed
+        self.is_truncated = False  # something in the middle was omitted
         self._safe = safe
         self._scalars_left = MAX_SCALARS_READ
         self._torch = sys.modules.get("torch")
@@ -342,7 +342,7 @@ class _PreviewPrinter(pretty.RepresentationPrinter):
             self._print_other(obj, kind)
 
     def _print_numbers(self, numbers: Any, brackets: str) -> None:
-        """A long list of numbers, as many to a line as fit; IPython gives each a line of its own."""
+        """Print a long list of numbers, as many per line as fit; IPython prints one per line."""
         self.text(brackets[0])
         self.indentation += 1
         column = self.output_width + self.buffer_width
@@ -371,7 +371,8 @@ class _PreviewPrinter(pretty.RepresentationPrinter):
             self.text(_describe_module(obj, short=self._safe or bool(self.stack)))
         elif torch is not None and issubclass(kind, torch.optim.Optimizer):
             self.text(_describe_optimizer(obj))
-        elif self._safe and kind not in _SAFE_TYPES and kind.__module__ != pretty.__name__:  # its own parts of a text
+        # the printer's own helper objects
+        elif self._safe and kind not in _SAFE_TYPES and kind.__module__ != pretty.__name__:
             self.text(_describe_statically(obj, kind))
         else:
             try:
@@ -382,7 +383,7 @@ class _PreviewPrinter(pretty.RepresentationPrinter):
                 self.text(_describe_repr_error(kind, error))
 
     def _print_tensor(self, obj: Any) -> None:
-        """A tensor inside something else: its kind and shape; its value if it is one number."""
+        """Print a tensor inside another object: its kind and shape; its value if it has one element."""
         meta = _tensor_meta(obj)
         text = f"{_tensor_class_label(obj)} {meta.dtype} {meta.shape}"
         if meta.device != "cpu":
@@ -395,7 +396,7 @@ class _PreviewPrinter(pretty.RepresentationPrinter):
 
 
 def _is_value_type(kind: type) -> bool:
-    """Whether a class outside the built-in ones is a plain value: numpy's numbers, torch's sizes and names."""
+    """Whether a class that is not built in is a plain value: numpy's scalars, torch's sizes, dtypes and devices."""
     if kind.__module__ == "torch":
         return kind.__name__ in _TORCH_VALUES
     numpy = sys.modules.get("numpy")
@@ -403,7 +404,7 @@ def _is_value_type(kind: type) -> bool:
 
 
 def _describe_statically(obj: Any, kind: type) -> str:
-    """What can be said of an object without asking it; numpy's and torch's own values say it themselves."""
+    """Describe an object without calling it; only numpy's and torch's own values use their repr."""
     if issubclass(kind, type):
         return f"<class {type_name(obj)}>"
     if kind in _FUNCTION_TYPES:
@@ -419,7 +420,7 @@ def _describe_statically(obj: Any, kind: type) -> str:
 
 
 def _dataframe_shape(obj: Any, kind: type) -> str:
-    """` 100 rows x 3 columns` of a pandas table."""
+    """Return ` 100 rows x 3 columns` for a pandas table."""
     pandas = sys.modules.get("pandas")
     if pandas is None or kind not in (getattr(pandas, "DataFrame", None), getattr(pandas, "Series", None)):
         return ""
@@ -428,7 +429,7 @@ def _dataframe_shape(obj: Any, kind: type) -> str:
 
 
 def _digest_array(obj: Any, kind: type) -> str | None:
-    """A hash over a small numpy array or scalar."""
+    """Return a hash of a small numpy array or scalar; None for others."""
     numpy = sys.modules.get("numpy")
     if numpy is None or not (kind is numpy.ndarray or issubclass(kind, numpy.generic)):
         return None
@@ -455,9 +456,9 @@ def _preview_tensor(obj: Any, limit: int, safe: bool) -> Preview:
         meta = _tensor_meta(obj)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a subclass that denies its own shape
+    except BaseException as error:  # a subclass whose shape raises
         return Preview(kind="object", type=type_name(kind), text=_describe_repr_error(kind, error))
-    local = obj._local_tensor if meta.placements is not None else obj  # no collective: this rank's part only
+    local = obj._local_tensor if meta.placements is not None else obj  # without a collective: this rank's part only
     words = [_tensor_class_label(obj), meta.dtype, str(meta.shape), meta.device]
     if meta.placements is not None:
         words += [meta.placements, f"local {meta.local_shape}"]
@@ -517,7 +518,7 @@ def _num_elements(shape: tuple[int, ...]) -> int:
 
 
 def _first_elements(obj: Any, safe: bool) -> str:
-    """The first few elements, nested as the tensor is; "" if they cannot be read, or not without waiting."""
+    """Return the first few elements, nested as in the tensor; "" if they cannot be read, or not without waiting."""
     torch = sys.modules["torch"]
     try:
         if obj.layout is not torch.strided or obj.is_meta or obj.is_quantized:
@@ -532,7 +533,7 @@ def _first_elements(obj: Any, safe: bool) -> str:
         window = tuple(slice(0, rows if n > 3 or len(shape) > 2 else 3) for n in shape[:-1]) + window
         window_values = obj.detach()[window].to("cpu")
         if window_values.is_floating_point() and window_values.element_size() == 1:
-            window_values = window_values.to(torch.float32)  # the 8-bit floats have no Python numbers
+            window_values = window_values.to(torch.float32)  # 8-bit floats cannot be converted to Python numbers
         return _format_nested(window_values.tolist(), shape)
     except KeyboardInterrupt:
         raise
@@ -567,7 +568,7 @@ def _digest_tensor(local: Any, meta: TensorMeta) -> str | None:
         flat = local.detach().to("cpu").contiguous().reshape(-1)
         import numpy
 
-        # Not by `.numpy()`: after that the user's storage could not be resized.
+        # Not `.numpy()`: after that the user's storage could not be resized.
         content = numpy.from_dlpack(flat.view(torch.uint8)).tobytes() if flat.numel() else b""
     except KeyboardInterrupt:
         raise
@@ -578,7 +579,7 @@ def _digest_tensor(local: Any, meta: TensorMeta) -> str | None:
 
 
 def _describe_module(obj: Any, *, short: bool) -> str:
-    """`GPT: 10,788,929 parameters float32 cpu`, and its layers below."""
+    """Return `GPT: 10,788,929 parameters float32 cpu`, followed by its layers."""
     count = 0
     dtypes: set[str] = set()
     devices: set[str] = set()
@@ -600,7 +601,7 @@ def _describe_module(obj: Any, *, short: bool) -> str:
 
 
 def _iter_parameters(module: Any) -> Iterator[Any]:
-    """Each parameter once, from the dictionaries that torch keeps: a Module's own methods may be overridden."""
+    """Yield each parameter once, from torch's own dictionaries: a Module's methods may be overridden."""
     seen: set[int] = set()
     pending = [module]
     while pending:
@@ -616,7 +617,7 @@ def _iter_parameters(module: Any) -> Iterator[Any]:
 
 
 def _describe_optimizer(obj: Any) -> str:
-    """`AdamW(lr=0.001, betas=(0.9, 0.95), weight_decay=0.1): 2 groups, 74 tensors`."""
+    """Return `AdamW(lr=0.001, betas=(0.9, 0.95), weight_decay=0.1): 2 groups, 74 tensors`."""
     fields = getattr(obj, "__dict__", {})
     groups = fields.get("param_groups") or []
     defaults = fields.get("defaults") or {}
@@ -630,7 +631,7 @@ def _describe_optimizer(obj: Any) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Texts and data fit to travel
+# Encodable texts and data
 
 
 def _truncate(text: str, limit: int) -> str:
@@ -638,12 +639,12 @@ def _truncate(text: str, limit: int) -> str:
 
 
 def _escape_surrogates(text: str) -> str:
-    """Without lone surrogates, which cannot be encoded."""
+    """Escape lone surrogates, which cannot be encoded."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 def encode_mime(mime: str, value: Any) -> Any:
-    """A display's data of one MIME type, fit to travel; bytes in base64, as Jupyter has them."""
+    """Return a display's data of one MIME type in encodable form; bytes in base64, as in Jupyter."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         size = len(bytes(value))
         if size <= MAX_DISPLAY_BYTES:
@@ -660,7 +661,7 @@ def encode_mime(mime: str, value: Any) -> Any:
 
 
 def to_json_data(value: Any) -> Any:
-    """Structured data with nothing in it but what JSON has."""
+    """Return structured data with JSON types only."""
     kind = type(value)
     if kind in (int, float, bool, type(None)):
         return value

@@ -1,7 +1,7 @@
-"""What a rank measures of itself for each beat: CPU, the wait for the interpreter, GPU memory, collectives, scalars.
+"""Measurements of a rank for each heartbeat: CPU, delay by the GIL, GPU memory, collectives, scalars.
 
-Everything here runs on the service thread once per second, reads what others keep anyway, and asks no driver that may
-wait: a rank whose GPU hangs must go on beating.
+Everything here runs on the service thread once per second, reads data that exists anyway, and calls no driver function
+that may block: a rank whose GPU hangs must still send heartbeats.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from meshbook.rank.ring import Collective, CollectiveRing
 from meshbook.rank.scalars import ScalarLog
 from meshbook.wire.messages import CollectiveInfo, Frame, Gpu, Health, RankMetrics
 
-# Collectives that one beat tells of beside the open ones, the newest. Describing one takes about 10 us, so that this
-# many cost less than a thousandth of the second.
+# Limit of collectives per heartbeat beside the open ones; the newest are reported. Describing one takes about 10 us, so
+# this many cost less than a thousandth of the second.
 _MAX_REPORTED_COLLECTIVES = 64
 
-# ... and of the open ones. More of them are only ever many sends or receives that wait for one peer.
+# Limit of open collectives per heartbeat. More are open only when many sends or receives wait for one peer.
 _MAX_REPORTED_OPEN = 128
 
-# "0": a rank measures nothing and its ring keeps no lines and shapes. For benchmarks/probes.py, which tells the cost.
+# "0": a rank measures nothing and its ring stores no lines and shapes. For benchmarks/probes.py, which measures the
+# cost.
 PROBES_ENV_VAR = "MESHBOOK_PROBES"
 
 
@@ -32,10 +33,10 @@ def are_probes_enabled() -> bool:
 
 
 class Probes:
-    """What one rank measures. Every method is the service thread's.
+    """The measurements of one rank. Service thread only.
 
     Attributes:
-        health: what was measured last; None before the first beat.
+        health: the last measurement; None before the first heartbeat.
     """
 
     def __init__(
@@ -52,21 +53,21 @@ class Probes:
         self._measured_at, self._cpu_s = clock(), cpu_clock()
         self._gil_lag_s = 0.0
         self._reported_seq = 0
-        self._open_collectives: list[Collective] = []  # told before they had ended
+        self._open_collectives: list[Collective] = []  # reported before they had ended
         self._gpu = GpuProbe()
         self.health: Health | None = None
 
     def record_wakeup_delay(self, delay_s: float) -> None:
-        """The service thread wanted to run this long before it did: whoever had the GIL did not let go of it."""
+        """Record how much later than scheduled the service thread ran, because another thread held the GIL."""
         if delay_s > self._gil_lag_s:
             self._gil_lag_s = delay_s
 
     def measure(self, device: str, is_progressing: Callable[[], bool] = lambda: True) -> RankMetrics:
-        """All that there is to tell since the last time.
+        """Return everything to report since the last measurement.
 
         Args:
             device: the rank's, "cpu" or "cuda:1".
-            is_progressing: whether the main thread is on its way, and so not stuck in the allocator (`GpuProbe`).
+            is_progressing: whether the main thread makes progress, and so is not stuck in the allocator (`GpuProbe`).
         """
         now, cpu_s = self._clock(), self._cpu_clock()
         elapsed_s = max(1e-9, now - self._measured_at)
@@ -90,7 +91,7 @@ class Probes:
         )
 
     def _new_collectives(self, now: float) -> tuple[CollectiveInfo, ...]:
-        """Collectives begun since the last time, and those that were open then."""
+        """Return the collectives begun since the last report, and those that were open then."""
         new = self._ring.since(self._reported_seq)
         if new:
             self._reported_seq = new[-1].seq
@@ -102,16 +103,16 @@ class Probes:
         ]
         unreported_open = [
             collective for collective in self._open_collectives if collective not in reported
-        ]  # open, and not of the newest
+        ]  # open, and not among the newest
         return tuple(describe_collective(collective, now) for collective in [*unreported_open, *reported])
 
 
 class GpuProbe:
-    """What torch's allocator in this process says of the rank's GPU; nothing while CUDA is not in use.
+    """Statistics of torch's allocator in this process for the rank's GPU; nothing while CUDA is not in use.
 
-    The allocator answers under its lock, and keeps that while it waits for the driver: behind a collective that hangs,
-    cudaMalloc may wait for ever. Whoever asked then would wait with it, and keep the interpreter from everybody. So it
-    is asked only while the main thread is seen to move; of one that stands still, the last answer still holds.
+    The allocator replies under its lock, and holds that lock while it waits for the driver: behind a collective that
+    hangs, cudaMalloc may wait forever. A caller would then wait with it, and hold the GIL. So it is called only while
+    the main thread makes progress; while that thread stalls, the last reply remains valid.
     """
 
     def __init__(self) -> None:
@@ -123,7 +124,7 @@ class GpuProbe:
         if torch is None or not device.startswith("cuda:"):
             return None
         try:
-            if not torch.cuda.is_initialized():  # asking anything else would initialise it, on this thread
+            if not torch.cuda.is_initialized():  # any other call would initialise it, on this thread
                 return None
             if not is_progressing():
                 return self._last
@@ -138,7 +139,7 @@ class GpuProbe:
                 reserved_bytes=stats.get("reserved_bytes.all.current", 0),
                 peak_bytes=stats.get("allocated_bytes.all.peak", 0),
             )
-        except Exception:  # a CUDA context that an error of the user's has broken answers nothing any more
+        except Exception:  # a CUDA context broken by a user error returns no data any more
             self._last = None
         return self._last
 
@@ -153,7 +154,7 @@ class GpuProbe:
 
 
 def describe_collective(collective: Collective, now: float) -> CollectiveInfo:
-    """A collective as it is told, at monotonic time `now`."""
+    """Return the report of a collective at monotonic time `now`."""
     line, end = collective.line, collective.t_end
     dtypes = collective.dtypes
     return CollectiveInfo(
@@ -175,7 +176,7 @@ def describe_collective(collective: Collective, now: float) -> CollectiveInfo:
 
 
 def sanitize_text(text: str, limit: int = 500) -> str:
-    """Text of the user's as it can travel: without lone surrogates, and not endless."""
+    """Return user text without lone surrogates, which cannot be encoded, and with bounded length."""
     if type(text) is str and len(text) <= limit and text.isascii():
         return text
     cut = text if len(text) <= limit else f"{text[: limit // 2]}...{text[-limit // 2 :]}"

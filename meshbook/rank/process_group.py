@@ -1,13 +1,13 @@
-"""A process group that watches and can be broken: every collective of a rank goes through one of these.
+"""A process group that records its collectives and can be aborted; every collective of a rank goes through one.
 
-`WatchedGroup` is a `ProcessGroup` around the real one. torch and its users hold the wrapper, so the real backend
-beneath can be replaced while a DeviceMesh, DDP or FSDP2 goes on using the same object. Each call is noted in the ring,
-waits so that a signal gets through, and raises the reason when the group is broken.
+`WatchedGroup` is a `ProcessGroup` that wraps the real one. torch and its users hold the wrapper, so the real backend
+can be replaced while a DeviceMesh, DDP or FSDP2 continues to use the same object. Each call is recorded in the ring,
+waits in slices so that signals are handled, and raises the reason when the group is broken.
 
-Where there is a trampoline in C++ (DDP's reducer, functional collectives), calls from C++ arrive here too; the few
-without one (gather, scatter, reduce and alltoall, which only Python calls) are overridden for Python callers.
+Where torch has a C++ trampoline (DDP's reducer, functional collectives), calls from C++ arrive here too. The few
+methods without one (gather, scatter, reduce and alltoall, which only Python calls) are overridden for Python callers.
 
-Knows nothing of stores, epochs or how groups come to be; see `groups`.
+Does not depend on stores, generations or how groups are formed; see `groups`.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ from meshbook.wire.stop_timing import REASON_TIMEOUT_S, WAIT_SLICE_S
 
 WAIT_SLICE = timedelta(seconds=WAIT_SLICE_S)
 
-_NO_TIMEOUT = timedelta(0)  # what torch takes for "no timeout"
+_NO_TIMEOUT = timedelta(0)  # torch's value for "no timeout"
 
-# Seconds that a collective waits for the word on whether ranks are in step after a call that did not end well. The
-# supervisor asks the ranks, for a second at most, as soon as the call is over on all of them.
+# Seconds that a collective waits to learn whether ranks are in step after a call that failed. The supervisor queries
+# the ranks, for a second at most, as soon as the call has ended on all of them.
 _HOLD_TIMEOUT_S = 5.0
 
-# gloo completes these on its transport threads: a wait with a time limit closes the connection when it runs out.
+# gloo completes these on its transport threads: a wait with a timeout closes the connection when it expires.
 _POINT_TO_POINT = {"send", "recv", "recv_anysource"}
 
 _rings_counting_captures: weakref.WeakSet[CollectiveRing] = weakref.WeakSet()
 
 
 def count_captures(ring: CollectiveRing, graph_class: Any = None) -> None:
-    """From now on `ring.num_captures` counts the CUDA graphs that are being captured.
+    """Have `ring.num_captures` count the CUDA graph captures in progress, from now on.
 
     Args:
-        graph_class: the class whose `capture_begin` and `capture_end` are followed; None for torch's.
+        graph_class: the class whose `capture_begin` and `capture_end` are wrapped; None for torch's.
     """
     if ring in _rings_counting_captures:
         return
@@ -90,9 +90,9 @@ def count_captures(ring: CollectiveRing, graph_class: Any = None) -> None:
     graph_class.capture_begin, graph_class.capture_end = capture_begin, capture_end
 
 
-# The methods that are collectives: what users call them, and which argument says best what this rank puts in. (The
-# outputs of a gather are as many as there are ranks, and say nothing that its input does not.) There are names of two
-# generations: torch 2.13 calls those with "single" and falls back to the others, 2.11 knows only the others.
+# The methods that are collectives: their public name, and the index of the argument that best describes this rank's
+# input. (A gather has as many outputs as ranks, and they add nothing to its input.) The names are from two versions of
+# torch: 2.13 calls those with "single" and falls back to the others, 2.11 has only the others.
 COLLECTIVES = {
     "_allgather_base": ("all_gather_into_tensor", 1),
     "_reduce_scatter_base": ("reduce_scatter_tensor", 1),
@@ -120,7 +120,7 @@ COLLECTIVES = {
     "send": ("send", 0),
 }
 
-# Questions about the real group that its wrapper passes on to whatever is beneath it now.
+# Methods that the wrapper delegates to the current real group.
 _DELEGATED = (
     "_backend_id",
     "_enable_collectives_timing",
@@ -153,46 +153,46 @@ _BACKEND_TYPES = {"gloo": ProcessGroup.BackendType.GLOO, "nccl": ProcessGroup.Ba
 
 
 class GroupBroken(MeshbookError, RuntimeError):
-    """A collective on a process group whose connections were given up. It was not started."""
+    """Raised for a collective on a process group whose connections were aborted. The collective was not started."""
 
 
 class Observer(Protocol):
-    """Somebody who sees each collective with its tensors: what records a run so that it can be replayed."""
+    """Receives each collective with its tensors, for example to record a run for replay."""
 
     def begun(self, collective: Collective, arguments: tuple[Any, ...]) -> None:
-        """Before it starts. What this raises, the caller of the collective sees."""
+        """Called before it starts. What this raises, the caller of the collective gets."""
 
     def finished(self, collective: Collective, arguments: tuple[Any, ...]) -> None:
-        """It succeeded and its outputs, among `arguments`, are filled (on CUDA: for whoever uses the same stream)."""
+        """Called after it succeeded. Its outputs, in `arguments`, are filled (on CUDA: for users of the stream)."""
 
 
 class GroupFailure:
     """Why a group cannot be used any more.
 
     Attributes:
-        error: what those who wait in it get; None if each has an error of its own.
-        reason: one line for everybody who comes later.
+        error: what threads that wait in the group raise; None if each has an error of its own.
+        reason: one line for every later caller.
     """
 
     def __init__(self, reason: str, error: BaseException | None = None) -> None:
         self.reason = reason
         self.error = error
-        self.was_raised = False  # somebody has had the error
+        self.was_raised = False  # a thread has raised the error
 
     def error_to_raise(self) -> BaseException | None:
-        """The error for one more thread: its own copy, because raising writes a traceback into an exception."""
+        """Return a copy of the error for one more thread, because raising writes a traceback into an exception."""
         if self.error is None:
             return None
         self.was_raised = True
         try:
             again = copy.copy(self.error)
-        except Exception:  # a constructor that cannot be called with its own args
+        except Exception:  # its constructor does not accept its own args
             return self.error
         return again if type(again) is type(self.error) else self.error
 
 
 class GroupOwner(Protocol):
-    """What a group asks of those who made it."""
+    """What a group calls on its owner."""
 
     @property
     def ring(self) -> CollectiveRing: ...
@@ -201,13 +201,13 @@ class GroupOwner(Protocol):
     def observers(self) -> Sequence[Observer]: ...
 
     def connect(self, group: WatchedGroup) -> None:
-        """Give the group its real backends. Blocks until all members have come."""
+        """Attach the group's real backends. Blocks until all members have connected."""
 
     def unregister(self, group: WatchedGroup) -> None:
-        """The group was destroyed."""
+        """Remove a group that was destroyed."""
 
     def split(self, parent: WatchedGroup, ranks: list[int], name: str, timeout: timedelta) -> WatchedGroup:
-        """A new group like `parent`, of the given global ranks, this one among them. Blocks as `connect`."""
+        """Create a group like `parent`, of the given global ranks, including this one. Blocks as `connect` does."""
 
 
 def _collect_tensors(argument: Any) -> list[torch.Tensor]:
@@ -224,7 +224,7 @@ def _collect_tensors(argument: Any) -> list[torch.Tensor]:
 
 
 def _has_succeeded(work: Any) -> bool:
-    """The operation is through, and all is well. Does not wait."""
+    """Whether the operation has completed without an error. Does not block."""
     if work is None or not work.is_completed():
         return False
     try:
@@ -235,14 +235,14 @@ def _has_succeeded(work: Any) -> bool:
 
 
 def _make_collective_method(method: str) -> Callable[..., Any]:
-    """The method of `WatchedGroup` that stands for one collective."""
+    """Return the method of `WatchedGroup` that wraps one collective."""
     op, input_index = COLLECTIVES[method]
-    has_peer = method in ("send", "recv")  # as the second argument, by rank in the group
+    has_peer = method in ("send", "recv")  # the peer is the second argument, as a rank in the group
     in_slices = method not in _POINT_TO_POINT
     on_gloo = coalesced.ON_GLOO.get(method)
 
     def collective(self: WatchedGroup, *args: Any, **kwargs: Any) -> Any:
-        # Every collective of a training step pays for each line here; helpers are called only for what is rare.
+        # Every collective of a training step runs these lines, so helpers are called only for rare cases.
         if self.failure is not None or self.hold_event is not None:
             self._wait_until_allowed(op)
         if self._inner is None:
@@ -265,8 +265,8 @@ def _make_collective_method(method: str) -> Callable[..., Any]:
                 work = getattr(self._inner, method)(*args, **kwargs)
             if on_nccl:
                 return self._wrap_launched(record, work, arguments)
-            # torch.distributed's functions wait at once for what is not async, and take None for "has waited". Waiting
-            # here spares the Work object. Nobody else passes asyncOp=False: C++ callers would not survive the None.
+            # torch.distributed's functions wait at once for a synchronous call, and take None as "has waited". Waiting
+            # here avoids the Work object. No other caller passes asyncOp=False; C++ callers would crash on the None.
             if type(options) not in _OPTION_TYPES or options.asyncOp:  # type: ignore[union-attr]
                 return WatchedWork(self, record, work, in_slices, arguments)
             if in_slices:
@@ -279,7 +279,7 @@ def _make_collective_method(method: str) -> Callable[..., Any]:
                 raise
             try:
                 raised = self._finish_failed(record, error, version, work, launched=work is not None)
-            except BaseException as signal_error:  # one that came during the wait is delivered only here
+            except BaseException as signal_error:  # a signal that arrived during the wait is delivered only here
                 raised = self._finish_failed(record, signal_error, version, work, launched=work is not None)
             if raised is error:
                 raise
@@ -295,7 +295,7 @@ def _make_collective_method(method: str) -> Callable[..., Any]:
 
 
 def _delegated(name: str) -> Callable[..., Any]:
-    """A method that asks whatever is beneath the wrapper now."""
+    """Return a method that delegates to the current real group."""
 
     def method(self: WatchedGroup, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.inner, name)(*args, **kwargs)
@@ -306,16 +306,16 @@ def _delegated(name: str) -> Callable[..., Any]:
 
 
 class WatchedGroup(ProcessGroup):
-    """See the module.
+    """A process group that wraps the real one; see the module.
 
     Attributes:
         label: its name and the global ranks of its members, for the ring.
-        backends: which backend serves which type of device, {"cpu": "gloo"}.
-        timeout: of its collectives, unless the call brings its own.
-        options: NCCL options that the user gave; None without.
-        broken: why it cannot be used now; None while it can. Set by whoever breaks it, in any thread.
-        held: what a collective waits for before it begins; None: nothing.
-        links: its real backends.
+        backends: the backend of each device type, {"cpu": "gloo"}.
+        timeout: of its collectives, unless the call passes its own.
+        options: NCCL options that the user passed; None without.
+        failure: why it cannot be used now; None while it can. Set by any thread that breaks the group.
+        hold_event: the event that a collective waits for before it starts; None for no wait.
+        backend_handles: its real backends.
     """
 
     def __init__(
@@ -329,7 +329,7 @@ class WatchedGroup(ProcessGroup):
         timeout: timedelta,
         options: Any = None,
     ) -> None:
-        # Of the two constructors only this one makes an object that C++ calls back; torch's stubs know the other.
+        # Of the two constructors only this one creates an object that C++ calls back; torch's stubs have the other.
         super().__init__(rank, len(label.ranks))  # type: ignore[call-arg]
         self.label = label
         self.backends = dict(backends)
@@ -344,19 +344,20 @@ class WatchedGroup(ProcessGroup):
         self._has_nccl = "nccl" in self.backends.values()
         self._inner: Any = None
         self._registered = False
-        self._connection_version = 0  # of its connections: what was begun on former ones says nothing about these
+        # incremented with each new set of connections; results from older ones do not apply
+        self._connection_version = 0
         self._lock = threading.Lock()
-        self._failed_event = threading.Event()  # that somebody broke it
+        self._failed_event = threading.Event()  # set when the group is broken
         self._pending_futures: dict[
             int, _AbortableFuture
-        ] = {}  # futures that are out and not complete, by their collective's seq
+        ] = {}  # incomplete futures that were handed out, by seq of their collective
         self._coalescing: list[Collective] | None = None
 
-    # ---- the real group beneath
+    # ---- the real group
 
     @property
     def inner(self) -> Any:
-        """The real process group. Connects first where that was put off: may block."""
+        """The real process group. Connects first if that was deferred, so it may block."""
         if self._inner is None:
             self._owner.connect(self)
         return self._inner
@@ -366,11 +367,12 @@ class WatchedGroup(ProcessGroup):
         return self._inner is not None
 
     def attach_backends(self, handles: Sequence[BackendHandle], store: Store) -> None:
-        """These are its real backends from now on, and its corner of the store; a former break is mended."""
+        """Set its real backends and its store prefix, and clear a former failure."""
         by_kind = {handle.kind: handle.backend for handle in handles}
         inner = ProcessGroup(store, self.rank(), self.size())
-        # C++ code that asks the wrapper itself for a backend gets the first one it ever had: a process group registers
-        # a type of backend once. That is DDP's logger, which reads its number of threads. Collectives come here first.
+        # C++ code that requests a backend from the wrapper itself gets the first one that was attached, because a
+        # process group registers a backend type once. Only DDP's logger does so, to read its number of threads.
+        # Collectives go through the methods of this class.
         registering: list[Any] = [inner] if self._registered else [inner, super()]
         self._registered = True
         for group in registering:
@@ -385,13 +387,13 @@ class WatchedGroup(ProcessGroup):
         self._reset()
 
     def detach_backends(self) -> None:
-        """Without real backends, until `adopt` or the first use brings some."""
+        """Drop the real backends, until `attach_backends` or the first use sets new ones."""
         self._inner = None
         self.backend_handles = ()
         self._coalescing = None
         self._reset()
 
-    # ---- breaking
+    # ---- failing
 
     def _reset(self) -> None:
         with self._lock:
@@ -400,7 +402,7 @@ class WatchedGroup(ProcessGroup):
             self._failed_event.clear()
 
     def invalidate(self, failure: GroupFailure) -> None:
-        """Refuse new collectives, and end the futures that C++ waits for. Any thread; does not wait."""
+        """Refuse new collectives, and fail the futures that C++ waits for. Any thread; does not block."""
         with self._lock:
             self.failure = failure
             futures = list(self._pending_futures.values())
@@ -409,16 +411,16 @@ class WatchedGroup(ProcessGroup):
             future.fail(failure.error_to_raise() or GroupBroken(failure.reason))
 
     def complete_futures(self) -> None:
-        """Of operations that have ended unnoticed. Any thread; does not wait."""
+        """Complete the futures of operations that have ended unnoticed. Any thread; does not block."""
         for future in list(self._pending_futures.values()):
             future.poll()
 
     def _wait_until_allowed(self, op: str) -> None:
-        """Let a collective begin, perhaps after a moment.
+        """Return when a collective may start, which may take a moment.
 
         Raises:
-            CollectiveAborted: the group was broken because a member has left the call that runs.
-            GroupBroken: it cannot be used, or whether it can is not known in time.
+            CollectiveAborted: the group was broken because a member has left the running call.
+            GroupBroken: the group is unusable, or whether it is usable is not known in time.
         """
         hold_event = self.hold_event
         if (
@@ -443,7 +445,10 @@ class WatchedGroup(ProcessGroup):
         )
 
     def _mark_interrupted_start(self, op: str, error: BaseException) -> None:
-        """A signal has come as a collective was noted, so that it may count and has not begun: out of step."""
+        """Mark the group out of step: a signal arrived while a collective was recorded.
+
+        That collective may count and has not started.
+        """
         if isinstance(error, Exception):
             return
         self.label.is_doubtful = True
@@ -455,15 +460,15 @@ class WatchedGroup(ProcessGroup):
     def _finish_failed(
         self, record: Collective, error: BaseException, version: int, work: Any, *, launched: bool
     ) -> BaseException:
-        """End a collective that raised `error`, and return what its caller should see: what the group was severed with
-        if it was, or else `error` itself.
+        """Record the end of a collective that raised `error`, and return the exception for its caller.
 
-        May be called twice for one end, when a signal interrupts the first call.
+        That is the error that the group was aborted with if it was, else `error` itself. May be called twice for one
+        end, when a signal interrupts the first call.
 
         Args:
-            version: the group's, when the collective began.
+            version: the group's connection version when the collective began.
             work: the real operation, if there is one.
-            launched: `error` came while waiting. What fails before that was most likely called with wrong arguments.
+            launched: `error` was raised while waiting. Earlier failures most likely come from wrong arguments.
         """
         failed = isinstance(error, Exception)
         raised: BaseException | None = None
@@ -471,7 +476,7 @@ class WatchedGroup(ProcessGroup):
             if failed:
                 raised = GroupBroken(f"{record.op} was under way when its process group was broken; its result is lost")
         else:
-            # Out of step with the other ranks from now on, whatever the user does about the exception?
+            # Whether this rank is out of step with the others from now on, however the user handles the exception.
             is_out_of_step = launched or "gloo/transport" in str(error) if failed else not _has_succeeded(work)
             if is_out_of_step and failed:
                 self._failed_event.wait(REASON_TIMEOUT_S)
@@ -486,16 +491,16 @@ class WatchedGroup(ProcessGroup):
     # ---- waiting
 
     def _wait_in_slices(self, work: Any, timeout: timedelta) -> None:
-        """Wait for one of gloo's operations so that signals get through. Blocks.
+        """Wait for a gloo operation such that signals are handled. Blocks.
 
         Raises:
-            RuntimeError: `timeout` passed, and the operation goes on; or it failed, or the group was severed.
+            RuntimeError: `timeout` expired and the operation continues; or it failed, or the group was aborted.
             BaseException: what a signal handler raised.
         """
         try:
             self._wait_slice_by_slice(work, timeout)
         except KeyboardInterrupt as stop:
-            stop.__context__ = None  # the end of a slice, which is nobody's business
+            stop.__context__ = None  # the timeout of a slice, an implementation detail
             raise
 
     def _wait_slice_by_slice(self, work: Any, timeout: timedelta) -> None:
@@ -509,8 +514,8 @@ class WatchedGroup(ProcessGroup):
                 work.wait(WAIT_SLICE if remaining_s > WAIT_SLICE_S else timedelta(seconds=slice_s))
                 return
             except RuntimeError:
-                # The slice ran out, or the operation failed. gloo's `is_completed` does not tell which: of a
-                # reduce_scatter it is False for ever. But a failed operation raises at once, and so again.
+                # The slice expired, or the operation failed. gloo's `is_completed` does not distinguish them: for a
+                # reduce_scatter it is always False. But a failed operation raises at once, and does so again.
                 is_aborted = self.failure is not None and self.failure.error is not None
                 at_once = monotonic() - slice_start < slice_s / 2
                 if is_aborted or remaining_s <= WAIT_SLICE_S or (failed and at_once):
@@ -527,17 +532,17 @@ class WatchedGroup(ProcessGroup):
         for observer in self._owner.observers:
             observer.finished(record, arguments)
 
-    # ---- NCCL: its waits only order streams, so nothing is sliced; what is stuck is stuck on the device
+    # ---- NCCL: its waits only order streams, so no wait is sliced; what is stuck is stuck on the device
 
     def _uses_nccl(self, op: str, tensors: Sequence[torch.Tensor], options: Any) -> bool:
         if tensors:
             return tensors[0].is_cuda
         device: torch.device | None = getattr(options, "device", None)
         if device is None or device.type == "cuda":
-            return True  # the default of a group that has it
+            return True  # the default of a group that has NCCL
         if op == "barrier":
-            # torch chooses gloo's, where a wait can be interrupted. NCCL's would also wait for what is enqueued before
-            # it, and code that reads a clock after a barrier counts on that.
+            # torch chooses gloo's barrier, where a wait can be interrupted. NCCL's would also wait for the work
+            # enqueued before it, and code that reads a clock after a barrier relies on that.
             torch.cuda.current_stream().synchronize()
         return False
 
@@ -554,9 +559,9 @@ class WatchedGroup(ProcessGroup):
         return None
 
     def _finish_on_stream(self, record: Collective) -> None:
-        """The collective ends when the device has done all that is on the current stream now."""
+        """Mark the collective as finished once the device has completed all work now on the current stream."""
         if torch.cuda.is_current_stream_capturing():
-            self._ring.finish(record)  # a graph that is being captured runs nothing, and events in it cannot be asked
+            self._ring.finish(record)  # a graph under capture runs nothing, and its events cannot be queried
         else:
             count_captures(self._ring)
             event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -564,7 +569,10 @@ class WatchedGroup(ProcessGroup):
             self._ring.set_completion_check(record, event.query, on_device=True)
 
     def _raise_if_aborted(self, record: Collective) -> None:
-        """An aborted NCCL collective returns as if it had succeeded, with garbage in its tensors."""
+        """Raise if the group was aborted.
+
+        An aborted NCCL collective returns as if successful, with garbage in its tensors.
+        """
         raised = self.failure.error_to_raise() if self.failure is not None else None
         if raised is not None:
             self._ring.finish(record, raised)
@@ -582,7 +590,7 @@ class WatchedGroup(ProcessGroup):
         except BaseException as error:
             for record in records:
                 self._ring.finish(record, error)
-            if records and self.failure is None:  # what of the batch was sent is not known
+            if records and self.failure is None:  # it is unknown which part of the batch was sent
                 self.failure = GroupFailure(f"{records[-1].op} #{records[-1].seq} failed: {one_line_error(error)}")
             raise
         if work is None or not records:
@@ -594,7 +602,7 @@ class WatchedGroup(ProcessGroup):
             self._ring.set_completion_check(record, watched.is_finished, on_device=True)
         return watched
 
-    # ---- what torch asks a group
+    # ---- what torch calls on a group
 
     def _get_backend(self, device: torch.device) -> Any:
         return self.inner._get_backend(device)
@@ -607,11 +615,11 @@ class WatchedGroup(ProcessGroup):
         return [torch.device(device) for device in self.backends]
 
     def getBackendName(self) -> str:
-        """The name torch's C++ code knows it by. DDP's logger counts on a gloo backend in what calls itself gloo."""
+        """Return the name for torch's C++ code. DDP's logger expects a gloo backend in a group named gloo."""
         return "nccl" if self._has_nccl else "gloo"
 
     def _set_group_name(self, name: Any) -> None:
-        if self._registered:  # without a backend to keep it, the base class has nowhere to put a name
+        if self._registered:  # without a registered backend the base class cannot store a name
             super()._set_group_name(name)
 
     @property
@@ -619,7 +627,7 @@ class WatchedGroup(ProcessGroup):
         return self.label.name
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
-        """gloo's barrier that names who is missing. Blocks, without slices; severing ends it."""
+        """Run gloo's barrier that names the missing ranks. Blocks, without slices; `abort` ends it."""
         self._wait_until_allowed("monitored_barrier")
         inner = self.inner
         record, version = self._ring.begin("monitored_barrier", self.label), self._connection_version
@@ -644,9 +652,9 @@ class WatchedGroup(ProcessGroup):
         group_desc: str | None = None,
         device_types: Any = None,
     ) -> Any:
-        """A watched group of some of the members (ranks in this group), as `dist.split_group` asks for it.
+        """Return a watched group of some members (given as ranks in this group), for `dist.split_group`.
 
-        All members call it; those that are not named get None.
+        All members call it; members that are not in `new_ranks` get None.
         """
         self._wait_until_allowed("split_group")
         if self.rank() not in new_ranks:
@@ -658,7 +666,7 @@ class WatchedGroup(ProcessGroup):
         return group
 
     def shutdown(self) -> None:
-        """Called by torch when the group is destroyed."""
+        """Shut down the real group. Called by torch when the group is destroyed."""
         inner = self._inner
         self._owner.unregister(self)
         if inner is not None:
@@ -678,7 +686,7 @@ for _name in _DELEGATED:
 
 
 class WatchedWork(Work):
-    """An operation under way, as `async_op=True`, `isend` and callers in C++ get it."""
+    """An operation in flight, as returned for `async_op=True`, `isend` and callers in C++."""
 
     def __init__(
         self,
@@ -688,7 +696,11 @@ class WatchedWork(Work):
         in_slices: bool | None,
         observed_arguments: tuple[Any, ...] | None,
     ) -> None:
-        """`in_slices` is None for NCCL, whose waits do not block; `observed_arguments` is None if nobody observes."""
+        """
+        Args:
+            in_slices: None for NCCL, whose waits do not block.
+            observed_arguments: None without observers.
+        """
         super().__init__()
         self._group = group
         self._record = record
@@ -697,11 +709,11 @@ class WatchedWork(Work):
         self._in_slices = in_slices
         self._observed_arguments = observed_arguments
         self._future: Any = None
-        this = weakref.ref(self)  # a ring that held the operation would hold its tensors
+        this = weakref.ref(self)  # a strong reference from the ring would keep the tensors alive
 
         def is_finished() -> bool:
             watched = this()
-            # Dropped without a wait: nobody can ask any more, and nobody minds.
+            # Dropped without a wait: its state can no longer be queried, and does not matter.
             return watched is None or bool(watched._work.is_completed())
 
         self.is_finished = is_finished
@@ -720,7 +732,7 @@ class WatchedWork(Work):
                     group._raise_if_aborted(record)
         except BaseException as error:
             if timeout and isinstance(error, RuntimeError) and group.failure is None and not work.is_completed():
-                raise  # the caller's own time limit: the operation goes on, and may be waited for again
+                raise  # the caller's own timeout: the operation continues, and may be waited for again
             try:
                 raised = group._finish_failed(record, error, self._connection_version, work, launched=True)
             except BaseException as signal_error:
@@ -736,17 +748,16 @@ class WatchedWork(Work):
         return True
 
     def get_future(self) -> Any:
-        """Completes with the operation's tensors. On gloo it raises, also in C++, what the group is severed with."""
+        """Return a future of the operation's tensors. On gloo it raises the abort error of the group, also in C++."""
         if self._in_slices is None:
-            # Its value belongs to streams, which a future of ours would not know. It runs callbacks at once, on a
+            # Its value belongs to streams, which a new future would not track. This one runs callbacks at once, on a
             # stream that waits for the operation.
             future = self._work.get_future()
             future.add_done_callback(lambda _: self._group._finish_on_stream(self._record))
             return future
         if self._future is None:
-            self._group._ring.set_completion_check(
-                self._record, None
-            )  # whoever holds the future need not hold this object
+            # the future may outlive this object
+            self._group._ring.set_completion_check(self._record, None)
             self._future = _AbortableFuture(self._group, self._record, self._work).future
         return self._future
 
@@ -778,10 +789,10 @@ for _name in (
 
 
 class _AbortableFuture:
-    """A future of one of gloo's operations that a break can end as well.
+    """A future of a gloo operation that `abort` can complete as well.
 
     DDP's reducer waits for such futures in C++, where a future cannot carry a Python exception: it takes the value and
-    searches it for tensors. So one that failed holds an object that raises when it is looked into.
+    searches it for tensors. So a failed future holds an object that raises when it is accessed.
     """
 
     def __init__(self, group: WatchedGroup, record: Collective, work: Any) -> None:
@@ -797,7 +808,10 @@ class _AbortableFuture:
         self._inner.add_done_callback(self._on_inner_done)
 
     def poll(self) -> None:
-        """Complete it if gloo's has ended and this one has not heard: a KeyboardInterrupt in a callback is dropped."""
+        """Complete it if gloo's future is done and its callback was lost.
+
+        torch drops a KeyboardInterrupt in a callback.
+        """
         if self._inner is not None and self._inner.done():
             self._on_inner_done(self._inner)
 
@@ -807,7 +821,7 @@ class _AbortableFuture:
             self._set_error(error)
 
     def _on_inner_done(self, future: Any) -> None:
-        """Called by gloo's own thread."""
+        """Pass on gloo's result. Called on gloo's own thread."""
         try:
             value = future.value()
         except Exception as error:
@@ -820,7 +834,7 @@ class _AbortableFuture:
             self.future.set_result(value)
 
     def _claim(self) -> bool:
-        """True for the first who asks: a future can be completed once, and both its end and a break want to."""
+        """Return True to the first caller: a future can be completed once, by its operation or by an abort."""
         with self._group._lock:
             return self._group._pending_futures.pop(self._record.seq, None) is not None
 
@@ -830,7 +844,7 @@ class _AbortableFuture:
 
 
 class _RaiseOnAccess:
-    """Raises when looked into: by Python callers as the future unwraps it, by C++ in the pickler that seeks tensors."""
+    """Raises on access: in Python when the future unwraps it, in C++ in the pickler that searches for tensors."""
 
     def __init__(self, error: BaseException) -> None:
         self._error = error

@@ -1,10 +1,10 @@
 """The last collectives of a rank: what was called, where in the user's code, and whether it has finished.
 
-Always on, so it must cost microseconds: `begin` stores references and turns them into shapes and line numbers only
-when somebody reads. Knows nothing of torch (a tensor is whatever has `shape` and `dtype`), of groups beyond their
-label, or of what a collective does.
+Recording is always on, so it must cost microseconds: `begin` stores references, which are converted to shapes and line
+numbers only when they are read. Does not depend on torch (a tensor is anything with `shape` and `dtype`), on groups
+beyond their label, or on what a collective does.
 
-Times are `time.monotonic` seconds of this process; `Collective.seconds` says how long one has run.
+Times are `time.monotonic` seconds of this process; `Collective.seconds` returns how long one has run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from meshbook.wire.messages import POINT_TO_POINT, RECORDED_STEP_FILE
 
 
 class UserLine(NamedTuple):
-    """One place in somebody's source."""
+    """One line of source code."""
 
     file: str
     line: int
@@ -42,12 +42,12 @@ class TensorLike(Protocol):
 
 
 class GroupLabel:
-    """A process group as the ring sees it: its name, the global ranks in it, and counters of its collectives.
+    """A process group as the ring records it: its name, its global ranks, and counters of its collectives.
 
     Attributes:
-        members: its ranks in words.
-        epoch: which connections of the group these are; the counters start again with each.
-        is_doubtful: a signal came as a collective was noted: it may count here, and has not begun.
+        ranks_text: its ranks as text.
+        generation: of the group's connections; the counters restart with each.
+        is_doubtful: a signal arrived while a collective was recorded: it may count here, and has not begun.
     """
 
     __slots__ = (
@@ -69,21 +69,21 @@ class GroupLabel:
         self.reset_counters(0)
 
     def reset_counters(self, generation: int) -> None:
-        """Count from 1 again: after a break, members would go on from where each had come to, which differs."""
+        """Restart the counts at 1: after an abort, members would otherwise continue from different numbers."""
         self.generation = generation
         self.is_doubtful = False
         self._seq_counter = itertools.count(1)
         self._pair_counters: dict[tuple[bool, int | None], itertools.count[int]] = {}
-        self.next_seq: Callable[[], int] = self._seq_counter.__next__  # atomic: collectives come from several threads
+        self.next_seq: Callable[[], int] = self._seq_counter.__next__  # atomic: collectives start on several threads
         self.next_p2p_seq: Callable[[], int] = itertools.count(1).__next__
 
     def next_pair_seq(self, is_send: bool, peer: int | None) -> int:
-        """The number of a send to this member, or of a receive from it, from 1; None: from any member."""
+        """Return the number of a send to this peer, or of a receive from it, from 1; None: from any member."""
         return next(self._pair_counters.setdefault((is_send, peer), itertools.count(1)))
 
     @property
     def num_begun(self) -> int:
-        """How many collectives this rank has begun on these connections, sends and receives not counted."""
+        """How many collectives this rank has begun on these connections, without sends and receives."""
         return _num_taken(self._seq_counter)
 
     @property
@@ -93,7 +93,10 @@ class GroupLabel:
 
 
 def _num_taken(counter: itertools.count[int]) -> int:
-    """How many numbers were taken: the one thing that tells it without taking one is `count(5)`, in every Python."""
+    """Return how many numbers were drawn, from the repr, `count(5)`.
+
+    In every version of Python, only the repr shows that without drawing a number.
+    """
     return int(repr(counter)[len("count(") : -1]) - 1
 
 
@@ -103,14 +106,14 @@ class Collective:
     Attributes:
         op: torch.distributed's name for it, "all_reduce", "send".
         seq: number among all collectives of this rank, from 1.
-        group_seq: number among those of its group and epoch, from 1; equal on all members of a group that run the same
-            code. Sends and receives have a count of their own, for not all members take part in them.
-        epoch: of its group's connections when it began.
-        t_start, t_end: monotonic seconds; `t_end` is None while it runs. For one that nobody waited for, it is when
-            its end was first noticed.
+        group_seq: number among those of its group and generation, from 1; equal on all members of a group that run the
+            same code. Sends and receives have a separate count, because not all members take part in them.
+        generation: of its group's connections when it began.
+        t_start, t_end: monotonic seconds; `t_end` is None while it runs. If no thread waited for it, `t_end` is when
+            its end was first detected.
         error: why it failed, one line; None if it did not.
-        peer: the other side's global rank, of a send or recv; None otherwise.
-        pair_seq: of a send or recv: its number among those between the same two ranks in the same direction; else 0.
+        peer: the global rank of the other side, for a send or recv; None otherwise.
+        pair_seq: for a send or recv: its number among those between the same two ranks in the same direction; else 0.
     """
 
     __slots__ = (
@@ -161,7 +164,7 @@ class Collective:
         self._code = code  # the code object, not the frame: a frame would keep the user's locals alive
         self._instruction = instruction
         self._is_finished: Callable[[], bool] | None = None
-        self._on_device = False  # `_finished` asks the device's driver
+        self._on_device = False  # `_is_finished` queries the device's driver
 
     @property
     def group(self) -> str:
@@ -173,7 +176,7 @@ class Collective:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """What this rank puts in (a recv or broadcast: what it fills); at most `MAX_RECORDED_TENSORS` of them."""
+        """The inputs of this rank (for a recv or broadcast: the outputs); at most `MAX_RECORDED_TENSORS` of them."""
         return tuple(tuple(int(size) for size in shape) for shape in self._shapes)
 
     @property
@@ -183,11 +186,11 @@ class Collective:
 
     @property
     def line(self) -> UserLine | None:
-        """The innermost frame of the user's code at the call; None if no such frame was on any stack."""
+        """The innermost frame of the user's code at the call; None if no stack had such a frame."""
         return None if self._code is None else _find_line(self._code, self._instruction)
 
     def seconds(self, now: float | None = None) -> float:
-        """How long it took, or has been running at monotonic time `now` (default: this moment)."""
+        """Return how long it took, or has been running at monotonic time `now` (default: now)."""
         end = self.t_end
         if end is None:
             end = monotonic() if now is None else now
@@ -200,25 +203,25 @@ class Collective:
         return f"<{self.op} #{self.seq} on {self.group}{location}: {state}>"
 
 
-# Shapes kept per collective. Coalesced calls carry hundreds of tensors; the first few tell a mismatch from a match.
+# Shapes stored per collective. Coalesced calls have hundreds of tensors; the first few suffice to detect a mismatch.
 MAX_RECORDED_TENSORS = 8
 
 
 class CollectiveRing:
     """The last `size` collectives.
 
-    `begin` and `finish` are called by the threads that run collectives; everything else may be called by any thread
-    at any time. Nothing here waits.
+    `begin` and `finish` are called by the threads that run collectives; everything else may be called by any thread at
+    any time. Nothing here blocks.
 
     Attributes:
-        num_captures: of device graphs that are under way. The driver is asked nothing meanwhile: a question from
-            another thread would make a capture invalid.
+        num_captures: number of device graph captures in progress. The driver is not queried meanwhile: a query from
+            another thread would invalidate a capture.
 
     Args:
-        size: how many are kept.
+        size: how many are stored.
         skip: folders and files whose frames are not the user's.
         clock: monotonic seconds.
-        detailed: False keeps neither lines nor shapes.
+        detailed: False stores neither lines nor shapes.
     """
 
     def __init__(
@@ -243,9 +246,9 @@ class CollectiveRing:
             self.skip_frames_of(path)
         self._last: Collective | None = None
         self.num_captures = 0
-        self._device_error: str | None = None  # what the driver answers to every question from now on
+        self._device_error: str | None = None  # the driver's error, which all later queries would return
         self._main_thread = threading.main_thread().ident
-        self._other_thread_ids: set[int] = set()  # others that have begun a collective
+        self._other_thread_ids: set[int] = set()  # other threads that have begun a collective
 
     @property
     def size(self) -> int:
@@ -257,21 +260,24 @@ class CollectiveRing:
         return self._last
 
     def other_threads(self) -> tuple[threading.Thread, ...]:
-        """Threads beside the main one that have begun collectives here and live. Autograd's own, which run within a
-        backward pass of the main thread's, are none of Python's and not among them."""
+        """Return the live threads beside the main one that have begun collectives here.
+
+        Autograd's own threads, which run within a backward pass of the main thread, are not Python threads and not
+        included.
+        """
         return tuple(
             thread
             for thread in threading.enumerate()
             if thread.ident in self._other_thread_ids
             and not isinstance(thread, threading._DummyThread)
-            and not thread.name.startswith("meshbook-")  # an identifier is used again when its thread has ended
+            and not thread.name.startswith("meshbook-")  # an identifier is reused after its thread has ended
         )
 
     def skip_frames_of(self, path: str | os.PathLike[str]) -> None:
-        """From now on frames of this file, or of the files in this folder, are not the user's."""
+        """Treat frames of this file, or of the files in this folder, as not the user's from now on."""
         prefix = str(path)
         if not prefix.endswith(".py"):
-            prefix = prefix.rstrip(os.sep) + os.sep  # site-packages/torch/, and not site-packages/torchvision
+            prefix = prefix.rstrip(os.sep) + os.sep  # matches site-packages/torch/, but not site-packages/torchvision
         if prefix not in self._skip_prefixes:
             self._skip_prefixes = (*self._skip_prefixes, prefix)
             self._skip_cache = {}
@@ -279,10 +285,10 @@ class CollectiveRing:
     def begin(
         self, op: str, label: GroupLabel, tensors: Sequence[TensorLike] = (), peer: int | None = None
     ) -> Collective:
-        """Note that `op` starts now, called from the innermost frame that is not skipped.
+        """Record that `op` starts now, called from the innermost frame that is not skipped.
 
         Args:
-            tensors: what the call hands over; only shapes and dtypes are kept.
+            tensors: the tensors of the call; only shapes and dtypes are stored.
             peer: global rank of the other side, for a send or recv.
         """
         frame: Any = None
@@ -324,7 +330,7 @@ class CollectiveRing:
         return collective
 
     def finish(self, collective: Collective, error: BaseException | str | None = None) -> None:
-        """Note that it has ended. The first end counts: what fails after that is another story."""
+        """Record the end of a collective. Only the first call counts; later failures are ignored."""
         if collective.t_end is not None:
             return
         if error is not None:
@@ -335,20 +341,20 @@ class CollectiveRing:
     def set_completion_check(
         self, collective: Collective, is_finished: Callable[[], bool] | None, *, on_device: bool = False
     ) -> None:
-        """Give a collective that may end unnoticed a way to ask; readers of the ring call `is_finished` when they look.
+        """Set how to detect the end of a collective that no thread waits for; readers of the ring call `is_finished`.
 
-        None takes it back: somebody will say `finish`.
+        None removes the check, when `finish` will be called.
 
         Args:
-            on_device: `is_finished` asks the device's driver. After its first error it is asked nothing any more: a
-                device-side assert, for example, is the answer to every question from then on.
+            on_device: `is_finished` queries the device's driver. After its first error it is not queried again: a
+                device-side assert, for example, is the result of every later query.
         """
         collective._on_device = on_device
         collective._is_finished = is_finished
 
     def snapshot(self) -> tuple[Collective, ...]:
-        """All that are kept, oldest first."""
-        # Copying a list is one step under the interpreter lock, so a thread that begins another one cannot tear it.
+        """Return all stored collectives, oldest first."""
+        # Copying a list is atomic under the GIL, so a thread that begins another collective cannot corrupt it.
         recorded = [collective for collective in self._slots[:] if collective is not None]
         for collective in recorded:
             self._poll_one(collective)
@@ -356,22 +362,25 @@ class CollectiveRing:
         return tuple(recorded)
 
     def since(self, seq: int) -> tuple[Collective, ...]:
-        """Those after number `seq` that are kept, oldest first. Costs what there is of them, not the ring's size."""
+        """Return the stored collectives after number `seq`, oldest first.
+
+        The cost depends on their number, not on the ring's size.
+        """
         last = self._last
         if last is None or last.seq <= seq:
             return ()
         first = max(seq + 1, last.seq - self._size + 1)
         recorded = [self._slots[number % self._size] for number in range(first, last.seq + 1)]
-        # A slot may have been used again, or not yet been filled by a thread that has its number.
+        # A slot may have been reused, or not yet been filled by a thread that has its number.
         return tuple(collective for collective in recorded if collective is not None and first <= collective.seq)
 
     def poll_completion(self, collectives: Iterable[Collective]) -> None:
-        """Ask those that may have ended unnoticed whether they have."""
+        """Check whether these collectives have ended without being recorded as such."""
         for collective in collectives:
             self._poll_one(collective)
 
     def running(self) -> tuple[Collective, ...]:
-        """Those that have not finished, oldest first."""
+        """Return the collectives that have not finished, oldest first."""
         return tuple(collective for collective in self.snapshot() if collective.t_end is None)
 
     def _poll_one(self, collective: Collective) -> None:
@@ -394,7 +403,7 @@ class CollectiveRing:
             self.finish(collective, unknown)
 
     def _main_thread_user_frame(self) -> Any:
-        """The user's frame on the main thread: where a backward pass was called that runs on a thread of its own."""
+        """Return the user's frame on the main thread, which called a backward pass that runs on another thread."""
         main = threading.main_thread().ident
         frame: Any = sys._current_frames().get(main) if main is not None else None
         while frame is not None and frame.f_code.co_filename.startswith(self._skip_prefixes):
@@ -403,7 +412,7 @@ class CollectiveRing:
 
 
 # Lines by the addresses of their instructions, which are in their code objects. A step calls its collectives at the
-# same few lines each time, and finding a line among a cell's takes tens of microseconds.
+# same few lines each time, and finding a line of a cell takes tens of microseconds.
 _line_cache: dict[int, tuple[CodeType, UserLine]] = {}
 _MAX_CACHED_LINES = 4096
 
@@ -421,7 +430,7 @@ def _find_line(code: CodeType, instruction: int) -> UserLine:
 
 
 def one_line_error(error: BaseException) -> str:
-    """`RuntimeError: Connection closed by peer`, without the lines below."""
+    """Return `RuntimeError: Connection closed by peer`, without further lines of the message."""
     text = str(error).strip()
     first = text.splitlines()[0] if text else ""
     return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -1,7 +1,7 @@
-"""Numbers that user code gives to `meshbook.log`: the rank keeps them until its next beat takes them along.
+"""Numbers that user code passes to `meshbook.log`: the rank stores them until its next heartbeat sends them.
 
-`log` is called in training loops, so it appends and does nothing else; naming, thinning and counting steps per second
-are done by the service thread when it drains. Knows nothing of torch: a tensor is whatever has `item()`.
+`log` is called in training loops, so it only appends. The service thread sanitizes names, thins out calls and counts
+steps per second when it drains. Does not depend on torch: a tensor is anything with `item()`.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from meshbook.clock import monotonic
 from meshbook.errors import UsageError
 from meshbook.wire.messages import Scalar
 
-# Calls that are kept between two beats; the oldest are dropped. Ten times what a loop that computes anything makes.
+# Calls stored between two heartbeats; the oldest are dropped. Ten times what a loop with any computation makes.
 _MAX_BUFFERED_CALLS = 16_384
 
-# Calls of which one beat tells; of more, every n-th. A chart is some hundred points wide.
+# Calls reported per heartbeat; of more, every n-th. A chart is a few hundred points wide.
 _MAX_REPORTED_CALLS = 512
 
-# Scalars that one beat tells at most, whatever one call holds.
+# Limit of scalars per heartbeat, however many one call has.
 _MAX_REPORTED_SCALARS = 4_096
 
-# Characters of a name that are kept.
+# Limit of a name in characters.
 _MAX_NAME_CHARS = 200
 
-# Seconds over which steps per second are counted: long enough for steps of a second to give a steady number.
+# Window in seconds for steps per second: long enough for a steady rate with steps of a second.
 _RATE_WINDOW_S = 10.0
 
-# Its number, its step, when it was made, and what was given.
+# Its number, its step, its time, and its scalars.
 LoggedCall = tuple[int, int, float, dict[str, Any]]
 
 
 class ScalarLog:
-    """What was logged on this rank and not told yet. `log` is called by user threads, the rest by one other thread.
+    """What was logged on this rank and not reported yet. User threads call `log`; one other thread calls the rest.
 
     Attributes:
-        num_steps: steps begun since the rank started: calls that did not name the step of the call before.
+        num_steps: steps begun since the rank started: calls with another step than the previous call.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
@@ -48,11 +48,11 @@ class ScalarLog:
         self._num_calls = 0
         self._last_drained = 0
         self.num_steps = 0
-        self._step_samples: deque[tuple[float, int]] = deque()  # when it was drained, and how many steps there were
+        self._step_samples: deque[tuple[float, int]] = deque()  # time of each sample, and `num_steps` then
 
     def log(self, step: Any, scalars: dict[str, Any]) -> None:
         for name, value in scalars.items():
-            if type(value) is not float:  # most are; and the dict is the caller's own, made by `**`
+            if type(value) is not float:  # most are; the dict belongs to this call, made by `**`
                 scalars[name] = _to_float(name, value)
         if step is None:
             self._step = step = self._step + 1
@@ -64,14 +64,15 @@ class ScalarLog:
         self._calls.append((self._num_calls, step, self._clock(), scalars))
 
     def drain(self) -> tuple[tuple[Scalar, ...], int]:
-        """What was logged since the last time, in order, and how many numbers of it are not among them."""
+        """Return what was logged since the last drain, in order, and how many of its numbers are left out."""
         calls = []
-        for _ in range(len(self._calls)):  # bounded: a loop may append as fast as this takes
+        for _ in range(len(self._calls)):  # bounded: a loop may append as fast as this pops
             calls.append(self._calls.popleft())
         if not calls:
             return (), 0
         width = max(1, max(len(call[3]) for call in calls))
-        num_dropped = max(0, calls[-1][0] - self._last_drained - len(calls)) * width  # pushed out by newer ones; about
+        # pushed out by newer ones; approximate
+        num_dropped = max(0, calls[-1][0] - self._last_drained - len(calls)) * width
         self._last_drained = calls[-1][0]
         every = math.ceil(len(calls) / min(_MAX_REPORTED_CALLS, max(1, _MAX_REPORTED_SCALARS // width)))
         if every > 1:
@@ -87,13 +88,13 @@ class ScalarLog:
         return tuple(reported[-2 * _MAX_REPORTED_SCALARS :]), num_dropped
 
     def steps_per_s(self) -> float | None:
-        """Over the last ten seconds in which this was asked, about; None before the first step. Ask once per beat."""
+        """Return the rate over about the last ten seconds; None before the first step. Call once per heartbeat."""
         now, steps = self._clock(), self.num_steps
         samples = self._step_samples
         samples.append((now, steps))
         while len(samples) > 2 and now - samples[1][0] >= _RATE_WINDOW_S:
             samples.popleft()
-        # What lies before the first step is not part of a rate: it is the time it took to get there.
+        # The time before the first step is not part of the rate.
         while len(samples) > 2 and samples[0][1] == 0 and samples[1][1] == 0:
             samples.popleft()
         since, steps_then = samples[0]
@@ -101,8 +102,10 @@ class ScalarLog:
 
 
 def _thin_out(calls: list[LoggedCall], every: int) -> list[LoggedCall]:
-    """Every n-th call and the last, and each at which a number stopped or began to be finite: the step of a first NaN
-    is what people look for."""
+    """Select every n-th call, the last, and each at which the numbers stop or start being finite.
+
+    The step of a first NaN is what users look for.
+    """
     selected, was_finite = [], True
     for index, call in enumerate(calls):
         finite = all(map(math.isfinite, call[3].values()))
@@ -113,7 +116,7 @@ def _thin_out(calls: list[LoggedCall], every: int) -> list[LoggedCall]:
 
 
 def _to_float(name: str, value: Any) -> float:
-    """One number as a float: Python's, NumPy's, a tensor with one element (of one on a GPU it waits for the value)."""
+    """Return one number as a float: Python's, NumPy's, a tensor with one element (waits for it on a GPU)."""
     kind = type(value)
     if kind is int or kind is bool:
         try:
@@ -125,7 +128,7 @@ def _to_float(name: str, value: Any) -> float:
         if isinstance(value, (str, bytes)):
             raise TypeError
         item = getattr(value, "item", None)
-        return float(value if item is None else item())  # not float(tensor): that warns where it requires a gradient
+        return float(value if item is None else item())  # not float(tensor): that warns if it requires a gradient
     except (TypeError, ValueError, RuntimeError):
         what = f"has shape {tuple(shape)}" if isinstance(shape, tuple) and shape else f"is a {kind.__name__}"
         hint = f"; give one number of it, such as {name}.mean()" if isinstance(shape, tuple) and shape else ""
@@ -147,32 +150,32 @@ def _truncate_name(name: str) -> str:
     return name[:_MAX_NAME_CHARS].encode("utf-8", "replace").decode()
 
 
-# A process is one rank for as long as it lives, and `meshbook.log` is a function of the process.
+# Global, because a process is one rank for its lifetime, and `meshbook.log` is a function of the process.
 _installed_log: ScalarLog | None = None
 
 
 def install(scalars: ScalarLog | None) -> None:
-    """From now on `meshbook.log` in this process is heard by `scalars`."""
+    """Set the log that receives `meshbook.log` in this process."""
     global _installed_log
     _installed_log = scalars
 
 
 def log(*, step: int | None = None, **scalars: Any) -> None:
-    """Note numbers of a training loop on this rank, for the dashboard's charts and `mesh.metrics()`.
+    """Log numbers of a training loop on this rank, for the dashboard's charts and `mesh.metrics()`.
 
         for batch in data:
             loss = train(batch)
             meshbook.log(loss=loss, lr=schedule.get_last_lr()[0])
 
-    Costs about a microsecond and never waits, but for the value of a CUDA tensor, as `.item()` does. What is logged is
-    told with the rank's next beat, once per second; of more than 512 calls in a second every n-th is.
+    Costs about a microsecond and never waits, except for the value of a CUDA tensor, as `.item()` does. The numbers are
+    sent with the rank's next heartbeat, once per second; of more than 512 calls in a second only every n-th is sent.
 
     Args:
-        step: None counts on from the last one, from 0. Several calls may share one step.
-        scalars: a number each: int, float, NumPy's, a tensor with one element. NaN and inf are kept as they are.
+        step: None continues from the last step, starting at 0. Several calls may share one step.
+        scalars: one number each: int, float, a NumPy number, a tensor with one element. NaN and inf are preserved.
 
     Raises:
-        UsageError: something is not one number; or this process is not a rank of a mesh.
+        UsageError: a value is not one number; or this process is not a rank of a mesh.
     """
     if _installed_log is None:
         raise UsageError(

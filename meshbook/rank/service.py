@@ -1,9 +1,9 @@
-"""A rank's second thread: it answers while the main thread is busy.
+"""The service thread of a rank: it replies while the main thread is busy.
 
-It streams output, beats, answers questions (completion, inspection, previews), and frees waiters from collectives. It
-runs no user code. Its socket and its thread are its own, so a long message to or from the main thread never delays a
-beat; only C code that keeps the GIL does, and the host can tell that from the silence. No exception ends it: the user
-is told of the first of each kind.
+It streams output, sends heartbeats, answers queries (completion, inspection, previews), and frees threads that wait in
+collectives. It runs no user code. It has its own socket, so a long message to or from the main thread never delays a
+heartbeat. Only C code that holds the GIL does, and the host can tell that from the silence. No exception ends it: the
+first of each kind is reported to the user.
 """
 
 from __future__ import annotations
@@ -37,50 +37,50 @@ T = TypeVar("T")
 
 HEARTBEAT_S = 1.0
 
-# How long output gathers before it is sent: below what a reader notices, above the time print() takes for its parts.
+# How long output is batched before it is sent: not noticeable to a reader, but longer than print() takes for its parts.
 _OUTPUT_BATCH_S = 0.03
 
-# What one rank may send of output: this much at once, then this much per second. Beyond it the buffer in `capture`
-# fills, and is cut in the middle with a notice. 512 KiB/s from each of several ranks is already more than a front end's
-# own limit (1 MB/s), and far more than anyone reads.
+# Output limit of one rank: a burst, then a rate per second. Beyond it the buffer in `capture` fills, and its middle is
+# dropped with a notice. 512 KiB/s from each of several ranks already exceeds a front end's own limit (1 MB/s), and far
+# exceeds what anyone reads.
 _OUTPUT_BURST_BYTES = 2 << 20
 _OUTPUT_BYTES_PER_S = 512 << 10
 
-# Seconds that a shared segment which nobody reads is kept for the next value that goes out.
+# Seconds that an unused shared segment is retained for the next value to send.
 _IDLE_SEGMENT_S = 30.0
 
-# Actors stand beside ranks and not below them, so they are found by name, and only by who asks for them.
+# Actors are a sibling package of ranks, not a dependency, so they are imported by name, and only on request.
 ACTORS_ENTRY_POINT = "meshbook.actors.runtime.rank_hooks:enable_actors"
-# How often, and after how many seconds, it is looked whether the main thread has moved.
+# Number of samples, and seconds between them, to detect whether the main thread moves.
 _PROGRESS_SAMPLES, _PROGRESS_SAMPLE_S = 5, 0.002
-# What the rank's log keeps of one traceback.
+# Limit of one traceback in the rank's log.
 _MAX_TRACEBACK_CHARS = 8000
-_FINAL_OUTPUT_TIMEOUT_S = 1.0  # how long the end of the rank waits for the host to have heard its last words
+_FINAL_OUTPUT_TIMEOUT_S = 1.0  # how long an exiting rank waits for the host to confirm its final output
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Reporter:
-    """What both threads report through: output in order, each piece numbered, on the socket of whoever sends it."""
+    """Sends reports for both threads: output in order, each piece numbered, on the sending thread's socket."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], config: spawn.RankConfig, output: OutputBuffer) -> None:
         self._config, self._output = config, output
         self._lock = threading.Lock()
         self._seq = 0
         self.work_socket = connect_to_host(context, config.work_address, config.rank)
-        self.call_id: CallId | None = None  # the call whose output this is: the running one, else the last
+        self.call_id: CallId | None = None  # the call that the output belongs to: the running one, else the last
 
     def send(self, report: messages.RankReport) -> None:
-        """Send from the main thread."""
+        """Send a report. Main thread only."""
         self.work_socket.send_multipart(codec.encode(report))
 
     def pop_remaining_output(self) -> tuple[tuple[messages.OutputItem, ...], int]:
-        """What has not been sent yet, and the number of the last piece that has."""
+        """Return the unsent output, and the number of the last piece that was sent."""
         with self._lock:
             return self._output.pop_items(), self._seq
 
     def send_output(self, socket: zmq.Socket[bytes]) -> int:
-        """Send what there is of output on `socket`; its size in bytes, about."""
+        """Send the available output on `socket`; return its approximate size in bytes."""
         with self._lock:
             items = self._output.pop_items()
             if not items:
@@ -94,7 +94,7 @@ class Reporter:
 
 
 class Service:
-    """The service thread; `start()` it once."""
+    """The service thread; call `start()` once."""
 
     def __init__(
         self,
@@ -114,10 +114,10 @@ class Service:
         self._budget = float(_OUTPUT_BURST_BYTES)
         self._budget_updated_at = monotonic()
         self._is_exiting = self._is_final_output_sent = False
-        self._exit_confirmed = threading.Event()  # the host has everything
-        self._is_device_selected = False  # this thread's CUDA device is the rank's
+        self._exit_confirmed = threading.Event()  # the host has received everything
+        self._is_device_selected = False  # this thread's current CUDA device is the rank's
         self._activity = "starting"
-        self._reported_failures: set[tuple[str, type]] = set()  # that the user has been told of
+        self._reported_failures: set[tuple[str, type]] = set()  # reported to the user
         self._loop = Loop(on_error=self._report_failure)
         self._socket: zmq.Socket[bytes]
         self._flush_deadline: float | None = None
@@ -136,7 +136,7 @@ class Service:
         self.thread.start()
 
     def _run(self, ready: messages.RankReady) -> None:
-        # Signals are the main thread's: one delivered here would only wake it through a detour, and late.
+        # Signals belong to the main thread: one delivered here would reach it late and indirectly.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         self._socket = connect_to_host(self._context, self._config.service_address, self._config.rank)
         self._send(ready)
@@ -149,11 +149,13 @@ class Service:
     def _send(self, report: messages.RankReport) -> None:
         self._socket.send_multipart(codec.encode(report))
 
-    # ---- what went wrong here
+    # ---- failures of this thread
 
     def _report_failure(self, error: BaseException) -> None:
-        """Tell the host, once for each kind: it shows the user a sentence, and keeps the traceback in the rank's log.
-        Called by the loop, which goes on."""
+        """Report a failure to the host, once for each kind. Called by the loop, which continues.
+
+        The host shows the user a sentence, and writes the traceback to the rank's log.
+        """
         kind = (self._activity, type(error))
         if kind in self._reported_failures:
             return
@@ -168,7 +170,7 @@ class Service:
         )
 
     def _attempt(self, activity: str, function: Callable[[], T]) -> T | None:
-        """What `function` returns; None if it failed, which is told."""
+        """Return the result of `function`; None if it failed, which is reported."""
         try:
             return function()
         except BaseException as error:
@@ -216,7 +218,7 @@ class Service:
         if handler is not None:
             try:
                 answered = handler(command)
-            except BaseException as error:  # of code of the user's, which may raise anything
+            except BaseException as error:  # user code may raise anything
                 answered = {"error": f"{type(error).__name__}: {error}"}
             call = command.call  # type: ignore[union-attr]
             self._send(messages.RankReply(rank=self._config.rank, call=call, content=answered))
@@ -243,14 +245,16 @@ class Service:
             case messages.Exit():
                 try:
                     threading.Thread(target=self._exit_process, name="meshbook-end", daemon=True).start()
-                except RuntimeError:  # this process may have no more threads; what it printed can still be sent
+                except RuntimeError:  # the process cannot start more threads; its output can still be sent
                     self._reporter.send_output(self._socket)
                     os._exit(0)
 
     def _select_device(self) -> None:
-        """Make the rank's GPU this thread's current device, once CUDA is in use. CUDA's calls (asking an event whether
-        it has happened) use the thread's device, which is GPU 0 at first: every rank would make a context there, half
-        a gigabyte each."""
+        """Make the rank's GPU this thread's current device, once CUDA is in use.
+
+        CUDA calls (such as querying an event) use the thread's device, which is GPU 0 at first: every rank would create
+        a context there, half a gigabyte each.
+        """
         if self._is_device_selected or not self._executor.device.startswith("cuda:"):
             return
         torch: Any = sys.modules.get("torch")
@@ -266,22 +270,26 @@ class Service:
             os._exit(0)
 
     def end_actors(self) -> None:
-        """The rank will end, and its actors before it. Blocks, for ACTORS_GRACE_S at most. For any thread but the
-        service's own."""
+        """End the rank's actors before the rank itself.
+
+        Blocks, for ACTORS_GRACE_S at most. Call it on any thread but the service thread.
+        """
         actors = sys.modules.get(ACTORS_ENTRY_POINT.partition(":")[0])
         if actors is not None:
             actors.end_actors()
 
     def send_final_output(self) -> None:
-        """The process is about to end: send what it has printed. Blocks until the host has it, for a second at most:
-        a message that was sent may still be on its way out of this process. For any thread but the service's own."""
+        """Send what the exiting process has printed. Call it on any thread but the service thread.
+
+        Blocks until the host has received it, for a second at most: a sent message may still be queued in this process.
+        """
         self._output.flush()
         self._is_exiting = True
         self._output.wake()
         self._exit_confirmed.wait(_FINAL_OUTPUT_TIMEOUT_S)
 
     def _send_snapshot(self, command: messages.TakeSnapshots) -> None:
-        """Look at this rank. What goes wrong is told as what is missing."""
+        """Send a snapshot of this rank; a failure is reported in it as a problem."""
         rank = self._config.rank
         actors = sys.modules.get(ACTORS_ENTRY_POINT.partition(":")[0])
         try:
@@ -300,14 +308,14 @@ class Service:
             frames = codec.encode(messages.RankSnapshotReply(rank=rank, call=command.call, snapshot=failed_snapshot))
         self._socket.send_multipart(frames)
 
-    # ---- beats
+    # ---- heartbeats
 
     def _schedule_heartbeat(self, delay_s: float) -> None:
         scheduled_at = monotonic() + delay_s
         self._loop.call_later(delay_s, lambda: self._send_heartbeat(scheduled_at))
 
     def _send_heartbeat(self, scheduled_at: float) -> None:
-        """Send a beat. What cannot be measured is left out of it: without a beat the rank would count as silent."""
+        """Send a heartbeat, without what cannot be measured: a rank that sends none would count as silent."""
         self._activity = "sending a beat"
         self._record_wakeup(scheduled_at)
         self._schedule_heartbeat(HEARTBEAT_S)
@@ -333,12 +341,12 @@ class Service:
             self._schedule_flush(0.0)
 
     def _record_wakeup(self, scheduled_at: float | None) -> None:
-        """This thread wanted to run at monotonic time `scheduled_at`. It runs late when another keeps the GIL."""
+        """Record how late this thread runs after monotonic time `scheduled_at`: another thread may hold the GIL."""
         if self._probes is not None and scheduled_at is not None:
             self._probes.record_wakeup_delay(monotonic() - scheduled_at)
 
     def _is_main_thread_progressing(self) -> bool:
-        """Whether the main thread has nothing to do, or gets on with it: it is somewhere else some moments later."""
+        """Whether the main thread is idle or makes progress, that is, has moved some moments later."""
         if self._executor.running_call_id is None:
             return True
         before = self._main_thread_position()
@@ -353,7 +361,7 @@ class Service:
         return (0, 0) if frame is None else (id(frame.f_code), frame.f_lasti)
 
     def _running_cell_line(self) -> int | None:
-        """The line of the running cell that the main thread is at, below whatever it called."""
+        """Return the line of the running cell that the main thread executes, ignoring called functions."""
         filename = self._executor.shell.running_file
         if filename is None:
             return None
@@ -371,7 +379,7 @@ def _load_entry_point(entry_point: str) -> Any:
 
 
 def select_device(device: str) -> None:
-    """Make a rank's GPU the calling thread's current device; nothing for a rank on the CPU. A new thread has GPU 0."""
+    """Make a rank's GPU the calling thread's current device. A new thread has GPU 0; no-op for a rank on the CPU."""
     if device.startswith("cuda:"):
         import torch
 
@@ -387,7 +395,7 @@ def read_rss_bytes() -> int:
 
 
 def connect_to_host(context: zmq.Context[zmq.Socket[bytes]], address: str, rank: int) -> zmq.Socket[bytes]:
-    """A rank's DEALER to one of its host's sockets."""
+    """Return a rank's DEALER socket to one of its host's sockets."""
     socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, b"r%d" % rank)
     keys.configure_socket(socket, max_message_bytes=codec.MAX_MESSAGE_BYTES)

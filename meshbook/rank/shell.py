@@ -1,11 +1,11 @@
-"""The IPython shell of a rank: runs cells, remembers their values, never ends the process.
+"""The IPython shell of a rank: runs cells, records their values, and never exits the process.
 
-An `InteractiveShell` without a terminal, without files of its own and without a kernel: output and displays go to the
-rank's `OutputBuffer`, the last expression's value is handed back, input() asks whoever composed the rank. A cell runs
-through a path of our own that is leaner than `run_cell` and arms interrupts around user code only; everything that
-IPython itself starts (`%run`, `%rerun`, extensions) goes through the inherited one.
+It is an `InteractiveShell` without a terminal, without files and without a kernel. Output and displays go to the rank's
+`OutputBuffer`, the value of the last expression is returned, and input() calls a function that the rank sets. Cells run
+through a custom path that is leaner than `run_cell` and arms interrupts around user code only. Everything that IPython
+itself starts (`%run`, `%rerun`, extensions) uses the inherited path.
 
-Knows nothing of messages beyond the words it is called with, nor of groups, hosts or other ranks.
+Does not depend on messages beyond the types of its arguments, nor on process groups, hosts or other ranks.
 """
 
 # mypy: allow-untyped-calls
@@ -37,8 +37,8 @@ from functools import partial
 from types import BuiltinFunctionType, CodeType, ModuleType, TracebackType
 from typing import Any, Final, Literal, NoReturn
 
-# Imported for the ranks that are forked from a process that has imported this file: IPython itself would import these
-# in every rank, at its first traceback, completion or question, at 20 to 200 ms and some MiB each.
+# Imported here for the ranks that are forked from a process that has imported this module. Otherwise IPython would
+# import these in every rank, at its first traceback, completion or inspection, at 20 to 200 ms and some MiB each.
 import IPython.core.completer
 import IPython.core.display_functions
 import IPython.core.magics.basic
@@ -72,54 +72,54 @@ from meshbook.wire.messages import ClearOutput, Display, Notice, Preview, RankEr
 
 __all__ = ["CellRun", "InterruptGate", "RankShell", "preload"]
 
-# How many of `_1`, `_i1`, `_2`, ... there are at a time.
+# How many of `_1`, `_i1`, `_2`, ... exist at a time.
 MAX_NUMBERED_NAMES: Final = 200
 
 _INLINE_BACKEND: Final = "module://matplotlib_inline.backend_inline"
-# Views of widgets: the objects behind them are on the rank, where no front end reaches them.
+# Views of widgets: the objects behind them are on the rank, where no front end can reach them.
 _WIDGET_VIEW: Final = "application/vnd.jupyter.widget-view+json"
 
-# Kept apart, since the next lines are for when they are missing.
+# Saved separately, because the code that uses `_BUILTINS` runs when builtins are missing.
 _is_callable: Final = callable
 _BUILTINS: Final = [
     (name, thing) for name, thing in vars(builtins).items() if isinstance(thing, type | BuiltinFunctionType)
 ]
 
-# What IPython's input transformations may have something to say about: magics, shell commands, help, pasted prompts,
-# quoting calls, an indented beginning. A superset, so a match costs time and nothing else; without a match the text is
-# Python already, and tokenizing it several times (30 us a line) finds nothing.
+# Text that IPython's input transformations may change: magics, shell commands, help, pasted prompts, quoting calls, an
+# indented first line. The pattern matches a superset, so a false match costs only time. Text without a match is already
+# Python, and tokenizing it several times (30 us a line) changes nothing.
 _MAY_NEED_TRANSFORM: Final = re.compile(r"\A\s|\?|^\s*(?:[%!,;/]|>>>|\.\.\.|In ?\[|\[)|=\s*[%!]", re.MULTILINE)
 _FIRST_WORD: Final = re.compile(r"[\w.]*")
 
 
 @dataclass(slots=True)
 class CellRun:
-    """How a cell, or a call, ended."""
+    """How a cell or a function call ended."""
 
     status: Literal["ok", "error", "interrupted"]
-    has_result: bool = False  # whether there was a last expression with a value other than None
+    has_result: bool = False  # whether the last expression had a value other than None
     result: Any = None
     error: RankError | None = None  # for "error" and "interrupted"
-    bound: tuple[str, ...] = ()  # names of the namespace that it bound; of cells only
-    unbound: tuple[str, ...] = ()  # names that it deleted; of cells only
+    bound: tuple[str, ...] = ()  # names that it bound in the namespace; cells only
+    unbound: tuple[str, ...] = ()  # names that it deleted; cells only
     seconds: float = 0.0
 
 
 class RankShell(InteractiveShell):
-    """The shell in which a rank's user code runs. One per process: make it with `RankShell.make`.
+    """The shell in which a rank's user code runs. One per process: create it with `RankShell.make`.
 
     Attributes:
-        out: where everything goes that cells print and display.
+        output: receives everything that cells print and display.
         gate: what SIGINT does.
-        ask: called by input() and getpass() with the prompt and whether to hide what is typed; returns the text, or
-            raises EOFError or KeyboardInterrupt.
-        allow_input: whether the cell that runs may ask; for `ask` to look at.
+        request_input: called by input() and getpass() with the prompt and whether to hide what is typed; returns the
+            text, or raises EOFError or KeyboardInterrupt.
+        allow_input: whether the running cell may request input; read by `request_input`.
         running_file: the file name that the running cell was compiled under; None between cells.
-        awaiting: the coroutine that the shell's event loop runs; None when it runs none.
+        awaited_coroutine: the coroutine that the shell's event loop runs; None when it runs none.
     """
 
     displayhook: RankDisplayHook
-    # Traits and attributes of IPython's that its annotations describe too narrowly for what is done with them here.
+    # Traits and attributes of IPython whose annotations are too narrow for their use here.
     compile: Any
     configurables: Any
     history_manager: Any
@@ -128,14 +128,14 @@ class RankShell(InteractiveShell):
 
     @classmethod
     def make(cls, *, output: OutputBuffer, gate: InterruptGate | None = None) -> RankShell:
-        """The shell of this process, installed: `get_ipython()` finds it, input() asks through it."""
+        """Create and install the shell of this process: `get_ipython()` returns it, and input() goes through it."""
         cls.clear_instance()
-        InteractiveShell.clear_instance()  # one of another class, inherited by a fork
+        InteractiveShell.clear_instance()  # an instance of another class, inherited by a fork
         config = Config()
-        # Jedi is slow, imports what it completes, and is not needed where the objects themselves are at hand.
+        # Jedi is slow, imports what it completes, and is not needed where the objects themselves are available.
         config.IPCompleter.use_jedi = False
         config.IPCompleter.evaluation = "limited"
-        # Longer files are not parsed whole for a traceback: those of torch would take half a second.
+        # Longer files are not parsed completely for a traceback: those of torch would take half a second.
         IPython.core.ultratb.FAST_THRESHOLD = 1000
         shell = cls.instance(config=config, output=output, gate=gate or InterruptGate())
         shell.install()
@@ -149,32 +149,32 @@ class RankShell(InteractiveShell):
         self.running_file: str | None = None
         self.awaited_coroutine: Coroutine[Any, Any, Any] | None = None
         self._last_call_id = ""
-        self._num_displays = 0  # of the last cell, with an id of ours
+        self._num_displays = 0  # displays of the last cell that have an id made here
         self._loop: asyncio.AbstractEventLoop | None = None
         self._undo_patches: list[Callable[[], object]] = []
         self._preset_names: dict[str, Any] = {}
-        self._preset_modules: dict[str, ModuleType] = {}  # that were there when the presets were made
+        self._preset_modules: dict[str, ModuleType] = {}  # modules that existed when the presets were bound
         self._numbered_names: deque[str] = deque()
         with _without_database():
-            # display_page: what would go to a pager is displayed, for `less` would wait for a terminal for ever.
+            # display_page: pager output is displayed instead, because `less` would wait for a terminal forever.
             super().__init__(display_page=True, **kwargs)
         self.db = _MemoryStore()
         self.loop_runner = self.run_coroutine
-        self.InteractiveTB.tb_offset = 0  # frames that are not the user's are cut by name, not by number
+        self.InteractiveTB.tb_offset = 0  # frames that are not the user's are removed by file name, not by count
         self._namespace_tracker = NamespaceTracker(self.user_ns, self.user_ns_hidden)
         self._default_transforms = self._current_transforms()
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Making: what InteractiveShell would do with files and terminals
+    # Construction: replaces what InteractiveShell does with files and terminals
 
     def init_ipython_dir(self, ipython_dir: str | None) -> None:
-        """No folder: a rank keeps nothing on disk."""
+        """Create no folder: a rank stores nothing on disk."""
 
     def init_profile_dir(self, profile_dir: Any) -> None:
         self.profile_dir = _InMemoryProfileDir()
 
     def init_environment(self) -> None:
-        """What an ipykernel tells its subprocesses: colours are shown, pagers are not."""
+        """Set the environment that ipykernel gives its subprocesses: colours on, pagers off."""
         for name, value in {
             "TERM": "xterm-color",
             "CLICOLOR": "1",
@@ -184,7 +184,7 @@ class RankShell(InteractiveShell):
             "GIT_PAGER": "cat",
         }.items():
             os.environ[name] = value
-        # Read by matplotlib when it is imported, if it ever is: figures become displays at the end of the cell.
+        # Matplotlib reads this when it is imported; figures then become displays at the end of the cell.
         if importlib.util.find_spec("matplotlib_inline") is not None:
             os.environ.setdefault("MPLBACKEND", _INLINE_BACKEND)
 
@@ -210,7 +210,7 @@ class RankShell(InteractiveShell):
         return _Exiter(self)
 
     def install(self) -> None:
-        """Make this process's input(), breakpoint() and hooks the shell's own."""
+        """Install this shell's input(), breakpoint() and hooks in the process."""
         self.builtin_trap.activate()
         for owner, name, value in (
             (sys, "excepthook", self.excepthook),
@@ -224,7 +224,7 @@ class RankShell(InteractiveShell):
             setattr(owner, name, value)
 
     def close(self) -> None:
-        """Undo `install`, and let another shell be made in this process."""
+        """Undo `install`, so that another shell can be created in this process."""
         for undo in reversed(self._undo_patches):
             undo()
         self._undo_patches.clear()
@@ -237,20 +237,21 @@ class RankShell(InteractiveShell):
         type(self).clear_instance()
 
     def restore_sys_module_state_of_main(self) -> None:
-        """Give `__main__` back to the module that was it before this shell."""
+        """Make `__main__` the module again that it was before this shell."""
         if self._orig_sys_modules_main_mod is not None:
             sys.modules[self._orig_sys_modules_main_name] = self._orig_sys_modules_main_mod
 
     def bind_presets(self, **names: Any) -> None:
-        """Bind names that are there from the start: `%who` does not list them, and they are not news of any cell."""
+        """Bind the names that exist from the start: `%who` does not list them, and no cell reports them as bound."""
         self._preset_names.update(names)
         self._preset_modules = dict(sys.modules)
         self.push(names, interactive=False)
         self._namespace_tracker.snapshot()
 
     def register_numbered_name(self, name: str) -> None:
-        """Note a name like `_7` or `_i7`, and forget the oldest of them: two more with every cell would make the
-        namespace slow to look through. `In` and `Out` keep what they stand for.
+        """Record a name like `_7` or `_i7`, and delete the oldest of them.
+
+        Two more with every cell would make the namespace slow to scan. `In` and `Out` retain the values.
         """
         self._numbered_names.append(name)
         while len(self._numbered_names) > MAX_NUMBERED_NAMES:
@@ -260,7 +261,7 @@ class RankShell(InteractiveShell):
                 del self.user_ns[oldest], self.user_ns_hidden[oldest]
 
     def reset(self, new_session: bool = True, aggressive: bool = False) -> None:
-        """`%reset`: everything but the rank's own names."""
+        """Run `%reset`: delete everything but the rank's own names."""
         super().reset(new_session, aggressive)
         self.push(self._preset_names, interactive=False)
 
@@ -268,9 +269,9 @@ class RankShell(InteractiveShell):
     # Running
 
     def run(self, cell: RunCell) -> CellRun:
-        """Run a cell on this thread, which must be the main one. Waits for it; raises nothing.
+        """Run a cell on the main thread. Blocks until it ends; raises nothing.
 
-        A SIGINT ends it with status "interrupted", unless its code catches KeyboardInterrupt and goes on.
+        A SIGINT ends it with status "interrupted", unless its code catches KeyboardInterrupt and continues.
         """
         started = perf_counter()
         self._last_call_id, self._num_displays = cell.call, 0
@@ -295,7 +296,7 @@ class RankShell(InteractiveShell):
         return run
 
     def call(self, function: Callable[[], Any]) -> CellRun:
-        """Call a function of the user's as a cell is run: interruptible, its exception told, its value the result."""
+        """Call a user function as a cell is run: interruptible, with its exception and its value in the result."""
         started = perf_counter()
         gate = self.gate
         gate.begin()
@@ -318,7 +319,7 @@ class RankShell(InteractiveShell):
         return run
 
     def preview(self, value: Any) -> Preview:
-        """How a value shows, by the user's own formatters and `__repr__`s: interruptible, raises nothing."""
+        """Return the preview of a value, by the user's formatters and `__repr__`s. Interruptible; raises nothing."""
         gate = self.gate
         gate.begin()
         try:
@@ -379,7 +380,7 @@ class RankShell(InteractiveShell):
             run = CellRun("ok", has_result=has_result, result=result)
             outcome.result = result
         self._run_post_hooks(outcome, silent=cell.silent)
-        outcome.error_in_exec = None  # an exception holds its frames, and they whatever the cell had in its hands
+        outcome.error_in_exec = None  # an exception references its frames, and these reference the cell's locals
         return run, codes
 
     def _execute(self, codes: list[CodeType]) -> None:
@@ -394,9 +395,11 @@ class RankShell(InteractiveShell):
             self._restore_builtins()
 
     def _restore_builtins(self) -> None:
-        """Put back what this process, its libraries and Meshbook in it, cannot go on without, where user code has made
-        away with it: built-in functions that cannot be called any more, and modules if all are gone. A function of the
-        user's in the place of a built-in one stays."""
+        """Restore what this process and its libraries need, where user code has overwritten it.
+
+        That is: built-in functions that are no longer callable, and modules if all are missing. A user function that
+        replaces a built-in one stays.
+        """
         current = builtins.__dict__
         lost = [
             name
@@ -428,7 +431,7 @@ class RankShell(InteractiveShell):
                 await result
 
     def _run_post_hooks(self, outcome: ExecutionResult, *, silent: bool) -> None:
-        """The hooks after a cell: matplotlib shows its figures in one of them, and drawing may take a while."""
+        """Run the hooks after a cell: matplotlib shows its figures in one of them, and drawing may take a while."""
         gate = self.gate
         self.last_execution_succeeded = outcome.success
         self.last_execution_result = outcome
@@ -444,8 +447,9 @@ class RankShell(InteractiveShell):
             gate.disarm()
 
     def run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine in the shell's own event loop until it is done. A SIGINT ends it at once: what it awaits is
-        cancelled, and its `finally:` blocks run.
+        """Run a coroutine in the shell's own event loop until it is done.
+
+        A SIGINT ends it at once: the awaited operation is cancelled, and its `finally:` blocks run.
         """
         loop = self._event_loop()
         task = loop.create_task(coroutine)
@@ -454,16 +458,16 @@ class RankShell(InteractiveShell):
             with self._wake_loop_on_signals(loop):
                 return loop.run_until_complete(task)
         except KeyboardInterrupt:
-            if task.done():  # it was computing, and has the exception itself
+            if task.done():  # it was computing, and raised the exception itself
                 if not task.cancelled():
-                    task.exception()  # asked for, so that asyncio does not report it as forgotten
+                    task.exception()  # retrieved, so that asyncio does not report it as never retrieved
                 raise
             task.cancel()
             where: TracebackType | None = None
             try:
                 loop.run_until_complete(task)
             except asyncio.CancelledError as cancelled:
-                where = cancelled.__traceback__  # leads to the line that awaited
+                where = cancelled.__traceback__  # contains the line that awaited
             raise KeyboardInterrupt().with_traceback(where) from None
         finally:
             self.awaited_coroutine = outer_coroutine
@@ -476,7 +480,7 @@ class RankShell(InteractiveShell):
 
     @contextlib.contextmanager
     def _wake_loop_on_signals(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-        """A signal that comes just before the loop goes to sleep wakes it, instead of waiting for its next timer."""
+        """Have a signal that arrives just before the loop sleeps wake it, instead of waiting for its next timer."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -485,7 +489,7 @@ class RankShell(InteractiveShell):
             readable.setblocking(False)
             writable.setblocking(False)
             before = -1
-            try:  # a Stop may come at any of these lines
+            try:  # a SIGINT may arrive at any of these lines
                 before = signal.set_wakeup_fd(writable.fileno(), warn_on_full_buffer=False)
                 loop.add_reader(readable, readable.recv, 4096)
                 yield
@@ -508,11 +512,11 @@ class RankShell(InteractiveShell):
         )
 
     def _transform_source(self, source: str) -> str:
-        """The Python of a cell: magics and shell commands spelled out."""
+        """Return the Python source of a cell, with magics and shell commands expanded."""
         if _MAY_NEED_TRANSFORM.search(source) or self._current_transforms() != self._default_transforms:
             return str(self.transform_cell(source))
         text = source if source.endswith("\n") else source + "\n"
-        # One line alone may be a magic without its %, a macro, or a bare `exit`.
+        # A single line may be a magic without its %, a macro, or a bare `exit`.
         if text.count("\n") == 1 and self._may_need_rewrite(text):
             return str(self.transform_cell(source))
         return text
@@ -530,7 +534,7 @@ class RankShell(InteractiveShell):
         )
 
     def _cache_source(self, name: str, number: int, text: str) -> None:
-        """Tracebacks, `??` and debuggers find the lines of this cell, and call it `Cell In[number]`."""
+        """Register the source of this cell as `Cell In[number]`, for tracebacks, `??` and debuggers."""
         compiler = self.compile
         get_name = compiler.get_code_name
         compiler.get_code_name = lambda *_: name
@@ -540,14 +544,14 @@ class RankShell(InteractiveShell):
             compiler.get_code_name = get_name
 
     def _compile_cell(self, text: str, name: str, *, silent: bool) -> list[CodeType]:
-        """The code of a cell: what is executed, then what is shown."""
+        """Return the code of a cell: what is executed, then what is displayed."""
         compiler = self.compile
         tree = compiler.ast_parse(text, filename=name)
         if self.ast_transformers:
             tree = self.transform_ast(tree)
         body: list[ast.stmt] = tree.body
         executed, shown = self._split_statements(body, "none" if silent else self.ast_node_interactivity)
-        # `from __future__` must come first in what is compiled in one go; after a magic it does not.
+        # `from __future__` must be the first statement of a compilation unit; after a magic it is not.
         late_future = any(isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in executed[1:])
         statement_groups = [[node] for node in executed] if late_future else [executed] if executed else []
         flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT if self.autoawait else 0
@@ -559,7 +563,7 @@ class RankShell(InteractiveShell):
 
     @staticmethod
     def _split_statements(body: list[ast.stmt], interactivity: str) -> tuple[list[ast.stmt], list[ast.stmt]]:
-        """Statements to execute, and those whose values are shown."""
+        """Return the statements to execute, and those whose values are displayed."""
         if not body or interactivity == "none":
             return body, []
         if interactivity == "all":
@@ -586,7 +590,7 @@ class RankShell(InteractiveShell):
         return CellRun("interrupted" if isinstance(error, KeyboardInterrupt) else "error", error=rank_error)
 
     def describe_error(self, error: BaseException) -> RankError:
-        """What is told of an exception, which becomes the one that `%tb` shows. Raises nothing."""
+        """Return the report of an exception, and make it the one that `%tb` shows. Raises nothing."""
         rank_error = tracebacks.to_rank_error(error, self)
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         if sys.version_info >= (3, 12):
@@ -594,7 +598,7 @@ class RankShell(InteractiveShell):
         return rank_error
 
     def render(self, error: BaseException) -> list[str]:
-        """IPython's traceback of the exception."""
+        """Return IPython's traceback of the exception."""
         kind, tb = type(error), error.__traceback__
         if isinstance(error, UsageError):
             return [f"UsageError: {error}"]
@@ -603,21 +607,21 @@ class RankShell(InteractiveShell):
             return [str(part) for part in own()]
         if isinstance(error, SyntaxError) and not _has_user_frames(tb):
             return list(self.SyntaxTB.structured_traceback(kind, error, []))
-        if _has_exception_group(error):  # IPython cannot draw them
+        if _has_exception_group(error):  # IPython cannot render them
             return ["".join(traceback.format_exception(kind, error, tb)).rstrip("\n")]
         if isinstance(error, SyntaxError):
             return list(self.SyntaxTB.structured_traceback(kind, error, traceback.extract_tb(tb)))
         return list(self.InteractiveTB.structured_traceback(kind, error, tb, tb_offset=0))
 
     def _get_exc_info(self, exc_tuple: Any = None) -> Any:
-        """What `%tb` and failures inside magics show: without Meshbook's frames."""
+        """Return the exception that `%tb` and failed magics show, without Meshbook's frames."""
         kind, value, _ = super()._get_exc_info(exc_tuple)
         tracebacks.strip_meshbook_frames(value)
         sys.last_traceback = value.__traceback__
         return kind, value, value.__traceback__
 
     def debugger(self, force: bool = False) -> None:
-        """What `%debug` does: say how to look at the failure, for there is no terminal to do it in."""
+        """Handle `%debug`: print how to inspect the failure, because a rank has no terminal."""
         if not (force or self.call_pdb):
             return
         if getattr(sys, "last_value", None) is None:
@@ -631,7 +635,7 @@ class RankShell(InteractiveShell):
         )
 
     def _breakpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """breakpoint(): what PYTHONBREAKPOINT says, if it says anything but pdb; else `_set_trace`."""
+        """Handle breakpoint(): call what PYTHONBREAKPOINT names, unless it is pdb; else `_set_trace`."""
         if os.environ.get("PYTHONBREAKPOINT", "pdb.set_trace") not in ("", "pdb.set_trace"):
             return sys.__breakpointhook__(*args, **kwargs)
         return self._set_trace()
@@ -651,10 +655,13 @@ class RankShell(InteractiveShell):
         return f"%%mesh --ranks {self.user_ns_hidden.get('rank', 0)}"
 
     # -----------------------------------------------------------------------------------------------------------------
-    # What a terminal would do
+    # Replacements for a terminal
 
     def _new_display_id(self) -> str:
-        """An id for a display that is to be updated. IPython's are random; equal displays of ranks would never fold."""
+        """Return an id for a display that can be updated.
+
+        IPython's ids are random, so equal displays of ranks would not fold.
+        """
         self._num_displays += 1
         return f"{self._last_call_id}-{self._num_displays}"
 
@@ -665,19 +672,19 @@ class RankShell(InteractiveShell):
         return self.request_input(str(prompt), True)
 
     def enable_gui(self, gui: str | None = None) -> None:
-        """Only what needs no event loop: figures are drawn inline."""
+        """Accept only what needs no event loop: figures are drawn inline."""
         if gui not in (None, "inline", "agg"):
             raise UsageError(f"a rank has no screen for {gui} windows; use %matplotlib inline")
 
     def ask_exit(self) -> NoReturn:
-        """What `exit`, `quit` and `%exit` come to."""
+        """Refuse `exit`, `quit` and `%exit`."""
         raise MeshbookError(
             "exit does not end a rank: the mesh would lose its state. `%mesh stop` ends the mesh, `%mesh kill "
             f"{self.user_ns_hidden.get('rank', 0)}` this rank; os._exit() ends its process for good"
         )
 
     def system_piped(self, cmd: str) -> None:
-        """`!cmd`: its output comes as it is written, its exit code is `_exit_code`. A SIGINT ends it and the cell."""
+        """Run `!cmd`: stream its output and set `_exit_code`. A SIGINT ends the command and the cell."""
         if cmd.rstrip().endswith("&"):
             raise OSError("a command in the background would outlive its output; use subprocess.Popen for that")
         code = shell_commands.run_streaming(self.var_expand(cmd, depth=1), self.gate)
@@ -688,7 +695,7 @@ class RankShell(InteractiveShell):
     system = system_piped
 
     def getoutput(self, cmd: str, split: bool = True, depth: int = 0) -> Any:
-        """`x = !cmd`: what it printed, as lines."""
+        """Run `x = !cmd` and return its output as lines."""
         if cmd.rstrip().endswith("&"):
             raise OSError("a command in the background has no output to wait for")
         completed = shell_commands.run_captured(self.var_expand(cmd, depth=depth + 1))
@@ -703,14 +710,14 @@ class RankShell(InteractiveShell):
 
 
 class RankDisplayHook(DisplayHook):
-    """Keeps the value of a cell's last expression instead of printing it."""
+    """Retains the value of a cell's last expression instead of printing it."""
 
     shell: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._number = 0
         self._text = ""
-        self._is_capturing = False  # between `begin` and `end`
+        self._is_capturing = False  # between `begin_cell` and `end_cell`
         self._has_value = False
         self._value: Any = None
         super().__init__(*args, **kwargs)
@@ -720,13 +727,13 @@ class RankDisplayHook(DisplayHook):
         return self._number
 
     def begin_cell(self, number: int, text: str, *, silent: bool) -> None:
-        """A cell starts; what is shown from here on is its value."""
+        """Start a cell: the value displayed from now on is its result."""
         self._number, self._text = number, text
         self._has_value, self._value = False, None
         self._is_capturing = not silent
 
     def end_cell(self) -> tuple[bool, Any]:
-        """Whether the cell had a value, and the value, which is not kept."""
+        """Return whether the cell had a value, and the value, and drop the reference to it."""
         found = self._has_value, self._value
         self._is_capturing = self._has_value = False
         self._value = None
@@ -739,7 +746,7 @@ class RankDisplayHook(DisplayHook):
         self.check_for_underscore()
         if result is None or self.quiet():
             return
-        if self._has_value:  # more than one value is shown (ast_node_interactivity = "all", or a cell within a cell)
+        if self._has_value:  # a second value is displayed (ast_node_interactivity = "all", or a cell within a cell)
             self._display(self._value)
         self.update_user_ns(result)
         self.shell.register_numbered_name(f"_{self._number}")
@@ -787,12 +794,12 @@ class RankDisplayPublisher(DisplayPublisher):
 
 
 class RankHistory(HistoryManager):
-    """The cells of this rank, in memory, each at its own number."""
+    """The history of this rank's cells, in memory, each at its own number."""
 
     def store_inputs(self, line_num: int, source: str, source_raw: str | None = None) -> None:
         raw = source if source_raw is None else source_raw
         parsed_list, raw_list = self.input_hist_parsed, self.input_hist_raw
-        # A cell that did not run here leaves a gap; one that is run again under its number replaces itself.
+        # A cell that did not run here leaves a gap; a cell that runs again under its number replaces its entry.
         for entries, text in ((parsed_list, source), (raw_list, raw)):
             while len(entries) < line_num:
                 entries.append("")
@@ -805,9 +812,10 @@ class RankHistory(HistoryManager):
 
 
 class _PersistentBuiltinTrap(BuiltinTrap):
-    """`get_ipython` among the builtins for good.
+    """Leaves `get_ipython` in the builtins permanently.
 
-    IPython's own adds and removes it around each use, and counts; the main and the service thread would miscount.
+    IPython's own trap adds and removes it around each use and counts the uses; the main and the service thread would
+    corrupt the count.
     """
 
     def __enter__(self) -> _PersistentBuiltinTrap:
@@ -832,12 +840,12 @@ class _InMemoryProfileDir(ProfileDir):
     """A profile without a folder."""
 
     def _location_changed(self, change: Any) -> None:
-        """Nothing is made."""
+        """Create nothing."""
 
 
 @contextlib.contextmanager
 def _without_database() -> Iterator[None]:
-    """Older IPython (9.0) makes the folder of its database when a shell is made, whoever needs it or not."""
+    """Stop older IPython (9.0) from creating its database folder whenever a shell is created."""
     module: Any = IPython.core.interactiveshell
     eager = getattr(module, "PickleShareDB", None)
     if eager is None:
@@ -851,7 +859,7 @@ def _without_database() -> Iterator[None]:
 
 
 class _MemoryStore(dict[str, Any]):
-    """What `%bookmark`, `%store` and import completion keep: in memory, where IPython has a folder."""
+    """Stores in memory what `%bookmark`, `%store` and import completion store in a folder."""
 
     def keys(self, pattern: str | None = None) -> Any:
         names = super().keys()
@@ -863,8 +871,9 @@ def _refuse_input(_prompt: str, _password: bool) -> str:
 
 
 def _make_execution_info(cell: RunCell) -> Any:
-    """IPython's words for a cell, for the hooks of extensions. Made without its constructor, whose arguments differ
-    from version to version.
+    """Return IPython's description of a cell, for the hooks of extensions.
+
+    It bypasses the constructor, whose arguments differ between versions.
     """
     info: Any = ExecutionInfo.__new__(ExecutionInfo)
     info.raw_cell, info.transformed_cell = cell.source, None
@@ -874,8 +883,10 @@ def _make_execution_info(cell: RunCell) -> Any:
 
 
 class _ExitForkedChildren:
-    """A process that user code forks in this block ends at the block's end, as it would at the end of a script. It
-    would go on as a second rank otherwise, on the first one's sockets."""
+    """Exits a process that user code forks in this block at the block's end, as at the end of a script.
+
+    Otherwise the child would continue as a second rank on its parent's sockets.
+    """
 
     def __enter__(self) -> None:
         self._pid = os.getpid()
@@ -886,7 +897,7 @@ class _ExitForkedChildren:
 
 
 def _exit_child(error: BaseException | None) -> NoReturn:
-    """End this process with the status that Python's own end would have."""
+    """Exit this process with the status that Python would use."""
     status = 0
     try:
         if isinstance(error, SystemExit):
@@ -903,12 +914,12 @@ def _exit_child(error: BaseException | None) -> NoReturn:
 
 
 def _has_top_level_await(code: CodeType) -> bool:
-    """Whether there is an `await` at its top level: then evaluating it gives a coroutine."""
+    """Whether the code has a top-level `await`, so that evaluating it returns a coroutine."""
     return bool(code.co_flags & inspect.CO_COROUTINE)
 
 
 def _has_user_frames(tb: TracebackType | None) -> bool:
-    """Whether any code but IPython's and ours ran. If so, a SyntaxError is that of a module, not of the cell."""
+    """Whether any code but IPython's and Meshbook's ran. If so, a SyntaxError is that of a module, not of the cell."""
     while tb is not None:
         module = tb.tb_frame.f_globals.get("__name__", "")
         if module.partition(".")[0] not in ("IPython", "codeop", "meshbook"):
@@ -934,7 +945,7 @@ def _has_exception_group(error: BaseException | None) -> bool:
 def preload() -> None:
     """Do once, in the process that ranks are forked from, what every rank would do at its first cell and first error.
 
-    Starts no thread, opens no file for good, leaves no shell behind; 0.2 s.
+    Starts no thread, leaves no file open and no shell behind; takes 0.2 s.
     """
     environment = dict(os.environ)
     output = OutputBuffer(redirect_fds=False)

@@ -1,4 +1,4 @@
-"""Shell commands of a rank's cells: `!command` and `x = !command`."""
+"""Shell commands in a rank's cells: `!command` and `x = !command`."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from meshbook.wire.stop_timing import COMMAND_GRACE_S
 
 
 def run_streaming(command: str, gate: InterruptGate) -> int:
-    """Run a shell command, its output to sys.stdout as it comes.
+    """Run a shell command and stream its output to sys.stdout.
 
-    On a pseudo-terminal, because most programs hold their output back when they see a pipe; it reads nothing. Spawned,
-    not forked: this process has threads.
+    The command runs on a pseudo-terminal, because most programs buffer their output on a pipe; it has no input. It is
+    spawned, not forked, because this process has threads.
 
     Returns:
-        The exit code; of a command that a signal ended, the signal's number, negative.
+        The exit code; for a command that a signal ended, the negative signal number.
     """
     process: subprocess.Popen[bytes] | None = None
     master, slave = os.openpty()
     try:
         attributes = termios.tcgetattr(slave)
-        attributes[1] &= ~termios.OPOST  # line ends as they are written
+        attributes[1] &= ~termios.OPOST  # no line-end translation
         termios.tcsetattr(slave, termios.TCSANOW, attributes)
         with contextlib.suppress(OSError):
             fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-        with gate.defer_interrupts():  # a child whose pid nobody noted could not be ended
+        with gate.defer_interrupts():  # a child whose pid was not stored could not be terminated
             process = subprocess.Popen(
                 command,
                 shell=True,
@@ -62,7 +62,7 @@ def run_streaming(command: str, gate: InterruptGate) -> int:
 
 
 def run_captured(command: str) -> subprocess.CompletedProcess[str]:
-    """Run a shell command and keep its output, stdout and stderr as one text."""
+    """Run a shell command and return its output, stdout and stderr as one text."""
     return subprocess.run(
         command,
         shell=True,
@@ -80,13 +80,13 @@ def _user_shell() -> str | None:
 
 
 def _read_chunks(master: int, process: subprocess.Popen[bytes]) -> Iterator[bytes]:
-    """What the command writes, until it has ended and everything was read, whatever its children keep open."""
+    """Yield the command's output until it has exited and everything is read, even if its children hold the terminal."""
     while True:
         readable, _, _ = select.select([master], [], [], 0.05)
         if readable:
             try:
                 data = os.read(master, 1 << 16)
-            except OSError:  # EIO: nobody has the other end any more
+            except OSError:  # EIO: the other end is closed
                 return
             if not data:
                 return
@@ -96,7 +96,7 @@ def _read_chunks(master: int, process: subprocess.Popen[bytes]) -> Iterator[byte
 
 
 def _terminate(process: subprocess.Popen[bytes], master: int) -> None:
-    """SIGINT to the command and its children, as Ctrl-C would; SIGKILL if that does not help soon."""
+    """Send SIGINT to the command and its children, as Ctrl-C would; then SIGKILL if it does not exit soon."""
     deadline = monotonic() + COMMAND_GRACE_S
     for number in (signal.SIGINT, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):

@@ -1,8 +1,8 @@
-"""What a rank is doing, seen by its own service thread: the stacks of all threads, the collectives, the running call.
+"""A snapshot of a rank, taken by its service thread: the stacks of all threads, the collectives, the running call.
 
-Nothing here stops a thread or runs user code: frames are read while they go on, and what a user has named is text.
-Where Meshbook's own frames end and the user's begin is for the host to say (`host.stacks`), which reads stacks from
-outside as well and must come to the same.
+Nothing here stops a thread or runs user code: frames are read while they run, and user-defined names are handled as
+text. The host (`host.stacks`) separates Meshbook's frames from the user's, because it also reads stacks from outside
+and must produce the same result.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from meshbook.rank.executor import Executor
     from meshbook.rank.tensors.engine import CurrentOp
 
-# Carries out operations on remote tensors; it cannot be imported here, for it has torch.
+# Executes operations on remote tensors; it imports torch, so it cannot be imported here.
 _ENGINE_FILE = "meshbook/rank/tensors/engine.py"
 
-# Open collectives that are told beside the last ones.
+# Limit of open collectives reported beside the most recent ones.
 _MAX_OPEN_COLLECTIVES = 64
 
 
@@ -70,12 +70,12 @@ def take_snapshot(
     stacks: bool,
     endpoints: tuple[ActiveEndpoint, ...] = (),
 ) -> RankSnapshot:
-    """What this rank is doing now; the host adds what it knows better. Called on the service thread.
+    """Return what this rank is doing now; the host adds what it knows better. Called on the service thread.
 
     Args:
         main_thread: identifier of the thread that runs cells.
-        num_collectives: of the ring, beside the open ones.
-        endpoints: that the rank's actors are in.
+        num_collectives: how many of the ring to report, beside the open ones.
+        endpoints: the endpoints that the rank's actors are executing.
     """
     now = monotonic()
     running_call, finished_call, file = executor.running_call, executor.last_finished_call, executor.shell.running_file
@@ -113,7 +113,7 @@ def take_snapshot(
 
 
 def describe_ring(ring: CollectiveRing, limit: int, now: float) -> tuple[CollectiveInfo, ...]:
-    """The last `limit` collectives and, whatever their age, those that are open; oldest first."""
+    """Return the last `limit` collectives and all open ones, whatever their age; oldest first."""
     recorded = ring.snapshot()
     first_recent = max(0, len(recorded) - limit)
     old_open = [collective for collective in recorded[:first_recent] if collective.t_end is None]
@@ -124,7 +124,7 @@ def describe_ring(ring: CollectiveRing, limit: int, now: float) -> tuple[Collect
 
 
 def collect_thread_stacks(main_thread: int, awaited_coroutine: Any = None) -> list[ThreadStack]:
-    """Every thread's stack, the main one first; Meshbook's own threads left out.
+    """Return every thread's stack, the main one first, without Meshbook's own threads.
 
     Args:
         awaited_coroutine: the coroutine that the cell's event loop runs, if any: while it waits, the cell is on no
@@ -138,7 +138,7 @@ def collect_thread_stacks(main_thread: int, awaited_coroutine: Any = None) -> li
             continue
         main = ident == main_thread
         if main:
-            native_id = os.getpid()  # a thread that lives on in a forked process keeps its old number in `threading`
+            native_id = os.getpid()  # in a forked process `threading` still has the parent's number of the main thread
         frames, num_cut, cut_at = _walk_stack(frame)
         if main and awaited_coroutine is not None and _is_in_event_loop(frames):
             inner = _awaited_frames(awaited_coroutine)
@@ -164,8 +164,10 @@ def collect_thread_stacks(main_thread: int, awaited_coroutine: Any = None) -> li
 
 
 def as_called_by_controller(operation: CurrentOp, stack: ThreadStack) -> ThreadStack:
-    """The stack of an operation on remote tensors, as if the line of the controller that issued it had called it here:
-    what ranks have of their own around it says nothing to anybody."""
+    """Return the stack of an operation on remote tensors as if the controller's line had called it here.
+
+    This replaces the rank's own frames around the operation, which are not informative.
+    """
     engine_index = max(
         (index for index, frame in enumerate(stack.frames) if frame.file.endswith(_ENGINE_FILE)), default=-1
     )
@@ -194,12 +196,13 @@ def as_called_by_controller(operation: CurrentOp, stack: ThreadStack) -> ThreadS
 
 
 def _walk_stack(frame: FrameType | None) -> tuple[tuple[Frame, ...], int, int]:
-    """A stack outermost first; how many frames of its middle are left out; and where."""
+    """Return a stack outermost first, how many frames of its middle are omitted, and where."""
     inner: list[tuple[CodeType, int | None]] = []
     outer: deque[tuple[CodeType, int | None]] = deque(maxlen=MAX_END_FRAMES)
     num_walked = 0
     while frame is not None:
-        code_and_line = frame.f_code, frame.f_lineno  # the line is None while an interpreter's own instruction runs
+        # the line is None while an instruction of the interpreter's own runs
+        code_and_line = frame.f_code, frame.f_lineno
         if num_walked < MAX_END_FRAMES:
             inner.append(code_and_line)
         else:
@@ -218,14 +221,14 @@ def _to_frame(code: CodeType, line: int | None) -> Frame:
 
 
 def _is_in_event_loop(frames: tuple[Frame, ...]) -> bool:
-    """Whether a thread's innermost work is waiting in asyncio, and no task of it runs."""
+    """Whether a thread waits in asyncio and runs no task."""
     return any(frame.file == asyncio.base_events.__file__ for frame in frames) and frames[-1].file.endswith(
         ("selectors.py", "base_events.py")
     )
 
 
 def _awaited_frames(coroutine: Any) -> tuple[Frame, ...]:
-    """Where a coroutine waits: itself, what it awaits, and so on."""
+    """Return where a coroutine waits: its own frame, that of what it awaits, and so on."""
     frames: list[Frame] = []
     while coroutine is not None and len(frames) < 2 * MAX_END_FRAMES:
         for kind in ("cr", "gi", "ag"):
@@ -240,13 +243,13 @@ def _awaited_frames(coroutine: Any) -> tuple[Frame, ...]:
 
 
 def _thread_names() -> dict[int, tuple[str, int | None]]:
-    """Names of threads, and the system's numbers of them.
+    """Return the names of threads and their native ids.
 
-    Not by `threading.enumerate`: its lock may be held by a thread that is stopped or stuck.
+    Does not use `threading.enumerate`: a stopped or stuck thread may hold its lock.
     """
     names = {}
     for ident, thread in dict(threading._active).items():  # type: ignore[attr-defined]
-        name = getattr(thread, "_name", None)  # not the property, which a subclass may have made its own
+        name = getattr(thread, "_name", None)  # not the property, which a subclass may override
         native_id = getattr(thread, "_native_id", None)
         thread_name = sanitize_text(name) if isinstance(name, str) else type(thread).__name__
         names[ident] = thread_name, native_id if isinstance(native_id, int) else None
@@ -254,7 +257,7 @@ def _thread_names() -> dict[int, tuple[str, int | None]]:
 
 
 def _main_thread_cell_line(stacks: tuple[ThreadStack, ...], file: str) -> int | None:
-    """The line of the cell that the main thread is at, below whatever it called."""
+    """Return the line of the cell that the main thread executes, ignoring called functions."""
     main = next((stack for stack in stacks if stack.is_main), None)
     return None if main is None else innermost_line(main.frames, file)
 
@@ -264,7 +267,7 @@ def innermost_line(frames: tuple[Frame, ...], file: str) -> int | None:
 
 
 def _last_error(finished_call: FinishedCall | None) -> tuple[str | None, str | None, int | None]:
-    """Of the last call, if it failed: what was raised, and in which file and line of the cell."""
+    """Return the error of the last call, if it failed: what was raised, and in which file and line of the cell."""
     error = None if finished_call is None else finished_call.outcome.error
     if error is None:
         return None, None, None

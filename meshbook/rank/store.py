@@ -1,8 +1,8 @@
-"""A rank's way to the mesh's store: torch's `Store`, in which process groups find their members.
+"""A rank's client of the mesh's store: torch's `Store`, in which process groups find their members.
 
-torch's C++ asks it through PyBind's trampoline, from whichever thread forms a group; a wait leaves the GIL to others.
-The store itself is in the supervisor, behind a socket in the mesh's folder (`supervisor/store.py`): unlike torch's
-TCPStore, which asks nobody for a key, it hears only who has shown the mesh's token.
+torch's C++ calls it through pybind11's trampoline, on any thread that forms a group; a wait releases the GIL. The store
+itself is in the supervisor, behind a socket in the mesh's folder (`supervisor/store.py`). Unlike torch's TCPStore,
+which has no authentication, it serves only clients that present the mesh's token.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from meshbook.clock import monotonic
 from meshbook.wire import codec, keys, messages
 from meshbook.wire.messages import StoreReply
 
-# How often a thread that waits looks whether it has been told to give up. Severing promises 0.2 s.
+# Interval at which a waiting thread checks for cancellation. An abort promises 0.2 s.
 _POLL_MS = 20
 
 
 class MeshStore(Store):
     """The mesh's store. Any thread; each has a connection of its own.
 
-    Whoever makes it must keep it for as long as groups may ask it: torch's C++ holds only its own half of the object.
+    Its creator must hold a reference for as long as groups may use it: torch's C++ holds only the C++ half of the
+    object.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class MeshStore(Store):
     ) -> None:
         """
         Args:
-            timeout_s: seconds that a wait for keys may take, unless it says otherwise.
+            timeout_s: seconds that a wait for keys may take, unless the call passes its own.
         """
         super().__init__()
         self.set_timeout(timedelta(seconds=timeout_s))
@@ -49,16 +50,16 @@ class MeshStore(Store):
 
     @property
     def is_local(self) -> bool:
-        """Whether all who can reach it are on this machine."""
+        """Whether all its clients are on this machine."""
         return self._address.startswith("ipc://")
 
     def cancel_waits(self) -> None:
-        """End every wait for keys that has begun, in whichever thread. Does not wait."""
+        """End every wait for keys that has begun, in all threads. Does not block."""
         self._num_cancelled += 1
 
     @contextlib.contextmanager
     def cancel_scope(self) -> Iterator[None]:
-        """Around several questions of this thread: `give_up` ends them all, also when it comes between two."""
+        """Wrap several requests of this thread: `cancel_waits` ends them all, also when it is called between two."""
         self._thread_local.given_up_before = self._num_cancelled
         try:
             yield
@@ -66,7 +67,7 @@ class MeshStore(Store):
             del self._thread_local.given_up_before
 
     def close(self) -> None:
-        """Close all connections. No thread may be asking."""
+        """Close all connections. No thread may have a request in flight."""
         while self._sockets:
             self._sockets.pop().close(linger=0)
         self._thread_local = threading.local()
@@ -119,7 +120,11 @@ class MeshStore(Store):
     # ---- the connection
 
     def _request(self, request: Any, timeout: timedelta | None = None) -> StoreReply:
-        """Raises: DistStoreError, given up, or no answer in time."""
+        """Send a request and return its reply.
+
+        Raises:
+            DistStoreError: the request was cancelled or timed out.
+        """
         socket = self._socket()
         num_cancelled_before = getattr(self._thread_local, "given_up_before", self._num_cancelled)
         socket.send_multipart(codec.encode(request))
@@ -130,7 +135,7 @@ class MeshStore(Store):
                 if socket.poll(max(0, min(_POLL_MS, remaining_ms))):
                     frames = socket.recv_multipart(zmq.NOBLOCK)
                     reply = codec.store_replies.decode(frames)
-                    if reply.request_id == request.request_id:  # not that of a question given up before
+                    if reply.request_id == request.request_id:  # else the reply to an earlier, cancelled request
                         return reply
                 elif remaining_ms <= 0:
                     raise DistStoreError(f"the mesh's store did not answer in time: {_describe_request(request)}")

@@ -1,6 +1,6 @@
-"""An exception as a `RankError`: rendered by the rank's own IPython, with Meshbook's frames left out, bounded.
+"""Conversion of an exception to a `RankError`: rendered by the rank's IPython, without Meshbook's frames, bounded.
 
-Nothing here raises for what a user's exception does: a broken `__str__`, a recursion a thousand frames deep, arguments
+Nothing here raises because of a user's exception: a broken `__str__`, a recursion a thousand frames deep, arguments
 that cannot be pickled.
 """
 
@@ -24,41 +24,41 @@ from meshbook.errors import CollectiveAborted
 from meshbook.rank import limits
 from meshbook.wire.messages import Frame, RankError
 
-# A message of a CUDA or compiler error can be megabytes; a notebook shows the beginning and the end of it.
+# The message of a CUDA or compiler error can be megabytes; a notebook shows its beginning and its end.
 MAX_EVALUE_CHARS: Final = 8_000
 MAX_TRACEBACK_CHARS: Final = 100_000
-# Of a deep recursion the outermost and innermost frames tell what happened.
+# Of a deep recursion the outermost and innermost frames are sufficient.
 MAX_FRAMES: Final = 100
-# IPython reads and parses the file of each frame that it draws: 0.02 to 0.2 s for one of a library's, several times as
-# much where ranks share their cores. Somebody who pressed Stop waits for it, and asked only where the work was.
+# IPython reads and parses the file of each frame that it renders: 0.02 to 0.2 s for one of a library's, several times
+# as much where ranks share their cores. After an interrupt the user waits for it, and needs only the location.
 MAX_RENDERED_FRAMES: Final = 30
-INNERMOST_FRAMES_OF_INTERRUPT: Final = 2  # of libraries, innermost
-# Exceptions hold messages; whatever is larger holds data that should be asked for as data.
+INNERMOST_FRAMES_OF_INTERRUPT: Final = 2  # number of innermost frames shown although they are a library's
+# Exceptions contain messages; larger ones contain data that should be fetched as data.
 MAX_PICKLE_BYTES: Final = 16 << 10
 
 _MESHBOOK_FOLDER: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _IPYTHON_FOLDER: Final = os.path.dirname(os.path.abspath(IPython.__file__)) + os.sep
 _ASYNCIO_FOLDER: Final = os.path.dirname(os.path.abspath(asyncio.__file__)) + os.sep
-# Files of ours whose frames stand for the user's own doing: a name that is missing on a path, a cell that does not
-# compile, a Stop before its first line. An exception with frames of ours only, from anywhere else, is our own defect
-# and keeps them.
+# Meshbook's files whose frames represent an action of the user: a missing name in an expression, a cell that does not
+# compile, an interrupt before its first line. An exception that has only Meshbook's frames and ends in another file is
+# a defect of Meshbook and retains them.
 _USER_FACING_FILES: Final = tuple(
     os.path.join(_MESHBOOK_FOLDER, "rank", name) for name in ("expressions.py", "shell.py", "interrupt.py")
 )
 
 
 class Renderer(Protocol):
-    """What renders tracebacks: a RankShell."""
+    """Renders tracebacks: a RankShell."""
 
     def render(self, error: BaseException) -> list[str]:
-        """IPython's traceback of the exception, a list of strings with ANSI colours."""
+        """Return IPython's traceback of the exception, a list of strings with ANSI colours."""
 
 
 def to_rank_error(error: BaseException, renderer: Renderer) -> RankError:
-    """What is told of an exception. Cuts Meshbook's frames out of it, and out of those that it came from."""
+    """Return the report of an exception. Removes Meshbook's frames from it, and from its causes and contexts."""
     strip_meshbook_frames(error)
     text = _error_text(error)
-    if isinstance(error, CollectiveAborted):  # where it waited says all: the fault is another rank's, and shown there
+    if isinstance(error, CollectiveAborted):  # its location is sufficient: the fault is another rank's, and shown there
         return RankError(
             ename=type(error).__name__,
             evalue=text,
@@ -74,7 +74,7 @@ def to_rank_error(error: BaseException, renderer: Renderer) -> RankError:
             rendered = renderer.render(error)
     except KeyboardInterrupt:
         raise
-    except BaseException:  # a traceback that IPython cannot draw: Python's own is plainer and sturdier
+    except BaseException:  # IPython cannot render it: Python's own traceback is more robust
         rendered = _format_with_python(error, text)
     return RankError(
         ename=type(error).__name__,
@@ -87,13 +87,13 @@ def to_rank_error(error: BaseException, renderer: Renderer) -> RankError:
 
 
 def strip_meshbook_frames(error: BaseException) -> None:
-    """Take the frames of Meshbook out of the tracebacks of an exception and of all those that it came from."""
+    """Remove Meshbook's frames from the tracebacks of an exception and of its causes and contexts."""
     for chained in _iter_exception_chain(error):
         chained.__traceback__ = _without_meshbook_frames(chained.__traceback__)
 
 
 def _iter_exception_chain(error: BaseException) -> Iterator[BaseException]:
-    """An exception and all those that it came from, each once."""
+    """Yield an exception and all its causes and contexts, each once."""
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
     while pending:
@@ -109,7 +109,7 @@ def _iter_exception_chain(error: BaseException) -> Iterator[BaseException]:
 
 @contextlib.contextmanager
 def _truncated_tracebacks(error: BaseException) -> Iterator[None]:
-    """While an exception is drawn, it has only the frames that say most. `%tb` draws all of them."""
+    """Reduce the tracebacks to the most relevant frames while they are rendered. `%tb` renders all of them."""
     interrupted = isinstance(error, KeyboardInterrupt)
     originals = [(chained, chained.__traceback__) for chained in _iter_exception_chain(error)]
     for chained, tb in originals:
@@ -122,7 +122,7 @@ def _truncated_tracebacks(error: BaseException) -> Iterator[None]:
 
 
 def _select_frames(entries: list[TracebackType], *, interrupted: bool) -> list[TracebackType]:
-    """Of a Stop the user's frames and the innermost two; of another exception all, if they are not too many."""
+    """Select an interrupt's user frames and innermost two; for another exception all, up to a limit."""
     if interrupted:
         first_innermost = len(entries) - INNERMOST_FRAMES_OF_INTERRUPT
         entries = [
@@ -141,7 +141,7 @@ def _without_meshbook_frames(tb: TracebackType | None) -> TracebackType | None:
     if len(remaining) == len(entries):
         return tb
     while remaining and remaining[0].tb_frame.f_code.co_filename.startswith(_ASYNCIO_FOLDER):
-        del remaining[0]  # the loop in which an `await` of the cell ran
+        del remaining[0]  # the event loop in which an `await` of the cell ran
     if not remaining and entries[-1].tb_frame.f_code.co_filename not in _USER_FACING_FILES:
         return tb
     return _rebuild_traceback(remaining)
@@ -150,7 +150,7 @@ def _without_meshbook_frames(tb: TracebackType | None) -> TracebackType | None:
 def _rebuild_traceback(entries: list[TracebackType]) -> TracebackType | None:
     rebuilt: TracebackType | None = None
     for entry in reversed(entries):
-        # A Stop may come at an instruction that has no line.
+        # An interrupt may arrive at an instruction that has no line.
         line = -1 if entry.tb_lineno is None else entry.tb_lineno
         rebuilt = TracebackType(rebuilt, entry.tb_frame, entry.tb_lasti, line)
     return rebuilt
@@ -163,7 +163,7 @@ def _iter_traceback(tb: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _extract_frames(tb: TracebackType | None) -> tuple[Frame, ...]:
-    """Outermost first, without IPython's, which differ between versions and say nothing."""
+    """Return the frames, outermost first, without IPython's, which differ between versions."""
     frames = [
         Frame(file=entry.tb_frame.f_code.co_filename, line=entry.tb_lineno, function=entry.tb_frame.f_code.co_name)
         for entry in _iter_traceback(tb)
@@ -202,7 +202,7 @@ def _truncate_text(text: str) -> str:
 
 
 def _truncate_rendered(rendered: list[str]) -> tuple[str, ...]:
-    """The strings of a traceback; of one that is too long, the first and the last of them."""
+    """Return the strings of a traceback; if it is too long, only the first and the last of them."""
     strings = [
         _escape_surrogates(text if len(text) <= MAX_TRACEBACK_CHARS // 2 else _truncate_text(text)) for text in rendered
     ]
@@ -223,7 +223,7 @@ def _truncate_rendered(rendered: list[str]) -> tuple[str, ...]:
 
 
 def _escape_surrogates(text: str) -> str:
-    """Without lone surrogates, which cannot travel."""
+    """Escape lone surrogates, which cannot be encoded."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -240,7 +240,7 @@ class _BoundedBuffer(io.BytesIO):
 
 
 def _pickle_error(error: BaseException) -> bytes | None:
-    """The exception itself, if its class can be imported elsewhere, it is small, and it comes back to life."""
+    """Return the pickled exception if its class can be imported elsewhere, it is small, and it can be unpickled."""
     kind = type(error)
     module = sys.modules.get(kind.__module__)
     if kind.__module__ == "__main__" or module is None or getattr(module, kind.__qualname__, None) is not kind:
@@ -252,5 +252,5 @@ def _pickle_error(error: BaseException) -> bytes | None:
         return data if type(pickle.loads(data)) is kind else None
     except KeyboardInterrupt:
         raise
-    except BaseException:  # whatever a user's __reduce__ or __init__ does
+    except BaseException:  # from a user's __reduce__ or __init__
         return None

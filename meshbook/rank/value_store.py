@@ -1,9 +1,10 @@
-"""What a rank holds for the clients of its mesh: the values behind their handles, and segments they have yet to read.
+"""What a rank stores for the clients of its mesh: the values behind their handles, and unread segments.
 
-A client's calls bear its id (`ids.client_of`), and so does what they leave. When the client is gone, killed or
-detached, everything goes with it: nobody else has its handles. Names in the namespace are the mesh's, and stay.
+A client's calls contain its id (`ids.client_of_call`), and so do the values that they leave. When the client
+disconnects, is killed or is detached, all of them are dropped, because no other client has its handles. Names in the
+namespace belong to the mesh and stay.
 
-The main thread keeps and sends, the service thread releases; each step is one operation on a dict.
+The main thread stores and sends, the service thread releases; each step is one operation on a dict.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ class ValueStore(Mapping[str, Any]):
     def __init__(self, pool: SegmentPool) -> None:
         self._pool = pool
         self._values: dict[str, Any] = {}
-        self._segments: dict[str, str] = {}  # of our pool, and the client that has yet to release each
-        self._disconnected_clients: set[str] = set()  # a call of theirs may end after they have
+        self._segments: dict[str, str] = {}  # segments of the pool, and the client that has yet to release each
+        self._disconnected_clients: set[str] = set()  # one of their calls may end after they disconnect
 
     def __getitem__(self, ref: str) -> Any:
         return self._values[ref]
@@ -36,13 +37,13 @@ class ValueStore(Mapping[str, Any]):
         return len(self._values)
 
     def store(self, call: str, value: Any) -> None:
-        """Hold what a call gave until its client releases it, or is gone."""
+        """Store the result of a call until its client releases it or disconnects."""
         self._values[call] = value
-        if client_of_call(call) in self._disconnected_clients:  # looked at last: it may have gone this moment
+        if client_of_call(call) in self._disconnected_clients:  # checked last: it may have disconnected meanwhile
             self._values.pop(call, None)
 
     def dump(self, call: str, value: Any) -> Payload:
-        """What a call gave, for its client to read. Raises TransferError."""
+        """Return the result of a call, pickled for its client. Raises TransferError."""
         payload = pickling.dump(value, pool=self._pool)
         client = client_of_call(call)
         segments = {buffer.segment for buffer in payload.buffers if isinstance(buffer, SharedBuffer)}
@@ -53,7 +54,7 @@ class ValueStore(Mapping[str, Any]):
         return payload
 
     def release(self, refs: tuple[str, ...], segments: tuple[str, ...]) -> None:
-        """A client needs these no more. Names of other ranks' segments are among them, and mean nothing here."""
+        """Release what a client no longer needs. Names of other ranks' segments among them are ignored."""
         for ref in refs:
             self._values.pop(ref, None)
         for segment in segments:
@@ -61,7 +62,7 @@ class ValueStore(Mapping[str, Any]):
             self._pool.release(segment)
 
     def drop_client(self, client: str) -> None:
-        """A client is gone: let go of all that was held for it."""
+        """Drop all that is stored for a client that has disconnected."""
         self._disconnected_clients.add(client)
         for ref in [ref for ref in list(self._values) if client_of_call(ref) == client]:
             self._values.pop(ref, None)

@@ -1,1 +1,1 @@
-"""The daemon that owns a mesh: its memory (pure), and the one loop that does I/O around it."""
+"""The daemon that owns a mesh: its state (pure), and the loop that does I/O around it."""

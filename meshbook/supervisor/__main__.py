@@ -1,8 +1,8 @@
-"""`python -m meshbook.supervisor FOLDER NAME READY_FD [--owner TEXT] [--listen ADDRESS]`: become a daemon, own a mesh.
+"""`python -m meshbook.supervisor FOLDER NAME READY_FD [--owner TEXT] [--listen ADDRESS]`: daemonise and own a mesh.
 
-It forks twice before anything is imported: once into a session of its own, once more so that no process tree leads from
-the notebook to it (VS Code ends every descendant of a kernel, whatever its session). READY_FD is told `ready`, or in
-one sentence why not.
+It forks twice before any import: once into a session of its own, once more to leave the notebook's process tree (VS
+Code ends every descendant of a kernel, whatever its session). It writes `ready` to READY_FD, or one sentence with the
+reason for the failure.
 """
 
 from __future__ import annotations

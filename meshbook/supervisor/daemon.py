@@ -1,4 +1,4 @@
-"""A supervisor's birth: its log, its connection file, the word `ready`; then the driver, then nothing left behind."""
+"""Start-up of a supervisor: its log, its connection file, the `ready` status; then the driver, then clean-up."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def serve(arguments: list[str]) -> None:
     parser.add_argument("--owner")
     parser.add_argument("--listen")
     parser.add_argument("--light", action="store_true")  # warm up a fork server without torch
-    parser.add_argument("--source")  # a fork server to branch off
+    parser.add_argument("--source")  # socket of a fork server to branch from
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise_fd_limit()
@@ -60,7 +60,7 @@ def serve(arguments: list[str]) -> None:
 
 
 def _configure_logging() -> None:
-    """Standard output and error are the mesh's log already; a daemon writes there in lines."""
+    """Log lines to standard error, which the parent has redirected to the mesh's log."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
 
 

@@ -1,5 +1,7 @@
-"""Whether ranks are in step in their collectives after a call that did not end well, and which have certainly left a
-call in which others go on. Pure: what ranks said of their positions in, verdicts out.
+"""Find process groups whose ranks are out of step in their collectives after a failed call.
+
+Also decides which ranks have certainly left a call in which others continue. Pure: takes the positions that ranks
+reported.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from meshbook.wire.messages import GroupPosition, OutcomeGroup, RankPosition
 
 
 def collect_positions(parts: Iterable[OutcomeGroup]) -> dict[int, RankPosition]:
-    """What ranks answered to `AskPositions`; those that did not answer are not in it."""
+    """Return the ranks' replies to `QueryPositions`, without the ranks that did not reply."""
     found = {}
     for part in parts:
         if part.outcome.status == "ok" and isinstance(part.outcome.reply, dict) and "groups" in part.outcome.reply:
@@ -23,15 +25,15 @@ def collect_positions(parts: Iterable[OutcomeGroup]) -> dict[int, RankPosition]:
 
 
 def find_desynced_groups(positions: Mapping[int, RankPosition], ranks: Collection[int]) -> dict[str, str]:
-    """The groups that must be formed anew before they are used, each with the reason in some words.
+    """Return the groups that must be re-formed before further use, each with the reason.
 
-    Members of a group are in step if all have begun the same number of collectives, each send has its receive, and
-    nothing is under way. A member that still runs something cannot be compared; then the group counts as out of step if
+    Members of a group are in step if all have started the same number of collectives, each send has its receive, and
+    nothing is in flight. A member that still runs something cannot be compared; then the group counts as out of step if
     the call used it.
 
     Args:
-        positions: of the ranks that answered.
-        ranks: those of the call that did not end well.
+        positions: of the ranks that replied.
+        ranks: those of the failed call.
     """
     groups: dict[tuple[str, Ranks], dict[int, GroupPosition]] = {}
     for rank, position in positions.items():
@@ -91,8 +93,11 @@ def _describe_desync(members: Ranks, group_by_rank: Mapping[int, GroupPosition])
 
 
 def has_left(position: RankPosition, call: str) -> bool:
-    """Whether a rank has certainly left a call: no other thread of it may still take part in collectives, and if it
-    ended well, it has nothing under way and nothing else to do."""
+    """Whether a rank has certainly left a call.
+
+    No other thread of it may still take part in collectives, and if it ended well, it has nothing in flight and is
+    idle.
+    """
     if position.last_call != call or position.has_other_collective_threads or not position.is_held_or_idle:
         return False
     return position.last_status != "ok" or (

@@ -1,7 +1,7 @@
-"""The one loop that does I/O around the supervisor's memory: sockets in, steps out.
+"""The supervisor's only loop with I/O: sockets in, effects out.
 
-It authenticates peers, decodes what they say, hands it to `State`, and carries out the steps that come back. It decides
-nothing about ranks or calls.
+It authenticates peers, decodes their messages, passes them to `MeshState`, and applies the effects that it returns. It
+makes no decisions about ranks or calls.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ log = logging.getLogger("meshbook.supervisor")
 ENGINES: dict[str, type[LocalEngine]] = {"local": LocalEngine}
 
 _ENGINE_POLL_S = 0.5
-_CLIENT_POLL_S = 5.0  # where the system has no pidfd
+_CLIENT_POLL_S = 5.0  # if the system has no pidfd
 _STOP_GRACE_S = 1.0
 _LOG_CHECK_S = 30.0
 
 
 class Driver:
-    """A mesh's supervisor, until `run()` returns."""
+    """The supervisor of a mesh, until `run()` returns."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Driver:
     ) -> None:
         self._folder, self._token, self._light, self._branch_from = folder, token, light, branch_from
         self._loop = Loop(on_error=self._on_callback_error)
-        self._reported_failures: set[type] = set()  # that were told of
+        self._reported_failures: set[type] = set()  # types of errors already reported
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         clock = SystemClock()
         self._started_at = clock.monotonic()
@@ -67,9 +67,9 @@ class Driver:
         self._store = StoreServer(self._loop, self._context, f"ipc://{folder}/store.sock", token)
         stall_s = read_stall_timeout(os.environ)
         self._state = s.MeshState(name, os.getpid(), clock.wall(), stall_s=stall_s, store_address=self._store.address)
-        self._clients: dict[bytes, str] = {}  # identities that have shown the token, and the client each belongs to
-        self._receivers: dict[str, bytes] = {}  # where each client listens
-        self._client_pidfds: dict[str, int] = {}  # pidfds of clients on this machine
+        self._clients: dict[bytes, str] = {}  # authenticated identities, and the client each belongs to
+        self._receivers: dict[str, bytes] = {}  # client -> the identity of its receiving socket
+        self._client_pidfds: dict[str, int] = {}  # of clients on this machine
         self._agent: HostAgent | None = HostAgent(
             self._loop, self._context, folder, token, 0, lambda report: self._on_host_report(0, report)
         )
@@ -117,7 +117,7 @@ class Driver:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a daemon has no terminal that could be closed
         if self._agent is not None:
             self._agent.warm_up(with_torch=not self._light, branch_from=self._branch_from)
-        # Who started us may have died before saying hello: an empty mesh is an orphan from the start.
+        # The process that started us may have died before its Hello: an empty mesh is orphaned from the start.
         self._apply_effects([s.SetTimer("orphan 0", s.ORPHAN_TTL_S)])
         self._truncate_log()
         self._loop.run()
@@ -154,7 +154,7 @@ class Driver:
         else:
             try:
                 self._apply_effects(self._state.command_received(client, command, body[1], self._now()))
-            except Exception as error:  # of ours; whoever sent the command would wait for ever
+            except Exception as error:  # an error of our own; the client would wait for a reply for ever
                 log.exception("%s of client %s failed", type(command).__name__, client)
                 text = (
                     f"the supervisor failed at {type(command).__name__} ({type(error).__name__}: {error}); this is a "
@@ -178,7 +178,7 @@ class Driver:
             self._apply_effects(self._state.client_joined(hello, self._now()))
 
     def _watch_client_process(self, client: str, pid: int) -> None:
-        """Learn when the client's process ends, however it ends."""
+        """Detect the end of the client's process, whatever the cause."""
         try:
             fd = processes.open_pidfd(pid)
         except ProcessLookupError:
@@ -213,16 +213,16 @@ class Driver:
             del self._clients[identity]
 
     def _send(self, identity: bytes, message: Any) -> None:
-        with contextlib.suppress(zmq.ZMQError):  # a peer that is gone is told of by its process, not by its socket
+        with contextlib.suppress(zmq.ZMQError):  # the loss of a peer is detected by its process, not by its socket
             try:
                 frames = codec.encode(message)
-            except TransferError as error:  # whoever waits for it must hear something
+            except TransferError as error:  # the receiver waits for a reply, so send the failure
                 log.warning("%s", error)
                 frames = codec.encode(failure_report_for(message, error))
             self._client_socket.send_multipart([identity, *frames])
 
     def _on_callback_error(self, error: BaseException) -> None:
-        """Log what a callback raised, and tell it in the cells that run: they may wait for what it was to bring."""
+        """Log an exception of a callback and report it in running cells, which may wait for the callback's result."""
         log.error("a callback failed; the supervisor goes on", exc_info=error)
         if type(error) in self._reported_failures:
             return
@@ -282,7 +282,7 @@ class Driver:
             self._apply_effects(self._state.host_exited(host, reason, self._now()))
         self._loop.call_later(_ENGINE_POLL_S, self._poll_engine)
 
-    # ---- steps
+    # ---- effects
 
     def _apply_effects(self, effects: list[s.Effect]) -> None:
         for effect in effects:
@@ -316,7 +316,7 @@ class Driver:
                     self._shut_down(reason)
 
     def _record_ranks_started(self) -> None:
-        """Say in the connection file that there are ranks: `attach` without a name looks for that."""
+        """Record in the connection file that the mesh has ranks: `attach` without a name looks for that."""
         self.connection = msgspec.structs.replace(self.connection, has_ranks=True)
         try:
             keys.write_connection_file(self._folder, self.connection)
@@ -342,14 +342,13 @@ class Driver:
             self._finish_shutdown(reason)
 
     def _wait_for_hosts(self, reason: str, tries: int) -> None:
-        """Hosts end themselves once their ranks have; the last resort is the engine's."""
+        """Wait until hosts have exited, which they do after their ranks; then the engine ends those that remain."""
         assert self._engine is not None
         for host in self._engine.pop_exited():
             self._authenticated_hosts.discard(b"h%d" % host)
         if not self._authenticated_hosts or not tries:
-            while self._host_socket is not None and self._host_socket.poll(
-                0
-            ):  # the last words of hosts that have ended since
+            # last messages of hosts that have exited since
+            while self._host_socket is not None and self._host_socket.poll(0):
                 self._on_host_message(self._host_socket.recv_multipart())
             self._engine.close()
             self._finish_shutdown(reason)
@@ -357,7 +356,7 @@ class Driver:
             self._loop.call_later(0.1, lambda: self._wait_for_hosts(reason, tries - 1))
 
     def _finish_shutdown(self, reason: str) -> None:
-        """Every rank is gone. Say so last: who hears it may count on it."""
+        """Clean up after the exit of all ranks. MeshStopped is sent last, so that clients can rely on it."""
         if self._agent is not None:
             self._agent.close()
         keys.remove_folder(self._folder)

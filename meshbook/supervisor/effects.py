@@ -1,4 +1,4 @@
-"""What the supervisor's memory asks the driver to do: the one way out of everything pure in this folder."""
+"""Effects: what the pure modules of this folder request from the driver. They have no other output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SendToClient:
 class SendToHosts:
     hosts: tuple[int, ...]
     message: messages.HostCommand
-    body: bytes | None = None  # the encoding it came in, passed on as it is
+    body: bytes | None = None  # the original encoding, forwarded unchanged
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class StartHosts:
 
 @dataclass(frozen=True)
 class SetTimer:
-    """Call `alarm(name)` after `delay_s` seconds."""
+    """Call `MeshState.timer_fired(name)` after `delay_s` seconds."""
 
     name: str
     delay_s: float

@@ -1,5 +1,6 @@
-"""The cells that a mesh has run, the latest of them: bounded in number and in bytes, so that the answer to a question
-for them fits a message and a mesh may live for months.
+"""The latest cells that a mesh has run, bounded in number and in bytes.
+
+So the reply to a history query fits a message, and a mesh may run for months.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from meshbook.wire.messages import HistoryEntry
 
 MAX_ENTRIES = 10_000
 MAX_CHARS = 16 << 20  # of all sources together
-MAX_SOURCE_CHARS = 1 << 20  # of one: what is longer is data
+MAX_SOURCE_CHARS = 1 << 20  # of one source: longer ones are data
 
 
 class History:
-    """Entries, oldest first."""
+    """History entries, oldest first."""
 
     def __init__(
         self,
@@ -30,7 +31,7 @@ class History:
         self._max_entries, self._max_chars, self._max_source_chars = max_entries, max_chars, max_source_chars
 
     def add(self, entry: HistoryEntry) -> HistoryEntry:
-        """Remember a cell that begins. Returns the entry as it is kept: of a very long source, the beginning."""
+        """Add a cell that begins; return the stored entry, in which a very long source is truncated."""
         length = len(entry.source)
         if length > self._max_source_chars:
             cut = f"{entry.source[: self._max_source_chars]}\n# ... {length:,} characters in all"
@@ -42,7 +43,7 @@ class History:
         return entry
 
     def finish(self, entry: HistoryEntry, *, seconds: float, status: str) -> None:
-        """Note how a cell ended, if it is still remembered."""
+        """Record how a cell ended, if its entry is still stored."""
         for index in range(len(self._entries) - 1, -1, -1):
             if self._entries[index] is entry:
                 self._entries[index] = msgspec.structs.replace(entry, seconds=seconds, status=status)

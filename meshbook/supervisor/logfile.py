@@ -1,4 +1,4 @@
-"""The mesh's log, kept short: a mesh may live for months, and its fork server and C++ libraries write there too."""
+"""The mesh's log, bounded in size: a mesh may run for months, and its fork server and C++ libraries write there too."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import contextlib
 import os
 from pathlib import Path
 
-# At this size the log begins anew, and this much of its end is kept beside it as `<name>.1`.
+# At this size the log is truncated; this much of its end is saved beside it as `<name>.1`.
 MAX_BYTES = 8 << 20
 RETAINED_BYTES = 1 << 20
 
 
 def truncate_log(path: Path, *, max_bytes: int = MAX_BYTES, retained_bytes: int = RETAINED_BYTES) -> bool:
-    """Begin a log anew if it has grown too large; whether it had. Never raises for want of space.
+    """Truncate a log that has grown too large; return whether it had. Never raises if the disk is full.
 
-    All who write to it have it open to append, so they go on at its new end.
+    All writers have it open in append mode, so they continue at its new end.
     """
     with contextlib.suppress(OSError):
         if path.stat().st_size <= max_bytes:

@@ -1,7 +1,7 @@
-"""The supervisor's eyes: looks at ranks, those that watch, and cells that stand still.
+"""The supervisor's monitoring: snapshots of ranks, subscribed clients, and stalled cells.
 
-It puts together what `looks`, `watching` and `stalls` know, and asks the mesh's memory for the rest through
-`MeshStateReader`. As pure as they are: events in, steps out.
+It combines `snapshot_requests`, `telemetry` and `stalls`, and reads the mesh's state through `MeshStateReader`. As pure
+as they are: events in, effects out.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ from meshbook.wire.messages import FoldedItem, MeshInfo, OpenCall, RankDisplay, 
 log = logging.getLogger("meshbook.supervisor")
 
 _UPDATES_PER_S_RANGE = (0.1, 10.0)
-# Seconds after which those that watch are told that there is no news, so that they see that somebody still speaks.
+# Seconds until subscribers get an empty update, so that they see that the connection is alive.
 _KEEPALIVE_S = 2.0
 _TICK_S = 1.0
-# Findings told unasked: the first says what is wrong, and whoever wants all of them asks.
+# Findings reported automatically: the first says what is wrong, and the user can request all of them.
 _MAX_FINDINGS_SHOWN = 3
 
 
 class MeshStateReader(Protocol):
-    """What is asked of the mesh's memory."""
+    """The part of the mesh's state that monitoring reads."""
 
     def info(self) -> MeshInfo: ...
 
     def open_calls(self, now: float) -> tuple[OpenCall, ...]:
-        """What users run now, oldest first."""
+        """Return the calls that users run now, oldest first."""
 
     def ranks_awaiting_input(self) -> Ranks:
-        """Ranks that wait for an answer to input()."""
+        """Return the ranks that wait for a reply to input()."""
 
     def host_of(self, rank: int) -> int:
-        """The host that a rank is on."""
+        """Return the host that a rank is on."""
 
     def exited_ranks(self) -> Mapping[int, RankExited]:
-        """Ranks that have ended."""
+        """Return the exit reports of ranks that have exited."""
 
     def wall_time(self, now: float) -> float:
-        """The wall clock at `now`."""
+        """Return the wall-clock time at `now`."""
 
 
 @dataclass
 class _StallProbe:
-    """A cell that stands still, looked at twice."""
+    """A stalled cell, of which two snapshots are taken."""
 
     call: str
     client: str
@@ -68,32 +68,34 @@ class _StallProbe:
 
 
 class Monitoring:
-    """One mesh's."""
+    """The monitoring of one mesh."""
 
     def __init__(self, state: MeshStateReader, stall_s: float = STALL_S) -> None:
         self._state = state
         self._snapshot_requests = SnapshotRequests()
         self._stall_detector = StallDetector(stall_s)
         self._telemetry = MeshTelemetry()
-        self._requesters: dict[str, str] = {}  # open look -> client
-        self._probes: dict[str, _StallProbe] = {}  # open look -> the cell that it is for
+        self._requesters: dict[str, str] = {}  # open snapshot request -> client
+        self._probes: dict[str, _StallProbe] = {}  # open snapshot request -> the probe that it is for
         self._num_probes = 0
         self._calls: dict[str, tuple[str, Ranks]] = {}  # running call -> client, ranks
-        self._findings: dict[str, tuple[Finding, ...]] = {}  # running call -> what was found
-        self._subscriptions: dict[str, tuple[int, Subscription, float]] = {}  # client -> generation, watcher, last told
+        self._findings: dict[str, tuple[Finding, ...]] = {}  # running call -> its findings
+        # client -> generation, subscription, time of the last update
+        self._subscriptions: dict[str, tuple[int, Subscription, float]] = {}
         self._num_subscriptions = 0
-        self._last_samples: dict[int, tuple[HeartbeatSample, float]] = {}  # rank -> its last beat, and when that came
+        # rank -> its last heartbeat, and when that arrived
+        self._last_samples: dict[int, tuple[HeartbeatSample, float]] = {}
         self._is_ticking = False
 
-    # ---- what clients want
+    # ---- client commands
 
     def take_snapshots(self, client: str, command: messages.TakeSnapshots, now: float) -> list[Effect]:
-        """Look at ranks for a client. The answer comes within `SNAPSHOT_TIMEOUT_S`."""
+        """Take snapshots for a client. The reply is sent within `SNAPSHOT_TIMEOUT_S`."""
         self._requesters[command.call] = client
         return self._request_snapshots(command, now)
 
     def subscribe(self, client: str, command: messages.Subscribe, now: float) -> list[Effect]:
-        """A client begins to watch, asks once (`per_s` 0 and some history), or ends (both 0)."""
+        """Start a subscription, reply to a single query (rate 0 and some history), or end a subscription (both 0)."""
         at = self._state.wall_time(now)
         since = at - command.history_s if command.history_s > 0 else math.inf
         if command.max_updates_per_s <= 0:
@@ -124,10 +126,10 @@ class Monitoring:
             del self._requesters[call]
             self._snapshot_requests.cancel(call)
 
-    # ---- what happens on the mesh
+    # ---- events on the mesh
 
     def call_began(self, call: str, client: str, ranks: Ranks, now: float) -> list[Effect]:
-        """A call of a user's goes to the ranks' main threads."""
+        """Record that a user's call is sent to the ranks' main threads."""
         self._calls[call] = client, ranks
         self._stall_detector.call_began(call, ranks, now)
         if self._is_ticking:
@@ -136,14 +138,14 @@ class Monitoring:
         return [SetTimer("seeing tick", _TICK_S)]
 
     def call_printed(self, call: str, items: Iterable[FoldedItem], now: float) -> None:
-        """Output of a call that goes to its client."""
+        """Record output of a call that is sent to its client."""
         items = tuple(items)
         self._telemetry.add_output(items, self._state.wall_time(now))
         for item in items:
             self._stall_detector.call_printed(call, item.ranks, now)
 
     def ranks_finished(self, call: str, ranks: Iterable[int], now: float) -> None:
-        """Ranks are done with their part of a call."""
+        """Record that ranks have finished their part of a call."""
         self._stall_detector.ranks_finished(call, set(ranks), now)
 
     def call_ended(self, call: str) -> None:
@@ -185,7 +187,7 @@ class Monitoring:
             self._last_samples[info.rank] = (sample, now)
             self._stall_detector.heartbeat(sample, now)
         for call in [call for call in self._findings if not self._stall_detector.is_stalled(call, now)]:
-            del self._findings[call]  # it goes on: what was found is no longer so
+            del self._findings[call]  # it makes progress again, so its findings no longer hold
             self._publish_findings()
 
     def snapshots_received(self, host: int, report: messages.SnapshotReply, now: float) -> list[Effect]:
@@ -197,7 +199,7 @@ class Monitoring:
         ]
 
     def timer_fired(self, name: str, now: float) -> list[Effect]:
-        """One of ours rang; `name` is its name without the first word."""
+        """Handle one of our timers; `name` is its name without the first word."""
         kind, _, argument = name.partition(" ")
         match kind:
             case "tick":
@@ -211,7 +213,7 @@ class Monitoring:
                 return self._send_update(generation, client, now)
         return []
 
-    # ---- looks
+    # ---- snapshots
 
     def _request_snapshots(self, command: messages.TakeSnapshots, now: float) -> list[Effect]:
         exited = self._state.exited_ranks()
@@ -236,10 +238,10 @@ class Monitoring:
         client = self._requesters.pop(call, None)
         return [SendToClient(client, reply)] if client is not None else []
 
-    # ---- cells that stand still
+    # ---- stalled cells
 
     def _tick(self, now: float) -> list[Effect]:
-        for sample, received_at in self._last_samples.values():  # hosts that say nothing any more
+        for sample, received_at in self._last_samples.values():  # hosts that send no heartbeats any more
             if now - received_at > 3 * _TICK_S:
                 age = (sample.beat_age_s or 0.0) + now - received_at
                 self._stall_detector.heartbeat(dataclasses.replace(sample, beat_age_s=age), now)
@@ -260,7 +262,7 @@ class Monitoring:
         self, probe: _StallProbe, reply: messages.SnapshotReply, info: MeshInfo, now: float
     ) -> list[Effect]:
         if probe.call not in self._calls:
-            return []  # it ended meanwhile
+            return []  # the call ended meanwhile
         if not probe.first_snapshots:
             probe.first_snapshots = reply.snapshots
             self._num_probes += 1
@@ -277,7 +279,7 @@ class Monitoring:
         new_findings = [
             one
             for one in found
-            if one.kind not in BENIGN_KINDS  # whoever waits for a slow cell knows that it is slow
+            if one.kind not in BENIGN_KINDS  # a user who waits for a slow cell knows that it is slow
             and (not one.ranks or set(probe.ranks) & {*one.ranks, *one.others})
             and not (one.kind == "waits-for-subprocess" and set(one.ranks) <= busy)
         ]
@@ -292,7 +294,7 @@ class Monitoring:
         if not may_report:
             return []
         text = diagnose.as_text(tuple(new_findings[:_MAX_FINDINGS_SHOWN]), color=False)
-        # A rank that computes does not hang; whether its loop ends is for the reader to say.
+        # A rank that computes is not stuck; whether its loop ends is for the user to judge.
         head = (
             "this cell computes on"
             if all(one.kind == "python-loop" for one in new_findings)
@@ -317,13 +319,13 @@ class Monitoring:
 
     def _publish_findings(self) -> None:
         every = [one for found in self._findings.values() for one in found]
-        # Cells that wait for one rank find the same.
+        # Cells that wait for one rank yield the same finding.
         self._telemetry.findings = tuple({(one.kind, one.ranks, one.file, one.line): one for one in every}.values())
 
-    # ---- those that watch
+    # ---- subscriptions
 
     def _send_update(self, generation: str, client: str, now: float) -> list[Effect]:
-        """It is time to tell a client what changed."""
+        """Send a subscriber the changes since its last update."""
         entry = self._subscriptions.get(client)
         if entry is None or str(entry[0]) != generation:
             return []
@@ -350,10 +352,10 @@ class Monitoring:
 
 
 def _has_busy_children(snapshot: RankSnapshot) -> bool:
-    """Whether a process that it started is at work: what waits for that one is slow, and does not hang."""
+    """Whether a child process of the rank is working: a rank that waits for it is slow, not stuck."""
     return snapshot.process is not None and any(state in ("R", "D") for _, state, _ in snapshot.process.children)
 
 
 def _possible_waiters(rank: int, peer: int | None, group: Ranks) -> Ranks:
-    """Whom a rank in a collective may be waiting for."""
+    """Return the ranks that a rank in a collective may be waiting for."""
     return group if peer is None else tuple(sorted((rank, peer)))

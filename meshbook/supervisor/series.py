@@ -1,7 +1,7 @@
-"""Numbers over time: what ranks measured, and the scalars that their code logged.
+"""Time series: metrics of ranks, and the scalars that their code logged.
 
-Bounded whatever happens: a thousand ranks over days take tens of megabytes, because what is long ago is kept in coarser
-steps. The supervisor fills one of each from beats; an onlooker's mirror is of the same classes. Pure: time comes in as
+Bounded in every case: a thousand ranks over days take tens of megabytes, because older data is stored in coarser steps.
+The supervisor fills one of each from heartbeats; an observer's mirror uses the same classes. Pure: time is passed in as
 wall-clock seconds.
 """
 
@@ -13,13 +13,13 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-# Steps in seconds, and how many of each are kept: three minutes by the second, an hour by ten, twelve by two minutes.
+# Steps in seconds, and how many of each are stored: three minutes by the second, an hour by ten, twelve by two minutes.
 LEVELS = ((1.0, 180), (10.0, 360), (120.0, 360))
 
-# What is kept of every rank, by its name in `RankNow`.
+# The metrics stored of every rank, by their names in `RankStatus`.
 METRICS = ("rss_bytes", "cpu_percent", "collectives_per_s", "steps_per_s", "gpu_allocated_bytes", "gpu_utilisation")
 
-# Points of scalars that all curves together hold, and names of scalars; a name made of a counter must not fill memory.
+# Limits of all curves together: points, and names of scalars; names made from a counter must not fill memory.
 _MAX_POINTS = 400_000
 _MAX_CURVE_POINTS = 2_000
 _MIN_CURVE_POINTS = 16
@@ -28,25 +28,25 @@ _MAX_NAME_CHARS = 120
 
 
 class HasRank(Protocol):
-    """What a row of metrics is read from: a `RankNow`."""
+    """The source of a row of metrics: a `RankStatus`."""
 
     @property
     def rank(self) -> int: ...
 
 
 class SampleRing:
-    """The last values of one number, in equal steps; a step that saw several holds their mean."""
+    """The last values of one number, in equal steps; a step with several values holds their mean."""
 
     __slots__ = ("_newest_step", "_num_in_newest", "_size", "_values", "step_s")
 
     def __init__(self, step_s: float, size: int) -> None:
         self.step_s, self._size = step_s, size
-        self._values = array("f")  # grows to `size`: most ranks' GPUs, and most meshes' nights, never happen
-        self._newest_step: int | None = None  # the step that the last value is of, counted from the epoch
+        self._values = array("f")  # grows to `size`: most ranks have no GPU, and most meshes do not run overnight
+        self._newest_step: int | None = None  # step of the last value, counted from the epoch
         self._num_in_newest = 0  # values in it
 
     def put(self, at: float, value: float) -> bool:
-        """Note a value; whether a new step began. One that is older than the newest step is the newest step's."""
+        """Add a value; return whether it began a new step. A value older than the newest step counts to that step."""
         step = int(at // self.step_s)
         if self._newest_step is None or step - self._newest_step >= self._size:
             self._values, self._newest_step, self._num_in_newest = array("f", [value]), step, 1
@@ -58,13 +58,13 @@ class SampleRing:
         missed = step - self._newest_step - 1
         self._values.extend([math.nan] * missed)
         self._values.append(value)
-        if len(self._values) > 2 * self._size:  # cut in one go, so that a value costs the same on average
+        if len(self._values) > 2 * self._size:  # cut in one go, so that the amortised cost of a value is constant
             del self._values[: -self._size]
         self._newest_step, self._num_in_newest = step, 1
         return True
 
     def points(self) -> list[tuple[float, float]]:
-        """(wall clock at the step's begin, value), oldest first; steps without a value are left out."""
+        """Return (wall clock at the step's start, value), oldest first, without the steps that have no value."""
         if self._newest_step is None:
             return []
         values = self._values[-self._size :]
@@ -72,7 +72,10 @@ class SampleRing:
         return [((first + at) * self.step_s, value) for at, value in enumerate(values) if not math.isnan(value)]
 
     def dump(self, since: float) -> list[Any] | None:
-        """The steps since then, for `load`: the newest one's number, what it saw, and all values as bytes of floats."""
+        """Return the steps since `since`, for `load`.
+
+        These are the newest step's number, its value count, and all values as bytes of floats.
+        """
         if self._newest_step is None:
             return None
         wanted = (
@@ -81,7 +84,7 @@ class SampleRing:
         return [self._newest_step, self._num_in_newest, self._values[-wanted:].tobytes()] if wanted > 0 else None
 
     def load(self, dumped: Sequence[Any]) -> None:
-        """Be what another one of the same steps was."""
+        """Replace the content by a dump from a ring with the same steps."""
         self._newest_step, self._num_in_newest, values = dumped
         self._values = array("f")
         self._values.frombytes(values)
@@ -98,15 +101,15 @@ class Series:
         rings = self._rings.get((metric, rank))
         if rings is None:
             rings = self._rings[metric, rank] = tuple(SampleRing(step_s, size) for step_s, size in self._levels)
-        for ring in rings:  # a coarse ring sees one value of each step of the next finer one: enough for its mean
+        for ring in rings:  # a coarse ring gets one value of each step of the next finer one: enough for its mean
             if not ring.put(at, value):
                 return
 
     def sample(self, at: float, ranks: Iterable[HasRank], only: Iterable[int] | None = None) -> None:
-        """Note what ranks measure now.
+        """Record the current metrics of ranks.
 
         Args:
-            only: of these ranks; None: of all.
+            only: restricts them to these ranks; None: all.
         """
         wanted = None if only is None else set(only)
         for rank in ranks:
@@ -118,17 +121,17 @@ class Series:
                     self.put(metric, rank.rank, at, value)
 
     def points(self, metric: str, rank: int, since: float = -math.inf) -> list[tuple[float, float]]:
-        """(wall clock, value), oldest first: the last minutes in fine steps, what was before in coarse ones.
+        """Return (wall clock, value), oldest first: the last minutes in fine steps, earlier ones in coarse steps.
 
         Args:
-            since: wall clock; nothing older.
+            since: wall clock; older values are left out.
         """
         found: list[tuple[float, float]] = []
         rings = self._rings.get((metric, rank), ())
         for ring in rings:
             points = ring.points()
             before = found[0][0] if found else math.inf
-            # A coarse step that fine ones follow within its span ends where they begin.
+            # A coarse step is left out if it overlaps the finer steps after it.
             found = [point for point in points if point[0] + ring.step_s <= before or before == math.inf] + found
         return [point for point in found if point[0] >= since]
 
@@ -137,8 +140,10 @@ class Series:
         return tuple(sorted({rank for _, rank in list(self._rings)}))
 
     def dump(self, since: float) -> dict[str, dict[int, list[Any]]]:
-        """Everything since then, as plain data: metric -> rank -> what each of its rings gives. Of a thousand ranks
-        that is some megabytes, and takes as long as it takes to copy them."""
+        """Return everything since then, as plain data: metric -> rank -> the dump of each of its rings.
+
+        For a thousand ranks that is some megabytes; the cost is that of copying them.
+        """
         found: dict[str, dict[int, list[Any]]] = {}
         if since == math.inf:
             return found
@@ -149,7 +154,7 @@ class Series:
         return found
 
     def load(self, data: Mapping[str, Mapping[Any, Sequence[Any]]]) -> None:
-        """What another one's `dump` gave, in place of what was known."""
+        """Load the `dump` of another instance, replacing what was known."""
         for metric, by_rank in data.items():
             for rank, dumps in by_rank.items():
                 rings = self._rings[metric, int(rank)] = tuple(
@@ -161,8 +166,11 @@ class Series:
 
 
 class Curve:
-    """One scalar on one rank. When it is full, every second of its points is dropped, and from then on of those that
-    come; its first and its last point are always there."""
+    """One scalar on one rank.
+
+    When it is full, every second point is dropped, and from then on every second new point; the first and the last
+    point are always retained.
+    """
 
     __slots__ = ("_num_since_stored", "_steps", "_stride", "_times", "_values")
 
@@ -170,11 +178,11 @@ class Curve:
         self._steps = array("d")  # steps
         self._values = array("d")
         self._times = array("d")
-        self._stride = 1  # one of so many is kept
-        self._num_since_stored = 0  # points since the last that is kept for good
+        self._stride = 1  # one of this many points is stored
+        self._num_since_stored = 0  # points since the last one that is stored permanently
 
     def put(self, step: float, value: float, at: float, limit: int) -> None:
-        if self._num_since_stored and self._steps:  # the last one is here only because it was the last
+        if self._num_since_stored and self._steps:  # the last point is stored only because it was the last
             self._steps[-1], self._values[-1], self._times[-1] = step, value, at
         else:
             self._steps.append(step)
@@ -188,19 +196,19 @@ class Curve:
             self._num_since_stored = 1 % self._stride
 
     def points(self, since: float = -math.inf) -> list[tuple[int, float, float]]:
-        """(step, value, wall clock), in the order they were logged."""
-        rows = zip(self._steps, self._values, self._times, strict=False)  # another thread may be at `put`
+        """Return (step, value, wall clock), in the order they were logged."""
+        rows = zip(self._steps, self._values, self._times, strict=False)  # another thread may be in `put`
         return [(int(step), value, at) for step, value, at in rows if at >= since]
 
     def dump(self, since: float) -> list[Any] | None:
-        """Its points since then, for `load`: how they are thinned out, and all of them as bytes of floats."""
+        """Return the points since then, for `load`: the thinning state, and all points as bytes of floats."""
         first = bisect_left(self._times, since)
         if first == len(self._times):
             return None
         return [self._stride, self._num_since_stored, *(points[first:].tobytes() for points in self._points())]
 
     def load(self, dumped: Sequence[Any]) -> None:
-        """Be what another one was."""
+        """Replace the content by another curve's dump."""
         self._stride, self._num_since_stored, *columns = dumped
         for points, column in zip(self._points(), columns, strict=True):
             del points[:]
@@ -210,7 +218,7 @@ class Curve:
         return self._steps, self._values, self._times
 
     def points_after(self, step: float) -> list[tuple[int, float, float]]:
-        """The points at its end whose steps are beyond this one; costs as much as there are such."""
+        """Return the trailing points with larger steps than `step`; the cost grows with their number only."""
         first = len(self._steps)
         while first and self._steps[first - 1] > step:
             first -= 1
@@ -222,8 +230,8 @@ class Curves:
     """The scalars that ranks logged.
 
     Attributes:
-        num_refused: points of names beyond the first `_MAX_NAMES`, which are not kept.
-        num_dropped: points that ranks logged faster than they could tell.
+        num_refused: points of names beyond the first `_MAX_NAMES`, which are not stored.
+        num_dropped: points that ranks logged faster than they could send them.
     """
 
     def __init__(self) -> None:
@@ -233,7 +241,7 @@ class Curves:
         self.num_dropped = 0
 
     def put(self, name: str, rank: int, step: float, value: float, at: float) -> bool:
-        """Note a point; whether it was taken."""
+        """Add a point; return whether it was accepted."""
         name = name[:_MAX_NAME_CHARS]
         by_rank = self._curves.get(name)
         if by_rank is None:
@@ -251,24 +259,24 @@ class Curves:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """In the order they were first logged."""
+        """The names, in the order they were first logged."""
         return tuple(self._curves)
 
     def ranks_of(self, name: str) -> tuple[int, ...]:
         return tuple(sorted(self._curves.get(name, ())))
 
     def points(self, name: str, rank: int, since: float = -math.inf) -> list[tuple[int, float, float]]:
-        """(step, value, wall clock) of one scalar on one rank, in the order they were logged."""
+        """Return (step, value, wall clock) of one scalar on one rank, in the order they were logged."""
         curve = self._curves.get(name, {}).get(rank)
         return curve.points(since) if curve is not None else []
 
     def points_after(self, name: str, rank: int, step: float) -> list[tuple[int, float, float]]:
-        """As `points`, of what was logged for steps beyond this one; cheap where that is little."""
+        """Return the points with larger steps than `step`, as `points` does; cheap if there are few."""
         curve = self._curves.get(name, {}).get(rank)
         return curve.points_after(step) if curve is not None else []
 
     def dump(self, since: float) -> dict[str, dict[int, list[Any]]]:
-        """Everything since then, as plain data: name -> rank -> what its curve gives."""
+        """Return everything since then, as plain data: name -> rank -> the dump of its curve."""
         found: dict[str, dict[int, list[Any]]] = {}
         for name, by_rank in self._curves.items() if since < math.inf else ():
             for rank, curve in by_rank.items():
@@ -277,7 +285,7 @@ class Curves:
         return found
 
     def load(self, data: Mapping[str, Mapping[Any, Sequence[Any]]]) -> None:
-        """What another one's `dump` gave, in place of what was known."""
+        """Load the `dump` of another instance, replacing what was known."""
         for name, by_rank in data.items():
             for rank, dumped in by_rank.items():
                 curve = self._curves.setdefault(name, {})[int(rank)] = Curve()
@@ -285,7 +293,7 @@ class Curves:
         self._num_curves = sum(map(len, self._curves.values()))
 
     def rows(self, since: float = -math.inf) -> Iterator[tuple[str, int, int, float, float]]:
-        """(name, rank, step, value, wall clock) of everything."""
+        """Yield (name, rank, step, value, wall clock) of everything."""
         for name, by_rank in list(self._curves.items()):
             for rank in sorted(by_rank):
                 for step, value, at in by_rank[rank].points(since):

@@ -1,7 +1,7 @@
-"""Looks at ranks that are under way: which hosts have told what they saw, and which have stayed silent.
+"""Open requests for snapshots: which hosts have replied, and which have stayed silent.
 
-Pure. A look ends when every host has answered, or when it is given up; then it is whole as far as it goes: what the
-supervisor itself knows of ranks whose host said nothing stands in for what they would have said.
+Pure. A request ends when every host has replied, or at its timeout. Ranks whose host did not reply are represented by
+what the supervisor itself knows of them.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from dataclasses import dataclass, field
 from meshbook.ids import CallId, Ranks
 from meshbook.wire.messages import RankExited, RankInfo, RankSnapshot, SnapshotReply
 
-# Seconds a host has to answer. It gives its own ranks about 1.5 s: 1 to answer themselves, the rest to be looked at
+# Seconds a host has to reply. It gives its own ranks about 1.5 s: 1 to reply themselves, the rest for an inspection
 # from outside.
 SNAPSHOT_TIMEOUT_S = 2.5
 
 
 @dataclass
 class SnapshotRequest:
-    """One TakeSnapshots on its way."""
+    """One open TakeSnapshots."""
 
     call: CallId
     ranks: Ranks
-    waiting_hosts: set[int]  # hosts
+    waiting_hosts: set[int]  # hosts that have not replied
     snapshots: dict[int, RankSnapshot] = field(default_factory=dict)
-    silent_hosts: set[str] = field(default_factory=set)  # names of hosts, as hosts of their own may say
+    silent_hosts: set[str] = field(default_factory=set)  # host names, which the hosts' replies may add to
 
 
 class SnapshotRequests:
-    """All looks that are open."""
+    """All open requests."""
 
     def __init__(self) -> None:
         self._open: dict[str, SnapshotRequest] = {}
@@ -38,11 +38,11 @@ class SnapshotRequests:
         self._open[call] = SnapshotRequest(call, ranks, set(hosts))
 
     def cancel(self, call: str) -> None:
-        """Nobody waits for it any more."""
+        """Drop a request whose client no longer waits."""
         self._open.pop(call, None)
 
     def add_reply(self, host: int, report: SnapshotReply) -> bool:
-        """Note what a host saw; whether that look has now heard of all of them."""
+        """Record a host's reply; return whether all hosts have now replied to that request."""
         request = self._open.get(report.call)
         if request is None or host not in request.waiting_hosts:
             return False
@@ -52,7 +52,7 @@ class SnapshotRequests:
         return not request.waiting_hosts
 
     def host_lost(self, host: int) -> list[str]:
-        """A host ended; the looks that have now heard all they will."""
+        """Record the loss of a host; return the requests that are thereby complete."""
         completed = []
         for request in self._open.values():
             if host in request.waiting_hosts:
@@ -68,11 +68,11 @@ class SnapshotRequests:
         exited: Mapping[int, RankExited],
         host_of: Mapping[int, int],
     ) -> SnapshotReply | None:
-        """Close a look and say what was seen; None where there is no such look.
+        """Close a request and return the combined reply; None if the request does not exist.
 
         Args:
             rank_infos: what the supervisor knows of each rank.
-            exited: ranks that are gone.
+            exited: ranks that have exited.
             host_of: the host that each rank is on.
         """
         request = self._open.pop(call, None)
@@ -110,7 +110,7 @@ class SnapshotRequests:
 
 
 def _host_names(rank_infos: Mapping[int, RankInfo], host_of: Mapping[int, int]) -> dict[int, str]:
-    """What each host is called; several on one machine are told apart by their numbers."""
+    """Return the name of each host; several on one machine are distinguished by their numbers."""
     names = {host: f"host {host}" for host in host_of.values()} | {0: "host 0"}
     names |= {host_of[rank]: info.host for rank, info in rank_infos.items() if info.host and rank in host_of}
     all_names = list(names.values())

@@ -1,9 +1,9 @@
-"""Whether a running cell still makes progress, as far as that shows without asking anybody.
+"""Detect running cells that make no progress, from heartbeats alone.
 
-Once per second a rank tells its line, how many collectives it has begun, how often it has logged, how busy its core
-was. A cell that prints, logs, begins collectives or moves to lines it was not at before is left alone, and so is one
-whose ranks all plainly compute. Otherwise somebody should look; this says when, and how much was told already. Pure:
-time comes in as seconds.
+Once per second a rank reports its line, how many collectives it has started, how often it has logged, and how busy its
+core was. A cell that prints, logs, starts collectives or reaches new lines makes progress, and so does one whose ranks
+all clearly compute. Otherwise the cell is due for a probe; this module decides when, and tracks what was already
+reported. Pure: time is passed in as seconds.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from dataclasses import dataclass, field
 
 from meshbook.ids import Ranks
 
-# Seconds without progress before ranks are looked at. With a second look 2 s later, and beats that are up to 2 s old,
-# an answer is there within 13 s; a step of a real training loop, or loading a file, is mostly shorter.
+# Seconds without progress before ranks are probed. With a second snapshot 2 s later, and heartbeats that are up to 2 s
+# old, the result is there within 13 s; a step of a real training loop, or loading a file, is mostly shorter.
 STALL_S = 8.0
-# ... when all ranks are busy: they compute, most likely, and nobody is told that.
+# ... if all ranks are busy: most likely they compute, which is not reported.
 _BUSY_STALL_S = 60.0
-# Seconds between the two looks, from which it shows who moves.
+# Seconds between the two snapshots of a probe; their difference shows which ranks move.
 BETWEEN_PROBES_S = 2.0
-# Seconds until the next look at a cell in which nothing certain was found; doubled each time.
+# Seconds until the next probe of a cell without a certain finding; doubled each time.
 _PROBE_AGAIN_S = 15.0
 _MAX_PROBES = 6
 # Percent of a core from which a rank counts as busy. Waiting in gloo takes 2 %, a Python loop or torch on a crowded
 # machine rarely less than 40 %.
 _BUSY_PERCENT = 30.0
-# Lines of a cell that are remembered, so that a loop that goes round is not taken for progress.
+# Lines of a cell that are stored, so that a repeating loop does not count as progress.
 _MAX_LINES = 4096
 
 
 def read_stall_timeout(environ: Mapping[str, str]) -> float:
-    """MESHBOOK_STALL_S: seconds after which a cell without progress is explained unasked; 0 for never."""
+    """Return MESHBOOK_STALL_S: seconds until a cell without progress is explained automatically; 0 for never."""
     try:
         return max(0.0, float(environ["MESHBOOK_STALL_S"]))
     except (KeyError, ValueError):
@@ -40,7 +40,7 @@ def read_stall_timeout(environ: Mapping[str, str]) -> float:
 
 @dataclass(frozen=True)
 class HeartbeatSample:
-    """What a rank showed of itself with its last beat."""
+    """What a rank's last heartbeat reported."""
 
     rank: int
     line: int | None
@@ -55,35 +55,36 @@ class HeartbeatSample:
 
 @dataclass
 class _RankProgress:
-    """One rank's part of a call."""
+    """One rank's progress in a call."""
 
     sample: HeartbeatSample | None = None
-    lines: set[int | None] = field(default_factory=set)  # where it was since it last did something
-    last_progress_at: float = 0.0  # when it last printed, logged or began a collective
-    last_moved_at: float = 0.0  # ... or was at a line where it had not been since
+    lines: set[int | None] = field(default_factory=set)  # lines reached since the last progress
+    last_progress_at: float = 0.0  # when it last printed, logged or started a collective
+    last_moved_at: float = 0.0  # ... or last reached a line not in `lines`
 
 
 @dataclass
 class _CallProgress:
-    """One call that runs."""
+    """One running call."""
 
     call: str
     ranks: dict[int, _RankProgress]
     began_at: float
-    next_probe_at: float = 0.0  # not before then
+    next_probe_at: float = 0.0  # no probe before this time
     num_probes: int = 0
-    is_reported: bool = False  # the user knows something
+    is_reported: bool = False  # a finding was reported to the user
     is_settled: bool = False
     is_probing: bool = False
 
 
 class StallDetector:
-    """The calls that run, and when each was last seen to move."""
+    """The running calls, and the last progress of each."""
 
     def __init__(self, stall_s: float = STALL_S) -> None:
-        """
+        """Create a detector.
+
         Args:
-            stall_s: seconds without progress that are looked into; 0 for never.
+            stall_s: seconds without progress before a probe; 0 for never.
         """
         self._stall_s = stall_s
         self._calls: dict[str, _CallProgress] = {}
@@ -100,7 +101,7 @@ class StallDetector:
         self._calls.pop(call, None)
 
     def call_printed(self, call: str, ranks: Iterable[int], now: float) -> None:
-        """Output of a call came."""
+        """Record output of a call as progress."""
         call_progress = self._calls.get(call)
         if call_progress is not None:
             for rank in ranks:
@@ -108,14 +109,14 @@ class StallDetector:
                     self._record_progress(call_progress.ranks[rank], now)
 
     def ranks_finished(self, call: str, ranks: Collection[int], now: float) -> None:
-        """Ranks are done with their part; the others have that much more to wait for."""
+        """Remove ranks that finished their part; the others may still wait."""
         call_progress = self._calls.get(call)
         if call_progress is not None:
             for rank in [rank for rank in call_progress.ranks if rank in ranks]:
                 del call_progress.ranks[rank]
 
     def heartbeat(self, sample: HeartbeatSample, now: float) -> None:
-        """A rank told of itself."""
+        """Record the heartbeat of a rank."""
         for call_progress in self._calls.values():
             rank = call_progress.ranks.get(sample.rank)
             if rank is None:
@@ -136,7 +137,7 @@ class StallDetector:
         rank.lines.clear()
 
     def start_due_probes(self, now: float) -> list[str]:
-        """Calls that somebody should look at now. Each is told once, until `looked`."""
+        """Return the calls to probe now. Each is returned once, until `probe_ended`."""
         if not self._stall_s:
             return []
         calls = []
@@ -158,11 +159,11 @@ class StallDetector:
         return call_progress is not None and self._is_stalled(call_progress, now)
 
     def probe_ended(self, call: str, *, is_reported: bool, is_certain: bool, now: float) -> None:
-        """Somebody looked.
+        """Record the result of a probe.
 
         Args:
-            is_reported: and the user was told what was seen.
-            is_certain: which was certain; there is nothing to add.
+            is_reported: a finding was reported to the user.
+            is_certain: the finding was certain, so nothing remains to be added.
         """
         call_progress = self._calls.get(call)
         if call_progress is None:
@@ -173,7 +174,7 @@ class StallDetector:
         call_progress.next_probe_at = now + _PROBE_AGAIN_S * 2 ** (call_progress.num_probes - 1)
 
     def may_report(self, call: str, *, is_certain: bool) -> bool:
-        """Whether the user may still be told something of this call: once, and once more what is certain."""
+        """Whether a finding on this call may be reported to the user: once, and once more if it is certain."""
         call_progress = self._calls.get(call)
         return (
             call_progress is not None and not call_progress.is_settled and (is_certain or not call_progress.is_reported)
@@ -182,7 +183,7 @@ class StallDetector:
     def _is_stalled(self, call_progress: _CallProgress, now: float) -> bool:
         ranks = call_progress.ranks
         if not ranks or any(rank.sample is not None and rank.sample.awaiting_input for rank in ranks.values()):
-            return False  # the question stands under the cell: the user knows whose turn it is
+            return False  # the prompt is visible under the cell: the user knows that it waits for input
         progress_since = now - self._stall_s
         for rank in ranks.values():
             sample = rank.sample
@@ -202,5 +203,5 @@ class StallDetector:
 
 
 def _is_computing(sample: HeartbeatSample | None) -> bool:
-    """Busy, and not because it waits for others: a GPU's wait keeps a core busy too."""
+    """Whether a rank is busy and not waiting for others: waiting for a GPU keeps a core busy too."""
     return sample is not None and (sample.cpu_percent or 0.0) >= _BUSY_PERCENT and sample.waiting_s is None

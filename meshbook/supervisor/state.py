@@ -1,8 +1,8 @@
-"""The supervisor's memory of one mesh: its ranks, its clients, its open calls.
+"""The supervisor's state of one mesh: its ranks, clients and open calls.
 
-Ways in: `client_said`, `client_gone`, `host_said`, `host_ended`, `alarm`. One way out: the steps they return. No
-sockets, threads, clocks or torch: time comes in as seconds since the supervisor started, so a test can drive a year of
-failures in a millisecond, and a saved list of events replays to the same state.
+Inputs: `command_received`, `client_disconnected`, `report_received`, `host_exited`, `timer_fired`. Output: the effects
+that they return. No sockets, threads, clocks or torch: time is passed in as seconds since the supervisor started, so a
+test can run a year of failures in a millisecond, and a saved list of events replays to the same state.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from meshbook.wire import messages
 from meshbook.wire.messages import HistoryEntry, MeshInfo, MeshSpec, Outcome, OutcomeGroup, RankInfo
 from meshbook.wire.stop_timing import ABANDON_AFTER_S, HOLD_COMMANDS_S
 
-# Seconds a mesh lives on without clients, unless the last one asked otherwise: long enough to restart a crashed kernel
-# or to find the notebook again after lunch, short enough that forgotten GPUs are free the same afternoon.
+# Seconds a mesh lives on without clients, unless the last one requested otherwise: long enough to restart a crashed
+# kernel or to reopen the notebook after lunch, short enough that forgotten GPUs are free the same afternoon.
 ORPHAN_TTL_S = 1800.0
-# Seconds after which a call has reached its ranks' host, so that what the host says of them is said in the knowledge.
+# Seconds until a call has certainly reached its ranks' host; later host reports take the call into account.
 _DELIVERY_S = 0.5
-# Seconds that hosts have to tell what survivors of a lost rank came to.
+# Seconds that hosts have to report the outcomes of a lost rank's survivors.
 _END_CALL_TIMEOUT_S = 0.5
-# Seconds until ranks that are done with a call, and may still take part in its collectives, are asked again.
+# Seconds until ranks that have finished a call, but may still take part in its collectives, are queried again.
 _RECHECK_LEFT_S = 1.0
 _FLUSH_INTERVAL_S = 0.05
-_MAX_FLUSH_CHARS = 32 << 10  # characters that one flush may show; see host.agent
+_MAX_FLUSH_CHARS = 32 << 10  # characters that one flush may output; see host.agent
 _MAX_SETUP_CELLS = 1000
-_MAX_NAMES = 10_000  # that are told to clients
+_MAX_NAMES = 10_000  # that are reported to clients
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is remembered
+# State
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Client:
     pid: int
     observer: bool
     orphan_ttl_s: float
-    has_called: bool = False  # so that ranks may hold something for it
+    has_called: bool = False  # then ranks may hold values for it
 
 
 @dataclass
@@ -70,51 +70,52 @@ class ActiveCall:
     client: str
     label: str
     ranks: Ranks
-    waiting_hosts: set[int]  # hosts
+    waiting_hosts: set[int]  # hosts that have not finished
     opened_at: float
     is_main_thread: bool
     budget: OutputBudget
-    merger: FoldMerger | None  # None: the mesh has one host, there is nothing to merge
+    merger: FoldMerger | None  # None: the mesh has one host, so there is nothing to merge
     outcomes: list[tuple[OutcomeGroup, ...]] = field(default_factory=list)
     seconds: float = 0.0
     rank_seconds: dict[int, float] = field(default_factory=dict)
     lost: list[messages.RankExited] = field(default_factory=list)
     history_entry: HistoryEntry | None = None
-    flush_at: float | None = None  # when an alarm will look for output that waits
+    flush_at: float | None = None  # when a timer flushes pending output
     awaiting_input: set[int] = field(default_factory=set)  # ranks that wait for input()
-    stop_deadline: float = 0.0  # told to stop, it has until then to come back
+    stop_deadline: float = 0.0  # after a Stop: when commands no longer wait for its ranks to return
     stopping_ranks: set[int] = field(default_factory=set)  # ranks that were told to stop it
     deferred: SendToHosts | None = None  # not sent yet
-    about_call: str = ""  # the call that it asks ranks about, if it is a question of ours
-    done_ranks: set[int] = field(default_factory=set)  # ranks whose part is known to be over
-    left_ranks: set[int] = field(default_factory=set)  # ... and of which the others know that they have left
-    is_querying_left: bool = False  # ranks are being asked whether they have
-    is_holding: bool = False  # ranks wait with collectives that come after it
-    is_stopped: bool = False  # all that still run it were told to stop
+    about_call: str = ""  # for a query of the supervisor's own: the call that it is about
+    done_ranks: set[int] = field(default_factory=set)  # ranks whose part is known to have ended
+    left_ranks: set[int] = field(default_factory=set)  # ... and that the others know to have left
+    is_querying_left: bool = False  # ranks are being queried whether they have left
+    is_holding: bool = False  # ranks hold back the collectives that follow it
+    is_stopped: bool = False  # all ranks that still ran it were told to stop
     failure: str = ""  # of process groups: the first rank that could not form them, and why
 
 
 class MeshState:
-    """One mesh. The driver calls in, carries the steps out, and knows nothing."""
+    """The state machine of one mesh. The driver passes events in and applies the returned effects."""
 
     def __init__(
         self, name: str, pid: int, started_at: float, *, stall_s: float = STALL_S, store_address: str = ""
     ) -> None:
-        """
+        """Create the state of a mesh.
+
         Args:
-            store_address: address of the store in which ranks find each other.
+            store_address: address of the store by which ranks rendezvous.
         """
         self.name, self._pid, self._started_at, self._store_address = name, pid, started_at, store_address
         self._clients: dict[str, Client] = {}
         self._spec: MeshSpec | None = None
-        self._pending_start: tuple[str, str, float] | None = None  # call, client, since: a mesh that is coming up
+        self._pending_start: tuple[str, str, float] | None = None  # call, client, since: a mesh that is starting
         self._host_of: dict[int, int] = {}
         self._hosts_ready: set[int] = set()
         self._ranks: dict[int, RankInfo] = {}
-        self._reported_at: dict[int, float] = {}  # when their hosts told it
+        self._reported_at: dict[int, float] = {}  # when their hosts last reported them
         self._exited: dict[int, messages.RankExited] = {}
         self._groups = "none"
-        self._forming_failed = False  # tried, and failed: tried again when somebody wants to use them
+        self._forming_failed = False  # the last attempt failed; retried by the next call that uses them
         self._num_queries = 0
         self._backend: str | None = None
         self._generation = 0
@@ -122,10 +123,10 @@ class MeshState:
         self._names: OrderedDict[str, None] = OrderedDict()
         self._history = History()
         self._setup_cells: deque[messages.RunCell] = deque(maxlen=_MAX_SETUP_CELLS)
-        self._forwarded_queries: dict[str, str] = {}  # call -> client, for what hosts answer directly
-        self._late_budget = OutputBudget()  # of what is printed when no call is open
-        self._late_call: str | None = None  # whose output waits there for an alarm
-        self._num_orphanings = 0  # counts the times that the last client left, so that an old alarm is known as old
+        self._forwarded_queries: dict[str, str] = {}  # call -> client, for commands that hosts reply to directly
+        self._late_budget = OutputBudget()  # for output printed while no call is open
+        self._late_call: str | None = None  # the call whose output waits there for a timer
+        self._num_orphanings = 0  # how often the last client left; identifies outdated orphan timers
         self._num_cells = 0
         self._stopping = False
         self._monitoring = Monitoring(self, stall_s)
@@ -160,13 +161,13 @@ class MeshState:
             messages.SnapshotReply: self._monitoring.snapshots_received,
         }
 
-    # ---- ways in
+    # ---- inputs
 
     def client_joined(self, hello: messages.Hello, now: float) -> list[Effect]:
         ttl = ORPHAN_TTL_S if hello.orphan_ttl_s is None else hello.orphan_ttl_s
         self._clients[hello.client] = Client(hello.client, hello.kind, hello.pid, hello.observer, ttl)
         if not hello.observer:
-            self._num_orphanings += 1  # whoever was waiting for the mesh to be orphaned long enough waits in vain
+            self._num_orphanings += 1  # invalidates pending orphan timers
         return [SendToClient(hello.client, messages.Welcome(info=self.info(), open_calls=self.open_calls(now)))]
 
     def command_received(
@@ -181,7 +182,7 @@ class MeshState:
         return self._start_call(client, command, body, now)
 
     def client_disconnected(self, client_id: str) -> list[Effect]:
-        """A client's process ended, or it left. What it had started on the ranks goes on."""
+        """Handle a client that exited or detached. Its calls on the ranks continue."""
         client = self._clients.pop(client_id, None)
         if client is None:
             return []
@@ -206,7 +207,7 @@ class MeshState:
         return handler(host, report, now) if handler is not None else []
 
     def host_exited(self, host: int, reason: str, now: float) -> list[Effect]:
-        """A whole host is gone, and its ranks with it."""
+        """Handle the loss of a host and all its ranks."""
         if self._pending_start is not None:
             return self._fail_start(f"host {host} {reason} while the mesh was coming up; see supervisor.log")
         effects: list[Effect] = []
@@ -258,7 +259,7 @@ class MeshState:
             return self._send_deferred(now)
         return []
 
-    # ---- what is known
+    # ---- queries
 
     def info(self) -> MeshInfo:
         return MeshInfo(
@@ -276,7 +277,7 @@ class MeshState:
         )
 
     def open_calls(self, now: float) -> tuple[messages.OpenCall, ...]:
-        """The cells that run, oldest first."""
+        """Return the running cells, oldest first."""
         return tuple(
             messages.OpenCall(
                 call=call.id,  # type: ignore[arg-type]
@@ -290,25 +291,26 @@ class MeshState:
         )
 
     def ranks_awaiting_input(self) -> Ranks:
-        """Ranks that wait for an answer to input()."""
+        """Return the ranks that wait for a reply to input()."""
         return tuple(rank for call in self._calls.values() for rank in call.awaiting_input)
 
     def host_of(self, rank: int) -> int:
-        """The host that a rank is on."""
+        """Return the host that a rank is on."""
         return self._host_of[rank]
 
     def exited_ranks(self) -> Mapping[int, messages.RankExited]:
-        """Ranks that have ended."""
+        """Return the exit reports of ranks that have exited."""
         return MappingProxyType(self._exited)
 
     def wall_time(self, now: float) -> float:
-        """The wall clock at `now`."""
+        """Return the wall-clock time at `now`."""
         return self._started_at + now
 
     def _current_ranks(self) -> tuple[RankInfo, ...]:
-        """The ranks as hosts last told of them, a second ago at most, but busy or idle as their calls are now.
+        """Return the ranks as last reported by hosts (at most a second old), but busy or idle by their current calls.
 
-        A rank whose host says that it is idle, well after the call came, is done with its part: it raised, perhaps.
+        A rank that its host reports as idle, well after the call was sent, has finished its part, perhaps by an
+        exception.
         """
         call_by_rank = {rank: call for call in self._calls.values() if call.is_main_thread for rank in call.ranks}
         found = []
@@ -327,10 +329,10 @@ class MeshState:
 
     @property
     def setup_cells(self) -> tuple[messages.RunCell, ...]:
-        """Cells to be run again on ranks that join."""
+        """The cells to run again on ranks that join."""
         return tuple(self._setup_cells)
 
-    # ---- coming up
+    # ---- starting
 
     def _start_mesh(self, client: Client, command: messages.StartMesh, body: bytes, now: float) -> list[Effect]:
         if self._spec is not None:
@@ -457,9 +459,9 @@ class MeshState:
             return []
         forming: list[Effect] = []
         if self._forming_failed and isinstance(command, messages.RunCell | messages.CallFunction | messages.RunOps):
-            call.deferred = send  # does not count as busy
+            call.deferred = send  # so that it does not count as busy
             self._forming_failed = False
-            forming = self._reform_groups(now)  # goes before it
+            forming = self._reform_groups(now)  # sent before it
         return [*forming, *self._send_call(call, send, now)]
 
     def _send_call(self, call: ActiveCall, send: SendToHosts, now: float) -> list[Effect]:
@@ -469,12 +471,12 @@ class MeshState:
         return [send, *(self._monitoring.call_began(call.id, call.client, call.ranks, now) if users else [])]
 
     def _must_defer(self, call: ActiveCall, now: float) -> bool:
-        """Whether a call would begin on some ranks while others are still in a call that was stopped, or before broken
-        process groups are formed anew.
+        """Whether a call must wait, because other ranks are not ready for it.
 
-        All calls wait HOLD_S for ranks to come back from a Stop, and while all are back and only the word of it is on
-        its way. One of a rank that is not back waits for it; and so does one that comes behind others on its ranks,
-        where the groups are broken: they are formed anew when those have ended.
+        That is: some ranks are still in a call that was stopped, or broken process groups have not been re-formed yet.
+        All calls wait HOLD_COMMANDS_S for ranks to return from a Stop, and while all have returned and only the report
+        of it is in transit. A call to a rank that has not returned waits for that rank. If the groups are broken, a
+        call also waits for earlier calls on its ranks, because the groups are re-formed when those have ended.
         """
         earlier = list(itertools.takewhile(lambda other: other is not call, self._calls.values()))
         stopped = [other for other in self._calls.values() if other.stopping_ranks]
@@ -492,11 +494,11 @@ class MeshState:
         return is_imminent or self._is_checking_desync() or not unavailable.isdisjoint(call.ranks)
 
     def _is_checking_desync(self) -> bool:
-        """Whether ranks are asked if they are in step. What begins meanwhile could compute wrong numbers."""
+        """Whether a query compares the ranks' positions. A call that starts meanwhile could compute wrong numbers."""
         return any(call.id.startswith("compare-") for call in self._calls.values())
 
     def _send_deferred(self, now: float) -> list[Effect]:
-        """Send what was held and need not wait any more, in the order in which it came."""
+        """Send the deferred calls that no longer need to wait, in their original order."""
         effects: list[Effect] = []
         for call in list(self._calls.values()):
             if call.deferred is not None and not self._must_defer(call, now):
@@ -504,7 +506,7 @@ class MeshState:
         return effects
 
     def _refuse_unknown_ranks(self, client: Client, command: Any) -> list[Effect]:
-        """For a command that names ranks which are not in this mesh, or none."""
+        """Refuse a command that names no ranks, or ranks that are not in this mesh."""
         unknown = [rank for rank in command.ranks if rank not in self._ranks]
         if not unknown and command.ranks:
             return []
@@ -531,7 +533,7 @@ class MeshState:
 
     def _call_output(self, host: int, report: messages.CallOutput, now: float) -> list[Effect]:
         call = self._calls.get(report.call)
-        if call is None:  # output after the end, of a thread that the cell left behind
+        if call is None:  # output after the end of its call, from a thread that the cell left behind
             return self._send_late_output(report.call, report.items, now)
         if call.merger is None:
             return self._send_output(call, report.items, now)
@@ -539,7 +541,7 @@ class MeshState:
         return self._flush(call, now)
 
     def _flush(self, call: ActiveCall, now: float) -> list[Effect]:
-        """Show what can be shown now, and come back when there will be more although nobody speaks."""
+        """Send the output that can be shown now, and set a timer for the rest."""
         items = tuple(call.merger.flush(now, max_chars=_MAX_FLUSH_CHARS)) if call.merger is not None else ()
         return self._send_output(call, items, now)
 
@@ -576,7 +578,7 @@ class MeshState:
         call.done_ranks.update(report.done)
         if report.failure and not call.failure:
             call.failure = report.failure
-            # The others would wait for it until their time is up.
+            # The other ranks would wait for it until they time out.
             if remaining := tuple(rank for rank in call.ranks if rank not in call.done_ranks):
                 abort = messages.AbortCollectives(ranks=remaining, reason=f"groups were not formed: {report.failure}")
                 return [SendToHosts(self._hosts_of(remaining), abort)]
@@ -627,14 +629,14 @@ class MeshState:
         )
 
     def begin_shutdown(self) -> None:
-        """The mesh ends: what its ranks come to from here on is its end, and no fault of theirs."""
+        """Begin the mesh's shutdown: from here on, lost ranks are expected and not reported as failures."""
         self._stopping = True
 
     def _finish_call(
         self, call: ActiveCall, parts: tuple[OutcomeGroup, ...], items: tuple[messages.FoldedItem, ...], now: float
     ) -> list[Effect]:
         if self._stopping and any(part.outcome.status == "lost" for part in parts):
-            # Whoever waits for it is told why the mesh has ended, by MeshStopped; and now what its ranks said last.
+            # MeshStopped reports the reason to clients that wait; this sends the last output of the ranks.
             last_items = tuple(call.budget.admit(items, now, final=True))
             output = messages.CallOutput(call=call.id, items=last_items)  # type: ignore[arg-type]
             return [SendToClient(call.client, output)] if last_items else []
@@ -678,10 +680,10 @@ class MeshState:
         effects += self._reform_groups(now)
         return effects + self._send_deferred(now)
 
-    # ---- in step, or not
+    # ---- desync checks
 
     def _query_positions(self, kind: str, about_call: str, ranks: Ranks, now: float) -> list[Effect]:
-        """Ask ranks for their positions. The answer is the end of a call of ours, within a second."""
+        """Query the positions of ranks, as a call of the supervisor's own that ends within a second."""
         self._num_queries += 1
         call = self._open_call(f"{kind}-{self._num_queries}", "", kind, ranks, now)
         call.is_main_thread, call.about_call = False, about_call
@@ -689,7 +691,7 @@ class MeshState:
         return [SendToHosts(self._hosts_of(ranks), query)]
 
     def _check_desync(self, call: ActiveCall, now: float) -> list[Effect]:
-        """A call did not end well on some rank: where have all come to in their collectives?"""
+        """Compare all ranks' positions in their collectives, after a call that failed on some rank."""
         effects = self._query_positions("compare", call.id, tuple(sorted(self._ranks)), now)
         query = self._calls[f"compare-{self._num_queries}"]
         query.label, query.client, query.done_ranks = call.label, call.client, set(call.ranks)
@@ -715,13 +717,13 @@ class MeshState:
         return [*effects, *self._reform_groups(now), *self._send_deferred(now)]
 
     def _discard_notice(self, call: ActiveCall) -> messages.RankDisplay | None:
-        """What the user is told where work that was enqueued behind an aborted collective may have run all the same."""
+        """Return a notice if work enqueued behind an aborted collective may still have run (NCCL), else None."""
         if self._backend is None or "nccl" not in self._backend:
             return None
         return messages.RankDisplay(ranks=call.ranks, item=messages.Notice(discard_notice(call.label)))
 
     def _query_left_ranks(self, call: ActiveCall, now: float) -> list[Effect]:
-        """Some ranks are done with a call in which others go on. Have they certainly left its collectives?"""
+        """Query the ranks that finished a call in which others continue: have they certainly left its collectives?"""
         newly_done = tuple(
             rank for rank in call.ranks if rank in call.done_ranks - call.left_ranks and rank not in self._exited
         )
@@ -760,7 +762,7 @@ class MeshState:
         return effects
 
     def _reform_groups(self, now: float) -> list[Effect]:
-        """Re-form the process groups once nobody uses them. With a rank gone that has to wait for a new one."""
+        """Re-form broken process groups once no rank runs anything. A lost rank must be replaced first."""
         busy = any(call.is_main_thread and call.deferred is None for call in self._calls.values())
         if self._groups != "broken" or self._forming_failed or busy or self._exited or self._stopping:
             return []
@@ -794,7 +796,7 @@ class MeshState:
             self._groups = "broken"
         effects: list[Effect] = [SendToClient(None, messages.MeshChanged(info=self.info(), exited=(report,)))]
         living = tuple(other for other in sorted(self._ranks) if other not in self._exited)
-        if living:  # also those that are idle: a collective of theirs would wait for the dead one
+        if living:  # idle ranks too: their next collective would wait for the dead one
             effects.append(
                 SendToHosts(
                     self._hosts_of(living), messages.AbortCollectives(ranks=living, reason=f"rank {rank} {description}")
@@ -812,7 +814,7 @@ class MeshState:
         return effects
 
     def _abandon_call(self, call: ActiveCall, now: float) -> list[Effect]:
-        """End a call for its client although some survivors have not come back from it yet."""
+        """End a call for its client although some survivors have not returned from it."""
         known = merge_parts(call.outcomes) if call.outcomes else ()
         lost_ranks = tuple(exited.rank for exited in call.lost)
         reported = {rank for part in known for rank in part.ranks} | set(lost_ranks)
@@ -824,7 +826,7 @@ class MeshState:
             parts.append(OutcomeGroup(unreported, Outcome(status="skipped")))
         return self._finish_call(call, tuple(parts), (), now)
 
-    # ---- clients' other wishes
+    # ---- other client commands
 
     def _interrupt(self, client: Client, command: messages.Interrupt, body: bytes, now: float) -> list[Effect]:
         ranks = tuple(rank for rank in command.ranks if rank in self._ranks)
@@ -837,7 +839,7 @@ class MeshState:
             if not set(call.ranks) & set(ranks):
                 continue
             if call.deferred is not None and command.target is None and call.client != client.id:
-                continue  # it waits its turn: a Stop is for what runs
+                continue  # deferred: a Stop without a target applies to what runs
             if call.deferred is not None:
                 effects += self._finish_call(call, (OutcomeGroup(call.ranks, Outcome(status="interrupted")),), (), now)
             elif call.client:
@@ -935,15 +937,17 @@ class MeshState:
 
 
 def assign_hosts(world_size: int, num_hosts: int) -> dict[int, int]:
-    """The host of each rank: neighbours together, no host with more than one rank above another's. Four on three hosts
-    are 2, 1 and 1."""
+    """Return the host of each rank: contiguous ranks per host, sizes that differ by at most one.
+
+    Four ranks on three hosts are 2, 1 and 1.
+    """
     fewest, num_larger = divmod(world_size, num_hosts)
     sizes = [fewest + (host < num_larger) for host in range(num_hosts)]
     return dict(enumerate(host for host, size in enumerate(sizes) for _ in range(size)))
 
 
 def discard_notice(label: str) -> str:
-    """What to do where the process groups of NCCL are formed anew."""
+    """Return the advice to the user when NCCL process groups are re-formed."""
     return (
         f"the process groups are formed anew. Work that {label or 'the call'} had enqueued behind a collective that "
         f"was given up may have run on the GPU with garbage: discard the step in which {label or 'it'} ended (run it "

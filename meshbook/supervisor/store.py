@@ -1,8 +1,8 @@
-"""The store in which a mesh's ranks find each other: what torch.distributed calls a Store, served without torch.
+"""The store by which a mesh's ranks rendezvous: a torch.distributed Store, served without torch.
 
-`KeyStore` is the memory: pure, a question in, answers out, some of them later. `StoreServer` is its door: a socket in
-the mesh's own folder, where nothing is heard before the mesh's token. So nobody else on the machine can write what
-ranks rendezvous by, no rank is special, and any rank may die. If the supervisor ends, so do its ranks.
+`KeyStore` is the state: pure, a request in, replies out, some of them later. `StoreServer` serves it on a socket in the
+mesh's own folder and reads no request before the mesh's token. So no other user of the machine can write the rendezvous
+keys, no rank is special, and any rank may die. If the supervisor ends, so do its ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Replies = list[tuple[bytes, StoreReply]]  # each with the peer it is for
 
 @dataclass
 class _PendingGet:
-    """A question that cannot be answered before these keys are there."""
+    """A request that waits until these keys exist."""
 
     peer: bytes
     request: messages.StoreGet
@@ -35,14 +35,14 @@ class _PendingGet:
 
 
 class KeyStore:
-    """Keys and their values, and who waits for which."""
+    """Keys, their values, and the requests that wait for keys."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._pending: list[_PendingGet] = []
 
     def handle(self, peer: bytes, request: messages.StoreCommand) -> Replies:
-        """Answer a peer, and others for whom this was what they waited for."""
+        """Return the reply to a request, and replies to other requests that it completes."""
         match request:
             case messages.StoreSet(request_id=number, pairs=pairs):
                 self._values.update(pairs)
@@ -77,7 +77,7 @@ class KeyStore:
         return []
 
     def delete_prefix(self, prefix: str) -> None:
-        """Forget all keys that begin so, and who waits for such."""
+        """Delete all keys with this prefix, and the requests that wait for such keys."""
         self._values = {key: value for key, value in self._values.items() if not key.startswith(prefix)}
         self._pending = [one for one in self._pending if not any(key.startswith(prefix) for key in one.missing)]
 
@@ -94,7 +94,7 @@ class KeyStore:
             return []
         self._pending = [pending_get for pending_get in self._pending if pending_get.missing]
         replies: Replies = []
-        for pending_get in ready:  # a key that was deleted meanwhile is waited for again
+        for pending_get in ready:  # it waits again if a key was deleted meanwhile
             replies += self.handle(pending_get.peer, pending_get.request)
         return replies
 
@@ -105,7 +105,7 @@ class KeyStore:
 
 
 class StoreServer:
-    """A store behind a socket. `close()` ends it."""
+    """A store on a socket. `close()` ends it."""
 
     def __init__(self, loop: Loop, context: zmq.Context[zmq.Socket[bytes]], address: str, token: str) -> None:
         self.address = address
@@ -119,7 +119,7 @@ class StoreServer:
         loop.watch_socket(self._socket, self._on_message)
 
     def begin_generation(self, generation: int) -> None:
-        """Groups are formed anew: what was written before the epoch before is nobody's any more."""
+        """Delete the keys of generations before the previous one, as groups are re-formed."""
         self.store.delete_prefix(f"e{generation - 2}/")
 
     def close(self) -> None:
@@ -141,5 +141,5 @@ class StoreServer:
                 self._rejections.warning("%r showed the store a wrong token, and was refused", peer[:16])
             return
         for receiver, reply in self.store.handle(peer, request):
-            with contextlib.suppress(zmq.ZMQError):  # a rank that is gone waits for nothing
+            with contextlib.suppress(zmq.ZMQError):  # a rank that has exited waits for nothing
                 self._socket.send_multipart([receiver, codec.PROTOCOL, codec.encode_body(reply)])

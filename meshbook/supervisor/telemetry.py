@@ -1,22 +1,22 @@
-"""What those that watch a mesh are told: the picture of it now, and what changed since they were told last.
+"""Telemetry for subscribers: the current state of a mesh, and the changes since the last update.
 
-`MeshTelemetry` is the picture, kept up to date from what the supervisor hears anyway; `Subscription` remembers what one
-client has been told. Pure: time comes in, plain data goes out. A steady mesh changes little, so numbers are rounded to
-what can be seen, and ranks travel by column.
+`MeshTelemetry` is the state, updated from reports that the supervisor receives anyway; `Subscription` tracks what one
+client has received. Pure: time is passed in, plain data comes out. A steady mesh changes little, so numbers are rounded
+to visible precision, and ranks are sent by column.
 
-The data of a `Watched`, every key of which may be missing:
+The data of a `MeshUpdate`, in which every key is optional:
 
-    whole        True: this is everything; what was known before is void
-    once         True: an answer, not news; nothing follows from it
+    whole        True: this is the complete state and replaces what was known before
+    once         True: a reply to a single query; no updates follow
     mesh         name, axes, groups, backend, cells_run, clients, started_at
-    ranks        {field of RankNow: [[rank, ...], [value, ...]]}: what changed
-    calls        all that run now, as CallNow
-    collectives  those that began or ended, as CollectiveNow
+    ranks        {field of RankStatus: [[rank, ...], [value, ...]]}: what changed
+    calls        all that run now, as CallStatus
+    collectives  those that started or ended, as CollectiveStatus
     scalars      [name, rank, step, value, wall clock] each
-    curves       with `whole`, in place of `scalars`: the past, as `Curves.dump` gives it
-    lines        those that ranks printed, as LineSaid
+    curves       with `whole`, in place of `scalars`: the past, as `Curves.dump` returns it
+    lines        those that ranks printed, as PrintedLine
     findings     all that hold now, as diagnose's Finding
-    series       with `whole`: the past, as `Series.dump` gives it
+    series       with `whole`: the past, as `Series.dump` returns it
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from meshbook.wire.messages import CollectiveInfo, FoldedItem, Line, MeshInfo, R
 
 MAX_RETAINED_LINES = 500
 _MAX_LINE_CHARS = 2_000
-# Of one piece of news; what is beyond is not told, for the reader could not follow it either.
+# Limits of one update; a reader could not follow more, so the excess is left out.
 _MAX_LINES_PER_UPDATE = 200
 _MAX_COLLECTIVES_PER_UPDATE = 2_048
 _MAX_SCALARS_PER_UPDATE = 4_096
 _MAX_COLLECTIVES_PER_RANK = 32  # of each rank
-_MEMORY_ROUNDING_BYTES = 1 << 16  # bytes: a process's memory flickers by pages
+_MEMORY_ROUNDING_BYTES = 1 << 16  # bytes: a process's memory fluctuates by pages
 
 
 class RankStatus(Struct, frozen=True, gc=False, omit_defaults=True):
-    """One rank, now."""
+    """The current status of one rank."""
 
     rank: int
     state: str = "starting"  # as in RankInfo
@@ -52,9 +52,9 @@ class RankStatus(Struct, frozen=True, gc=False, omit_defaults=True):
     pid: int | None = None
     device: str = "cpu"
     call: str | None = None  # running now
-    cell: str | None = None  # how people know it: "cell 7"
+    cell: str | None = None  # the user's name for it: "cell 7"
     line: int | None = None  # of that cell
-    beat_age_s: int = 0  # whole seconds; 0 where it is heard of regularly
+    beat_age_s: int = 0  # whole seconds; 0 while heartbeats arrive regularly
     rss_bytes: int | None = None
     peak_rss_bytes: int | None = None
     cpu_percent: int | None = None  # of one core, all threads
@@ -72,12 +72,12 @@ class RankStatus(Struct, frozen=True, gc=False, omit_defaults=True):
     gpu_utilisation: int | None = None  # 0..100
     waits_in: str | None = None  # the oldest open collective: "all_reduce #41"
     waits_since: float | None = None  # wall clock
-    awaiting_input: bool = False  # waits for an answer to input()
+    awaiting_input: bool = False  # waits for a reply to input()
     exit: str | None = None  # how it ended
 
 
 class CallStatus(Struct, frozen=True, gc=False):
-    """One call that runs."""
+    """One running call."""
 
     call: str
     label: str
@@ -102,7 +102,7 @@ class CollectiveStatus(Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class PrintedLine(Struct, frozen=True, gc=False):
-    """One folded line of output, without colours' end or ranks' names: as it was printed."""
+    """One folded line of output as it was printed, without trailing colour codes or rank names."""
 
     at: float  # wall clock
     ranks: Ranks
@@ -112,12 +112,12 @@ class PrintedLine(Struct, frozen=True, gc=False):
 
 _RANK_FIELDS = tuple(name for name in RankStatus.__struct_fields__ if name != "rank")
 
-# A rank's collective among its others: group, operation, sequence number. Numbers begin anew when groups are re-formed.
+# Identifies one of a rank's collectives: group, operation, sequence number. Numbers restart when groups are re-formed.
 CollectiveKey = tuple[str, str, int]
 
 
 class MeshTelemetry:
-    """The mesh as it is now, and its past in numbers."""
+    """The current state of the mesh, and its history in numbers."""
 
     def __init__(self) -> None:
         self.series = Series()
@@ -128,23 +128,22 @@ class MeshTelemetry:
         self.findings: tuple[Any, ...] = ()
         self.lines: deque[PrintedLine] = deque(maxlen=MAX_RETAINED_LINES)
         self.num_lines = 0  # ever
-        self.recent_scalars: deque[list[Any]] = deque(maxlen=_MAX_SCALARS_PER_UPDATE)  # scalars, newest last
+        self.recent_scalars: deque[list[Any]] = deque(maxlen=_MAX_SCALARS_PER_UPDATE)  # newest last
         self.num_scalars = 0  # ever
-        self.recent_collectives: deque[CollectiveStatus] = deque(
-            maxlen=_MAX_COLLECTIVES_PER_UPDATE
-        )  # begun or ended, newest last
+        # started or ended, newest last
+        self.recent_collectives: deque[CollectiveStatus] = deque(maxlen=_MAX_COLLECTIVES_PER_UPDATE)
         self.num_collective_changes = 0  # ever
-        self._open_collectives: dict[int, dict[CollectiveKey, CollectiveStatus]] = {}  # rank -> those that it is in
-        self._dirty_ranks: set[int] = set()  # ranks that were heard of since they were put together
-        self._built_from: dict[int, tuple[RankInfo, bool]] = {}  # rank -> what `ranks` was made of
+        self._open_collectives: dict[int, dict[CollectiveKey, CollectiveStatus]] = {}  # by rank
+        self._dirty_ranks: set[int] = set()  # ranks with metrics received since their RankStatus was built
+        self._built_from: dict[int, tuple[RankInfo, bool]] = {}  # rank -> the inputs of its RankStatus
         self._metrics: dict[int, dict[str, Any]] = {}
-        self._collective_counts: dict[int, tuple[float, int]] = {}  # rank -> when, how many collectives
+        self._collective_counts: dict[int, tuple[float, int]] = {}  # rank -> time, number of collectives
         self._info: MeshInfo | None = None
 
-    # ---- what is heard
+    # ---- inputs
 
     def add_metrics(self, metrics: RankMetrics, at: float) -> None:
-        """A rank's beat, heard at this time."""
+        """Record the metrics of a rank's heartbeat, received at `at`."""
         rank, at = metrics.rank, at - metrics.age_s
         values = self._metrics.setdefault(rank, {})
         self._dirty_ranks.add(rank)
@@ -189,7 +188,7 @@ class MeshTelemetry:
                 group=collective.group,
                 seq=collective.seq,
                 op=collective.op,
-                # The first word counts, so that it does not jitter.
+                # The first report's time is kept, so that it does not jitter.
                 began_at=were_open[key].began_at if key in were_open else round(at - collective.began_s_ago, 3),
                 ended_at=None if collective.ended_s_ago is None else round(at - collective.ended_s_ago, 3),
                 group_ranks=collective.group_ranks,
@@ -202,7 +201,7 @@ class MeshTelemetry:
                 still_open[key] = status
             if were_open.get(key) != status:
                 self._record_collective(recorded, key, status)
-        for key, status in were_open.items():  # open ones are always told: one that is not has ended
+        for key, status in were_open.items():  # reports always include open ones: one that is missing has ended
             if key not in still_open and recorded.get(key) == status:
                 self._record_collective(recorded, key, msgspec.structs.replace(status, ended_at=round(at, 3)))
         self._open_collectives[rank] = still_open
@@ -213,13 +212,13 @@ class MeshTelemetry:
     def _record_collective(
         self, recorded: dict[CollectiveKey, CollectiveStatus], key: CollectiveKey, status: CollectiveStatus
     ) -> None:
-        recorded.pop(key, None)  # to the end: the oldest are dropped first
+        recorded.pop(key, None)  # reinserted at the end: the oldest are dropped first
         recorded[key] = status
         self.recent_collectives.append(status)
         self.num_collective_changes += 1
 
     def add_output(self, items: Iterable[FoldedItem], at: float) -> None:
-        """Folded output that goes to whoever ran the cell."""
+        """Record folded output, as sent to the client that ran the cell."""
         for item in items:
             if isinstance(item, Line) and not item.live:
                 text = item.text if len(item.text) <= _MAX_LINE_CHARS else item.text[:_MAX_LINE_CHARS] + " ... (cut)"
@@ -227,11 +226,11 @@ class MeshTelemetry:
                 self.num_lines += 1
 
     def update_mesh(self, info: MeshInfo, calls: tuple[CallStatus, ...]) -> None:
-        """What the supervisor's memory says of the mesh and its calls."""
+        """Set the supervisor's current state of the mesh and its calls."""
         self._info, self.calls = info, calls
 
     def update_ranks(self, ranks: Iterable[RankInfo], awaiting_input: Iterable[int]) -> None:
-        """What it says of ranks."""
+        """Set the supervisor's current state of ranks."""
         awaiting = set(awaiting_input)
         changed = {}
         for info in ranks:
@@ -240,10 +239,10 @@ class MeshTelemetry:
                 changed[info.rank] = self._build_rank(*built_from)
                 self._built_from[info.rank] = built_from
         self._dirty_ranks -= changed.keys()
-        self.ranks = {**self.ranks, **changed}  # another dict: those that watch compare with the one before
+        self.ranks = {**self.ranks, **changed}  # a new dict: subscriptions compare it with the previous one
 
     def sample_series(self, at: float, ranks: Iterable[int]) -> None:
-        """Note the numbers of these ranks in the series."""
+        """Record the current numbers of these ranks in the series."""
         self.series.sample(at, [self.ranks[rank] for rank in ranks if rank in self.ranks])
 
     def _build_rank(self, info: RankInfo, awaiting_input: bool) -> RankStatus:
@@ -271,10 +270,10 @@ class MeshTelemetry:
         )
 
     def oldest_open_collective(self, rank: int) -> CollectiveStatus | None:
-        """The oldest collective that a rank is in."""
+        """Return the oldest collective that a rank is in; None if there is none."""
         return min(self._open_collectives.get(rank, {}).values(), key=lambda one: one.began_at, default=None)
 
-    # ---- what is told
+    # ---- outputs
 
     def mesh_data(self) -> dict[str, Any]:
         info = self._info
@@ -291,10 +290,10 @@ class MeshTelemetry:
         }
 
     def full_data(self, since: float) -> dict[str, Any]:
-        """Everything.
+        """Return the complete state.
 
         Args:
-            since: wall clock; numbers older than that are left out.
+            since: wall clock; older numbers are left out.
         """
         return {
             "whole": True,
@@ -309,13 +308,13 @@ class MeshTelemetry:
         }
 
     def _newest_collectives(self) -> list[CollectiveStatus]:
-        """Of each rank as many as all ranks together allow."""
+        """Return each rank's newest collectives, as many as the limit of all ranks together allows."""
         share = max(2, _MAX_COLLECTIVES_PER_UPDATE // max(1, len(self.collectives)))
         return [one for some in self.collectives.values() for one in list(some.values())[-share:]]
 
 
 class Subscription:
-    """One client that watches, and what it has been told."""
+    """One subscribed client, and what it has received."""
 
     def __init__(self, telemetry: MeshTelemetry, updates_per_s: float) -> None:
         self.period_s = 1.0 / updates_per_s
@@ -327,13 +326,13 @@ class Subscription:
         self._num_lines = self._num_scalars = self._num_changes = 0
 
     def full_update(self, since: float) -> dict[str, Any]:
-        """Everything; from now on it is told what changes."""
+        """Return the complete state; the following updates contain only changes."""
         data = self._telemetry.full_data(since)
         self._mark_sent()
         return data
 
     def next_update(self) -> dict[str, Any]:
-        """What changed since it was told last; nothing where nothing did."""
+        """Return the changes since the last update; empty if there are none."""
         telemetry = self._telemetry
         data: dict[str, Any] = {}
         if (mesh := telemetry.mesh_data()) != self._mesh:
@@ -370,7 +369,7 @@ class Subscription:
 def changed_columns(
     old_ranks: Mapping[int, RankStatus], new_ranks: Mapping[int, RankStatus]
 ) -> dict[str, list[list[Any]]]:
-    """What changed of ranks, by field: `{"line": [[0, 1], [7, 9]]}`."""
+    """Return the changed fields of ranks, by field: `{"line": [[0, 1], [7, 9]]}`."""
     found: dict[str, list[list[Any]]] = {}
     for rank, current in new_ranks.items():
         previous = old_ranks.get(rank)
@@ -391,7 +390,7 @@ T = TypeVar("T")
 
 
 def _take_last(some: deque[T], count: int) -> list[T]:
-    """The last so many, oldest first."""
+    """Return the last `count` items, oldest first."""
     return list(itertools.islice(some, max(0, len(some) - count), None))
 
 
@@ -400,5 +399,5 @@ def _round_up_bytes(count: int | None) -> int | None:
 
 
 def _round_rate(rate: float | None) -> float | None:
-    """Three digits: what a reader tells apart."""
+    """Round to three significant digits, the precision that a reader distinguishes."""
     return None if rate is None else float(f"{rate:.3g}")

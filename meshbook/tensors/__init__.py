@@ -1,1 +1,1 @@
-"""Remote tensors and modules: metadata here, storage and arithmetic on the ranks."""
+"""Remote tensors and modules: metadata in this process, storage and computation on the ranks."""

@@ -1,4 +1,4 @@
-"""`meshbook.distribute`: one word for bringing a tensor, or a module, to a mesh."""
+"""`meshbook.distribute`: brings a tensor or a module to a mesh."""
 
 from __future__ import annotations
 
@@ -46,25 +46,25 @@ def distribute(
 ) -> Any:
     """Bring a tensor to a mesh, or build a module there.
 
-    A tensor: copied into shared memory once; does not wait. A module, or a function that makes one: built on the ranks
-    by a strategy, and waited for.
+    A tensor is copied into shared memory once; this does not wait. A module, or a function that makes one, is built on
+    the ranks by a strategy; this waits until it is built.
 
     Args:
-        placements: of a tensor: torch's, one per axis of the mesh; default: whole on every rank.
-        sharding_spec: or, per tensor dim, the axis (or axes) that it is cut over: `["dp", None]`.
+        placements: of a tensor: torch's, one per axis of the mesh; default: replicated on every rank.
+        sharding_spec: or, per tensor dim, the axis (or axes) that shards it: `["dp", None]`.
         strategy: of a module: "fsdp" (the default), "ddp", "replicate", or a function of (module, DeviceMesh).
-        precision: of a module: "bf16" computes in it; parameters and gradients stay as they are.
-        axis: of a module: over which batches are cut.
-        strategy_options: of a module: DistributedDataParallel's (`find_unused_parameters=True`) or fully_shard's
-            (`reshard_after_forward=False`), passed on to it.
+        precision: of a module: "bf16" computes in bfloat16; parameters and gradients keep their dtype.
+        axis: of a module: the axis that shards batches.
+        strategy_options: of a module: options of DistributedDataParallel (`find_unused_parameters=True`) or fully_shard
+            (`reshard_after_forward=False`).
 
     Returns:
         RemoteTensor, a leaf with the tensor's `requires_grad`; or RemoteModule.
 
     Raises:
-        PlacementError: placements that do not fit the tensor or the mesh; the text has the sum.
+        PlacementError: placements that do not fit the tensor or the mesh; the text shows the arithmetic.
         CellError: building the module failed on ranks, with their traceback.
-        UsageError: what is meant for a tensor, given with a module, or the other way round.
+        UsageError: an argument for tensors was given with a module, or the other way round.
     """
     if isinstance(thing, torch.Tensor):
         if strategy is not None or precision is not None or axis is not None or strategy_options:

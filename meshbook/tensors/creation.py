@@ -1,4 +1,4 @@
-"""Where remote tensors come from: a local tensor, a factory function, a name that a cell bound."""
+"""Creates remote tensors: from a local tensor, by a factory function, from a name that a cell bound."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from meshbook.tensors.views import placements_of
 from meshbook.wire.messages import TensorMeta
 
 _engines_lock = threading.Lock()
-assert overrides.OVERRIDES  # imported so that they are in place before the first tensor is
+assert overrides.OVERRIDES  # imported so that they are registered before the first tensor exists
 assert optimizers.__name__
 
 
 def engine_of(mesh: Mesh) -> TensorEngine:
-    """The engine of this part of a mesh; one for all views of the same ranks under the same axis names.
+    """Return the engine of this mesh or slice; the same for all `Mesh` objects with equal ranks and axis names.
 
     Raises:
-        MeshShapeError: a part that has no process groups of its own, such as `mesh.slice(dp=slice(0, 2))`.
+        MeshShapeError: a slice without process groups of its own, such as `mesh.slice(dp=slice(0, 2))`.
     """
     session, axes = mesh.session, mesh.grid
     session.check_attached()
@@ -69,14 +69,14 @@ def distribute(
     """Place a tensor on a mesh. Copies it into shared memory once; does not wait for the ranks.
 
     Args:
-        placements: torch's, one per axis of the mesh; default: whole on every rank.
-        sharding_spec: or, per tensor dim, the axis (or axes) that it is cut over: `["dp", None]`.
+        placements: torch's, one per axis of the mesh; default: replicated on every rank.
+        sharding_spec: or, per tensor dim, the axis (or axes) that shards it: `["dp", None]`.
 
     Returns:
-        A leaf with the tensor's `requires_grad`. Pieces are as torch.chunk cuts; the last may be shorter.
+        A leaf with the tensor's `requires_grad`. Shards are split as by torch.chunk; the last may be shorter.
 
     Raises:
-        PlacementError: they do not fit the tensor or the mesh; the text has the sum.
+        PlacementError: they do not fit the tensor or the mesh; the text shows the arithmetic.
     """
     if isinstance(tensor, remote.RemoteTensor):
         raise PlacementError("this tensor is on a mesh already; x.redistribute(...) places it otherwise")
@@ -92,7 +92,7 @@ def distribute(
 
 
 class activate(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """`with mesh.activate():` tensors that are made inside, `torch.rand(3, 4)`, are made on every rank, one each."""
+    """`with mesh.activate():` makes tensors created inside, such as `torch.rand(3, 4)`, on every rank, one each."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -121,12 +121,12 @@ def _returns_one_tensor(func: Any) -> bool:
     return func.namespace == "aten" and len(returned) == 1 and str(returned[0].type) == "Tensor"
 
 
-# Factories whose result has a length that follows from floats.
+# Factories whose result has a length that depends on floats.
 _SHAPE_FROM_FLOATS = (torch.ops.aten.arange, torch.ops.aten.range)
 
 
 def run_factory(engine: TensorEngine, func: Any, args: Any, kwargs: dict[str, Any]) -> remote.RemoteTensor:
-    """A factory function, run by every rank for itself. Random ones differ between ranks."""
+    """Run a factory function on every rank separately. Random results differ between ranks."""
     kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory", "layout")}
     leaves = pytree.tree_leaves((args, kwargs))
     floats = [leaf for leaf in leaves if leaf.__class__ is float]
@@ -148,13 +148,13 @@ def run_factory(engine: TensorEngine, func: Any, args: Any, kwargs: dict[str, An
 
 
 def adopt(mesh: Mesh, key: str, meta: TensorMeta) -> remote.RemoteTensor | None:
-    """The tensor that ranks have under a key (`name:w`), as a remote one: the same storage. Does not wait.
+    """Return a remote tensor for the one that ranks have under a key (`name:w`), with its storage. Does not wait.
 
     Args:
-        meta: what the ranks said of it, all the same.
+        meta: its metadata, equal on all ranks.
 
     Returns:
-        None where it cannot be one: it lies on a part of this mesh only, or the mesh has no process groups.
+        None where this is impossible: it is on a slice of this mesh only, or the mesh has no process groups.
     """
     try:
         engine = engine_of(mesh)
@@ -172,9 +172,8 @@ def adopt(mesh: Mesh, key: str, meta: TensorMeta) -> remote.RemoteTensor | None:
         adopt_args = (key, tuple(meta.shape), meta.dtype, placements, operators.MESH)
         template = engine.plan_and_cache(cache_key, engine.planner.plan_tensor_source, "adopt", adopt_args, spec)
     handle = engine.new_handle()
-    handle.version_counter = (
-        engine.foreign_version_counter
-    )  # another name, or the same one looked up again, may be of the same storage
+    # another name, or a repeated look-up of the same one, may share the storage
+    handle.version_counter = engine.foreign_version_counter
     engine.emit([template.number, handle.id], capture_call_site())
     tensor = remote.wrap_handle(spec, handle)
     if meta.requires_grad and (dtype.is_floating_point or dtype.is_complex):
@@ -183,15 +182,15 @@ def adopt(mesh: Mesh, key: str, meta: TensorMeta) -> remote.RemoteTensor | None:
 
 
 def with_tensors(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """A function of torch's, with remote tensors in place of the handles among its arguments."""
+    """Call a function of torch, with remote tensors in place of the handles among its arguments."""
     return func(*pytree.tree_map(to_remote_tensor, args), **pytree.tree_map(to_remote_tensor, kwargs))
 
 
 def to_remote_tensor(leaf: Any) -> Any:
-    """What a handle of a tensor stands for, as a remote tensor; anything else as it is.
+    """Return the remote tensor for a handle of a tensor; anything else unchanged.
 
     Raises:
-        TypeError: a handle that stands for something else.
+        TypeError: a handle of something else.
     """
     if not isinstance(leaf, RemoteValue):
         return leaf
@@ -206,6 +205,6 @@ def to_remote_tensor(leaf: Any) -> Any:
             f"{leaf._meshbook_path} is not one tensor on every rank of {session.name!r} (alike in shape, dtype and "
             "placements); work with it in a cell, or pull it first"
         )
-    if leaf._meshbook_values is not None:  # what keeps the object on the ranks until the operation has seen it
+    if leaf._meshbook_values is not None:  # keeps the object on the ranks until the operation has read it
         found._keep_alive = leaf
     return found

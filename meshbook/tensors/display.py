@@ -1,4 +1,4 @@
-"""How a tensor on a mesh is drawn: which rank holds which part, in colours. Pure but for `stats`, which asks the ranks.
+"""Draws a tensor on a mesh: which rank holds which part, in colours. Pure except `stats`, which queries the ranks.
 
 A drawing needs shape, placements and the mesh, never the data. Ranks that hold the same part share a colour.
 """
@@ -17,11 +17,11 @@ from meshbook.mesh_axes import MeshAxes
 from meshbook.rank.tensors.summary import summarize
 from meshbook.tensors.plan import spans_of
 
-# Told apart by most colour-blind readers, light enough for dark text on them (after Okabe and Ito), then shades.
+# Distinct for most colour-blind readers, light enough for dark text on them (after Okabe and Ito), then shades.
 COLOURS = ("#8ecae6", "#ffb703", "#95d5b2", "#f4a6c0", "#c9b6e4", "#f0e68c", "#d9c2a7", "#b8c0cc")
 
-_WIDTH, _HEIGHT = 220, 120  # of the drawing of a tensor, in pixels
-_MAX_BOXES_DRAWN = 64  # parts; a mesh of more ranks is drawn by its first ones
+_WIDTH, _HEIGHT = 220, 120  # of a tensor's drawing, in pixels
+_MAX_BOXES_DRAWN = 64  # of a larger mesh only the first ranks are drawn
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ShardBox:
 
     Attributes:
         spans: start and stop along each dim.
-        colour: index into COLOURS, round and round.
+        colour: index into COLOURS, which repeat.
     """
 
     spans: tuple[tuple[int, int], ...]
@@ -43,7 +43,7 @@ class ShardBox:
 
 
 def shard_boxes(shape: Sequence[int], placements: Sequence[Any], axes: MeshAxes) -> list[ShardBox]:
-    """The different boxes of a tensor, in the order of the first rank that holds each."""
+    """Return the distinct boxes of a tensor, in the order of the first rank that holds each."""
     ranks_by_box: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for position, rank in enumerate(axes.ranks):
         ranks_by_box.setdefault(spans_of(shape, placements, axes, position), []).append(rank)
@@ -53,7 +53,7 @@ def shard_boxes(shape: Sequence[int], placements: Sequence[Any], axes: MeshAxes)
 
 
 def title_of(shape: Sequence[int], dtype: torch.dtype, placements: Sequence[Any] | None, axes: MeshAxes) -> str:
-    """One line: shape, dtype, what lies how over which axis, and how much it is."""
+    """Return one line: shape, dtype, the placement over each axis, and the size in bytes."""
     size = dtype.itemsize
     for length in shape:
         size *= length
@@ -69,7 +69,7 @@ def title_of(shape: Sequence[int], dtype: torch.dtype, placements: Sequence[Any]
 
 
 def text_of(shape: Sequence[int], dtype: torch.dtype, placements: Sequence[Any] | None, axes: MeshAxes) -> str:
-    """The drawing in words: a line for each part."""
+    """Return the drawing as text: a line for each box."""
     lines = [title_of(shape, dtype, placements, axes)]
     if placements is not None:
         for box in shard_boxes(shape, placements, axes)[:_MAX_BOXES_DRAWN]:
@@ -78,7 +78,7 @@ def text_of(shape: Sequence[int], dtype: torch.dtype, placements: Sequence[Any] 
 
 
 def html_of(shape: Sequence[int], dtype: torch.dtype, placements: Sequence[Any] | None, axes: MeshAxes) -> str:
-    """The drawing: the tensor cut into coloured boxes, beside it the mesh in the same colours."""
+    """Return the drawing: the tensor split into coloured boxes, beside it the mesh in the same colours."""
     title = html.escape(title_of(shape, dtype, placements, axes))
     if placements is None:
         boxes = [ShardBox((), (rank,), index % len(COLOURS)) for index, rank in enumerate(axes.ranks)]
@@ -102,7 +102,7 @@ def _tensor_svg(shape: Sequence[int], placements: Sequence[Any], boxes: Sequence
         top, bottom = box.spans[down] if down is not None else (0, 1)
         left, right = box.spans[across] if across is not None else (0, 1)
         if bottom <= top or right <= left:
-            continue  # a rank without a piece
+            continue  # a rank with an empty shard
         x, width = _WIDTH * left / max(columns, 1), _WIDTH * (right - left) / max(columns, 1)
         y, height = _HEIGHT * top / max(rows, 1), _HEIGHT * (bottom - top) / max(rows, 1)
         label = f"{'+' if _is_partial(placements) else ''}{format_ranks(box.ranks)}"
@@ -123,7 +123,7 @@ def _tensor_svg(shape: Sequence[int], placements: Sequence[Any], boxes: Sequence
 
 
 def _mesh_svg(axes: MeshAxes, boxes: Sequence[ShardBox]) -> str:
-    """The mesh: its last axis across, all others down, each rank in the colour of what it holds."""
+    """Draw the mesh: its last axis across, all others down, each rank in the colour of its box."""
     colour = {rank: COLOURS[box.colour] for box in boxes for rank in box.ranks}
     shape = axes.shape or (1,)
     columns = shape[-1]
@@ -146,7 +146,7 @@ def _mesh_svg(axes: MeshAxes, boxes: Sequence[ShardBox]) -> str:
 
 
 def _drawn_dims(shape: Sequence[int], placements: Sequence[Any]) -> tuple[int | None, int | None]:
-    """The two dims that are drawn, down and across: those that are cut, and what there is besides."""
+    """Return the two dims to draw, down and across: sharded ones first, then others."""
     if not shape:
         return None, None
     cut = list(
@@ -190,7 +190,7 @@ def _format_bytes(size: int) -> str:
 
 @dataclass(frozen=True)
 class TensorStats:
-    """Numbers about a tensor's numbers; least, greatest and mean are of those that are not NaN."""
+    """Statistics of a tensor; min, max and mean are of the elements that are not NaN."""
 
     min: float
     max: float
@@ -206,7 +206,7 @@ class TensorStats:
 
 
 def stats(tensor: Any) -> TensorStats:
-    """Computed on the ranks; five numbers come from each. Blocks."""
+    """Compute statistics on the ranks; each sends five numbers. Blocks."""
     engine, spec = tensor.engine, tensor._spec
     session = engine.session
     command = session.call_command(summarize, (tensor.detach(),), {}, engine.ranks, label="stats")

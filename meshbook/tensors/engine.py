@@ -1,11 +1,11 @@
-"""Operations on their way to the ranks: in batches, in order, never far ahead, and what became of them.
+"""The queue of tensor operations to the ranks: batched, ordered, bounded in flight, with the faults they report.
 
-One `TensorEngine` per client and part of a mesh. `emit` takes an operation as numbers and does not wait; `wait` and
-`fetch` do. A batch is a command like a cell: the ranks run it on their main threads, in order with the cells that this
-process sends, and Stop ends it. Knows nothing of torch's dispatch (`remote`) or of shapes (`plan`).
+One `TensorEngine` per client and mesh or slice. `emit` queues an operation, encoded as numbers, and does not wait;
+`wait` and `fetch` do. A batch is a command like a cell: the ranks run it on their main threads, in order with the cells
+that this process sends, and an interrupt ends it. Knows nothing of torch's dispatch (`remote`) or of shapes (`plan`).
 
-Seams: operations wait from `hold` to `release`, which may put another in their place (`recording`); `add_template`,
-`upload` and `next_id` serve whoever makes operations of his own.
+Extension points: operations are held from `hold` to `release`, which may replace them (`recording`); `add_template`,
+`upload` and `next_id` serve modules that build their own operations.
 """
 
 from __future__ import annotations
@@ -44,42 +44,41 @@ from meshbook.rank.tensors.modes import non_default_modes as modes_now
 from meshbook.tensors.plan import Planner, Template, TensorSpec
 from meshbook.wire import messages
 
-# In place of a template's number, before a count and so many ids: faults of theirs that the user knows are forgotten.
+# In place of a template number, before a count and that many ids: clears the reported faults of these ids.
 CLEAR_FAULTS = -1
-# Operations in a batch, by how many batches the ranks have before them: few while they wait for work, more then.
+# Operations per batch, by the number of batches in flight: small while the ranks wait for work, larger after that.
 _BATCH_SIZES = (48, 64, 128, 192, 256)
-# Batches that the ranks have not acknowledged before Python waits for them: some 8,000 operations, a few train steps.
+# Unacknowledged batches before Python waits: some 8,000 operations, a few training steps.
 _MAX_IN_FLIGHT = 32
-# Batches with which the ranks have enough to do: what comes next may wait for more.
+# Batches in flight that keep the ranks busy: further operations may wait.
 _SATURATED_BATCHES = 2
-# Seconds after the last operation before a batch that is not full is sent all the same.
+# Seconds after the last operation before a batch that is not full is sent.
 _IDLE_FLUSH_S = 0.005
-# Operations that are held back at most; a longer step is sent as it goes.
+# Maximum of held operations; a longer step is sent as it is issued.
 _MAX_HELD_OPS = 50_000
-# Recorded steps that travel in one message while the ranks have enough to do, and messages that they may have before
-# them: a message costs each rank a quarter of a millisecond, and 8 of 4 steps are far enough ahead.
+# Recorded steps per message while the ranks are saturated, and the maximum of such messages in flight: a message costs
+# each rank a quarter of a millisecond, and 8 messages of 4 steps are far enough ahead.
 _STEPS_PER_BATCH, _MAX_STEP_BATCHES_IN_FLIGHT = 4, 8
-# Ids that nobody holds any more are told to the ranks so many at a time: each word costs, each tensor is memory there.
+# Freed ids are sent in groups of this size: each message costs time, each unfreed tensor memory on the ranks.
 _FREE_BATCH_SIZE = 16
-# Faults whose lines are remembered.
+# Faults whose call sites are stored.
 _MAX_FAULTS = 1000
 _MAX_USER_FRAMES = 3
-_MAX_LOST_SHOWN = 4  # lost ranks of which is said how they ended
-# Code objects of which it is known whose they are, and lines that operations came from.
+_MAX_LOST_SHOWN = 4  # lost ranks whose exit is described
+# Cached kinds of code objects, and cached frames of operations.
 _MAX_CACHED_CODES, _MAX_CACHED_FRAMES = 4096, 4096
-# Templates that are kept for sure; as many older ones go when there are more, here and on the ranks. A whole training
-# step of a large model has some thousands, a loop over `x[i]` one for each i.
+# Templates in `cache`. When it is full, those of `_old_cache` are evicted, here and on the ranks, and `cache` takes its
+# place. A complete training step of a large model has some thousands, a loop over `x[i]` one for each i.
 _MAX_TEMPLATES = 8192
 
-# All that are alive, for who records without being told a mesh.
+# All live engines, for a recording that names no mesh.
 ENGINES: weakref.WeakSet[TensorEngine] = weakref.WeakSet()
 
-# Called on the user's thread once it is known what a fault, or a Stop, has left on the ranks of an engine.
+# Called on the user's thread once `resync` has determined what a fault or an interrupt left on an engine's ranks.
 FAULT_CALLBACKS: list[Callable[[TensorEngine], None]] = []
 
-CallSite = tuple[tuple[CodeType, int], ...]  # code and instruction of the user's lines, innermost first
-# An operation on its way: its template's number, ids of inputs, ids of outputs, floats; or 0, how many, and ids that
-# nobody holds any more.
+CallSite = tuple[tuple[CodeType, int], ...]  # code and instruction offset of the user's frames, innermost first
+# A queued operation: template number, input ids, output ids, floats; or 0, a count, and that many ids to free.
 PendingOp = tuple[list[int | float], CallSite]
 
 _encoder = msgspec.msgpack.Encoder()
@@ -87,38 +86,38 @@ _TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
 _MESHBOOK_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _getframe = sys._getframe
 _is_deterministic = torch._C._get_deterministic_algorithms
-# Whose code it is, by id: a code object's own hash goes through all of it. The user's own, or torch's or ours; and the
-# user's with nothing of theirs behind it: a module, or a cell, which IPython runs.
+# Kinds of code objects, by id, because hashing a code object goes through all of it. Code of torch or Meshbook; the
+# user's; the user's outermost, which no user code calls: a module, or a cell, which IPython runs.
 _LIBRARY_CODE, _USER_CODE, _OUTERMOST_USER_CODE = range(3)
 _code_kinds: dict[int, int] = {}
-_known_codes: list[CodeType] = []  # so that these ids stay theirs
+_known_codes: list[CodeType] = []  # keeps them alive, so that their ids stay unique
 _MODULE_CALL_CODE = torch.nn.Module._call_impl.__code__
 _RUN_BACKWARD_CODE = torch.autograd.graph._engine_run_backward.__code__
-_current_graph_task_id = torch._C._current_graph_task_id  # a number of its own for each call of backward()
-# The last of those that operations came from, and the lines that called it.
+_current_graph_task_id = torch._C._current_graph_task_id  # a distinct number for each call of backward()
+# The last backward() that issued operations, and its call site.
 _last_backward: tuple[int, CallSite] = (-1, ())
-# By an instruction's address, which stays its own as long as its code is kept.
+# By instruction address, which is unique while the cache keeps the code alive.
 _frame_cache: dict[int, tuple[CodeType, messages.Frame]] = {}
 
 
 class TensorHandle:
-    """A tensor's life on the ranks: when it dies here, its id is freed there.
+    """A reference to a tensor on the ranks: its id is freed there when the handle is garbage-collected.
 
-    An object of its own: torch may bring a tensor's Python object back to life after `__del__`. No `__init__` is
-    called: one is made for every operation. The finalizer is C code, in a slot: a KeyboardInterrupt that comes in a
-    finalizer in Python is dropped, and with it the Stop that somebody pressed.
+    A separate object, because torch may resurrect a tensor's Python object after `__del__`. It has no `__init__`,
+    because one is created per operation. The finalizer is C code, in a slot: Python drops a KeyboardInterrupt that is
+    raised in a finalizer written in Python, and the user's interrupt would be lost.
     """
 
     __slots__ = ("__del__", "id", "spec", "version_counter")
 
     __del__: Callable[[], None]
     id: int
-    spec: TensorSpec  # what the tensor is like
-    version_counter: list[int] | None  # of a view, and of what it is one of
-    is_functional_view = False  # a view that DTensor had to copy (`parts`)
+    spec: TensorSpec
+    version_counter: list[int] | None  # shared by a tensor and its views
+    is_functional_view = False  # a view that DTensor had to copy (`functional_views`)
 
     def get_version_counter(self) -> list[int]:
-        """How often it was changed, or any of its views: one count for all of them."""
+        """Return the count of in-place changes, shared by the tensor and all its views."""
         if self.version_counter is None:
             self.version_counter = [0]
         return self.version_counter
@@ -126,11 +125,11 @@ class TensorHandle:
 
 @dataclass
 class HeldOps:
-    """Operations that wait for the end of a step.
+    """Operations that are held back until the end of a step.
 
     Attributes:
-        start: how many operations that have not been sent are before them.
-        break_reason: why they were sent before that; "" while they wait.
+        start: number of unsent operations before them.
+        break_reason: why they were sent before `release`; "" while they are held.
     """
 
     start: int = 0
@@ -138,15 +137,15 @@ class HeldOps:
 
 
 class OpRewriter(Protocol):
-    """What becomes of held operations.
+    """Replaces held operations by one.
 
     Args:
-        held: operations, in order.
-        freed: ids that nobody holds any more, of which the ranks have not been told.
+        ops: operations, in order.
+        freed: freed ids that have not been sent to the ranks.
 
     Returns:
-        The operation that stands for them, and the ids of them that the ranks then never hear of; None: they are sent
-        as they are.
+        The operation that replaces them, and those of the freed ids that are never sent to the ranks; None: the
+        operations are sent unchanged.
     """
 
     def __call__(self, ops: list[PendingOp], freed: list[int]) -> tuple[PendingOp, set[int]] | None: ...
@@ -159,37 +158,37 @@ class _Batch:
     templates: list[bytes]
     freed: list[int]
     command: messages.RunOps
-    ordinal: int = 0  # among all batches
-    finished_steps: list[UndoableStep] = field(default_factory=list)  # of optimizers, which end in it
-    future: Future[Any] | None = None  # None: it is about to be sent
+    ordinal: int = 0  # index among all batches
+    finished_steps: list[UndoableStep] = field(default_factory=list)  # optimizer steps that end in it
+    future: Future[Any] | None = None  # None: not sent yet
 
 
 @dataclass
 class Fault:
-    """What ranks said of an operation that failed."""
+    """A failed operation, as the ranks reported it."""
 
     number: int
     ename: str
     evalue: str
     trace: str
     interrupted: bool = False
-    secondary: bool = False  # another rank had the fault
+    secondary: bool = False  # caused by a fault of another rank
     ranks: set[int] = field(default_factory=set)
     call_site: CallSite = ()
     is_reported: bool = False  # to the user
 
 
 class UndoableStep(Protocol):
-    """A step of an optimizer, as the engine knows it."""
+    """An optimizer step, as the engine sees it."""
 
     serial: int
 
     def undo(self) -> None:
-        """Bring the optimizer's state in Python back to before it. On the user's thread."""
+        """Restore the optimizer's Python state to before the step. Runs on the user's thread."""
 
 
 class TensorEngine:
-    """The tensors of one client on one part of a mesh."""
+    """The remote tensors of one client on one mesh or slice."""
 
     def __init__(self, session: Session, axes: MeshAxes) -> None:
         assert session.axes is not None
@@ -197,50 +196,49 @@ class TensorEngine:
         ENGINES.add(self)
         self.ranks: Ranks = tuple(sorted(axes.ranks))
         self.planner = Planner(axes, self)
-        self.cache: dict[Any, Template] = {}  # by kinds of operands; `learn` adds to it
-        self._old_cache: dict[Any, Template] = {}  # those that were not used since `cache` was last begun anew
-        self.templates: dict[int, Template] = {}  # all of both, by number
-        self._evicted: list[int] = []  # numbers that ranks may forget once the next batch has run
+        self.cache: dict[Any, Template] = {}  # by kinds of operands; `plan_and_cache` adds to it
+        self._old_cache: dict[Any, Template] = {}  # templates not used since `cache` was last emptied
+        self.templates: dict[int, Template] = {}  # those of both caches, by number
+        self._evicted: list[int] = []  # numbers that ranks may forget after the next batch
         self.name = f"{session.connection.client_id}|{','.join(axes.names)}|{secrets.token_hex(3)}"
         self.next_id = itertools.count(1).__next__
-        self.freed_ids: deque[int] = deque()  # by finalizers, at any moment
-        # How often tensors may have changed whose storage is not known here alone, such as a cell's: one family.
+        self.freed_ids: deque[int] = deque()  # appended to by finalizers, at any moment
+        # One version counter for all tensors whose storage code outside this engine can change, such as a cell's.
         self.foreign_version_counter: list[int] = session.extras.setdefault("changes", [0])
         self.free_id = self.freed_ids.append
         self.num_ops = self.num_batches = 0
-        self._pending_ops: list[PendingOp] = []  # operations that have not been sent
-        self._held_ops: HeldOps | None = None  # the last of them, where they wait for a step's end
-        self._queue_lock = threading.RLock()  # a finalizer may issue operations while one is put
+        self._pending_ops: list[PendingOp] = []  # not sent yet
+        self._held_ops: HeldOps | None = None  # the last of the pending ones, while they wait for the end of a step
+        self._queue_lock = threading.RLock()  # reentrant: a finalizer may issue operations while one is appended
         self._pending_templates: list[bytes] = []
         self._pending_uploads: list[messages.TensorUpload] = []
         self._pending_feeds: list[tuple[messages.ShardedUpload, Future[Any]]] = []
         self._in_flight: dict[str, _Batch] = {}
-        self._state_lock = threading.RLock()  # to be entered by this name: a Stop in `with condition:` leaves it locked
+        self._state_lock = threading.RLock()  # acquire by this name: an interrupt in `with condition:` leaves it locked
         self._state_changed = threading.Condition(self._state_lock)
         self._send_lock = threading.RLock()
         self._faults: dict[tuple[int, str], Fault] = {}
-        # What ranks said last of ids that have faults; `_changing` is held to write it.
+        # Latest fault reports of the ranks, by id; writers hold `_state_lock`.
         self._fault_by_id: dict[int, Fault] = {}
-        self._skipped_writes: dict[
-            int, dict[int, int]
-        ] = {}  # id -> rank -> operations that were to change it and did not
+        # id -> rank -> skipped operations that would have changed it
+        self._skipped_writes: dict[int, dict[int, int]] = {}
         self._started_writes: set[int] = set()
-        self._overwritten_in: dict[int, int] = {}  # id -> the batch in which it was overwritten
+        self._overwritten_in: dict[int, int] = {}  # id -> ordinal of the batch that overwrote it
         self._half_written: dict[int, Fault] = {}  # changed on some ranks and not on others
-        self._needs_resync = False  # ranks may have come out of step: to be looked at before the next operation
+        self._needs_resync = False  # the ranks may be out of sync: query them before the next operation
         self._is_resyncing = False
-        self._must_drain = False  # groups broke: they are formed anew once all batches have ended
+        self._must_drain = False  # process groups broke: form them again once all batches have ended
         self.needs_fault_check = False  # any of the above
-        self._current_step: UndoableStep | None = None  # of an optimizer, being issued
-        self._step_start = (0, 0)  # operations before it that were not sent, and batches that were
-        self._finished_steps: list[UndoableStep] = []  # ... and not sent
-        self._unconfirmed_steps: dict[int, UndoableStep] = {}  # of which is not known that all ranks have taken them
+        self._current_step: UndoableStep | None = None  # the optimizer step that is being issued
+        self._step_start = (0, 0)  # at its start: number of unsent operations, number of sent batches
+        self._finished_steps: list[UndoableStep] = []  # issued and not sent
+        self._unconfirmed_steps: dict[int, UndoableStep] = {}  # not known to be taken by all ranks
         self._fatal_error: MeshbookError | None = None
-        self._sent_modes: Modes | None = ()  # that the ranks have been told; None: not known
-        self._sent_deterministic = False  # of these
+        self._sent_modes: Modes | None = ()  # last sent to the ranks; None: unknown
+        self._sent_deterministic = False  # deterministic algorithms, as last sent
         self._next_op_number = 1
         self._flush_threshold = _BATCH_SIZES[0]
-        self._wakeups: queue.SimpleQueue[None] = queue.SimpleQueue()  # C code: a Stop leaves no lock of it taken
+        self._wakeups: queue.SimpleQueue[None] = queue.SimpleQueue()  # C code: an interrupt leaves no lock of it held
         session.before_call_hooks.append(_weak_callback(self._before_call))
         session.in_flight_calls.append(_weak_callback(self._in_flight_calls))
         thread = threading.Thread(
@@ -251,22 +249,22 @@ class TensorEngine:
     # ---- operations
 
     def emit(self, numbers: list[int | float], call_site: CallSite) -> None:
-        """An operation: its template's number, ids of inputs, ids of outputs, floats. Waits only when too far ahead.
+        """Queue an operation: template number, input ids, output ids, floats. Waits only when too far ahead.
 
         Raises:
-            RankLost, NotAttached: nobody is left to run it.
+            RankLost, NotAttached: the operation can no longer run.
         """
         if self._fatal_error is not None:
             raise self._fatal_error.with_traceback(None)
         if self.needs_fault_check:
             self._check_operands(numbers)
-        # All of them are looked at once per batch: it takes as long as half an operation.
+        # All modes are compared only once per batch: the comparison takes half as long as an operation.
         if not self._pending_ops or _is_deterministic() is not self._sent_deterministic:
             self.sync_modes()
         if len(self.freed_ids) >= _FREE_BATCH_SIZE and self._held_ops is None:
             self._enqueue_frees()
         with self._queue_lock:
-            self._pending_ops.append((numbers, call_site))  # one step: a Stop leaves no operation without its line
+            self._pending_ops.append((numbers, call_site))  # atomic: an interrupt leaves no operation without call site
             size = len(self._pending_ops)
         if size >= self._flush_threshold:
             self.flush()
@@ -274,7 +272,7 @@ class TensorEngine:
             self._wakeups.put(None)
 
     def sync_modes(self) -> None:
-        """Have the ranks do what comes now as torch is set here."""
+        """Send torch's modes of this process to the ranks, if they have changed."""
         modes = modes_now()
         if modes == self._sent_modes:
             return
@@ -287,7 +285,7 @@ class TensorEngine:
             self.enqueue([([template.number], capture_call_site())])
 
     def enqueue(self, ops: Iterable[PendingOp]) -> None:
-        """Operations for the next batch, which is not sent for their sake."""
+        """Add operations to the next batch without triggering its sending."""
         with self._queue_lock:
             self._pending_ops += ops
 
@@ -298,7 +296,7 @@ class TensorEngine:
                 self.enqueue([([0, len(ids), *ids], ())])
 
     def new_handle(self) -> TensorHandle:
-        """Of a tensor that there will be: with an id that no other has, and no spec yet."""
+        """Return a handle, with a new id and no spec, for a tensor that an operation will create."""
         handle = TensorHandle()
         handle.id = new_id = self.next_id()
         handle.__del__ = partial(self.free_id, new_id)
@@ -306,18 +304,18 @@ class TensorEngine:
         return handle
 
     def add_template(self, body: bytes) -> None:
-        """What ranks must know before operations of this template come."""
+        """Queue the body of a template, which ranks need before operations that use it."""
         with self._queue_lock:
             self._pending_templates.append(body)
 
     def plan_and_cache(self, key: Any, plan: Callable[..., Template], *args: Any) -> Template:
-        """The template of a kind of operation that is not in `cache`: an older one, or what `plan(*args)` makes."""
+        """Return and cache a template that is not in `cache`: from the old cache, or from `plan(*args)`."""
         with self._queue_lock:
             template = self._old_cache.pop(key, None)
         if template is None:
-            with defer_sigint():  # torch's modes are others meanwhile
+            with defer_sigint():  # planning changes torch's modes
                 template = plan(*args)
-            if template.body:  # before anybody can find it and send an operation of it
+            if template.body:  # before another thread can find it and send an operation of it
                 self.add_template(template.body)
         with self._queue_lock:
             if len(self.cache) >= _MAX_TEMPLATES:
@@ -329,14 +327,14 @@ class TensorEngine:
         return template
 
     def evict(self, numbers: Iterable[int]) -> None:
-        """Templates of which no operation will be issued any more."""
+        """Drop templates that no further operation will use."""
         with self._queue_lock:
             for number in numbers:
                 self.templates.pop(number, None)
                 self._evicted.append(number)
 
     def upload(self, tensor: torch.Tensor, placements: Any) -> TensorHandle:
-        """A handle to a tensor that the ranks get with the next batch; each keeps its part. Copies, does not wait.
+        """Queue a copy of a tensor for the next batch; return its handle. Each rank stores its part. Does not wait.
 
         Args:
             placements: torch's, one per axis; None: all of it on every rank, for the per-rank view.
@@ -344,7 +342,7 @@ class TensorEngine:
         handle = self.new_handle()
         payload = self.session.dump((tensor.detach(), placements), self.ranks)
         with self._send_lock:
-            # It is bound before its batch; what comes before it stays before it. A step that is held back stays so.
+            # An upload is bound before its batch runs, so earlier operations go first. Held operations stay held.
             if self._pending_ops and self._held_ops is None:
                 self.flush()
             self._pending_uploads.append(messages.TensorUpload(id=handle.id, payload=payload))
@@ -354,13 +352,15 @@ class TensorEngine:
     def feed(
         self, tensors: Sequence[torch.Tensor], placements: Sequence[Any]
     ) -> tuple[list[TensorHandle], Future[Any]]:
-        """Handles to tensors that ranks get with the next batch, and the end of that; each keeps its own rows, without
-        a copy. Does not wait. Any thread.
+        """Queue tensors for the next batch. Each rank stores its own rows, without a copy. Does not wait. Any thread.
 
-        What a rank cannot take is told, like an operation's failure, where it is used.
+        A rank that cannot store them reports it like a failed operation, where the tensors are used.
 
         Args:
-            placements: torch's, for each tensor: at most one axis cuts it, along dim 0.
+            placements: torch's, for each tensor: at most one axis shards it, along dim 0.
+
+        Returns:
+            The handles, and a future of the end of that batch.
         """
         self._check_open()
         handles = [self.new_handle() for _ in tensors]
@@ -374,10 +374,10 @@ class TensorEngine:
         self._wakeups.put(None)
         return handles, acknowledged
 
-    # ---- steps that are held back
+    # ---- held steps
 
     def hold(self, held: HeldOps) -> bool:
-        """Let operations wait from here on, until `release`. Whoever needs a value of them sends them before that.
+        """Hold operations back from here until `release`. Code that needs a value of them sends them earlier.
 
         Returns:
             False: others are held already, and nothing is done.
@@ -392,10 +392,10 @@ class TensorEngine:
         return True
 
     def release(self, held: HeldOps, rewriter: OpRewriter | None) -> None:
-        """Operations wait no longer. Harmless for what was never held.
+        """Stop holding operations back. Does nothing if `held` was never held.
 
         Args:
-            rewriter: asked what becomes of them, if they have not been sent; None: they are sent as they are.
+            rewriter: replaces the operations, if they have not been sent; None: they are sent unchanged.
         """
         with defer_sigint():
             try:
@@ -424,7 +424,7 @@ class TensorEngine:
             self.freed_ids.extend(freed)
 
     def _end_hold_early(self) -> None:
-        """All that waits is about to be sent."""
+        """End a hold because everything pending is about to be sent; record the reason."""
         held = self._held_ops
         if held is None:
             return
@@ -439,32 +439,32 @@ class TensorEngine:
         self._held_ops = None
 
     def _should_send_steps(self) -> bool:
-        """Whether recorded steps are to be sent now; an acknowledgement will see to it otherwise."""
+        """Whether to send recorded steps now; otherwise an acknowledgement triggers it."""
         return bool(self._pending_ops) and (not self.is_saturated or len(self._pending_ops) >= _STEPS_PER_BATCH)
 
     # ---- batches
 
     def flush(self) -> None:
-        """Send what there is. Waits while the ranks are too far behind.
+        """Send everything pending. Waits while the ranks are too far behind.
 
         Raises:
-            RankLost: a rank is gone; so is whatever it held.
+            RankLost: a rank has exited; its data is lost.
         """
         if not self._pending_ops and not self._pending_uploads and not self._pending_feeds and not self.freed_ids:
             return
-        if self._current_step is not None:  # goes in one piece, so that a Stop finds all of it or nothing
+        if self._current_step is not None:  # sent in one piece, so that an interrupt finds all of it or nothing
             return
         self._apply_backpressure()
         self._send_batch(None)
 
     def flush_if_idle(self) -> None:
-        """Python may wait for something else now: ranks that have little to do get what there is."""
+        """Send pending operations if the ranks have little to do, since Python may now wait for something else."""
         if self._pending_ops and not self.is_saturated and self._held_ops is None:
             self.flush()
 
     def _before_call(self) -> None:
-        self.foreign_version_counter[0] += 1  # by whatever is called
-        if self.is_open and not self.session.lost:  # else whoever uses these tensors is told, and cells go on
+        self.foreign_version_counter[0] += 1  # the call may change them
+        if self.is_open and not self.session.lost:  # else using these tensors raises, and cells still run
             self.flush()
 
     def _apply_backpressure(self, limit: int = _MAX_IN_FLIGHT) -> None:
@@ -481,10 +481,10 @@ class TensorEngine:
             self._must_drain = self._must_drain and bool(self._in_flight)
 
     def _wait_for_oldest_batch(self, limit: int) -> None:
-        """Wait as for a cell, so that Stop reaches ranks that do not get on.
+        """Wait as for a cell, so that an interrupt reaches stalled ranks.
 
         Raises:
-            CellInterrupted: Stop.
+            CellInterrupted: an interrupt.
         """
         while len(self._in_flight) >= limit and self._fatal_error is None:
             batch = next(iter(self._in_flight.values()), None)
@@ -496,7 +496,7 @@ class TensorEngine:
                 error = error_from(finished, "an operation on tensors")
                 if not isinstance(error, RankLost):
                     raise CellInterrupted((), self.ranks, summary="operations on tensors were stopped")
-            with self._state_lock:  # the acknowledgement is noted by the thread that listens
+            with self._state_lock:  # the connection's thread records the acknowledgement
                 self._state_changed.wait_for(lambda: batch.command.call not in self._in_flight, 5.0)  # noqa: B023
 
     def _check_open(self) -> None:
@@ -519,13 +519,13 @@ class TensorEngine:
             raise self._fatal_error
 
     def _send_batch(self, fetch: messages.Fetch | None, **handlers: Any) -> tuple[messages.RunOps, Future[Any]] | None:
-        """Make up a batch and send it, in one piece whatever happens."""
+        """Build and send a batch; after any exception everything is pending again."""
         with defer_sigint(), self._send_lock:
             with self._queue_lock:
                 self._end_hold_early()
                 self._enqueue_frees()
                 if not self._pending_ops and not self._pending_uploads and not self._pending_feeds and fetch is None:
-                    return None  # templates that came, and those to be forgotten, go with the next batch
+                    return None  # new templates and evictions go with the next batch
                 pending, self._pending_ops = self._pending_ops, []
                 templates, self._pending_templates = self._pending_templates, []
                 evicted, self._evicted = self._evicted, []
@@ -581,7 +581,7 @@ class TensorEngine:
             return command, future
 
     def _batch_acknowledged(self, call: str, done: Future[Any]) -> None:
-        """A batch has ended on every rank. Called by the thread that listens."""
+        """Record that a batch has ended on every rank. Called by the connection's thread."""
         batch = self._in_flight.get(call)
         if batch is None:
             return
@@ -596,7 +596,7 @@ class TensorEngine:
             if self._held_ops is None:
                 self._flush_threshold = self._next_batch_size()
             self._state_changed.notify_all()
-        if self._pending_ops and not self.is_saturated:  # held back while they had
+        if self._pending_ops and not self.is_saturated:  # they were held back while the ranks were saturated
             self._wakeups.put(None)
 
     def _next_batch_size(self) -> int:
@@ -609,7 +609,7 @@ class TensorEngine:
         error = error_from(finished, "an operation on tensors")
         if isinstance(error, RankLost):
             self._fatal_error = render_error(error)
-        elif error is not None:  # stopped, perhaps before it began: what it was to tell the ranks is told again
+        elif error is not None:  # interrupted, perhaps before it began: send its templates, frees and modes again
             with self._queue_lock:
                 self._pending_templates[:0] = batch.templates
             self.freed_ids.extend(batch.freed)
@@ -626,8 +626,10 @@ class TensorEngine:
         self.needs_fault_check = bool(self._needs_resync or self._fault_by_id or self._half_written)
 
     def _check_collective_counts(self, batch: _Batch, parts: Sequence[messages.OutcomeGroup]) -> None:
-        """After a batch without a fault all ranks of a group have begun as many collectives. Where they have not, the
-        next one would take another's numbers."""
+        """Fail if ranks of one group began different numbers of collectives in a batch without a fault.
+
+        The next collective would match a different one on other ranks, and receive its data.
+        """
         answers = [part.outcome.reply or {} for part in parts]
         if len(parts) == 1 or any(answer.keys() & {"faults", "faulted", "poison"} for answer in answers):
             return
@@ -645,7 +647,7 @@ class TensorEngine:
             )
 
     def _update_faulted_ids(self, batch: _Batch, parts: Sequence[messages.OutcomeGroup]) -> None:
-        """What ranks have no values for, as of the end of a batch."""
+        """Update the ids that have no value on some ranks, as of the end of a batch."""
         reports = [(part.ranks, report) for part in parts for report in (part.outcome.reply or {}).get("faulted", ())]
         with self._state_lock:
             self._overwritten_in = {
@@ -680,13 +682,13 @@ class TensorEngine:
             fault.call_site = batch.call_sites[number - batch.first_op]
         return fault
 
-    # ---- after a fault, or a Stop
+    # ---- after a fault or an interrupt
 
     def _check_operands(self, numbers: Sequence[int | float]) -> None:
-        """Before an operation is issued: raise what is known of its operands, unless it overwrites them.
+        """Before an operation is issued: raise the known fault of an operand, unless the operation overwrites it.
 
         Raises:
-            OperationFailed: ranks have no value for one of them, or not the same.
+            OperationFailed: ranks have no value for an operand, or different ones.
         """
         if self._current_step is not None or self._is_resyncing:
             return
@@ -704,10 +706,10 @@ class TensorEngine:
             self._mark_overwritten(overwritten_ids)
 
     def check_ids(self, ids: Iterable[int]) -> None:
-        """Raise what is known of these tensors, as an operation on them would.
+        """Raise the known fault of any of these tensors, as an operation on them would.
 
         Raises:
-            OperationFailed: ranks have no value for one of them, or not the same.
+            OperationFailed: ranks have no value for one of them, or different ones.
         """
         if not self.needs_fault_check or self._current_step is not None or self._is_resyncing:
             return
@@ -731,7 +733,7 @@ class TensorEngine:
         )
 
     def _mark_overwritten(self, ids: Iterable[int]) -> None:
-        """The next batch leaves these without a fault."""
+        """Drop the faults of ids that the next batch overwrites or clears."""
         with self._state_lock:
             for id in ids:
                 self._overwritten_in[id] = self.num_batches
@@ -740,11 +742,12 @@ class TensorEngine:
             self.needs_fault_check = bool(self._needs_resync or self._fault_by_id or self._half_written)
 
     def resync(self) -> None:
-        """Ask the ranks how far they have come, after a fault that the user knows or a Stop: what was not changed on
-        any of them is as it was; what was on some is to be told. Blocks.
+        """Query the progress of the ranks after an interrupt, or a fault that was reported to the user. Blocks.
+
+        Tensors that no rank changed keep their values; those that some ranks changed are recorded as half-written.
 
         Raises:
-            RankLost, CellInterrupted: as a cell.
+            RankLost, CellInterrupted: as for a cell.
         """
         self._is_resyncing = True
         try:
@@ -755,9 +758,10 @@ class TensorEngine:
             self._apply_resync([set(answer["done"]) for answer in answers.values()])
 
     def _apply_resync(self, steps_taken: list[set[int]]) -> None:
-        """
+        """Update faults from the state of the ranks, and undo optimizer steps that no rank has taken.
+
         Args:
-            steps_taken: the steps of optimizers that each rank has taken.
+            steps_taken: the optimizer steps that each rank has taken.
         """
         with self._state_lock:
             self._needs_resync = False
@@ -781,37 +785,43 @@ class TensorEngine:
             callback(self)
 
     def fetch_state(self, ids: Sequence[int]) -> dict[int, dict[str, Any]]:
-        """Which steps of optimizers each rank has taken, and hashes of its own pieces of these tensors. What it says of
-        faults is noted. Blocks."""
+        """Return the optimizer steps that each rank has taken, and hashes of its pieces of these tensors. Blocks.
+
+        The faults that the ranks report are recorded.
+        """
         answers = self.fetch(messages.Fetch(mode="state", ids=tuple(ids)))
-        with self._state_lock:  # the acknowledgement is noted by the thread that listens
+        with self._state_lock:  # the connection's thread records the acknowledgement
             self._state_changed.wait_for(lambda: not self._in_flight, 30.0)
         return answers
 
     def clear_faults(self, ids: Sequence[int]) -> None:
-        """Have the ranks forget the faults of tensors that kept their values."""
+        """Have the ranks drop the faults of tensors that kept their values."""
         if not ids:
             return
         self.enqueue([([CLEAR_FAULTS, len(ids), *ids], ())])
         self._mark_overwritten(ids)
 
     def is_lost(self, id: int) -> bool:
-        """Whether ranks are known to have no value of that id."""
+        """Whether ranks are known to have no value for this id."""
         return id in self._fault_by_id and id not in self._skipped_writes
 
     def faults_of(self, ids: Iterable[int]) -> dict[int, tuple[Fault, dict[int, int], bool]]:
-        """Of those of these tensors that have one: the fault, the ranks that kept an earlier value and how many
-        operations each left out, and whether one of those had begun."""
+        """Return the faults of those of these tensors that have one, by id.
+
+        Returns:
+            For each id: the fault; for each rank that retained an earlier value, the number of operations it skipped;
+            whether any of those operations had begun.
+        """
         return {
             id: (fault, self._skipped_writes.get(id, {}), id in self._started_writes)
             for id in ids
             if (fault := self._half_written.get(id) or self._fault_by_id.get(id)) is not None
         }
 
-    # ---- steps of optimizers
+    # ---- optimizer steps
 
     def begin_step(self, step: UndoableStep) -> None:
-        """What is issued from here to `end_step` is run by all ranks or by none, and goes to them in one piece."""
+        """Begin an optimizer step: up to `end_step`, operations run on all ranks or none, and are sent in one piece."""
         with self._queue_lock:
             self._current_step, self._step_start = step, (len(self._pending_ops), self.num_batches)
 
@@ -823,17 +833,17 @@ class TensorEngine:
         self._wakeups.put(None)
 
     def flush_if_full(self) -> None:
-        """Send what there is, if it is enough for a batch. Waits like `flush`."""
+        """Send pending operations if they fill a batch. Waits like `flush`."""
         if len(self._pending_ops) >= self._flush_threshold:
             self.flush()
 
     @property
     def is_in_optimizer_step(self) -> bool:
-        """Whether a step of an optimizer is being issued."""
+        """Whether an optimizer step is being issued."""
         return self._current_step is not None
 
     def cancel_step(self) -> bool:
-        """The step that is being issued did not come to its end: take back what was issued of it.
+        """Remove the operations of an optimizer step that did not complete.
 
         Returns:
             False if some of it has been sent.
@@ -847,7 +857,7 @@ class TensorEngine:
                 if not numbers[0]:
                     self.freed_ids.extend(numbers[2:])  # type: ignore[arg-type]
             del self._pending_ops[first:]
-            self._sent_modes = None  # perhaps among it
+            self._sent_modes = None  # a mode change may be among the removed operations
             return True
 
     def _in_flight_calls(self) -> list[str]:
@@ -859,17 +869,17 @@ class TensorEngine:
         """Wait until the ranks have run everything that was issued.
 
         Raises:
-            OperationFailed: an operation without a result failed; others tell it where their result is used.
-            RankLost, CellInterrupted: as a cell.
+            OperationFailed: an operation without a result failed; other failures are raised where the result is used.
+            RankLost, CellInterrupted: as for a cell.
         """
         return self.fetch(messages.Fetch(mode="nothing"))
 
     def fetch(self, fetch: messages.Fetch) -> dict[int, dict[str, Any]]:
-        """What ranks answer once they have run everything before: rank -> {"value": object}. Blocks; Stop works.
+        """Return what ranks reply after running everything before: rank -> {"value": object}. Blocks; interruptible.
 
         Raises:
-            OperationFailed: what is asked for could not be computed.
-            RankLost, CellInterrupted: as a cell.
+            OperationFailed: the requested value could not be computed.
+            RankLost, CellInterrupted: as for a cell.
         """
         self.check_ids((fetch.id,))
         self._apply_backpressure()
@@ -878,12 +888,11 @@ class TensorEngine:
             sent = self._send_batch(fetch, on_output=inbox.put)
             assert sent is not None
             command, future = sent
-        # What is said unasked of ranks that do not get on comes by this way.
+        # Notices about stalled ranks arrive through this inbox too.
         finished = self.session.wait_foreground(command, future, inbox=inbox, on_output=Console(self.ranks, echo=True))
         error = error_from(finished, "an operation on tensors")
-        if error is None and self.session.was_interrupted(
-            command.call
-        ):  # answered before the Stop was there: a loop ends
+        # The reply may arrive before the interrupt takes effect: raise all the same, so that a loop ends.
+        if error is None and self.session.was_interrupted(command.call):
             error = CellInterrupted((), self.ranks, summary="an operation on tensors was stopped as it ended")
         if error is not None:
             if isinstance(error, RankLost):
@@ -902,7 +911,7 @@ class TensorEngine:
                     if part.outcome.value is not None and part.outcome.value.payload is not None:
                         answers[rank]["value"] = self.session.load(part.outcome.value.payload)
         if poisons:
-            with self._state_lock:  # the line that issued it is noted with the acknowledgement, which has come by now
+            with self._state_lock:  # the call site is recorded with the acknowledgement, which has arrived by now
                 self._state_changed.wait_for(lambda: command.call not in self._in_flight, 5.0)
             found = [
                 self._register_fault(None, [rank for rank, _ in report], report[0][1]) for report in poisons.values()
@@ -913,14 +922,14 @@ class TensorEngine:
         return answers
 
     def _operation_failed(self, fault: Fault) -> OperationFailed:
-        """The error that tells of a fault, or of the one that it is the consequence of."""
+        """Return the error that reports a fault, or the fault that caused it."""
         causes = [
             other for other in self._faults.values() if not (other.secondary or other.interrupted or other.is_reported)
         ]
         if fault.secondary and causes:
             fault = min(causes, key=lambda other: other.number)
         others = [other for other in causes if other is not fault]
-        for other in (fault, *others):  # what they have left as it was can be used again
+        for other in (fault, *others):  # tensors that they left unchanged can be used again
             other.is_reported = True
         self._needs_resync = self.needs_fault_check = True
         failure = Failure(
@@ -940,7 +949,7 @@ class TensorEngine:
 
     @property
     def is_saturated(self) -> bool:
-        """Whether the ranks have enough to do for now."""
+        """Whether the ranks have enough work for now."""
         return len(self._in_flight) >= _SATURATED_BATCHES
 
     @property
@@ -953,15 +962,15 @@ class TensorEngine:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Lines
+# Call sites
 
 
 def capture_call_site(depth: int = 2) -> CallSite:
-    """The user's lines that lead to this operation, innermost first: code and instruction, which are cheap to keep.
-    The module, or cell, that they are in is the last; three at most.
+    """Return the user's frames that led to this operation, innermost first, as code and instruction offset.
 
-    The dearest part of an operation: a frame is asked as little as can be. All operations of a backward() have the
-    lines that called it, but for those of a hook, or a function's own backward.
+    At most three frames; the module or cell is the last. Code and offset are cheap to store. This is the most expensive
+    part of an operation, so frames are accessed as little as possible. All operations of a backward() get its call
+    site, except those of a hook or of a custom function's own backward.
     """
     global _last_backward
     frame: FrameType | None = _getframe(depth)
@@ -993,8 +1002,8 @@ def capture_call_site(depth: int = 2) -> CallSite:
 
 
 def _classify_code(code: CodeType) -> int:
-    """Whose code this is, from now on known."""
-    if len(_known_codes) >= _MAX_CACHED_CODES:  # of cells that were run long ago
+    """Return the kind of a code object, and cache it."""
+    if len(_known_codes) >= _MAX_CACHED_CODES:  # mostly of cells that ran long ago
         _code_kinds.clear()
         _known_codes.clear()
     _known_codes.append(code)
@@ -1007,7 +1016,7 @@ def _classify_code(code: CodeType) -> int:
 
 
 def format_call_site(call_site: CallSite) -> str:
-    """Lines as a traceback shows them, outermost first."""
+    """Format a call site like a traceback, outermost frame first."""
     shown = []
     for code, instruction in reversed(call_site):
         line = _line_number(code, instruction)
@@ -1017,18 +1026,17 @@ def format_call_site(call_site: CallSite) -> str:
 
 
 def _encode_call_sites(call_sites: Iterable[CallSite]) -> bytes:
-    """The lines of a batch's operations, for who looks at the ranks while they run it; 0.2 us per operation."""
+    """Encode the call sites of a batch, for inspection of the ranks while they run it; 0.2 us per operation."""
     index_by_address: dict[int, int] = {}
     frames: list[messages.Frame] = []
     frame_indices: list[int] = []
     frame_index, last = 0, None
     for call_site in call_sites:
-        if (
-            call_site and call_site is not last
-        ):  # not only ids that nobody holds any more, and not the same backward() again
+        # Skip operations that only free ids, and those of the same backward() as the last one.
+        if call_site and call_site is not last:
             last = call_site
             code, instruction = call_site[0]
-            address = id(code) + instruction  # its own: a code object has its instructions in it
+            address = id(code) + instruction  # unique: a code object contains its instructions
             try:
                 frame_index = index_by_address[address]
             except KeyError:
@@ -1044,7 +1052,7 @@ def _encode_call_sites(call_sites: Iterable[CallSite]) -> bytes:
 
 
 def innermost_frame(call_site: CallSite) -> messages.Frame | None:
-    """The user's innermost line of those that led to an operation."""
+    """Return the innermost user frame of a call site."""
     return _frame_of(*call_site[0]) if call_site else None
 
 
@@ -1052,7 +1060,7 @@ def _frame_of(code: CodeType, instruction: int) -> messages.Frame:
     address = id(code) + instruction
     known = _frame_cache.get(address)
     if known is None:
-        if len(_frame_cache) >= _MAX_CACHED_FRAMES:  # of cells that were run long ago
+        if len(_frame_cache) >= _MAX_CACHED_FRAMES:  # mostly of cells that ran long ago
             _frame_cache.clear()
         frame = messages.Frame(file=code.co_filename, line=_line_number(code, instruction), function=code.co_name)
         known = _frame_cache[address] = code, frame
@@ -1060,7 +1068,7 @@ def _frame_of(code: CodeType, instruction: int) -> messages.Frame:
 
 
 def _cell_label(file: str) -> str | None:
-    """How people know the cell of this file name, where this process is a notebook's kernel."""
+    """Return the label of the cell that has this file name, if this process is a notebook's kernel."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     number = getattr(getattr(shell, "compile", None), "_filename_map", {}).get(file)
@@ -1068,7 +1076,7 @@ def _cell_label(file: str) -> str | None:
 
 
 def _line_number(code: CodeType, instruction: int) -> int:
-    """The number of the line that an instruction is of."""
+    """Return the line number of an instruction."""
     return next(
         (number for start, stop, number in code.co_lines() if start <= instruction < stop and number is not None),
         code.co_firstlineno,
@@ -1084,7 +1092,7 @@ def _drain_ids(ids: deque[int]) -> list[int]:
     try:
         for _ in range(len(ids)):
             append(popleft())
-    except IndexError:  # somebody else drains them too
+    except IndexError:  # another thread drains them too
         pass
     return found
 
@@ -1098,7 +1106,7 @@ def _copy_outcome(target: Future[Any], source: Future[Any]) -> None:
 
 
 def _weak_callback(method: Callable[[], Any]) -> Callable[[], Any]:
-    """A method whose object may go; nothing is done then."""
+    """Wrap a method so that it does nothing once its object no longer exists."""
     reference = weakref.WeakMethod(method)
 
     def call() -> Any:
@@ -1109,7 +1117,7 @@ def _weak_callback(method: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _send_when_idle(engine_of: weakref.ref[TensorEngine], wakeups: queue.SimpleQueue[None]) -> None:
-    """The thread that sends a batch which nobody fills: it must not keep the engine alive."""
+    """Send batches that are not full after a short idle time, in a thread that does not keep the engine alive."""
     while True:
         try:
             wakeups.get(timeout=5.0)
@@ -1128,9 +1136,9 @@ def _send_when_idle(engine_of: weakref.ref[TensorEngine], wakeups: queue.SimpleQ
         try:
             if engine._held_ops is None:  # else `release` wakes this thread
                 engine.flush()
-        except MeshbookError:  # told to whoever waits or goes on
+        except MeshbookError:  # raised where the user waits or issues the next operation
             pass
-        except Exception as error:  # without this thread nothing would be sent any more while Python is idle
+        except Exception as error:  # without this thread nothing would be sent while Python is idle
             warnings.warn(
                 f"operations on tensors could not be sent in the background ({type(error).__name__}: {error}); they "
                 "are sent with the next one, or when somebody waits for a value",
@@ -1140,10 +1148,10 @@ def _send_when_idle(engine_of: weakref.ref[TensorEngine], wakeups: queue.SimpleQ
 
 
 def describe_collective_mismatch(axes: MeshAxes, collective_counts: Mapping[int, Sequence[int]]) -> str | None:
-    """Which ranks of one group have begun unlike numbers of collectives in a batch, in words; None: none.
+    """Describe which ranks of one group began different numbers of collectives in a batch; None: none.
 
     Args:
-        collective_counts: how many each rank has begun, by axis; empty: none at all.
+        collective_counts: for each rank, how many it has begun, by axis; empty: none at all.
     """
     for axis, name in enumerate(axes.names):
         step = math.prod(axes.shape[axis + 1 :])

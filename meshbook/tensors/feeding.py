@@ -1,9 +1,9 @@
-"""`mesh.feed`: batches on their way to the ranks while these still compute.
+"""`mesh.feed`: sends batches to the ranks while these still compute.
 
-A thread pulls batches, copies each once into shared memory and tells the ranks; a rank maps it between two commands and
-takes its own rows, without a copy. The loop does not wait until they have it: what it does with a batch comes to the
-ranks after the batch. At most `prefetch` batches are ready besides the one in the loop, and twice as many with ranks
-that are not done with them: whoever is slowest, loop, ranks or source, is waited for.
+A thread pulls batches, copies each once into shared memory and notifies the ranks; a rank maps it between two commands
+and uses its own rows, without a copy. The loop does not wait for that: its operations on a batch reach the ranks after
+the batch. At most `prefetch` batches are ready besides the one in the loop, and at most twice as many are unprocessed
+on the ranks: the slowest of loop, ranks and source sets the pace.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from meshbook.tensors.engine import TensorEngine, TensorHandle
 from meshbook.tensors.plan import contiguous_strides
 from meshbook.tensors.remote import wrap_handle
 
-# Seconds between two looks at whether the loop has been left, where a thread waits for something else.
+# Seconds between checks of whether the loop has been left, while a thread waits for something else.
 _POLL_S = 0.2
 
 
 @dataclass
 class _SentBatch:
-    """A batch on its way, or how the source ended."""
+    """A batch in flight, or the end of the source."""
 
     call: str
     ranks: Ranks
     future: Future[Any] | None
-    skeleton: Any = None  # the nest, with a _Rows for each tensor
-    handles: list[TensorHandle] = field(default_factory=list)  # of the tensors; when they die, ranks let go of them
+    skeleton: Any = None  # the nested structure, with a _LeafMeta for each tensor
+    handles: list[TensorHandle] = field(default_factory=list)  # of the tensors; the ranks free them with the handles
     error: BaseException | None = None
 
 
 @dataclass(frozen=True)
 class _LeafMeta:
-    """A leaf with rows, as it is known here while the ranks hold it."""
+    """Metadata of a leaf with rows, while its data is on the ranks."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -68,7 +68,7 @@ def feed(
     uneven: bool = False,
     view: str = "global",
 ) -> Feed:
-    """As `Mesh.feed` says."""
+    """See `Mesh.feed`."""
     if view not in ("global", "local"):
         raise UsageError(f"there is no view {view!r}; known: global (a RemoteTensor), local (each rank's own rows)")
     if prefetch < 0:
@@ -80,7 +80,7 @@ def feed(
 
 
 class Feed(Iterator[Any]):
-    """The batches, one after the other. Ends with its source, or by `close`, or when it is dropped."""
+    """Iterator of batches. Ends with its source, by `close`, or when it is garbage-collected."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Feed(Iterator[Any]):
 
     def __next__(self) -> Any:
         if self._engine is not None:
-            self._engine.flush_if_idle()  # with each batch the same may be done again
+            self._engine.flush_if_idle()  # the loop may repeat the same operations with each batch
         sent = self._prefetcher.pop()
         try:
             return self._deliver(sent)
@@ -123,7 +123,7 @@ class Feed(Iterator[Any]):
             raise sent.error or StopIteration
         session = self._mesh.session
         if self._view == "global" and not sent.future.done():
-            return _to_global_batch(self._mesh, self._axis, sent)  # ranks have it before whatever the loop does with it
+            return _to_global_batch(self._mesh, self._axis, sent)  # ranks receive it before any operation of the loop
         finished = sent.future.result()
         session.raise_for_status(finished, sent.ranks, label="feed")
         if self._view == "local":
@@ -131,7 +131,7 @@ class Feed(Iterator[Any]):
         return _to_global_batch(self._mesh, self._axis, sent)
 
     def close(self) -> None:
-        """Stop pulling; batches that were not asked for are let go on the ranks. Harmless when it has ended."""
+        """Stop pulling; batches that the loop did not receive are released on the ranks. Harmless after the end."""
         self._finalizer()
 
     def __enter__(self) -> Feed:
@@ -142,7 +142,7 @@ class Feed(Iterator[Any]):
 
 
 class _EvenSplitCheck:
-    """The rule for batches that do not divide: an error, left out (the last one), or cut unevenly."""
+    """The rule for batches that do not divide evenly: an error, dropped (the last one), or sharded unevenly."""
 
     def __init__(self, axis: str, num_shards: int, *, drop_last: bool, uneven: bool) -> None:
         self._axis, self._num_shards = axis, num_shards
@@ -151,7 +151,7 @@ class _EvenSplitCheck:
     def iter_checked(self, source: Iterator[Any]) -> Iterator[Any]:
         dropped: tuple[int, Any] | None = None
         for number, batch in enumerate(source):
-            if dropped is not None:  # it was not the last one
+            if dropped is not None:  # the dropped batch was not the last one
                 raise batches.uneven_error(dropped[1], dropped[0], self._axis, self._num_shards, last=False)
             normalized = batches.normalize(batch)
             if not batches.leaves(normalized):
@@ -165,7 +165,7 @@ class _EvenSplitCheck:
 
 
 class _BatchSender:
-    """Sends a batch to the ranks, whole; each takes its own rows."""
+    """Sends complete batches to the ranks; each uses its own rows."""
 
     def __init__(self, mesh: Mesh, axis: str, engine: TensorEngine | None) -> None:
         self._mesh, self._axis, self._engine = mesh, axis, engine
@@ -207,7 +207,7 @@ class _BatchSender:
         return session.ended is not None or session.connection.closed or bool(session.lost)
 
     def discard(self, sent: _SentBatch) -> None:
-        """Nobody will ask for this batch."""
+        """Release a batch that the loop will not receive."""
         session = self._mesh.session
         if self._engine is None and sent.future is not None and not session.connection.closed and session.ended is None:
             sent.future.add_done_callback(
@@ -228,7 +228,7 @@ def _as_tensor(leaf: Any) -> Any:
 
 
 class _Prefetcher:
-    """What the thread shares with the loop. Knows nothing of the Feed, so that one nobody holds can end."""
+    """State shared by the thread and the loop. Does not refer to the Feed, so that an unused Feed can be collected."""
 
     def __init__(self, sender: _BatchSender, source: Iterator[Any], prefetch: int) -> None:
         self._sender, self._source, self._prefetch = sender, source, prefetch
@@ -239,7 +239,7 @@ class _Prefetcher:
         self._thread: threading.Thread | None = None
 
     def pop(self) -> _SentBatch | None:
-        """The next batch that is sent; None: there is no more. Waits for it."""
+        """Return the next batch that has been sent; None: the source has ended. Blocks."""
         if self._prefetch == 0:
             return self._send_next()
         if self._thread is None and not self._is_stopped:
@@ -261,14 +261,14 @@ class _Prefetcher:
             self._sender.discard(sent)
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            thread.join(2.0)  # a source that is stuck is left to itself: the thread is a daemon and ends after it
+            thread.join(2.0)  # a source that hangs is abandoned: the thread is a daemon and ends after it
         if thread is None or not thread.is_alive():
             _close_source(self._source)
 
     def _run(self) -> None:
         try:
             self._prefetch_loop()
-        except BaseException as error:  # who waits for a batch would wait for ever
+        except BaseException as error:  # otherwise a loop that waits for a batch would hang
             with self._changed:
                 self._ready.append(_SentBatch("", (), None, error=error))
                 self._is_exhausted = True
@@ -292,7 +292,7 @@ class _Prefetcher:
                 self._is_exhausted = sent is None
                 self._changed.notify_all()
             if unwanted is not None:
-                self._sender.let_go(unwanted)
+                self._sender.discard(unwanted)
             if sent is None:
                 return
             in_flight.append(sent)
@@ -300,19 +300,19 @@ class _Prefetcher:
                 return
 
     def _wait_until_received(self, sent: _SentBatch) -> bool:
-        """Wait until the ranks have a batch, or it is known that they will not; False: the loop was left.
+        """Wait until the ranks have a batch, or cannot receive it any more; False: the loop was left.
 
-        The loop may run ahead of the ranks, and what it takes must not pile up in front of them.
+        The loop may run ahead of the ranks, and its batches must not pile up in front of them.
         """
         while sent.future is not None and not self._is_stopped:
             try:
                 sent.future.result(_POLL_S)
             except FutureTimeout:
-                if self._sender.is_closed:  # nobody sends it any more
+                if self._sender.is_closed:  # the batch can no longer be sent
                     return True
                 continue
             except MeshbookError:
-                pass  # the loop meets it at this batch
+                pass  # raised in the loop, at this batch
             return True
         return not self._is_stopped
 
@@ -321,12 +321,12 @@ class _Prefetcher:
             return self._sender.send(next(self._source))
         except StopIteration:
             return None
-        except BaseException as error:  # the source's own, or no memory to share: raised where the loop asks
+        except BaseException as error:  # of the source, or no shared memory: raised in the loop
             return _SentBatch("", (), None, error=error)
 
 
 def _release_values(session: Any, finished: Any) -> None:
-    session.rank_values(finished.outcomes)  # whose end releases what they stand for
+    session.rank_values(finished.outcomes)  # the values are released when these objects are collected
 
 
 def _close_source(source: Iterator[Any]) -> None:
@@ -342,7 +342,7 @@ def _only_axis(mesh: Mesh) -> str:
 
 
 def _to_global_batch(mesh: Mesh, axis: str, sent: _SentBatch) -> Any:
-    """The batch with a RemoteTensor for each of its tensors. Does not wait."""
+    """Return the batch with a RemoteTensor for each of its tensors. Does not wait."""
     engine, handles = engine_of(mesh), iter(sent.handles)
 
     def to_remote_tensor(leaf: Any) -> Any:
@@ -357,5 +357,5 @@ def _to_global_batch(mesh: Mesh, axis: str, sent: _SentBatch) -> Any:
 
 
 def _batch_placements(engine: TensorEngine, axis: str, shape: Sequence[int]) -> tuple[Replicate | Shard, ...]:
-    """Cut over the axis along dim 0; what has no rows is everybody's."""
+    """Shard dim 0 over the axis; replicate what has no rows."""
     return tuple(Shard(0) if name == axis and len(shape) else Replicate() for name in engine.axes.names)

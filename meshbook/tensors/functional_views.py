@@ -1,11 +1,10 @@
-"""Views that the mesh can only make as copies, and that behave as views all the same.
+"""Views that the mesh can only make as copies, but that behave like views.
 
-`x[2:5]` of a tensor whose rows lie in pieces is a copy on the ranks. Its handle is a `FunctionalView`: it knows of what
-it is a part, is read again when that has changed since, and what is changed in it is written back, by every rank into
-its own piece. Where its elements come from is said by strides: those of the same view of a tensor that lies in one
-piece.
+`x[2:5]` of a tensor whose rows are sharded is a copy on the ranks. Its handle is a `FunctionalView`: it knows its base,
+is read again if the base has changed since, and writes its own changes back, each rank into its own shard. Strides
+define which elements it has: those of the same view of an unsharded tensor.
 
-Knows handles and plans; operations are issued by functions that it is given.
+Knows handles and plans; operations are issued by functions that are passed to it.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from meshbook.tensors.plan import Template, TensorSpec, contiguous_strides
 
 aten = torch.ops.aten
 
-# Views whose elements are not those of what they are a view of.
+# Views whose elements differ from those of their base.
 _VALUE_CHANGING_VIEWS = (aten._conj.default, aten._neg_view.default)
 
 
 @dataclass(frozen=True)
 class ViewMeta:
-    """Which elements of a tensor a view has: its strides and offset in that tensor as if it lay in one piece.
+    """The elements of a tensor that a view has: its strides and offset in that tensor, as if this were not sharded.
 
     Attributes:
-        box: per dim of the tensor the view's dim (None: it has none), the first place, the step and how many; None
-            altogether where the elements are no such box (a diagonal, a part of a flattened tensor).
+        box: for each dim of the tensor, the view's dim (None: it has none), the first index, the step and the length;
+            None altogether where the elements are no such box (a diagonal, a part of a flattened tensor).
     """
 
     size: tuple[int, ...]
@@ -48,12 +47,12 @@ class ViewMeta:
 
 
 class FunctionalView:
-    """In place of a handle: that of such a view, or of a view of one.
+    """The handle of such a view, or of a view of one.
 
     Attributes:
-        of: the tensor that it is a view of.
-        where: its elements in that tensor; None: it shares the other's storage.
-        changes: of what it is a view of, and of all its other views.
+        base: the tensor that it is a view of.
+        view_meta: its elements in that tensor; None: it shares the base's storage.
+        version_counter: shared by the base and all its views.
     """
 
     is_functional_view = True
@@ -67,7 +66,7 @@ class FunctionalView:
 
     @property
     def id(self) -> int:
-        """Of the copy as it should be now: read again, if there have been changes since."""
+        """The id of an up-to-date copy, which is read again if the base has changed since."""
         now = self.version_counter[0]
         if self.seen_version != now:
             fresh = self._regenerate()
@@ -90,12 +89,12 @@ def track_views(
     shares_storage: bool,
     run_op: Any,
 ) -> None:
-    """Have these results of a view of `base` be parts of it.
+    """Make these results of a view of `base` functional views of it.
 
     Args:
         base_alias: another object for the tensor that `base` is now; `base` may become another (`unsqueeze_`,
             `data =`).
-        shares_storage: they share its storage; it is a part itself.
+        shares_storage: they share the storage of `base`, which is a functional view itself.
         run_op: runs the operation again, (function, args, kwargs) -> its results.
     """
     args = tuple(base_alias if arg is base else arg for arg in args)
@@ -107,7 +106,7 @@ def track_views(
     view_metas = [None] * len(results) if shares_storage else _view_metas(function, base_alias._spec, args, kwargs)
     for at, tensor in enumerate(results):
         view_meta = view_metas[at] if at < len(view_metas) else None
-        if not shares_storage and view_meta is None:  # of elements that are not in it
+        if not shares_storage and view_meta is None:  # its elements are not those of the base
             continue
         tensor._handle = FunctionalView(tensor._handle, base_alias, view_meta, functools.partial(regenerate, at))
 
@@ -128,7 +127,7 @@ def _view_metas(function: Any, spec: TensorSpec, args: Any, kwargs: Any) -> list
 
 
 def box_of(shape: Sequence[int], view: torch.Tensor) -> tuple[tuple[int | None, int, int, int], ...] | None:
-    """Per dim of a contiguous tensor of that shape: the view's dim, the first place, the step, how many."""
+    """Return, for each dim of a contiguous tensor of that shape: the view's dim, first index, step and length."""
     steps, remainder = contiguous_strides(shape), int(view.storage_offset())
     box: list[tuple[int | None, int, int, int]] = []
     for step in steps:
@@ -153,10 +152,10 @@ def box_of(shape: Sequence[int], view: torch.Tensor) -> tuple[tuple[int | None, 
 
 
 def check_disjoint(tensors: Sequence[Any], name: str) -> None:
-    """For an operation that changes several tensors: copies of what is one storage must have no element in common.
+    """Check that the tensors an operation changes, where they are copies of one storage, have no common element.
 
     Raises:
-        NotImplementedError: they may have.
+        NotImplementedError: they may have one.
     """
     handles = [tensor._handle for tensor in tensors]
     if not any(handle.is_functional_view for handle in handles):
@@ -187,15 +186,15 @@ def _are_disjoint(one: ViewMeta | None, other: ViewMeta | None) -> bool:
 
 
 def write_back(tensor: Any, redistribute: Callable[[Any, Any], Any]) -> None:
-    """Write what has just been changed in a part into what it is a part of, and so on.
+    """Write a change of a functional view into its base, and so on along the chain of bases.
 
     Args:
-        redistribute: (tensor, placements) -> the tensor, placed so.
+        redistribute: (tensor, placements) -> the tensor with these placements.
     """
     handle = tensor._handle
     chain = []
     while handle.is_functional_view:
-        handle.seen_version = handle.version_counter[0]  # it has what is new, and is not to be read again
+        handle.seen_version = handle.version_counter[0]  # the change came from it: no need to read it again
         chain.append((tensor, handle))
         tensor = handle.base
         handle = tensor._handle
@@ -226,7 +225,7 @@ def _plan_write(engine: TensorEngine, view_meta: ViewMeta) -> Template:
 
 
 def _placements_for_write(base_spec: TensorSpec, view_meta: ViewMeta) -> tuple[Any, ...]:
-    """How the part must lie so that every rank has what belongs into its piece."""
+    """Return the placements of the view that give every rank the elements of its own shard of the base."""
     placements: list[Any] = []
     for placement in base_spec.placements or ():
         if placement.is_replicate() or placement.is_partial():

@@ -1,8 +1,8 @@
-"""Modules on a mesh, two ways.
+"""Modules on a mesh, in two ways.
 
-`module_to_mesh`: the module's Python runs here, its parameters lie on the ranks, each operation is sent.
-`distribute_module`: the module is built on the ranks by a strategy; one message runs its forward there, one its
-backward. Its parameters are here as RemoteTensors of the same storage, so any optimizer of torch works on them.
+`module_to_mesh`: the module's Python runs here, its parameters are on the ranks, and each operation is sent.
+`distribute_module`: a strategy builds the module on the ranks; one message runs its forward there, one its backward.
+Its parameters are here as RemoteTensors of the same storage, so any optimizer of torch works on them.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ _PRECISIONS = {None: None, "fp32": None, "float32": None, "bf16": "bfloat16", "b
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The module's Python here
+# Modules whose Python runs here
 
 
 def module_to_mesh(module: nn.Module, mesh: Mesh, placements: Placements = None) -> nn.Module:
-    """Bring a module's parameters and buffers to a mesh, in place: its own are replaced by RemoteTensors.
+    """Bring a module's parameters and buffers to a mesh, in place: RemoteTensors replace them.
 
-    Its Python goes on running here. Make optimizers afterwards: they hold the parameters that they were given.
-    Gradients are brought to their parameter's placements as soon as they are whole. Does not wait.
+    Its Python still runs here. Create optimizers afterwards: they hold the parameters that they were given. Gradients
+    are redistributed to their parameter's placements as soon as they are complete. Does not wait.
 
     Args:
-        placements: for every tensor the same (`[Shard(0)]`); or by name, with patterns (`{"*.weight": [Shard(0)]}`); or
-            a function of (name, tensor). Where it says nothing (None), and by default: whole on every rank.
+        placements: the same for every tensor (`[Shard(0)]`); or by name, with patterns (`{"*.weight": [Shard(0)]}`); or
+            a function of (name, tensor). Where it gives None, and by default: replicated on every rank.
 
     Returns:
         The module itself.
 
     Raises:
-        PlacementError: they do not fit a parameter or the mesh, which the message names.
+        PlacementError: they do not fit a parameter or the mesh; the message names the parameter.
     """
     moved: dict[int, Any] = {}
     for prefix, submodule in list(module.named_modules()):
@@ -76,12 +76,12 @@ def module_to_mesh(module: nn.Module, mesh: Mesh, placements: Placements = None)
     return module
 
 
-# Devices whose autocast says nothing of remote tensors.
+# Devices whose autocast does not affect remote tensors.
 _FOREIGN_AUTOCAST_DEVICES = ("cuda", "xpu", "mps")
 
 
 def _refuse_foreign_autocast(*_: Any) -> None:
-    """Asked before a forward: operations do not see it, for torch hides it from what is below autograd."""
+    """Raise if autocast of another device is enabled: operations below autograd cannot see it."""
     for device in _FOREIGN_AUTOCAST_DEVICES:
         if torch.is_autocast_enabled(device):
             raise NotImplementedError(
@@ -108,12 +108,12 @@ def _distribute_tensor(tensor: torch.Tensor, mesh: Mesh, placements: Any) -> Any
     return nn.Parameter(remote_tensor, requires_grad=tensor.requires_grad)
 
 
-# Whether oneDNN was in use before each of the LSTMs that run now.
+# Whether oneDNN was enabled before each of the LSTMs that are running.
 _onednn_was_enabled: list[bool] = []
 
 
 def _disable_fused_lstm(module: nn.LSTM) -> None:
-    """On a CPU torch has one operation for a whole LSTM, of oneDNN's, for which DTensor has no rule."""
+    """Disable oneDNN while an LSTM runs: its one operation for a complete LSTM on a CPU has no DTensor rule."""
 
     def before(module: nn.Module, args: Any) -> None:
         _onednn_was_enabled.append(torch._C._get_mkldnn_enabled())
@@ -136,7 +136,7 @@ def _placements_for(placements: Placements, name: str, tensor: torch.Tensor) -> 
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The module there
+# Modules on the ranks
 
 
 def distribute_module(
@@ -148,14 +148,14 @@ def distribute_module(
     axis: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> RemoteModule:
-    """Build a module on the ranks, spread over an axis. Blocks until it is there.
+    """Build a module on the ranks, distributed over an axis. Blocks until it is built.
 
     Args:
-        source: a function that makes it (called on the ranks; nothing of it is made here), with the numbers that
-            torch's generator here would have given; or a module, whose values are kept.
+        source: a function that makes it (called on the ranks; nothing of it is made here), with the random numbers that
+            torch's generator here would have given; or a module, whose values are retained.
         strategy: "fsdp", "ddp", "replicate", or a function of (module, DeviceMesh) that is called on every rank.
-        precision: "bf16" computes in it and keeps parameters and gradients as they are; None: as the parameters are.
-        axis: over which batches are cut (dim 0); needed where the mesh has more than one and none is called "dp".
+        precision: "bf16" computes in bfloat16, with parameters and gradients unchanged; None: as the parameters are.
+        axis: the axis that shards batches (dim 0); required where the mesh has several and none is called "dp".
         options: of the strategy's class in torch.
 
     Raises:
@@ -199,7 +199,7 @@ def distribute_module(
     resident = handles.result_handle(session, command.call, ranks, session.rank_values(finished.outcomes), "module")
     description = _call_on_ranks(engine, modules.describe, resident)[0]
     if not isinstance(source, nn.Module):
-        torch.set_rng_state(description["numbers"])  # as if it had been made here
+        torch.set_rng_state(description["numbers"])  # as if the module had been made here
     name = strategy if isinstance(strategy, str) else getattr(strategy, "__name__", "a strategy")
     return RemoteModule(engine, key, resident, description, f"{name} over {axis}={mesh.size(axis)}", precision)
 
@@ -213,7 +213,7 @@ def _batch_axis(mesh: Mesh) -> str:
 
 
 def _call_on_ranks(engine: TensorEngine, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """What a function gives on each of the ranks. Blocks."""
+    """Return the result of a function on each of the ranks. Blocks."""
     session = engine.session
     command = session.call_command(function, args, {}, engine.ranks, label=function.__name__, inline_limit=1 << 30)
     finished = session.run_foreground(command)
@@ -223,14 +223,14 @@ def _call_on_ranks(engine: TensorEngine, function: Callable[..., Any], *args: An
 
 
 class _ForwardSpec:
-    """What is known of a forward of one kind: which tensors it gives, and how they make up the result."""
+    """The outputs of a kind of forward: the tensors, and how they form the result."""
 
     def __init__(self, descriptions: Sequence[Mapping[str, Any]], engine: TensorEngine) -> None:
         first = descriptions[0]
         self.specs = [_spec_from_meta(engine, *tensor) for tensor in first["tensors"]]
         self.output_tree, self.is_differentiable = first["result"], first["differentiable"]
-        self.uses_rng: bool = any(rank["draws"] for rank in descriptions)  # random numbers
-        self.params_with_grad: list[int] | None = None  # places of parameters that get a gradient; None: not seen yet
+        self.uses_rng: bool = any(rank["draws"] for rank in descriptions)
+        self.params_with_grad: list[int] | None = None  # indices of parameters that get a gradient; None: not known yet
 
     def build_result(self, tensors: Iterable[Any]) -> Any:
         remaining = iter(tensors)
@@ -242,13 +242,13 @@ def _spec_from_meta(engine: TensorEngine, shape: Any, stride: Any, dtype: str, p
 
 
 class RemoteModule(nn.Module):
-    """A module that lives on the ranks. Call it with RemoteTensors; `parameters()` are RemoteTensors of its storage.
+    """A module on the ranks. Call it with RemoteTensors; `parameters()` are RemoteTensors of its storage.
 
-    Inputs cut along dim 0 over the batch axis (`mesh.feed` gives them so) share the work; whole ones are computed by
-    every rank alike. Results and gradients are those of one process with the whole batch.
+    Inputs sharded along dim 0 over the batch axis (as `mesh.feed` gives them) share the work; replicated ones are
+    computed by every rank alike. Results and gradients equal those of one process with the complete batch.
 
     Attributes:
-        plan: how it is spread, in words.
+        plan: how it is distributed, as text.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class RemoteModule(nn.Module):
         super().__init__()
         blocks = f", {description['blocks']} blocks" if description["blocks"] > 0 else ""
         self.plan = f"{plan}{blocks}{f', {precision}' if precision else ''}"
-        # What nn.Module would take for a submodule or show in its dict is kept in one place that is neither.
+        # One plain object holds what nn.Module would otherwise register as a submodule or show in its dict.
         self._client = _ModuleClient(engine, key, resident, description)
         client = self._client
         for name, index, is_parameter in description["names"]:
@@ -282,16 +282,16 @@ class RemoteModule(nn.Module):
         return self._client.forward(self.training, args, kwargs)
 
     def state_dict(self, *args: Any, full: bool = False, **kwargs: Any) -> Any:
-        """Names and tensors, as RemoteTensors.
+        """Return names and tensors, as RemoteTensors.
 
         Args:
-            full: bring them here, whole. Blocks.
+            full: return complete local tensors. Blocks.
         """
         found = super().state_dict(*args, **kwargs)
         return {name: tensor.full_tensor() for name, tensor in found.items()} if full else found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As torch's; takes what `state_dict` gives, full or not, and whole tensors of this process."""
+        """Like torch's; takes what `state_dict` returns, full or not, and complete local tensors."""
         if assign:
             raise UsageError("assign=True would replace the tensors that the ranks compute with; leave it out")
         own = super().state_dict()
@@ -314,7 +314,7 @@ class RemoteModule(nn.Module):
 
 
 class _SubmodulePlaceholder(nn.Module):
-    """A place in the tree of names; what computes is on the ranks."""
+    """A node in the tree of names; the module that computes is on the ranks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise UsageError("only the whole module can be called here: its parts are on the ranks")
@@ -322,12 +322,12 @@ class _SubmodulePlaceholder(nn.Module):
 
 def _upload_like(tensor: Any, own: Any, engine: TensorEngine) -> Any:
     if isinstance(tensor, remote.RemoteTensor) or tensor.shape != own.shape:
-        return tensor  # torch says which shapes differ
+        return tensor  # torch reports shapes that differ
     return remote.upload(engine, tensor.detach().to(own.dtype), own._spec.placements)
 
 
 class _ModuleClient:
-    """The controller's side of a resident module: how its operations are issued."""
+    """The controller's side of a module on the ranks: it issues the module's operations."""
 
     def __init__(self, engine: TensorEngine, key: str, resident: Any, description: Mapping[str, Any]) -> None:
         self.engine, self.key, self.resident, self.text = engine, key, resident, description["text"]
@@ -337,7 +337,7 @@ class _ModuleClient:
         )
         self.runs_locally: bool = description["local"]
         self._forward_specs: dict[Any, _ForwardSpec] = {}
-        self.mutated_buffers: tuple[int, ...] = ()  # places of buffers that forwards have changed
+        self.mutated_buffers: tuple[int, ...] = ()  # indices of buffers that forwards have changed
         self._first_forward_ids = itertools.count(1)
         self._graph_token_spec = engine.planner.spec((0,), (1,), 0, torch.float32, None)
         outputs = [*self.specs, self._graph_token_spec]
@@ -353,7 +353,7 @@ class _ModuleClient:
         ]
 
     def trainable_indices(self) -> tuple[int, ...]:
-        """Places of the parameters that want a gradient now: who froze one may thaw it again."""
+        """Return the indices of parameters that require a gradient now: a frozen one may be unfrozen again."""
         return tuple(index for index in self.parameter_indices if self.tensors[index].requires_grad)
 
     def _run_op(
@@ -367,7 +367,7 @@ class _ModuleClient:
         *,
         is_view: bool = False,
     ) -> list[Any]:
-        """An operation of ours; `key_parts` tells those with the same template from others."""
+        """Run a Meshbook function as an operation; `key_parts` are equal for operations with the same template."""
         engine = self.engine
         engine.sync_modes()
         key = ("module", self.key, function, *key_parts, *(tensor._spec for tensor in tensors), *outputs)
@@ -389,7 +389,7 @@ class _ModuleClient:
             template = engine.plan_and_cache(key, lambda: planned)
         numbers: list[Any] = [0, *(tensor._handle.id for tensor in tensors)]
         made: list[Any] = remote.execute_template(engine, template, None, (), {}, numbers, tensors, floats)
-        engine.foreign_version_counter[0] += 1  # its buffers, say
+        engine.foreign_version_counter[0] += 1  # the operation may have changed buffers
         return made
 
     def forward(self, training: bool, args: Any, kwargs: Any) -> Any:
@@ -397,7 +397,7 @@ class _ModuleClient:
         floats: list[float] = []
 
         def to_placeholder(leaf: Any) -> Any:
-            """What stands for it in the template; floats are carried, as with any operation."""
+            """Return the placeholder of a leaf in the template; floats travel with the operation, as always."""
             leaf = to_remote_tensor(leaf)
             if isinstance(leaf, torch.Tensor):
                 tensors.append(self._to_module_input(leaf))
@@ -413,7 +413,7 @@ class _ModuleClient:
         call_template = pytree.tree_map(to_placeholder, (args, kwargs))
         leaves, shape = pytree.tree_flatten(call_template)
         trainable_indices = self.trainable_indices() if torch.is_grad_enabled() else ()
-        # Of "cpu" it is asked, for that is what these tensors say that they are on.
+        # The autocast state of "cpu", which is the device that these tensors report.
         autocast_dtype = _dtype_name(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else None
         forward_key = (training, autocast_dtype, trainable_indices, str(shape), *map(_hashable_key, leaves))
         spec_key = (*forward_key, *(tensor._spec for tensor in tensors))
@@ -456,7 +456,7 @@ class _ModuleClient:
         trainable_indices: tuple[int, ...],
         call_args: Any,
     ) -> _ForwardSpec:
-        """Run the first forward of a kind, which tells what those after it give. The ranks keep what it gave."""
+        """Run the first forward of a kind, which describes the results of later ones. The ranks store its results."""
         rng_state = torch.get_rng_state()
         seed = remote.new_seed()
         trainable_or_none = None if inputs_with_grad is None else trainable_indices
@@ -481,7 +481,7 @@ class _ModuleClient:
         return forward_spec
 
     def _to_module_input(self, tensor: Any) -> Any:
-        """An input as a tensor of this mesh; local ones go whole to every rank."""
+        """Return an input as a tensor of this mesh; local ones are replicated on every rank."""
         if isinstance(tensor, remote.RemoteTensor):
             if tensor._spec.engine is not self.engine:
                 raise UsageError("this input lies on another mesh than the module")
@@ -516,11 +516,11 @@ class _ForwardCall:
             call_args,
             floats,
         )
-        self.trainable_indices = trainable_indices  # places of parameters
-        self.first_forward_id = first_forward_id  # of a forward that the ranks have run already, and keep
+        self.trainable_indices = trainable_indices  # of parameters
+        self.first_forward_id = first_forward_id  # of a forward whose results the ranks already store
 
     def run(self, tensors: list[Any], inputs_with_grad: tuple[int, ...] | None) -> tuple[list[Any], Any]:
-        """The outputs and, with a graph, the ticket."""
+        """Run the forward; return the outputs and, with a graph, the graph token."""
         training, autocast_dtype, args, kwargs = self.call_args
         forward_spec, client = self.forward_spec, self.client
         outputs = forward_spec.specs if inputs_with_grad is None else [*forward_spec.specs, client._graph_token_spec]
@@ -558,7 +558,7 @@ class _ForwardCall:
 
 
 class _RemoteForward(torch.autograd.Function):
-    """What autograd here sees of a module there."""
+    """A forward on the ranks, as autograd sees it here."""
 
     @staticmethod
     def forward(ctx: Any, call: _ForwardCall, num_inputs: int, *tensors: Any) -> Any:
@@ -593,7 +593,7 @@ class _RemoteForward(torch.autograd.Function):
         given = [
             grad
             if isinstance(grad, remote.RemoteTensor)
-            else remote.RemoteTensor._upload_grad(spec, grad)  # as of `y.gt_(0)`
+            else remote.RemoteTensor._upload_grad(spec, grad)  # zeros of torch, as after `y.gt_(0)`
             for spec, grad in zip(forward_spec.specs, grads, strict=True)
             if grad is not None
         ]
@@ -619,12 +619,14 @@ class _RemoteForward(torch.autograd.Function):
 
 
 class _OnceDifferentiable(torch.autograd.Function):
-    """Gradients that a module on the ranks gave, which are not differentiated again. torch's `once_differentiable` asks
-    the gradients that came in only, and would take these for constants."""
+    """Gradients of a module on the ranks, which cannot be differentiated again.
+
+    torch's `once_differentiable` checks only the incoming gradients, and would treat these as constants.
+    """
 
     @staticmethod
     def wrap_grads(grads: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
-        """The same, computed from these sources as autograd sees it."""
+        """Return the same gradients, as functions of these sources in autograd's graph."""
         made = [grad for grad in grads if grad is not None]
         given = iter(_OnceDifferentiable.apply(len(made), *made, *sources))  # type: ignore[no-untyped-call]
         return [None if grad is None else next(given) for grad in grads]
@@ -642,7 +644,7 @@ class _OnceDifferentiable(torch.autograd.Function):
 
 
 def _input_grad_spec(spec: TensorSpec, engine: TensorEngine) -> TensorSpec:
-    """The spec of an input's gradient: contiguous, and where the input is."""
+    """Return the spec of an input's gradient: contiguous, with the input's placements."""
     stride, step = [], 1
     for length in reversed(spec.shape):
         stride.append(step)

@@ -1,11 +1,11 @@
-"""Steps of torch's optimizers on remote parameters: all of one, or nothing of it.
+"""Steps of torch's optimizers on remote parameters: the ranks take all of a step, or nothing of it.
 
-An optimizer's Python runs here and makes state as it goes: moments on the ranks, counts of steps here. When ranks did
-not take a step, because a gradient could not be computed or a Stop came first, the counts go back and state that was
-made in that step is dropped: its next step makes it anew.
+An optimizer's Python runs here and creates state: moments on the ranks, step counts here. When ranks did not take a
+step, because a gradient could not be computed or an interrupt came first, the counts are restored and state that was
+created in that step is dropped: the next step creates it again.
 
-`torch.optim.Optimizer.step` is wrapped for classes of which one was given a remote parameter; for local parameters it
-does what it did.
+`torch.optim.Optimizer.step` is wrapped for classes that have an instance with a remote parameter; for local parameters
+its behaviour does not change.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _serials = itertools.count(1)
 
 
 class OptimizerStep:
-    """One step, and what the optimizer was before it."""
+    """A step, and the optimizer's state before it."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.serial = next(_serials)
@@ -47,7 +47,7 @@ class OptimizerStep:
                     scalars.append((state, name, value))
                 elif type(value) in (int, float):
                     self._saved_scalars.append((state, name, value))
-        # A copy of each, made at once where they are alike.
+        # Copies of them, made by one operation where they are alike.
         if len({(value.dtype, value.shape, value.device) for _, _, value in scalars}) == 1:
             copies: Any = torch.stack([value for _, _, value in scalars]).unbind()
         else:
@@ -55,7 +55,7 @@ class OptimizerStep:
         self._saved_scalars += [(state, name, copy) for (state, name, _), copy in zip(scalars, copies, strict=True)]
 
     def undo(self) -> None:
-        """See `engine.Step`."""
+        """See `engine.UndoableStep`."""
         optimizer = self._optimizer()
         if optimizer is None:
             return
@@ -77,7 +77,7 @@ def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _engine_of(optimizer: Optimizer) -> TensorEngine | None:
-    """The engine of its parameters; None: they are local, or of several meshes, whose ranks cannot ask each other."""
+    """Return the engine of its parameters; None: they are local, or of several meshes, which cannot synchronize."""
     engines = {
         id(parameter.engine): parameter.engine
         for parameter in _parameters(optimizer)
@@ -87,7 +87,7 @@ def _engine_of(optimizer: Optimizer) -> TensorEngine | None:
 
 
 def ids_used_by_step(optimizer: Optimizer) -> list[int]:
-    """Ids of what a step reads or changes: gradients, parameters that have one, and their state."""
+    """Return the ids that a step reads or changes: gradients, parameters that have one, and their state."""
     found: dict[int, None] = {}
     for parameter in _parameters(optimizer):
         if parameter.grad is None:
@@ -124,15 +124,15 @@ def _plan_step_marker(engine: TensorEngine, name: str, args: tuple[Any, ...]) ->
 
 
 def _make_atomic(step: Callable[..., Any]) -> Callable[..., Any]:
-    """An optimizer's `step`, of which ranks take all or nothing."""
+    """Wrap an optimizer's `step`, so that ranks take all of it or nothing."""
 
     @functools.wraps(step)
     def stepped(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         engine = _engine_of(self)
-        # With a closure a step has forwards and backwards in it, and values that are waited for.
+        # With a closure, a step contains forwards and backwards, and waits for values.
         if engine is None or args or kwargs.get("closure") is not None or engine.is_in_optimizer_step:
             return step(self, *args, **kwargs)
-        engine.check_ids(())  # a step that ranks have not taken is undone before this one reads the state
+        engine.check_ids(())  # undoes a step that ranks have not taken, before this one reads the state
         ids = ids_used_by_step(self)
         try:
             engine.check_ids(ids)
@@ -168,10 +168,10 @@ def _wrap_step_method(kind: type[Optimizer]) -> None:
 
 
 def drop_lost_tensors(optimizer: Optimizer, engine: TensorEngine) -> list[tuple[str, torch.Tensor]]:
-    """Drop gradients and state that ranks could not compute: they would be refused wherever they are used.
+    """Drop gradients and state that ranks could not compute: any use of them would raise.
 
     Returns:
-        "gradient" or "state", and the parameter that it was of.
+        "gradient" or "state", and the parameter that it belonged to.
     """
     dropped = []
     for parameter in _parameters(optimizer):
@@ -188,7 +188,7 @@ def _is_lost(value: Any, engine: TensorEngine) -> bool:
     return isinstance(value, RemoteTensor) and value.engine is engine and engine.is_lost(value._handle.id)
 
 
-# Those that were given remote parameters.
+# Optimizers with remote parameters.
 _remote_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 

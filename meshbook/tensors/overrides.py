@@ -1,7 +1,7 @@
-"""Operations that DTensor has no rule for, or gives wrong numbers for, made of others that it does well.
+"""Operations that DTensor has no rule for, or computes wrongly, composed of others that it computes well.
 
-Each is a function of (operation, args, kwargs) as torch's dispatcher has them; `OVERRIDES` says of which operation. All
-run below autograd: what is here is forward or backward, never both.
+Each override is a function of (operation, args, kwargs) as torch's dispatcher passes them; `OVERRIDES` maps operations
+to overrides. All run below autograd: each is a forward or a backward, never both.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _equal(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _fill(func: Any, args: Any, kwargs: Any) -> Any:
-    """DTensor has no rule for filling with a tensor; it has one for numbers, and for copies."""
+    """Fill with a tensor: DTensor has rules for filling with numbers, and for copies, only."""
     target, value = args
     if not isinstance(value, RemoteTensor):
         return target.fill_(value.item())
@@ -40,7 +40,7 @@ def _fill(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _fill_scalar(func: Any, args: Any, kwargs: Any) -> Any:
-    """DTensor fills each rank's part of a sum."""
+    """Fill a partial sum: DTensor would fill each rank's term."""
     target, value = args
     if not any(placement.is_partial() for placement in target._spec.placements or ()):
         return dispatch_without_override(func, args, kwargs)
@@ -48,7 +48,7 @@ def _fill_scalar(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _index_put(func: Any, args: Any, kwargs: Any) -> Any:
-    """`x[mask] = value`. DTensor takes a mask for indices, and every rank all of it."""
+    """Run `x[mask] = value`. DTensor treats a mask as indices, and has every rank use all of it."""
     filled: Any = (*args, *(None, False)[len(args) - 3 :])
     tensor, indices, value, accumulate = filled[:4]
     accumulate = kwargs.get("accumulate", accumulate)
@@ -68,9 +68,9 @@ def _index_put(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _gather(func: Any, args: Any, kwargs: Any) -> Any:
-    """DTensor takes rows of the index for rows of the tensor, also where it has fewer of them."""
+    """Narrow the tensor to the index first: DTensor matches their rows even where the index has fewer."""
     tensor, dim, index = args[:3]
-    if not tensor.dim() or index.dim() != tensor.dim():  # a single number, or no index at all
+    if not tensor.dim() or index.dim() != tensor.dim():  # a 0-dim tensor, or an empty index
         return dispatch_without_override(func, args, kwargs)
     for at, length in enumerate(index.shape):
         if at != dim % tensor.dim() and length != tensor.shape[at]:
@@ -79,9 +79,11 @@ def _gather(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _torch_decomposition(func: Any, args: Any, kwargs: Any) -> Any:
-    """Made of other operations, as torch's compiler has it. DTensor takes the mean of each shard's elements for that of
-    all, also where shards differ in size, and tells a shard the sizes of the whole."""
-    from torch._decomp import decomposition_table  # takes a while to import
+    """Run the decomposition of torch's compiler.
+
+    DTensor averages the means of shards even where these differ in size, and passes global sizes to a shard's kernel.
+    """
+    from torch._decomp import decomposition_table  # slow to import
 
     made = decomposition_table[func](*args, **kwargs)
     if func in _CAST_TO_FIRST_DTYPE and isinstance(made, torch.Tensor):
@@ -93,14 +95,17 @@ _CAST_TO_FIRST_DTYPE = (aten.huber_loss.default, aten.soft_margin_loss.default)
 
 
 def _with_nonnegative_dim(func: Any, args: Any, kwargs: Any) -> Any:
-    """DTensor takes a dim that is counted from the end for no dim of the gradient's."""
+    """Pass a nonnegative dim: DTensor does not match a negative one to a dim of the gradient."""
     grad, sizes, dim, *rest = args
     return dispatch_without_override(func, (grad, sizes, dim % len(sizes), *rest), kwargs)
 
 
 def _materialize_view(func: Any, args: Any, kwargs: Any) -> Any:
-    """torch marks a tensor as conjugated, or negated, and has each operation see to it. DTensor loses the mark, and a
-    RemoteTensor has none."""
+    """Compute the conjugate or negative values.
+
+    torch only marks a tensor as conjugated or negated, and has each operation apply the mark. DTensor loses the mark,
+    and a RemoteTensor has none.
+    """
     return _MATERIALIZED_VIEWS[func](args[0])
 
 
@@ -124,7 +129,7 @@ def _foreach_copy(func: Any, args: Any, kwargs: Any) -> None:
 
 
 def _amp_unscale(func: Any, args: Any, kwargs: Any) -> None:
-    """What a GradScaler does before a step. It asks here at once whether it may take it, so this waits."""
+    """Unscale gradients before a GradScaler's step. The scaler reads at once whether to step, so this waits."""
     grads, found_inf, scale = args
     if torch.stack([(grad - grad).sum().isnan() for grad in grads]).any().item():  # inf - inf is NaN too
         found_inf.fill_(1.0)
@@ -140,7 +145,7 @@ def _refuse_fused(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _to_copy(func: Any, args: Any, kwargs: Any) -> Any:
-    """`x.to("meta")` is no remote tensor: torch's own code asks so for the shape of a result, and wants no data."""
+    """Return a meta tensor for `x.to("meta")`: torch's own code uses it for the shape of a result, without data."""
     device = kwargs.get("device")
     if device is None or torch.device(device).type != "meta":
         return dispatch_without_override(func, args, kwargs)
@@ -149,10 +154,10 @@ def _to_copy(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _reshape_in_place(func: Any, args: Any, kwargs: Any) -> Any:
-    """A shape that changes in place: that of the view, which the tensor then is."""
+    """Change the shape in place: the tensor takes over the handle of the view."""
     tensor = args[0]
     name = func._opname
-    # Autograd would make its views anew, of the new shape.
+    # Autograd would create its views again, with the new shape.
     if tensor.requires_grad and tensor._handle.version_counter is not None:
         raise NotImplementedError(
             f"{name} of a tensor with a gradient, that is a view or has views: use the one that makes a view, "
@@ -165,8 +170,11 @@ def _reshape_in_place(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
-    """Where DTensor cuts channels, and it may do so with any tensor that is cut, it notes their statistics in copies of
-    the buffers, or each rank those of its own."""
+    """Update the running statistics separately.
+
+    Where DTensor shards channels, as it may for any sharded tensor, it updates copies of the buffers, or each rank
+    updates its own.
+    """
     tensor, weight, bias, mean, var, training, momentum, eps = args
     is_sharded = any(not placement.is_replicate() for placement in tensor._spec.placements or ())
     if not (is_sharded and training) or mean is None:
@@ -179,8 +187,11 @@ def _batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _median(func: Any, args: Any, kwargs: Any) -> Any:
-    """torch's CPU kernel (2.13) reads and writes beside the memory of a tensor that is expanded along the dim: wrong
-    numbers, or a process that ends with a damaged heap."""
+    """Make expanded tensors contiguous first.
+
+    torch's CPU kernel (2.13) reads and writes outside the memory of a tensor that is expanded along the dim: wrong
+    numbers, or a process that ends with a corrupted heap.
+    """
     tensor = args[0]
     if any(step == 0 and length > 1 for step, length in zip(tensor.stride(), tensor.shape, strict=True)):
         tensor = tensor.clone(memory_format=torch.contiguous_format)
@@ -195,13 +206,13 @@ def _allclose(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _nll_loss_forward(func: Any, args: Any, kwargs: Any) -> Any:
-    """The mean of means is not that of all, where shards differ in size, or in how many of their targets count."""
+    """Divide sums: a mean of means is wrong where shards differ in size, or in how many of their targets count."""
     tensor, target, weight, reduction, ignore_index = args
     if reduction != 1 or _are_replicated(tensor, target):
         return dispatch_without_override(func, args, kwargs)
     if weight is None:
         total = (target != ignore_index).to(tensor.dtype).sum()
-    else:  # of the targets' weights
+    else:  # the sum of the targets' weights
         total, _ = dispatch_without_override(
             func, (torch.full_like(tensor, -1.0), target, weight, 2, ignore_index), kwargs
         )
@@ -218,8 +229,8 @@ def _nll_loss_backward(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _reduce_partial(tensor: Any) -> Any:
-    """Without parts of a sum."""
-    placements = getattr(tensor, "placements", None)  # none, where the targets are here
+    """Reduce a tensor that is a partial sum."""
+    placements = getattr(tensor, "placements", None)  # None for local targets
     if placements is None:
         return tensor
     reduced = tuple(Replicate() if placement.is_partial() else placement for placement in placements)
@@ -229,7 +240,7 @@ def _reduce_partial(tensor: Any) -> Any:
 
 
 def _are_replicated(*tensors: Any) -> bool:
-    """Whether every rank has all of these, or each its own."""
+    """Whether all of these are replicated, or per-rank tensors."""
     return all(
         tensor._spec.placements is None or all(placement.is_replicate() for placement in tensor._spec.placements)
         for tensor in tensors
@@ -238,7 +249,7 @@ def _are_replicated(*tensors: Any) -> bool:
 
 
 def _shift(func: Any, args: Any, kwargs: Any) -> Any:
-    """DTensor forgets the number."""
+    """Shift by a number, which DTensor loses."""
     return _SHIFTS[func](*args)
 
 
@@ -255,7 +266,7 @@ def _is_evenly_sharded(tensor: RemoteTensor) -> bool:
 
 
 def _mean(func: Any, args: Any, kwargs: Any) -> Any:
-    """A mean over shards that differ in size."""
+    """Compute a mean over shards that differ in size."""
     tensor = args[0]
     if _is_evenly_sharded(tensor):
         return dispatch_without_override(func, args, kwargs)

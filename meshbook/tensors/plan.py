@@ -1,8 +1,8 @@
-"""What an operation comes to, found out once for each kind of operands, without the ranks.
+"""Plans an operation on remote tensors, once for each kind of operands and without the ranks.
 
-The operation is run on DTensors that have shapes and no data, on a mesh of as many places whose groups carry nothing.
-That gives shape, stride, dtype and placements of the results, and raises here, at the user's line, whatever is wrong
-with shapes or placements. What it found is a `Template`; equal operations find it again by a dictionary look-up.
+The operation runs on DTensors that have shapes and no data, on a fake mesh of the same size whose groups transfer
+nothing. This yields shape, stride, dtype and placements of the results, and raises errors about shapes or placements
+here, at the user's line. The result is a `Template`, which equal operations find by a dictionary look-up.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ aten = torch.ops.aten
 
 _group_numbers = itertools.count()
 
-# Operations that DTensor computes shard by shard although an element needs what lies in other shards.
+# Operations that DTensor computes shard by shard although an element depends on other shards.
 _SCANS = {
     aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default, aten.cummax.default, aten.cummin.default,
     aten.flip.default, aten.roll.default, aten.median.dim,
@@ -57,13 +57,13 @@ _SCANS = {
 }  # fmt: skip
 
 
-# Places of elements: of equal ones DTensor takes the first rank's, and it fails where pieces differ in length.
+# Indices of elements: of equal elements DTensor returns the first rank's, and it fails where shards differ in length.
 _INDEX_REDUCTIONS = {aten.argmax.default, aten.argmin.default}
 
-# What DTensor asks each part of a sum, or of a product, as if the sum were not 0 where a part is not.
+# Operations that DTensor applies to each term of a partial sum or product, as if a nonzero term made the sum nonzero.
 _LOGICAL_REDUCTIONS = {aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims}
 
-# torch's words for what Meshbook says in the mesh's.
+# torch's errors that Meshbook restates in terms of the mesh.
 _UNEVEN_ERROR = re.compile(
     r"output dimension (?P<dim>\d+) \(size (?P<length>\d+)\) is not evenly divisible by mesh dimension (?P<axis>\d+)"
 )
@@ -71,16 +71,16 @@ _SHARDED_DIM_ERROR = re.compile(
     r"along the sharded dimension|without redistribution, which is disallowed|redistribute the tensor before"
 )
 
-# What gives other tensors on some machines than it says here, and what counts on where elements lie in memory.
+# Operations that return other tensors on some machines than here, and those that depend on the memory layout.
 _NEVER_REPLICATED = {aten.mkldnn_rnn_layer.default, aten.as_strided.default}
 
-# What DTensor's rules fail at where a dim has length 0: of a view they look for a divisor of it without end, and a
-# squeeze drops it.
+# Operations whose DTensor rules fail where a dim has length 0: those of a view search endlessly for a divisor of it,
+# and those of a squeeze drop the dim.
 _FAILS_ON_EMPTY = {
     aten.view.default, aten._unsafe_view.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
 }  # fmt: skip
 
-# What can only be computed, and not be told the shape of without data: it is that of this input.
+# Operations whose output shape torch cannot derive without data, and the index of the argument that has that shape.
 _SHAPE_OF_INPUT = {
     aten.multi_margin_loss_backward.default: 1, aten.multilabel_margin_loss_backward.default: 1,
     aten.fractional_max_pool3d_backward.default: 1, aten._sample_dirichlet.default: 0, aten._dirichlet_grad.default: 0,
@@ -88,7 +88,7 @@ _SHAPE_OF_INPUT = {
     aten.poisson.default: 0,
 }  # fmt: skip
 
-# Reductions, and which of their arguments are the dims. None at all are all of them; DTensor leaves some undone then.
+# Reductions, and the index of their dims argument. No dims means all dims; DTensor leaves some of them unreduced then.
 _REDUCTION_DIM_ARG = {
     aten.sum.dim_IntList: 1, aten.nansum.default: 1, aten.mean.dim: 1, aten.amax.default: 1, aten.amin.default: 1,
     aten.logsumexp.default: 1, aten.count_nonzero.dim_IntList: 1, aten.var.correction: 1, aten.std.correction: 1,
@@ -96,10 +96,10 @@ _REDUCTION_DIM_ARG = {
     aten.norm.ScalarOpt_dim: 2, aten.norm.ScalarOpt_dim_dtype: 2,
 }  # fmt: skip
 
-# What may be done on each part of a sum by itself, by name.
+# Names of operations that may be applied to each term of a partial sum separately.
 _LINEAR_OPS = ("mul", "div", "neg", "positive", "clone", "_to_copy", "to", "copy", "zero", "conj", "_conj_physical")
 
-# What is right on empty pieces, too, beside what works on each element by itself.
+# Operations that are correct on empty shards too, besides pointwise ones.
 _SAFE_ON_EMPTY_SHARDS = {
     aten.mm.default, aten.bmm.default, aten.addmm.default, aten.sum.default, aten.sum.dim_IntList, aten.clone.default,
     aten._to_copy.default, aten.copy_.default, aten.fill_.Scalar, aten.zero_.default, aten.t.default,
@@ -107,10 +107,10 @@ _SAFE_ON_EMPTY_SHARDS = {
     aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
 }  # fmt: skip
 
-# What DTensor computes with pieces of one operand and all of the other.
+# Operations that DTensor computes with shards of one operand and all of the other.
 _NEEDS_EQUAL_PLACEMENTS = {aten.linalg_solve_triangular.default}
 
-# Convolutions, and which of their tensors is the image; the weight is the next.
+# Convolutions, and the index of the image among their tensors; the weight is the next.
 _CONVOLUTION_INPUT_ARG = {aten.convolution.default: 0, aten.convolution_backward.default: 1}
 
 
@@ -118,11 +118,11 @@ class TensorSpec:
     """Everything about a tensor but its data. Interned: equal specs of an engine are one object.
 
     Attributes:
-        shape, stride, offset: of the whole tensor; of each rank's own where `placements` is None.
+        shape, stride, offset: of the global tensor; of each rank's own where `placements` is None.
         placements: torch's, one per axis of the mesh; None: the per-rank view.
-        copied: a view that shares nothing: DTensor had to copy.
-        engine: whose tensor it is.
-        making: what torch is given to make such a tensor; None until there is one.
+        is_copied_view: a view that shares no storage, because DTensor had to copy.
+        engine: the engine that the tensor belongs to.
+        wrapper_args: arguments that create a tensor of this spec in torch; None until the first one.
     """
 
     __slots__ = (
@@ -154,22 +154,22 @@ class TensorSpec:
 
 @dataclass(slots=True)
 class Template:
-    """A kind of operation, planned.
+    """The plan of a kind of operation.
 
     Attributes:
-        number: by which the ranks know it.
-        single: the one new tensor it makes, where that is all of its result; the common case.
-        outputs: per result a Spec (new), the index of an input (changed in place), or None.
+        number: its number on the ranks.
+        single_output: the one new tensor, where that is the complete result; the common case.
+        outputs: for each result a TensorSpec (new), the index of an input (changed in place), or None.
         returns: "none", "one", "list", "tuple".
-        first: placements that inputs must be brought to before, by index; empty where they are as they should be.
+        redistributions: placements that inputs must be brought to first, by index; empty if none.
         mutates: indices of inputs that are changed.
         is_view: results are views of the first input.
-        shares: ... and share its storage.
-        instead: the operation that makes a new tensor, to be copied into the first input, where DTensor would change
-            only a part of it.
+        shares_storage: ... and share its storage.
+        functional_op: the out-of-place operation whose result is copied into the first input, where DTensor would
+            change only a part of it.
         seeded: draws random numbers; its last float is the seed.
-        body: what the ranks are told of it.
-        overwrites: nothing is left of what it changes.
+        body: the pickled message to the ranks.
+        overwrites: replaces the complete contents of what it changes.
     """
 
     number: int
@@ -182,8 +182,8 @@ class Template:
     seeded: bool = False
     is_view: bool = False
     shares_storage: bool = False
-    needs_slow_path: bool = False  # anything of the above: off the hot path
-    fast_path_output: TensorSpec | None = field(init=False)  # `single`, where that is all there is to do
+    needs_slow_path: bool = False  # any of the above
+    fast_path_output: TensorSpec | None = field(init=False)  # `single_output`, unless the slow path is needed
     communicates: bool = False
     body: bytes = b""
     name: str = ""
@@ -194,12 +194,12 @@ class Template:
 
 
 class Planner:
-    """Plans for one mesh. Thread-safe as far as the interpreter is: two threads may plan the same thing twice."""
+    """Plans operations for one mesh. As thread-safe as the interpreter: two threads may plan the same operation."""
 
     def __init__(self, axes: MeshAxes, engine: Any) -> None:
         dtensor_patches.install()
         self.axes, self.engine = axes, engine
-        self.device = torch.device("cpu")  # what wrappers report; any other would make torch look for its backend
+        self.device = torch.device("cpu")  # what wrappers report; torch would look for the backend of any other
         self.mesh = _fake_device_mesh(axes)
         self._specs: weakref.WeakValueDictionary[Any, TensorSpec] = weakref.WeakValueDictionary()
         self._numbers = itertools.count(1)  # 0 frees ids
@@ -213,7 +213,7 @@ class Planner:
         placements: Any,
         is_copied_view: bool = False,
     ) -> TensorSpec:
-        """The one spec of these."""
+        """Return the interned spec of these values."""
         key = (tuple(shape), tuple(stride), offset, dtype, placements, is_copied_view)
         found = self._specs.get(key)
         if found is None:
@@ -224,15 +224,15 @@ class Planner:
         return found
 
     def as_copied_view(self, spec: TensorSpec) -> TensorSpec:
-        """The same, of a view that is a copy."""
+        """Return the same spec for a view that is a copy."""
         return self.spec(spec.shape, spec.stride, spec.offset, spec.dtype, spec.placements, True)
 
     def contiguous_spec(self, tensor: torch.Tensor, placements: Any) -> TensorSpec:
-        """The spec of a contiguous tensor like this local one."""
+        """Return the spec of a contiguous tensor with the shape and dtype of this local one."""
         return self.spec(tensor.shape, contiguous_strides(tensor.shape), 0, tensor.dtype, placements)
 
     def empty_tensor(self, spec: TensorSpec) -> torch.Tensor:
-        """A tensor like that without data; a DTensor, unless the spec is per rank."""
+        """Return a tensor of this spec without data; a DTensor, unless the spec is per rank."""
         if spec.placements is None:
             return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
         local = local_shape(spec.shape, spec.placements, self.axes)
@@ -243,21 +243,21 @@ class Planner:
         return DTensor(local_tensor, dtensor_spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
     def plan(self, function: Any, args: Any, kwargs: dict[str, Any], inputs: Sequence[Any]) -> Template:
-        """What this operation comes to.
+        """Return the template of this operation.
 
         Args:
-            args, kwargs: the operation's own, with RemoteTensors (anything with a `_spec`) where tensors go.
+            args, kwargs: the operation's own, with RemoteTensors (anything with a `_spec`) for tensors.
             inputs: those tensors, in order.
 
         Raises:
-            NotImplementedError: DTensor has no rule for it; the text says which way there is.
+            NotImplementedError: DTensor has no rule for it; the text names an alternative.
             RuntimeError and others: torch's own, about shapes and dtypes.
         """
         template = self._plan_op(function, args, kwargs, inputs)
         if template.redistributions and {at for at, _ in template.redistributions}.intersection(
             _mutated_inputs(function, args, kwargs, inputs)
         ):
-            return _plan_functional_variant(function)  # what is brought elsewhere is a copy
+            return _plan_functional_variant(function)  # a redistributed input is a copy
         return template
 
     def _plan_op(self, function: Any, args: Any, kwargs: dict[str, Any], inputs: Sequence[Any]) -> Template:
@@ -267,7 +267,7 @@ class Planner:
                     f"{name_of(function)} has operands of two meshes, {self.axes} and {tensor._spec.engine.axes}; "
                     "bring one over: meshbook.distribute(x.full_tensor(), mesh, ...)"
                 )
-        # A PlacementError, for Python would take a TypeError for "try the other operand".
+        # A PlacementError, because Python takes a TypeError of an operator for "try the other operand".
         views = {tensor._spec.placements is None for tensor in inputs}
         if len(views) > 1:
             operands = ", ".join(repr(tensor._spec) for tensor in inputs[:4])
@@ -315,14 +315,14 @@ class Planner:
         dtensor_patches.include_scalars_in_cache_key(function)
         observer = _OpObserver(function)
         try:
-            # Whatever watches the user's operations, `mesh.activate()` for one, has nothing to do with these.
+            # Dispatch modes of the user, such as `mesh.activate()`, must not see these operations.
             with _disable_current_modes(), torch.no_grad(), dtensor_patches.suppress_warnings(), _as_rank_0(), observer:
                 empty_args, empty_kwargs = pytree.tree_map(empty_of, (args, kwargs))
                 results = function(*empty_args, **empty_kwargs)
         except Exception as error:
             if "in-place operations that require placement changes" in str(error):
                 return _plan_functional_variant(function)
-            # Nobody writes _unsafe_view: it is inside a matmul, where the user can do nothing about it.
+            # _unsafe_view is internal to matmul: the user cannot act on an error about it.
             uneven = _UNEVEN_ERROR.search(str(error)) is not None and function is not aten._unsafe_view.default
             if (
                 _SHARDED_DIM_ERROR.search(str(error)) is not None
@@ -354,7 +354,7 @@ class Planner:
             not may_stay_partial(placement, leaf.dtype) for leaf in dtensors for placement in leaf.placements
         ):
             for placement in itertools.chain.from_iterable(leaf.placements for leaf in dtensors):
-                if hasattr(placement, "mask_buffer"):  # DTensor keeps it for all operations of this kind
+                if hasattr(placement, "mask_buffer"):  # DTensor shares it among all operations of this kind
                     placement.mask_buffer.release_mask()
             return self._plan_op(ReducedOp(function), args, kwargs, inputs)
         if observer.missed_mutation(
@@ -364,7 +364,7 @@ class Planner:
         return self._build_template(function, args, kwargs, inputs, empties, results, observer.communicates)
 
     def _plan_replicated(self, function: Any, args: Any, kwargs: Any, inputs: Sequence[Any]) -> Template | None:
-        """An operation that DTensor has no rule for, done by every rank on all of every operand, if that can be."""
+        """Plan an operation that DTensor has no rule for: every rank runs it on replicated operands, if possible."""
         replicated = (Replicate(),) * self.mesh.ndim
         if not isinstance(function, torch._ops.OpOverload) or function._schema.is_mutable or not inputs:
             return None
@@ -397,14 +397,16 @@ class Planner:
         return self._build_template(replicated_op, args, kwargs, inputs, empties, results, communicates=False)
 
     def _replicate_moves(self, inputs: Sequence[Any]) -> tuple[tuple[int, tuple[Any, ...]], ...]:
-        """What brings to every rank all of those of these tensors that are not there yet."""
+        """Return the redistributions that replicate those of these tensors that are not replicated."""
         replicated = (Replicate(),) * self.mesh.ndim
         return tuple((at, replicated) for at, tensor in enumerate(inputs) if tensor._spec.placements != replicated)
 
     def _unsafe_input_moves(self, function: Any, inputs: Sequence[Any]) -> tuple[tuple[int, tuple[Any, ...]], ...]:
-        """Placements that inputs need first, because DTensor computes wrongly with theirs, whatever the operation:
-        parts that may not stay, and pieces of which some are empty. A rank with an empty one raises what others do not,
-        or takes no part in a collective."""
+        """Return redistributions of inputs with whose placements DTensor computes wrongly, whatever the operation.
+
+        These are Partial placements that may not stay, and shardings with empty shards: a rank with an empty shard
+        raises what others do not, or skips a collective.
+        """
         if not isinstance(function, torch._ops.OpOverload):
             return ()
         is_safe = (
@@ -431,8 +433,10 @@ class Planner:
         return tuple(moves)
 
     def _has_wrong_dtype(self, function: Any, args: Any, kwargs: Any, made: Sequence[Any]) -> bool:
-        """Whether DTensor has made another dtype of parts than torch does. Integers beside parts of a sum it divides by
-        the number of ranks."""
+        """Whether a Partial result of DTensor has another dtype than torch's result.
+
+        DTensor divides integers beside a partial sum by the number of ranks.
+        """
         partial_results = [leaf for leaf in made if any(placement.is_partial() for placement in leaf.placements)]
         if len(partial_results) != 1 or torch.Tag.pointwise not in getattr(function, "tags", ()):
             return False
@@ -444,7 +448,7 @@ class Planner:
         return isinstance(expected, torch.Tensor) and expected.dtype != partial_results[0].dtype
 
     def _has_empty_shard(self, spec: TensorSpec, dim: int) -> bool:
-        """Whether some rank has no row of this dim."""
+        """Whether some rank has an empty shard along this dim."""
         num_shards = 1
         for placement, size in zip(spec.placements or (), self.mesh.shape, strict=True):
             num_shards *= size if _is_sharded(placement) and placement.dim == dim else 1
@@ -456,12 +460,12 @@ class Planner:
     def _uneven_mean_moves(
         self, function: Any, inputs: Sequence[Any], placements: Sequence[Any]
     ) -> tuple[tuple[int, tuple[Any, ...]], ...]:
-        """What makes inputs whole along an axis where DTensor would take the mean of means of pieces unlike in size."""
+        """Return redistributions that replicate inputs where DTensor would average the means of uneven shards."""
         mean_axes = [
             axis for axis, placement in enumerate(placements) if getattr(placement, "reduce_op", None) == "avg"
         ]
         for axis in mean_axes if isinstance(function, torch._ops.OpOverload) else ():
-            if all(tensor._spec.placements[axis].is_replicate() for tensor in inputs):  # DTensor has cut it by itself
+            if all(tensor._spec.placements[axis].is_replicate() for tensor in inputs):  # DTensor sharded it by itself
                 return self._replicate_moves(inputs)
         moves: list[tuple[int, tuple[Any, ...]]] = []
         for at, tensor in enumerate(inputs) if mean_axes else ():
@@ -475,13 +479,13 @@ class Planner:
         return tuple(moves)
 
     def plan_tensor_source(self, name: str, args: tuple[Any, ...], output: TensorSpec) -> Template:
-        """A template of a function of ours that makes one tensor out of none, whose spec the caller knows."""
+        """Return a template of a Meshbook function that takes no tensor and makes one, of the given spec."""
         number = next(self._numbers)
         message = TemplateMessage(number, f"meshbook::{name}", args, {}, (-1,), "one", (), False, False)
         return Template(number, output, (output,), "one", body=pickle.dumps(message, 5), name=message.function)
 
     def plan_void_function(self, name: str, args: tuple[Any, ...]) -> Template:
-        """A template of a function of ours that takes no tensor and makes none."""
+        """Return a template of a Meshbook function that takes no tensor and makes none."""
         number = next(self._numbers)
         message = TemplateMessage(number, f"meshbook::{name}", args, {}, (), "none", (), False, False)
         return Template(number, None, (), "none", body=pickle.dumps(message, 5), name=message.function)
@@ -506,7 +510,7 @@ class Planner:
             elif isinstance(result, DTensor):
                 placements = tuple(result.placements)
                 if any(_is_strided_shard(placement) for placement in placements):
-                    # A dim made of a cut inner dim: DTensor's backward of such a piece is wrong, so it is made whole.
+                    # A dim made of a sharded inner dim: DTensor's backward of such a shard is wrong, so replicate it.
                     replicated = tuple(
                         Replicate() if _is_strided_shard(after) else before
                         for before, after in zip(inputs[0]._spec.placements, placements, strict=True)
@@ -573,7 +577,7 @@ class Planner:
         )
 
     def _translate_error(self, function: Any, error: Exception, inputs: Sequence[Any]) -> Exception:
-        """torch's complaint, about the tensors as the user knows them."""
+        """Return torch's error, restated in terms of the tensors as the user knows them."""
         text = str(error).strip().split("\n\nSharding propagation failed")[0].strip()
         name = name_of(function)
         operands = ", ".join(repr(tensor._spec) for tensor in inputs[:4])
@@ -619,21 +623,21 @@ class Planner:
 def _op_specific_moves(
     function: Any, args: Any, inputs: Sequence[Any], mesh: DeviceMesh
 ) -> tuple[tuple[int, tuple[Any, ...]], ...]:
-    """Placements that inputs need first, where DTensor would compute a wrong number as they are."""
+    """Return redistributions of inputs with whose placements DTensor would compute wrong results in this operation."""
     if function in _CONVOLUTION_INPUT_ARG:
-        # DTensor's own way takes shards as they come, and trades edges by the ranks of the whole world.
+        # DTensor's convolution accepts any shards, and exchanges edges by ranks of the default group.
         image = _CONVOLUTION_INPUT_ARG[function]
         placements = inputs[image]._spec.placements
         if placements is None:
             return ()
         length = inputs[image]._spec.shape[0]
-        row_placements = tuple(  # a rank without a row would fail, or be believed
+        row_placements = tuple(  # a rank without a row would fail, or its result would be used
             placement
             if isinstance(placement, Shard) and placement.dim == 0 and _has_no_empty_shard(length, size)
             else Replicate()
             for placement, size in zip(placements, mesh.shape, strict=True)
         )
-        # The images and the gradient of what came out by rows; weight and bias are needed whole.
+        # Images and the gradient of the output are sharded by rows; weight and bias must be replicated.
         required = [row_placements if at <= image else (Replicate(),) * mesh.ndim for at in range(len(inputs))]
         return tuple(
             (at, placements)
@@ -646,7 +650,7 @@ def _op_specific_moves(
     if function in _LOGICAL_REDUCTIONS:
         return _reduce_partial_moves(inputs[:1])
     if function is aten.embedding.default and Shard(0) in (inputs[0]._spec.placements or ()):
-        # DTensor cuts the indices as it likes then, and now and then masks rows by those of another cut.
+        # DTensor then shards the indices arbitrarily, and sometimes masks rows by the mask of another sharding.
         weight, indices = (tensor._spec.placements for tensor in inputs)
         uncut = tuple(
             index_placement if weight_placement.is_replicate() else Replicate()
@@ -678,7 +682,7 @@ def _op_specific_moves(
 
 
 def _reduce_partial_moves(inputs: Sequence[Any]) -> tuple[tuple[int, tuple[Any, ...]], ...]:
-    """What sums up those of these tensors that are in parts."""
+    """Return redistributions that reduce those of these tensors that are Partial."""
     return tuple(
         (at, tuple(Replicate() if placement.is_partial() else placement for placement in tensor._spec.placements))
         for at, tensor in enumerate(inputs)
@@ -687,7 +691,7 @@ def _reduce_partial_moves(inputs: Sequence[Any]) -> tuple[tuple[int, tuple[Any, 
 
 
 def _loses_precision(inputs: Sequence[Any], made: Sequence[Any]) -> bool:
-    """Whether parts of a sum become parts of a dtype with fewer digits: what those lose, the sum need not have lost."""
+    """Whether a partial sum gets a less precise dtype: its terms would lose digits that the sum need not lose."""
     epsilons = [
         torch.finfo(tensor._spec.dtype).eps
         for tensor in inputs
@@ -702,8 +706,11 @@ def _loses_precision(inputs: Sequence[Any], made: Sequence[Any]) -> bool:
 
 
 def _random_op_moves(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[tuple[int, tuple[Any, ...]], ...]:
-    """What makes the first input whole along axes where the result is: ranks draw by the shards that they are given,
-    and would draw differently what DTensor takes for the same."""
+    """Return the redistribution that replicates the first input along axes where the result is replicated.
+
+    Ranks draw random numbers by the shards that they are given, and would draw different ones where DTensor assumes
+    equal values.
+    """
     new_output = next((output for output in outputs if isinstance(output, TensorSpec)), None)
     if new_output is None or not inputs or new_output.placements is None:
         return ()
@@ -716,12 +723,12 @@ def _random_op_moves(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[tup
 
 
 def _has_no_empty_shard(length: int, ranks: int) -> bool:
-    """Whether no rank's piece is empty when so many rows are cut as `torch.chunk` cuts them."""
+    """Whether no rank's shard is empty when rows are split as by `torch.chunk`."""
     return -(-length // ranks) * (ranks - 1) < length
 
 
 def _expand_reduction_dims(function: Any, args: Any) -> Any:
-    """A reduction's arguments, with the dims written out."""
+    """Return a reduction's arguments with the dims written out."""
     at = _REDUCTION_DIM_ARG.get(function)
     if at is None or len(args) < at or (len(args) > at and (args[at] is None or args[at])):
         return args
@@ -729,7 +736,7 @@ def _expand_reduction_dims(function: Any, args: Any) -> Any:
 
 
 def _default_dtype_name(inputs: Sequence[Any], outputs: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
-    """The default dtype, where ranks must be told: theirs is the usual one."""
+    """Return the name of the default dtype where the ranks need it; None: their usual one is right."""
     default = torch.get_default_dtype()
     if default is torch.float32 or kwargs.get("dtype") is not None:
         return None
@@ -744,7 +751,7 @@ def _is_inexact(spec: TensorSpec) -> bool:
 
 
 def _is_missing_rule_error(function: Any, error: Exception) -> bool:
-    """Whether this is DTensor's way of saying so."""
+    """Whether DTensor's error means that it has no rule for the operation."""
     text = str(error).strip()
     return (
         isinstance(error, NotImplementedError)
@@ -758,7 +765,7 @@ def _is_missing_rule_error(function: Any, error: Exception) -> bool:
 
 
 def _works_on_plain_tensors(function: Any, args: Any, kwargs: Any) -> bool:
-    """Whether torch does the operation, so that it is DTensor's fault, and not the user's, if it does not."""
+    """Whether the operation works in plain torch, so that a failure is DTensor's fault and not the user's."""
     if not isinstance(function, torch._ops.OpOverload):
         return False
 
@@ -772,7 +779,7 @@ def _works_on_plain_tensors(function: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _to_meta(leaf: Any) -> Any:
-    """A tensor like this remote one, of all of its rows, without data; anything else as it is."""
+    """Return a tensor like this remote one, of its global shape, without data; anything else unchanged."""
     spec = getattr(leaf, "_spec", None)
     if spec is not None:
         return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
@@ -780,7 +787,7 @@ def _to_meta(leaf: Any) -> Any:
 
 
 def _functional_variant(function: Any) -> Any:
-    """The operation that gives a new tensor with what this one would have left in the tensor it changes, or None."""
+    """Return the out-of-place variant of an in-place operation, or None."""
     name = getattr(function, "_opname", "")
     if not name.endswith("_") or name.startswith("_foreach"):
         return None
@@ -788,10 +795,8 @@ def _functional_variant(function: Any) -> Any:
     if other is None:
         return None
     argument_types = [str(argument.type) for argument in function._schema.arguments]
-    overload_names = [
-        function._overloadname,
-        *other.overloads(),
-    ]  # pow_.Scalar is pow.Tensor_Scalar's; pow.Scalar is another
+    # pow_.Scalar corresponds to pow.Tensor_Scalar; pow.Scalar is a different operation.
+    overload_names = [function._overloadname, *other.overloads()]
     overloads = [getattr(other, name) for name in overload_names if hasattr(other, name)]
     matching = (
         one for one in overloads if [str(argument.type) for argument in one._schema.arguments] == argument_types
@@ -800,7 +805,7 @@ def _functional_variant(function: Any) -> Any:
 
 
 def _plan_functional_variant(function: Any) -> Template:
-    """The plan of an operation in place by way of the one that makes a new tensor."""
+    """Return the plan of an in-place operation by means of its out-of-place variant."""
     other = _functional_variant(function)
     if other is None:
         raise NotImplementedError(
@@ -811,8 +816,10 @@ def _plan_functional_variant(function: Any) -> Template:
 
 
 def _is_linear(function: Any, placement: Any) -> bool:
-    """Whether the operation, of one tensor and numbers, may be done on each of such parts by itself. What DTensor has
-    cached of other operands now and then says so of `x + 0.5`, which then is added in every part."""
+    """Whether an operation of one tensor and numbers may be applied to each term of this placement separately.
+
+    DTensor's cache of other operands sometimes claims so for `x + 0.5`, which would then be added to every term.
+    """
     name = function._opname.removesuffix("_").removeprefix("_foreach_")
     shifts = ("add", "sub", "rsub") if getattr(placement, "reduce_op", None) == "avg" else ()
     return not placement.is_partial() or name in (*_LINEAR_OPS, *shifts)
@@ -827,7 +834,7 @@ def _is_strided_shard(placement: Any) -> bool:
 
 
 def _mutated_inputs(function: Any, args: Any, kwargs: Any, inputs: Sequence[Any]) -> tuple[int, ...]:
-    """Indices of the inputs that the operation changes, by its schema."""
+    """Return the indices of the inputs that the operation changes, according to its schema."""
     schema = getattr(function, "_schema", None)
     if schema is None or not schema.is_mutable:
         return ()
@@ -842,7 +849,7 @@ def _mutated_inputs(function: Any, args: Any, kwargs: Any, inputs: Sequence[Any]
 
 
 def _view_kind(function: Any, inputs: Sequence[Any], empties: dict[int, Any], results: list[Any]) -> tuple[bool, bool]:
-    """Whether the results are views of the first input, and whether they share its storage, as views should."""
+    """Return whether the results are views of the first input, and whether they share its storage, as views should."""
     if function in (as_global, as_local):
         return True, True
     schema = getattr(function, "_schema", None)
@@ -861,7 +868,7 @@ def _storage_id(tensor: Any) -> int:
 
 
 class _PlanningFlag(threading.local):
-    """Whether this thread plans an operation."""
+    """Whether this thread is planning an operation."""
 
     is_active = False
 
@@ -871,7 +878,7 @@ _planning = _PlanningFlag()
 
 @contextlib.contextmanager
 def _as_rank_0() -> Iterator[None]:
-    """DTensor asks for its own rank in the default group here and there; this process is in none."""
+    """Report rank 0 while planning: DTensor sometimes reads its rank in the default group, which is missing here."""
     before, _planning.is_active = _planning.is_active, True
     try:
         yield
@@ -880,7 +887,7 @@ def _as_rank_0() -> Iterator[None]:
 
 
 class _DistributedProxy:
-    """`torch.distributed` as DTensor's convolutions see it, which have no other way to be told a rank."""
+    """`torch.distributed` as DTensor's convolutions see it; a rank cannot be passed to them in any other way."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(dist, name)
@@ -896,7 +903,7 @@ _tp_conv.dist = _DistributedProxy()  # type: ignore[assignment, attr-defined]
 
 
 class _FakeDeviceMesh(DeviceMesh):
-    """A mesh that this process is the first place of, whatever it is in."""
+    """A device mesh in which this process has rank 0, whatever groups it is in."""
 
     def get_rank(self) -> int:
         return 0
@@ -906,7 +913,7 @@ class _FakeDeviceMesh(DeviceMesh):
 
 
 class _OpObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees whether ranks would speak to each other."""
+    """Detects collectives, and writes of local operations."""
 
     def __init__(self, function: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -922,8 +929,10 @@ class _OpObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._mutated_storages: list[tuple[int, torch.Size]] = []  # storages and shapes that local operations wrote to
 
     def missed_mutation(self, tensors: Sequence[Any]) -> bool:
-        """Whether one of these, which were to be changed, was not, or only a part of it was: DTensor brings operands
-        to common placements, and then the operation changes a copy, or a shard, of what it was given."""
+        """Whether an operation did not change one of these tensors completely, although it should.
+
+        DTensor brings operands to common placements; the operation then changes a copy or a shard of its argument.
+        """
         expected = [
             (_storage_id(tensor), tensor._local_tensor.shape) for tensor in tensors if isinstance(tensor, DTensor)
         ]
@@ -944,7 +953,7 @@ class _OpObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _fake_device_mesh(axes: MeshAxes) -> DeviceMesh:
-    """A DeviceMesh of these axes with groups that carry nothing. This process joins no group: `dist` stays unused."""
+    """Return a DeviceMesh of these axes with fake groups. This process joins no group: `dist` stays unused."""
     mesh = _FakeDeviceMesh(
         "cpu",
         torch.arange(axes.size).reshape(axes.shape or (1,)),
@@ -969,7 +978,7 @@ def _fake_device_mesh(axes: MeshAxes) -> DeviceMesh:
 
 
 def _dense_strides(local: Sequence[int], spec: TensorSpec) -> list[int]:
-    """Strides of a piece of this shape that leaves no room between elements, its dims in the whole tensor's order."""
+    """Return dense strides of a shard of this shape, with the dims in the global tensor's order."""
     order = sorted(range(len(local)), key=lambda dim: (-spec.stride[dim], -(spec.shape[dim] != 1), dim))
     strides, step = [0] * len(local), 1
     for dim in reversed(order):
@@ -981,14 +990,14 @@ def _dense_strides(local: Sequence[int], spec: TensorSpec) -> list[int]:
 
 
 def local_shape(shape: Sequence[int], placements: Sequence[Any], axes: MeshAxes, position: int = 0) -> tuple[int, ...]:
-    """The shape of what one rank holds, by its place in the mesh's order."""
+    """Return the shape of the shard of the rank at this position in the mesh's order."""
     return tuple(stop - start for start, stop in spans_of(shape, placements, axes, position))
 
 
 def spans_of(
     shape: Sequence[int], placements: Sequence[Any], axes: MeshAxes, position: int
 ) -> tuple[tuple[int, int], ...]:
-    """The box that the rank at that place holds."""
+    """Return the box, as (start, stop) for each dim, of the rank at this position in the mesh's order."""
     from meshbook.placement import Replicate as Replicated
 
     mesh_placements = [Cut(placement.dim) if _is_sharded(placement) else Replicated() for placement in placements]
@@ -1000,8 +1009,10 @@ def spans_of(
 
 
 def _actual_strides(tensor: DTensor) -> tuple[int, ...]:
-    """Strides of the whole, in the order in which the pieces have theirs. DTensor now and then says others; torch here
-    would then take a view for possible that the ranks cannot make."""
+    """Return the global strides, in the order of the local tensor's.
+
+    DTensor sometimes reports others; torch would then allow views here that the ranks cannot make.
+    """
     reported, local = tensor.stride(), tensor._local_tensor
     dims = [dim for dim in range(local.dim()) if local.shape[dim] > 1]
     order = sorted(dims, key=local.stride, reverse=True)
@@ -1015,7 +1026,7 @@ def _actual_strides(tensor: DTensor) -> tuple[int, ...]:
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor of this shape, in items."""
+    """Return the strides of a contiguous tensor of this shape, in items."""
     strides, step = [], 1
     for length in reversed(shape):
         strides.append(step)
@@ -1024,7 +1035,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def format_placements(placements: Sequence[Any] | None) -> str:
-    """Placements as people read them."""
+    """Format placements for people to read."""
     if placements is None:
         return "per rank"
     return f"({', '.join(str(placement) for placement in placements)})"

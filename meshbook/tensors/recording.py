@@ -1,11 +1,10 @@
 """`@meshbook.record`: a repeated step becomes one message, and on the ranks one straight-line function.
 
-The step's Python runs every time, as always: so its optimizers count, its schedules advance, its `if`s decide. What it
-issues waits in the engine until the function ends, and is compared with what was issued before. The same operations on
-the same pattern of tensors, from the same lines: in their place one operation says "again", with the tensors and
-numbers of this time. Anything else: they are sent as they are. So a recording never gives what the step would not have
-given; it saves the ranks' work (DTensor's 5 to 20 us per operation, and a collective per gradient), not Python's, which
-runs ahead.
+The step's Python runs every time: its optimizers count, its schedules advance, its `if`s decide. The engine holds its
+operations until the function ends, and they are compared with those of earlier calls. If the operations, the pattern of
+tensors and the lines are the same, one operation replaces them, with the tensors and numbers of this call. Otherwise
+they are sent unchanged. A recording thus never gives another result than the step; it saves the ranks' work (DTensor's
+5 to 20 us per operation, and a collective per gradient), not that of Python, which runs ahead.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from meshbook.tensors.traces import TraceCache
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Calls in a row that could not be held to their end, after which the function is not held any more.
+# Consecutive calls whose hold ended early, after which the function's operations are no longer held.
 _MAX_BREAKS = 3
-# Times that one sequence of operations is recorded anew, because other tensors outlive it or their pattern is another.
+# How often one sequence of operations is recorded again, because other tensors outlive it or their pattern differs.
 _MAX_RECORDINGS = 3
 
 
@@ -43,18 +42,18 @@ def record(function: None = None, /, *, enabled: bool = True) -> Callable[[Calla
 
 
 def record(function: Any = None, /, *, enabled: bool = True) -> Any:
-    """Decorator: a step on remote tensors that is sent as one message from its second call on.
+    """Decorator: sends a step on remote tensors as one message from its second call on.
 
-    The function runs as always, values that it computes in Python included; the ranks' side of it is compared with
-    what was recorded, operation by operation, before anything is sent. Where it differs (another shape, another
-    branch, a tensor that is new) it runs operation by operation and is recorded anew.
+    The function always runs in Python, values that it computes there included; its operations are compared one by one
+    with the recorded ones before anything is sent. Where they differ (another shape, another branch, a new tensor),
+    they run one by one and are recorded again.
 
-    Does not wait: results are RemoteTensors on their way. Numbers equal those without recording up to the order in
+    Does not wait: results are RemoteTensors in flight. Values equal those without recording except for the order in
     which merged all-reduces sum, a rounding of the last bits; with up to two ranks, without collectives, or under
-    torch.use_deterministic_algorithms, bit for bit.
+    torch.use_deterministic_algorithms, they are equal bit for bit.
 
     Args:
-        enabled: False leaves the function alone.
+        enabled: False leaves the function unchanged.
 
     Returns:
         The function, with `.stats()` (how its calls were carried out) and `.forget()`.
@@ -71,16 +70,16 @@ class RecordingStats:
     one_by_one: int = 0
     recorded: int = 0  # calls that made a recording
     replayed: int = 0
-    broken: int = 0  # asked for a value in the middle
+    broken: int = 0  # read a value before the end
     num_ops: int = 0  # of the last call
 
 
 class Recorded(Generic[P, T]):
-    """A function whose repeated calls are one message each."""
+    """A function whose repeated calls are sent as one message each."""
 
     def __init__(self, function: Callable[P, T], enabled: bool) -> None:
         self._function, self._enabled = function, enabled
-        self._caches: dict[str, TraceCache] = {}  # by engine: a mesh that was started anew has other templates
+        self._caches: dict[str, TraceCache] = {}  # by engine: a restarted mesh has other templates
         self._stats = RecordingStats()
         self._consecutive_breaks = 0
         functools.update_wrapper(self, function)
@@ -91,7 +90,7 @@ class Recorded(Generic[P, T]):
             return self._function(*args, **kwargs)
         held = HeldOps()
         try:
-            if not engine.hold(held):  # a part of another recorded function's call
+            if not engine.hold(held):  # called inside another recorded function
                 return self._function(*args, **kwargs)
             result = self._function(*args, **kwargs)
             self._finish_call(engine, held)
@@ -104,7 +103,7 @@ class Recorded(Generic[P, T]):
         return self._stats
 
     def forget(self) -> None:
-        """Drop what was recorded; the next calls record anew."""
+        """Drop the recordings; the next calls record again."""
         for cache in self._caches.values():
             cache.clear()
         self._caches.clear()
@@ -120,7 +119,7 @@ class Recorded(Generic[P, T]):
     # ----
 
     def _engine_of(self, args: Any, kwargs: Any) -> TensorEngine | None:
-        """The engine of its tensors; None: of several, or that nobody can tell, so that nothing is held."""
+        """Return the engine of its tensors; None: several, or unknown, so that nothing is held."""
         open_engines = [engine for engine in list(engines.ENGINES) if engine.is_open]
         if len(open_engines) < 2:
             return open_engines[0] if open_engines else None
@@ -129,7 +128,7 @@ class Recorded(Generic[P, T]):
         )
 
     def _finish_call(self, engine: TensorEngine, held: HeldOps) -> None:
-        """The function has ended: one message, or all that it issued."""
+        """Send one message, or all operations, at the end of the function."""
         engine.release(held, functools.partial(self._rewrite_ops, engine))
         if not held.break_reason:
             self._consecutive_breaks = 0
@@ -146,7 +145,7 @@ class Recorded(Generic[P, T]):
     def _rewrite_ops(
         self, engine: TensorEngine, ops: list[PendingOp], freed_ids: list[int]
     ) -> tuple[PendingOp, set[int]] | None:
-        """See `engine.Exchange`."""
+        """See `engine.OpRewriter`."""
         stats = self._stats
         stats.num_ops = len(ops)
         if not ops:
@@ -179,11 +178,11 @@ class Recorded(Generic[P, T]):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Whose step it is
+# The engine of a step
 
 
 def _engine_among(things: Any, engines_open: list[TensorEngine]) -> TensorEngine | None:
-    """The one engine whose tensors are among these: as they are, as parameters, or as attributes."""
+    """Return the only engine whose tensors are among these: directly, as parameters, or as attributes."""
     engine_ids = {id(tensor._spec.engine) for tensor in _iter_candidates(things) if hasattr(tensor, "_spec")}
     matching = [engine for engine in engines_open if id(engine) in engine_ids]
     return matching[0] if len(matching) == 1 else None
@@ -197,9 +196,9 @@ def _iter_candidates(things: Any) -> Iterator[Any]:
 
 
 def _referenced_by(function: Callable[..., Any]) -> list[Any]:
-    """What the function's own code names, around it and in its module."""
+    """Return the objects that the function's own code names, in its closure and module."""
     try:
         names = inspect.getclosurevars(function)
-    except (TypeError, ValueError):  # no function of Python's, or a name that has no value yet
+    except (TypeError, ValueError):  # not a Python function, or a name without a value yet
         return []
     return [*names.nonlocals.values(), *names.globals.values()]

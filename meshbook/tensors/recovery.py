@@ -1,7 +1,7 @@
-"""`meshbook.recover`: what is left of a model and its optimizer after a fault, or a Stop.
+"""`meshbook.recover`: restores a model and its optimizer after a fault or an interrupt, as far as possible.
 
-Asks the ranks what they have, compares copies that should be alike by their hashes, and copies one that is whole over
-those that differ. What lies in pieces has no copy: it is named instead.
+Queries the ranks, compares replicas by their hashes, and copies a complete one over those that differ. A sharded tensor
+has no replica: it is reported instead.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from meshbook.tensors.remote import RemoteTensor
 
 @dataclass(frozen=True)
 class Recovery:
-    """What `meshbook.recover` found, by the tensors' names.
+    """The result of `meshbook.recover`, by the tensors' names.
 
     Attributes:
-        whole: on every rank as it was.
-        restored: copies differed, or one was missing, and all are now that of the rank that is named.
-        half_written: changed on some ranks and not on others, or in part, with no copy to restore it from. They can be
-            used, and hold numbers of two steps: load these from a checkpoint.
-        dropped: gradients, and state of an optimizer, that were never computed; they are made anew by the next step.
+        whole: intact on every rank.
+        restored: replicas differed, or one was missing, and all now equal that of the given rank.
+        half_written: changed on some ranks and not on others, or partly, with no replica to restore from. They can be
+            used, but hold values of two steps: load them from a checkpoint.
+        dropped: gradients, and state of an optimizer, that were never computed; the next step makes them again.
         lost: parameters and tensors that were never computed.
     """
 
@@ -43,7 +43,7 @@ class Recovery:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is to be loaded from a checkpoint."""
+        """Whether nothing needs to be loaded from a checkpoint."""
         return not self.half_written and not self.lost
 
     def __repr__(self) -> str:
@@ -67,17 +67,17 @@ def _format_names(names: Any) -> str:
 
 
 def recover(*things: nn.Module | Optimizer | RemoteTensor) -> Recovery:
-    """Bring models, optimizers and tensors into order after a fault or a Stop, and say what they are. Blocks.
+    """Restore models, optimizers and tensors after a fault or an interrupt, and report their state. Blocks.
 
-    Copies that differ between ranks are made alike, from a rank that has finished what was under way if there is one.
-    Faults are forgotten, as the user knows of them now. Nothing is changed where nothing is wrong.
+    Replicas that differ between ranks are made equal to those of one rank, if possible one that has completed all
+    operations in flight. Faults are cleared, because the user knows them now. Undamaged tensors are not changed.
 
     Args:
-        things: whatever is to be looked at: `meshbook.recover(model, optimizer)`.
+        things: models, optimizers and tensors to inspect: `meshbook.recover(model, optimizer)`.
 
     Raises:
         UsageError: there is no remote tensor among them.
-        RankLost, CellInterrupted: as a cell.
+        RankLost, CellInterrupted: as for a cell.
     """
     named = _tensors_by_name(things)
     if not named:
@@ -85,7 +85,7 @@ def recover(*things: nn.Module | Optimizer | RemoteTensor) -> Recovery:
     found: dict[str, list[Any]] = {"whole": [], "restored": [], "half_written": [], "lost": []}
     engines = {id(tensor.engine): tensor.engine for tensor in named.values()}.values()
     for engine in engines:
-        engine.resync()  # which drops what can be made anew
+        engine.resync()  # also drops what can be computed again
     remaining = _tensors_by_name(things)
     for engine in engines:
         _Inspection(engine, {name: tensor for name, tensor in remaining.items() if tensor.engine is engine}).repair(
@@ -96,7 +96,7 @@ def recover(*things: nn.Module | Optimizer | RemoteTensor) -> Recovery:
 
 
 def _tensors_by_name(things: Any) -> dict[str, RemoteTensor]:
-    """Remote tensors by name, each once."""
+    """Return the remote tensors by name, each once."""
     found: dict[str, RemoteTensor] = {}
     seen: set[int] = set()
 
@@ -127,7 +127,7 @@ def _tensors_by_name(things: Any) -> dict[str, RemoteTensor]:
 
 
 class _Inspection:
-    """Tensors of one engine, as its ranks have them."""
+    """The state of one engine's tensors on its ranks."""
 
     def __init__(self, engine: TensorEngine, tensors: dict[str, RemoteTensor]) -> None:
         self.engine, self.tensors = engine, tensors
@@ -160,7 +160,7 @@ class _Inspection:
             self._broadcast_from(tensor, source)
 
     def _choose_source(self) -> int:
-        """The rank whose copies serve: one that has done all that was under way, or else one that has done nothing."""
+        """Return the rank to copy from: one that completed all operations in flight, or else one that ran none."""
 
         def damage(rank: int) -> tuple[int, int, int]:
             num_skipped = sum(counts.get(rank, 0) for _, counts, _ in self.faults.values())
@@ -170,7 +170,7 @@ class _Inspection:
         return min(self.engine.ranks, key=damage)
 
     def _replica_groups(self, tensor: RemoteTensor) -> Iterator[list[int]]:
-        """Ranks that have the same piece of a tensor."""
+        """Yield the groups of ranks that have the same shard of a tensor."""
         placements, axes = tensor.placements, self.engine.axes
         if placements is None:
             return
@@ -190,7 +190,7 @@ class _Inspection:
         return any(len({hashes[rank] for rank in group}) > 1 for group in self._replica_groups(tensor))
 
     def _is_half_written(self, tensor: RemoteTensor, fault: tuple[Fault, dict[int, int], bool]) -> bool:
-        """Whether pieces are of two steps, or a piece may be."""
+        """Whether shards are of two steps, or one shard may be."""
         _, counts, write_started = fault
         if write_started:
             return True

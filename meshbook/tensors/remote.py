@@ -1,9 +1,9 @@
-"""`RemoteTensor`: a torch.Tensor whose shape is here and whose data is on the ranks.
+"""`RemoteTensor`: a torch.Tensor whose shape is in this process and whose data is on the ranks.
 
-Autograd, modules and optimizers of torch run here as they are; each operation they come to is sent to the ranks and
-nothing waits for it. `dispatch` is where they arrive, and the hot path of the whole: it looks the operation up by what
-it is and what its operands are like (`plan` tells what it comes to, once), names its results, and hands numbers to the
-engine. Floats are carried and not part of the key, or every step's bias correction would be planned anew.
+Autograd, modules and optimizers of torch run here unchanged; each of their operations is sent to the ranks without
+waiting. `torch_dispatch` receives them and is the hot path: it looks the operation up by its identity and its operands'
+specs (`plan` plans it once), assigns ids to the results, and passes numbers to the engine. Floats travel with the
+operation and are not part of the key, or every step's bias correction would need a new plan.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from meshbook.tensors.plan import Template, TensorSpec, contiguous_strides
 
 aten = torch.ops.aten
 
-# A local tensor among the operands is sent along up to this size; larger ones had better be sent once.
+# Maximum size of a local tensor among the operands that is sent along; larger ones are better sent once.
 MAX_INLINE_OPERAND_BYTES = 1 << 20
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _is_inference = torch.is_inference_mode_enabled
-_default_dtype = torch.get_default_dtype  # what an operation on integers, or a factory, gives
-# Seeds fit a float, which is how they travel.
+_default_dtype = torch.get_default_dtype  # the result dtype of operations on integers and of factories
+# Seeds travel as floats, which represent them exactly.
 _NUM_SEEDS = 1 << 52
 _NULL_CONTEXT = contextlib.nullcontext()
 
 
 class RemoteTensor(torch.Tensor):
-    """A tensor on a mesh, seen as one (`placements` says how it lies there), or one per rank (`placements` is None).
+    """A tensor on a mesh: one global tensor with `placements`, or one tensor per rank (`placements` is None).
 
-    Its operations are torch's own. What needs numbers waits for the ranks: `item()`, `tolist()`, `print`, `bool()`,
-    `full_tensor()`, `local(rank)`; everything else returns at once.
+    Its operations are torch's own. Those that need values wait for the ranks: `item()`, `tolist()`, `print`, `bool()`,
+    `full_tensor()`, `local(rank)`; all others return at once.
     """
 
     _handle: TensorHandle
     _spec: TensorSpec = property(attrgetter("_handle.spec"))  # type: ignore[assignment]
-    _keep_alive: Any  # what must live as long
-    _meshbook_is_tensor = True  # handles of the floor below make way for it
+    _keep_alive: Any  # objects that must live as long
+    _meshbook_is_tensor = True  # operators of remote handles (`controller.remote`) defer to it
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -60,7 +60,7 @@ class RemoteTensor(torch.Tensor):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    # ---- where it lies
+    # ---- location
 
     @property
     def placements(self) -> tuple[Any, ...] | None:
@@ -69,52 +69,52 @@ class RemoteTensor(torch.Tensor):
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh that it lies on."""
+        """The mesh whose ranks hold the data."""
         engine = self._spec.engine
         return Mesh.of(engine.session, engine.axes)
 
     @property
     def engine(self) -> TensorEngine:
-        """What carries its operations."""
+        """The engine that sends its operations."""
         found: TensorEngine = self._spec.engine
         return found
 
-    # ---- what is in it
+    # ---- values
 
     def full_tensor(self, *, force: bool = False) -> torch.Tensor:
-        """The whole tensor, here. Blocks.
+        """Return the complete tensor as a local one. Blocks.
 
         Returns:
-            CPU tensor of `self.shape`; without autograd's history. What is Partial is reduced first. Of the per-rank
+            CPU tensor of `self.shape`, without autograd history. Partial placements are reduced first. Of the per-rank
             view: the ranks' tensors stacked along a new first dim, in the mesh's order.
 
         Args:
-            force: bring it even if it is larger than 1 GiB.
+            force: fetch it even if it is larger than 1 GiB.
 
         Raises:
-            MemoryError: it is, and `force` was not given.
+            MemoryError: it is larger than 1 GiB, and `force` was not given.
             OperationFailed: it could not be computed.
-            RankLost: a rank that held a part is gone.
+            RankLost: a rank that held a part has exited.
         """
         return values.full_tensor(self, force=force)
 
     def local(self, rank: int) -> torch.Tensor:
-        """What one rank holds of it, here, as it is there: a shard, a copy, or an unreduced part. Blocks.
+        """Return one rank's local tensor unchanged: a shard, a replica, or an unreduced partial value. Blocks.
 
         Args:
             rank: global rank.
 
         Raises:
-            MeshShapeError: it is not in this tensor's mesh.
+            MeshShapeError: the rank is not in this tensor's mesh.
         """
         return values.local(self, rank)
 
     def tolist(self) -> Any:
-        """Its numbers as (nested) lists. Blocks."""
+        """Return its values as (nested) lists. Blocks."""
         return self.full_tensor().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The whole tensor as an array, here. Blocks."""
+        """Return the complete tensor as a local array. Blocks."""
         return self.full_tensor().numpy()
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
@@ -125,24 +125,24 @@ class RemoteTensor(torch.Tensor):
     # ---- other placements, other views
 
     def redistribute(self, placements: Sequence[Any] | None = None, *, sharding_spec: Any = None) -> RemoteTensor:
-        """The same numbers, placed otherwise. Does not wait. Differentiable.
+        """Return the same values with other placements. Does not wait. Differentiable.
 
         Args:
             placements: torch's, one per axis of the mesh.
-            sharding_spec: or, per tensor dim, the axis (or axes) that it is cut over: `["dp", None]`.
+            sharding_spec: or, per tensor dim, the axis (or axes) that shards it: `["dp", None]`.
         """
         return views.redistribute(self, placements, sharding_spec)
 
     def as_global(self, placements: Sequence[Any]) -> RemoteTensor:
-        """The ranks' own tensors seen as pieces of one: the same storage. Does not wait."""
+        """View the ranks' own tensors as shards of one global tensor, with the same storage. Does not wait."""
         return views.as_global(self, placements)
 
     def as_local(self) -> RemoteTensor:
-        """Each rank's own piece: the same storage. Does not wait."""
+        """View each rank's shard as a tensor of its own, with the same storage. Does not wait."""
         return views.as_local(self)
 
     def reduce(self, axis: str, op: str = "sum") -> RemoteTensor:
-        """Per-rank tensors reduced over an axis: every rank along it gets the result. Does not wait.
+        """Reduce per-rank tensors over an axis: every rank along it gets the result. Does not wait.
 
         Args:
             op: "sum", "avg", "max", "min" or "product".
@@ -150,29 +150,31 @@ class RemoteTensor(torch.Tensor):
         return views.reduce(self, axis, op)
 
     def slice_mesh(self, **which: int) -> RemoteTensor:
-        """What the ranks at these places hold, on every rank: `t.slice_mesh(dp=0)`. Per-rank view. Does not wait."""
+        """Return on every rank the tensor at these coordinates: `t.slice_mesh(dp=0)`. Per-rank view. Does not wait."""
         return views.slice_mesh(self, which)
 
-    # ---- how torch's own names fit
+    # ---- torch's own names
 
     def requires_grad_(self, requires_grad: bool = True) -> RemoteTensor:
-        """As torch's. A leaf's gradient is brought to the leaf's placements once, as soon as it is there: a sum in
-        parts would else be summed again by every operation of an optimizer."""
+        """Like torch's. A leaf's gradient is redistributed to the leaf's placements once, as soon as it exists.
+
+        Otherwise every operation of an optimizer would reduce a partial sum again.
+        """
         super().requires_grad_(requires_grad)
-        if requires_grad and self._spec.placements is not None and not getattr(self, "_settles", False):
+        if requires_grad and self._spec.placements is not None and not getattr(self, "_has_grad_hook", False):
             self._has_grad_hook = True
             self.register_post_accumulate_grad_hook(redistribute_grad)  # type: ignore[no-untyped-call]
         return self
 
     def backward(self, gradient: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> None:
-        """As torch's. A local gradient is cut as this tensor is."""
+        """Like torch's. A local gradient is sharded like this tensor."""
         if gradient is not None and not isinstance(gradient, RemoteTensor) and gradient.shape == self.shape:
             gradient = self._upload_grad(self._spec, gradient)
         super().backward(gradient, *args, **kwargs)  # type: ignore[no-untyped-call]
 
     @staticmethod
     def _upload_grad(spec: TensorSpec, grad: torch.Tensor) -> RemoteTensor:
-        """A local gradient, placed as the tensor of this spec is; of a sum in parts, whole. Does not wait."""
+        """Upload a local gradient with the placements of this spec; Partial becomes replicated. Does not wait."""
         placements = spec.placements
         if placements is not None:
             placements = tuple(
@@ -183,7 +185,7 @@ class RemoteTensor(torch.Tensor):
 
     @property
     def data(self) -> RemoteTensor:
-        """The same tensor without autograd; assigning gives this one the other's storage."""
+        """The same tensor without autograd; assigning makes this tensor use the storage of the other."""
         return self.detach()  # type: ignore[return-value]
 
     @data.setter
@@ -202,20 +204,20 @@ class RemoteTensor(torch.Tensor):
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else format(str(self), spec)
 
-    def share_memory_(self) -> NoReturn:  # torch's own would look for memory that is not here, and end the process
+    def share_memory_(self) -> NoReturn:  # torch's own would access memory that is not here, and crash the process
         raise NotImplementedError("a remote tensor has no memory here to share; take x.full_tensor() first")
 
     def is_shared(self) -> bool:
         return False
 
     def _repr_html_(self) -> str:
-        """Which rank holds which part, in colours. Needs no data and does not wait."""
+        """Show which rank holds which part, in colours. Needs no data and does not wait."""
         from meshbook.tensors.display import html_of
 
         return html_of(self._spec.shape, self._spec.dtype, self._spec.placements, self.engine.axes)
 
     def stats(self) -> Any:
-        """Least, greatest, mean and how many NaN: computed on the ranks. Blocks."""
+        """Return minimum, maximum, mean and the number of NaN, computed on the ranks. Blocks."""
         from meshbook.tensors.display import stats
 
         return stats(self)
@@ -240,28 +242,28 @@ class RemoteTensor(torch.Tensor):
         values.refuse_pickling(self)
 
     def _call_rank_function(self, function: Callable[..., Any], *args: Any) -> Any:
-        """A function of ours (`rank.tensors.operators`) as an operation, below autograd."""
+        """Run a Meshbook function (`rank.tensors.operators`) as an operation, below autograd."""
         return call_rank_function(function, self._spec.engine, *args)
 
     def _meshbook_key(self, session: Any) -> str:
-        """What names this tensor to the ranks, where it is among the things that are sent to them."""
+        """Return the key by which ranks find this tensor among the objects that are sent to them."""
         return values.key_of(self, session)
 
 
 def redistribute_grad(leaf: Any) -> None:
-    """Bring a gradient to its tensor's placements, once: every operation of an optimizer would do it again."""
+    """Bring a gradient to its tensor's placements once; otherwise every operation of an optimizer would do so."""
     grad = leaf.grad
     if isinstance(grad, torch.Tensor) and not isinstance(grad, RemoteTensor):
-        leaf.grad = leaf._upload_grad(leaf._spec, grad)  # autograd was given a local gradient
+        leaf.grad = leaf._upload_grad(leaf._spec, grad)  # autograd received a local gradient
         return
     if grad is None or grad._spec.placements is None:
         return
     spec, placements = grad._spec, leaf._spec.placements
-    if grad.requires_grad:  # of create_graph=True: it may be differentiated again
+    if grad.requires_grad:  # create_graph=True: it may be differentiated again
         leaf.grad = views.redistribute_to(grad, placements)
         return
     engine = spec.engine
-    key = (redistribute_grad, spec, leaf._spec)  # placements have hashes and equality of Python's
+    key = (redistribute_grad, spec, leaf._spec)  # specs, as hash and equality of placements run in Python
     template = engine.cache.get(key)
     if template is None:
         if spec.placements == placements:
@@ -275,7 +277,7 @@ def redistribute_grad(leaf: Any) -> None:
 
 
 def wrap_handle(spec: TensorSpec, handle: TensorHandle, requires_grad: bool = False) -> RemoteTensor:
-    """The tensor of a handle."""
+    """Return a tensor for a handle."""
     tensor: RemoteTensor = _make_wrapper(*(spec.wrapper_args or _wrapper_args_of(spec)))
     handle.spec = spec
     tensor._handle = handle
@@ -285,8 +287,10 @@ def wrap_handle(spec: TensorSpec, handle: TensorHandle, requires_grad: bool = Fa
 
 
 def _wrapper_args_of(spec: TensorSpec) -> tuple[Any, ...]:
-    """What `_make_wrapper` is given. By place, for names cost a third more; and what goes without saying is read a
-    third faster."""
+    """Return the arguments of `_make_wrapper`: positional, because keywords cost a third more.
+
+    Contiguous strides are left out, because torch then reads the arguments a third faster.
+    """
     is_contiguous = spec.offset == 0 and spec.stride == contiguous_strides(spec.shape)
     layout_args = (None, None) if is_contiguous else (spec.stride, spec.offset)
     spec.wrapper_args = (RemoteTensor, spec.shape, *layout_args, None, spec.dtype, torch.strided, spec.device)
@@ -298,8 +302,8 @@ def _wrapper_args_of(spec: TensorSpec) -> tuple[Any, ...]:
 
 
 def torch_dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """Run an operation on the ranks; returns at once. `__torch_dispatch__` itself."""
-    op_id = id(func)  # an operator's own hash is computed in Python; operators live for ever
+    """Run an operation on the ranks; returns at once. This is `__torch_dispatch__`."""
+    op_id = id(func)  # an operator's own hash runs in Python; operators are never freed
     override = OVERRIDES_BY_ID.get(op_id)
     if override is not None:
         return override(func, args, kwargs or {})
@@ -341,7 +345,7 @@ def torch_dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) ->
             floats.append(arg)
         elif isinstance(arg, torch.Tensor):
             has_local_operands = True
-        else:  # bool too, which would equal 1
+        else:  # with its class, because True equals 1
             key.append(kind)
             key.append(arg)
     if has_local_operands:
@@ -355,7 +359,7 @@ def torch_dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) ->
     spec = template.fast_path_output
     if spec is None or (template.is_view and _is_inference()):
         return execute_template(engine, template, func, args, kwargs, numbers, tensors, floats)
-    # What `execute_template` does, for the common case: one new tensor, nothing to look out for.
+    # Like `execute_template`, for the common case: one new tensor, and the fast path.
     result = _make_wrapper(*(spec.wrapper_args or _wrapper_args_of(spec)))
     result._handle = handle = TensorHandle()
     handle.spec = spec
@@ -388,7 +392,7 @@ def execute_template(
     tensors: Sequence[RemoteTensor],
     floats: list[float],
 ) -> Any:
-    """Name the results of a planned operation, and send it on its way."""
+    """Assign ids to the results of a planned operation, and queue it."""
     if template.needs_slow_path:
         if template.redistributions:
             return _redistribute_then_dispatch(template, func, args, kwargs, tensors)
@@ -399,7 +403,7 @@ def execute_template(
         if template.seeded:
             floats.append(float(torch.randint(_NUM_SEEDS, (), device="cpu")))
     numbers[0] = template.number
-    # In inference mode, too, a view of a tensor that autograd may follow is one that it may follow.
+    # In inference mode too, a view of a tensor that autograd may track is a tensor that it may track.
     leave_inference_mode = template.is_view and _is_inference() and not tensors[0].is_inference()
     results: list[Any] = []
     for output in template.outputs:
@@ -429,8 +433,10 @@ def execute_template(
 
 
 def call_rank_function(function: Callable[..., Any], engine: TensorEngine, *args: Any) -> Any:
-    """Run one of our own functions (`rank.tensors.operators`) as an operation. Its arguments must be hashable, or
-    RemoteTensors; `operators.MESH` stands for the mesh."""
+    """Run a Meshbook function (`rank.tensors.operators`) as an operation.
+
+    Its arguments must be hashable, or RemoteTensors; `operators.MESH` stands for the mesh.
+    """
     tensors = [arg for arg in args if isinstance(arg, RemoteTensor)]
     key = (function, *(arg._spec if isinstance(arg, RemoteTensor) else arg for arg in args))
     template = engine.cache.get(key)
@@ -442,14 +448,14 @@ def call_rank_function(function: Callable[..., Any], engine: TensorEngine, *args
 
 @_disable_current_modes()
 def new_seed() -> float:
-    """From this process's generator: what random numbers on the ranks are drawn from."""
+    """Draw a seed for random numbers on the ranks from this process's generator."""
     return float(torch.randint(_NUM_SEEDS, (), device="cpu"))
 
 
 def _track_views(
     template: Template, results: list[Any], func: Any, args: Any, kwargs: Any, tensors: Sequence[RemoteTensor]
 ) -> None:
-    """Have views know of what they are one."""
+    """Link views to their base tensor."""
     base = tensors[0]
     if base._handle.is_functional_view or not template.shares_storage:
         run_op = dispatch if isinstance(func, torch._ops.OpOverload) else _rerun_rank_function
@@ -463,7 +469,7 @@ def _track_views(
 
 
 def _after_mutation(tensor: RemoteTensor) -> None:
-    """An operation that changes it in place has been issued."""
+    """Record that an operation which changes this tensor in place has been issued."""
     handle = tensor._handle
     version_counter = handle.version_counter
     if version_counter is not None:
@@ -473,7 +479,7 @@ def _after_mutation(tensor: RemoteTensor) -> None:
 
 
 def _redistribute(tensor: RemoteTensor, placements: tuple[Any, ...]) -> Any:
-    """Bring to placements, also to parts of a sum."""
+    """Redistribute a tensor, to Partial placements too."""
     current = tensor._spec.placements or ()
     reduced = tuple(
         torch.distributed.tensor.Replicate() if after.is_partial() and before != after else after
@@ -517,7 +523,7 @@ def _redistribute_then_dispatch(
 
 def _dispatch_functional_variant(func: Any, template: Template, args: Any, kwargs: Any) -> Any:
     target = args[0]
-    # torch leaves out what is usual in place, and the one that makes a new tensor may have to be told.
+    # In-place operations have defaults for arguments that their out-of-place variants may require.
     arguments = zip(
         func._schema.arguments[len(args) :], template.functional_op._schema.arguments[len(args) :], strict=False
     )
@@ -530,10 +536,10 @@ def _dispatch_functional_variant(func: Any, template: Template, args: Any, kwarg
     if not torch.can_cast(result._spec.dtype, target._spec.dtype):
         raise RuntimeError(f"result type {result._spec.dtype} cannot be kept in a tensor of {target._spec.dtype}")
     if result._spec.placements != target._spec.placements:
-        result = result.to(target._spec.dtype)  # truth values are in no parts of a sum
+        result = result.to(target._spec.dtype)  # bool cannot be a partial sum
         result = _redistribute(result, target._spec.placements)
     changed = dispatch(aten.copy_.default, (target, result), None)
-    return changed if func._schema.returns else None  # as torch's own operators, or as a custom one
+    return changed if func._schema.returns else None  # torch's own in-place operators return; custom ones may not
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -541,7 +547,7 @@ def _dispatch_functional_variant(func: Any, template: Template, args: Any, kwarg
 
 
 def _upload_local_operands(func: Any, args: Any, kwargs: Any) -> Any:
-    """The same arguments with local tensors sent to the ranks, each whole to every rank."""
+    """Return the arguments with local tensors uploaded, each replicated on every rank."""
     remote = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, RemoteTensor)]
     engine = remote[0].engine
     placements = None
@@ -558,7 +564,7 @@ def _upload_local_operands(func: Any, args: Any, kwargs: Any) -> Any:
                         "x.full_tensor()"
                     )
 
-    uploaded_scalars: dict[Any, RemoteTensor] = {}  # a fused optimizer gives one for each parameter, all alike
+    uploaded_scalars: dict[Any, RemoteTensor] = {}  # a fused optimizer passes an equal one for each parameter
 
     def send(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or isinstance(leaf, RemoteTensor):
@@ -583,16 +589,16 @@ def _upload_local_operands(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def upload(engine: TensorEngine, tensor: torch.Tensor, placements: tuple[Any, ...] | None) -> RemoteTensor:
-    """A local tensor, placed on the mesh. Does not wait for the ranks."""
+    """Upload a local tensor to the mesh. Does not wait for the ranks."""
     return wrap_handle(engine.planner.contiguous_spec(tensor, placements), engine.upload(tensor, placements))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Operations that are not sent as they are
+# Operations with an override
 
 
 def _alias(func: Any, args: Any, kwargs: Any) -> Any:
-    """Another Python object for the same tensor: nothing for the ranks to do."""
+    """Return another Python object for the same tensor: the ranks have nothing to do."""
     tensor = args[0]
     return wrap_handle(tensor._spec, tensor._handle)
 
@@ -602,7 +608,7 @@ def _item(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _copy(func: Any, args: Any, kwargs: Any) -> Any:
-    """copy_ into a local tensor is a fetch; into a remote one, an operation."""
+    """Fetch for a copy_ into a local tensor; send an operation for one into a remote tensor."""
     target, source = args[0], args[1]
     if isinstance(target, RemoteTensor):
         if not isinstance(source, RemoteTensor) and source.numel() * source.element_size() > MAX_INLINE_OPERAND_BYTES:
@@ -621,10 +627,10 @@ def _dispatch_floats_in_key(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def dispatch_without_override(func: Any, args: Any, kwargs: Any, *, floats_in_key: bool = False) -> Any:
-    """`dispatch`, for an operation in SPECIAL that is sent after all.
+    """Run `dispatch` for an operation that has an override.
 
     Args:
-        floats_in_key: its floats say how the result is placed or computed later, and so belong to the key.
+        floats_in_key: its floats determine how the result is placed or computed later, and so belong to the key.
     """
     leaves = _flat_operands(args, kwargs)
     if any(isinstance(leaf, torch.Tensor) and not isinstance(leaf, RemoteTensor) for leaf in leaves):
@@ -655,7 +661,7 @@ def dispatch_without_override(func: Any, args: Any, kwargs: Any, *, floats_in_ke
 
 
 def _flat_operands(args: Any, kwargs: Any) -> list[Any]:
-    """What an operator is given; lists are in nothing but arguments."""
+    """Return the operands of an operator, with its list arguments flattened; lists are never nested."""
     found: list[Any] = []
     for arg in (*args, *kwargs.values()):
         if arg.__class__ is list or arg.__class__ is tuple:
@@ -667,12 +673,12 @@ def _flat_operands(args: Any, kwargs: Any) -> list[Any]:
 
 Override = Callable[[Any, Any, Any], Any]  # (operation, args, kwargs) -> result
 
-# Operations that are not sent as they are, by the operator's id.
+# Overrides of operations that are not sent unchanged, by the operator's id.
 OVERRIDES_BY_ID: dict[int, Override] = {}
 
 
 def register_overrides(table: dict[Any, Override]) -> None:
-    """Have these operations done by these functions."""
+    """Register functions that run these operations."""
     OVERRIDES_BY_ID.update({id(operator): function for operator, function in table.items()})
 
 
@@ -684,7 +690,7 @@ register_overrides(
         aten._local_scalar_dense.default: _item,
         aten.item.default: _item,
         aten.copy_.default: _copy,
-        # Placed as parts of a norm of this order, which are summed as such later.
+        # The norm's order determines the placement of partial results, and how they are reduced later.
         aten.linalg_vector_norm.default: _dispatch_floats_in_key,
         aten._foreach_norm.Scalar: _dispatch_floats_in_key,
     }

@@ -1,7 +1,7 @@
-"""Steps that were seen: their operations, and names for the tensors in place of ids.
+"""Recorded steps: their operations, with names for the tensors in place of ids.
 
-A `TraceCache` tells whether operations are a step that it has; a `StepTrace` makes the one operation that stands for
-it, and tells the ranks what that means.
+A `TraceCache` finds the recorded step that operations repeat; a `StepTrace` makes the one operation that replays it,
+and sends its recording to the ranks.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from meshbook.tensors import engine as engines
 from meshbook.tensors.engine import CallSite, TensorEngine
 from meshbook.tensors.plan import Template, TensorSpec
 
-# Recordings that one function may have on a mesh, for as many shapes and branches; the one used longest ago goes.
+# Traces that one function may have on a mesh, for different shapes and branches; the least recently used is evicted.
 _MAX_VARIANTS = 16
 
 
 class TraceCache:
-    """Steps of an engine that were seen."""
+    """Recorded steps of an engine."""
 
     def __init__(self, engine: TensorEngine) -> None:
         self.engine = engine
-        self.traces: dict[tuple[int, ...], StepTrace] = {}  # by their operations' kinds; the one used last comes last
+        self.traces: dict[tuple[int, ...], StepTrace] = {}  # by their template numbers; the one used last comes last
         self._arities: dict[int, tuple[int, int, int]] = {}
 
     def find(self, stream: list[int | float], call_sites: list[CallSite]) -> StepTrace | None:
-        """The step that these are, all of it and nothing more."""
+        """Return the step that consists of exactly these operations, or None."""
         can_merge = self._can_merge()
         for numbers, trace in reversed(self.traces.items()):
             if trace.can_merge == can_merge and trace.is_same(stream, call_sites):
@@ -44,7 +44,7 @@ class TraceCache:
         return None
 
     def add(self, stream: list[int | float], call_sites: list[CallSite]) -> None:
-        """A step, to be recorded when it comes again; unless other things than operations are among it."""
+        """Add a step, to be recorded when it repeats; ignored if it contains anything but operations."""
         can_merge = self._can_merge()
         try:
             numbers = tuple(self._template_numbers_of(stream))
@@ -59,7 +59,7 @@ class TraceCache:
             self.traces.pop(next(iter(self.traces))).evict()
 
     def _can_merge(self) -> bool:
-        """Whether all-reduces may be merged: merged sums have another order, unless they are of two parts."""
+        """Whether all-reduces may be merged: this changes the order of summation, except of two terms."""
         return not torch.are_deterministic_algorithms_enabled() or all(size <= 2 for size in self.engine.axes.shape)
 
     def clear(self) -> None:
@@ -68,10 +68,10 @@ class TraceCache:
         self.traces.clear()
 
     def arity_of(self, number: int) -> tuple[int, int, int]:
-        """How many tensors an operation takes and makes, and its floats.
+        """Return how many tensors an operation takes and makes, and its number of floats.
 
         Raises:
-            KeyError: nobody knows it any more, or it is one that comes once.
+            KeyError: its template has been evicted, or is used only once.
         """
         found = self._arities.get(number)
         if found is None:
@@ -87,10 +87,10 @@ class TraceCache:
         return found
 
     def _template_numbers_of(self, stream: list[int | float]) -> list[int]:
-        """The operations of a stream.
+        """Return the template numbers of a stream of operations.
 
         Raises:
-            KeyError: see `counts`.
+            KeyError: see `arity_of`.
         """
         found: list[int] = []
         at = 0
@@ -105,10 +105,10 @@ class StepTrace:
     """A step: its operations, with names for the tensors instead of ids.
 
     Attributes:
-        num_tapes: times that it was told to the ranks.
-        ids_of: of its numbers, the id of each tensor.
-        made, results: of those ids, which the step makes, and which of them outlive it.
-        merge: whether its all-reduces may be merged.
+        num_recordings: how often it was sent to the ranks.
+        ids_of: picks the id of each tensor from the step's numbers.
+        created_ids, result_ids: pick from those ids the ones that the step makes, and those of them that outlive it.
+        can_merge: whether its all-reduces may be merged.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class StepTrace:
         engine: TensorEngine,
         stream: list[int | float],
         call_sites: list[CallSite],
-        arities: Sequence[tuple[int, int, int]],  # see `TraceCache.counts`
+        arities: Sequence[tuple[int, int, int]],  # see `TraceCache.arity_of`
         can_merge: bool,
     ) -> None:
         self.recording: Template | None = None
@@ -129,9 +129,9 @@ class StepTrace:
         float_at: list[int] = []
         names: dict[Any, int] = {}
         self._template_numbers: list[Any] = []
-        self._tensor_slots: list[int] = []  # of each place for an id, which tensor is there
-        first: list[int] = []  # of each tensor, where it comes first
-        self._inputs: list[int] = []  # tensors that come from before
+        self._tensor_slots: list[int] = []  # for each position of an id, the name of its tensor
+        first: list[int] = []  # for each tensor, its first position
+        self._inputs: list[int] = []  # tensors from before the step
         self._created: list[int] = []
         at = 0
         for num_in, num_new, num_floats in arities:
@@ -152,7 +152,7 @@ class StepTrace:
         self.created_ids, self._input_ids = _make_picker(self._created), _make_picker(self._inputs)
         self._live_names: list[int] = []  # names of results
         self.result_ids = _make_picker(self._live_names)
-        # How to make up all of its numbers from ids, kinds and floats.
+        # Rebuilds the complete stream from ids, template numbers and floats.
         row, slots = iter(self._tensor_slots), itertools.count(len(first) + self.num_ops)
         positions: list[int] = []
         for number, (num_in, num_new, num_floats) in enumerate(arities):
@@ -161,10 +161,10 @@ class StepTrace:
             positions.extend(itertools.islice(slots, num_floats))
         self._rebuild_stream = _make_picker(positions)
 
-    # ---- whether it is this one
+    # ---- comparison
 
     def is_same(self, stream: list[int | float], call_sites: list[CallSite]) -> bool:
-        """Whether these are its operations, from its lines, and tensors follow the same pattern, none of them twice."""
+        """Whether these are its operations, issued by the same lines, with the same pattern of distinct tensors."""
         if len(stream) != self._size or len(call_sites) != self.num_ops:
             return False
         ids = self.ids_of(stream)
@@ -173,18 +173,18 @@ class StepTrace:
         return len(set(ids)) == len(ids) and _have_same_lines(call_sites, self._call_sites)
 
     def replay_op(self, ids: tuple[Any, ...], stream: list[int | float]) -> list[int | float]:
-        """The operation that stands for the step.
+        """Return the operation that replays the step.
 
         Args:
-            ids: what `ids_of` gives.
+            ids: the result of `ids_of`.
         """
         assert self.recording is not None
         return [self.recording.number, *self._input_ids(ids), *self.result_ids(ids), *self._floats_of(stream)]
 
-    # ---- what the ranks are told
+    # ---- recording on the ranks
 
     def make_recording(self, alive: set[int]) -> bool:
-        """Tell the ranks the step, as one template; False: one of its operations is not known any more.
+        """Send the step to the ranks, as one template; False: a template of its operations has been evicted.
 
         Args:
             alive: names of tensors that outlive it.
@@ -236,15 +236,15 @@ class StepTrace:
         finalizer = self._finalizer = weakref.finalize(
             self, _evict_recording, weakref.ref(engine), self._key, message.number
         )
-        finalizer.atexit = False  # the ranks forget all of a client that ends
+        finalizer.atexit = False  # the ranks drop everything of a client that exits
         return True
 
     def _mutated_inputs(self) -> set[int]:
-        """Which of the step's inputs it changes."""
+        """Return the indices of the step's inputs that it changes."""
         templates = self._engine.templates
         index_of_name = {name: at for at, name in enumerate(self._inputs)}
         mutated, at = set(), 0
-        base_of: dict[int, int] = {}  # of views that the step makes, what they are views of
+        base_of: dict[int, int] = {}  # the base of each view that the step makes
         for number, (num_in, num_new, _) in zip(self._template_numbers, self._arities, strict=True):
             template, names = templates[number], self._tensor_slots[at : at + num_in + num_new]
             if template.is_view and template.shares_storage and num_in:
@@ -257,14 +257,14 @@ class StepTrace:
         return mutated
 
     def evict(self) -> None:
-        """The ranks may forget it."""
+        """Let the ranks drop the recording."""
         if self.recording is not None:
             self._finalizer()
             self.recording = None
 
 
 def _evict_recording(engine_of: weakref.ref[TensorEngine], key: str, recording: int) -> None:
-    """A recording is not used any more. By a finalizer, too: any thread, at any moment."""
+    """Evict a recording that is no longer used. Also a finalizer: any thread, at any moment."""
     engine = engine_of()
     if engine is None or not engine.is_open:
         return
@@ -279,12 +279,12 @@ _keys = itertools.count(1)
 
 
 def _make_picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """What takes these places out of a row, as fast as Python can."""
+    """Return a function that picks these positions of a sequence, as fast as Python can."""
     if len(positions) > 1:
         return operator.itemgetter(*positions)
     return lambda row: tuple(row[position] for position in positions)
 
 
 def _have_same_lines(some: list[CallSite], others: list[CallSite]) -> bool:
-    """Whether operations were issued by the same lines; who called those may be another."""
+    """Whether operations were issued by the same lines; the callers of these may differ."""
     return some == others or [call_site[:1] for call_site in some] == [call_site[:1] for call_site in others]

@@ -1,4 +1,4 @@
-"""What is waited for: numbers, whole tensors, one rank's piece, and how a tensor reads."""
+"""Reads of remote tensors, which wait: numbers, complete tensors, one rank's part, and the repr."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from meshbook.wire import messages
 if TYPE_CHECKING:
     from meshbook.tensors import remote
 
-Box = tuple[tuple[int, int], ...]  # first index and the one after the last, of each dim
+Box = tuple[tuple[int, int], ...]  # start and stop along each dim
 
-# Above it, `full_tensor()` asks whether it is meant.
+# Above this size `full_tensor()` requires `force=True`.
 FULL_TENSOR_BYTES = 1 << 30
-# From here on ranks write into this process's memory; less is copied twice in less time than that takes to set up.
+# From this size on, ranks write into this process's memory; two copies of a smaller tensor are faster than that setup.
 MIN_SHARED_READ_BYTES = 1 << 20
-# A repr fetches tensors of up to this many elements; larger ones are described only.
+# A repr fetches tensors of up to this many elements; of larger ones it shows metadata only.
 _MAX_SHOWN_ELEMENTS = 1000
 
 
 def item(tensor: remote.RemoteTensor) -> Any:
-    """Its one number. Partial sums are summed first. Blocks."""
+    """Return the single element. Partial values are reduced first. Blocks."""
     if tensor.numel() != 1:
         raise RuntimeError(f"a tensor with {tensor.numel()} elements cannot be converted to a number")
     engine = tensor.engine
@@ -68,7 +68,7 @@ def full_tensor(tensor: remote.RemoteTensor, *, force: bool = False) -> torch.Te
     return read(tensor, "parts", shape, boxes or {engine.axes.ranks[0]: tuple((0, length) for length in shape)})
 
 
-@_disable_current_modes()  # what comes is put together here, inside of `mesh.activate()` too
+@_disable_current_modes()  # the result is assembled here, even inside `mesh.activate()`
 def local(tensor: remote.RemoteTensor, rank: int) -> torch.Tensor:
     """See `RemoteTensor.local`."""
     engine = tensor.engine
@@ -85,10 +85,10 @@ def local(tensor: remote.RemoteTensor, rank: int) -> torch.Tensor:
 def read(
     tensor: remote.RemoteTensor, how: Literal["parts", "local"], shape: tuple[int, ...], boxes: dict[int, Box]
 ) -> torch.Tensor:
-    """A tensor of this shape, of what these ranks have for their boxes of it. Blocks.
+    """Return a tensor of this shape, assembled from the boxes of these ranks. Blocks.
 
-    A large one lies in memory that the ranks write to themselves, and that is used again when it is let go of: it costs
-    one copy, and no fresh pages unless others like it are still held.
+    The ranks write a large one into shared memory themselves. That memory is reused when it is released: this costs one
+    copy, and no fresh pages unless other such tensors are still in use.
     """
     dtype, ranks = tensor.dtype, tuple(boxes)
     size = math.prod(shape) * dtype.itemsize
@@ -106,7 +106,7 @@ def read(
         piece_only: torch.Tensor = pieces[ranks[0]]
         return piece_only.reshape(shape) if piece_only.numel() == math.prod(shape) else piece_only
     assert result is not None
-    for rank, piece in pieces.items():  # of those that could not write it there
+    for rank, piece in pieces.items():  # of ranks that could not write into the buffer
         result[tuple(slice(*span) for span in boxes[rank])] = piece
     return result
 
@@ -114,14 +114,14 @@ def read(
 def fetch(
     tensor: remote.RemoteTensor, how: Any, ranks: tuple[int, ...], buffer: messages.FetchBuffer | None = None
 ) -> dict[int, Any]:
-    """What these ranks answer, without those that have written it into the room. Blocks."""
+    """Return the replies of these ranks, except those that wrote into the buffer. Blocks."""
     request = messages.Fetch(mode=how, id=tensor._handle.id, ranks=tuple(sorted(ranks)), buffer=buffer)
     answers = tensor.engine.fetch(request)
     return {rank: answers[rank]["value"] for rank in ranks if buffer is None or "value" in answers[rank]}
 
 
 def format_repr(tensor: remote.RemoteTensor) -> str:
-    """A repr: small tensors with their numbers, for which it waits; large ones without."""
+    """Format a repr: small tensors with their values, which blocks; large ones without."""
     spec = tensor._spec
     grad = ", requires_grad=True" if tensor.requires_grad and tensor.is_leaf else ""
     if tensor.grad_fn is not None:
@@ -138,7 +138,7 @@ def format_repr(tensor: remote.RemoteTensor) -> str:
 
 
 def key_of(tensor: remote.RemoteTensor, session: Any) -> str:
-    """What names it to its ranks. They have run what it comes from before they are asked: commands keep their order."""
+    """Return its key on its ranks. Commands run in order, so the operation that makes it has run by then."""
     if tensor.engine.session is not session:
         raise TransferError(
             f"this tensor lies on the mesh {tensor.engine.session.name!r}, not on {session.name!r}; bring it over: "

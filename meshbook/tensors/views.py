@@ -1,6 +1,6 @@
-"""The two views of a tensor on a mesh, and the ways between placements: all differentiable, none of them waits.
+"""Conversions between placements, and between the global and the per-rank view of a tensor. None of them waits.
 
-Each is linear, and its backward is made of the others, so that it may be differentiated again.
+All are differentiable: each is linear, and its backward consists of the others, so that it may be differentiated again.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _REDUCTIONS = ("sum", "avg", "max", "min", "product")
 def placements_of(
     shape: Sequence[int], axes: MeshAxes, placements: Any = None, sharding_spec: Any = None
 ) -> tuple[Any, ...]:
-    """torch's placements, checked, one per axis; negative dims counted from the start.
+    """Return torch's placements, checked, one per axis; negative dims counted from the start.
 
     Args:
         placements: one per axis (torch's or Meshbook's), or a single one for a mesh of one axis.
-        sharding_spec: per tensor dim the axis it is cut over, a tuple of axes, or None.
+        sharding_spec: per tensor dim the axis that shards it, a tuple of axes, or None.
 
     Raises:
         PlacementError: they do not fit the tensor or the mesh.
@@ -91,10 +91,10 @@ def _from_sharding_spec(shape: Sequence[int], axes: MeshAxes, spec: Any) -> tupl
 
 
 def check_even(shape: Sequence[int], placements: Sequence[Any], axes: MeshAxes) -> None:
-    """For operations that need equal pieces.
+    """Check that all shards are equal, for operations that need it.
 
     Raises:
-        PlacementError: a cut dim does not divide.
+        PlacementError: a sharded dim does not divide evenly.
     """
     remaining = list(shape)
     for axis, (placement, size) in enumerate(zip(placements, axes.shape, strict=True)):
@@ -110,14 +110,16 @@ def check_even(shape: Sequence[int], placements: Sequence[Any], axes: MeshAxes) 
 
 
 def _save_for_backward(ctx: Any, result: Any) -> Any:
-    """What a function gives, noted for its backward."""
+    """Store the spec and type of a function's result for its backward; return the result."""
     ctx.spec, ctx.kind = result._spec, type(result)
     return result
 
 
 def _grad_on_mesh(ctx: Any, grad: Any) -> Any:
-    """The gradient of that. For a tensor that became a mask in place (`gt_`), and for one that nothing has used, torch
-    makes zeros in this process."""
+    """Return the gradient of that result as a remote tensor.
+
+    torch makes zeros in this process for a tensor that became a mask in place (`gt_`), and for one that is not used.
+    """
     return grad if isinstance(grad, ctx.kind) else ctx.kind._upload_grad(ctx.spec, grad)
 
 
@@ -129,13 +131,13 @@ class _Redistribute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        # A part of a sum has the gradient of the sum, whole; a gradient that is in parts stays so where it may.
+        # A term of a sum has the gradient of the sum, replicated; a Partial gradient stays so where it may.
         placements = tuple(Replicate() if placement.is_partial() else placement for placement in ctx.before)
         return redistribute_to(_grad_on_mesh(ctx, grad), placements), None
 
 
 def redistribute_to(tensor: Any, placements: tuple[Any, ...]) -> Any:
-    """To other placements."""
+    """Return the tensor with other placements."""
     if tensor._spec.placements == placements:
         return tensor
     return _Redistribute.apply(tensor, placements)  # type: ignore[no-untyped-call]
@@ -170,7 +172,7 @@ class _AsGlobal(torch.autograd.Function):
     def backward(ctx: Any, grad: Any) -> Any:
         placements = tuple(Replicate() if placement.is_partial() else placement for placement in ctx.placements)
         local_grad: Any = _AsLocal.apply(redistribute_to(_grad_on_mesh(ctx, grad), placements))  # type: ignore[no-untyped-call]
-        # The ranks' copies are tensors of their own, whose gradients add up to the one's: as `_AsLocal` adds them up.
+        # The replicas are tensors of their own, whose gradients add up to that of the one, as `_AsLocal` adds them up.
         return local_grad if ctx.num_copies == 1 else local_grad / ctx.num_copies, None
 
 
@@ -182,7 +184,7 @@ class _AsLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        # Each rank's use of a whole copy adds to its gradient: together they are a sum in parts.
+        # Each rank's use of a replica adds to its gradient: together they are a partial sum.
         placements = tuple(Partial() if placement.is_replicate() else placement for placement in ctx.placements)
         placements = tuple(Replicate() if placement.is_partial() and not before.is_replicate() else placement
                        for placement, before in zip(placements, ctx.placements, strict=True))  # fmt: skip

@@ -1,1 +1,1 @@
-"""The words that processes say to each other, and how they travel."""
+"""The messages between processes, and their transport."""

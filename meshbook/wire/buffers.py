@@ -1,24 +1,26 @@
-"""Bytes that several processes of one machine read, with one copy for all of them; and memory that others fill.
+"""Shared-memory segments that several processes of one machine read, and receive buffers that other processes fill.
 
-The owner copies a buffer into a segment (an anonymous memory file) and sends a `SharedBuffer` that says where it is; a
-reader opens the file as /proc/<pid>/fd/<fd> and maps it privately: nothing is copied until somebody writes, and who
-writes does not disturb the others. Knows nothing of pickles, tensors, sockets or meshes.
+The owner copies a buffer into a segment (an anonymous memory file) and sends a `SharedBuffer` with its location. A
+reader opens the file as /proc/<pid>/fd/<fd> and maps it privately: nothing is copied until a process writes to a page,
+and such a write does not affect the other readers. This module knows nothing of pickles, tensors, sockets or meshes.
 
-Who may use a segment when:
+Lifetime of a segment:
 
-- From `write` until its last reader has let go, the owner leaves the bytes alone.
-- A reader lets go when the last array, tensor or view over its mapping is gone. Its `SegmentReader` then lists the
-  segment in `take_released`; whoever owns the socket tells the owner, which calls `SegmentPool.release`.
-- Only a segment that *all* its readers have released is used again, under a new name: a late or repeated release of an
-  earlier use, and a reader that comes too late, are recognised by it and do no harm.
-- A reader that died lets go of everything: `SegmentPool.forget_reader`, or `drop` for whoever counts readers himself.
-- An owner that dies takes nothing from those who have mapped already; who opens afterwards gets `TransferError`.
+- From `write` until its last reader has released it, the owner does not change the bytes.
+- A reader releases it when the last array, tensor or view over its mapping is freed. `SegmentReader.drain_released`
+  then lists the segment; the code that owns the socket notifies the owner, which calls `SegmentPool.release`.
+- A segment is reused only after *all* its readers have released it, under a new name: the name identifies late or
+  repeated releases of an earlier use, and readers that come too late, so they do no harm.
+- A reader that died releases everything: by `SegmentPool.remove_reader`, or by `release_all` if the caller counts
+  readers itself.
+- If the owner dies, processes that have mapped the segment keep it; opening it later raises `TransferError`.
 
-The other way round, an owner takes a `ReceiveBuffer`, others write into it (`map_for_writing`), and the owner keeps it:
-what came from many processes lies in one piece, copied once. It is used again when the owner's last view of it is gone.
+In the other direction, an owner creates a `ReceiveBuffer`, others write into it (`map_for_writing`), and the owner
+keeps it: data from many processes lies in one contiguous piece, copied once. It is reused when the owner's last view of
+it is freed.
 
-Where there are no such files (another system than Linux, a forbidden `memfd_create`, no file descriptors left), `write`
-answers with `InlineBuffer`s, which ride in the message.
+Without memory files (a system other than Linux, a forbidden `memfd_create`, no file descriptors left), `write` returns
+`InlineBuffer`s, which are part of the message.
 """
 
 from __future__ import annotations
@@ -44,21 +46,21 @@ from meshbook.wire.messages import InlineBuffer, SharedBuffer
 
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
-ALIGN_BYTES = 64  # of every buffer: a cache line, and what torch and numpy align to themselves
+ALIGN_BYTES = 64  # alignment of every buffer: a cache line, and the alignment of torch and numpy
 
-# Buffers of at least this size get a segment each, so that each goes back when it is done with. Smaller ones share:
-# a model of a thousand small parameters must not cost a thousand file descriptors on both sides.
+# Buffers of at least this size get a segment each, so that each is freed separately. Smaller ones share: a model of a
+# thousand small parameters must not use a thousand file descriptors on both sides.
 OWN_SEGMENT_BYTES = 8 << 20
-PACKED_SEGMENT_BYTES = 64 << 20  # what one small survivor can hold back at most
+PACKED_SEGMENT_BYTES = 64 << 20  # the most that one small live buffer can hold back
 
 MAX_FREE_BYTES = 512 << 20
-MAX_FREE_SEGMENTS = 64  # a file descriptor each, of 1,024 that a process usually has
+MAX_FREE_SEGMENTS = 64  # a file descriptor each, of the usual 1,024 of a process
 
-_USE_COUNT = struct.Struct(
-    "<Q"
-)  # at the start of every segment: how often it has been used. The buffers begin a page later.
+# At the start of every segment: the number of its uses. The buffers begin a page later.
+_USE_COUNT = struct.Struct("<Q")
 
-# Linux's own numbers, for what `mmap` and `os` lack or cannot do (map at an address; a map that keeps no descriptor).
+# Linux constants that `mmap` and `os` lack, or whose wrappers cannot map at an address or without retaining a
+# descriptor.
 _PROT_READ, _PROT_WRITE = 0x1, 0x2
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
 _MAP_FAILED = ctypes.c_void_p(-1).value
@@ -69,18 +71,18 @@ _MFD_NOEXEC_SEAL = 0x8  # since Linux 6.3; sealing allowed, and required where v
 
 
 class SegmentPool:
-    """Segments that one process owns, kept for reuse. Thread-safe; `close` (or `with`) gives everything back.
+    """The segments that one process owns, retained for reuse. Thread-safe; `close` (or `with`) frees everything.
 
-    Fresh pages cost eight times as much as the copy itself, hence the reuse: the smallest free segment that is large
-    enough, and not more than twice too large. Nothing stays mapped in the owner: its resident memory does not grow.
-    A process forked from the owner starts with an empty pool of its own.
+    Fresh pages cost eight times as much as the copy itself, so segments are reused: the smallest free segment that is
+    large enough and at most twice too large. Nothing stays mapped in the owner, so its resident memory does not grow. A
+    process forked from the owner starts with an empty pool.
     """
 
     def __init__(self, *, max_free_bytes: int = MAX_FREE_BYTES, clock: Clock | None = None) -> None:
         self._max_free_bytes = max_free_bytes
         self._clock = clock or SystemClock()
         self._reset()
-        self.is_available = _has_memory_files()  # False: `write` puts everything inline
+        self.is_available = _has_memory_files()  # False: `write` returns inline buffers only
         _register_fork_handlers(self)
 
     def _reset(self) -> None:
@@ -88,13 +90,16 @@ class SegmentPool:
         self._name_prefix = secrets.token_hex(4)
         self._num_created = 0
         self._in_use: dict[str, _Segment] = {}  # by the name of the use
-        self._receiving: dict[str, _Segment] = {}  # in use too, by this process
-        self._finalized_names: deque[str] = deque()  # rooms that nobody looks at any more; by finalizers, at any moment
+        self._receiving: dict[str, _Segment] = {}  # also in use, by this process
+        self._finalized_names: deque[str] = deque()  # receive buffers without views; finalizers append at any moment
         self._free: dict[str, _Segment] = {}  # by the name of the last use; the one free for longest first
         self._closed = False
 
     def _reset_after_fork(self) -> None:
-        """After a fork, in the child. The descriptors would keep the parent's memory; the lock may be held for ever."""
+        """Reset the pool in a forked child.
+
+        The descriptors would retain the parent's memory, and the lock may be held for ever.
+        """
         inherited = [*self._in_use.values(), *self._receiving.values(), *self._free.values()]
         closed = self._closed
         self._reset()
@@ -103,7 +108,7 @@ class SegmentPool:
             segment.close()
 
     def _disown_receiving(self) -> None:
-        """After a fork, in the parent: the child sees the rooms as they are, so they are not used again."""
+        """After a fork, in the parent: mark receive buffers as not reusable, because the child sees their content."""
         for segment in list(self._receiving.values()):
             segment.is_exclusive = False
 
@@ -115,7 +120,7 @@ class SegmentPool:
 
     @property
     def used_bytes(self) -> int:
-        """Memory of segments that readers have not released, and of rooms."""
+        """The memory, in bytes, of receive buffers and of segments that readers have not released."""
         with self._lock:
             self._reclaim_receiving()
             return sum(
@@ -124,7 +129,7 @@ class SegmentPool:
 
     @property
     def free_bytes(self) -> int:
-        """Memory kept for reuse."""
+        """The memory, in bytes, that is retained for reuse."""
         with self._lock:
             self._reclaim_receiving()
             return sum(segment.resident_bytes for segment in self._free.values())
@@ -132,18 +137,18 @@ class SegmentPool:
     def write(
         self, buffers: Sequence[memoryview], readers: int | Collection[int] = 1
     ) -> list[SharedBuffer | InlineBuffer]:
-        """Copy buffers to where other processes can read them. Waits for the copy, without the lock.
+        """Copy buffers to where other processes can read them. Blocks for the copy, without the lock.
 
         Args:
             buffers: contiguous; of any item type.
-            readers: who will open them, and so must release them: a number, or the ranks themselves, which then can be
-                forgotten one by one.
+            readers: the processes that will open, and must release, the buffers: a number, or the ranks themselves,
+                which can then be removed one by one.
 
         Returns:
             One for each buffer, in order. `SharedBuffer`s of one segment are opened, and released, together.
 
         Raises:
-            TransferError: there is no memory for it, or the pool is closed. Nothing is kept.
+            TransferError: there is no memory for it, or the pool is closed. Nothing is retained.
         """
         views = [_flatten(buffer) for buffer in buffers]
         pending_readers = _Readers.of(readers)
@@ -163,19 +168,20 @@ class SegmentPool:
                 segment.fill(pieces)
                 for index, (offset, view) in zip(group, pieces, strict=True):
                     written[index] = SharedBuffer(os.getpid(), segment.fd, offset, view.nbytes, segment.use_name)
-        except BaseException as error:  # KeyboardInterrupt too: what nobody was told of, nobody would release
+        except BaseException as error:  # KeyboardInterrupt too: segments that no reader knows would never be released
             for name in names:
                 self._discard(name)
             if isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.ENOSPC):
                 raise TransferError(_no_memory_message(sum(view.nbytes for view in views), self)) from error
-            if isinstance(error, OSError):  # no descriptors left, or forbidden: slower, but it arrives
+            if isinstance(error, OSError):  # no descriptors left, or forbidden: sent inline, which is slower
                 return [InlineBuffer(bytes(view)) for view in views]
             raise
         return [shared for shared in written if shared is not None]
 
     def receive_buffer(self, nbytes: int) -> ReceiveBuffer | None:
-        """Memory for others to write into and for this process to keep, with its pages; None: there is no such memory
-        here, or no descriptors left.
+        """Return memory that others write into and this process keeps, with its pages allocated; None if unavailable.
+
+        None means: no memory files here, or no descriptors left.
 
         Raises:
             TransferError: there is no memory for it, or the pool is closed.
@@ -196,9 +202,9 @@ class SegmentPool:
             raise
 
     def release(self, segment: str, count: int = 1, *, reader: int | None = None) -> None:
-        """Readers have let go of a segment: `count` of those that were given as a number, or the named one.
+        """Record that readers released a segment: `count` of an anonymous number, or the named one.
 
-        A name that is not in use (any more) is ignored: it was released, dropped or closed before.
+        A name that is not in use (any more) is ignored: it was already released, dropped or closed.
         """
         with self._lock:
             in_use = self._in_use.get(segment)
@@ -211,14 +217,14 @@ class SegmentPool:
         _close_all(excess)
 
     def remove_reader(self, reader: int) -> None:
-        """A reader is gone, and with it every claim it had by name."""
+        """Release everything that a reader, now lost, holds by name."""
         with self._lock:
             names = [name for name, segment in self._in_use.items() if reader in segment.readers.ranks]
         for name in names:
             self.release(name, reader=reader)
 
     def release_all(self, segment: str) -> None:
-        """Nobody reads this segment any more, whatever was counted."""
+        """Free a segment, whatever readers are counted."""
         with self._lock:
             if segment in self._in_use:
                 self._mark_free(segment)
@@ -226,7 +232,7 @@ class SegmentPool:
         _close_all(excess)
 
     def trim(self, idle_s: float) -> None:
-        """Give back the memory of segments that have been free for longer than `idle_s` seconds."""
+        """Free the memory of segments that have been unused for longer than `idle_s` seconds."""
         with self._lock:
             self._reclaim_receiving()
             freed_before = self._clock.monotonic() - idle_s
@@ -235,7 +241,7 @@ class SegmentPool:
         _close_all(excess)
 
     def close(self) -> None:
-        """Give everything back. Who has mapped a segment keeps it; who has not yet, will get `TransferError`."""
+        """Free everything. Processes that have mapped a segment keep it; opening one later raises `TransferError`."""
         with self._lock:
             segments = [*self._in_use.values(), *self._receiving.values(), *self._free.values()]
             self._in_use.clear()
@@ -245,7 +251,7 @@ class SegmentPool:
         _close_all(segments)
 
     def _acquire(self, min_bytes: int, readers: _Readers | None) -> _Segment:
-        """A segment for others to read; without readers, as a room."""
+        """Return a segment for others to read; with `readers` None, one for a receive buffer."""
         with self._lock:
             if self._closed:
                 raise TransferError("the shared memory of this process is closed: its mesh was stopped or detached")
@@ -269,7 +275,7 @@ class SegmentPool:
             return segment
 
     def _reclaim_receiving(self) -> None:
-        """Holds the lock."""
+        """Reclaim receive buffers whose views were freed. The caller holds the lock."""
         for name in _drain(self._finalized_names):
             segment = self._receiving.pop(name, None)
             if segment is not None and segment.is_exclusive:
@@ -278,7 +284,7 @@ class SegmentPool:
                 segment.close()
 
     def _mark_free(self, name: str) -> None:
-        """Holds the lock."""
+        """Move a segment from in use to free. The caller holds the lock."""
         self._add_free(name, self._in_use.pop(name))
 
     def _add_free(self, name: str, segment: _Segment) -> None:
@@ -286,7 +292,10 @@ class SegmentPool:
         self._free[name] = segment
 
     def _pop_excess(self) -> list[_Segment]:
-        """Free segments to close: those too large to keep at all, then those free for longest. Holds the lock."""
+        """Remove and return the free segments to close. The caller holds the lock.
+
+        First those too large to retain at all, then those free for longest.
+        """
         excess = []
         total = sum(segment.resident_bytes for segment in self._free.values())
         too_large = [name for name, segment in self._free.items() if segment.resident_bytes > self._max_free_bytes]
@@ -304,10 +313,10 @@ class SegmentPool:
 
 
 class ReceiveBuffer:
-    """Memory that other processes fill, by `map_for_writing(room.place)`, and that this one then keeps.
+    """Memory that other processes fill, by `map_for_writing(buffer.memory, ...)`, and that this process then keeps.
 
-    As a context manager it ends as nobody's, its memory given back, unless `keep` was called: whoever still writes into
-    it, because it was called off or its controller was stopped, writes into what nobody will ever read.
+    As a context manager it frees the memory at exit unless `claim` was called: a process that still writes, because its
+    command was cancelled or its controller stopped, then writes into memory that nothing reads.
     """
 
     def __init__(self, segment: _Segment, nbytes: int, pool: SegmentPool) -> None:
@@ -325,7 +334,7 @@ class ReceiveBuffer:
             self._pool._discard(self.memory.segment)
 
     def claim(self) -> memoryview:
-        """The bytes, once all have written. Goes back to the pool when the last view of it is gone."""
+        """Return the bytes, once all have written. They return to the pool when the last view of them is freed."""
         mapping, self._mapping = self._mapping, None
         assert mapping is not None, "a room is kept once"
         view = mapping.view()
@@ -337,10 +346,10 @@ class ReceiveBuffer:
 
 @contextlib.contextmanager
 def map_for_writing(memory: SharedBuffer, start: int, stop: int) -> Iterator[memoryview]:
-    """Another process's room, whose bytes from `start` to `stop` may be written until the end of the `with`.
+    """Map another process's receive buffer; its bytes from `start` to `stop` are writable until the `with` ends.
 
     Raises:
-        TransferError: the room is not there any more, or not on this machine.
+        TransferError: the buffer no longer exists, or is not on this machine.
     """
     end = memory.offset + memory.nbytes
     with contextlib.ExitStack() as stack:
@@ -360,30 +369,30 @@ def map_for_writing(memory: SharedBuffer, start: int, stop: int) -> Iterator[mem
 
 
 class SegmentReader:
-    """Opens other processes' segments, and knows which of them nobody here looks at any more. Thread-safe."""
+    """Opens other processes' segments, and tracks which of them this process no longer uses. Thread-safe."""
 
     def __init__(self) -> None:
-        # The garbage collector appends to it, in any thread, in the middle of anything: a deque needs no lock.
+        # The garbage collector appends to it, in any thread, at any point: a deque needs no lock.
         self._released: deque[str] = deque()
 
     def open(self, buffer: SharedBuffer | InlineBuffer) -> memoryview:
-        """One buffer, as `open_all` has it."""
+        """Open one buffer; see `open_all`."""
         return self.open_all((buffer,))[0]
 
     def open_all(self, buffers: Iterable[SharedBuffer | InlineBuffer]) -> list[memoryview]:
-        """The buffers of one message, in order, each as writable bytes that belong to this process alone.
+        """Return the buffers of one message, in order, each as writable bytes private to this process.
 
-        Nothing is copied: pages are shared with everybody else until they are written to. (Writing to all of a large
-        array in place costs eight copies the first time; who is going to had better make the copy.) Whatever is built
-        on a view (memoryview, numpy array, torch tensor) keeps its segment; each segment counts as released once, when
-        the last of them is gone. So the buffers of one message are opened together, by one call.
+        Nothing is copied: pages stay shared with all other readers until they are written to. (Writing to all of a
+        large array in place costs eight copies the first time; an explicit copy is then cheaper.) Objects built on a
+        view (memoryview, numpy array, torch tensor) retain its segment; each segment counts as released once, when the
+        last of them is freed. So open the buffers of one message together, by one call.
 
         Raises:
-            TransferError: the owner is gone, or has used the segment for something else since. What had been opened
-                by this call counts as released.
+            TransferError: the owner has exited, or has reused the segment since. Segments already opened by this call
+                count as released.
         """
         buffers = list(buffers)
-        segments: dict[tuple[int, int, str], tuple[SharedBuffer, int]] = {}  # with where what is read of it ends
+        segments: dict[tuple[int, int, str], tuple[SharedBuffer, int]] = {}  # with the end of the bytes read from it
         for buffer in buffers:
             if isinstance(buffer, SharedBuffer):
                 if buffer.offset < PAGE_BYTES or buffer.nbytes < 0:
@@ -399,12 +408,12 @@ class SegmentReader:
         ]  # fmt: skip
 
     def discard(self, buffers: Iterable[SharedBuffer | InlineBuffer]) -> None:
-        """Release the segments of a message that will not be opened here: its command was called off."""
+        """Release the segments of a message that will not be opened here because its command was cancelled."""
         segments = {buffer.segment: None for buffer in buffers if isinstance(buffer, SharedBuffer)}
         self._released.extend(segments)
 
     def drain_released(self) -> tuple[str, ...]:
-        """Segments released since the last call, in order; for their owners' `release`. Never waits."""
+        """Return the segments released since the last call, in order, for their owners' `release`. Does not block."""
         return tuple(_drain(self._released))
 
     def _map(self, buffer: SharedBuffer, length: int) -> memoryview:
@@ -417,7 +426,7 @@ class SegmentReader:
         finally:
             os.close(opened)
         view = mapping.view()
-        # Never unmapped at exit: other threads may still read when the interpreter ends.
+        # Never unmapped at exit: other threads may still read while the interpreter shuts down.
         weakref.finalize(view.obj, _unmap_and_release, mapping, segment, self._released).atexit = False
         if _USE_COUNT.unpack_from(view)[0] != _use_number(segment):
             raise TransferError(f"process {pid} has reused the memory of this value, which came too late; resend it")
@@ -425,16 +434,16 @@ class SegmentReader:
 
 
 def _open_segment(buffer: SharedBuffer, mode: int, length: int) -> int:
-    """A descriptor of the owner's segment, opened here, if it is that and has `length` bytes."""
+    """Open the owner's segment here, after checking its name and that it has `length` bytes; return the descriptor."""
     try:
-        # Non-blocking, for a stranger's descriptor may by now be a pipe.
+        # Non-blocking: if the pid was reused, the descriptor may be a pipe.
         opened = os.open(f"/proc/{buffer.pid}/fd/{buffer.fd}", mode | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise TransferError(_cannot_open_message(buffer.pid, length, error)) from error
     try:
         if os.readlink(f"/proc/self/fd/{opened}") != f"/memfd:{_file_name(buffer.segment)} (deleted)":
             raise TransferError(f"process {buffer.pid} no longer holds the data of this value; send it again")
-        if os.fstat(opened).st_size < length:  # touching what lies behind a file's end would kill this process
+        if os.fstat(opened).st_size < length:  # access past a file's end would kill this process
             raise TransferError(f"not a shared buffer: it ends {length} bytes into a smaller file")
     except BaseException as error:
         os.close(opened)
@@ -463,7 +472,7 @@ def _drain(released: deque[str]) -> Iterator[str]:
 
 @dataclass
 class _Readers:
-    """Who has not let go yet: so many, or these."""
+    """The readers that have not released a segment yet: a number, or ranks."""
 
     num_unnamed: int = 0
     ranks: set[int] = field(default_factory=set)
@@ -490,7 +499,7 @@ class _Readers:
 
 @dataclass
 class _Segment:
-    """An anonymous memory file. Its size never changes, and is sealed: a mapping of it can always be touched."""
+    """An anonymous memory file. Its size is sealed and never changes, so access to a mapping of it cannot fault."""
 
     name: str
     fd: int
@@ -500,8 +509,8 @@ class _Segment:
     free_since: float = 0.0  # monotonic
     written_bytes: int = 0  # from the start; these have pages
     huge_bytes: int = 0  # from the start; these have huge pages
-    can_be_huge: bool = True  # as far as is known
-    is_exclusive: bool = True  # no process that was forked from this one sees what is in it
+    can_be_huge: bool = True  # True until huge pages have failed
+    is_exclusive: bool = True  # no process forked from this one sees its content
 
     @classmethod
     def create(cls, name: str, capacity: int) -> _Segment:
@@ -526,16 +535,16 @@ class _Segment:
         os.close(self.fd)
 
     def fill(self, pieces: Sequence[tuple[int, memoryview]]) -> None:
-        """Write the number of this use and each buffer at its offset.
+        """Write the number of this use, and each buffer at its offset.
 
         Measured, in copies into warm memory: into fresh small pages 2.5 to 4 by pwrite and 5 to 10 through a mapping;
-        into fresh huge ones 2.5; into those of a former use 3 by pwrite, and 1 through a mapping that is made for the
-        purpose, if they are huge. And of small pages the reader's first look costs another copy. A mapping that is kept
-        would be as fast, and would count as this process's memory for as long as it is.
+        into fresh huge ones 2.5; into reused ones 3 by pwrite, and 1 through a temporary mapping if they are huge. With
+        small pages, the reader's first access costs another copy. A permanent mapping would be as fast, but would count
+        as this process's memory for as long as it exists.
         """
         end = max(offset + view.nbytes for offset, view in pieces)
         if self._ensure_huge_pages(end):
-            import numpy as np  # whose copies leave the GIL to other threads
+            import numpy as np  # its copies release the GIL
 
             mapping = MappedFile.from_fd(self.fd, end, _PROT_READ | _PROT_WRITE, _MAP_SHARED)
             try:
@@ -552,7 +561,7 @@ class _Segment:
         self.written_bytes = max(self.written_bytes, end)
 
     def map_for_receiving(self, end: int) -> MappedFile:
-        """Its first `end` bytes, with the number of this use and with pages for all others to write to.
+        """Map the first `end` bytes, with the number of this use written and pages allocated for all writers.
 
         Raises:
             OSError: there is no memory for it.
@@ -570,8 +579,10 @@ class _Segment:
         return mapping
 
     def _ensure_huge_pages(self, end: int) -> bool:
-        """Whether its first `end` bytes have huge pages; those that have not yet get them, if they can. What is in them
-        is lost."""
+        """Ensure huge pages for the first `end` bytes, if possible; return whether they have them.
+
+        The content of pages that are converted is lost.
+        """
         length = _round_up(end, HUGE_PAGE_BYTES)
         if end < HUGE_PAGE_BYTES or not self.can_be_huge:
             return False
@@ -580,7 +591,7 @@ class _Segment:
             try:
                 start = mapping.address + self.huge_bytes
                 for address in range(start, mapping.address + length, HUGE_PAGE_BYTES):
-                    ctypes.memset(address, 0, 1)  # one without any page at all is refused
+                    ctypes.memset(address, 0, 1)  # madvise refuses a range without any page
                 self.can_be_huge = _libc().madvise(start, length - self.huge_bytes, _MADV_COLLAPSE) == 0
             finally:
                 mapping.unmap()
@@ -590,8 +601,8 @@ class _Segment:
 
 
 def copy_to_fresh_pages(target: memoryview, source: memoryview) -> None:
-    """Copy to memory that nobody has touched yet. A large one gets huge pages, and so takes a third of the time."""
-    import numpy as np  # whose copies leave the GIL to other threads
+    """Copy to untouched memory. Large targets get huge pages, which takes a third of the time."""
+    import numpy as np  # its copies release the GIL
 
     destination = np.frombuffer(target, np.uint8)
     if destination.nbytes >= 2 * HUGE_PAGE_BYTES:
@@ -605,9 +616,9 @@ def copy_to_fresh_pages(target: memoryview, source: memoryview) -> None:
 
 @dataclass(frozen=True)
 class MappedFile:
-    """A file's first bytes in memory, where huge pages can be mapped as such: at a multiple of their size.
+    """The first bytes of a file in memory, at a multiple of the huge page size so that huge pages can be mapped.
 
-    `mmap.mmap` chooses its address itself, and before Python 3.13 keeps a descriptor for as long as it lives.
+    `mmap.mmap` chooses its address itself, and before Python 3.13 retains a descriptor for as long as it lives.
     """
 
     base: int  # of the reserved addresses
@@ -631,11 +642,11 @@ class MappedFile:
         return cls(base, reserved, address, length)
 
     def view(self) -> memoryview:
-        """The bytes. Does not keep the mapping."""
+        """Return the bytes. The view does not keep the mapping alive."""
         return memoryview((ctypes.c_ubyte * self.length).from_address(self.address)).cast("B")
 
     def populate(self, start: int = 0, stop: int | None = None, *, to_write: bool = True) -> None:
-        """Have its pages there, ready to be read or also written to, instead of one by one when they are.
+        """Allocate the pages at once, for reading or also for writing, instead of one page fault each.
 
         Raises:
             OSError: there is no memory for them.
@@ -644,7 +655,8 @@ class MappedFile:
         last = self.address + (self.length if stop is None else stop)
         advice = _MADV_POPULATE_WRITE if to_write else _MADV_POPULATE_READ
         if _libc().madvise(first, last - first, advice) and ctypes.get_errno() != errno.EINVAL:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))  # EINVAL: not known to this kernel
+            # EINVAL: this kernel does not support it
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def unmap(self) -> None:
         _libc().munmap(self.base, self.reserved)
@@ -661,17 +673,17 @@ def _libc() -> ctypes.CDLL:
 
 
 def _create_memory_file(name: str) -> int:
-    """A new anonymous memory file that can be sealed."""
+    """Create an anonymous memory file that can be sealed."""
     try:
         return os.memfd_create(name, os.MFD_CLOEXEC | _MFD_NOEXEC_SEAL)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a kernel that does not know the flag
+        if error.errno != errno.EINVAL:  # a kernel without the flag
             raise
         return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
 def _has_memory_files() -> bool:
-    """Whether this process can make such a file and open it by its path."""
+    """Whether this process can create such a file and open it by its path."""
     if not hasattr(os, "memfd_create"):
         return False
     try:
@@ -702,25 +714,25 @@ def _register_fork_handlers(pool: SegmentPool) -> None:
 
 
 def _close_all(segments: Iterable[_Segment]) -> None:
-    """Outside the lock: giving back a gigabyte takes a while."""
+    """Close segments. Call without the lock: freeing a gigabyte takes a while."""
     for segment in segments:
         segment.close()
 
 
 def _write_at(fd: int, view: memoryview, offset: int) -> None:
     done = 0
-    while done < view.nbytes:  # the kernel takes at most 2 GiB at a time
+    while done < view.nbytes:  # the kernel writes at most 2 GiB per call
         done += os.pwrite(fd, view[done:], offset + done)
 
 
 def _flatten(buffer: memoryview) -> memoryview:
-    """The same bytes in one dimension."""
+    """Return the same bytes as a one-dimensional view."""
     view = memoryview(buffer)
     return view.cast("B") if view.nbytes else memoryview(b"")  # a view with a zero in its shape cannot be cast
 
 
 def _group_by_segment(sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Indices of buffers that share a segment: a large one by itself, small ones together."""
+    """Yield the indices of buffers that share a segment: a large one by itself, small ones together."""
     packed: list[int] = []
     packed_bytes = 0
     for index, nbytes in enumerate(sizes):
@@ -737,7 +749,7 @@ def _group_by_segment(sizes: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _round_up_capacity(min_bytes: int) -> int:
-    """A size at most a quarter larger, so that the next value, a little larger, fits too. Room unused costs nothing."""
+    """Return a size at most a quarter larger, so that slightly larger values can reuse it. Unused bytes are free."""
     step = max(PAGE_BYTES, 1 << max(0, min_bytes.bit_length() - 3))
     rounded = _round_up(min_bytes, step)
     return _round_up(rounded, HUGE_PAGE_BYTES) if rounded >= HUGE_PAGE_BYTES else rounded
@@ -748,13 +760,13 @@ def _round_up(number: int, step: int) -> int:
 
 
 def _file_name(use_name: str) -> str:
-    """Of the memory file, which keeps its name through all its uses."""
+    """Return the name of the memory file, which stays the same through all its uses."""
     return f"meshbook-{use_name.rpartition('.')[0]}"
 
 
 def _use_number(use_name: str) -> int:
     number = use_name.rpartition(".")[2]
-    return int(number) if number.isdecimal() else 0  # 0: never the number of a use
+    return int(number) if number.isdecimal() else 0  # 0 is never the number of a use
 
 
 def _format_mib(nbytes: int) -> str:

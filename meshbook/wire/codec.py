@@ -1,8 +1,8 @@
-"""Messages to frames and back. No sockets.
+"""Encode messages as frames, and decode them. No sockets.
 
-A message is two frames: the protocol version, then msgpack. The version comes first and alone, so that a peer of any
-version can tell that it does not understand the rest. Decoding is strict: the decoder of a role knows only what that
-role may hear, and whatever else arrives is a `ProtocolError`, never a crash and never a pickle.
+A message is two frames: the protocol version, then msgpack. The version is a frame of its own, so that a peer of any
+version can tell that it cannot read the rest. Decoding is strict: a role's decoder accepts only the messages that the
+role may receive; anything else raises `ProtocolError`. No input crashes the decoder, and it never unpickles.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from meshbook.wire import messages
 
 PROTOCOL = b"meshbook/2"
 
-# The largest message a socket accepts; beyond it zmq closes the connection. Large data goes through shared memory; what
-# rides inline (another machine, macOS) has to fit.
+# The largest message that a socket accepts; zmq closes the connection beyond it. Large data goes through shared memory;
+# inline data (another machine, macOS) has to fit.
 MAX_MESSAGE_BYTES = 1 << 28
 
-# The largest first word of a peer that is not known yet.
+# The largest first message of a peer that is not authenticated yet.
 MAX_HELLO_BYTES = 1 << 16
 
 M = TypeVar("M")
@@ -29,21 +29,21 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: messages.Message) -> list[bytes]:
-    """The frames of a message: version, then body. Raises TransferError: it does not fit."""
+    """Return the frames of a message: version, then body. Raises TransferError if it is too large."""
     return [PROTOCOL, encode_body(message)]
 
 
 def encode_body(message: messages.Message | messages.StoreReply) -> bytes:
-    """The body of a message.
+    """Return the body of a message.
 
     Raises:
-        TransferError: it is larger than a socket takes. zmq would drop it, and who waits for it would wait for ever.
+        TransferError: it is larger than a socket accepts. zmq would drop it, and its receiver would wait for ever.
     """
     return check_size(_encoder.encode(message), type(message).__name__)
 
 
 def check_size(body: bytes, name: str = "a message") -> bytes:
-    """The body itself, if a socket takes it. Raises TransferError."""
+    """Return the body itself. Raises TransferError if it is larger than a socket accepts."""
     if len(body) > MAX_MESSAGE_BYTES:
         raise TransferError(
             f"{name} has {len(body):,} bytes, and a message takes {MAX_MESSAGE_BYTES:,}: large values go through "
@@ -54,18 +54,18 @@ def check_size(body: bytes, name: str = "a message") -> bytes:
 
 
 class Decoder(Generic[M]):
-    """Frames to messages, for one role; see the instances below."""
+    """Decodes frames to messages, for one role; see the instances below."""
 
     def __init__(self, message_types: Any, *, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._decoder = msgspec.msgpack.Decoder(message_types)
         self._max_bytes = max_bytes
 
     def decode(self, frames: Sequence[bytes]) -> M:
-        """The message in `frames`.
+        """Return the message in `frames`.
 
         Raises:
-            VersionMismatch: the peer speaks another version; the text says which end to upgrade.
-            ProtocolError: these are not the frames of a message that this role hears.
+            VersionMismatch: the peer uses another protocol version; the text says which end to upgrade.
+            ProtocolError: the frames are not a message that this role accepts.
         """
         if not frames or frames[0] != PROTOCOL:
             raise VersionMismatch(describe_version_mismatch(frames[0] if frames else b""))
@@ -84,7 +84,7 @@ class Decoder(Generic[M]):
 
 
 def describe_version_mismatch(first_frame: bytes) -> str:
-    """What to tell someone whose peer's first frame is not our version."""
+    """Return the error message for a peer whose first frame is not our version."""
     ours = PROTOCOL.decode()
     if not first_frame.startswith(b"meshbook/"):
         return f"the peer does not speak Meshbook's protocol ({ours}); is this a Meshbook socket?"
@@ -100,7 +100,7 @@ host_commands: Decoder[messages.HostCommand] = Decoder(messages.HostCommand)
 rank_commands: Decoder[messages.RankCommand] = Decoder(messages.RankCommand)
 rank_reports: Decoder[messages.RankReport] = Decoder(messages.RankReport)
 host_reports: Decoder[messages.HostReport] = Decoder(messages.HostReport)
-# All that is decoded of what a peer says before it has shown the mesh's token, at each of the three kinds of door.
+# The only messages decoded from a peer before it has shown the mesh's token, for each of the three kinds of socket.
 client_hellos: Decoder[messages.Hello] = Decoder(messages.Hello, max_bytes=MAX_HELLO_BYTES)
 host_hellos: Decoder[messages.HostReady] = Decoder(messages.HostReady, max_bytes=MAX_HELLO_BYTES)
 rank_hellos: Decoder[messages.RankReady] = Decoder(messages.RankReady, max_bytes=MAX_HELLO_BYTES)

@@ -1,8 +1,8 @@
-"""What a process said last, readable by another after its death, however it died.
+"""The last output of a process, readable by another process after its death, whatever the cause.
 
 A ring of bytes in anonymous shared memory: the process writes every text there before it does anything else with it;
-the one that made the ring reads it when the process is gone. No locks: the text has one writer at a time, the note has
-another, neither touches what is the other's, and the reader comes after.
+the process that created the ring reads it after the writer has exited. No locks: the text has one writer at a time, the
+note has another, they touch different bytes, and the reader comes afterwards.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ _HEADER_BYTES = _NUM_WRITTEN.size + _NOTE.size
 
 
 class CrashLog:
-    """The ring. `fd` is to be handed to the process that will write."""
+    """The ring. Pass `fd` to the process that writes."""
 
     def __init__(self, fd: int | None = None) -> None:
-        """
+        """Map a ring.
+
         Args:
-            fd: of a ring that another process made; None: make one.
+            fd: of a ring that another process created; None: create one.
         """
         if fd is None:
             fd = _create_memory_file()
@@ -34,7 +35,7 @@ class CrashLog:
         (self._num_written,) = _NUM_WRITTEN.unpack_from(self._map)
 
     def write(self, text: str) -> None:
-        """Add text; about a microsecond."""
+        """Add text; takes about a microsecond."""
         data = text.encode("utf-8", "replace")[-RING_BYTES:]
         start = self._num_written % RING_BYTES
         num_before_end = min(len(data), RING_BYTES - start)
@@ -45,17 +46,17 @@ class CrashLog:
         _NUM_WRITTEN.pack_into(self._map, 0, self._num_written)
 
     def clear(self) -> None:
-        """Forget what was said so far: something new begins."""
+        """Discard the content, because something new begins."""
         self._num_written = 0
         _NUM_WRITTEN.pack_into(self._map, 0, 0)
         _NOTE.pack_into(self._map, _NUM_WRITTEN.size, b"")
 
     def set_note(self, text: str) -> None:
-        """Put one short text, beside the ring, in the place of the one before: what the process was about to do."""
+        """Set the note, one short text beside the ring: what the process is about to do."""
         _NOTE.pack_into(self._map, _NUM_WRITTEN.size, text.encode("utf-8", "replace")[:255])
 
     def read(self) -> str:
-        """The text that is still there, oldest first."""
+        """Return the text still in the ring, oldest first."""
         (num_written,) = _NUM_WRITTEN.unpack_from(self._map)
         ring = self._map[_HEADER_BYTES:]
         if num_written <= RING_BYTES:
@@ -64,7 +65,7 @@ class CrashLog:
         return (ring[start:] + ring[:start]).decode("utf-8", "replace").partition("\n")[2]
 
     def read_note(self) -> str | None:
-        """The last note; None if there was none."""
+        """Return the last note; None if there is none."""
         (note,) = _NOTE.unpack_from(self._map, _NUM_WRITTEN.size)
         return note.decode("utf-8", "replace") or None
 

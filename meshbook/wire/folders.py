@@ -1,14 +1,14 @@
-"""The runtime folder and the folder of each mesh in it: where they are, whose they are, and what may be removed.
+"""The runtime folder and each mesh's folder in it: their location, ownership and removal.
 
-A mesh's folder holds its sockets, its log, its connection file and a marker that says which process made it. Only a
-folder with that marker is ever removed, and only when that process is known to be gone: a user may point
-MESHBOOK_RUNTIME_DIR at a folder full of their own things. A folder appears under its name by a rename, marker and all,
-and leaves the same way, so nobody meets half of one.
+A mesh's folder holds its sockets, its log, its connection file and a marker that names the process that created it.
+Only a folder with that marker is ever removed, and only when that process is known to have exited: a user may point
+MESHBOOK_RUNTIME_DIR at a folder full of their own files. A folder is created and removed by an atomic rename, marker
+included, so no process sees a partial one.
 
-Where it is, and why: systemd-logind removes $XDG_RUNTIME_DIR at the user's last logout, while a mesh is meant to live
-on; so it is in the user's state folder, which stays. A home that other machines share, or one whose path leaves no room
-for a socket's name, is not used: then it is in /tmp. TMPDIR is not asked, because it differs from one session of a
-user's to the next, and a mesh is to be found from each.
+Location: systemd-logind removes $XDG_RUNTIME_DIR at the user's last logout, while a mesh must survive it, so the folder
+is in the user's state folder. If the home is shared with other machines, or its path leaves no room for a socket's
+name, it is in /tmp. TMPDIR is not used, because it differs between sessions of one user, and a mesh must be found from
+each.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from meshbook.errors import MeshInUse, StartError, UsageError
 from meshbook.wire import processes
 from meshbook.wire.processes import ProcessIdentity
 
-# Linux's limit for a socket's path is 108 bytes with its end mark; the longest name we add is "h1234-service.sock".
+# Linux limits a socket's path to 108 bytes with its terminator; the longest name we add is "h1234-service.sock".
 _MAX_SOCKET_PATH = 107
 _LONGEST_SOCKET_NAME = "h1234-service.sock"
 _MAX_SOCKET_FOLDER_BYTES = _MAX_SOCKET_PATH - len("/" + _LONGEST_SOCKET_NAME)
 _MAX_NAME_CHARS = 48
 _NAME_PATTERN = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{_MAX_NAME_CHARS - 1}}}")
 
-_MARKER_NAME = ".meshbook"  # in every folder that is ours; holds the process it belongs to
+_MARKER_NAME = ".meshbook"  # in every folder that is ours; holds the identity of the process that owns it
 
-# File systems that one machine has to itself. Of others, sockets may not work, and meshes of another machine be met.
+# File systems that one machine uses alone. On others, sockets may not work, and meshes of other machines may appear.
 _LOCAL_FILE_SYSTEMS = frozenset({
     "apfs", "bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "overlay", "ramfs", "tmpfs", "xfs", "zfs",
 })  # fmt: skip
@@ -52,13 +52,13 @@ _LOCAL_FILE_SYSTEMS = frozenset({
 
 
 def runtime_folder() -> Path:
-    """The folder that holds all meshes of this user; made when absent.
+    """Return the folder that holds all meshes of this user; create it if absent.
 
     `meshbook` in `MESHBOOK_RUNTIME_DIR`; else `meshbook` in `$XDG_STATE_HOME` or `~/.local/state`, if that is on a
     local disk and short enough; else `/tmp/meshbook-<uid>`.
 
     Raises:
-        StartError: it belongs to somebody else, others may enter it, or it cannot be made.
+        StartError: it belongs to another user, others may enter it, or it cannot be created.
     """
     if chosen := os.environ.get("MESHBOOK_RUNTIME_DIR"):
         folder = Path(chosen).absolute() / "meshbook"
@@ -80,7 +80,7 @@ def _default_folder() -> Path:
     folder = state / "meshbook"
     fits = len(os.fsencode(folder)) + 1 + _MAX_NAME_CHARS <= _MAX_SOCKET_FOLDER_BYTES
     if state.is_absolute() and fits and _is_local(folder):
-        with contextlib.suppress(OSError):  # no home, or one that cannot be written to
+        with contextlib.suppress(OSError):  # no home, or a read-only one
             _make_folder(folder)
             return folder
     return Path("/tmp") / f"meshbook-{os.getuid()}"
@@ -93,11 +93,10 @@ def _make_folder(folder: Path) -> None:
 
 @functools.cache
 def _is_local(folder: Path) -> bool:
-    """Whether this machine has the file system to itself."""
+    """Whether only this machine uses the file system."""
     real = Path(os.path.realpath(folder))
-    file_systems = {
-        mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)
-    }  # the later one is on top
+    # The later mount hides the earlier.
+    file_systems = {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
     mount_point = next((parent for parent in (real, *real.parents) if str(parent) in file_systems), None)
     return mount_point is not None and file_systems[str(mount_point)] in _LOCAL_FILE_SYSTEMS
 
@@ -133,11 +132,11 @@ def check_name(name: str) -> str:
 
 
 def claim_folder(name: str) -> Path:
-    """A new folder for a mesh of this name, marked as this process's. What a dead mesh of the name left is removed.
+    """Create a folder for a mesh of this name, marked as this process's; remove what a dead mesh of that name left.
 
     Raises:
-        MeshInUse: a mesh of that name lives.
-        StartError: the folder cannot be made, is too deep for sockets, or holds what is not Meshbook's.
+        MeshInUse: a mesh of that name is running.
+        StartError: the folder cannot be created, is too deep for sockets, or holds files that are not Meshbook's.
     """
     folder = runtime_folder() / check_name(name)
     length = len(os.fsencode(folder))
@@ -182,10 +181,10 @@ def claim_folder(name: str) -> Path:
 
 
 def write_marker(folder: Path) -> None:
-    """Say that the folder is this process's.
+    """Mark the folder as this process's.
 
     Raises:
-        OSError: that cannot be written; the mark that was there stays.
+        OSError: the marker cannot be written; the previous marker stays.
     """
     write_atomically(folder / _MARKER_NAME, msgspec.json.encode(processes.identify(os.getpid())))
 
@@ -193,8 +192,8 @@ def write_marker(folder: Path) -> None:
 def lock_folder(folder: Path) -> None:
     """Mark a folder as this process's, and lock it for as long as the process lives.
 
-    The lock says that the mesh lives also to those who cannot see its process, as in another container; and
-    systemd-tmpfiles, which clears what is old out of /tmp, leaves a locked folder alone.
+    The lock shows that the mesh is alive to those that cannot see its process, as in another container; and
+    systemd-tmpfiles, which removes old files from /tmp, skips a locked folder.
     """
     write_marker(folder)
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -203,7 +202,7 @@ def lock_folder(folder: Path) -> None:
 
 
 def read_owner(folder: Path) -> ProcessIdentity | None:
-    """The process that a folder belongs to; None: it is not a folder of ours."""
+    """Return the process that owns a folder; None if the folder is not ours."""
     try:
         status = folder.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
@@ -214,7 +213,7 @@ def read_owner(folder: Path) -> ProcessIdentity | None:
 
 
 def is_stale(folder: Path) -> bool:
-    """Whether this is a folder of ours whose process is known to be gone."""
+    """Whether this is a folder of ours whose process is known to have exited."""
     owner = read_owner(folder)
     if owner is None or processes.is_running(owner) or processes.is_on_other_host(owner):
         return False
@@ -235,7 +234,7 @@ def is_stale(folder: Path) -> bool:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a mesh's folder. One that is not ours is left alone."""
+    """Remove a mesh's folder. A folder that is not ours is left alone."""
     with contextlib.suppress(OSError):
         with _exclusive_lock(folder.parent):
             doomed = _rename_aside(folder) if read_owner(folder) is not None else None
@@ -244,7 +243,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def remove_if_stale(folder: Path) -> bool:
-    """Remove what a dead mesh has left; whether there was such a thing."""
+    """Remove the folder of a dead mesh; return whether there was one."""
     if not is_stale(folder):
         return False
     with contextlib.suppress(OSError):
@@ -257,16 +256,16 @@ def remove_if_stale(folder: Path) -> bool:
 
 
 def remove_stale_folders() -> list[str]:
-    """Remove what all dead meshes have left. Returns their names."""
+    """Remove the folders of all dead meshes; return their names."""
     removed = [folder.name for folder in sorted(runtime_folder().iterdir()) if remove_if_stale(folder)]
     return [name for name in removed if not name.startswith(".")]
 
 
 def write_atomically(target: Path, content: bytes) -> None:
-    """Write a file whole or not at all, readable by this user alone.
+    """Write a file atomically, readable by this user only.
 
     Raises:
-        OSError: it cannot be written; what was there stays.
+        OSError: it cannot be written; the previous content stays.
     """
     draft = target.with_name(f"{target.name}.new")
     try:
@@ -281,7 +280,7 @@ def write_atomically(target: Path, content: bytes) -> None:
 
 
 def _rename_aside(folder: Path) -> Path:
-    """Take a folder from its name, so that what is being removed is not met."""
+    """Rename a folder that is about to be removed, so that no process finds it."""
     doomed = folder.with_name(f".old-{secrets.token_hex(4)}")
     folder.rename(doomed)
     return doomed
@@ -289,7 +288,7 @@ def _rename_aside(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def _exclusive_lock(folder: Path) -> Iterator[None]:
-    """While nobody else makes or removes a mesh's folder: between a look and a removal another mesh could be made."""
+    """Lock the runtime folder, so that no mesh is created between the check and the removal of a folder."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):

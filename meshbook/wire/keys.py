@@ -1,8 +1,8 @@
-"""Where a mesh is found and who may speak to it: connection files, tokens, CURVE keys.
+"""Find a mesh and authenticate to it: connection files, tokens, CURVE keys.
 
-Each mesh has a folder of its own, mode 0700, named after it, inside the runtime folder (`folders`). It holds the mesh's
-sockets, its log and `mesh.json` (mode 0600: address, token, keys), as Jupyter's connection files do. Who can read that
-file may run code on the mesh; nobody else gets anything run or unpickled.
+Each mesh has a folder of its own, mode 0700, with the mesh's name, inside the runtime folder (`folders`). It holds the
+mesh's sockets, its log and `mesh.json` (mode 0600: address, token, keys), as Jupyter's connection files do. A process
+that can read that file may run code on the mesh; no other process can have anything run or unpickled.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from meshbook.wire.processes import ProcessIdentity
 
 
 class ConnectionInfo(Struct, frozen=True):
-    """What `mesh.json` says."""
+    """The content of `mesh.json`."""
 
     name: str
     address: str  # ipc://… or tcp://…
@@ -38,11 +38,11 @@ class ConnectionInfo(Struct, frozen=True):
     protocol: str
     owner: str | None = None  # the notebook or script that started it: a restarted kernel finds its mesh by this
     server_key: str | None = None  # CURVE, for tcp
-    has_ranks: bool = False  # False: a supervisor that warms up, and is nobody's mesh yet
+    has_ranks: bool = False  # False: a standby supervisor that warms up and has no mesh yet
 
     @property
     def pid(self) -> int:
-        """The supervisor's, on its host."""
+        """The supervisor's pid, on its host."""
         return self.process.pid
 
     @property
@@ -56,7 +56,7 @@ def new_token() -> str:
 
 
 def write_connection_file(folder: Path, connection: ConnectionInfo) -> None:
-    """Write `mesh.json`, whole or not at all, readable by this user alone.
+    """Write `mesh.json` atomically, readable by this user only.
 
     Raises:
         StartError: it cannot be written, for example because the disk is full.
@@ -72,7 +72,7 @@ def write_connection_file(folder: Path, connection: ConnectionInfo) -> None:
 
 
 def remove_stale_mesh(connection: ConnectionInfo) -> None:
-    """Remove what this mesh left, if it is dead and nobody has taken its name since."""
+    """Remove the folder of this mesh, if the mesh is dead and no other has taken its name since."""
     folder = runtime_folder() / connection.name
     found = read_connection_file(folder)
     if found is not None and found.token == connection.token:
@@ -80,7 +80,7 @@ def remove_stale_mesh(connection: ConnectionInfo) -> None:
 
 
 def read_connection_file(folder: Path) -> ConnectionInfo | None:
-    """What `mesh.json` in this folder says; None when there is none or it is not ours to read."""
+    """Return the content of `mesh.json` in this folder; None if there is none or it is not ours to read."""
     try:
         return msgspec.json.decode((folder / "mesh.json").read_bytes(), type=ConnectionInfo)
     except (OSError, msgspec.MsgspecError):
@@ -88,7 +88,7 @@ def read_connection_file(folder: Path) -> ConnectionInfo | None:
 
 
 def list_connections() -> list[ConnectionInfo]:
-    """Every mesh of this user that lives on this machine, oldest first. What dead ones left is removed."""
+    """Return every mesh of this user that runs on this machine, oldest first; remove the folders of dead ones."""
     remove_stale_folders()
     found = [read_connection_file(folder) for folder in runtime_folder().iterdir()]
     living = [connection for connection in found if connection is not None and connection.is_alive]
@@ -96,10 +96,10 @@ def list_connections() -> list[ConnectionInfo]:
 
 
 def find_connection(name: str | None) -> ConnectionInfo:
-    """The mesh of that name; with None, the only one there is.
+    """Return the mesh of that name; with None, the only one that runs.
 
     Raises:
-        NotAttached: none is running, or its supervisor is gone (what it left is removed).
+        NotAttached: none is running, or its supervisor has exited (its folder is removed).
         MeshNameError: no such name, or several meshes and no name; the message lists them.
     """
     if name is not None:
@@ -117,7 +117,7 @@ def find_connection(name: str | None) -> ConnectionInfo:
                 f"What it left was removed; start a new one with %mesh start --name {name}"
             )
     running = list_connections()
-    if name is None:  # a kernel's spare supervisor is no mesh that anybody could mean
+    if name is None:  # a kernel's standby supervisor is not a mesh to attach to
         running = [connection for connection in running if connection.has_ranks]
     matching = [connection for connection in running if name in (None, connection.name)]
     if len(matching) == 1:
@@ -131,11 +131,11 @@ def find_connection(name: str | None) -> ConnectionInfo:
 
 
 def new_curve_keys() -> tuple[bytes, bytes]:
-    """A new CURVE pair: public, secret.
+    """Return a new CURVE key pair: public, secret.
 
-    No ZAP handler checks clients' keys, and none is needed: a client cannot say a word to a CURVE server without that
-    server's public key, which stands in `mesh.json` alone, mode 0600; and then it must show the token, from the same
-    file. A client's own key proves nothing more, so it makes a new one for each connection.
+    No ZAP handler checks clients' keys, and none is needed: a client can send nothing to a CURVE server without that
+    server's public key, which is only in `mesh.json`, mode 0600; it must then also show the token from the same file. A
+    client's own key proves nothing more, so it creates a new one for each connection.
 
     Raises:
         StartError: this zmq was built without CURVE.
@@ -146,8 +146,10 @@ def new_curve_keys() -> tuple[bytes, bytes]:
 
 
 def configure_socket(socket: zmq.Socket[bytes], *, max_message_bytes: int) -> None:
-    """Options that every socket of ours has: nothing lingers, oversized messages are refused, high-water marks off
-    (bounds are kept by counting, not by silently dropping)."""
+    """Set the options of all our sockets: no linger, oversized messages refused, no high-water marks.
+
+    Bounds are enforced by counting, not by silently dropping messages.
+    """
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
     socket.setsockopt(zmq.SNDHWM, 0)

@@ -1,4 +1,4 @@
-"""The one loop that waits: zmq sockets, file descriptors and timers, on one thread.
+"""The event loop: zmq sockets, file descriptors and timers, on one thread.
 
 asyncio would do the same; on a round trip to four ranks its selector and callbacks around a zmq socket cost more than
 all of our own work (benchmarks/message_round_trip.py), so the hot path polls zmq itself.
@@ -21,16 +21,16 @@ from meshbook.clock import Clock, SystemClock
 
 log = logging.getLogger("meshbook.loop")
 
-# Messages taken from one socket before the others get their turn.
+# Messages read from one socket before the others get their turn.
 _MAX_MESSAGES_PER_TURN = 64
 
-# Failures in a row after which a descriptor is let go: it stays readable as long as nobody reads it, and the loop would
-# do nothing else. A descriptor that user code has closed is let go at its first failure.
+# Consecutive failures after which a descriptor is unwatched: it stays readable until it is read, and the loop would do
+# nothing else. A descriptor that user code has closed is unwatched at its first failure.
 _MAX_FD_FAILURES = 10
 
 
 class Timer:
-    """A call in the future; `cancel()` undoes it."""
+    """A scheduled call; `cancel()` cancels it."""
 
     __slots__ = ("callback", "deadline")
 
@@ -43,10 +43,10 @@ class Timer:
 
 
 class Loop:
-    """Waits and calls back, until `stop()`. A callback that raises ends nothing: `on_error` hears of it, or the log.
+    """Waits and calls back, until `stop()`. An exception in a callback does not end it: `on_error` gets it, or the log.
 
-    KeyboardInterrupt and SystemExit end the loop of the main thread; on any other thread they are errors like others,
-    for there they end nothing but the thread, and nobody is told.
+    KeyboardInterrupt and SystemExit end the loop on the main thread; on any other thread they are handled like other
+    errors, because there they would end only the thread, silently.
     """
 
     def __init__(self, clock: Clock | None = None, *, on_error: Callable[[BaseException], None] | None = None) -> None:
@@ -107,7 +107,7 @@ class Loop:
             self.run_once()
 
     def run_once(self, max_wait_s: float | None = None) -> None:
-        """Wait for the next thing to happen, at most `max_wait_s` seconds, and handle all that did."""
+        """Wait at most `max_wait_s` seconds for the next events, and handle them all."""
         for source, _ in self._poller.poll(self._poll_timeout_ms(max_wait_s)):
             handler = self._handlers.get(source)
             if handler is not None:

@@ -1,21 +1,21 @@
-"""Python objects as `Payload`s, and back.
+"""Pickle Python objects into `Payload`s, and unpickle them.
 
-cloudpickle, protocol 5: functions and classes of a notebook travel by value, large buffers beside the pickle, in
-shared memory where there is a pool. Tensors are buffers too, whatever their dtype and strides, and those that share a
-storage share it again on the other side. Knows nothing of sockets, ranks or names; torch is touched only where the
-sender has imported it, or where a tensor arrives.
+Uses cloudpickle with protocol 5: functions and classes of a notebook travel by value, large buffers out of band, in
+shared memory where there is a pool. Tensors are buffers too, whatever their dtype and strides; tensors that share a
+storage share it again on the receiving side. This module knows nothing of sockets, ranks or names; it uses torch only
+if the sender has imported it or a tensor arrives.
 
-What changes on the way:
+What changes in transit:
 
-- a tensor of another device arrives as a copy on the CPU (the receiver may have no such device, or another one);
-- a tensor that autograd computed arrives as a leaf with the same `requires_grad`, without its history and `.grad`;
-- of a view only the part of the storage that it spans, with other views in the same value, is sent;
-- a DTensor that is whole on every rank arrives as a plain tensor; one that is sharded is refused;
-- whatever `persistent` has a key for arrives as what `resolve` makes of the key.
+- a tensor on another device arrives as a CPU copy (the receiver may have no such device, or a different one);
+- a tensor computed by autograd arrives as a leaf with the same `requires_grad`, without history and `.grad`;
+- of a view, only the part of the storage that it spans, together with other views in the same value, is sent;
+- a DTensor that is replicated on every rank arrives as a plain tensor; a sharded one is refused;
+- an object for which `persistent` returns a key arrives as what `resolve` returns for that key.
 
-The pickled stream is two pickles, one after the other: the table of tensors (None if there are none), which is known
-only at the end of pickling but needed at the start of unpickling, and the object. Large bytes, bytearrays and strings
-in it are cut out of it, wherever in the object they are, and read where they lie: one copy here and one there.
+The stream is two consecutive pickles: the table of tensors (None if there are none), which is complete only at the end
+of pickling but needed at the start of unpickling, and the object. Large bytes, bytearrays and strings, at any depth,
+are cut out of the stream and read in place: one copy on each side.
 """
 
 from __future__ import annotations
@@ -46,13 +46,15 @@ if TYPE_CHECKING:
     from torch.storage import UntypedStorage
 
 INLINE_THRESHOLD = 64 << 10  # bytes; below it a copy into the message is cheaper than opening and releasing a segment
-STREAM_THRESHOLD = 1 << 20  # of the pickle itself (a list of a million ints): one copy instead of one per rank and hop
-OUT_OF_BAND_BYTES = 128 << 10  # of a piece that pickle writes: those are bytes or text, for its own frames are shorter
-SEARCH_BUDGET_S = 1.0  # how long the search for what cannot be pickled may take; then it names what it has come to
+# bytes of the pickle itself (a list of a million ints); above it, one shared copy instead of one per rank and hop
+STREAM_THRESHOLD = 1 << 20
+# bytes of one piece that pickle writes; its own frames are shorter, so such pieces are bytes or text
+OUT_OF_BAND_BYTES = 128 << 10
+SEARCH_BUDGET_S = 1.0  # time limit of the search for the unpicklable part; then the error names the part reached so far
 MAX_SEARCH_DEPTH = 32
 
-PersistentKey = Callable[[object], "str | None"]  # the key of an object that the other side has, else None
-ResolveKey = Callable[[str], object]  # that object
+PersistentKey = Callable[[object], "str | None"]  # returns the key of an object that the other side has, else None
+ResolveKey = Callable[[str], object]  # returns the object of a key
 
 
 def dump(
@@ -64,17 +66,17 @@ def dump(
     persistent: PersistentKey | None = None,
     name: str | Sequence[str] = "value",
 ) -> Payload:
-    """`obj`, pickled. Waits for the copy into shared memory.
+    """Pickle `obj`. Blocks while buffers are copied into shared memory.
 
     Args:
-        pool: where buffers of at least `inline_threshold` bytes go; None sends them in the message.
-        readers: as `SegmentPool.write` has it.
-        persistent: asked about every object but plain containers, numbers and strings.
-        name: what an error calls the object; one name for each element if the object is a tuple of things sent.
+        pool: receives the buffers of at least `inline_threshold` bytes; None sends them in the message.
+        readers: see `SegmentPool.write`.
+        persistent: called for every object except plain containers, numbers and strings.
+        name: what an error calls the object; if the object is a tuple of values, one name per element.
 
     Raises:
-        TransferError: it cannot be pickled, naming the part that is to blame; or there is no memory to share it.
-            No segment is kept.
+        TransferError: the object cannot be pickled (the message names the part at fault), or shared memory cannot be
+            allocated. No segment is retained.
     """
     writer = _PickleWriter(out_of_band_bytes=None if pool is None else OUT_OF_BAND_BYTES)
     out_of_band: list[pickle.PickleBuffer] = []
@@ -112,7 +114,10 @@ def dump(
 
 
 def _check_inline_size(buffers: Sequence[SharedBuffer | InlineBuffer]) -> tuple[SharedBuffer | InlineBuffer, ...]:
-    """Raises TransferError: shared memory could not be had, and a message cannot take what rides in it instead."""
+    """Return `buffers` as a tuple, or raise TransferError if the inline ones exceed the size of a message.
+
+    Inline buffers occur here only where shared memory could not be allocated.
+    """
     inline = sum(len(buffer.data) for buffer in buffers if isinstance(buffer, InlineBuffer))
     if inline > MAX_MESSAGE_BYTES:
         raise TransferError(
@@ -124,12 +129,13 @@ def _check_inline_size(buffers: Sequence[SharedBuffer | InlineBuffer]) -> tuple[
 
 
 def dump_small(obj: object, limit: int, *, persistent: PersistentKey | None = None) -> Payload | None:
-    """`obj` in at most `limit` bytes without separate buffers, or None: it would take more.
+    """Pickle `obj` into at most `limit` bytes without separate buffers; return None if it needs more.
 
-    Ends as soon as that is known. Asked of every cell's value, so a failure is told without a search for its place.
+    Stops as soon as the limit is exceeded. It runs on every cell's value, so an error does not search for the part at
+    fault.
 
     Raises:
-        TransferError: it cannot be pickled.
+        TransferError: the object cannot be pickled.
     """
     writer = _PickleWriter(limit)
     pickler = _Pickler(writer, lambda buffer: writer.check_limit(buffer.raw().nbytes), persistent, limit=limit)
@@ -147,7 +153,7 @@ def dump_small(obj: object, limit: int, *, persistent: PersistentKey | None = No
 
 
 def _disable_torch_modes() -> contextlib.AbstractContextManager[object]:
-    """What a mode of torch makes of new tensors (`with mesh.activate()`, say) is not meant for those that arrive."""
+    """Disable active torch modes (such as `with mesh.activate()`), which must not apply to tensors that arrive."""
     torch = sys.modules.get("torch")
     if torch is None or not torch._C._len_torch_dispatch_stack():
         return contextlib.nullcontext()
@@ -157,15 +163,15 @@ def _disable_torch_modes() -> contextlib.AbstractContextManager[object]:
 
 
 def load(payload: Payload, *, reader: SegmentReader | None = None, resolve: ResolveKey | None = None) -> Any:
-    """The object of a payload.
+    """Return the object of a payload.
 
-    Large arrays and tensors in it are private views of shared memory: writable, copied page by page when written to,
-    and released to `reader` when the last of them is gone. A payload in shared memory can be loaded once per reader
-    that its sender counted.
+    Large arrays and tensors in it are private views of shared memory: writable, copied page by page on write, and
+    released to `reader` when the last of them is freed. A payload in shared memory can be loaded once per reader
+    counted by its sender.
 
     Raises:
-        TransferError: the owner of the memory is gone; something cannot be imported here; a handle is not known
-            here; or the payload is damaged.
+        TransferError: the process that owns the memory has exited, an import fails here, a handle is unknown here, or
+            the payload is damaged.
     """
     if reader is None and not all(isinstance(buffer, InlineBuffer) for buffer in payload.buffers):
         raise TransferError("this value is in another process's memory, which cannot be read here")
@@ -187,7 +193,7 @@ def load(payload: Payload, *, reader: SegmentReader | None = None, resolve: Reso
             f"look at its __setstate__ and __init__, or send plain data"
         ) from error
     finally:
-        views.clear()  # a traceback keeps this frame, and must not keep the memory
+        views.clear()  # a traceback retains this frame, and must not retain the memory
         if stream is not None:
             stream.close()
 
@@ -197,18 +203,18 @@ def load(payload: Payload, *, reader: SegmentReader | None = None, resolve: Reso
 
 
 class _LimitExceeded(Exception):
-    """More than the limit: no error, an answer."""
+    """The pickle exceeds the limit. An expected result, not an error."""
 
 
 class _NotSendable(Exception):
-    """An object that could be pickled and must not be. Becomes a `TransferError`, with the place."""
+    """An object that could be pickled but must not be sent. Becomes a `TransferError` that names its position."""
 
 
 class _PickleWriter:
-    """Where a pickler writes. Keeps the pieces: nothing is copied until `joined`.
+    """The file that a pickler writes to. Stores the pieces without copying them until `join`.
 
     Attributes:
-        apart: large pieces, each with where in all the others it belongs.
+        out_of_band: large pieces, each with its offset in the concatenation of all the others.
     """
 
     def __init__(self, limit: int | None = None, *, out_of_band_bytes: int | None = None) -> None:
@@ -223,14 +229,14 @@ class _PickleWriter:
             return len(piece)
         self._nbytes += len(piece)
         self.check_limit(0)
-        self._pieces.append(bytes(piece))  # bytes are not copied by this
+        self._pieces.append(bytes(piece))  # does not copy bytes
         return len(piece)
 
     def check_limit(self, nbytes: int) -> bool:
-        """True: so many more bytes are welcome.
+        """Return True if `nbytes` more bytes fit into the limit.
 
         Raises:
-            _TooLarge: they are not.
+            _LimitExceeded: they do not.
         """
         if self._limit is not None and self._nbytes + nbytes > self._limit:
             raise _LimitExceeded
@@ -241,7 +247,7 @@ class _PickleWriter:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """cloudpickle's, with tensors in a table and the other side's objects as keys."""
+    """cloudpickle's pickler, with tensors in a table and objects of the other side as keys."""
 
     def __init__(
         self,
@@ -262,19 +268,19 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         self.tensors = _TensorTableWriter()
 
     def reducer_override(self, obj: Any) -> Any:
-        """Called by pickle for everything but plain containers, numbers and strings."""
+        """Reduce `obj`. pickle calls this for everything except plain containers, numbers and strings."""
         if self._persistent is not None and (key := self._persistent(obj)) is not None:
             return _resolve, (key,)
         if isinstance(obj, self._tensor_type):
             return self._reduce_tensor(obj)
-        if isinstance(obj, self._storage_type):  # as a tensor, to be shared with the tensors that use it
+        if isinstance(obj, self._storage_type):  # as a tensor, so that it stays shared with the tensors that use it
             return _untyped_storage, (self._storage_as_tensor(obj),)
         if isinstance(obj, self._typed_storage_type):
             return _typed_storage, (self._storage_as_tensor(obj._untyped_storage), obj.dtype)
         if type(obj) is self._array_type and not obj.dtype.hasobject:
             if self._limit is not None and obj.nbytes > self._limit:
                 raise _LimitExceeded
-            if not obj.flags.forc:  # numpy would put it into the pickle itself
+            if not obj.flags.forc:  # numpy would write it into the pickle itself
                 return obj.copy().__reduce_ex__(5)
         return super().reducer_override(obj)
 
@@ -293,12 +299,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             or tensor.layout is not torch.strided
             or tensor.device.type == "meta"
             or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized
-            or any(getattr(tensor, "names", ()))  # gone since torch 2.13
+            or any(getattr(tensor, "names", ()))  # removed in torch 2.13
         ):  # fmt: skip
-            return NotImplemented  # torch's own way, whose storages come by here again
+            return NotImplemented  # torch's own reduction, whose storages reach `reducer_override` again
         try:
             index = self.tensors.add(tensor, is_parameter)
-        except NotImplementedError:  # no storage: a tensor in the middle of torch.func, which knows what to say
+        except NotImplementedError:  # no storage: a tensor inside torch.func, which raises its own error
             return NotImplemented
         attributes = getattr(tensor, "__dict__", None)
         if attributes:
@@ -307,11 +313,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
 
 def _unwrap_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or, where torch distributed has wrapped one that is whole on this rank, that one; zeros where
-    autograd has made some that have no memory.
+    """Return the plain tensor of `tensor`.
+
+    That is the tensor itself; the local tensor of a torch.distributed wrapper that is replicated on this rank; or zeros
+    for a zero tensor of autograd, which has no memory.
 
     Raises:
-        _Refused: no rank has all of it.
+        _NotSendable: no rank has the complete tensor.
     """
     wrapper = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     if wrapper is not None and isinstance(tensor, wrapper):
@@ -339,14 +347,14 @@ class _TensorView:
 
     dtype: str
     itemsize: int
-    offset: int  # in items, from the start of what is sent
+    offset: int  # in items, from the start of the sent bytes
     size: tuple[int, ...]
     stride: tuple[int, ...]
     requires_grad: bool
     is_parameter: bool
 
     def byte_range(self) -> tuple[int, int]:
-        """First byte, and the one after the last."""
+        """Return the first byte and the one after the last."""
         if 0 in self.size:
             return 0, 0
         last = sum((length - 1) * step for length, step in zip(self.size, self.stride, strict=True))
@@ -361,22 +369,22 @@ class _TensorView:
 
 @dataclass
 class _Storage:
-    """A storage, and the tensors of this pickle that look at it."""
+    """A storage and the tensors of this pickle that view it."""
 
     index: int
-    storage: UntypedStorage  # kept, so that its address stays its own
+    storage: UntypedStorage  # retained, so that its address is not reused
     sample: torch.Tensor  # one of the tensors
     views: list[_TensorView] = field(default_factory=list)
 
     def byte_range(self) -> tuple[int, int]:
-        """The bytes that all views together span. Starts where any item can be aligned."""
+        """Return the byte range that all views together span, aligned down to 64 bytes for any item size."""
         spans = [view.byte_range() for view in self.views if 0 not in view.size]
         if not spans:
             return 0, 0
         return min(start for start, _ in spans) // 64 * 64, max(stop for _, stop in spans)
 
     def is_sparse(self) -> bool:
-        """A lone view, say a column of a matrix, that leaves out more than it shows."""
+        """Whether the only view, such as a column of a matrix, leaves out more bytes than it covers."""
         start, stop = self.byte_range()
         return len(self.views) == 1 and 2 * self.views[0].nbytes() < stop - start
 
@@ -385,9 +393,9 @@ class _Storage:
         return self.views[0].nbytes() if self.is_sparse() else stop - start
 
     def extract_bytes(self) -> memoryview:
-        """The bytes to send; moves the views to where their items are in them.
+        """Return the bytes to send, and rebase the views' offsets onto them.
 
-        On the CPU this is the storage's own memory, to be copied by whoever keeps it; of another device, a copy.
+        On the CPU this is the storage's own memory, which the caller must copy to keep; on another device, a copy.
         """
         torch = sys.modules["torch"]
         if self.is_sparse():
@@ -400,13 +408,12 @@ class _Storage:
         flat = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
         import numpy
 
-        # On the CPU, all of these are that memory itself. Not by `.numpy()`: after that the user's storage could not be
-        # resized.
+        # On the CPU, all of these are that memory itself. `.numpy()` would make the user's storage non-resizable.
         return numpy.from_dlpack(flat[start:stop].cpu()).data
 
 
 class _TensorTableWriter:
-    """The tensors of a pickle. What is sent of a storage is decided when all that look at it are known."""
+    """The tensors of a pickle. Which part of a storage is sent is decided when all its views are known."""
 
     def __init__(self) -> None:
         self._storages: dict[tuple[str, int, int], _Storage] = {}
@@ -416,7 +423,7 @@ class _TensorTableWriter:
         return bool(self._views)
 
     def add(self, tensor: torch.Tensor, is_parameter: bool) -> int:
-        """Its place in the table."""
+        """Add a tensor; return its index in the table."""
         storage = tensor.untyped_storage()
         view = _TensorView(
             str(tensor.dtype).removeprefix("torch."), tensor.element_size(), int(tensor.storage_offset()),
@@ -427,7 +434,7 @@ class _TensorTableWriter:
                 f"a tensor of shape {view.size} whose storage holds {storage.nbytes()} bytes has been freed (as FSDP "
                 f"frees unsharded parameters); gather it first"
             )
-        # By address: two storages over one memory, as torch.from_numpy makes them, are one.
+        # By address: two storages over the same memory, as torch.from_numpy makes them, count as one.
         key = (str(storage.device), storage.data_ptr() or -len(self._views), storage.nbytes())
         entry = self._storages.setdefault(key, _Storage(len(self._storages), storage, tensor))
         entry.views.append(view)
@@ -438,7 +445,7 @@ class _TensorTableWriter:
         return sum(storage.nbytes() for storage in self._storages.values())
 
     def extract_storages(self) -> list[memoryview]:
-        """The bytes of each storage, in the order of their indices."""
+        """Return the bytes of each storage, in the order of their indices."""
         return [storage.extract_bytes() for storage in self._storages.values()]
 
     def rows(self) -> list[tuple[Any, ...]]:
@@ -449,7 +456,7 @@ class _TensorTableWriter:
 
 
 def _dump_tensor_table(pickler: _Pickler, storages: Sequence[int | bytes]) -> bytes:
-    """The first of the stream's two pickles. A storage is the index of its buffer, or its bytes."""
+    """Return the first of the stream's two pickles. A storage is the index of its buffer, or its bytes."""
     if not pickler.tensors:
         return pickle.dumps(None, 0)  # two bytes
     return pickle.dumps((list(storages), pickler.tensors.rows()), 5)
@@ -460,14 +467,15 @@ def _dump_tensor_table(pickler: _Pickler, storages: Sequence[int | bytes]) -> by
 
 
 class _SplicedStream:
-    """A pickled stream some of whose pieces lie elsewhere, as the file that an unpickler reads."""
+    """A file for the unpickler over a pickled stream with out-of-band pieces."""
 
     def __init__(self, chunks: Iterable[memoryview]) -> None:
         self._chunks = deque(chunk for chunk in chunks if chunk.nbytes)
 
     @classmethod
     def from_payload(cls, payload: Payload, views: list[memoryview]) -> _SplicedStream:
-        """
+        """Return the stream of a payload.
+
         Raises:
             IndexError, ValueError: the payload is damaged.
         """
@@ -482,7 +490,7 @@ class _SplicedStream:
         return cls([*chunks, stream[done:]])
 
     def readinto(self, target: memoryview) -> int:
-        """Bytes, bytearrays: the unpickler has made room for all of it, which nobody has touched yet."""
+        """Fill `target`, the unpickler's newly allocated, untouched bytes or bytearray; return the number of bytes."""
         done = 0
         while done < target.nbytes and self._chunks:
             chunk = self._next_chunk(target.nbytes - done)
@@ -516,7 +524,7 @@ class _SplicedStream:
 
 
 class _TensorTableReader:
-    """The table of tensors on the receiving side. Tensors are made when the pickle asks for them."""
+    """The table of tensors on the receiving side. Creates each tensor when the pickle refers to it."""
 
     def __init__(
         self, table: tuple[list[int | bytes], list[tuple[Any, ...]]] | None, views: Sequence[memoryview]
@@ -531,8 +539,8 @@ class _TensorTableReader:
             raise TransferError(_cannot_import_message("torch", error)) from error
         storages, self._table = table
         for storage in storages:
-            flat = torch.empty(0, dtype=torch.uint8, device="cpu")  # whatever torch.set_default_device says
-            if isinstance(storage, int):  # stays where it is
+            flat = torch.empty(0, dtype=torch.uint8, device="cpu")  # independent of torch.set_default_device
+            if isinstance(storage, int):  # stays in the shared memory
                 flat = torch.frombuffer(views[storage], dtype=torch.uint8)
             elif storage:  # torch's own memory: aligned, resizable
                 flat = torch.frombuffer(bytearray(storage), dtype=torch.uint8).clone()
@@ -550,7 +558,7 @@ class _TensorTableReader:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the tensors of this stream, what the receiver resolves keys to, and whom to blame for an import."""
+    """Unpickles with this stream's tensors and the receiver's `resolve`; import errors name the missing module."""
 
     def __init__(
         self,
@@ -590,7 +598,7 @@ def _cannot_import_message(module: str, error: ImportError) -> str:
     )
 
 
-# What a pickle names to rebuild an object. The first two are replaced by `_Unpickler.find_class`.
+# The functions that a pickle names to rebuild an object. `_Unpickler.find_class` replaces the first two.
 
 
 def _tensor(index: int) -> Any:
@@ -602,10 +610,13 @@ def _resolve(key: str) -> object:
 
 
 def _sparse_tensor(layout: Any, data: Any) -> Any:
-    """torch's own, which keeps every tensor that it makes until torch.load has checked it: elsewhere, for ever."""
+    """Call torch's own function, then clear its list of tensors to validate.
+
+    torch retains each tensor made there until torch.load validates it; outside torch.load that is never.
+    """
     import torch._utils as torch_utils
 
-    utils: Any = torch_utils  # it has no types
+    utils: Any = torch_utils  # torch._utils is untyped
     tensor = utils._rebuild_sparse_tensor(layout, data)
     utils._validate_loaded_sparse_tensors()
     return tensor
@@ -626,18 +637,18 @@ def _untyped_storage(flat: torch.Tensor) -> UntypedStorage:
 def _typed_storage(flat: torch.Tensor, dtype: torch.dtype) -> Any:
     import torch
 
-    storage: Any = torch.TypedStorage  # it has no types
+    storage: Any = torch.TypedStorage  # TypedStorage is untyped
     return storage(wrap_storage=flat.untyped_storage(), dtype=dtype, _internal=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Whose fault it is
+# Which part cannot be pickled
 
 
 def _describe_unpicklable(
     obj: object, name: str | Sequence[str], persistent: PersistentKey | None, error: Exception
 ) -> str:
-    """The sentence for an object that cannot be pickled."""
+    """Return the error message for an object that cannot be pickled."""
     path = name if isinstance(name, str) else "value"
     if isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError):
         return f"`{path}` is nested too deeply to be pickled; send it in a flatter form, or raise sys.setrecursionlimit"
@@ -653,23 +664,23 @@ def _describe_unpicklable(
 
 
 class _CulpritSearch:
-    """From an object that cannot be pickled down to the part that is to blame, by trying the parts one by one.
+    """Searches an object that cannot be pickled for the part at fault, by pickling its parts one by one.
 
-    Objects on the way down, and those found to be fine, count as pickled: a part is not blamed for pointing back to
-    its owner, and nothing is pickled again and again.
+    Objects on the path, and those that pickled without an error, count as pickled: a part is not blamed for a reference
+    to its owner, and nothing is pickled twice.
     """
 
     def __init__(self, persistent: PersistentKey | None, error: Exception) -> None:
         self._persistent = persistent
         self._deadline = monotonic() + SEARCH_BUDGET_S
-        self._visited: dict[int, object] = {}  # by id; kept, so that the ids stay theirs
+        self._visited: dict[int, object] = {}  # by id; retained, so that the ids are not reused
         self.path = ""
         self.culprit: object = None
         self.owner: object = None
         self.error = error
 
     def descend(self, path: str, obj: object) -> None:
-        """Blame `obj`, or the part of it that is to blame."""
+        """Set `culprit` to `obj`, or to the part of it that is at fault."""
         self.path, self.culprit = path, obj
         for _ in range(MAX_SEARCH_DEPTH):
             self._visited[id(self.culprit)] = self.culprit
@@ -681,7 +692,7 @@ class _CulpritSearch:
             self.descend(self.path, self.culprit)
 
     def _descend_once(self, parts: Iterator[tuple[str, object]]) -> bool:
-        """Go to the first part that cannot be pickled. False: there is none, or no time to find it."""
+        """Descend to the first part that cannot be pickled; return False if there is none or time runs out."""
         owner = self.culprit
         try:
             for path, part in parts:
@@ -692,7 +703,8 @@ class _CulpritSearch:
                     self.path, self.culprit, self.owner, self.error = path, part, owner, error
                     return True
                 self._visited[id(part)] = part
-        except Exception:  # user code that fails while it tells its parts (__reduce__, a key's __repr__): that is it
+        # user code failed while listing its parts (__reduce__, a key's __repr__): `owner` itself is the culprit
+        except Exception:
             return False
         return False
 
@@ -708,11 +720,11 @@ class _CulpritSearch:
 
 
 class _OutOfTime(Exception):
-    """The search takes too long: no error, an answer."""
+    """The search exceeds its time limit. An expected result, not an error."""
 
 
 class _TrialPickler(_Pickler):
-    """Pickles into nothing, and takes settled objects for pickled."""
+    """Pickles and discards the output; visited objects count as pickled."""
 
     def __init__(self, persistent: PersistentKey | None, visited: dict[int, object], deadline: float) -> None:
         super().__init__(self, lambda buffer: False, persistent)
@@ -729,7 +741,7 @@ class _TrialPickler(_Pickler):
 
 
 def _iter_parts(path: str, obj: object) -> Iterator[tuple[str, object]]:
-    """What an object's pickle is made of, each with what a person would call it."""
+    """Yield the parts of an object's pickle, each with a readable path."""
     if type(obj) is dict:
         yield from ((f"{path}[{_short_repr(key)}]", part) for key, part in cast("dict[object, object]", obj).items())
         yield from ((f"key {_short_repr(key)} of {path}", key) for key in obj)
@@ -773,7 +785,7 @@ def _iter_function_parts(path: str, function: types.FunctionType) -> Iterator[tu
 
 
 def _global_names(code: types.CodeType) -> list[str]:
-    """Global names that the code, or a function inside it, uses: those that cloudpickle sends along."""
+    """Return the global names that the code, or a function inside it, uses: those that cloudpickle sends along."""
     names = {str(step.argval): None for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -809,7 +821,7 @@ def _suggest_fix(search: _CulpritSearch) -> str:
     return "leave it out, or make it where it is needed"
 
 
-# By the start of a type's name, without importing what it comes from.
+# By prefix of a type's name, so that nothing has to be imported.
 _SUGGESTED_FIXES = {
     "generator": "send list(...) of it, or make it where it is needed",
     "coroutine": "await it, and send what it gives",

@@ -1,7 +1,7 @@
-"""Which process is meant, also after its pid has been given to another one, the clock was set, or the machine rebooted.
+"""Identify a process even after its pid was reused, the clock was set, or the machine rebooted.
 
-A process is known by its pid, the kernel's tick count when it started, and the boot that the count belongs to. No wall
-clock is compared: psutil's `create_time` moves with every step of it.
+A process is identified by its pid, the kernel's tick count when it started, and the boot that the count belongs to.
+Wall clocks are not compared: psutil's `create_time` moves with every step of the clock.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class ProcessIdentity(Struct, frozen=True):
 
 
 def identify(pid: int) -> ProcessIdentity:
-    """The process that has this pid now. One that is gone gets ticks that no process has."""
+    """Return the identity of the process that has this pid now. If there is none, its ticks match no process."""
     _, ticks = _read_state_and_start(pid) or ("", -1)
     return ProcessIdentity(pid, ticks, boot_id(), socket.gethostname())
 
 
 def is_running(process: ProcessIdentity) -> bool:
-    """Whether that very process lives here, not a later one with its pid."""
+    """Whether exactly this process runs here, not a later one with its pid."""
     if process.boot_id != boot_id():
         return False
     found = _read_state_and_start(process.pid)
@@ -39,7 +39,7 @@ def is_running(process: ProcessIdentity) -> bool:
 
 
 def is_on_other_host(process: ProcessIdentity) -> bool:
-    """Whether it belongs to another machine, so that nothing can be said of it here."""
+    """Whether the process belongs to another machine, so that its state is unknown here."""
     return process.boot_id != boot_id() and process.host != socket.gethostname()
 
 
@@ -52,14 +52,14 @@ def boot_id() -> str:
 
 
 def _read_state_and_start(pid: int) -> tuple[str, int] | None:
-    """A process's state letter and the ticks at its start; None when there is none of that pid."""
+    """Return a process's state letter and its ticks at start; None if no process has this pid."""
     if os.path.exists("/proc/self/stat"):
         try:
             fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
         except OSError:
             return None
         return fields[0].decode(), int(fields[19])
-    try:  # without /proc: seconds, and as exact as the system is
+    try:  # without /proc: in seconds, with the system's precision
         process = psutil.Process(pid)
         return "Z" if process.status() == psutil.STATUS_ZOMBIE else "S", int(process.create_time())
     except psutil.Error:
@@ -67,11 +67,12 @@ def _read_state_and_start(pid: int) -> tuple[str, int] | None:
 
 
 def open_pidfd(pid: int) -> int | None:
-    """A descriptor that becomes readable when the process ends; None where there is no such thing, and the process has
-    to be looked for now and then: Linux before 5.3 (RHEL 8), gVisor, a seccomp filter, no descriptor left.
+    """Return a descriptor that becomes readable when the process ends; None if unavailable.
+
+    Without it the caller has to poll: Linux before 5.3 (RHEL 8), gVisor, a seccomp filter, no descriptor left.
 
     Raises:
-        ProcessLookupError: there is no such process any more.
+        ProcessLookupError: the process no longer exists.
     """
     try:
         return os.pidfd_open(pid)

@@ -1,4 +1,4 @@
-"""What strangers and broken peers send, told in the log and never more often than anybody reads."""
+"""A rate-limited log of rejected messages from unauthenticated or broken peers."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import logging
 
 from meshbook.clock import Clock, SystemClock
 
-_BURST_LINES = 10  # lines told one by one
-_INTERVAL_S = 60.0  # seconds; later ones are counted, and told as a number
+_BURST_LINES = 10  # lines that are logged one by one
+_INTERVAL_S = 60.0  # seconds; later ones are counted, and logged as a number
 
 
 class RateLimitedLog:
-    """A bounded teller of refused messages: a peer may send 100,000 bad frames, and the log gets a dozen lines."""
+    """Logs rejected messages at a bounded rate: for 100,000 bad frames, the log gets a dozen lines."""
 
     def __init__(self, log: logging.Logger, *, clock: Clock | None = None) -> None:
         self._log, self._clock = log, clock or SystemClock()
@@ -20,7 +20,7 @@ class RateLimitedLog:
         self._next_line_at = 0.0
 
     def warning(self, text: str, *arguments: object) -> None:
-        """Log it as a warning, or count it."""
+        """Log a warning, or count it."""
         now = self._clock.monotonic()
         if now >= self._next_line_at and self._num_suppressed:
             self._log.warning("%d more messages were refused meanwhile", self._num_suppressed)

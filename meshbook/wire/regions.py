@@ -1,18 +1,20 @@
-"""Memory of one process that others of its machine read from and write to, whenever they like.
+"""Live memory of one process that other processes of the same machine read and write at any time.
 
-Unlike `buffers`, which hands over a copy once, a region stays the owner's live memory: what the owner changes, the next
-reader sees, and nobody asks the owner or waits for it. Knows nothing of tensors, pickles or meshes; the owner brings a
-file that the memory is a mapping of (a memory file, or shared memory).
+Unlike `buffers`, which hands over one copy, a region stays the owner's live memory: readers see the owner's changes and
+never wait for the owner. This module knows nothing of tensors, pickles or meshes; the owner supplies the file that
+backs the memory (a memory file, or shared memory).
 
-- `RegionPublisher.offer` gives a `Region`: a few words that say where the memory is. Whoever has them uses
-  `RegionReader`. The region ends with the object that the memory belongs to, and needs no descriptor beside that
-  object's own.
-- A *board*, a small memory file of the owner's that all its readers map too, has one word for each region: its number
-  while it is offered, 0 afterwards. A reader looks before and after it copies, so it learns of a `drop` at once, and
-  can drop a region itself; the owner's memory is then given back when it next offers or drops something.
-- Readers and writers are not kept apart: a copy that runs beside a write may have some of both. When to read is up to
-  the program (an endpoint's answer, a message), as it is with RDMA.
-- A dead owner is known by its pidfd: its memory may still be mapped here, and is not taken for its state.
+- `RegionPublisher.publish` returns a `Region`, a small record of where the memory is. Any process that has it uses
+  `RegionReader`. The region ends with the object that owns the memory, and needs no descriptor beside that object's
+  own.
+- A *slot table*, a small memory file of the owner that all its readers map too, has one word per region: the region's
+  serial number while it is published, 0 afterwards. A reader checks the word before and after it copies, so it sees a
+  `drop` at once; it can also drop a region itself, and the owner frees the memory when it next publishes or drops
+  something.
+- Readers and writers are not synchronised: a copy that runs beside a write may contain some of both. The program orders
+  reads and writes itself (by an endpoint's reply, a message), as with RDMA.
+- Readers detect a dead owner by its pidfd: its memory may still be mapped here, and must not be taken for current
+  state.
 """
 
 from __future__ import annotations
@@ -33,31 +35,31 @@ from typing import NamedTuple
 from meshbook.errors import TransferError
 from meshbook.wire.buffers import MappedFile
 
-MAX_REGIONS = 65_536  # of one process; the board is a sparse file, so unused words cost nothing
-MAX_MAPPED_FILES = 4096  # of one owner that a reader keeps mapped: mapping 1 GB anew costs 30 ms in page faults
+MAX_REGIONS = 65_536  # of one process; the slot table is a sparse file, so unused words cost nothing
+MAX_MAPPED_FILES = 4096  # of one owner that a reader retains: mapping 1 GB again costs 30 ms in page faults
 
-# From here on a thread has the pages of a region mapped, ahead of the first copy: one by one, as the copy comes to
-# them, they cost half as much as the copy.
+# For regions of at least this size, a thread maps the pages ahead of the first copy: page faults during the copy would
+# cost half as much as the copy.
 _PREFAULT_BYTES = 16 << 20
 
 _SLOT_TABLE_BYTES = 8 * (2 + MAX_REGIONS)
-# Free slots that are not used again yet: two readers may drop one region at the same moment, and the later one must not
-# clear the word of the owner's next. 4 KiB of the board.
+# Free slots that are not reused yet: two readers may drop one region at the same moment, and the later one must not
+# clear the word of the owner's next region. 4 KiB of the slot table.
 _MIN_FREE_SLOTS = 512
-# Regions of one piece of memory that can be dropped apart from each other; who asks for more gets these once more. It
-# bounds the slots of a program that offers the same memory in every step and never drops it.
+# Regions of one piece of memory that can be dropped independently; further requests return these again. It bounds the
+# slots of a program that publishes the same memory in every step and never drops it.
 _MAX_SLOTS_PER_MEMORY = 16
 
 
 class Region(NamedTuple):
-    """Where some memory is. Plain data: it may be sent, copied and kept by anyone."""
+    """The location of some memory. Plain data: any process may send, copy and retain it."""
 
     machine: str  # of the owner; `machine_id()`
     pid: int
     table_fd: int  # in the owner
-    table_name: str  # what the descriptor must be, lest it be another process's with the same pid
-    slot: int  # on the board
-    serial: int  # what stands there while the memory is offered
+    table_name: str  # expected name of the descriptor; differs if another process reuses the pid
+    slot: int  # in the slot table
+    serial: int  # the slot's value while the memory is published
     fd: int  # in the owner; of the file
     file_name: str
     offset: int  # in the file
@@ -65,7 +67,7 @@ class Region(NamedTuple):
 
 
 class RegionPublisher:
-    """What this process offers. Thread-safe. A process forked from it offers nothing and keeps nothing of it alive."""
+    """The regions that this process publishes. Thread-safe. A forked child publishes and retains none of them."""
 
     def __init__(self) -> None:
         self._reset()
@@ -75,28 +77,28 @@ class RegionPublisher:
         self._lock = threading.Lock()
         self._table: _SlotTable | None = None
         self._published: dict[int, _PublishedRegion] = {}  # by slot
-        self._slots_by_memory: dict[_MemoryKey, deque[int]] = {}  # slots; the one that was given out longest ago first
+        self._slots_by_memory: dict[_MemoryKey, deque[int]] = {}  # slots, the least recently issued first
         self._free_slots: deque[int] = deque()  # the one free for longest first
         self._num_published = 0
 
     def _reset_after_fork(self) -> None:
         table = self._table
-        self._reset()  # nobody listens any more for the end of what was offered: the board is the parent's
+        self._reset()  # the child does not track the owners' end: the slot table is the parent's
         if table is not None:
             table.close()
 
     def __len__(self) -> int:
-        """How many are offered; those that a reader has dropped, or whose owner is gone, are given back first."""
+        """Return the number of published regions, after reclaiming those that were dropped or whose owner was freed."""
         with self._lock:
             self._reclaim_dropped()
             return len(self._published)
 
     def publish(self, fd: int, offset: int, nbytes: int, owner: object) -> Region:
-        """Let others read and write `nbytes` bytes of a file from `offset`.
+        """Let other processes read and write `nbytes` bytes of a file from `offset`.
 
         Args:
             fd: of the file; open for as long as `owner` lives.
-            owner: what the memory belongs to. The region is dropped when it is gone.
+            owner: the object that the memory belongs to. The region is dropped when it is freed.
 
         Raises:
             TransferError: too many regions, or no descriptors left.
@@ -124,7 +126,8 @@ class RegionPublisher:
                 machine_id(), os.getpid(), table.fd, table.name, slot, serial, fd, file_name, offset, nbytes
             )
 
-            def ended(_: object) -> None:  # in any thread, also in one that has the lock: a garbage collection may be
+            # runs in any thread, even one that holds the lock: garbage collection may call it
+            def ended(_: object) -> None:
                 if table[slot] == serial:
                     table.clear(slot)
 
@@ -133,29 +136,29 @@ class RegionPublisher:
             return region
 
     def publish_token(self, owner: object) -> Region:
-        """A region of one byte, to be dropped and asked about: for memory that is read in another way.
+        """Publish a region of one byte, used only to drop and check it: for memory that is read in another way.
 
         Raises:
-            TransferError: as `offer`.
+            TransferError: see `publish`.
         """
         with self._lock:
             fd = self._get_table().fd
         return self.publish(fd, 0, 1, owner)
 
     def drop(self, region: Region) -> None:
-        """Readers get an error from now on, and this process lets go of the memory. Twice is the same as once."""
+        """Make further reads fail and release this process's memory. Idempotent."""
         with self._lock:
             if self._table is not None and self._table[region.slot] == region.serial:
                 self._table.clear(region.slot)
             self._reclaim_dropped()
 
     def _get_table(self) -> _SlotTable:
-        """Holds the lock."""
+        """Return the slot table, created on first use. The caller holds the lock."""
         self._table = self._table or _SlotTable.create()
         return self._table
 
     def _reclaim_dropped(self) -> None:
-        """Give back what was dropped, by whomever. Holds the lock."""
+        """Reclaim the slots of regions that the owner or a reader dropped. The caller holds the lock."""
         table = self._table
         if table is None or not table.pop_unseen_drops():
             return
@@ -181,11 +184,11 @@ class RegionReader:
 
     @contextlib.contextmanager
     def map_region(self, region: Region) -> Iterator[int]:
-        """The address of the region in this process, which holds until the end of the `with`.
+        """Yield the region's address in this process, valid until the end of the `with`.
 
         Raises:
-            TransferError: it is on another machine, was dropped, or its owner is gone. Also at the end: then what was
-                copied may be anything.
+            TransferError: the region is on another machine, was dropped, or its owner has exited. Also raised at the
+                end of the `with`: then the copied bytes are undefined.
         """
         if region.machine != machine_id():
             raise TransferError(
@@ -195,7 +198,7 @@ class RegionReader:
             )
         with self._lock:
             for key in [key for key, other in self._owners.items() if other.is_dead()]:
-                del self._owners[key]  # who still copies has it, and will see
+                del self._owners[key]  # a thread that still copies holds a reference, and its second check fails
             owner = self._owner(region)
             owner.check_region(region)
             file = owner.map_file(region)
@@ -208,7 +211,7 @@ class RegionReader:
                 file.num_users -= 1
 
     def drop(self, region: Region) -> None:
-        """Have the owner give the region back. Does not wait for it; nothing happens if that, or the owner, is gone."""
+        """Ask the owner to free the region. Does not wait; does nothing if the region or its owner no longer exists."""
         with self._lock:
             try:
                 owner = self._owner(region)
@@ -228,15 +231,15 @@ class RegionReader:
 
 @functools.cache
 def machine_id() -> str:
-    """Names this machine, as far as processes can see each other on it: two containers of one machine are two."""
+    """Return an id of this machine's PID namespace: two containers of one machine have different ids."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return secrets.token_hex(8)  # not Linux: nobody else's memory can be opened here
+        return secrets.token_hex(8)  # not Linux: no other process's memory can be opened here
 
 
 def create_memory_file(nbytes: int) -> int:
-    """A new file in memory, of so many bytes, all 0; its descriptor.
+    """Create a zero-filled memory file of `nbytes` bytes; return its descriptor.
 
     Raises:
         TransferError: no memory, or no descriptors left.
@@ -256,19 +259,19 @@ def create_memory_file(nbytes: int) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-_MemoryKey = tuple[int, int, int]  # of memory: its owner's id(), the offset in the file, the bytes
+_MemoryKey = tuple[int, int, int]  # the owner's id(), the offset in the file, the number of bytes
 
 
 class _PublishedRegion(NamedTuple):
     region: Region
     memory_key: _MemoryKey
-    owner: weakref.ref[object]  # tells of its end for as long as this is here
+    owner: weakref.ref[object]  # its callback runs only while this object exists
 
 
 class _SlotTable:
-    """A word for each region, in memory that several processes map. A word is written by one instruction."""
+    """One word per region, in memory that several processes map. One instruction writes a word."""
 
-    # The first words: others have dropped something, and the owner has not looked yet; how often anyone has.
+    # The first words: a flag that others have dropped regions since the owner last checked; the number of drops ever.
     _HAS_UNSEEN_DROPS, _NUM_DROPS = 0, 1
     FIRST_SLOT = 2
 
@@ -291,7 +294,8 @@ class _SlotTable:
 
     def clear(self, slot: int) -> None:
         self._words[slot] = 0
-        self._words[self._NUM_DROPS] += 1  # two at once may count as one: it is only compared with what it was
+        # two concurrent increments may count as one: it is only compared with an earlier value
+        self._words[self._NUM_DROPS] += 1
         self._words[self._HAS_UNSEEN_DROPS] = 1
 
     @property
@@ -299,11 +303,10 @@ class _SlotTable:
         return self._words[self._NUM_DROPS]
 
     def pop_unseen_drops(self) -> bool:
-        """Whether something was dropped since this was last asked. By the owner."""
+        """Whether a region was dropped since the last call. Only the owner calls this."""
         unseen = bool(self._words[self._HAS_UNSEEN_DROPS])
-        self._words[self._HAS_UNSEEN_DROPS] = (
-            0  # before the owner looks: what is dropped meanwhile is seen now, or sets it again
-        )
+        # Cleared before the owner scans: a concurrent drop is seen now or sets it again.
+        self._words[self._HAS_UNSEEN_DROPS] = 0
         return unseen
 
     def close(self) -> None:
@@ -313,11 +316,11 @@ class _SlotTable:
 
 
 class _OwnerProcess:
-    """Another process (or this one) that offers regions: its board, whether it lives, and its files mapped here."""
+    """A process that publishes regions (possibly this one): its slot table, liveness, and files mapped here."""
 
     def __init__(self, table: _SlotTable, pidfd: int) -> None:
         self.table = table
-        self._files: dict[str, _SharedFile] = {}  # by name; the one used last is last
+        self._files: dict[str, _SharedFile] = {}  # by name; the most recently used is last
         self._num_drops = 0
         self._pidfd = pidfd
         self._poll = select.poll()
@@ -350,7 +353,7 @@ class _OwnerProcess:
             )
 
     def map_file(self, region: Region) -> _SharedFile:
-        """What the region is in, mapped."""
+        """Return the mapped file that holds the region."""
         self.unmap_dropped()
         file = self._files.pop(region.file_name, None) or _SharedFile.open(region)
         if region not in file.regions:
@@ -364,22 +367,22 @@ class _OwnerProcess:
         return file
 
     def unmap_dropped(self) -> None:
-        """A mapping holds memory that its owner has let go of."""
+        """Unmap files without live regions: a mapping retains memory that the owner has released."""
         if self._num_drops == self.table.num_drops:
             return
         self._num_drops = self.table.num_drops
         for name, file in list(self._files.items()):
             file.regions = {region for region in file.regions if self.table[region.slot] == region.serial}
             if not file.regions:
-                del self._files[name]  # who still copies has it
+                del self._files[name]  # a thread that still copies holds a reference
 
-    def __del__(self) -> None:  # the last of those who copy from it may be in any thread
+    def __del__(self) -> None:  # may run in any thread: that of the last copy
         self.table.close()
         os.close(self._pidfd)
 
 
 class _SharedFile:
-    """A file of another process, whole, mapped here."""
+    """A complete file of another process, mapped here."""
 
     def __init__(self, mapped: MappedFile) -> None:
         self._mapped = mapped
@@ -392,7 +395,7 @@ class _SharedFile:
         fd = _open_owner_fd(region, region.fd, region.file_name)
         try:
             size = os.fstat(fd).st_size
-            if region.offset < 0 or region.offset + region.nbytes > size:  # touching what is behind the end would kill
+            if region.offset < 0 or region.offset + region.nbytes > size:  # access past the end would raise SIGBUS
                 raise TransferError(
                     f"not a buffer: {region.nbytes} bytes from {region.offset} of a file of {size} bytes"
                 )
@@ -406,7 +409,7 @@ class _SharedFile:
             os.close(fd)
 
     def prefault(self, region: Region) -> None:
-        with contextlib.suppress(OSError):  # no memory for the tables: then as the copy comes to them
+        with contextlib.suppress(OSError):  # no memory for the page tables: the copy faults pages in itself
             self._mapped.populate(region.offset, region.offset + region.nbytes, to_write=False)
 
     def __del__(self) -> None:
@@ -414,9 +417,9 @@ class _SharedFile:
 
 
 def _open_owner_fd(region: Region, fd: int, expected_name: str) -> int:
-    """A descriptor of the owner's, opened here, if it still is what it was."""
+    """Open a descriptor of the owner here, after checking its name."""
     try:
-        # Non-blocking, for a stranger's descriptor may by now be a pipe.
+        # Non-blocking: if the pid was reused, the descriptor may be a pipe.
         opened = os.open(f"/proc/{region.pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     except PermissionError as error:
         raise TransferError(

@@ -1,6 +1,7 @@
-"""How a rank comes into the world: what the host tells the fork server, or a fresh interpreter, and what it hears back.
+"""Messages between a host and the fork server, or a fresh interpreter, that spawns a rank.
 
-The fork server is `python -m meshbook.rank.forkserver FD`; FD is one end of a SOCK_SEQPACKET pair, one message each.
+The fork server is `python -m meshbook.rank.forkserver FD`; FD is one end of a SOCK_SEQPACKET pair, one message per
+packet.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from meshbook.wire.messages import MeshSpec
 
 
 class RankConfig(Struct, frozen=True):
-    """All that a new rank is told."""
+    """The complete configuration of a new rank."""
 
     rank: int
     local_rank: int
@@ -24,27 +25,29 @@ class RankConfig(Struct, frozen=True):
     spec: MeshSpec
     threads: int  # for torch's own thread pool
     blas_threads: int | None = None  # for NumPy's; None: as the user's environment says
-    host_pid: int = 0  # of the agent; what it starts may look at this rank from outside
-    max_files: int | None = None  # soft limit on open files; None: the one that it inherits
+    host_pid: int = 0  # of the agent; its child processes may inspect this rank from outside
+    max_files: int | None = None  # soft limit on open files; None: the inherited one
 
 
 class ForkRank(Struct, tag=True, frozen=True):
-    """Fork a rank. Five descriptors come along: read ends, then write ends, of its stdout and stderr pipes, and the
-    ring for its last words."""
+    """Fork a rank.
+
+    The packet carries five descriptors: read ends, then write ends, of its stdout and stderr pipes, and the memory of
+    its crash log.
+    """
 
     config: RankConfig
 
 
 class BranchForkServer(Struct, tag=True, frozen=True):
-    """First word to a fork server at its listening socket: be one for me too, in a process of its own."""
+    """First message to a fork server at its listening socket: fork a new fork server for the sender."""
 
     environment: dict[str, str]
     listen_path: str  # where the new one listens in turn
 
 
 class CommandInFile(Struct, tag=True, frozen=True):
-    """Instead of a command that is larger than a packet may be: it is the content of the last descriptor that comes
-    along."""
+    """Replaces a command that is larger than a packet: the command is in the file of the packet's last descriptor."""
 
 
 class ForkServerReady(Struct, tag=True, frozen=True):
@@ -54,26 +57,26 @@ class ForkServerReady(Struct, tag=True, frozen=True):
 
 
 class ForkUnsafe(Struct, tag=True, frozen=True):
-    """This process must not fork, and ends; nothing that it was asked for has been done."""
+    """This process must not fork, and exits; it has carried out none of its requests."""
 
     reason: str  # "it has 3 threads"
 
 
 class Forked(Struct, tag=True, frozen=True):
-    """The answer to ForkRank, in the order asked."""
+    """The reply to ForkRank, in the order of the requests."""
 
     pid: int
 
 
 class ForkFailed(Struct, tag=True, frozen=True):
-    """The other answer: the system has no room for one more process."""
+    """The reply to ForkRank if the system cannot create another process."""
 
     reason: str
 
 
 class ChildExited(Struct, tag=True, frozen=True):
     pid: int
-    status: int  # as waitpid gives it
+    status: int  # as returned by waitpid
 
 
 ForkCommand = ForkRank | CommandInFile

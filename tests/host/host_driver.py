@@ -25,7 +25,7 @@ DEADLINE_S = 30.0
 
 
 class HostDriver:
-    """A host agent with its ranks. `tell` gives it a command; `until` lets its loop turn."""
+    """A host agent with its ranks. `send` gives it a command; `wait_until` lets its loop turn."""
 
     def __init__(self, size: int, *, torch: bool) -> None:
         self.loop = Loop()
@@ -61,7 +61,7 @@ class HostDriver:
         self.agent.handle(command, codec.encode_body(command))
 
     def wait_until(self, condition: Callable[[], Any], deadline_s: float = DEADLINE_S) -> Any:
-        """Let the loop turn until `true()` is; what it gave."""
+        """Let the loop turn until `condition()` is; what it gave."""
         deadline = time.monotonic() + deadline_s
         while not (value := condition()):
             assert time.monotonic() < deadline, f"it did not become true within {deadline_s:.0f} s"

@@ -1,1 +1,1 @@
-"""An actor's life on its rank: mailbox, messages in order, endpoints."""
+"""The runtime of actors in a process: mailboxes, ordered messages, endpoints."""

@@ -1,4 +1,4 @@
-"""What is worth knowing for a while: a dict of what was put into it last."""
+"""A dict that retains only its most recently set keys."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ V = TypeVar("V")
 
 
 class BoundedDict(OrderedDict[K, V]):
-    """The LIMIT keys that were set last. Each operation is one of C's, so threads need no lock."""
+    """A dict of the LIMIT keys that were set last. Each operation is a single C call, so threads need no lock."""
 
-    # Processes and actors that have ended. A program that starts and stops them for weeks asks about recent ones.
+    # Exited processes and actors. A program that starts and stops them for weeks only queries recent ones.
     LIMIT: Final = 1000
 
     def __setitem__(self, key: K, value: V) -> None:
         super().__setitem__(key, value)
         self.move_to_end(key)
         if len(self) > self.LIMIT:
-            with suppress(KeyError):  # another thread has done it
+            with suppress(KeyError):  # another thread has removed it
                 self.popitem(last=False)

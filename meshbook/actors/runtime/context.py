@@ -1,7 +1,7 @@
-"""Who am I: the actor and the message that the running code belongs to.
+"""The current context: the actor and the message that the running code belongs to.
 
-Kept in a context variable, so that it is right on an actor's thread and in each task of an async actor. Code outside
-any actor (a cell, a script) has the context of its process: no actor, and one point without axes.
+Stored in a context variable, so it is correct on an actor's thread and in each task of an async actor. Code outside any
+actor (a cell, a script) has its process's context: no actor, and one point without axes.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ SINGLE_POINT = Point(0, Extent((), ()))
 
 @dataclass(frozen=True)
 class ProcMeshRef:
-    """A mesh of processes as it is known everywhere: enough to spawn on it and to stop it."""
+    """A location-independent reference to a mesh of processes: enough to spawn on it and to stop it."""
 
     name: str
     axis_names: tuple[str, ...]
     axis_sizes: tuple[int, ...]
     addresses: tuple[NodeAddress, ...]
-    mesh: str | None  # the Meshbook mesh behind it; None: a process that is none of a mesh's ranks
+    mesh: str | None  # name of its Meshbook mesh; None: a process that is no rank of a mesh
 
 
 class Instance:
-    """An actor, seen from inside: `context().actor_instance`.
+    """The running actor: `context().actor_instance`.
 
     Attributes:
-        name: what it was spawned as; "client" outside any actor.
+        name: its name in `spawn`; "client" outside any actor.
         actor_id: unique over all meshes.
-        rank: its place in the mesh it was spawned in.
+        rank: its point in the mesh that it was spawned in.
         creator: the actor that spawned it, as an `ActorAddress`; None for a client.
     """
 
@@ -56,20 +56,20 @@ class Instance:
 
     @property
     def proc(self) -> Any:
-        """The process it lives in, as a ProcMesh of one."""
+        """Its process, as a ProcMesh of one."""
         return _import_procs().this_proc()
 
     @property
     def proc_mesh(self) -> Any:
-        """The mesh of processes it was spawned on."""
+        """The mesh of processes that it was spawned on."""
         return _import_procs().ProcMesh.from_ref(self.procs_ref) if self.procs_ref is not None else self.proc
 
     def stop(self, reason: str = "stopped itself") -> None:
-        """End this actor after the messages that it has already been sent."""
+        """Stop this actor after the messages that it has already been sent."""
         self._require_runner().stop(reason)
 
     def abort(self, reason: str | None = None) -> None:
-        """Fail: this actor ends, and whoever spawned it is told."""
+        """Fail: this actor ends, and its owner is notified."""
         self._require_runner().abort(reason or "aborted")
 
     kill = abort
@@ -88,11 +88,11 @@ class Instance:
 
 
 class Context:
-    """What `context()` gives.
+    """The result of `context()`.
 
     Attributes:
         actor_instance: the actor whose code runs.
-        message_rank: its point in the mesh that the message was sent to, which may be a slice of its own.
+        message_rank: its point in the mesh that the message was sent to, which may be a slice of its own mesh.
     """
 
     __slots__ = ("actor_instance", "message_rank")
@@ -102,32 +102,31 @@ class Context:
 
 
 context_var: ContextVar[Context] = ContextVar("meshbook_actor")
-message_var: ContextVar[tuple[int, int] | None] = ContextVar(
-    "meshbook_message", default=None
-)  # `cabin.Key` of what runs
+# `runner.MessageKey` of the running message
+message_var: ContextVar[tuple[int, int] | None] = ContextVar("meshbook_message", default=None)
 _client_context = Context(Instance("client", "client", SINGLE_POINT, None, None, None), SINGLE_POINT)
 
 
 def context() -> Context:
-    """The actor and the message that this code runs for."""
+    """Return the actor and the message that this code runs for."""
     return context_var.get(_client_context)
 
 
 def current_rank() -> Point:
-    """The running actor's point in the mesh that was called; an int is `current_rank().rank`."""
+    """Return the running actor's point in the called mesh; `current_rank().rank` is an int."""
     return context().message_rank
 
 
 def current_size() -> dict[str, int]:
-    """Axis -> size of the mesh that was called."""
+    """Return axis -> size of the called mesh."""
     return dict(context().message_rank.extent)
 
 
 def current_actor_name() -> str:
-    """The id of the running actor; "client" outside any."""
+    """Return the id of the running actor; "client" outside any actor."""
     return context().actor_instance.actor_id
 
 
 def _import_procs() -> Any:
-    # A floor above: who asks an actor for its processes has ProcMesh in hand anyway.
+    # `procs` is a layer above this module, so import it lazily; callers of `proc` have usually imported it already.
     return importlib.import_module("meshbook.actors.procs")

@@ -1,4 +1,4 @@
-"""What goes wrong with actors, as exceptions and reports. Plain data: nothing here sends or waits."""
+"""Failures of actors, as exceptions and reports. Plain data: nothing here sends or waits."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from meshbook.wire import messages
 
 
 class ActorError(MeshbookError):
-    """An endpoint raised. The actor lives on.
+    """An endpoint raised. The actor stays alive.
 
     Attributes:
-        exception: what it raised; where that cannot be rebuilt here, a RemoteFailure with its text.
-        ranks: places in the called mesh on which this happened.
+        exception: what the endpoint raised; a RemoteFailure with its text if it cannot be rebuilt here.
+        ranks: ranks in the called mesh on which this happened.
         traceback: the remote traceback, as text.
-        others: further, different failures of the same call, as (ranks, exception, traceback).
+        others: other, different failures of the same call, as (ranks, exception, traceback).
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ActorError(MeshbookError):
             summary = str(exception)
             if not isinstance(exception, RemoteFailure):
                 summary = f"{type(exception).__name__}: {summary}"
-            if text:  # which ends with all that it says
+            if text:  # the traceback ends with the complete message
                 summary = summary.partition("\n")[0]
             parts.append(f"{name_ranks(ranks)}: {summary}" if ranks else summary)
             if text:
@@ -61,7 +61,7 @@ class ActorError(MeshbookError):
         return "\n".join(parts)
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows: the lines of the user's that lead here, and not how an answer is waited for."""
+        """Return the lines for IPython: the user's frames, without those that wait for the reply."""
         lines: list[str] = _shell().InteractiveTB.structured_traceback(
             type(self), self, _user_frames(self.__traceback__), tb_offset=0
         )
@@ -76,15 +76,15 @@ def _rebuild(exception: Any, message: str, ranks: Any, text: str, others: Any) -
 
 
 class RemoteFailure(Exception):
-    """Stands for an exception that could not be rebuilt here."""
+    """Substitute for an exception that could not be rebuilt here."""
 
 
 class SupervisionError(ActorError):
-    """An actor or its process is gone, or was never made; the call cannot be answered.
+    """An actor or its process has exited or failed to start; the call cannot be answered.
 
     Attributes:
-        endpoint: what was called, "trainers.step".
-        mesh_name: whose.
+        endpoint: the called endpoint, "trainers.step".
+        mesh_name: the mesh that failed.
     """
 
     endpoint: str = ""
@@ -111,12 +111,12 @@ class ActorStopped(SupervisionError):
 
 
 class MeshFailure:
-    """What `__supervise__` and `unhandled_fault_hook` are told.
+    """The failure that `__supervise__` and `unhandled_fault_hook` receive.
 
     Attributes:
-        mesh_name: of the mesh of actors or processes that failed, as it was given to `spawn`.
-        ranks: its places that failed.
-        traceback: of the actor, as text; "" where a process is gone.
+        mesh_name: the mesh of actors or processes that failed, as named in `spawn`.
+        ranks: its failed ranks.
+        traceback: of the actor, as text; "" if a process has exited.
     """
 
     def __init__(self, mesh_name: str, ranks: Sequence[int], text: str, traceback: str = "") -> None:
@@ -128,7 +128,7 @@ class MeshFailure:
         return self.mesh_name
 
     def report(self) -> str:
-        """What happened, for people."""
+        """Return the message and the traceback as text."""
         return "\n".join([self._text, *([self.traceback.rstrip()] if self.traceback else [])])
 
     def __str__(self) -> str:
@@ -147,7 +147,11 @@ _FRAME = re.compile(r'  File "([^"]+)", line (\d+)')
 def describe_exception(
     error: BaseException, *, call: int, kind: str = "raised", skip: int = 0
 ) -> messages.ActorFailure:
-    """An exception as it travels. `skip`: so many frames of the traceback are Meshbook's own."""
+    """Encode an exception as a message.
+
+    Args:
+        skip: number of leading traceback frames to drop, which are Meshbook's own.
+    """
     frames = error.__traceback__
     while skip and frames is not None:
         frames, skip = frames.tb_next, skip - 1
@@ -172,7 +176,7 @@ def _safe_str(error: BaseException) -> str:
 
 
 def rebuild_exception(failure: messages.ActorFailure) -> BaseException:
-    """The exception behind a failure, or one that stands for it."""
+    """Return the exception behind a failure, or a RemoteFailure in its place."""
     if failure.pickled is not None:
         try:
             found = pickle.loads(failure.pickled)
@@ -184,7 +188,10 @@ def rebuild_exception(failure: messages.ActorFailure) -> BaseException:
 
 
 def combine_failures(failures: dict[int, messages.ActorFailure], endpoint: str, mesh_name: str) -> ActorError:
-    """One error for the failures of a call, by place: equal ones become one with its ranks, most ranks first."""
+    """Combine the failures of a call, by rank, into one error.
+
+    Equal failures become one, with its ranks; the failure of most ranks comes first.
+    """
     groups: dict[tuple[str, str, str, str], list[int]] = {}
     for rank, failure in sorted(failures.items()):
         groups.setdefault((failure.kind, failure.ename, failure.text, failure.traceback), []).append(rank)
@@ -203,7 +210,7 @@ def combine_failures(failures: dict[int, messages.ActorFailure], endpoint: str, 
 
 
 def _user_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """Without IPython's at the beginning and Meshbook's at the end."""
+    """Drop IPython's leading frames and Meshbook's trailing ones."""
     while trace is not None and _module(trace).startswith("IPython."):
         trace = trace.tb_next
     return _drop_trailing_own_frames(trace)
@@ -223,7 +230,7 @@ def _module(trace: types.TracebackType) -> str:
 
 
 def with_source(text: str) -> str:
-    """A remote traceback with what only this process knows of a notebook's cells: their lines, and their numbers."""
+    """Complete a remote traceback with source lines and numbers of notebook cells, which only this process knows."""
     lines = text.splitlines()
     shown = []
     for number, line in enumerate(lines):
@@ -235,12 +242,12 @@ def with_source(text: str) -> str:
 
 
 def _shell() -> Any:
-    """IPython's, where this process is one of its notebooks."""
+    """Return the IPython shell, or None outside IPython."""
     return getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
 
 
 def _format_location(file: str) -> str:
-    """`Cell In[3]`, or `File "…"` as in any traceback."""
+    """Return `Cell In[3]`, or `File "…"` as in any traceback."""
     shell = _shell()
     cell = shell.compile.format_code_name(file) if shell is not None else None
     return " ".join(cell) if cell else f'File "{file}"'

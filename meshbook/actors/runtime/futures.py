@@ -1,7 +1,7 @@
-"""The answer to a call, before it is there: one implementation, three ways to wait.
+"""Futures of calls: one implementation with `get()`, `await` and callbacks.
 
-Settled from the thread that hears other processes; what has arrived is unpacked by whoever asks for it, on that one's
-thread. Knows nothing of sockets or actors.
+The transport's reader thread resolves a future; the first thread that reads the value unpacks it. Independent of
+sockets and actors.
 """
 
 from __future__ import annotations
@@ -28,32 +28,36 @@ R = TypeVar("R")
 _OWN_FOLDER = str(Path(__file__).resolve().parents[2]) + "/"
 _IPYTHON_FOLDER = str(Path(sysconfig.get_paths()["purelib"]) / "IPython") + "/"
 
-# Threads that must not wait for an answer, and why: they would wait for ever, or stop everything that runs on them.
+# Threads that must not block on a reply, with the reason: they would wait forever, or block everything that runs on
+# them.
 NON_BLOCKING_THREADS: dict[int, str] = {}
 
 
-# What Stop leaves a call to end in by itself, so that short endpoints leave their actors whole; and, when it was
-# interrupted then, what is waited for its end.
+# Seconds after an interrupt in which a call may finish by itself, so that a short endpoint is not cut off halfway; and,
+# once it was interrupted, seconds to wait for its end.
 _FINISH_GRACE_S, _INTERRUPT_GRACE_S = 0.3, 1.0
 
-# Threads that wait for an answer now: what wakes them, and where they find an error if it is not the answer that did.
+# Threads blocked in `get()`: the lock that wakes each, and the list in which it finds an error if no reply woke it.
 _waiting_threads: dict[int, tuple[Any, list[BaseException]]] = {}
 
 
 def raise_in_waiter(thread: int, error: BaseException) -> bool:
-    """Have `thread` raise `error` out of the `get()` that it waits in; False: it waits in none."""
+    """Raise `error` in `thread` if it is blocked in `get()`; return whether it was."""
     found = _waiting_threads.get(thread)
     if found is None:
         return False
     waiter, errors = found
     errors.append(error)
-    with contextlib.suppress(RuntimeError):  # the answer has come at the same moment
+    with contextlib.suppress(RuntimeError):  # the reply arrived at the same moment
         waiter.release()
     return True
 
 
 class Future(Generic[R]):
-    """`get(timeout)` blocks; `await` does not; `result`, `exception`, `done` are as in `concurrent.futures`."""
+    """The reply to a call, once it arrives: `get(timeout)` blocks, `await` does not.
+
+    `result`, `exception` and `done` behave as in `concurrent.futures`.
+    """
 
     __slots__ = (
         "__weakref__",
@@ -71,29 +75,31 @@ class Future(Generic[R]):
 
     def __init__(self, label: str = "the call", *, answering_thread: int = 0) -> None:
         self.label = label
-        self.answering_thread = (
-            answering_thread  # a thread that has to work for the answer to come; 0: none of this process
-        )
+        # the thread of this process that has to run for the reply to arrive; 0: none
+        self.answering_thread = answering_thread
         self._lock = allocate_lock()
         self._load_lock = allocate_lock()
-        self._load: Callable[[], R] | None = None  # set once settled
+        self._load: Callable[[], R] | None = None  # set once resolved
         self._value: Any = _NOT_LOADED
         self._error: BaseException | None = None
         self._waiters: list[Any] = []
         self._callbacks: list[Callable[[Future[R]], Any]] = []
-        self._interrupt_call: Callable[[], str] | None = None  # ends what it waits for; says what that was
+        self._interrupt_call: Callable[[], str] | None = None  # interrupts the call; returns a description of it
 
     @classmethod
     def of(cls, value: R, label: str = "the call") -> Future[R]:
-        """A future that is done."""
+        """Return a future that is done."""
         future = cls(label)
         future.resolve(lambda: value)
         return future
 
-    # ---- for who delivers
+    # ---- resolving
 
     def resolve(self, load: Callable[[], R]) -> None:
-        """The answer is here; `take()` gives or raises it, once, for who wants it. Later answers are ignored."""
+        """Resolve the future; `load()` returns or raises the result and runs once, on first access.
+
+        Later calls are ignored.
+        """
         with self._lock:
             if self._load is not None:
                 return
@@ -107,7 +113,7 @@ class Future(Generic[R]):
         for callback in callbacks:
             try:
                 callback(self)
-            except BaseException:  # others wait for this answer too, and for those behind it; sys.exit() ends nothing
+            except BaseException:  # other callbacks and replies must still be processed, even after sys.exit()
                 log.exception("a callback of %s failed", self.label)
 
     def fail(self, error: BaseException) -> None:
@@ -116,28 +122,29 @@ class Future(Generic[R]):
 
         self.resolve(take)
 
-    # ---- for who waits
+    # ---- waiting
 
     def done(self) -> bool:
         return self._load is not None
 
     @property
     def is_awaited(self) -> bool:
-        """Whether somebody waits for the answer, which is not there: in `get()`, by `await`, by a callback."""
+        """Whether the reply is pending and has a waiter: in `get()`, by `await`, or by a callback."""
         return self._load is None and bool(self._waiters or self._callbacks)
 
     def get(self, timeout: float | None = None) -> R:
-        """Wait for the answer and give it. Blocks; in an async endpoint use `await`.
+        """Wait for the reply and return its value. Blocks; in an async endpoint use `await`.
 
         Args:
-            timeout: seconds; None waits for as long as the ranks live. A timeout does not use the future up.
+            timeout: seconds; None waits as long as the ranks live. After a timeout, `get` can be called again.
 
         Raises:
             ActorError: the endpoint raised; with the remote traceback and the ranks.
-            SupervisionError: an actor that was called, or its process, is gone.
-            MeshTimeout: the time is over (a TimeoutError); the call goes on.
-            RuntimeError: waiting here would wait for ever, as on the event loop of an async actor.
-            KeyboardInterrupt: Stop was pressed. If the endpoint does not end by itself in a moment, it is interrupted.
+            SupervisionError: an actor that was called, or its process, has exited.
+            MeshTimeout: the timeout expired (a TimeoutError); the call continues.
+            RuntimeError: waiting on this thread would deadlock, for example on the event loop of an async actor.
+            KeyboardInterrupt: the wait was interrupted (Ctrl-C). An endpoint that does not finish shortly is
+                interrupted too.
         """
         if self._load is None:
             self._wait(timeout)
@@ -176,7 +183,7 @@ class Future(Generic[R]):
                 self._waiters.remove(waiter)
             if errors:
                 if isinstance(errors[0], KeyboardInterrupt):
-                    self.interrupt()  # the endpoint that waits here was, and so is what it waits for
+                    self.interrupt()  # the waiting endpoint was interrupted, so interrupt its call too
                 raise errors[0]
             if not arrived:
                 raise MeshTimeout(f"{self.label} was not answered within {timeout:g} s; it goes on: get() waits again")
@@ -193,19 +200,21 @@ class Future(Generic[R]):
                         self._error = error
                     self._load = _already_loaded
         if self._error is not None:
-            raise self._error.with_traceback(None)  # of where it was made, or of who asked before
+            raise self._error.with_traceback(None)  # drop the traceback of its creation or of an earlier `get()`
         return self._value  # type: ignore[no-any-return]
 
     def interrupt(self) -> None:
-        """End the call on the actors that have not answered: a `def` endpoint gets a KeyboardInterrupt when it next
-        runs Python, an async one is cancelled, one that waits in a mailbox is dropped. Does not wait; `get()` then
-        raises an ActorError. What is no call of an endpoint goes on."""
+        """Interrupt the call on the actors that have not replied. Does not wait.
+
+        A `def` endpoint gets a KeyboardInterrupt when it next runs Python, an async endpoint is cancelled, and a queued
+        call is dropped. `get()` then raises an ActorError. Anything but an endpoint call continues.
+        """
         interrupt = self._interrupt_call
         if interrupt is not None:
             interrupt()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What `get()` would raise, or None. Blocks."""
+        """Return what `get()` would raise, or None. Blocks."""
         if self._load is None:
             self._wait(timeout)
         try:
@@ -215,7 +224,7 @@ class Future(Generic[R]):
         return None
 
     def add_done_callback(self, callback: Callable[[Future[R]], Any]) -> None:
-        """Call `callback(self)` once done, on the thread that delivers, where it must not wait; at once if done."""
+        """Call `callback(self)` on the resolving thread, where it must not block; at once if already done."""
         with self._lock:
             if self._load is None:
                 self._callbacks.append(callback)
@@ -236,14 +245,14 @@ class Future(Generic[R]):
                 arrived.set_result(None)
 
         def tell(_: Future[R]) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(wake)
 
         self.add_done_callback(tell)
         return arrived
 
     def as_asyncio(self) -> asyncio.Future[R]:
-        """The same as an asyncio future of the running loop."""
+        """Return an asyncio future of the running loop with the same result."""
         return asyncio.ensure_future(_await_future(self))
 
     def __repr__(self) -> str:
@@ -251,12 +260,12 @@ class Future(Generic[R]):
 
 
 def interrupt_calls(futures: Sequence[Future[Any]]) -> KeyboardInterrupt:
-    """Stop was pressed while these were waited for: what they run ends, by itself in a moment or else interrupted.
+    """Interrupt the calls that a KeyboardInterrupt found waiting, unless they finish shortly. Blocks.
 
-    A second press does not wait for that. Blocks for some moments.
+    Waits for `_FINISH_GRACE_S` and `_INTERRUPT_GRACE_S` at most; a second Ctrl-C ends the wait.
 
     Returns:
-        What to raise: it says what became of them.
+        The KeyboardInterrupt to raise; its message says what happened to the calls.
     """
     calls = [future for future in futures if future._interrupt_call is not None]
     with contextlib.suppress(KeyboardInterrupt):
@@ -272,7 +281,7 @@ def interrupt_calls(futures: Sequence[Future[Any]]) -> KeyboardInterrupt:
 
 
 def _with_short_traceback(error: KeyboardInterrupt) -> KeyboardInterrupt:
-    """Have IPython show where the user's code waits, and not how this does."""
+    """Have IPython show only user frames for `error`."""
 
     def render() -> list[str]:
         frames = traceback.extract_tb(error.__traceback__)
@@ -287,7 +296,7 @@ def _with_short_traceback(error: KeyboardInterrupt) -> KeyboardInterrupt:
 
 
 def _send_interrupts(calls: Sequence[Future[Any]]) -> str:
-    """Those that are open; says what they were."""
+    """Interrupt the pending calls; return a description of them."""
     return "; ".join(dict.fromkeys(interrupt() for call in calls if (interrupt := call._interrupt_call) is not None))
 
 
@@ -316,7 +325,7 @@ _NOT_LOADED = _NotLoaded()
 
 
 def as_completed(futures: Iterable[Future[R]], timeout: float | None = None) -> Iterator[Future[R]]:
-    """The futures, each as soon as it is done. Blocks between them.
+    """Yield each future as soon as it is done. Blocks.
 
     Raises:
         MeshTimeout: not all were done within `timeout` seconds.

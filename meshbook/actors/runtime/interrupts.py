@@ -1,4 +1,4 @@
-"""How the code of one thread is ended from another: by a KeyboardInterrupt, and only while it is there to be ended."""
+"""Interrupt the code of one thread from another, by a KeyboardInterrupt that is raised only inside a marked section."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _NO_EXCEPTION = ctypes.py_object()
 
 
 class _PlaceholderException(BaseException):
-    """In place of an exception that is not to come any more."""
+    """Replaces an exception that must no longer be raised."""
 
 
 def _cancel_async_exception(thread: int) -> None:
-    """Let what was set for a thread, and has not come there yet, not come."""
+    """Cancel an exception that was set for a thread and has not been raised yet."""
     _set_async_exception(thread, _NO_EXCEPTION)
-    # CPython 3.11 looks for it until some thread has had one, and a thread with a trace function, as debuggers set it,
-    # would never get on from looking. So this thread has one.
+    # CPython 3.11 checks for async exceptions until some thread has raised one, and a thread with a trace function,
+    # such as a debugger's, would never leave that check. So this thread raises one.
     try:
         _set_async_exception(threading.get_ident(), _PlaceholderException)
         while True:
@@ -31,10 +31,10 @@ def _cancel_async_exception(thread: int) -> None:
 
 
 class Interruptible:
-    """`with self.of(key):` user code runs on this thread; `interrupt(key)` on another raises KeyboardInterrupt in it.
+    """Marks user code as interruptible: `with self.section(key):` on its thread, `interrupt(key)` on another.
 
-    It comes at once where the code waits in a Future's `get()`, and else when the thread next runs Python: a
-    `time.sleep` or a long call into C ends first.
+    `interrupt` raises a KeyboardInterrupt in the section: at once if the code waits in a Future's `get()`, otherwise
+    when the thread next runs Python: a `time.sleep` or a long C call finishes first.
     """
 
     def __init__(self) -> None:
@@ -55,10 +55,10 @@ class Interruptible:
         self.end_section()
 
     def end_section(self) -> None:
-        """Nothing of the user's runs any more. Also for who was interrupted in the middle of this."""
+        """End the section and cancel a pending exception. Call it again if an exception interrupted it."""
         with self._lock:
             self._thread = 0
-            if self._is_exception_set:  # perhaps not yet
+            if self._is_exception_set:  # set, but possibly not raised yet
                 self._is_exception_set = False
                 _cancel_async_exception(threading.get_ident())
 
@@ -67,7 +67,7 @@ class Interruptible:
             thread = self._thread
             if not thread or self._key != key:
                 return
-            # In this order: a thread that does not wait yet meets the exception before it does.
+            # In this order: a thread that is not waiting yet gets the exception before it starts to wait.
             self._is_exception_set = True
             _set_async_exception(thread, KeyboardInterrupt)
             if futures.raise_in_waiter(thread, KeyboardInterrupt()):

@@ -1,6 +1,7 @@
-"""What an actor of this process holds, under a key that travels as text: `state.model[0].weight of trainers-1a2b3c4d`.
+"""Keys for objects that an actor of this process holds: `state.model[0].weight of trainers-1a2b3c4d`.
 
-For who works with an actor's tensors beside the actor: the rank's main thread, which runs remote tensors' operations.
+Used by code that accesses an actor's tensors from outside the actor: the rank's main thread, which runs the operations
+of remote tensors.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ from typing import Any
 
 from meshbook.actors.runtime.registry import local_registry
 
-REFERENCE_KIND = "actor"  # of reference, before the key
+REFERENCE_KIND = "actor"  # the reference kind, which precedes the key
 _SEPARATOR = " of "
 
 
 def format_key(actor_id: str, steps: Iterable[tuple[str, Any]]) -> str | None:
-    """The key of what a path of attributes and keys leads to; None where a key on it is not a plain number or string.
+    """Return the key for a path of attributes and items; None if an item key is not a plain number or string.
 
     Args:
-        actor_id: its id.
+        actor_id: the actor that holds the object.
         steps: ("attr", name) or ("item", key).
     """
     path = "state"
@@ -31,11 +32,11 @@ def format_key(actor_id: str, steps: Iterable[tuple[str, Any]]) -> str | None:
 
 
 def resolve_key(key: str) -> Any:
-    """What is there now.
+    """Return the object that the key refers to now.
 
     Raises:
         NameError: the actor has ended.
-        AttributeError, LookupError: it holds no such thing any more.
+        AttributeError, LookupError: it no longer holds such an object.
     """
     path, _, actor_id = key.rpartition(_SEPARATOR)
     runner = local_registry().actors.get(actor_id)

@@ -1,6 +1,6 @@
-"""Values on their way between processes with actors: as a plain pickle, or with their buffers in shared memory.
+"""Encode values for other processes: as a plain pickle, or with their buffers in shared memory.
 
-Keeps account of shared segments in both directions: who still reads ours, and whose we still read.
+Tracks shared segments in both directions: which peers still read ours, and whose segments we still read.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 from meshbook.wire import messages, pickling
 from meshbook.wire.buffers import SegmentPool, SegmentReader
 
-_PLAIN_BYTES = 32 << 10  # of text or bytes; more goes the way of large values
-_PLAIN_ITEMS = 64  # of a container, in all; more is pickled in C, where counting is cheap
+_PLAIN_BYTES = 32 << 10  # maximum size of text or bytes in a plain pickle; larger ones use a payload
+# maximum number of items, nested ones included; larger containers use a payload, pickled in C, where counting is cheap
+_PLAIN_ITEMS = 64
 _SCALAR_TYPES = frozenset({int, float, str, bytes, bool, type(None), complex})
 
 PICKLED_NONE = pickle.dumps(None, 5)
@@ -22,7 +23,7 @@ PICKLED_NO_ARGUMENTS = pickle.dumps(((), {}), 5)
 
 
 def _subtract_items(value: Any, left: int) -> int:
-    """How much of the allowance is left after `value`, below 0 when it is not plain."""
+    """Return the remaining item allowance after `value`; negative if it is not plain."""
     kind = type(value)
     if kind in _SCALAR_TYPES:
         return left - 1 if (kind is not str and kind is not bytes) or len(value) <= _PLAIN_BYTES else -1
@@ -42,7 +43,7 @@ def _subtract_items(value: Any, left: int) -> int:
 
 
 class PendingPayload:
-    """A value that has come, until somebody asks for it. If nobody ever does, its memory goes back."""
+    """A received value that is not yet unpacked. If it never is, its memory is released."""
 
     __slots__ = ("_codec", "_is_unpacked", "_peer", "message")
 
@@ -51,7 +52,7 @@ class PendingPayload:
         self._is_unpacked = False
 
     def unpack(self) -> Any:
-        """As `PayloadCodec.unpack`. Once."""
+        """Unpack the value, as `PayloadCodec.unpack`. Once."""
         self._is_unpacked = True
         return self._codec.unpack(self._peer, self.message.pickled, self.message.payload)
 
@@ -62,25 +63,26 @@ class PendingPayload:
 
 
 class PayloadCodec:
-    """Packs and unpacks, for one process."""
+    """Packs and unpacks values for one process."""
 
     def __init__(self) -> None:
         self.pool = SegmentPool()
         self.reader = SegmentReader()
-        self.persistent_id: Callable[[Any], str | None] | None = None  # keys of objects that the receiver has itself
-        self.resolve: Callable[[str], Any] | None = None  # ... and on the receiver, what is behind them
+        # the key of an object that the receiver holds itself
+        self.persistent_id: Callable[[Any], str | None] | None = None
+        self.resolve: Callable[[str], Any] | None = None  # on the receiver: the object for a key
         self.on_segments_used: Callable[[], None] = lambda: None
-        self._segment_owners: dict[str, Any] = {}  # segment -> peer that owns it
+        self._segment_owners: dict[str, Any] = {}  # segment name -> owning peer
 
     @property
     def has_segments(self) -> bool:
-        """Whether there is anything to look after."""
+        """Whether any shared segments are in use or retained."""
         return bool(self._segment_owners or self.pool.used_bytes or self.pool.free_bytes)
 
     def pack(
         self, value: Any, peers: Sequence[Any], *, name: str | Sequence[str] = "the value", persistent_id: Any = None
     ) -> tuple[bytes | None, messages.Payload | None]:
-        """A value for these peers: (plain, None) or (None, payload).
+        """Pack a value for these peers: (plain, None) or (None, payload).
 
         Raises:
             TransferError: it cannot be pickled; the message names the part.
@@ -103,10 +105,10 @@ class PayloadCodec:
         return self.pack((args, kwargs), peers, name=("args", "kwargs"), persistent_id=persistent_id)
 
     def unpack(self, peer: Any, plain: bytes | None, payload: messages.Payload | None) -> Any:
-        """What was packed. Runs user code (`__setstate__`, imports): not on the reading thread.
+        """Unpack a value. Runs user code (`__setstate__`, imports): not on the reader thread.
 
         Raises:
-            TransferError: its owner is gone, or it cannot be rebuilt here.
+            TransferError: its owner has exited, or it cannot be rebuilt here.
         """
         if plain is not None:
             return pickle.loads(plain)
@@ -120,7 +122,7 @@ class PayloadCodec:
         return pickling.load(payload, reader=self.reader, resolve=self.resolve)
 
     def discard(self, peer: Any, message: Any) -> None:
-        """A value that nobody will unpack."""
+        """Release the memory of a value that will not be unpacked."""
         payload = getattr(message, "payload", None)
         if payload is not None and payload.buffers:
             for buffer in payload.buffers:
@@ -130,7 +132,7 @@ class PayloadCodec:
             self.on_segments_used()
 
     def drain_released(self) -> list[tuple[Any, tuple[str, ...]]]:
-        """Segments that nobody here looks at any more, by owner."""
+        """Return segments that this process no longer uses, by owner."""
         found: dict[Any, list[str]] = {}
         for segment in self.reader.drain_released():
             owner = self._segment_owners.pop(segment, None)
@@ -143,7 +145,7 @@ class PayloadCodec:
             self.pool.release(segment, reader=peer.id)
 
     def forget_peer(self, peer: Any) -> None:
-        """A process has ended, and reads nothing any more."""
+        """Release everything that belongs to the connection of an exited process."""
         self.pool.remove_reader(peer.id)
         for segment in [segment for segment, owner in list(self._segment_owners.items()) if owner is peer]:
             self._segment_owners.pop(segment, None)

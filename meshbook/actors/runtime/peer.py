@@ -1,7 +1,7 @@
-"""One connection to another process with actors: whole frames out, whole frames in, and its end.
+"""A connection to another process with actors: sends and receives complete frames.
 
-A frame is four bytes of length and a body. Sending never waits for the other side's work, only, past a bound, for its
-socket. Knows nothing of what frames mean.
+A frame is four bytes of length and a body. Sending never waits for the receiver to process a frame; past a backlog
+limit it waits for the receiver to read its socket. Independent of what frames contain.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from meshbook.wire.messages import NodeAddress
 
 _LENGTH_BYTES = 4
 _READ_BYTES = 256 << 10
-_BUFFER_BYTES = 1 << 20  # of the socket: thousands of small calls on their way before a sender has to queue them itself
-_MAX_GREETING_BYTES = 4096  # the most that we read of who has not shown the key yet
-_MAX_BACKLOG_BYTES = 64 << 20  # what a sender may be ahead of a process that does not read; then it waits
+_BUFFER_BYTES = 1 << 20  # socket buffer: holds thousands of small calls before the sender has to queue them itself
+_MAX_GREETING_BYTES = 4096  # maximum frame size from a peer that has not shown the key yet
+_MAX_BACKLOG_BYTES = 64 << 20  # maximum backlog to a process that does not read; then the sender waits
 _peer_ids = itertools.count(1)
 
 
 class PeerLost(Exception):
-    """The other process has ended, or was never there."""
+    """The other process has exited, or never existed."""
 
 
 class Peer:
-    """The other end. `number` is this process's own name for it, never used twice."""
+    """The other end of a connection. `id` identifies it within this process and is never reused."""
 
     def __init__(
         self,
@@ -42,9 +42,9 @@ class Peer:
     ) -> None:
         self.id = next(_peer_ids)
         self.socket = socket
-        self.address = address  # None: it has not greeted yet
+        self.address = address  # None: no PeerHello received yet
         self.lost_reason: str | None = None
-        self.announced_exit: str | None = None  # it has said that it will end, and why
+        self.announced_exit: str | None = None  # the reason, if it has announced its exit
         self._watch_writable, self._reader_thread = watch_writable, reader_thread
         self._lock = threading.Lock()
         self._backlog: deque[memoryview] = deque()
@@ -57,10 +57,10 @@ class Peer:
                 socket.setsockopt(sockets.SOL_SOCKET, option, _BUFFER_BYTES)
 
     def send(self, data: bytes) -> None:
-        """Send a frame, from any thread; frames of one thread arrive in order.
+        """Send a frame. Any thread; frames of one thread arrive in order.
 
         Raises:
-            PeerGone: nobody will read it.
+            PeerLost: the connection is closed.
         """
         with self._lock:
             if self.lost_reason is not None:
@@ -85,7 +85,7 @@ class Peer:
                 )
 
     def flush(self) -> bool:
-        """Send what waits; True when nothing is left. Reader thread only."""
+        """Send the backlog; return whether it is empty. Reader thread only."""
         with self._lock:
             while self._backlog:
                 try:
@@ -93,7 +93,7 @@ class Peer:
                 except BlockingIOError:
                     break
                 except OSError:
-                    return True  # the reading side hears of the end
+                    return True  # `read` detects the closed connection
                 self._backlog_bytes -= sent
                 if sent == len(self._backlog[0]):
                     self._backlog.popleft()
@@ -103,10 +103,10 @@ class Peer:
             return not self._backlog
 
     def read(self) -> Iterator[memoryview] | None:
-        """The bodies that have come; None at the end of the connection. Reader thread only.
+        """Return the received bodies; None at the end of the connection. Reader thread only.
 
         Raises:
-            ProtocolError: a frame is larger than any that we send.
+            ProtocolError: a frame exceeds the maximum size.
         """
         try:
             chunk = self.socket.recv(_READ_BYTES)
@@ -151,7 +151,7 @@ class Peer:
                 self._partial_frame = bytearray(view[at:])
 
     def close(self, reason: str) -> None:
-        """The end of the connection. Whoever waits to send is told."""
+        """Close the connection. Threads blocked in `send` are woken."""
         with self._lock:
             if self.lost_reason is None:
                 self.lost_reason = reason
@@ -171,7 +171,7 @@ def encode_frame(body: bytes) -> bytes:
 
 
 class Loopback:
-    """This process as its own peer. What is sent is heard on the reading thread, like what others send."""
+    """This process as its own peer. Sent messages are dispatched on the reader thread, like those of others."""
 
     def __init__(self, address: NodeAddress, deliver: Callable[[Any, memoryview], None]) -> None:
         self.id = next(_peer_ids)
@@ -181,7 +181,11 @@ class Loopback:
         self._deliver = deliver
 
     def send(self, data: bytes) -> None:
-        """Raises PeerGone: this process has left."""
+        """Deliver a frame to this process.
+
+        Raises:
+            PeerLost: this process has left.
+        """
         if self.lost_reason is not None:
             raise PeerLost(self.lost_reason)
         self._deliver(self, memoryview(data)[_LENGTH_BYTES:])

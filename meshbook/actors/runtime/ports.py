@@ -1,4 +1,4 @@
-"""Ports: a place to send values to, that can itself be sent; and the receiver at its other end."""
+"""Ports: send ends that can themselves be sent in messages, and their receivers."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ R = TypeVar("R")
 
 
 class Port(Generic[R]):
-    """The sending end. May be passed to actors, kept, and used from any thread; messages of one sender keep order."""
+    """The sending end. May be passed to actors and stored. Any thread; messages of one sender keep their order."""
 
     def __init__(self, address: messages.PortAddress | None) -> None:
-        self._address = address  # None: nobody waits for an answer
+        self._address = address  # None: no reply is expected
         self.return_undeliverable = True
 
     def send(self, obj: R) -> None:
-        """Send a value. Does not wait for the receiver; a receiver that is gone is no error.
+        """Send a value. Does not wait for the receiver; a lost receiver is not an error.
 
         Raises:
-            TransferError: it cannot be pickled; the message names the part.
+            TransferError: the value cannot be pickled; the message names the part.
         """
         self._send(obj, is_exception=False)
 
@@ -62,7 +62,7 @@ class Port(Generic[R]):
 
     @property
     def rank(self) -> int | None:
-        """The sender's place, for receivers that tell senders apart."""
+        """The sender's rank in the called mesh, by which receivers distinguish senders."""
         return self._address.rank if self._address is not None else None
 
     def __reduce__(self) -> Any:
@@ -70,7 +70,10 @@ class Port(Generic[R]):
 
 
 class _PortQueue:
-    """What has come through a port, and who waits for more. The post holds this, and not the receiver."""
+    """The messages received through a port, and the pending `recv()` futures.
+
+    The transport references this object, not the receiver.
+    """
 
     def __init__(self, *, once: bool) -> None:
         self.transport = local_transport()
@@ -79,7 +82,7 @@ class _PortQueue:
         self._lock = threading.Lock()
         self._received: deque[PendingPayload] = deque()
         self._waiting_receives: deque[weakref.ref[_ReceiveFuture]] = deque()
-        self._pinned: set[_ReceiveFuture] = set()  # of those, the ones that a callback waits for
+        self._pinned: set[_ReceiveFuture] = set()  # those with a callback or an `await`
 
     def next_message(self, receiver: PortReceiver[Any]) -> Future[Any]:
         future = _ReceiveFuture(self, receiver)
@@ -121,14 +124,17 @@ class _PortQueue:
 
 
 class _ReceiveFuture(Future[Any]):
-    """The next message. Who gives up (a timeout, a cancelled `await`) must not take a message along: its slot knows it
-    weakly, and firmly only while a callback or an `await` waits."""
+    """The future of the next message.
+
+    A waiter that gives up (a timeout, a cancelled `await`) must not consume a message: the queue references this future
+    weakly, and strongly only while a callback or an `await` waits.
+    """
 
     __slots__ = ("_queue", "_receiver", "num_pins")
 
     def __init__(self, queue: _PortQueue, receiver: PortReceiver[Any]) -> None:
         super().__init__("recv()")
-        self._queue, self._receiver = queue, receiver  # who waits keeps the receiver
+        self._queue, self._receiver = queue, receiver  # a pending future keeps the receiver alive
         self.num_pins = 0
 
     def add_done_callback(self, callback: Callable[[Future[Any]], Any]) -> None:
@@ -144,7 +150,7 @@ class _ReceiveFuture(Future[Any]):
 
 
 class PortReceiver(Generic[R]):
-    """The receiving end; it stays where it was opened."""
+    """The receiving end; it stays in the process that opened it."""
 
     def __init__(self, *, once: bool = False) -> None:
         self._queue = _PortQueue(once=once)
@@ -155,15 +161,15 @@ class PortReceiver(Generic[R]):
         return Port(messages.PortAddress(self._queue.transport.address, self._port_id))
 
     def recv(self) -> Future[R]:
-        """The next message, as a Future; several may be asked for ahead of time."""
+        """Return a Future of the next message; several may be requested ahead of time."""
         return self._queue.next_message(self)
 
     def ranked(self) -> RankedPortReceiver[R]:
-        """The same receiver, giving (rank of the sender, value)."""
+        """Return the same receiver with results of the form (rank of the sender, value)."""
         return RankedPortReceiver(self)
 
     def close(self) -> None:
-        """Listen no more; what still comes is dropped."""
+        """Stop receiving; later messages are dropped."""
         self._queue.transport.remove_reply_handler(self._port_id)
 
     def __del__(self) -> None:
@@ -172,7 +178,7 @@ class PortReceiver(Generic[R]):
 
 
 class RankedPortReceiver(Generic[R]):
-    """Gives (rank in the called mesh of who sent it, value)."""
+    """A receiver of (rank of the sender in the called mesh, value)."""
 
     def __init__(self, receiver: PortReceiver[R]) -> None:
         self._receiver = receiver
@@ -183,19 +189,19 @@ class RankedPortReceiver(Generic[R]):
 
 
 class Channel:
-    """Makes ports."""
+    """Factory for ports."""
 
     def __class_getitem__(cls, item: Any) -> type[Channel]:
         return cls
 
     @staticmethod
     def open(once: bool = False) -> tuple[Port[Any], PortReceiver[Any]]:
-        """A port and its receiver, in this process. `once`: for a single message."""
+        """Return a port and its receiver, in this process. `once`: for a single message."""
         receiver: PortReceiver[Any] = PortReceiver(once=once)
         return receiver.port, receiver
 
     @staticmethod
     def open_ranked(once: bool = False) -> tuple[Port[Any], RankedPortReceiver[Any]]:
-        """As `open`; what is received says which rank of the called mesh sent it."""
+        """Return a port and a receiver that also reports the sender's rank in the called mesh."""
         port, receiver = Channel.open(once)
         return port, receiver.ranked()

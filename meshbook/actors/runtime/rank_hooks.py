@@ -1,4 +1,4 @@
-"""Where a rank lets actors in: called by its service thread, by name, when somebody asks for the rank's address."""
+"""Entry points of a rank into its actors; the service thread calls them by name, from the first address request on."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from meshbook.wire.messages import ActiveEndpoint
 def enable_actors(
     resolve: Callable[[str], Any], resolvers: dict[str, Callable[[str], Any]], use_device: Callable[[], None]
 ) -> list[Any]:
-    """This process's address, as plain data.
+    """Enable actors in this process and return its address, as plain data.
 
     Args:
-        resolve: gives the rank's own object for a handle among arguments.
-        resolvers: what `resolve` asks, by kind of reference; gets one for what actors hold.
-        use_device: makes the rank's GPU, if it has one, the current device of the thread that calls it.
+        resolve: returns the rank's own object for a handle among arguments.
+        resolvers: the resolvers of `resolve`, by reference kind; gets one for objects that actors hold.
+        use_device: makes the rank's GPU, if it has one, the current device of the calling thread.
     """
     resolvers[object_paths.REFERENCE_KIND] = object_paths.resolve_key
     registry = local_registry()
@@ -31,15 +31,15 @@ def enable_actors(
 
 
 def snapshot_endpoints() -> tuple[ActiveEndpoint, ...]:
-    """What the rank's actors are in. Does not wait."""
+    """Return the running endpoints of the rank's actors. Does not wait."""
     return local_registry().snapshot_endpoints() if has_local_transport() else ()
 
 
 def end_actors() -> bool:
-    """The rank was told to end, and its actors end first. Blocks.
+    """Stop the actors of a rank that is about to exit. Blocks.
 
     Returns:
-        Whether there were any.
+        Whether there were any actors.
     """
     reason = "its mesh was stopped"
     announce_exit(reason)

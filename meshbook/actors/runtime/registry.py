@@ -1,4 +1,4 @@
-"""All actors of a process, what they own elsewhere, and who is told when that fails."""
+"""The actors of a process, the meshes that it owns elsewhere, and the routing of their failures to owners."""
 
 from __future__ import annotations
 
@@ -18,28 +18,26 @@ from meshbook.clock import monotonic
 from meshbook.wire import messages
 from meshbook.wire.process_control import ACTORS_GRACE_S
 
-_DRAIN_S = 2.0  # of ACTORS_GRACE_S, for what was sent before; the rest is kept for `__cleanup__`
+_DRAIN_S = 2.0  # of ACTORS_GRACE_S, for queued messages; the rest is for `__cleanup__`
 
 
 class ActorRegistry:
-    """All actors of this process, and what the actors and code of this process own elsewhere."""
+    """All actors of this process, and the meshes that its actors and other code own elsewhere."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.actors: dict[str, ActorRunner] = {}
         self.owned: dict[str, OwnedMesh] = {}
         self.on_rank = False
-        self.use_device: Callable[[], None] = lambda: None  # a rank's: makes its GPU the calling thread's current one
-        self.exit_reason: str | None = None  # why this process will end: nothing new begins
-        self.started_here: dict[
-            str, Any
-        ] = {}  # meshes of processes that were started here and live until they are stopped
-        self.on_unhandled_failure: Callable[[faults.MeshFailure, str], None] = (
-            _print_failure  # told of what no actor has handled
-        )
-        self._ended_actors: BoundedDict[str, tuple[str, str]] = (
-            BoundedDict()
-        )  # id -> name, reason; late callers are told
+        # on a rank: makes its GPU the calling thread's current device
+        self.use_device: Callable[[], None] = lambda: None
+        self.exit_reason: str | None = None  # why this process is ending: new spawns are refused
+        # meshes of processes that were started here and live until they are stopped
+        self.started_here: dict[str, Any] = {}
+        # called for failures that no actor has handled
+        self.on_unhandled_failure: Callable[[faults.MeshFailure, str], None] = _print_failure
+        # id -> (name, reason), for replies to late callers
+        self._ended_actors: BoundedDict[str, tuple[str, str]] = BoundedDict()
         transport.message_handlers.update(
             {
                 messages.SpawnActor: self._spawn,
@@ -53,11 +51,11 @@ class ActorRegistry:
         transport.peer_lost_callbacks.append(self._peer_lost)
 
     def status_rows(self) -> list[dict[str, Any]]:
-        """One for each actor that lives in this process."""
+        """Return one row for each actor of this process."""
         return [runner.status_row() for runner in list(self.actors.values())]
 
     def snapshot_endpoints(self) -> tuple[messages.ActiveEndpoint, ...]:
-        """What the actors of this process are in, and for whose answers they wait. From any thread."""
+        """Return the endpoints that run in this process, and the replies that they wait for. Any thread."""
         awaited: dict[Any, list[messages.PendingEndpointCall]] = {}
         for caller, replies in self.transport.awaited_replies():
             awaited.setdefault(caller, []).extend(replies)
@@ -67,13 +65,15 @@ class ActorRegistry:
         )
 
     def prepare_thread(self) -> None:
-        """Make this thread one for user code. CUDA's current device is the thread's own, and a new thread has the
-        first GPU of all: without this, the actors of every rank would compute there."""
+        """Prepare this thread for user code.
+
+        CUDA's current device is per thread, and defaults to the first GPU: without this, the actors of all ranks would
+        compute there.
+        """
         unblock_signals()
         self.use_device()
 
-    # ---- words
-
+    # ---- messages
     def _spawn(self, peer: Any, request: messages.SpawnActor) -> None:
         if any(runner.name == request.name and runner.holds_name for runner in list(self.actors.values())):
             text = (
@@ -104,7 +104,7 @@ class ActorRegistry:
             runner.put((peer, request))
 
     def _call_concurrently(self, runner: ActorRunner, peer: Any, request: messages.CallActor) -> None:
-        """Beside whatever the actor is doing."""
+        """Run a function concurrently with the actor's messages."""
         try:
             self.prepare_thread()
             (function, *args), kwargs = self.transport.payloads.unpack(peer, request.pickled, request.payload)
@@ -132,12 +132,13 @@ class ActorRegistry:
             runner.interrupt((peer.id, request.call) if request.call else None)
 
     def end_all(self, reason: str) -> bool:
-        """End every actor, because this process will end. Blocks for ACTORS_GRACE_S at most: what was sent before is
-        worked off for the first part of it; then what runs is interrupted and what waits refused, so that `__cleanup__`
-        comes to its turn.
+        """Stop every actor, because this process is about to exit. Blocks for ACTORS_GRACE_S at most.
+
+        Queued messages are processed for the first `_DRAIN_S` seconds; then running messages are interrupted and queued
+        ones refused, so that `__cleanup__` runs in time.
 
         Returns:
-            Whether there were any.
+            Whether there were any actors.
         """
         self.exit_reason = reason
         runners = list(self.actors.values())
@@ -151,7 +152,7 @@ class ActorRegistry:
         return bool(runners)
 
     def refuse(self, peer: Any, request: Any, failure: messages.ActorFailure | None) -> None:
-        """A message for an actor that is not there (any more)."""
+        """Refuse a message for an actor that does not exist or has ended."""
         self.transport.payloads.discard(peer, request)
         if not isinstance(request, (messages.CallActor, messages.StopActor)) or not request.call:
             return
@@ -171,14 +172,13 @@ class ActorRegistry:
         with contextlib.suppress(PeerLost):
             self.transport.peer(runner.owner.address).send(encode(messages.ActorEnded(runner.id)))
 
-    # ---- who owns what, and who is told
-
+    # ---- ownership and failure reports
     def report_fault(self, runner: ActorRunner, text: str, trace: str) -> None:
-        """An actor of this process has failed in a way that no caller hears of; its owner does."""
+        """Report to its owner a failure of an actor of this process that no caller receives."""
         self._send_fault(runner.owner, runner.name, (runner.rank,), text, trace)
 
     def escalate(self, runner: ActorRunner, failure: faults.MeshFailure) -> None:
-        """The owner has not handled it; the owner's owner may."""
+        """Pass on a failure that the owner has not handled to the owner's owner."""
         self._send_fault(runner.owner, failure.mesh_name, failure.ranks, str(failure), failure.traceback)
 
     def _send_fault(
@@ -199,14 +199,14 @@ class ActorRegistry:
             self._remove_owned(message.actor, owned, peer.address.node)
 
     def _remove_owned(self, actor_id: str, owned: OwnedMesh, node: str) -> int | None:
-        """One of an owned mesh has ended; gives its place. With the last one, all is forgotten."""
+        """Remove an ended actor from an owned mesh and return its rank; removing the last one removes the mesh."""
         rank = owned.rank_by_node.pop(node, None)
         if not owned.rank_by_node:
             self.owned.pop(actor_id, None)
         return rank
 
     def notify_owner(self, owner: str, failure: faults.MeshFailure) -> None:
-        """Tell the owner, an actor of this process, or with "" the process itself."""
+        """Notify the owner: an actor of this process, or with "" the process itself."""
         runner = self.actors.get(owner) if owner else None
         if runner is not None:
             runner.notify_failure(failure)
@@ -240,15 +240,14 @@ def _wait_until_ended(runners: list[ActorRunner], deadline: float) -> None:
 
 
 class OwnedMesh:
-    """A mesh of actors or processes that was spawned from here."""
+    """A mesh of actors that was spawned from this process."""
 
     def __init__(self, name: str, owner: str, rank_by_node: dict[str, int]) -> None:
         self.name, self.owner, self.rank_by_node = name, owner, rank_by_node
-        self.stopped = False  # it ends on purpose
-        self.are_procs_stopping: Callable[[], bool] = lambda: (
-            False
-        )  # whether what it lives on is being ended on purpose
-        self.ref: Any = None  # of a mesh of actors, its `ActorRef`
+        self.stopped = False  # it is stopped on purpose
+        # whether its processes are being stopped on purpose
+        self.are_procs_stopping: Callable[[], bool] = lambda: False
+        self.ref: Any = None  # its `ActorRef`
 
 
 def _print_failure(failure: faults.MeshFailure, name: str) -> None:
@@ -262,7 +261,7 @@ _lock = threading.Lock()
 
 
 def local_registry() -> ActorRegistry:
-    """The actors of this process; made on first use, with its post."""
+    """Return the actor registry of this process; created on first use, together with its transport."""
     transport = local_transport()
     found = _registries.get(transport.address.node)
     if found is None:

@@ -1,8 +1,8 @@
-"""One actor: its mailbox, its thread, and one message at a time.
+"""Run one actor: its mailbox, its thread, one message at a time.
 
-An actor whose endpoints are all `def` works through its mailbox on its own thread. One with `async def` endpoints has
-an event loop on its own thread: each message starts a task, in the order of arrival, and tasks interleave at `await`;
-its `def` endpoints run on that loop too, and hold it up. Knows of its process only what `ActorRegistry` offers.
+An actor whose endpoints are all `def` processes its mailbox on its own thread. An actor with `async def` endpoints runs
+an event loop on its own thread: each message starts a task, in order of arrival, and tasks interleave at `await`; its
+`def` endpoints run on the same loop and block it. Uses only the `ActorRegistry` interface of its process.
 """
 
 from __future__ import annotations
@@ -39,23 +39,24 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("meshbook.actors")
 
-_CANCEL_GRACE_S = 1.0  # that they then have to say so to their callers
-_STOP_GRACE_S = 5.0  # that running async endpoints have to end when their actor is stopped; then they are cancelled
-_LOOP_GRACE_S = 0.2  # that an event loop has to come to a cancellation; then the code that holds it up is interrupted
+_CANCEL_GRACE_S = 1.0  # for cancelled endpoints to send their failure to their callers
+_STOP_GRACE_S = 5.0  # for running async endpoints to finish when their actor is stopped; then they are cancelled
+_LOOP_GRACE_S = 0.2  # for the event loop to process a cancellation; then the code that blocks it is interrupted
 
-MessageKey = tuple[int, int]  # of a message: who sent it, and its number for the answer (-1 and any, if there is none)
-_INTERRUPT_MARKER = object()  # in a mailbox
-_INIT_KEY = (-1, -1)  # stands for `__init__`, as if it were a message
+# (sender's peer id, call id of the reply); (-1, unique number) for a message without a reply
+MessageKey = tuple[int, int]
+_INTERRUPT_MARKER = object()  # in the mailbox: messages before it were interrupted
+_INIT_KEY = (-1, -1)  # message key of `__init__`
 _INTERRUPTED_BEFORE_START = "it was interrupted before it began"
 
 
 class RunningMessage(NamedTuple):
-    """A message that is being worked on."""
+    """A message in progress."""
 
     method: str
     started_at: float  # time.monotonic()
-    task: asyncio.Task[None] | None  # on an event loop
-    caller: str  # the node of the process it came from
+    task: asyncio.Task[None] | None  # None: not on an event loop
+    caller: str  # node of the sending process
 
 
 class ActorRunner:
@@ -66,14 +67,14 @@ class ActorRunner:
         self.rank = request.index
         self.point = Point(request.index, Extent(request.dim_names, request.sizes))
         self.actor: Any = None
-        self.procs_ref: ProcMeshRef | None = None  # once it is there
+        self.procs_ref: ProcMeshRef | None = None  # set once the spawn request is unpacked
         self.spawned_at = wall()
         self.class_name = "?"
         self.state = "starting"  # "living", "failed", "stopped"
-        self.is_stop_requested = False  # also while it still works off what it was sent before; its name is free
-        self.init_done = threading.Event()  # its __init__ has run, or failed
+        self.is_stop_requested = False  # set while queued messages are still processed; the name is already free
+        self.init_done = threading.Event()  # `__init__` returned or raised
         self.ended = threading.Event()
-        self.init_failure: messages.ActorFailure | None = None  # of __init__
+        self.init_failure: messages.ActorFailure | None = None  # the failure of `__init__`
         self.running: dict[MessageKey, RunningMessage] = {}
         self.last_error: str | None = None
         self.num_messages = 0
@@ -86,14 +87,13 @@ class ActorRunner:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_wake_pending = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._context = copy_context()  # of each task: this actor's
-        self._stop_cause: Exception | None = None  # what ended it, for __cleanup__
-        self._is_stopping = False  # it has come to its StopActor: what waits behind that is refused
+        self._context = copy_context()  # this actor's context, copied for each task
+        self._stop_cause: Exception | None = None  # the cause of the end, passed to `__cleanup__`
+        self._is_stopping = False  # its StopActor was processed: messages queued after it are refused
         self._interruptible = Interruptible()
-        self._interrupted_keys: set[MessageKey] = set()  # calls that were interrupted before they began
-        self._interrupt_markers: deque[None] = (
-            deque()
-        )  # one for each _CUT in the mailbox: what waits before them was interrupted
+        self._interrupted_keys: set[MessageKey] = set()  # calls that were interrupted, possibly before they started
+        # one per `_INTERRUPT_MARKER` in the mailbox: messages queued before a marker were interrupted
+        self._interrupt_markers: deque[None] = deque()
         self._stop_reason = ""
 
     def start(self) -> None:
@@ -104,17 +104,17 @@ class ActorRunner:
         return 0 if self._loop is not None else self._thread.ident or 0
 
     def put(self, item: Any) -> None:
-        """Into the mailbox; from any thread."""
+        """Put an item into the mailbox. Any thread."""
         self._mailbox.put(item)
         if self.state == "stopped":
             self._refuse_queued()
         elif self._loop is not None and not self._is_wake_pending:
             self._is_wake_pending = True
-            with contextlib.suppress(RuntimeError):  # closed: `_refuse_rest` answers
+            with contextlib.suppress(RuntimeError):  # the loop is closed: `_refuse_queued` replies
                 self._loop.call_soon_threadsafe(self._drain_mailbox)
 
     def notify_failure(self, failure: faults.MeshFailure) -> None:
-        """Something that this actor owns has failed; before any message that waits."""
+        """Notify the actor that something it owns has failed; handled before any queued message."""
         self._pending_failures.append(failure)
         self.put(None)
 
@@ -122,25 +122,27 @@ class ActorRunner:
         self.request_stop(None, messages.StopActor(0, self.id, reason))
 
     def request_stop(self, peer: Any, request: messages.StopActor) -> None:
-        """Into the mailbox too: what was sent before it is worked off. From any thread."""
+        """Queue a stop: messages sent before it are processed first. Any thread."""
         self.is_stop_requested = True
         self.put((peer, request))
 
     @property
     def _point_suffix(self) -> str:
-        """Where in its mesh, for sentences."""
+        """Return the actor's point in its mesh, for messages."""
         return f" {self.point}" if self.point.extent else ""
 
     @property
     def holds_name(self) -> bool:
-        """Whether no other actor of this process may have its name."""
+        """Whether this actor reserves its name in this process."""
         return self.state != "failed" and not self.is_stop_requested
 
     def interrupt(self, key: MessageKey | None) -> None:
-        """End a message that runs or waits; with None all that came until now, `__init__` too. Does not wait. From any
-        thread.
+        """Interrupt a running or queued message, or all messages received so far. Any thread. Does not wait.
 
-        A `def` endpoint gets a KeyboardInterrupt, as soon as Python code of it runs; an async one is cancelled.
+        A `def` endpoint gets a KeyboardInterrupt as soon as it runs Python code; an async endpoint is cancelled.
+
+        Args:
+            key: the message; None for all that were received until now, `__init__` included.
         """
         if key is None:
             self._interrupt_markers.append(None)
@@ -153,7 +155,7 @@ class ActorRunner:
                 self._interrupt_message(known, running)
 
     def _interrupt_message(self, key: MessageKey, running: RunningMessage) -> None:
-        self._interrupted_keys.add(key)  # it may not have begun yet
+        self._interrupted_keys.add(key)  # it may not have started yet
         loop = self._loop
         if loop is None:
             self._interruptible.interrupt(key)
@@ -162,7 +164,7 @@ class ActorRunner:
             with contextlib.suppress(RuntimeError):  # closed
                 loop.call_soon_threadsafe(running.task.cancel)
 
-        def look() -> None:  # code between two awaits holds the loop up
+        def look() -> None:  # code between two awaits may be blocking the loop
             if self.running.get(key) is running:
                 self._interruptible.interrupt(key)
 
@@ -174,7 +176,7 @@ class ActorRunner:
         self.stop(reason)
 
     def status_row(self) -> dict[str, Any]:
-        """How it does, as plain data."""
+        """Return the actor's status as plain data."""
         running = next(iter(list(self.running.values())), None)
         return {
             "actor": self.name,
@@ -194,7 +196,7 @@ class ActorRunner:
     def snapshot_endpoints(
         self, node: str, awaited: Mapping[tuple[str, MessageKey], Sequence[PendingEndpointCall]]
     ) -> list[ActiveEndpoint]:
-        """The messages that are being worked on, and for whose answers they wait. From any thread."""
+        """Return the messages in progress and the replies that each waits for. Any thread."""
         now = monotonic()
         return [
             ActiveEndpoint(
@@ -267,7 +269,7 @@ class ActorRunner:
             else:
                 try:
                     self._handle_call(peer, request)
-                except BaseException:  # of telling how the call ended: the actor lives on for the calls behind it
+                except BaseException:  # sending the reply failed: the actor continues with the next call
                     log.exception("the end of a call of actor %s could not be told", self.name)
             del request
             self.registry.transport.release_segments()
@@ -280,7 +282,7 @@ class ActorRunner:
                 self._check_not_interrupted(key)
                 value = function(*args, **kwargs)
         except BaseException as error:
-            self._interruptible.end_section()  # it may have struck in the middle of that
+            self._interruptible.end_section()  # the interrupt may have arrived in the middle of it
             self._send_failure(peer, request, error)
         else:
             self._send_result(peer, request, value)
@@ -301,7 +303,7 @@ class ActorRunner:
         loop.call_soon(self._drain_mailbox)
         try:
             while self.state != "stopped":
-                with contextlib.suppress(KeyboardInterrupt):  # one that struck beside the code it was meant for
+                with contextlib.suppress(KeyboardInterrupt):  # an interrupt that arrived outside its target code
                     loop.run_forever()
         finally:
             NON_BLOCKING_THREADS.pop(threading.get_ident(), None)
@@ -356,7 +358,7 @@ class ActorRunner:
 
     @types.coroutine
     def _await_interruptibly(self, key: MessageKey, work: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
-        """`await work`, which can be interrupted while a step of it runs."""
+        """Await `work` so that each of its steps can be interrupted."""
         step, sent_value = work.send, None
         while True:
             try:
@@ -370,7 +372,7 @@ class ActorRunner:
             except BaseException as error:
                 step, sent_value = work.throw, error
 
-    # ---- a message, in three parts that both ways share
+    # ---- the parts of a message shared by both modes
 
     def _resolve_call(
         self, peer: Any, request: messages.CallActor, key: MessageKey
@@ -409,7 +411,7 @@ class ActorRunner:
         return mark.method, (self.actor, *args), kwargs
 
     def _check_not_interrupted(self, key: MessageKey) -> None:
-        """Now it can be interrupted; and if it was before, this is its end."""
+        """Raise KeyboardInterrupt if the call was interrupted before it started."""
         if key in self._interrupted_keys:
             raise KeyboardInterrupt(_INTERRUPTED_BEFORE_START)
 
@@ -444,7 +446,7 @@ class ActorRunner:
                 transport.reply(peer, messages.ActorReply(request.call, plain, payload))
         except PeerLost:
             pass
-        except Exception as error:  # a result that cannot be sent is the caller's to hear of, and not this thread's end
+        except Exception as error:  # a result that cannot be sent is an error of the call; this thread continues
             self._send_failure(peer, request, error)
 
     def _rank_in_view(self, request: messages.CallActor) -> int:
@@ -467,7 +469,7 @@ class ActorRunner:
             elif request.call:
                 peer.send(encode(failure_reply(failure, request.call, self._rank_in_view(request))))
             elif self.init_failure is None and not isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
-                # Nobody waits for an answer, and it must not go unheard, unless somebody wanted it.
+                # No reply is expected, so report the failure to the owner, unless it is an interrupt or a cancellation.
                 text = f"{self.name}.{request.method}{self._point_suffix} failed: {failure.ename}: {failure.text}"
                 self.registry.report_fault(self, text, failure.traceback)
 
@@ -496,7 +498,7 @@ class ActorRunner:
         if not handled:
             self.registry.escalate(self, failure)
 
-    # ---- the end
+    # ---- shutdown
 
     def _shut_down(self, peer: Any, request: messages.StopActor) -> None:
         cleanup = getattr(self.actor, "__cleanup__", None)
@@ -540,7 +542,10 @@ class ActorRunner:
         self.ended.set()
 
     def _refuse_queued(self) -> None:
-        """What came too late; on the thread that brings it, if that has looked the actor up just before its end."""
+        """Refuse messages that arrived too late.
+
+        Also runs on the thread that delivers a message, if that looked the actor up just before its end.
+        """
         with contextlib.suppress(Empty):
             while True:
                 item = self._mailbox.get_nowait()
@@ -549,7 +554,7 @@ class ActorRunner:
 
 
 def _awaiting_frames(task: asyncio.Task[None] | None) -> tuple[Frame, ...]:
-    """A task's frames, outermost first, through all that it awaits."""
+    """Return a task's frames, outermost first, through all coroutines that it awaits."""
     frames: list[Frame] = []
     awaitable: Any = task.get_coro() if task is not None else None
     while awaitable is not None and len(frames) < MAX_END_FRAMES:
@@ -558,9 +563,8 @@ def _awaiting_frames(task: asyncio.Task[None] | None) -> tuple[Frame, ...]:
             break
         code = frame.f_code
         frames.append(Frame(file=code.co_filename, line=frame.f_lineno or code.co_firstlineno, function=code.co_name))
-        inner = (
-            frame.f_locals.get("work") if code is ActorRunner._await_interruptibly.__code__ else None
-        )  # sent to by hand
+        # `_await_interruptibly` drives its coroutine itself, so `cr_await` does not show it
+        inner = frame.f_locals.get("work") if code is ActorRunner._await_interruptibly.__code__ else None
         awaitable = inner or getattr(awaitable, "cr_await", None) or getattr(awaitable, "gi_yieldfrom", None)
     return tuple(frames)
 
@@ -570,7 +574,7 @@ def _message_key(peer: Any, request: messages.CallActor) -> MessageKey:
 
 
 class _NoActor(Exception):
-    """__init__ failed: `ActorRunner.failure` says how."""
+    """`__init__` failed; `ActorRunner.init_failure` has the error."""
 
 
 def failure_reply(failure: messages.ActorFailure, call: int, rank: int) -> messages.ActorFailure:

@@ -1,11 +1,11 @@
-"""A process's end of all that actors say to each other: one listening socket, one reading thread, one table of calls.
+"""The actor transport of a process: one listening socket, one reader thread, one table of open calls.
 
-Whoever calls writes to the other process's socket on its own thread; what comes in is heard on the reading thread,
-which runs no user code: a call goes into its actor's mailbox, an answer to whoever waits for it. A connection that ends
-is a process that has ended: every open call to it fails at that moment. All that changes an open call (an answer, the
-end of a process, a message of this process to itself) is done on the reading thread, one after the other.
+A caller writes to the other process's socket on its own thread. The reader thread receives messages and runs no user
+code: it puts a call into its actor's mailbox and passes a reply to its handler. A closed connection means that the
+process has exited: every open call to it fails immediately. Everything that changes an open call (a reply, a lost
+process, a message of this process to itself) runs sequentially on the reader thread.
 
-The same code serves the notebook and the ranks. `local_transport()` is this process's own, made when first needed.
+Notebook and ranks use the same code. `local_transport()` returns this process's own, created on first use.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ log = logging.getLogger("meshbook.actors")
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(messages.PeerMessage).decode
 
-_IDLE_SEGMENT_S = 30.0  # after which shared memory that nobody reads goes back to the system
-_SWEEP_INTERVAL_S = 0.5  # between looks for segments that were let go of, while there are any
+_IDLE_SEGMENT_S = 30.0  # after which unread shared memory is returned to the system
+_SWEEP_INTERVAL_S = 0.5  # between checks for released segments, while there are any
 
 
 def encode(message: messages.ActorMessage) -> bytes:
-    """A word as a frame: the same bytes go to every process of a mesh."""
+    """Encode a message as a frame: the same bytes go to every process of a mesh."""
     return encode_frame(_encode(message))
 
 
 class ExitReasons:
-    """How processes have ended, as somebody may tell a moment after their sockets have closed."""
+    """How processes have exited, which may be reported shortly after their sockets have closed."""
 
     def __init__(self) -> None:
-        self.delay_s = 0.0  # how long it usually takes until it is told; 0: nobody tells
+        self.delay_s = 0.0  # usual delay of a report; 0: there are no reports
         self._reason_by_pid: BoundedDict[int, str] = BoundedDict()
         self._changed = threading.Condition()
 
@@ -68,7 +68,7 @@ class ExitReasons:
             self._changed.notify_all()
 
     def describe(self, address: NodeAddress | None, *, wait: bool) -> str:
-        """Why nobody answers there. Waits for the news, briefly, if there may be some."""
+        """Return why the process at `address` does not reply. With `wait`, waits up to `delay_s` for a report."""
         if address is None:
             return "its process has ended"
         with self._changed:
@@ -79,41 +79,43 @@ class ExitReasons:
 
 
 def unblock_signals() -> None:
-    """Make this thread one that user code may run on.
+    """Set this thread's signal mask so that user code may run on it.
 
-    Threads inherit the signals that their maker has blocked, and so do processes: the child of a thread that blocks
-    SIGCHLD would never hear of its own children's end. Only SIGINT stays blocked: it is the main thread's, for Stop.
+    Threads inherit the blocked signals of their creator, and so do processes: the child of a thread that blocks SIGCHLD
+    would never be notified that its own children exit. Only SIGINT stays blocked: the main thread handles it as the
+    interrupt.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT})
 
 
 class ReplyHandler(Protocol):
-    """Who waits for answers under a number."""
+    """The handler of the replies to one call id or port."""
 
     def on_reply(self, peer: Any, reply: Any) -> bool:
-        """An Answer, Failure or ToPort came; True: nothing more will."""
+        """Handle an ActorReply, ActorFailure or PortMessage; return whether it was the last one."""
 
     def on_peer_lost(self, peer: Any, reason: str) -> bool:
-        """The process behind `peer` has ended; True: nothing more will come."""
+        """Handle the exit of the process behind `peer`; return whether no more replies are expected."""
 
 
 @runtime_checkable
 class CallReplyHandler(ReplyHandler, Protocol):
-    """Who waits for the answers of a call, and not for what comes through a port."""
+    """The handler of the replies to a call, as opposed to messages through a port."""
 
-    caller: Any  # (id of the actor, its message) that has made it; None: code outside any actor
+    caller: Any  # (actor id, message key) of the caller; None: code outside any actor
 
     def awaited_replies(self) -> list[messages.PendingEndpointCall]:
-        """The actors that have not answered, if somebody waits for them."""
+        """Return the actors that have not replied, if a caller waits for them."""
 
 
 class Transport:
-    """This process among those with actors."""
+    """This process's connections to other processes with actors."""
 
     def __init__(self) -> None:
         self.address = NodeAddress(secrets.token_hex(8), secrets.token_hex(16), os.getpid())
         self.payloads = PayloadCodec()
-        self.message_handlers: dict[type, Callable[[Any, Any], None]] = {  # more by `life`, when there are actors
+        # `registry.local_registry` adds more when there are actors.
+        self.message_handlers: dict[type, Callable[[Any, Any], None]] = {
             messages.PeerHello: self._greeted,
             messages.ActorReply: self._reply_received,
             messages.ActorFailure: self._reply_received,
@@ -123,12 +125,12 @@ class Transport:
             messages.ReleaseSegments: lambda peer, word: self.payloads.release(peer, word.segments),
         }
         self.peer_lost_callbacks: list[Callable[[Any, str], None]] = []
-        self.on_call_started: Callable[[], None] | None = None  # called with each call that is made, by who makes it
+        self.on_call_started: Callable[[], None] | None = None  # called for each new call, on the caller's thread
         self.exit_reasons = ExitReasons()
         self._handler_ids = itertools.count(1)
         self._reply_handlers: dict[int, ReplyHandler] = {}
         self._peers: dict[str, Any] = {self.address.node: Loopback(self.address, self._dispatch_own)}
-        self._lost_nodes: deque[str] = deque()  # of `_peers`; who is told that they are gone is told why
+        self._lost_nodes: deque[str] = deque()  # lost nodes of `_peers`, retained so that later senders get the reason
         self._connections: set[Peer] = set()
         self._connect_lock = threading.Lock()
         self._listener = _listen(self.address.node)
@@ -141,7 +143,7 @@ class Transport:
         self._writers: list[Peer] = []
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._callbacks: deque[Callable[[], None]] = deque()
-        self._is_wake_pending = False  # the reading thread will look at `_soon`
+        self._is_wake_pending = False  # the reader thread is going to run `_callbacks`
         self._closed = False
         self._is_sweeping = False
         self.payloads.on_segments_used = self._start_sweeping
@@ -151,10 +153,10 @@ class Transport:
     # ---- sending
 
     def peer(self, address: NodeAddress) -> Any:
-        """The connection to a process; made on first use.
+        """Return the connection to a process; made on first use.
 
         Raises:
-            PeerGone: there is no such process any more.
+            PeerLost: the process has exited.
         """
         found = self._peers.get(address.node)
         if found is not None and found.lost_reason is None:
@@ -177,11 +179,11 @@ class Transport:
                 raise PeerLost(f"its process (pid {address.pid}) has ended") from error
             self._connections.add(peer)
             self._selector.register(socket, selectors.EVENT_READ, peer)
-            self._peers[address.node] = peer  # last: other threads may send from now on, after the greeting
+            self._peers[address.node] = peer  # last: other threads may send from now on, after the PeerHello
             return peer
 
     def add_reply_handler(self, handler: ReplyHandler) -> int:
-        """A number under which answers will be given to `handler`."""
+        """Register `handler` for replies; return its id, which serves as call id or port."""
         handler_id = next(self._handler_ids)
         self._reply_handlers[handler_id] = handler
         if self.on_call_started is not None:
@@ -189,7 +191,7 @@ class Transport:
         return handler_id
 
     def awaited_replies(self) -> list[tuple[Any, list[messages.PendingEndpointCall]]]:
-        """The open calls that somebody in this process waits for, with who has made them. From any thread."""
+        """Return the open calls that this process waits for, each with its caller. Any thread."""
         found = []
         for handler in list(self._reply_handlers.values()):
             if isinstance(handler, CallReplyHandler) and (replies := handler.awaited_replies()):
@@ -204,7 +206,7 @@ class Transport:
         self._reply_handlers.pop(handler_id, None)
 
     def report_lost_peer(self, handler_id: int, peer: Any, reason: str) -> None:
-        """What was to be sent to `peer` could not be. From any thread; those who wait are told on the reading one."""
+        """Report that a message to `peer` could not be sent. Any thread; the handler runs on the reader thread."""
         self.call_soon(lambda: self._notify_lost_peer(handler_id, peer, reason))
 
     def _notify_lost_peer(self, handler_id: int, peer: Any, reason: str) -> None:
@@ -213,36 +215,36 @@ class Transport:
             self._reply_handlers.pop(handler_id, None)
 
     def reply(self, peer: Any, message: messages.ActorMessage) -> None:
-        """Send what was packed for `peer` alone; if that is gone, the memory goes back."""
+        """Send a message packed for `peer` alone; if the peer is lost, release its shared memory."""
         try:
             peer.send(encode(message))
         except PeerLost:
             self.payloads.pool.remove_reader(peer.id)
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> None:
-        """Call `callback` on the reading thread, where it must not wait."""
+        """Call `callback` on the reader thread after `delay_s`; it must not block."""
         heapq.heappush(self._timers, (monotonic() + delay_s, next(self._handler_ids), callback))
         self._wake()
 
     def call_soon(self, callback: Callable[[], None]) -> None:
-        """Call `callback` on the reading thread, where it must not wait; in the order of these calls."""
+        """Call `callback` on the reader thread, in the order of these calls; it must not block."""
         self._callbacks.append(callback)
         if not self._is_wake_pending:
             self._is_wake_pending = True
             self._wake()
-        if self._closed:  # nobody reads any more
+        if self._closed:  # the reader thread has ended
             self._run_callbacks()
 
     def _run_callbacks(self) -> None:
-        self._is_wake_pending = False  # first: what comes from now on calls again
+        self._is_wake_pending = False  # first: callbacks added from now on wake the thread again
         for _ in range(len(self._callbacks)):
             try:
                 callback = self._callbacks.popleft()
-            except IndexError:  # after the end, threads do this beside each other
+            except IndexError:  # after close, several threads run this concurrently
                 return
             _call_logging_errors(callback)
 
-    # ---- the reading thread
+    # ---- the reader thread
 
     def _run(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -254,7 +256,7 @@ class Transport:
             for key, events in self._selector.select(wait_s):
                 try:
                     self._on_socket_ready(key, events)
-                except BaseException:  # SystemExit of a user's callback among them
+                except BaseException:  # includes SystemExit from a user's callback
                     log.exception("a message between actors could not be handled; listening goes on")
             self._run_callbacks()
             while self._timers and self._timers[0][0] <= monotonic():
@@ -287,8 +289,8 @@ class Transport:
                     except (ProtocolError, msgspec.MsgspecError):
                         raise
                     except PeerLost:
-                        pass  # it has not waited for what it asked
-                    except BaseException:  # those behind it are other people's
+                        pass  # the requester has exited without waiting for the reply
+                    except BaseException:  # the next messages belong to other calls
                         log.exception("a message between actors could not be handled; listening goes on")
             except (ProtocolError, msgspec.MsgspecError) as error:
                 log.warning("process %s was cut off: %s", peer.address and peer.address.pid, error)
@@ -298,7 +300,7 @@ class Transport:
         try:
             socket, _ = self._listener.accept()
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):  # it stays readable, and this thread would do nothing else
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # the listener stays readable, and this thread would spin
                 log.warning("another process of the mesh cannot be heard: %s; it is tried again every second", error)
                 self._selector.unregister(self._listener)
                 self.call_later(1.0, self._resume_listening)
@@ -336,13 +338,13 @@ class Transport:
     def _reply_received(self, peer: Any, reply: Any) -> None:
         handler_id = reply.port if type(reply) is messages.PortMessage else reply.call
         handler = self._reply_handlers.get(handler_id)
-        if handler is None:  # nobody waits any more
+        if handler is None:  # the caller no longer waits
             self.payloads.discard(peer, reply)
         elif handler.on_reply(peer, reply):
             self._reply_handlers.pop(handler_id, None)
 
     def announce_exit(self, reason: str) -> None:
-        """Tell everybody that the end of this process, which comes next, is no failure."""
+        """Notify all peers that the exit of this process, which follows, is not a failure."""
         announcement = encode(messages.ShutdownNotice(reason))
         for peer in list(self._connections):
             with contextlib.suppress(PeerLost):
@@ -388,7 +390,7 @@ class Transport:
     # ---- shared memory
 
     def release_segments(self) -> None:
-        """Tell owners which of their segments nobody here looks at any more."""
+        """Notify owners of segments that this process no longer uses."""
         for peer, segments in self.payloads.drain_released():
             with contextlib.suppress(PeerLost):
                 peer.send(encode(messages.ReleaseSegments(segments)))
@@ -405,10 +407,10 @@ class Transport:
         if self._is_sweeping:
             self.call_later(_SWEEP_INTERVAL_S, self._sweep_segments)
 
-    # ---- the end
+    # ---- shutdown
 
     def drop_inherited(self) -> None:
-        """After a fork, in the child: it is nobody that others know."""
+        """After a fork, in the child: close inherited sockets, because the child is not a known peer."""
         self._closed = True
         self._peers[self.address.node].lost_reason = "this is another process"
         for peer in self._connections:
@@ -420,7 +422,7 @@ class Transport:
                 os.close(fd)
 
     def close(self) -> None:
-        """Leave. Other processes see this one as ended; open calls fail."""
+        """Leave: other processes see this one as exited, and open calls fail."""
         if self._closed or self.address.pid != os.getpid():
             return
         self.announce_exit("its program has ended")
@@ -440,28 +442,34 @@ class Transport:
 
 
 def _call_logging_errors(callback: Callable[[], None]) -> None:
-    """The reading thread goes on, whatever becomes of one thing that it does."""
+    """Run a callback and log its errors, so that the reader thread continues."""
     try:
         callback()
     except PeerLost:
-        pass  # it has not waited for what it asked
+        pass  # the requester has exited without waiting for the reply
     except BaseException:
         log.exception("a callback between actors failed; listening goes on")
 
 
 def _socket_address(node: str) -> str | bytes:
-    """Where a process listens: on Linux a name that leaves no file behind, elsewhere a socket in the runtime folder.
-    Who connects shows the process's key either way."""
+    """Return a process's listening address.
+
+    On Linux an abstract socket name, which leaves no file; elsewhere a socket in the runtime folder. A connecting
+    process shows the listening process's key in both cases.
+    """
     if sys.platform.startswith("linux"):
         return b"\0meshbook/" + node.encode()
     return str(keys.runtime_folder() / f"actors-{node}.sock")
 
 
 def _is_same_user(socket: sockets.socket) -> bool:
-    """Whether who is at the other end runs as the same user. Everybody on a machine can see such a name, knock, and
-    take it when its process has ended: nobody else is to be shown a key, or to hold a connection."""
+    """Whether the other end of a socket runs as the same user.
+
+    Every user of a machine can see an abstract socket name, connect to it, and bind it after its process has exited.
+    Other users must not receive a key or hold a connection.
+    """
     if not sys.platform.startswith("linux"):
-        return True  # the runtime folder lets nobody else in
+        return True  # the runtime folder is private to the user
     credentials = socket.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, struct.calcsize("iII"))
     _, user, _ = struct.unpack("iII", credentials)
     return bool(user == os.geteuid())
@@ -483,7 +491,7 @@ def _unlink_socket(node: str) -> None:
 
 
 def _drop_inherited() -> None:
-    """In a child that user code has forked: a socket that it holds would keep others from hearing of our end."""
+    """In a forked child: close inherited sockets, because an open copy would hide the parent's exit from its peers."""
     if _local_transport is not None:
         _local_transport.drop_inherited()
 
@@ -492,7 +500,7 @@ os.register_at_fork(after_in_child=_drop_inherited)
 
 
 def announce_exit(reason: str) -> None:
-    """This process is told to end: say so to those that it has spoken with."""
+    """Notify all peers that this process is about to exit."""
     if has_local_transport():
         local_transport().announce_exit(reason)
 
@@ -502,7 +510,7 @@ _local_transport: Transport | None = None
 
 
 def local_transport() -> Transport:
-    """This process's own post. One per process, because references to actors that arrive in messages need it."""
+    """Return this process's transport. One per process, because actor references that arrive in messages need it."""
     global _local_transport
     if _local_transport is None or _local_transport.address.pid != os.getpid():
         with _lock:
@@ -513,5 +521,5 @@ def local_transport() -> Transport:
 
 
 def has_local_transport() -> bool:
-    """Whether this process has one already."""
+    """Whether this process has created its transport."""
     return _local_transport is not None and _local_transport.address.pid == os.getpid()

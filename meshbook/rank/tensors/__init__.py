@@ -1,1 +1,1 @@
-"""Remote tensors, the ranks' side: what they hold, and the operations that arrive for it."""
+"""Remote tensors on the ranks: their storage, and the operations on them."""

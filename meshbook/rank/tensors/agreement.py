@@ -1,12 +1,12 @@
-"""An optimizer's step is taken by all ranks, or by none.
+"""All ranks take an optimizer's step, or none does.
 
-The controller puts `begin_step` before the operations of a step, and `end_step` after them. In the first one the ranks
-ask each other whether all of them have what the step needs: one small all-reduce, on the CPU. If one of them lacks a
-gradient, no rank runs the step, and parameters stay as they were. From the question to `end_step` a Stop waits: a rank
-that left between the others' answer and its own would leave them to take the step alone, and the operations are local
-and short. Where the question is not answered, breaking the groups ends it.
+The controller sends `begin_step` before the operations of a step, and `end_step` after them. In `begin_step` the ranks
+check that all of them have what the step needs: one small all-reduce, on the CPU. If one of them lacks a gradient, no
+rank runs the step, and parameters stay unchanged. From the all-reduce to `end_step` interrupts are deferred: a rank
+that left in between would leave the others to take the step alone, and the operations are local and short. If the
+all-reduce does not complete, aborting the groups ends it.
 
-Which steps were taken is remembered here, by the controller's numbers of them.
+This module stores which steps were completed, by the controller's serial numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from meshbook.rank.tensors.operators import FUNCTIONS
 
 BEGIN, END = "meshbook::begin_step", "meshbook::end_step"
 
-# Steps of an engine whose end is remembered: more than the controller can have under way.
+# Completed steps of an engine that are remembered: more than the controller can have in flight.
 _MAX_COMPLETED = 4096
 
 
@@ -37,28 +37,29 @@ class StepTracker:
 
     def __init__(self) -> None:
         self.completed: deque[int] = deque(maxlen=_MAX_COMPLETED)
-        self._interrupt_deferral = contextlib.ExitStack()  # what holds a Stop back, while a step runs
+        self._interrupt_deferral = contextlib.ExitStack()  # defers interrupts while a step runs
 
     def begin(self, defer: Callable[[], AbstractContextManager[Any]]) -> None:
         self._interrupt_deferral.close()
         self._interrupt_deferral.enter_context(defer())
 
     def end(self) -> None:
-        """
+        """End the deferral of interrupts.
+
         Raises:
-            KeyboardInterrupt: a Stop came meanwhile.
+            KeyboardInterrupt: an interrupt arrived meanwhile.
         """
         deferral, self._interrupt_deferral = self._interrupt_deferral, contextlib.ExitStack()
         deferral.close()
 
 
-# Whose operations run now: a rank has one thread that runs them.
+# Tracker of the engine whose operations run now: a rank has one thread that runs them.
 current_tracker: StepTracker | None = None
 defer_interrupts: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
 
 def all_ranks_ready(mesh: Any, is_ready: bool) -> bool:
-    """Whether all ranks of the mesh are fine. They wait for each other."""
+    """Whether all ranks of the mesh are ready. Blocks until all have called this."""
     if mesh is None or mesh.size() == 1:
         return is_ready
     not_ready = torch.tensor([0 if is_ready else 1], dtype=torch.int32)
@@ -69,11 +70,11 @@ def all_ranks_ready(mesh: Any, is_ready: bool) -> bool:
 
 
 def begin_step(tensors: Sequence[torch.Tensor], mesh: Any, serial: float) -> None:
-    """This rank has all that the step needs.
+    """Begin a step for which this rank has all inputs.
 
     Raises:
-        StepRefused: another one has not.
-        KeyboardInterrupt: a Stop came before all had answered.
+        StepRefused: another rank has not.
+        KeyboardInterrupt: an interrupt arrived before all ranks had replied.
     """
     tracker = current_tracker
     if tracker is not None:
@@ -88,9 +89,10 @@ def begin_step(tensors: Sequence[torch.Tensor], mesh: Any, serial: float) -> Non
 
 
 def end_step(serial: float) -> None:
-    """
+    """Record a completed step and end the deferral of interrupts.
+
     Raises:
-        KeyboardInterrupt: a Stop came meanwhile.
+        KeyboardInterrupt: an interrupt arrived meanwhile.
     """
     if current_tracker is not None:
         current_tracker.completed.append(int(serial))

@@ -1,9 +1,9 @@
-"""Modules as they come to be on a rank: from a factory or an instance, spread by a strategy, with the numbers that one
-process would have drawn.
+"""Build modules on a rank, from a factory or an instance, distributed by a strategy.
 
-`build` is called on every rank of a mesh with the same arguments. A factory is first called on the meta device, spread,
-and then filled one submodule at a time, so that no rank ever holds all of it; where its numbers could not be told that
-way (it fills parameters itself, keeps tensors that are no parameters, ties them), it is built whole on each rank.
+Initial values are those that one process would have drawn. `build` is called on every rank of a mesh with the same
+arguments. A factory is first called on the meta device; the module is distributed and then filled one submodule at a
+time, so that no rank ever holds all of it. If its values cannot be reproduced that way (it fills parameters itself,
+holds tensors that are not parameters, or ties parameters), it is built completely on each rank.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STRATEGIES = {
 }
 
 
-# Options that are told otherwise, and how.
+# Options that must be given in another way, and how.
 _RESERVED_OPTIONS = {
     "module": "it is the first argument",
     "device_ids": "each rank has its own device",
@@ -53,9 +53,10 @@ _STRATEGY_SIGNATURES: dict[str, Callable[..., Any]] = {"ddp": DistributedDataPar
 
 
 def check_options(strategy: Strategy, options: Mapping[str, Any], precision: str | None) -> None:
-    """
+    """Check the options of a strategy.
+
     Raises:
-        UsageError: the strategy does not take one of them, or it is told otherwise.
+        UsageError: the strategy does not accept one of them, or it must be given in another way.
     """
     if not options:
         return
@@ -86,13 +87,13 @@ def build(
     rng_state: Any,
     options: Mapping[str, Any],
 ) -> nn.Module:
-    """The module on this rank.
+    """Build the module on this rank.
 
     Args:
-        dtype: what forward computes in; None: what the parameters are.
-        axis: over which batches are sharded.
-        rng_state: state of the generator that the module's first values are drawn from.
-        options: of the strategy's class in torch.
+        dtype: what forward computes in; None: the dtype of the parameters.
+        axis: the mesh axis over which batches are sharded.
+        rng_state: state of the generator that the module's initial values are drawn from.
+        options: arguments of the strategy's class in torch.
     """
     device = (
         torch.device(mesh.device_type, torch.cuda.current_device())
@@ -108,7 +109,7 @@ def build(
             and (meta_module := _build_on_meta(source)) is not None
         ):
             module = _apply_fsdp(meta_module, mesh[axis], dtype, device, options)
-            torch.set_rng_state(rng_state)  # what the meta device drew does not count
+            torch.set_rng_state(rng_state)  # discard what the meta device drew
             materialize(module, device)
             return module
         torch.set_rng_state(rng_state)
@@ -126,7 +127,7 @@ def build(
         torch.set_rng_state(previous_rng_state)
 
 
-_rng_states_after_build: list[torch.Tensor] = []  # where the generator stood after the last build
+_rng_states_after_build: list[torch.Tensor] = []  # generator state after the last build
 
 
 def pop_rng_state() -> torch.Tensor:
@@ -142,7 +143,7 @@ def apply_strategy(
     device: torch.device,
     options: Mapping[str, Any],
 ) -> nn.Module:
-    """A module that has its values, by a strategy. What came through shared memory becomes this rank's own."""
+    """Distribute a module that has its values. Tensors from shared memory are copied, so that the rank owns them."""
     if callable(strategy):
         return strategy(module.to(device), mesh) or module
     if strategy == "fsdp":
@@ -160,7 +161,7 @@ def apply_strategy(
 
 
 def wrap_ddp(module: nn.Module, mesh: DeviceMesh, axis: str | int, options: Mapping[str, Any]) -> nn.Module:
-    """With gradients averaged of those parameters that want one now."""
+    """Wrap the module in DDP, which averages the gradients of the parameters that require one now."""
     return DistributedDataParallel(module, process_group=mesh.get_group(axis), **options)
 
 
@@ -183,15 +184,18 @@ def _apply_fsdp(
 
 
 def _move_to_device(module: nn.Module, device: torch.device) -> None:
-    """Bring to the device what is not sharded yet and has values."""
+    """Move to the device what is not sharded yet and has values."""
     for tensor in (*module.parameters(), *module.buffers()):
         if not isinstance(tensor, DTensor) and not tensor.is_meta and tensor.device != device:
             tensor.data = tensor.data.to(device)
 
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:
-    """The repeated parts of a model, outermost first: siblings of one class with parameters of the same names and
-    shapes, at least two of them, each with submodules of its own."""
+    """Return the repeated blocks of a model, outermost first.
+
+    Blocks are at least two siblings of one class with submodules of their own, and with parameters of the same names
+    and shapes.
+    """
     found: list[nn.Module] = []
     groups: dict[Any, list[nn.Module]] = {}
     for child in module.children():
@@ -211,11 +215,11 @@ def _block_signature(module: nn.Module) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# From the meta device
+# Building from the meta device
 
 
 class _FillObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes whether somebody other than torch's own modules fills tensors."""
+    """Detects whether code other than torch's own modules fills tensors."""
 
     filled_by_user_code = False
 
@@ -235,16 +239,16 @@ def _is_in_reset_parameters() -> bool:
 
 
 def _build_on_meta(factory: Callable[[], nn.Module]) -> nn.Module | None:
-    """What the factory makes on the meta device, if its first values can be told from its parts; else None."""
+    """Return the factory's module on the meta device, if its submodules can reproduce its initial values; else None."""
     observer = _FillObserver()  # type: ignore[no-untyped-call]
     try:
         with torch.device("meta"), observer:
             module = factory()
-    except Exception:  # it wants values while it is built; built whole, it either works or tells its own error
+    except Exception:  # it needs values while it is built; a complete build either works or raises its own error
         return None
     if not isinstance(module, nn.Module) or not all(tensor.is_meta for tensor in module.parameters()):
         return None
-    if callable(getattr(module, "init_weights", None)):  # torchtitan's word: fills everything
+    if callable(getattr(module, "init_weights", None)):  # torchtitan's convention: fills everything
         return module
     parameter_ids = {id(parameter) for parameter in module.parameters()}
     if observer.filled_by_user_code or len(parameter_ids) != len(list(module.named_parameters(remove_duplicate=False))):
@@ -259,9 +263,9 @@ def _can_reset_itself(module: nn.Module) -> bool:
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:
-    """Give a spread module on the meta device its first values, one submodule at a time.
+    """Give a distributed module on the meta device its initial values, one submodule at a time.
 
-    Each submodule draws its values whole, in the order in which one process would have, and keeps its shards.
+    Each submodule draws its complete values, in the order in which one process would, and retains its shards.
     """
     module.to_empty(device=device)
     if callable(init := getattr(module, "init_weights", None)):
@@ -313,18 +317,18 @@ def _store_own_shard(target: torch.Tensor, drawn: torch.Tensor | None) -> None:
 
 
 def averages_gradients(module: nn.Module) -> bool:
-    """Whether it averages gradients over the ranks that have other rows."""
+    """Whether the module averages gradients over the ranks that have other rows."""
     return isinstance(module, (FSDPModule, DistributedDataParallel))
 
 
 def runs_locally(module: nn.Module, mesh: DeviceMesh) -> bool:
-    """Whether its forward takes and gives this rank's own plain tensors; else DTensors of the whole mesh."""
+    """Whether forward takes and returns this rank's plain tensors; otherwise DTensors of the complete mesh."""
     meshes = {tensor.device_mesh for tensor in module.parameters() if isinstance(tensor, DTensor)}
     return averages_gradients(module) or meshes != {mesh}
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Every parameter and buffer under every name it has, and whether it is a parameter."""
+    """Yield every parameter and buffer under each of its names, and whether it is a parameter."""
     inner = module.module if isinstance(module, DistributedDataParallel) else module
     for name, parameter in inner.named_parameters(remove_duplicate=False):
         yield name, parameter, True
@@ -333,7 +337,7 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]
 
 
 def as_dtensor(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """The same storage as a DTensor of the whole mesh: over axes that it does not know it counts as replicated."""
+    """Return the same storage as a DTensor of the complete mesh, replicated over axes that its own mesh lacks."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)

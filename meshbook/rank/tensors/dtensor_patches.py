@@ -1,8 +1,8 @@
-"""What DTensor lacks on CPU, put in at torch's own doors. Used where operations run, and where they are only planned.
+"""Adds what DTensor lacks on CPU, through torch's own extension APIs. Used for running and for planning operations.
 
-- Attention: torch's CPU kernel has no sharding rule; batch and heads may be cut.
-- Random numbers: on a CPU mesh every shard would draw the same ones. Here each draws from a seed of its own, made of
-  the operation's seed and the shard's place: shards differ, replicas agree, and the same seeds give the same numbers.
+- Attention: torch's CPU kernel has no sharding rule; batch and heads may be sharded.
+- Random numbers: on a CPU mesh every shard would draw the same ones. Here each shard has its own seed, made of the
+  operation's seed and the shard's index: shards differ, replicas agree, and the same seeds give the same numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _installed = False
 
 
 def install() -> None:
-    """Idempotent. Leaves an RNG tracker that somebody else installed."""
+    """Install the patches. Idempotent. Does not replace an RNG tracker that other code installed."""
     global _installed
     if not _installed:
         _installed = True
@@ -43,7 +43,7 @@ def install() -> None:
 
 
 class _RemoteOpDepth(threading.local):
-    """Whether this thread carries out, or plans, an operation of a remote tensor."""
+    """Whether this thread runs, or plans, an operation of a remote tensor."""
 
     depth = 0
 
@@ -53,8 +53,11 @@ _remote_op_depth = _RemoteOpDepth()
 
 @contextlib.contextmanager
 def in_remote_op() -> Iterator[None]:
-    """What torch warns of inside is not passed on: that gloo moves a cut from dim to dim by gathering, that two axes
-    are reduced one after the other. True, said by every rank, and of no use to anybody. Of other DTensors it warns."""
+    """Suppress torch's warnings about DTensor collectives in this context.
+
+    They say that gloo moves a sharding from dim to dim by gathering, and that two axes are reduced one after the other.
+    That is true, repeated by every rank, and of no use to the user. Warnings about other DTensors are not affected.
+    """
     _remote_op_depth.depth += 1
     try:
         yield
@@ -79,7 +82,7 @@ def _register_attention() -> None:
         attn_mask: Any = None,
         scale: Any = None,
     ) -> Any:
-        # A mask spans batch and heads by broadcasting, so it stays whole, and then so must they.
+        # A mask broadcasts over batch and heads, so it must be replicated, and then so must they.
         if attn_mask is not None:
             replicated = Replicate()
             return [
@@ -110,7 +113,7 @@ def _register_attention() -> None:
 
 
 def _register_other_ops() -> None:
-    """Operators that work on each image, or each element, by itself."""
+    """Register operators that work on each image, or each element, independently."""
     batch_and_channels = (Replicate(), Shard(0), Shard(1))
 
     @register_sharding(aten.avg_pool2d.default)  # type: ignore[untyped-decorator]
@@ -155,9 +158,12 @@ _ops_with_scalar_keys: set[Any] = set()
 
 
 def include_scalars_in_cache_key(operator: Any) -> None:
-    """DTensor takes `topk(3)` for the `topk(2)` that it has seen, and `sum(dtype=torch.float64)` for a `sum()`: the key
-    to what it knows of operations leaves out what comes after the tensors, unless it is told. Integers and booleans
-    tell shapes: they belong to it, and so does a dtype."""
+    """Include an operator's int, bool and dtype arguments in DTensor's sharding cache key.
+
+    Without this, DTensor uses the cached result of `topk(2)` for `topk(3)`, and that of `sum()` for
+    `sum(dtype=torch.float64)`: by default the key omits arguments after the tensors. Integers and booleans determine
+    shapes, so they belong in the key, and so does a dtype.
+    """
     if operator in _ops_with_scalar_keys or not isinstance(operator, torch._ops.OpOverload):
         return
     _ops_with_scalar_keys.add(operator)
@@ -182,8 +188,11 @@ def include_scalars_in_cache_key(operator: Any) -> None:
 
 
 def with_actual_dtype(tensor: DTensor) -> DTensor:
-    """A result as the dtype that it has. DTensor's cache takes a number, `x * 0.5`, for the tensor without dims of
-    float64 that it has seen in its place, or that for the number, and says the other's dtype of what it computes."""
+    """Return a result with the dtype that its local tensor has.
+
+    DTensor's cache does not distinguish a number, `x * 0.5`, from a zero-dim float64 tensor in the same position, and
+    so reports the dtype of whichever it has seen first.
+    """
     spec = tensor._spec
     meta = spec.tensor_meta._replace(dtype=tensor._local_tensor.dtype)  # type: ignore[union-attr]
     new_spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
@@ -195,21 +204,20 @@ def _strategies_for_dims(tensor: Any, strategies: Any) -> Any:
 
 
 class ShardedRNGTracker:
-    """DTensor's idea of an RNG tracker, for a mesh of CPUs."""
+    """DTensor's RNG tracker interface, for a CPU mesh."""
 
     distribute_region_enabled = True
 
     def __init__(self) -> None:
-        self.seed: int | None = (
-            None  # of the operation that runs; None: it is a cell's, and draws from torch's generator
-        )
+        # Seed of the running operation; None: a cell's operation, which draws from torch's generator.
+        self.seed: int | None = None
 
     @contextlib.contextmanager
     def _distribute_region(self, spec: Any, generator: torch.Generator | None = None) -> Iterator[None]:
-        if self.seed is not None:  # whoever set it has seeded the generators, too
+        if self.seed is not None:  # the code that set it has seeded the generators, too
             yield
             return
-        # Replicas that were seeded alike draw the same; the stream moves on by one.
+        # Replicas with equal seeds draw the same number; the stream advances by one.
         source = generator if generator is not None else torch.default_generator
         seed = int(torch.randint(0, 1 << 52, (), generator=source, device=source.device))
         with fork_rng_with_seed(mix_seed(seed, shard_index_of(spec)), generator):
@@ -220,7 +228,7 @@ class ShardedRNGTracker:
 
 
 def shard_index_of(spec: Any) -> int:
-    """The number of this rank's shard: replicas have the same."""
+    """Return the index of this rank's shard; replicas have the same one."""
     mesh = spec.mesh
     coordinate = mesh.get_coordinate() or [0] * mesh.ndim
     shard = 0
@@ -231,7 +239,7 @@ def shard_index_of(spec: Any) -> int:
 
 
 def generators() -> list[torch.Generator]:
-    """The process's own: of the CPU and, where it has one, of its GPU."""
+    """Return the process's generators: of the CPU and, if it uses one, of its GPU."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return [torch.default_generator]
     return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
@@ -239,10 +247,10 @@ def generators() -> list[torch.Generator]:
 
 @contextlib.contextmanager
 def fork_rng_with_seed(seed: int, generator: torch.Generator | None = None) -> Iterator[None]:
-    """Random operations inside draw from `seed`; the generators then go on as if they had not been.
+    """Seed the generators for this context, and restore their states afterwards.
 
     Args:
-        generator: None: the process's own.
+        generator: None: the process's own generators.
     """
     generators_used = generators() if generator is None else [generator]
     states = [each.get_state() for each in generators_used]
@@ -256,13 +264,13 @@ def fork_rng_with_seed(seed: int, generator: torch.Generator | None = None) -> I
 
 
 def mix_seed(seed: int, index: int) -> int:
-    """A seed for one of several places; neighbours' are far apart (the golden ratio's multiples)."""
+    """Return a seed for one of several indices; neighbours are far apart (multiples of the golden ratio)."""
     return (seed ^ (index * 0x9E3779B97F4A7C15)) & ((1 << 63) - 1)
 
 
 @contextlib.contextmanager
 def suppress_warnings() -> Iterator[None]:
-    """Without what torch has to say on standard error about operations that are only tried."""
+    """Suppress torch's output to standard error about operations that are only planned."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.disabled
     logger.disabled = True

@@ -1,17 +1,16 @@
-"""A rank's tensors by id, and the batches of operations that work on them.
+"""A rank's tensors by id, and the execution of batches of operations on them.
 
-`RankTensors.run` carries out one `RunOps` on the main thread. What an operation raises becomes a `Poison` in place of
-its outputs, and of what it was to change; operations on poison are skipped and pass it on; everything else goes on. So
-a fault is told when somebody waits for what depends on it, with the number of the operation that had it, and the
-controller knows the line that issued it.
+`RankTensors.run` executes one `RunOps` on the main thread. If an operation raises, a `Poison` replaces its outputs and
+the tensors it was to mutate; operations with a poisoned input are skipped and propagate the poison; all others run. So
+a fault is reported when the controller waits for a tensor that depends on it. It carries the number of the failed
+operation, from which the controller knows the line that issued it.
 
-What an operation was to change keeps its value beside the fault: nothing was written to it, if the operation was not
-begun. The controller has it back by `CLEAR_FAULTS` once the user knows of the fault, and an operation that overwrites
-all of it needs no permission.
+A tensor that was to be mutated retains its value beside the fault: nothing was written to it if the operation did not
+start. The controller restores it by `CLEAR_FAULTS` once the user has seen the fault; an operation that overwrites all
+of it needs no such permission.
 
-Seams for recordings: `RankTensors.space(engine)` gives a `TensorStore` (values by id, templates by number); `execute`
-runs a list of numbers against any mapping of values; `EXTRAS` maps further commands' names to functions of (space,
-arguments).
+Entry points for recorded steps: `RankTensors.store_of(engine)` returns a `TensorStore` (values by id, templates by
+number); `execute` runs a stream of numbers against any mapping of values.
 """
 
 from __future__ import annotations
@@ -43,20 +42,23 @@ if TYPE_CHECKING:
 
     from meshbook.rank.groups import ProcessGroups
 
-# Numbers in place of a template's, before a count and so many ids: let go of them; forget their faults.
+# Control numbers in place of a template's number, followed by a count and that many ids: free the tensors; clear their
+# faults.
 FREE_IDS, CLEAR_FAULTS = 0, -1
 
-# Who else keeps things for a client; called with its name when it is gone, from any thread.
+# Callbacks of modules that store state for a client; called with its name when it has disconnected, from any thread.
 ON_CLIENT_DROPPED: list[Callable[[str], None]] = []
 
-# Of generated code, by its file name: which operation a line of it carries out now, and the line that issued that one.
+# By file name of generated code: a function from a line in it to the operation that the line runs now, and the
+# controller's line that issued it.
 GENERATED_CODE: dict[str, Callable[[int], tuple[str, Frame | None]]] = {}
 
-# Errors of a rank that was in order, and that another one's fault has released from a collective.
+# Errors of a rank without a fault of its own, released from a collective because another rank failed.
 _SECONDARY_ERRORS = ("GroupBroken", "CollectiveAborted", "StepRefused")
-# Seconds that a rank waits to hear whether the others had the same fault before it takes them for stuck without it.
+# Seconds that a rank waits for the others to announce the same fault before it assumes that they are blocked without
+# it.
 _SAME_FAULT_S = 1.0
-# Faults of which it is remembered that the others were told.
+# Announced faults that are remembered.
 _MAX_ANNOUNCED_FAULTS = 1000
 
 _issued_decoder = msgspec.msgpack.Decoder(BatchCallSites)
@@ -65,34 +67,34 @@ _ops_decoder: msgspec.msgpack.Decoder[list[int | float]] = msgspec.msgpack.Decod
 
 @dataclass(frozen=True)
 class Poison:
-    """What stands for a tensor that could not be computed."""
+    """Replaces a tensor that could not be computed."""
 
-    number: int  # of the operation that failed first
+    number: int  # number of the operation that failed first
     ename: str
     evalue: str
     trace: str  # the rank's traceback, as text
     interrupted: bool = False
-    secondary: bool = False  # another rank had the fault, and this one was released from its collective
-    # Of a tensor that was to be changed:
+    secondary: bool = False  # another rank failed, and this one was released from its collective
+    # For a tensor that was to be mutated:
     old_value: Any = field(default=None, compare=False)  # the tensor; None: there was none
-    num_skipped: int = 0  # operations that were to change it and were not begun
-    write_started: bool = False  # one was, and may have written a part
-    # Of a view that was not made:
-    base: int | None = field(default=None, compare=False)  # the id of what it would be a view of
+    num_skipped: int = 0  # operations that were to mutate it and did not start
+    write_started: bool = False  # one did, and may have written a part
+    # For a view that was not created:
+    base: int | None = field(default=None, compare=False)  # id of the tensor it would be a view of
 
     def as_dict(self) -> dict[str, Any]:
         names = ("number", "ename", "evalue", "trace", "interrupted", "secondary")
         return {name: getattr(self, name) for name in names}
 
     def without_old_value(self) -> Poison:
-        """Of a tensor that there is not."""
+        """Return this poison for a tensor that does not exist."""
         if self.old_value is None and not self.num_skipped and self.base is None:
             return self
         return replace(self, old_value=None, num_skipped=0, write_started=False, base=None)
 
 
 class Poisoned(Exception):
-    """A value was asked for that could not be computed."""
+    """The requested value could not be computed."""
 
     def __init__(self, poison: Poison) -> None:
         super().__init__(poison.evalue)
@@ -100,16 +102,16 @@ class Poisoned(Exception):
 
 
 class CurrentOp(NamedTuple):
-    """What of a batch is carried out now."""
+    """The operation of a batch that runs now."""
 
     operation: str  # "aten.mm"
-    line: Frame | None  # of the controller, which issued it
-    cells: dict[str, str]  # "cell 7", by file names of lines
+    line: Frame | None  # the controller's line that issued it
+    cells: dict[str, str]  # "cell 7", by file name
     generated_code: dict[str, Callable[[int], tuple[str, Frame | None]]]  # `GENERATED_CODE`
 
 
 class CompiledTemplate:
-    """How one kind of operation is carried out."""
+    """How one kind of operation is executed."""
 
     __slots__ = (
         "build_args",
@@ -154,7 +156,7 @@ class CompiledTemplate:
 
 
 def _find_or_defer(name: str) -> Callable[..., Any]:
-    """The function of that name; of one that this rank does not know, what says so, unless it does by then."""
+    """Return the function of that name, or one that looks it up when called and raises if it is still unknown."""
     try:
         return find_function(name)
     except AttributeError:
@@ -174,7 +176,7 @@ def _find_or_defer(name: str) -> Callable[..., Any]:
 
 
 def _with_default_dtype(function: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    """The function where new floating-point tensors are of that dtype, as they are on the controller."""
+    """Return the function wrapped so that new floating-point tensors get this dtype, as on the controller."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         before = torch.get_default_dtype()
@@ -190,7 +192,7 @@ def _with_default_dtype(function: Callable[..., Any], dtype: torch.dtype) -> Cal
 def _args_builder(
     args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[int, int, bool, Callable[[list[Any], Any], Any]]:
-    """How many tensors and floats the arguments take, whether the tensors are all of them, and what joins them."""
+    """Return the numbers of tensors and floats, whether all are tensors, and the function that builds the arguments."""
     leaves, tree = pytree.tree_flatten((tuple(args), kwargs))
     tensors = [at for at, leaf in enumerate(leaves) if leaf is TENSOR]
     floats = [at for at, leaf in enumerate(leaves) if leaf is FLOAT]
@@ -226,12 +228,12 @@ class TensorStore:
 
     Attributes:
         values: tensor (DTensor, or plain where the view is per rank) or Poison, by id.
-        number, doing: the operation that is carried out, and how; None: what was asked for is being fetched.
-        sticky: the first failure of an operation that had no output to poison; told at the next wait.
+        op_number, current_template: the running operation and its template; None while a value is fetched.
+        pending_error: the first failure of an operation without outputs to poison; reported at the next wait.
         faults: failures since the last report.
-        refused: why no operation of the optimizer's step that is under way is run.
-        faulty: whether any value may be poison.
-        unbegun: whether a batch is about to run, and `execute` does not answer for its operations yet.
+        step_refusal: why the operations of the current optimizer step are skipped.
+        may_have_poison: whether any value may be poison.
+        is_batch_expected: whether a batch is about to run and `execute` does not handle its operations yet.
     """
 
     name: str
@@ -250,15 +252,15 @@ class TensorStore:
     may_have_poison: bool = False
     is_batch_expected: bool = False
     extras: dict[str, Any] = field(default_factory=dict)
-    # Ids by the storage of their tensors, while there are faults; and those that are in it.
+    # Ids by storage of their tensors, maintained while there are faults, and the set of ids in it.
     _ids_by_storage: dict[int, list[int]] = field(default_factory=dict)
     _indexed_ids: set[int] = field(default_factory=set)
 
     def get(self, id: int) -> Any:
-        """The tensor of that id.
+        """Return the tensor of that id.
 
         Raises:
-            Poisoned: it could not be computed, or was never: its batch was stopped.
+            Poisoned: it could not be computed, or never was because its batch was interrupted.
         """
         value = self.values.get(id)
         if value is None:
@@ -268,10 +270,10 @@ class TensorStore:
         return value
 
     def poison_output(self, id: int, poison: Poison, *, base: int | None = None) -> None:
-        """The tensor of that id could not be computed.
+        """Record that the tensor of that id could not be computed.
 
         Args:
-            base: the id of what it would be a view of; None: it would be none.
+            base: the id of the tensor it would be a view of; None: it would not be a view.
         """
         if base is not None:
             base_value = self.values.get(base)
@@ -282,8 +284,10 @@ class TensorStore:
         self.may_have_poison = True
 
     def poison_unchanged(self, id: int, poison: Poison, *, write_started: bool = False) -> None:
-        """The tensor of that id was to be changed, and was not; or, begun, maybe in part. So was whatever shares its
-        storage."""
+        """Record that an operation did not mutate the tensor of that id, or only started to.
+
+        The same applies to all tensors that share its storage.
+        """
         self.may_have_poison = True
         value = self.values.get(id)
         if isinstance(value, Poison) and value.old_value is None and value.base is not None:
@@ -302,11 +306,11 @@ class TensorStore:
             self.values[id] = replace(poison, old_value=value, num_skipped=1, write_started=write_started, base=None)
 
     def _aliases_of(self, id: int) -> list[int]:
-        """The id, and those of all tensors on the same storage."""
+        """Return the id and those of all tensors on the same storage."""
         storage = _storage_id(self.values.get(id))
         if storage is None:
             return [id]
-        for new in reversed(self.values):  # what is new in a dict is at its end
+        for new in reversed(self.values):  # a dict ends with its newest items
             if new in self._indexed_ids:
                 break
             self._indexed_ids.add(new)
@@ -316,14 +320,14 @@ class TensorStore:
         return [id, *(other for other in others if other != id and _storage_id(self.values.get(other)) == storage)]
 
     def clear_poison(self, ids: Sequence[int]) -> None:
-        """Who asks for these tensors again knows that they were not changed."""
+        """Restore the old values of these tensors: the caller knows that they were not mutated."""
         for id in ids:
             value = self.values.get(id)
             if isinstance(value, Poison) and value.old_value is not None:
                 self.values[id] = value.old_value
 
     def report_poisoned(self) -> list[dict[str, Any]]:
-        """The ids that have faults, by fault."""
+        """Return the faults, each with the ids that have it."""
         found: dict[Any, dict[str, Any]] = {}
         for id, value in self.values.items():
             if isinstance(value, Poison):
@@ -342,7 +346,7 @@ class TensorStore:
 
 
 class RankTensors:
-    """All engines of this rank. Main thread only, but for `space` counts."""
+    """All engines of this rank. Main thread only, except `current_op` and `drop_client`."""
 
     def __init__(
         self,
@@ -355,32 +359,36 @@ class RankTensors:
         resolve: Callable[[str], Any],
         defer_interrupts: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        """
+        """Initialize without any engine.
+
         Args:
-            load: a payload's object.
-            dump: an object's payload, large buffers in shared memory.
-            resolve: what this rank has under a key, such as "name:w".
-            defer_interrupts: lines that a Stop must not part; it is raised at their end.
+            load: returns a payload's object.
+            dump: returns an object's payload, with large buffers in shared memory.
+            resolve: returns what this rank has under a key, such as "name:w".
+            defer_interrupts: context that an interrupt must not split; KeyboardInterrupt is raised at its end.
         """
         self.rank, self.device = rank, device
         self._groups, self._load, self._dump, self._resolve_key = groups, load, dump, resolve
         self._stores: dict[str, TensorStore] = {}
         self._current_batch: tuple[RunOps, TensorStore] | None = None
-        self._announced_faults: dict[str, None] = {}  # those of late
-        self._dropped_clients: set[str] = set()  # clients; what they had sent before may still come
+        self._announced_faults: dict[str, None] = {}  # the most recent ones
+        self._dropped_clients: set[str] = set()  # disconnected clients; earlier commands of theirs may still arrive
         FUNCTIONS["adopt"] = self._adopt
         agreement.defer_interrupts = defer_interrupts
         dtensor_patches.install()
 
     def store_of(self, engine: str) -> TensorStore:
-        """The engine's space, made when it is first named: "<client>/<axes and places of its part of the mesh>"."""
+        """Return the engine's store, created at first use.
+
+        An engine's name is "<client>|<axes of its part of the mesh>|<random suffix>".
+        """
         store = self._stores.get(engine)
         if store is None:
             store = self._stores[engine] = TensorStore(engine, self._mesh_of(engine), self.device)
         return store
 
     def _mesh_of(self, engine: str) -> DeviceMesh | None:
-        """The DeviceMesh of the part of the mesh that an engine's name tells: "client|dp,tp|"."""
+        """Return the DeviceMesh of the part of the mesh in an engine's name: "client|dp,tp|"."""
         if self._groups is None or self._groups.mesh is None:
             return None
         names = tuple(name for name in engine.split("|")[1].split(",") if name)
@@ -388,7 +396,7 @@ class RankTensors:
         return full_mesh if names == full_mesh.mesh_dim_names else full_mesh[names]
 
     def drop_client(self, client: str) -> None:
-        """Forget what a client that is gone held. Any thread: a batch that runs keeps its space to its end."""
+        """Drop what a disconnected client stored. Any thread; a running batch retains its store until it ends."""
         self._dropped_clients.add(client)
         for name in [name for name in self._stores if name.partition("|")[0] == client]:
             del self._stores[name]
@@ -396,7 +404,7 @@ class RankTensors:
             callback(client)
 
     def resolve(self, key: str) -> Any:
-        """The tensor behind a handle that came among arguments: "<engine>#<id>"."""
+        """Return the tensor of a handle among the arguments: "<engine>#<id>"."""
         engine, _, id = key.rpartition("#")
         try:
             return self.store_of(engine).get(int(id))
@@ -406,10 +414,10 @@ class RankTensors:
             ) from None
 
     def run(self, command: RunOps) -> dict[str, Any]:
-        """Carry out a batch; what the controller is to know of it: faults, and the value it asked for.
+        """Run a batch and return what the controller must know: faults, and the value that it requested.
 
         Raises:
-            KeyboardInterrupt: Stop. What had not run yet is poison.
+            KeyboardInterrupt: the user interrupted; operations that had not run yet are poisoned.
         """
         store = self.store_of(command.engine)
         store.op_number, store.current_template, self._current_batch = command.first_op, None, (command, store)
@@ -431,11 +439,11 @@ class RankTensors:
                 self.drop_client(client)
 
     def expect_batch(self, command: RunOps) -> None:
-        """`run` is about to be called with this batch, unless a Stop comes before its operations are begun."""
+        """Record that `run` will be called with this batch, unless an interrupt arrives before its operations start."""
         self.store_of(command.engine).is_batch_expected = True
 
     def skip_batch(self, command: RunOps) -> None:
-        """Remember that the batch that was expected is not run, if none of its operations was begun."""
+        """Poison the outputs of the expected batch, if none of its operations started."""
         store = self.store_of(command.engine)
         if not store.is_batch_expected:
             return
@@ -450,8 +458,10 @@ class RankTensors:
         _skip_from(store, _ops_decoder.decode(command.ops), 0, store.values, poison)
 
     def current_op(self) -> CurrentOp | None:
-        """The operation that runs now, and who issued it; None between batches. Any thread; reads, and waits for
-        nothing."""
+        """Return the operation that runs now and the line that issued it; None between batches.
+
+        Any thread. Only reads; does not block.
+        """
         current = self._current_batch
         if current is None:
             return None
@@ -506,13 +516,13 @@ class RankTensors:
         return answer
 
     def _is_secondary(self, error: BaseException) -> bool:
-        """Whether an operation failed because its collective was broken, and so for another rank's sake."""
+        """Whether an operation failed because its collective was aborted, and so because of another rank."""
         groups = self._groups
         is_known = type(error).__name__ in _SECONDARY_ERRORS
         return is_known or (isinstance(error, RuntimeError) and groups is not None and groups.is_broken)
 
     def _store_upload(self, store: TensorStore, id: int, tensor: torch.Tensor, placements: Any) -> None:
-        """Bind what the controller sent. A payload's memory may be shared and is private only page by page: copied."""
+        """Store a tensor from the controller. It is copied: a payload's memory may be shared, private only per page."""
         tensor = tensor.detach()
         if placements is None:
             store.values[id] = tensor.to(self.device, copy=True)
@@ -538,7 +548,7 @@ class RankTensors:
             for id, tensor, placement_row in zip(rows.ids, tensors, placements, strict=True):
                 store.values[id] = feeding.shard_rows(tensor, store.mesh, placement_row, self.device)
         except Exception as error:
-            poison = _poison_from_error(-rows.ids[0], error)  # of no operation
+            poison = _poison_from_error(-rows.ids[0], error)  # not of an operation
             for id in rows.ids:
                 store.poison_output(id, poison)
 
@@ -578,11 +588,15 @@ class RankTensors:
         return {"value": self._dump(value.detach().cpu())}
 
     def _announce_fault(self, space: TensorStore, poison: Poison) -> None:
-        """Called where this rank cannot take part in a collective because of a fault. If the others have had the same
-        fault nobody waits; if they have not, they wait for this rank, and are freed by breaking the groups."""
+        """Announce that this rank cannot take part in a collective because of a fault.
+
+        If all ranks have the same fault, none of them waits. Otherwise the others wait for this rank, and aborting the
+        groups releases them.
+        """
         groups = self._groups
         tcp_store = None if groups is None else groups._store
-        # A group that broke because of a neighbour's closed connection still keeps other neighbours waiting.
+        # Only an abort releases all ranks: a group broken by one neighbour's closed connection still blocks other
+        # neighbours.
         if groups is None or tcp_store is None or groups.abort_failure is not None:
             return
         num_ranks = space.mesh.size() if space.mesh is not None else 1
@@ -603,13 +617,13 @@ class RankTensors:
     def _adopt(
         self, key: str, shape: tuple[int, ...], dtype: str, placements: tuple[Any, ...] | None, mesh: Any
     ) -> torch.Tensor:
-        """A tensor that a cell made, for operations of the controller: the same storage, without autograd's history.
+        """Return a tensor from a cell for operations of the controller: same storage, without autograd history.
 
         Args:
             placements: None: it was a plain tensor.
 
         Raises:
-            TypeError: it is not what it was said to be any more.
+            TypeError: its type, shape, dtype or placements are no longer the reported ones.
         """
         tensor = self._resolve_key(key)
         name = key.partition(":")[2]
@@ -636,7 +650,7 @@ def _describe_tensor(shape: tuple[int, ...], dtype: str, placements: tuple[Any, 
 
 
 def _collective_counts(mesh: DeviceMesh | None) -> list[int]:
-    """How many collectives this rank has begun, by axis of the mesh."""
+    """Return how many collectives this rank has begun, by mesh axis."""
     if mesh is None:
         return []
     labels = [getattr(mesh.get_group(axis), "label", None) for axis in range(mesh.ndim)]
@@ -645,7 +659,7 @@ def _collective_counts(mesh: DeviceMesh | None) -> list[int]:
 
 def execute(
     store: TensorStore,
-    stream: list[Any],  # of int, and of float where a template has floats
+    stream: list[Any],  # int, and float where a template has floats
     values: MutableMapping[int, Any],
     first_number: int,
     announce_fault: Callable[[Poison], None],
@@ -654,7 +668,7 @@ def execute(
     """Run a stream of operations against `values`.
 
     Raises:
-        KeyboardInterrupt: after everything that had not run yet has been poisoned.
+        KeyboardInterrupt: after all operations that had not run yet have been poisoned.
     """
     templates = store.templates
     at, end, number = 0, len(stream), first_number
@@ -702,7 +716,8 @@ def execute(
                             values[stream[start + index]] = ins[index]
                 except Exception as error:
                     poison = _poison_from_error(number, error, secondary=is_secondary(error))
-                    # A broken collective comes before anything is written, and a recorded step says what it wrote.
+                    # A broken collective fails before anything is written; of a recorded step the version counters show
+                    # what it wrote.
                     is_unwritten = poison.secondary or template.name == _REPLAY_FUNCTION
                     write_started = not is_unwritten or _versions(template, ins) != running[3]
                     store.faults.append(poison)
@@ -714,7 +729,8 @@ def execute(
                         and store.pending_error is None
                     ):
                         store.pending_error = poison
-                    # Those that refuse a step have answered each other; a closed connection has told this rank alone.
+                    # Ranks that refuse a step have replied to each other; a closed connection is known to this rank
+                    # only.
                     if template.communicates and not isinstance(error, agreement.StepRefused):
                         announce_fault(poison)
             elif template.name == agreement.BEGIN:
@@ -722,7 +738,7 @@ def execute(
             elif template.communicates:
                 announce_fault(poison)
             if poison is not None:
-                with agreement.defer_interrupts():  # a Stop between two of these lines would have them done twice
+                with agreement.defer_interrupts():  # an interrupt between these lines would make them run twice
                     _propagate_poison(store, stream, template, start, poison, write_started=write_started)
                     if template.name == agreement.BEGIN:
                         store.step_refusal = poison.without_old_value()
@@ -748,7 +764,7 @@ _REPLAY_FUNCTION = "meshbook::replay"
 
 
 def _run_control_op(store: TensorStore, values: MutableMapping[int, Any], stream: list[Any], at: int) -> int:
-    """Carry out one of the words that are no operation; where the next one is."""
+    """Execute a control number, which is no operation; return the index of the next one."""
     next_at = at + 2 + int(stream[at + 1])
     if stream[at] == CLEAR_FAULTS:
         store.clear_poison(stream[at + 2 : next_at])
@@ -759,7 +775,7 @@ def _run_control_op(store: TensorStore, values: MutableMapping[int, Any], stream
 
 
 def _first_poison(template: CompiledTemplate, ins: list[Any], number: int) -> Poison | None:
-    """The first fault of an operation's inputs. What it overwrites may have one: the value beside it serves."""
+    """Return the first fault of an operation's inputs. For an overwritten input the value beside its fault is used."""
     for position, tensor in enumerate(ins):
         if tensor is None:
             return Poison(number, "Interrupted", "an earlier operation was stopped", "", True)
@@ -771,7 +787,7 @@ def _first_poison(template: CompiledTemplate, ins: list[Any], number: int) -> Po
 
 
 def _versions(template: CompiledTemplate, ins: Sequence[Any]) -> list[int]:
-    """How often what the operation is to change has been changed. One operation of torch's changes all, or none."""
+    """Return version counters of the tensors that are mutated. A torch operator mutates all of them or none."""
     positions = (
         template.mutates if template.name == _REPLAY_FUNCTION else (*template.mutates[:1], *template.mutates[-1:])
     )
@@ -783,19 +799,19 @@ def _local_tensor(tensor: Any) -> Any:
 
 
 def _storage_id(value: Any) -> int | None:
-    """The storage that a tensor lies on, as a number; None: it has none of its own here."""
+    """Return an identifier of a tensor's storage; None if it has no storage of its own here."""
     tensor = _local_tensor(value.old_value if isinstance(value, Poison) else value)
     if tensor is None:
         return None
     try:
         found: int = tensor.untyped_storage()._cdata
-    except (AttributeError, NotImplementedError, RuntimeError):  # sparse, for one
+    except (AttributeError, NotImplementedError, RuntimeError):  # such as sparse tensors
         return None
     return found
 
 
 def _refuse_step(store: TensorStore, poison: Poison) -> None:
-    """Tell the others that this rank cannot take part in a step; they hear nothing where the groups are broken."""
+    """Tell the other ranks that this one cannot take part in a step; without effect if the groups are broken."""
     try:
         agreement.all_ranks_ready(store.mesh, False)
     except Exception as error:
@@ -812,7 +828,7 @@ def _poison_interrupted(
     ins: list[Any],
     versions: list[int],
 ) -> None:
-    """A Stop came in the middle of an operation: before it changed anything, or after it had."""
+    """Poison the outputs and mutated inputs of an operation that was interrupted, before or after it wrote anything."""
     middle = start + template.num_in
     for id in stream[middle : middle + template.num_new]:
         if values.get(id) is None:
@@ -829,7 +845,7 @@ def _poison_interrupted(
 def _skip_from(
     store: TensorStore, stream: list[Any], at: int, values: MutableMapping[int, Any], poison: Poison
 ) -> None:
-    """Operations from a place on are not run: poison in place of what they make, and beside what they change."""
+    """Skip the operations from an index on: poison what they would create and mark what they would mutate."""
     end = len(stream)
     while at < end:
         if stream[at] <= FREE_IDS:
@@ -849,8 +865,10 @@ def _propagate_poison(
     *,
     write_started: bool = False,
 ) -> None:
-    """The operation whose tensors are listed from `start` on was not run, or failed: poison in place of what it makes,
-    and beside what it changes."""
+    """Poison the outputs of an operation that was skipped or failed, and mark the tensors it was to mutate.
+
+    Its tensors are listed in `stream` from `start` on.
+    """
     middle = start + template.num_in
     for id in stream[middle : middle + template.num_new]:
         store.poison_output(id, poison, base=stream[start] if template.is_view else None)
@@ -859,7 +877,7 @@ def _propagate_poison(
 
 
 def display_name(function: str) -> str:
-    """A template's function as people write it: "aten.mm"."""
+    """Return a template's function name for display: "aten.mm"."""
     return function.removeprefix("whole::").removeprefix("reduced::").replace("::", ".").removesuffix(".default")
 
 
@@ -869,7 +887,7 @@ def _call_seeded(template: CompiledTemplate, args: Any, kwargs: Any, seed: int, 
     if isinstance(tracker, dtensor_patches.ShardedRNGTracker) and first is not None:
         tracker.seed = seed
         try:
-            # Seeded here, as DTensor asks the tracker for some operations only.
+            # Seed here, as DTensor calls the tracker for some operations only.
             with dtensor_patches.fork_rng_with_seed(
                 dtensor_patches.mix_seed(seed, dtensor_patches.shard_index_of(first._spec))
             ):
@@ -887,7 +905,7 @@ def _poison_from_error(number: int, error: Exception, *, secondary: bool = False
 
 
 def _hash_of(value: Any) -> str:
-    """Of this rank's own piece; empty where there is none."""
+    """Return the hash of this rank's shard; empty if there is none."""
     tensor = value.old_value if isinstance(value, Poison) else value
     if tensor is None:
         return ""
@@ -896,7 +914,7 @@ def _hash_of(value: Any) -> str:
 
 
 def _wait_if_async(local: torch.Tensor) -> torch.Tensor:
-    """A collective's result that may still be on its way, arrived."""
+    """Wait for a collective's result that may still be in flight, and return it."""
     wait = getattr(local, "wait", None)
     return wait() if wait is not None and type(local) is not torch.Tensor else local
 

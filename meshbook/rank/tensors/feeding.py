@@ -1,4 +1,4 @@
-"""A batch that arrives on a rank: its own rows of it, as tensors."""
+"""Convert a batch that arrives on a rank to tensors of the rank's own rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshbook.placement import shard_spans
 
 
 def shard_rows(tensor: torch.Tensor, mesh: Any, placements: Sequence[Any], device: str | torch.device) -> DTensor:
-    """A tensor of the whole mesh, of one that came whole and contiguous; at most one axis cuts it, along dim 0."""
+    """Return a DTensor of the mesh from a complete, contiguous tensor; at most one axis shards it, along dim 0."""
     coordinate = mesh.get_coordinate()
     sharded_axes = [
         (coordinate[axis], mesh.size(axis)) for axis, placement in enumerate(placements) if placement.is_shard()
@@ -25,9 +25,9 @@ def shard_rows(tensor: torch.Tensor, mesh: Any, placements: Sequence[Any], devic
 
 
 def select_own_rows(batch: Any, shard_index: int, num_shards: int, device: str | torch.device) -> Any:
-    """This rank's part of a batch that came whole: views of the shared memory on the CPU, copies on another device.
+    """Return this rank's part of a complete batch: views of shared memory on the CPU, copies on another device.
 
-    Leaves with rows are cut along dim 0 as torch.chunk would; arrays become tensors; all else stays as it is.
+    Leaves with rows are split along dim 0 as by torch.chunk; arrays become tensors; other leaves stay unchanged.
     """
 
     def slice_leaf(leaf: Any) -> Any:

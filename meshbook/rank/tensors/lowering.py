@@ -1,16 +1,17 @@
-"""A recorded step, from DTensor operations down to the local ones: straight-line Python, run with one call.
+"""Lower a recorded step from DTensor operations to local ones: straight-line Python, run with one call.
 
-Each DTensor operation costs 5 to 20 us before any arithmetic; what it comes to on this rank, the local operations and
-the collectives between them, is the same in every step whose shapes and placements are the same. `Lowering` watches
-one step as it runs and writes those down; `compile` makes a function of them, with all-reduces that nobody waits for
-in between merged into one.
+Each DTensor operation costs 5 to 20 us before any arithmetic. What it runs on this rank, the local operations and the
+collectives between them, is the same in every step with the same shapes and placements. `Lowering` traces these in one
+run of the step; `compile` generates a function from them, in which all-reduces are merged if no result is needed in
+between.
 
-Knows local tensors and operations only. Which tensor is which handle, and whether a step is the same as the one that
-was recorded, is known by others (`rank/tensors/replay.py`, `tensors/recording.py`).
+This module handles local tensors and operations only. `rank/tensors/replay.py` and `tensors/recording.py` know which
+tensor belongs to which handle, and whether a step equals the recorded one.
 
-What cannot be written down so (random numbers, whose streams DTensor moves outside of operations; operations of our
-own) is an *island*: the operation itself is called again, on tensors wrapped anew. Numbers that may differ from step
-to step are inputs where the operation passes them on as they are; any other must be equal for the function to serve.
+What cannot be traced (random numbers, whose streams DTensor advances outside of operations; Meshbook's own operations)
+is an *opaque* call ("island"): the operation itself is called again, on newly wrapped tensors. Floats that may differ
+from step to step are inputs if the operation passes them on unchanged; any other float must be equal for the function
+to be valid.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshbook.wire.messages import RECORDED_STEP_FILE
 
-GENERATED_FILE = RECORDED_STEP_FILE  # what a traceback calls the generated source
+GENERATED_FILE = RECORDED_STEP_FILE  # file name of the generated source in tracebacks
 
-# Merged all-reduces of at most so many bytes: the flat copy is memory that the step needs besides its own.
+# Maximum bytes of merged all-reduces: the flat copy is memory that the step needs in addition.
 BUCKET_BYTES = 256 << 20
 
 _ALL_REDUCE = "_c10d_functional::all_reduce"
 _WRAP = "_c10d_functional::_wrap_tensor_autograd"
 _WAIT = "_c10d_functional::wait_tensor"
 
-# Views that are their tensor itself if they have its size, strides and dtype; and all that are made from sizes alone.
+# Views that equal their input if they have its size, strides and dtype, and all views that are made from sizes alone.
 _MAYBE_IDENTITY_VIEWS = ("aten::view", "aten::_unsafe_view", "aten::expand", "aten::alias", "aten::detach")
 _VIEW_OPS = (
     *_MAYBE_IDENTITY_VIEWS,
@@ -53,19 +54,19 @@ _VIEW_OPS = (
 
 
 class CannotLower(Exception):
-    """The step has to be replayed operation by operation; the message says why."""
+    """The step must be replayed operation by operation; the message says why."""
 
 
 @dataclass(frozen=True)
 class _TensorRef:
-    """A tensor, in the arguments of a line."""
+    """A tensor, in the arguments of a call."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class _FloatRef:
-    """A float of the step, by its place among all of them."""
+    """A float of the step, by its index among all of them."""
 
     slot: int
 
@@ -77,16 +78,16 @@ class _CallNode:
     function: Callable[..., Any]
     args: Sequence[Any]
     kwargs: dict[str, Any]
-    outputs: list[str | None]  # None: what it returns there is known already, or no tensor
+    outputs: list[str | None]  # None: no tensor, or one that has a name already
     inputs: list[str]
     returns_one: bool  # it returns a tensor, not several
     op_index: int  # the recorded operation that it belongs to
     op_name: str = ""
-    mutated_storages: frozenset[int] = frozenset()  # storages that it changes
-    input_storage: int = 0  # of an all-reduce: where its input is
+    mutated_storages: frozenset[int] = frozenset()  # storages that it mutates
+    input_storage: int = 0  # of an all-reduce: storage of its input
     nbytes: int = 0
-    merge_key: tuple[Any, ...] = ()  # of an all-reduce: what those that are merged have in common
-    is_identity: bool = False  # what it gives has the size, the strides and the dtype of its first argument
+    merge_key: tuple[Any, ...] = ()  # of an all-reduce: equal for those that can be merged
+    is_identity: bool = False  # its result has the size, the strides and the dtype of its first argument
 
 
 @dataclass(frozen=True)
@@ -94,11 +95,11 @@ class Lowered:
     """A step as a function of its local input tensors and its floats.
 
     Attributes:
-        run: called with the inputs and the floats; gives the local results. The caller sees to no_grad.
-        free: floats that may be different in each call; every other must be as it was.
-        steps: recorded operation of each line of the source, for errors.
-        merged: how many all-reduces each merged one stands for.
-        order: its collectives, one after the other; ranks must have the same ones, or they wait for each other.
+        run: called with the inputs and the floats; returns the local results. The caller must disable gradients.
+        variable_floats: floats that may differ in each call; all others must be unchanged.
+        op_index_by_line: recorded operation of each source line, for errors.
+        bucket_sizes: number of all-reduces in each merged one.
+        collective_order: its collectives, in order; if ranks differ in it, they deadlock.
     """
 
     run: Callable[[Sequence[torch.Tensor], Sequence[float]], tuple[torch.Tensor, ...]]
@@ -110,7 +111,7 @@ class Lowered:
     collective_order: tuple[tuple[str, int, int], ...] = ()
 
     def op_index_of(self, error: BaseException) -> int | None:
-        """The recorded operation in which an exception arose, if it was in this function."""
+        """Return the recorded operation in which an exception arose, if it was raised in this function."""
         found, tb = None, error.__traceback__
         while tb is not None:
             if tb.tb_frame.f_code.co_filename == GENERATED_FILE:
@@ -120,7 +121,7 @@ class Lowered:
 
 
 class Lowering(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Watches a step while it runs: `with lowering:`, and in it `with lowering.operation(…)` for each operation."""
+    """Traces a step while it runs: `with lowering:`, and inside `with lowering.operation(…)` for each operation."""
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -130,10 +131,10 @@ class Lowering(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._op_index = 0
         self._first_slot = 0
         self._floats: list[float] = []
-        self._nodes_with_floats: list[tuple[int, list[float]]] = []  # lines of the current operation that have floats
+        self._nodes_with_floats: list[tuple[int, list[float]]] = []  # calls of the current operation that have floats
         self._variable_floats: set[int] = set()
         self._failure_reason: str | None = None
-        self._named_inputs: list[torch.Tensor] = []  # inputs, to take the names off again
+        self._named_inputs: list[torch.Tensor] = []  # inputs, from which the names are removed later
         self._num_inputs = len(inputs)
         self._input_storages = frozenset(_storage_id(tensor) for tensor in inputs)
         for index, tensor in enumerate(inputs):
@@ -141,11 +142,11 @@ class Lowering(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._set_name(tensor, f"a{index}")
             self._named_inputs.append(tensor)
 
-    # ---- watching
+    # ---- tracing
 
     @contextlib.contextmanager
     def operation(self, op_index: int, first_slot: int, floats: Sequence[float]) -> Iterator[None]:
-        """What happens inside belongs to recorded operation `op_index`; its floats have places from `first_slot` on."""
+        """Attribute calls in this context to recorded operation `op_index`; its floats' slots begin at `first_slot`."""
         self._op_index, self._first_slot, self._floats = op_index, first_slot, list(floats)
         self._nodes_with_floats = []
         yield
@@ -154,9 +155,9 @@ class Lowering(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def opaque_call(
         self, call: Callable[..., Any], inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
     ) -> None:
-        """The current operation, not looked into: `call(locals, floats)` gives its local results.
+        """Record the current operation as one call: `call(locals, floats)` returns its local results.
 
-        Outputs that are inputs are known as such.
+        Outputs that are inputs are recognized as such.
         """
         input_names = [self._name_of_input(tensor) for tensor in inputs]
         output_names = [self._name_output(tensor) for tensor in outputs]
@@ -181,7 +182,7 @@ class Lowering(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
-            return NotImplemented  # it comes again, as what it does to local tensors
+            return NotImplemented  # it is dispatched again, as operations on local tensors
         kwargs = kwargs or {}
         name = func._schema.name
         leaves = pytree.tree_leaves((args, kwargs))
@@ -192,7 +193,7 @@ class Lowering(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._failure_reason = f"{name} draws random numbers"
-        if func.namespace == "c10d":  # whoever called it waits for it, which is no operation
+        if func.namespace == "c10d":  # the caller waits for it, which is no traced operation
             self._failure_reason = f"{name} is not waited for by an operation"
         node = _CallNode(func, (), {}, [], [], False, self._op_index, op_name=name, mutated_storages=mutated_storages)
         floats = [leaf for leaf in leaves if type(leaf) is float]
@@ -213,7 +214,7 @@ class Lowering(TorchDispatchMode):  # type: ignore[no-untyped-call]
         node.is_identity = name in _MAYBE_IDENTITY_VIEWS and _has_same_layout(out, args[0])
         for leaf in pytree.tree_leaves(out):
             node.outputs.append(self._name_output(leaf) if isinstance(leaf, torch.Tensor) else None)
-            if isinstance(leaf, (bool, int, float, complex)):  # the next step's is another
+            if isinstance(leaf, (bool, int, float, complex)):  # may differ in the next step
                 self._failure_reason = f"{name} gives a number to Python"
         if floats:
             self._nodes_with_floats.append((len(self._nodes), floats))
@@ -221,7 +222,7 @@ class Lowering(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _match_floats(self) -> None:
-        """Find the operation's floats in what it did. Where exactly one call took exactly these, they are inputs."""
+        """Find the operation's floats in its calls. If exactly one call took exactly these, they become inputs."""
         if not self._floats:
             return
         matching = [index for index, floats in self._nodes_with_floats if _are_same_numbers(floats, self._floats)]
@@ -239,8 +240,9 @@ class Lowering(TorchDispatchMode):  # type: ignore[no-untyped-call]
         node.args, node.kwargs = pytree.tree_map(to_ref, (node.args, node.kwargs))
         self._variable_floats.update(range(self._first_slot, count))
 
-    # ---- names. They are kept on the tensor objects, which torch keeps for as long as the tensors themselves: nothing
-    # is held longer than the step holds it, and no name is another tensor's because an address was used again.
+    # ---- names
+    # Names are attributes of the tensor objects, which torch retains for as long as the tensors themselves. So nothing
+    # outlives its use in the step, and no name passes to another tensor through a reused address.
 
     def _name_of(self, tensor: torch.Tensor) -> str | None:
         token, name = tensor.__dict__.get("_meshbook_name", (None, None))
@@ -266,13 +268,13 @@ class Lowering(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._set_name(tensor, name)
         return name
 
-    # ---- the function
+    # ---- generated function
 
     def compile(self, results: Sequence[torch.Tensor], *, merge: bool = True) -> Lowered:
-        """A function that does again what was watched, and gives `results`, all of which have been `wait_local_tensor`.
+        """Compile a function that repeats what was traced and returns `results`, each from `wait_local_tensor`.
 
         Raises:
-            CannotLower: it drew random numbers outside of an island, or used a tensor from elsewhere.
+            CannotLower: the step drew random numbers outside of an opaque call, or used a tensor from elsewhere.
         """
         returned = [self._name_of_input(result) for result in results]
         for tensor in [*self._named_inputs, *results]:
@@ -286,7 +288,7 @@ class Lowering(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def wait_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's own piece, arrived; asked for while the step is watched, the waiting belongs to it."""
+    """Return this rank's local tensor after waiting for it; while a step is traced, the wait is part of it."""
     if isinstance(tensor, DTensor):
         tensor = tensor._local_tensor
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
@@ -313,7 +315,7 @@ def _mutated_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def is_same_number(a: float, b: float) -> bool:
-    """Whether one may stand for the other: zero has a sign, of which a division makes an infinity."""
+    """Whether one number may replace the other. Zeros must agree in sign, as division by them gives infinities."""
     return (a == b and math.copysign(1.0, a) == math.copysign(1.0, b)) or (math.isnan(a) and math.isnan(b))
 
 
@@ -322,16 +324,16 @@ def _are_same_numbers(some: Sequence[float], others: Sequence[float]) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Passes over the lines
+# Passes over the calls
 
 
 def _merge_all_reduces(
     nodes: list[_CallNode], bucket_sizes: list[int], input_storages: frozenset[int]
 ) -> list[_CallNode]:
-    """All-reduces of one group that are issued before the result of any is used become one, at the last one's place.
+    """Merge all-reduces of one group that are issued before any of their results is used, at the last one's position.
 
-    An all-reduce may not move past a line that changes its input. What reduces an input of the step itself stays where
-    it is: another step's inputs may share memory in ways that this one's did not.
+    An all-reduce may not move past a call that mutates its input. One that reduces an input of the step itself stays in
+    place: another step's inputs may share memory in other ways.
     """
     wrapped_as = {
         node.inputs[0]: node.outputs[0] for node in nodes if node.op_name == _WRAP and node.outputs[0] is not None
@@ -400,7 +402,7 @@ def _merge_all_reduces(
 
 
 def flat_all_reduce(tensors: Sequence[torch.Tensor], op: str, group: Any) -> list[torch.Tensor]:
-    """Many tensors reduced by one collective."""
+    """Reduce many tensors with one collective."""
     ops = torch.ops._c10d_functional
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     flat = ops.wait_tensor.default(ops.all_reduce_.default(flat, op, group))
@@ -411,10 +413,10 @@ def flat_all_reduce(tensors: Sequence[torch.Tensor], op: str, group: Any) -> lis
 
 
 def _drop_redundant_views(nodes: list[_CallNode], returned: Sequence[str]) -> list[_CallNode]:
-    """Without views that exist already (a whole tensor, there and back, made before) and without second waits.
+    """Remove views that exist already (a full slice, a view and its inverse, a repeated view) and repeated waits.
 
-    Autograd's backward is full of them, and each costs as much as a small operation. What the step returns is a tensor
-    object of its own.
+    Autograd's backward is full of them, and each costs as much as a small operation. Each result of the step remains a
+    tensor object of its own.
     """
     if any(torch.Tag.inplace_view in getattr(node.function, "tags", ()) for node in nodes):
         return nodes
@@ -460,15 +462,15 @@ def _ref_replacer(source: str, target: str) -> Callable[[Any], Any]:
 
 
 def _eliminate_dead_code(nodes: list[_CallNode], returned: Sequence[str]) -> list[_CallNode]:
-    """Without lines whose results nobody uses, if they do nothing else."""
+    """Remove calls whose results are unused, if they have no side effect."""
     live = set(returned)
     live_nodes: list[_CallNode] = []
     for node in reversed(nodes):
-        has_effect = node.mutated_storages or not any(node.outputs)  # a check makes nothing, and raises
+        has_effect = node.mutated_storages or not any(node.outputs)  # an assertion returns nothing, and may raise
         has_effect = (
             has_effect or node.op_name.startswith(("_c10d", "c10d")) or node.op_name in ("island", "flat_all_reduce")
         )
-        has_effect = has_effect and node.op_name != _WRAP  # which only makes an object
+        has_effect = has_effect and node.op_name != _WRAP  # it only creates an object
         if has_effect or any(name in live for name in node.outputs):
             live.update(node.inputs)
             live_nodes.append(node)
@@ -476,8 +478,10 @@ def _eliminate_dead_code(nodes: list[_CallNode], returned: Sequence[str]) -> lis
 
 
 def _fast_binding(function: Any) -> Any:
-    """The same operator through torch's generated bindings, which parse arguments in half the time of an overload's
-    call, lists of tensors most of all."""
+    """Return the operator in torch's generated bindings, if there is one.
+
+    They parse arguments in half the time of an overload's call; the gain is largest for lists of tensors.
+    """
     if not isinstance(function, torch._ops.OpOverload) or function.namespace != "aten":
         return function
     name = function._opname
@@ -511,7 +515,7 @@ _FAST_BINDINGS: dict[Any, Any] = {
 
 @dataclass
 class _SourceBuilder:
-    """The generated text and what its names stand for."""
+    """The generated source and the objects that its names refer to."""
 
     lines: list[str] = field(default_factory=list)
     globals: dict[str, Any] = field(default_factory=dict)

@@ -1,7 +1,7 @@
-"""What torch is told once for a whole process, such as `torch.use_deterministic_algorithms(True)`: told here, it holds
-for what this process has the ranks do.
+"""Process-wide modes of torch, such as `torch.use_deterministic_algorithms(True)`.
 
-Only what is not as torch begins is carried over: of everything else a rank's own cells decide.
+Set in the controller's process, they also apply to what it runs on the ranks. Only values other than torch's default
+are transferred; for all others a rank's own cells decide.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from meshbook.rank.tensors.operators import FUNCTIONS
 
 _C: Any = torch._C
 
-# Name and value of each that is not as torch begins, in the table's order: hashable, and plain data.
+# Name and value of each mode that differs from torch's default, in the order of `MODES`: hashable plain data.
 Modes = tuple[tuple[str, Any], ...]
 
 
 class TorchMode(NamedTuple):
     read: Callable[[], Any]
     write: Callable[[Any], None]
-    default: Any  # as torch begins
+    default: Any  # torch's default
 
 
 def _set_deterministic(value: tuple[bool, bool]) -> None:
     _C._set_deterministic_algorithms(value[0], warn_only=value[1])
 
 
-# Where torch's newer names for the precision of float32 lie.
+# Keys of torch's newer settings for float32 precision.
 _FP32_PRECISION_KEYS = tuple((backend, kind) for backend in ("cuda", "mkldnn") for kind in ("matmul", "conv", "rnn"))
 
 
 def _get_precision() -> tuple[Any, ...]:
-    """By torch's older names; or, where somebody has used the newer ones, which exclude each other, by those."""
+    """Return the precision by torch's older settings, or by the newer ones if in use; they exclude each other."""
     try:
         return _C._get_float32_matmul_precision(), _C._get_cudnn_allow_tf32()
     except RuntimeError:
@@ -82,18 +82,18 @@ MODES: dict[str, TorchMode] = {
 
 
 def non_default_modes() -> Modes:
-    """Those of this process that are not as torch begins."""
+    """Return the modes of this process that differ from torch's default."""
     return tuple((name, value) for name, mode in MODES.items() if (value := mode.read()) != mode.default)
 
 
 class AppliedModes:
-    """Modes of a controller, for as long as a rank works for it. Main thread."""
+    """A controller's modes, applied while a rank works for it. Main thread only."""
 
     def __init__(self) -> None:
-        self._own_values: dict[str, Any] = {}  # the rank's own, of those that are set
+        self._own_values: dict[str, Any] = {}  # the rank's own values of the modes that are set
 
     def set(self, modes: Modes) -> None:
-        """These and no others."""
+        """Apply these modes and no others."""
         wanted = dict(modes)
         for name in [name for name in self._own_values if name not in wanted]:
             MODES[name].write(self._own_values.pop(name))
@@ -108,7 +108,7 @@ class AppliedModes:
 
 @contextlib.contextmanager
 def apply_modes(modes: Modes) -> Iterator[None]:
-    """These, for what is done inside."""
+    """Apply these modes in this context."""
     applied_modes = AppliedModes()
     try:
         applied_modes.set(modes)
@@ -118,7 +118,7 @@ def apply_modes(modes: Modes) -> Iterator[None]:
 
 
 class BatchModes:
-    """Modes of an engine, from batch to batch: an operation sets them, and cells in between do not see them."""
+    """Modes of an engine across batches: an operation sets them, and cells in between are not affected."""
 
     def __init__(self) -> None:
         self.modes: Modes = ()
@@ -136,12 +136,12 @@ class BatchModes:
         self._applied.restore()
 
 
-# Of the engine whose operations run now: a rank has one thread that runs them.
+# Modes of the engine whose operations run now: a rank has one thread that runs them.
 current_batch_modes: BatchModes | None = None
 
 
 def set_modes(modes: Modes) -> None:
-    """For the operations after this one."""
+    """Set the modes for subsequent operations."""
     if current_batch_modes is not None:
         current_batch_modes.set(modes)
 

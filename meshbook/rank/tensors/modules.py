@@ -1,14 +1,15 @@
-"""A module that lives on the ranks: one operation runs its forward there, another its backward.
+"""Modules that live on the ranks: one operation runs the forward there, another the backward.
 
-Inputs and outputs are the controller's tensors. A module that works on each rank's own rows (FSDP2, DDP) gets them as
-plain tensors, and what it gives is seen as rows of one tensor again; any other gets and gives DTensors. What backward
-needs is kept on the rank by a small tensor, the *ticket*, that the controller holds as long as the graph may be used.
+Inputs and outputs are tensors of the controller. A module that works on each rank's own rows (FSDP2, DDP) gets plain
+tensors, and its outputs become rows of one tensor again; any other module gets and returns DTensors. On the rank a
+small tensor, the *graph token*, retains what backward needs; the controller holds it as long as the graph may be used.
 
-Gradients mean what they would in one process: of the loss of the whole batch. FSDP2 and DDP average over ranks what is
-to be a sum of the ranks' parts, so gradients that come in are multiplied by their number: exact, for powers of two.
+Gradients are the same as in one process: those of the loss of the complete batch. FSDP2 and DDP average over ranks what
+should be a sum of the ranks' parts, so incoming gradients are multiplied by the number of ranks: exact, for powers of
+two.
 
-Buffers that a forward changes, such as a batch norm's running statistics, are changed by each rank from its own rows.
-As with DDP, the first rank's count; they are copied to the others, so that replicas stay alike.
+Each rank's forward updates buffers, such as a batch norm's running statistics, from its own rows. As with DDP, those of
+the first rank count; they are copied to the other ranks, so that replicas stay equal.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ class ResidentModule:
             building.runs_locally(module, mesh),
             building.averages_gradients(module),
         )
-        # FSDP2 converts by itself, where it gathers.
+        # FSDP2 casts by itself, where it gathers.
         self.autocast_dtype = dtype if not isinstance(module, FSDPModule) else None
         named = list(building.named_tensors(module))
         self.tensors: list[torch.Tensor] = []
-        self.names: list[tuple[str, int, bool]] = []  # name, place among the tensors, whether it is a parameter
+        self.names: list[tuple[str, int, bool]] = []  # name, index in `tensors`, whether it is a parameter
         index_by_id: dict[int, int] = {}
         for name, tensor, is_parameter in named:
             if id(tensor) not in index_by_id:
@@ -71,17 +72,19 @@ class ResidentModule:
         ]
         self._parameter_indices = [index for index in range(len(self.tensors)) if is_parameter_at[index]]
         self.own_placements = [building.as_dtensor(tensor, mesh).placements for tensor in self.tensors]
-        # DDP's gradients are pieces of what its next backward writes to.
+        # DDP's gradients are views of the buckets that its next backward writes to.
         self.reuses_gradients = bool(options.get("gradient_as_bucket_view"))
         self.rng_state_after = building.pop_rng_state()
         self.buffer_indices = [index for index in range(len(self.tensors)) if not is_parameter_at[index]]
         self._persistent_buffers, self.norm_buffer_indices = self._classify_buffers(index_by_id)
-        # What the first forward of a kind gave, by its number, until the operation for it comes.
+        # Number and result of the first forward of a kind, until the operation for it arrives.
         self.first_result: tuple[int, list[Any]] | None = None
 
     def _classify_buffers(self, index_by_id: dict[int, int]) -> tuple[list[tuple[dict[str, Any], str, int]], set[int]]:
-        """Of those that are saved: the dict each is in, its name there, and its place. And the places of statistics of
-        torch's norms, which no backward reads that follows a forward that changed them."""
+        """Return the persistent buffers as (dict, name, index), and the indices of the statistics of torch's norms.
+
+        No backward reads such statistics after a forward that changed them.
+        """
         persistent, norm_indices = [], set()
         for submodule in self.module.modules():
             for name, buffer in submodule._buffers.items():
@@ -94,9 +97,10 @@ class ResidentModule:
         return persistent, norm_indices
 
     def check_buffers(self) -> None:
-        """
+        """Check that forward did not rebind a buffer.
+
         Raises:
-            RuntimeError: forward has put another tensor in a buffer's place, which nobody outside would see.
+            RuntimeError: forward has assigned another tensor to a buffer, which is not visible outside.
         """
         for buffer_dict, name, index in self._persistent_buffers:
             if buffer_dict.get(name) is not self.tensors[index]:
@@ -107,11 +111,11 @@ class ResidentModule:
                 )
 
     def broadcast_buffers(self, indices: Sequence[int]) -> None:
-        """Have these buffers be those of the first rank along the batch axis. Every rank takes part."""
+        """Copy these buffers from the first rank along the batch axis. Every rank takes part."""
         if not indices:
             return
         local = [self._local_tensor(index) for index in indices]
-        # Summed with zeros, byte by byte: unlike a broadcast this ends on no rank if one of them does not come.
+        # Summed with zeros, byte by byte: unlike a broadcast, this completes on no rank if one is missing.
         flat = torch.cat([buffer.contiguous().reshape(-1).view(torch.uint8) for buffer in local])
         is_first = self.mesh.get_local_rank(self.axis) == 0
         if not is_first:
@@ -122,11 +126,11 @@ class ResidentModule:
         pieces = torch.split(flat, [buffer.numel() * buffer.element_size() for buffer in local])
         for index, buffer, piece in zip(indices, local, pieces, strict=True):
             received = piece.clone().view(buffer.dtype).reshape(buffer.shape)
-            # A norm saves its statistics for backward, where it was not trained: autograd need not know of it.
+            # A norm in eval mode saves its statistics for backward; `.data` hides the write from autograd.
             (buffer.data if index in self.norm_buffer_indices else buffer).copy_(received)
 
     def find_changed_buffers(self, before: Sequence[torch.Tensor]) -> list[int]:
-        """Places of those that a forward has changed, on this rank or another along the batch axis."""
+        """Return the indices of buffers that a forward has changed, on this rank or another along the batch axis."""
         now = [self._local_tensor(index) for index in self.buffer_indices]
         changed = [not torch.equal(old, new) for old, new in zip(before, now, strict=True)]
         if self.averages_gradients and changed:
@@ -143,7 +147,7 @@ class ResidentModule:
         return buffer.to_local() if isinstance(buffer, DTensor) else buffer
 
     def describe(self) -> dict[str, Any]:
-        """What the controller must know, as plain data."""
+        """Return what the controller must know, as plain data."""
         dtensors = [building.as_dtensor(tensor, self.mesh) for tensor in self.tensors]
         return {
             "names": self.names,
@@ -156,23 +160,27 @@ class ResidentModule:
         }
 
     def set_trainable(self, indices: Sequence[int]) -> None:
-        """Have these parameters get gradients, and no others: what is frozen is said where the optimizer is."""
+        """Let exactly these parameters get gradients; the controller, with the optimizer, decides what is frozen."""
         if list(indices) == self.trainable_indices:
             return
         self.trainable_indices = list(indices)
         for index in self._parameter_indices:
             self.tensors[index].requires_grad_(index in indices)
         for submodule in self.module.modules():
-            if isinstance(submodule, FSDPModule):  # what it has gathered follows when it gathers anew
+            if isinstance(submodule, FSDPModule):  # gathered parameters change when they are gathered again
                 submodule.reshard()
-        if isinstance(self.module, DistributedDataParallel) and indices:  # it looks once, when it is made
+        # DDP checks requires_grad only in its constructor.
+        if isinstance(self.module, DistributedDataParallel) and indices:
             self.module = building.wrap_ddp(self.module.module, self.mesh, self.axis, self.options)
 
     @contextlib.contextmanager
     def clean_up_on_error(self) -> Iterator[None]:
-        """A forward or a backward. One that does not come to its end leaves nothing behind: neither what it had
-        gathered, nor a gradient that the next backward would add to. A Stop may have come on some ranks only: what
-        they have gathered they forget together, when their groups are formed again (`Groups.call_ended`)."""
+        """Clean up after a forward or a backward that fails.
+
+        Neither gathered parameters nor a gradient that the next backward would add to may remain. An interrupt may have
+        arrived on some ranks only: what they gathered is reset on all ranks together, when their groups are formed
+        again (`ProcessGroups.call_ended`).
+        """
         try:
             yield
         except BaseException as error:
@@ -188,7 +196,7 @@ class ResidentModule:
             raise
 
     def placements_on_axis(self, placement: Placement) -> list[Placement]:
-        """Placements of what lies so over the batch axis, and whole over every other."""
+        """Return the placements with this one on the batch axis and Replicate on every other."""
         placements: list[Placement] = [Replicate()] * self.mesh.ndim
         placements[self.axis] = placement
         return placements
@@ -208,7 +216,7 @@ def build_resident(
     options: Mapping[str, Any],
     modes: torch_modes.Modes,
 ) -> ResidentModule:
-    """Build the module here; it stays as long as the controller keeps what this gives."""
+    """Build the module here; it exists as long as the controller retains the returned object."""
     kind = None if dtype is None else getattr(torch, dtype)
     with torch_modes.apply_modes(modes):
         module = building.build(source, strategy, kind, mesh, axis, rng_state, options)
@@ -232,8 +240,11 @@ def _find_resident(key: str) -> ResidentModule:
 
 
 def module_tensors(key: str) -> list[torch.Tensor]:
-    """The module's parameters and buffers: the same storage. Last, what keeps the module until all operations that
-    were issued before it is let go of have run; the handle that the controller has goes ahead of them."""
+    """Return the module's parameters and buffers with the same storage, and a lifetime token as last tensor.
+
+    The token retains the module until all operations issued before its release have run; the controller's own handle is
+    released ahead of them.
+    """
     resident = _find_resident(key)
     lifetime_token = torch.empty(0, device=resident.mesh.device_type)
     lifetime_token._meshbook_resident = resident  # type: ignore[attr-defined]
@@ -242,14 +253,14 @@ def module_tensors(key: str) -> list[torch.Tensor]:
 
 @dataclasses.dataclass
 class _SavedForward:
-    """What a forward left for its backward."""
+    """What a forward stores for its backward."""
 
-    outputs: list[Any]  # with their history, as the module gave them
-    output_placements: list[list[Placement] | None]  # of local ones: how they are seen from outside
-    inputs: list[torch.Tensor]  # those that want a gradient
+    outputs: list[Any]  # with autograd history, as the module returned them
+    output_placements: list[list[Placement] | None]  # of local outputs: placements as seen by the controller
+    inputs: list[torch.Tensor]  # those that require a gradient
     input_placements: list[list[Placement]]
     grad_scale: float
-    buffer_indices: Sequence[int]  # places of those to be copied once it has been used
+    buffer_indices: Sequence[int]  # buffers to copy after the backward
 
 
 def module_forward(
@@ -264,18 +275,18 @@ def module_forward(
     args: Any,
     kwargs: Any,
 ) -> list[Any]:
-    """One forward.
+    """Run one forward.
 
     Args:
         autocast_dtype: the dtype of the controller's autocast; None: it has none.
-        trainable_indices: places of the parameters that get a gradient.
-        mutated_buffers: places of the buffers that forwards of this module have been seen to change.
-        inputs_with_grad: which tensors among the arguments want a gradient; None for the whole: run without a graph.
-        expected_shapes: shapes of the outputs, which the controller has counted on.
-        seed: of the random numbers that it draws; None: it draws none.
+        trainable_indices: indices of the parameters that get a gradient.
+        mutated_buffers: indices of the buffers that forwards of this module were seen to change.
+        inputs_with_grad: which tensors among the arguments require a gradient; None: run without a graph.
+        expected_shapes: output shapes that the controller has assumed.
+        seed: seed of its random numbers; None: it draws none.
 
     Returns:
-        The tensors among the outputs, and the ticket last, if there is a graph.
+        The tensors among the outputs, and the graph token last, if there is a graph.
     """
     if trainable_indices is not None:
         _find_resident(key).set_trainable(trainable_indices)
@@ -302,10 +313,10 @@ def module_first(
     args: Any,
     kwargs: Any,
 ) -> dict[str, Any]:
-    """The first forward of a kind. What it gives is kept here until `module_first_result` asks for it by this number.
+    """Run the first forward of a kind; its outputs stay here until `module_first_result` fetches them by this number.
 
     Returns:
-        As plain data: which tensors it gives, whether it draws random numbers, which buffers it changes.
+        As plain data: which tensors it returns, whether it draws random numbers, which buffers it changes.
     """
     resident = _find_resident(key)
     if trainable_indices is not None:
@@ -330,7 +341,7 @@ def module_first(
 
 
 def module_first_result(key: str, number: float) -> list[Any]:
-    """What `module_first` gave."""
+    """Return and clear the outputs of `module_first`."""
     resident = _find_resident(key)
     first_result, resident.first_result = resident.first_result, None
     if first_result is None or first_result[0] != int(number):
@@ -339,7 +350,7 @@ def module_first_result(key: str, number: float) -> list[Any]:
 
 
 def _tensor_meta(tensor: Any) -> tuple[Any, ...]:
-    """What the controller plans with: shape, stride, dtype, placements."""
+    """Return what the controller plans with: shape, stride, dtype, placements."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return tuple(tensor.shape), tuple(tensor.stride()), dtype, tuple(tensor.placements)
 
@@ -386,7 +397,7 @@ def _forward(
     dtype = getattr(torch, autocast_dtype) if autocast_dtype is not None else resident.autocast_dtype
     autocast_context = torch.autocast(device, dtype=dtype) if dtype is not None else contextlib.nullcontext()
     rng_context: Any = contextlib.nullcontext()
-    if seed is not None:  # other rows draw others, whoever computes the same draws the same
+    if seed is not None:  # different rows draw different numbers, ranks with the same rows draw the same
         shard_index = resident.mesh.get_local_rank(resident.axis) if is_sharded else 0
         rng_context = dtensor_patches.fork_rng_with_seed(dtensor_patches.mix_seed(int(seed), shard_index))
     buffers_to_copy = mutated_buffers if resident.averages_gradients else ()
@@ -413,7 +424,7 @@ def _forward(
             )
     flat = pytree.tree_leaves(result)
     outputs: list[Any] = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
-    if resident.runs_locally:  # of a part of the mesh
+    if resident.runs_locally:  # DTensors of a submesh
         outputs = [output.full_tensor() if isinstance(output, DTensor) else output for output in outputs]
     if unsupported := [leaf for leaf in flat if not isinstance(leaf, (torch.Tensor, int, float, str, type(None)))]:
         raise TypeError(
@@ -446,7 +457,7 @@ def _forward(
 
 
 def _local_rows(resident: ResidentModule, leaf: DTensor, at: int) -> tuple[torch.Tensor, list[Placement]]:
-    """This rank's rows of an input, or all of it."""
+    """Return this rank's rows of an input, or all of it."""
     placement = leaf.placements[resident.axis]
     if placement.is_shard() and not resident.averages_gradients:
         axis = resident.mesh.mesh_dim_names[resident.axis]
@@ -469,14 +480,17 @@ def _local_rows(resident: ResidentModule, leaf: DTensor, at: int) -> tuple[torch
 
 
 def _local_tensor_at(tensor: DTensor, placements: Sequence[Placement]) -> torch.Tensor:
-    """This rank's piece of a tensor that lies so; as a rule it does."""
+    """Return this rank's local tensor at these placements; usually the tensor has them already."""
     if tensor.placements != tuple(placements):
         tensor = tensor.redistribute(placements=placements)
     return wait_local_tensor(tensor)
 
 
 def _grad_like_parameter(grad: torch.Tensor, resident: ResidentModule, index: int) -> DTensor:
-    """A gradient, lying as its parameter does; as a rule it does, and each step of DTensor's would cost tens of us."""
+    """Return a gradient with its parameter's placements.
+
+    It usually has them already, and each DTensor operation would cost tens of us.
+    """
     placements = resident.own_placements[index]
     if type(grad) is DTensor and grad.placements == placements and grad.device_mesh == resident.mesh:
         return grad
@@ -484,7 +498,7 @@ def _grad_like_parameter(grad: torch.Tensor, resident: ResidentModule, index: in
 
 
 def _output_placement(output: torch.Tensor, is_sharded: bool) -> Placement:
-    """How what each rank made of its own rows is seen as one tensor: rows of it, or, a single number, their mean."""
+    """Return the placement of the ranks' outputs as one tensor: rows of it or, for a scalar, their mean."""
     if not is_sharded:
         return Replicate()
     return Shard(0) if output.dim() else Partial("avg")
@@ -493,11 +507,11 @@ def _output_placement(output: torch.Tensor, is_sharded: bool) -> Placement:
 def module_backward(
     key: str, params_with_grad: Sequence[int], grads: Sequence[Any], output_indices: Sequence[int], graph_token: Any
 ) -> list[Any]:
-    """One backward: gradients of the inputs that want one, then of the parameters in `params_with_grad`.
+    """Run one backward; return gradients of the inputs that require one, then of the parameters in `params_with_grad`.
 
     Args:
-        params_with_grad: places of parameters.
-        grads: of the outputs at places `output_indices`.
+        params_with_grad: indices of parameters.
+        grads: gradients of the outputs at `output_indices`.
     """
     computed = getattr(graph_token, "_meshbook_gradients", None)
     if computed is not None:
@@ -519,7 +533,7 @@ def module_backward(
 def module_params_with_grad(
     modes: torch_modes.Modes, key: str, grads: Sequence[Any], output_indices: Sequence[int], graph_token: Any
 ) -> list[int]:
-    """Which parameters get a gradient: this backward is done, and waits for `module_backward` to ask for it."""
+    """Run a backward and return the indices of parameters with a gradient; `module_backward` fetches its results."""
     with torch_modes.apply_modes(modes):
         inputs, grads_by_index = _backward(key, grads, output_indices, graph_token)
     graph_token._meshbook_gradients = inputs, grads_by_index
@@ -545,13 +559,12 @@ def _backward(
             is_mean = placements[resident.axis].is_partial()
             grad_placements = resident.placements_on_axis(Replicate()) if is_mean else placements
             grad = _local_tensor_at(grad, grad_placements)
-            if saved.grad_scale != 1.0 and not is_mean:  # a mean's gradient has been divided by their number already
+            if saved.grad_scale != 1.0 and not is_mean:  # a mean's gradient is divided by their number already
                 grad = grad * saved.grad_scale
         outputs.append(output)
         incoming.append(grad)
-    with (
-        resident.clean_up_on_error()
-    ):  # until all gradients are taken: one that is left would be added to the next step's
+    # Until all gradients are popped: one that remains would be added to the next step's.
+    with resident.clean_up_on_error():
         with torch.enable_grad():
             torch.autograd.backward(outputs, incoming)
         resident.broadcast_buffers(saved.buffer_indices)
@@ -575,7 +588,7 @@ def _pop_input_gradients(resident: ResidentModule, saved: _SavedForward) -> list
 
 
 def _pop_parameter_gradients(resident: ResidentModule) -> dict[int, Any]:
-    """Those of the parameters that want one, by place, taken from them."""
+    """Pop the gradients of the trainable parameters, by index."""
     found: dict[int, Any] = {}
     for index in resident.trainable_indices:
         parameter = resident.tensors[index]

@@ -1,8 +1,8 @@
-"""What an operation of a batch may call: torch's own operators by name, and a few functions that are ours.
+"""Functions that an operation of a batch may call: torch's operators by name, and a few of Meshbook's own.
 
-A template is what the controller sends once per kind of operation: the function's name, its arguments with
-placeholders for tensors and floats, and what becomes of its results. Seams: `FUNCTIONS` may be added to by whoever
-imports this; the controller names one of them as `meshbook::name`.
+The controller sends a template once per kind of operation: the function's name, its arguments with placeholders for
+tensors and floats, and what happens to its results. Other modules may add to `FUNCTIONS` when they are imported; the
+controller refers to an entry as `meshbook::name`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 class _Placeholder:
-    """A placeholder among a template's arguments; pickles as the one object of its name."""
+    """A placeholder among a template's arguments; unpickles to the one object of its name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -48,20 +48,20 @@ def _placeholder(name: str) -> _Placeholder:
 
 @dataclass(frozen=True)
 class TemplateMessage:
-    """A template as it travels, pickled.
+    """A template as it is sent, pickled.
 
     Attributes:
-        number: its own.
+        number: its number.
         function: "aten::add.Tensor", or "meshbook::redistribute".
-        args, kwargs: with TENSOR, FLOAT and MESH where the operation's own go, in the order of its numbers.
+        args, kwargs: with TENSOR, FLOAT and MESH in place of the operation's own values, in the order of the stream.
         outputs: one per result: -1 a new tensor, None nothing, else the index of the input that it is.
         returns: "none", "one", "many".
-        mutates: indices of inputs that it changes.
-        communicates: ranks wait for each other in it.
-        seeded: its last float is a seed for the random numbers it draws.
-        default: torch's default dtype, where its result is of that and it is not the usual one.
-        overwrites: of what it changes it leaves nothing.
-        views: what it makes shares the storage of its first tensor.
+        mutates: indices of inputs that it mutates.
+        communicates: whether ranks wait for each other in it.
+        seeded: whether its last float is a seed for the random numbers it draws.
+        default_dtype: torch's default dtype, if its result has that dtype and it is not the usual one.
+        overwrites: whether it overwrites all of what it mutates.
+        is_view: whether its result shares the storage of its first tensor.
     """
 
     number: int
@@ -79,16 +79,16 @@ class TemplateMessage:
 
 
 def find_function(name: str) -> Callable[..., Any]:
-    """The function of that name.
+    """Return the function of that name.
 
     Raises:
-        AttributeError: this torch has none, or nobody added it to FUNCTIONS.
+        AttributeError: this torch has none, and `FUNCTIONS` has none.
     """
     namespace, _, function_name = name.partition("::")
     if namespace in OP_WRAPPERS:
         return OP_WRAPPERS[namespace](find_function(function_name))
     if namespace == "meshbook":
-        if function_name not in FUNCTIONS:  # it puts itself there
+        if function_name not in FUNCTIONS:  # the import registers it
             importlib.import_module(f"meshbook.rank.tensors.{LAZY_FUNCTION_MODULES[function_name]}")
         return FUNCTIONS[function_name]
     operator, _, overload = function_name.rpartition(".")
@@ -98,7 +98,7 @@ def find_function(name: str) -> Callable[..., Any]:
 
 
 def name_of(function: Any) -> str:
-    """The name that `find_function` finds it by."""
+    """Return the name by which `find_function` finds it."""
     if isinstance(function, torch._ops.OpOverload):
         return f"{function.namespace}::{function._opname}.{function._overloadname}"
     if isinstance(function, (ReplicatedOp, ReducedOp)):
@@ -110,7 +110,7 @@ _VIEW_OPS = (aten.view.default, aten._unsafe_view.default)
 
 
 class StrideTolerantView:
-    """A view. A DTensor now and then says other strides than its piece has, and refuses a view for them."""
+    """A view operator that tolerates wrong strides: a DTensor may report other strides than its shard has and fail."""
 
     def __init__(self, function: Any) -> None:
         self.function, self._schema, self.tags = function, function._schema, function.tags
@@ -121,7 +121,7 @@ class StrideTolerantView:
         except RuntimeError as error:
             if "Cannot view a tensor" not in str(error) or not isinstance(tensor, DTensor):
                 raise
-        # The controller has planned it for a tensor that lies as its shape says.
+        # The controller has planned it for a contiguous tensor of this shape.
         strides = torch.empty(tensor.shape, device="meta").stride()
         local, mesh, placements = wait_local_tensor(tensor), tensor.device_mesh, tensor.placements
         restrided = DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=strides)
@@ -129,7 +129,7 @@ class StrideTolerantView:
 
 
 class ReplicatedOp:
-    """An operator of torch's on tensors that every rank has all of, and does the same with."""
+    """A torch operator on replicated tensors, with which every rank does the same."""
 
     namespace = "whole"
 
@@ -159,8 +159,10 @@ class ReplicatedOp:
 
 
 class ReducedOp:
-    """An operator of torch's whose results are reduced at once, where DTensor leaves them in parts that it computes
-    wrong numbers with: see `may_stay_partial`."""
+    """A torch operator whose results are reduced at once.
+
+    DTensor would leave them partial and compute wrong numbers from that: see `may_stay_partial`.
+    """
 
     namespace = "reduced"
 
@@ -170,7 +172,7 @@ class ReducedOp:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.function in _MASKED_ROW_OPS:
             _check_indices(self.function, *args[:3])
-        is_boolean = self.function._opname in ("any", "all")  # of bytes they are bytes
+        is_boolean = self.function._opname in ("any", "all")  # on bytes they return bytes
         return pytree.tree_map(lambda leaf: _reduce_partial(leaf, is_boolean), self.function(*args, **kwargs))
 
 
@@ -180,23 +182,26 @@ OP_WRAPPERS: dict[str, Callable[[Any], Callable[..., Any]]] = {
 
 
 def may_stay_partial(placement: Any, dtype: torch.dtype) -> bool:
-    """Whether a tensor may be in such parts. DTensor's pointwise rules know sums and means of numbers with fractions;
-    of integers they make fractions, of truth values sums, and maxima and norms they take for sums here and there."""
+    """Whether a tensor may have this partial placement.
+
+    DTensor's pointwise rules are correct for sums and means of floating-point numbers. They turn integers into
+    fractions and booleans into sums, and sometimes treat maxima and norms as sums.
+    """
     if not placement.is_partial():
         return True
     exact = not (dtype.is_floating_point or dtype.is_complex)
     return type(placement) is Partial and placement.reduce_op in ("sum", "avg") and not exact
 
 
-# What DTensor does with the rows that a rank has, and takes the others' for zeros.
+# Operators for which DTensor uses the rows that a rank has and takes those of others as zeros.
 _MASKED_ROW_OPS = (aten.embedding.default, aten.gather.default)
 
 
 def _check_indices(function: Any, tensor: Any, *args: Any) -> None:
-    """An index that is in no rank's rows would be taken for another rank's, and give zeros.
+    """Check for an index outside all rows; each rank would take it for another's row and return zeros.
 
     Raises:
-        IndexError: there is one. On a GPU the device says so, as with torch's own.
+        IndexError: there is one. On a GPU a device-side assertion fails, as in torch.
     """
     dim, indices = (0, args[0]) if function is aten.embedding.default else args
     local, rows = wait_local_tensor(indices), tensor.shape[dim] if tensor.dim() else 1
@@ -210,10 +215,10 @@ def _check_indices(function: Any, tensor: Any, *args: Any) -> None:
 
 
 def _reduce_partial(tensor: Any, is_boolean: bool) -> Any:
-    """The tensor without the parts that may not stay.
+    """Reduce the partial placements of a tensor that may not stay.
 
     Args:
-        is_boolean: its numbers are truth values, whatever its dtype.
+        is_boolean: whether its values are booleans, whatever its dtype.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -225,7 +230,7 @@ def _reduce_partial(tensor: Any, is_boolean: bool) -> Any:
     if tensor.dtype is not torch.bool and not is_boolean:
         return tensor.redistribute(placements=placements)
     current_placements: Any = tensor.placements
-    # A sum of truth values is none.
+    # Booleans cannot be summed.
     partial_placements: list[Any] = [
         Partial("min" if placement.reduce_op in ("product", "min") else "max") if placement.is_partial() else placement
         for placement in current_placements
@@ -238,7 +243,7 @@ def _reduce_partial(tensor: Any, is_boolean: bool) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Ours. Each is called on ranks with real tensors, and on the controller with tensors of the meta device.
+# Meshbook's own functions. Each is called on ranks with real tensors, and on the controller with meta tensors.
 
 
 def redistribute(tensor: DTensor, placements: Sequence[Any]) -> DTensor:
@@ -246,7 +251,7 @@ def redistribute(tensor: DTensor, placements: Sequence[Any]) -> DTensor:
 
 
 def to_partial(tensor: DTensor, mesh: Any, placements: Sequence[Any]) -> DTensor:
-    """As parts of a sum (or a mean, a maximum) over axes along which it is whole."""
+    """Convert replicated axes to partial ones (of a sum, mean or maximum)."""
     local = wait_local_tensor(tensor)
     for axis, (before, after) in enumerate(zip(tensor.placements, placements, strict=True)):
         if before != after and after.reduce_op == "sum" and mesh.get_local_rank(axis) != 0:
@@ -257,18 +262,18 @@ def to_partial(tensor: DTensor, mesh: Any, placements: Sequence[Any]) -> DTensor
 
 
 def as_global(local: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> DTensor:
-    """Per-rank tensors seen as one: the same storage."""
+    """Combine per-rank tensors into one DTensor: the same storage."""
     return DTensor.from_local(local, mesh, list(placements), run_check=False)
 
 
 def as_local(tensor: DTensor) -> torch.Tensor:
-    """Each rank's own piece: the same storage."""
+    """Return each rank's own shard: the same storage."""
     local: torch.Tensor = tensor.to_local()
     return local
 
 
 def reduce_local(local: torch.Tensor, mesh: Any, axis: int, op: str) -> torch.Tensor:
-    """Per-rank tensors, reduced over one axis of the mesh."""
+    """Reduce per-rank tensors over one axis of the mesh."""
     partial_placements: list[Any] = [Replicate()] * mesh.ndim
     partial_placements[axis] = Partial(op)
     replicated: list[Any] = [Replicate()] * mesh.ndim
@@ -277,7 +282,7 @@ def reduce_local(local: torch.Tensor, mesh: Any, axis: int, op: str) -> torch.Te
 
 
 def slice_local(local: torch.Tensor, mesh: Any, axis: int, position: int) -> torch.Tensor:
-    """What the rank at `position` of the axis holds, on every rank of that axis."""
+    """Return the tensor of the rank at `position` of the axis, on every rank of that axis."""
     if local.is_meta:
         return torch.empty_like(local)
     group = mesh.get_group(axis)
@@ -287,13 +292,13 @@ def slice_local(local: torch.Tensor, mesh: Any, axis: int, position: int) -> tor
 
 
 def zero_except_at(local: torch.Tensor, mesh: Any, axis: int, position: int) -> torch.Tensor:
-    """The tensor on the ranks at `position` of the axis, zeros on the others."""
+    """Return the tensor on the ranks at `position` of the axis, zeros on the others."""
     is_mine = local.is_meta or mesh.get_local_rank(axis) == position
     return local.clone() if is_mine else torch.zeros_like(local)
 
 
 def broadcast_from(tensor: DTensor, mesh: Any, axis: int, position: int) -> None:
-    """Overwrite the copies along an axis with the one of the rank at that place of it."""
+    """Overwrite the replicas along an axis with that of the rank at `position`."""
     local, group = wait_local_tensor(tensor), mesh.get_group(axis)
     contiguous = local.contiguous()
     dist.broadcast(contiguous, dist.get_global_rank(group, position), group)
@@ -302,7 +307,7 @@ def broadcast_from(tensor: DTensor, mesh: Any, axis: int, position: int) -> None
 
 
 def is_full_span(span: tuple[int | None, int, int, int], length: int) -> bool:
-    """Whether a dim of a view is all of a dim of that length."""
+    """Whether a dim of a view covers a complete dim of that length."""
     dim, first, step, count = span
     return dim is not None and (first, step, count) == (0, 1, length)
 
@@ -310,12 +315,12 @@ def is_full_span(span: tuple[int | None, int, int, int], length: int) -> bool:
 def write_view(
     tensor: DTensor, view: DTensor, box: Any, size: Sequence[int], stride: Sequence[int], offset: int
 ) -> None:
-    """What a view that was copied has now, into this rank's piece of what it is a view of. Ranks do not meet in it.
+    """Write the current values of a view, which is a copy, into this rank's shard of its base. Runs no collective.
 
     Args:
-        view: cut as the tensor is along dims that are all of one of the tensor's, and whole along others.
-        box: per dim of the tensor the view's dim, the first place, the step and how many; None: no such box.
-        size, stride, offset: the view's, as if the tensor lay in one piece.
+        view: sharded as the tensor along dims that cover a complete dim of the tensor, and replicated along others.
+        box: per dim of the tensor the view's dim, first index, step and count; None: the view is no such box.
+        size, stride, offset: those of the view, as if the tensor were contiguous in one process.
     """
     own_piece, view_piece = wait_local_tensor(tensor), wait_local_tensor(view)
     lengths, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -329,7 +334,7 @@ def write_view(
             order.append(dim)
         if is_full_span(span, tensor.shape[at]):
             continue
-        low = max(-((first - starts[at]) // step), 0)  # of the view's rows the first that is here
+        low = max(-((first - starts[at]) // step), 0)  # the view's first row on this rank
         high = min(-((first - starts[at] - lengths[at]) // step), count)
         if low >= high:
             return
@@ -337,7 +342,7 @@ def write_view(
         own_piece = own_piece[(slice(None),) * at + (slice(None, None, step),)]
         if dim is not None:
             view_piece = view_piece.narrow(dim, low, high - low)
-    other_dims = [dim for dim in range(view_piece.dim()) if dim not in order]  # of one row each
+    other_dims = [dim for dim in range(view_piece.dim()) if dim not in order]  # dims of length one
     own_piece.copy_(view_piece.permute(order + other_dims).reshape(own_piece.shape))
 
 
@@ -386,7 +391,7 @@ LAZY_FUNCTION_MODULES = {
     "end_step": "agreement",
 }
 
-# Operations that leave nothing of what their target was: a fault of it is over with them.
+# Operations that overwrite all of their target, which clears a fault of it.
 _OVERWRITING_OPS = {
     "aten::copy_", "aten::zero_", "aten::fill_", "aten::normal_", "aten::uniform_", "aten::bernoulli_",
     "aten::random_", "aten::exponential_", "aten::geometric_", "aten::log_normal_", "aten::cauchy_",
@@ -395,7 +400,7 @@ _OVERWRITING_OPS = {
 
 
 def overwrites(function: Any) -> bool:
-    """Whether all that an operation changes is written anew: by its name, or with out=."""
+    """Whether an operation overwrites all that it mutates: by its name, or as out= argument."""
     schema = getattr(function, "_schema", None)
     if schema is None:
         return False

@@ -1,8 +1,8 @@
-"""Recorded steps on a rank: a tape of operations that came as one template, and is one operation from then on.
+"""Recorded steps on a rank: a sequence of operations that is sent as one template and then runs as one operation.
 
-The first time a tape is run operation by operation, watched by a `Lowering`; after that as the function this made of
-it. Where that function does not serve (a number that it took for constant has changed, or nothing could be made), the
-operations are run again, one by one: slower, never different.
+In its first run a step is executed operation by operation and traced by a `Lowering`; later runs call the function
+generated from that. If the function is not valid (a number assumed constant has changed) or could not be generated, the
+operations run again one by one: slower, with the same results.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from meshbook.rank.tensors.lowering import (
 from meshbook.rank.tensors.operators import FUNCTIONS, TemplateMessage
 from meshbook.wire.messages import Frame
 
-# Functions of ours that are islands: a module, what waits for its collective by other means than an operation, and what
-# comes from elsewhere.
+# Meshbook's functions that become opaque calls: modules, functions that wait for their collective other than by an
+# operation, and functions whose data comes from elsewhere.
 _OPAQUE_FUNCTIONS = ("meshbook::module", "meshbook::slice_local", "meshbook::fed", "meshbook::set_modes", BEGIN, END)
 
-# Lowering anew because other numbers turned out to vary; a step that still differs is replayed one by one.
+# Repeated lowerings after more numbers turned out to vary; a step that still differs is replayed op by op.
 _MAX_LOWERINGS = 4
 
 
 @dataclass(frozen=True)
 class RecordedOp:
-    """One operation of a tape."""
+    """One operation of a recorded step."""
 
     template: int
-    inputs: tuple[int, ...]  # places among the tape's values: its inputs first, then what operations made, in order
+    inputs: tuple[int, ...]  # indices of the step's values: its inputs first, then the operations' results, in order
     outputs: tuple[int, ...]
     first_float: int
     num_floats: int
@@ -54,14 +54,14 @@ class RecordedOp:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """A recorded step, as it travels.
+    """A recorded step, as it is sent.
 
     Attributes:
-        key: its own, among all of its client's.
-        bodies: the templates it uses, by number, pickled.
-        results: places of what outlives the step.
-        lines: where each operation was issued; None where that is not known.
-        merge: several all-reduces may become one, which sums in another order.
+        key: unique among all steps of its client.
+        template_bodies: the templates it uses, by number, pickled.
+        results: indices of the values that outlive the step.
+        frames: where each operation was issued; None if unknown.
+        can_merge: whether several all-reduces may become one, which sums in another order.
     """
 
     key: str
@@ -75,18 +75,18 @@ class RecordedStep:
 
 @dataclass
 class StepReplayer:
-    """A tape on this rank."""
+    """Runs a recorded step on this rank."""
 
     recorded: RecordedStep
     mesh: Any
     device: torch.device
     templates: dict[int, CompiledTemplate] = field(default_factory=dict)
     lowered: Lowered | None = None
-    lowering_failure: str | None = None  # it could not be lowered
-    lowered_floats: list[float] = field(default_factory=list)  # as they were when it was
-    constant_floats: tuple[int, ...] = ()  # floats that must be as they were
+    lowering_failure: str | None = None  # why it could not be lowered
+    lowered_floats: list[float] = field(default_factory=list)  # values at the time of lowering
+    constant_floats: tuple[int, ...] = ()  # floats that must be unchanged
     result_specs: list[Any] = field(default_factory=list)  # of the results; None for a plain tensor
-    opaque_ops: set[int] = field(default_factory=set)  # operations that are called as they are
+    opaque_ops: set[int] = field(default_factory=set)  # operations that are called without tracing
     num_lowerings: int = 0
     num_replayed: int = 0
 
@@ -100,7 +100,7 @@ class StepReplayer:
                 self.opaque_ops.add(index)
 
     def run(self, inputs: Sequence[torch.Tensor], floats: Sequence[float]) -> list[torch.Tensor]:
-        """One step."""
+        """Run the step once and return its results."""
         self.num_replayed += 1
         lowered = self.lowered
         if lowered is not None and self._have_constants_changed(floats):
@@ -120,14 +120,14 @@ class StepReplayer:
         ]
 
     def _have_constants_changed(self, floats: Sequence[float]) -> bool:
-        """Whether a number that was taken for constant is another; its operation is not looked into any more."""
+        """Whether a number assumed constant has changed; if so, its operation becomes an opaque call."""
         changed = [slot for slot in self.constant_floats if not is_same_number(floats[slot], self.lowered_floats[slot])]
         for index, op in enumerate(self.recorded.ops if changed else ()):
             if any(op.first_float <= slot < op.first_float + op.num_floats for slot in changed):
                 self.opaque_ops.add(index)
         return bool(changed)
 
-    # ---- one operation after the other
+    # ---- op by op
 
     def _run_op_by_op(self, inputs: Sequence[torch.Tensor], floats: Sequence[float]) -> list[torch.Tensor]:
         values = dict(enumerate(inputs))
@@ -160,7 +160,7 @@ class StepReplayer:
     # ---- lowering
 
     def _run_and_lower(self, inputs: Sequence[torch.Tensor], floats: Sequence[float]) -> list[torch.Tensor]:
-        """Run the step once, watched; what it gives is as good as any."""
+        """Run the step once while tracing it; the results are valid as those of any other run."""
         self.num_lowerings += 1
         inputs = _with_distinct_locals(inputs)
         values = dict(enumerate(inputs))
@@ -196,7 +196,7 @@ class StepReplayer:
         return results
 
     def _do_all_ranks_agree(self, checksum: int) -> bool:
-        """Whether all ranks have the same mark, which is one of success. They wait for each other."""
+        """Whether all ranks have the same checksum, and it is not negative. Blocks until all ranks take part."""
         if self.mesh is None:
             return checksum >= 0
         ends = torch.tensor([checksum, -checksum], device=self.device)
@@ -243,7 +243,7 @@ class StepReplayer:
         return error
 
     def describe(self) -> dict[str, Any]:
-        """How it is played, as plain data."""
+        """Return how the step is replayed, as plain data."""
         lowered = self.lowered
         return {
             "played": self.num_replayed,
@@ -257,8 +257,10 @@ class StepReplayer:
 
 
 def _with_distinct_locals(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The inputs, each with a local tensor object of its own, by which a `Lowering` knows it: the next call's may be
-    different tensors where this one's are two views of one (`x` and `x.as_local()`)."""
+    """Return the inputs, each with a local tensor object of its own, by which a `Lowering` identifies it.
+
+    Inputs that are two views of one tensor now (`x` and `x.as_local()`) may be different tensors in the next call.
+    """
     seen: set[int] = set()
     found = []
     for tensor in inputs:
@@ -273,12 +275,12 @@ def _with_distinct_locals(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 REPLAYERS: dict[str, StepReplayer] = {}
 
-# The one that plays now: a rank has one thread that runs operations.
+# The replayer that runs now: a rank has one thread that runs operations.
 _current_replayer: StepReplayer | None = None
 
 
 def replay(mesh: Any, device: torch.device, payload: bytes, key: str, *operands: Any) -> Any:
-    """A recorded step, as an operation.
+    """Run a recorded step as one operation.
 
     Args:
         operands: the step's inputs, then its floats.
@@ -293,7 +295,7 @@ def replay(mesh: Any, device: torch.device, payload: bytes, key: str, *operands:
 
 
 def _current_op(generated_line: int) -> tuple[str, Frame | None]:
-    """See `engine.GENERATED_CODE`."""
+    """Return the operation and frame of a generated line; see `engine.GENERATED_CODE`."""
     replayer = _current_replayer
     index = (
         replayer.lowered.op_index_by_line.get(generated_line)

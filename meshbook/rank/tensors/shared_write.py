@@ -1,4 +1,4 @@
-"""A rank's part of a tensor that is read: written to where the controller wants it, in its memory."""
+"""Write a rank's part of a fetched tensor directly into the controller's memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshbook.wire.buffers import map_for_writing
 
 
 def write_box(buffer: messages.FetchBuffer, rank: int, value: torch.Tensor) -> bool:
-    """Write this rank's box of the whole; False: it cannot be done from here, and the value has to be sent."""
+    """Write this rank's box of the complete tensor; return False if it must be sent instead."""
     spans = buffer.boxes[rank]
     shape = [stop - start for start, stop in spans]
     if not value.numel() == prod(shape) > 0:
@@ -28,5 +28,5 @@ def write_box(buffer: messages.FetchBuffer, rank: int, value: torch.Tensor) -> b
             full_tensor = torch.frombuffer(memory, dtype=torch.uint8).view(value.dtype).view(buffer.shape)
             full_tensor[tuple(slice(*span) for span in spans)].copy_(value.reshape(shape))
             return True
-    except TransferError:  # the controller is on another machine, or does not wait any more
+    except TransferError:  # the controller is on another machine, or no longer waits
         return False

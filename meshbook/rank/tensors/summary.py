@@ -1,4 +1,4 @@
-"""What can be said of a rank's piece of a tensor in five numbers."""
+"""Summarize a rank's shard of a tensor in five numbers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from torch.distributed.tensor import DTensor, Replicate
 
 
 def summarize(tensor: Any) -> tuple[int, int, float, float, float]:
-    """Of this rank's piece: elements, NaNs, and the sum, least and greatest of the others (0, inf, -inf of none).
+    """Return the numbers of elements and NaNs of this rank's shard, and sum, minimum and maximum of the others.
 
-    Every rank takes part: parts of a sum are summed first. Sums are in double precision.
+    If there are no others, these are 0, inf and -inf. Every rank takes part, as partial tensors are reduced first. Sums
+    are in double precision.
     """
     if isinstance(tensor, DTensor):
         if any(placement.is_partial() for placement in tensor.placements):

@@ -1,14 +1,14 @@
-"""Every word that Meshbook's processes say to each other.
+"""All messages between Meshbook's processes.
 
-Commands are verbs and go down (controller, supervisor, host, rank); reports are past tense and come up. Each is a
-msgspec struct whose tag is its class name. Structs and nothing else: no sockets, no codec, no behaviour. Ranks travel
-as sorted tuples of ints; seconds are floats; byte counts are ints.
+Commands are verbs and are sent downwards (controller, supervisor, host, rank); reports are past tense and are sent
+upwards. Each is a msgspec struct tagged with its class name. This package contains structs only: no sockets, no codec,
+no behaviour. Ranks travel as sorted tuples of ints; seconds are floats; byte counts are ints.
 
-An unknown field is ignored and a missing one takes its default, so a field may be added without a new protocol
-version; anything else needs one (`codec.PROTOCOL`).
+An unknown field is ignored and a missing one takes its default, so a field may be added without a new protocol version;
+any other change needs one (`codec.PROTOCOL`).
 
-`core` has what starting, cells, values and Stop need, `looking` what ranks measure and what they are seen doing. Here
-is who may say what to whom.
+`core` has the messages for start-up, cells, values and Stop, `monitoring` those for metrics and snapshots. This module
+defines which role may send which message to which.
 """
 
 from __future__ import annotations
@@ -143,6 +143,6 @@ SupervisorReport = (
 AnyMessage = ClientCommand | HostCommand | RankReport | HostReport | SupervisorReport | StoreCommand
 
 
-# Commands that a rank's main thread carries out, one at a time, in the order sent; the rest is the service thread's.
+# Commands that a rank's main thread runs, one at a time, in the order sent; the service thread handles the others.
 MAIN_THREAD_COMMANDS = (FormGroups, RunCell, RunOps, CallFunction, Evaluate, SetNames, DeleteNames)
 QUERIES = (Complete, Inspect, PreviewNames, OpenActors)

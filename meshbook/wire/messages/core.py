@@ -1,4 +1,4 @@
-"""The words for meshes, cells, values and what ranks say."""
+"""Messages for meshes, cells, values and the reports of ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from meshbook.ids import CallId, Ranks
 
 
 class Message(Struct, tag=True, frozen=True, gc=False):
-    """What every message is: immutable, and named on the wire by its class."""
+    """Base of every message: immutable, and tagged on the wire with its class name."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Payloads: Python objects on their way
+# Payloads: Python objects in transit
 
 
 class SharedBuffer(Struct, tag="shared", frozen=True, gc=False):
@@ -25,27 +25,26 @@ class SharedBuffer(Struct, tag="shared", frozen=True, gc=False):
     fd: int
     offset: int
     nbytes: int
-    segment: str  # the owner's name for it; quoted back in `Release`
+    segment: str  # the owner's name for it; sent back in `Release`
 
 
 class InlineBuffer(Struct, tag="inline", frozen=True, gc=False):
-    """Bytes that ride in the message itself."""
+    """Bytes that are part of the message itself."""
 
     data: bytes
 
 
 class Payload(Struct, frozen=True, gc=False):
-    """One pickled object: protocol 5, its large buffers out of band, in the order the pickle wants them."""
+    """One pickled object: protocol 5, with its large buffers out of band, in the pickle's order."""
 
-    pickled: bytes  # empty: in the last of the buffers
+    pickled: bytes  # empty: the pickle is the last of the buffers
     buffers: tuple[SharedBuffer | InlineBuffer, ...] = ()
-    splice_offsets: tuple[
-        int, ...
-    ] = ()  # where in `pickled` the last buffers belong that are parts of it (large bytes, text)
+    # where in `pickled` the last buffers belong that are pieces of it (large bytes, text)
+    splice_offsets: tuple[int, ...] = ()
 
 
 class TensorMeta(Struct, frozen=True, gc=False):
-    """What can be said of a tensor without moving it."""
+    """Metadata of a tensor, without its data."""
 
     shape: tuple[int, ...]  # local shape, or the global one if `placements` is set
     dtype: str  # "float32", without "torch."
@@ -53,11 +52,11 @@ class TensorMeta(Struct, frozen=True, gc=False):
     requires_grad: bool = False
     placements: str | None = None  # "(Shard(dim=0),)" of a DTensor; None for a plain tensor
     local_shape: tuple[int, ...] | None = None  # of a DTensor
-    stride: tuple[int, ...] | None = None  # in items, of `shape`; None: it has none (sparse), or it was not asked for
+    stride: tuple[int, ...] | None = None  # in items, of `shape`; None: it has none (sparse), or it was not requested
 
 
 class Preview(Struct, frozen=True, gc=False):
-    """A value as a reader sees it: enough to show it and to tell whether two ranks hold the same."""
+    """A bounded representation of a value: enough to display it and to compare it between ranks."""
 
     kind: Literal["plain", "tensor", "object", "none"]
     type: str  # "int", "torch.Tensor", "numpy.ndarray", "__main__.Model"
@@ -66,7 +65,7 @@ class Preview(Struct, frozen=True, gc=False):
     data: dict[str, Any] = {}  # other MIME types of a rich display, bounded; bytes already in base64
     metadata: dict[str, Any] = {}
     tensor: TensorMeta | None = None
-    digest: str | None = None  # equal digests mean equal content even where the text is cut; None: not computed
+    digest: str | None = None  # equal digests mean equal content even if the text is truncated; None: not computed
     truncated: bool = False
 
 
@@ -74,7 +73,8 @@ class Value(Struct, frozen=True, gc=False):
     """The value of an expression on a rank."""
 
     preview: Preview
-    ref: str | None = None  # the rank keeps the object under this name until `Release`; None: it is all in `payload`
+    # the rank stores the object under this name until `Release`; None: it is complete in `payload`
+    ref: str | None = None
     payload: Payload | None = None  # the object itself, when small
 
 
@@ -87,13 +87,13 @@ class Frame(Struct, frozen=True, gc=False):
 
 
 class RankError(Struct, frozen=True, gc=False):
-    """An exception as a rank saw it."""
+    """An exception raised on a rank."""
 
     ename: str  # class name, "ZeroDivisionError"
     evalue: str  # str(exception)
-    traceback: tuple[str, ...]  # rendered by IPython on the rank, ANSI colours, cell source lines
-    frames: tuple[Frame, ...] = ()  # outermost first; what equal failures are recognised by
-    pickled: bytes | None = None  # the exception itself, when it can be pickled and is small
+    traceback: tuple[str, ...]  # rendered by IPython on the rank: ANSI colours, cell source lines
+    frames: tuple[Frame, ...] = ()  # outermost first; identifies equal failures
+    pickled: bytes | None = None  # the exception itself, if it can be pickled and is small
     notes: tuple[str, ...] = ()
     released_from: str | None = None  # "all_reduce at line 4": it waited there for ranks that had left the call
 
@@ -103,14 +103,14 @@ class RankError(Struct, frozen=True, gc=False):
 
 
 class Text(Struct, tag="text", frozen=True, gc=False):
-    """A piece of stdout or stderr as it was written: may hold part of a line, many lines, carriage returns."""
+    """A piece of stdout or stderr as written: may hold part of a line, many lines, carriage returns."""
 
     stream: Literal["stdout", "stderr"]
     text: str
 
 
 class Display(Struct, tag="display", frozen=True, gc=False):
-    """display_data, or update_display_data when `update`."""
+    """A display_data message, or update_display_data if `update`."""
 
     data: dict[str, Any]
     metadata: dict[str, Any] = {}
@@ -123,7 +123,7 @@ class ClearOutput(Struct, tag="clear", frozen=True, gc=False):
 
 
 class Notice(Struct, tag="notice", frozen=True, gc=False):
-    """Something Meshbook itself has to say in the output: text cut, a rank that would not stop."""
+    """A message of Meshbook's own in the output: text truncated, a rank that does not stop."""
 
     text: str
 
@@ -132,31 +132,30 @@ OutputItem = Text | Display | ClearOutput | Notice
 
 
 class VaryingNumber(Struct, array_like=True, frozen=True, gc=False):
-    """A number of a folded line that is not the same on all its ranks."""
+    """A number of a folded line that differs between its ranks."""
 
-    position: int  # which of the line's numbers, counted from 0
+    position: int  # index among the line's numbers, counted from 0
     texts: tuple[str, ...]  # as each rank wrote it, in the order of the line's ranks
 
 
 class Line(Struct, tag="line", frozen=True, gc=False, omit_defaults=True):
-    """One folded line of text: said by `ranks`, equal on all of them, or equal but for numbers.
+    """One folded line of text, printed by `ranks`: equal on all of them, or equal except for numbers.
 
-    `text` is ready to be shown, without the ranks and without the line end; where numbers differ it shows their range.
+    `text` is ready for display, without the ranks and the line end; where numbers differ it shows their range.
     """
 
     ranks: Ranks
     stream: Literal["stdout", "stderr"]
     text: str
-    live: bool = False  # an unfinished line's state, such as a progress bar's; replaces these ranks' earlier live lines
+    live: bool = False  # state of an unfinished line, such as a progress bar; replaces these ranks' earlier live lines
     end: str = "\n"  # "" where the last line of a cell had no line end
-    first_text: str = ""  # the line as its first rank wrote it, where numbers differ; host to supervisor only
-    varying_numbers: tuple[
-        VaryingNumber, ...
-    ] = ()  # those numbers, so that lines of several hosts fold exactly; as `lead`
+    first_text: str = ""  # the line as its first rank wrote it, if numbers differ; host to supervisor only
+    # the differing numbers, so that lines of several hosts fold exactly; host to supervisor only
+    varying_numbers: tuple[VaryingNumber, ...] = ()
 
 
 class RankDisplay(Struct, tag="rank_display", frozen=True, gc=False):
-    """A display, an update of one, or clear_output, with the ranks that made the same one."""
+    """A display, a display update or clear_output, with the ranks that produced the same one."""
 
     ranks: Ranks
     item: Display | ClearOutput | Notice
@@ -166,34 +165,34 @@ FoldedItem = Line | RankDisplay
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a rank's part in a call came to
+# The outcome of a call
 
 
 class Outcome(Struct, frozen=True, gc=False):
-    """How a call ended on one rank; equal outcomes of many ranks are folded."""
+    """How a call ended on one rank; equal outcomes of several ranks are folded."""
 
     status: Literal["ok", "error", "interrupted", "lost", "skipped"]
     value: Value | None = None  # of the last expression; None: there was none
-    error: RankError | None = None  # for "error" and "interrupted"; for "lost" the text of what is known
+    error: RankError | None = None  # for "error" and "interrupted"; for "lost" a description of what is known
     bound_names: tuple[str, ...] = ()  # names of the namespace that the cell bound, changed or rebound
-    deleted_names: tuple[str, ...] = ()  # names that it deleted
+    deleted_names: tuple[str, ...] = ()  # names that the cell deleted
     groups_broken: bool = False  # a process group of this rank cannot be used until it is re-formed
-    reply: Any = None  # of the calls that are questions (Complete, Inspect, Peek): plain data
+    reply: Any = None  # the reply to a query (Complete, Inspect, PreviewNames): plain data
 
 
 class OutcomeGroup(Struct, frozen=True, gc=False):
-    """Ranks whose outcome is the same."""
+    """Ranks with the same outcome."""
 
     ranks: Ranks
     outcome: Outcome
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The mesh, described
+# Mesh descriptions
 
 
 class MeshSpec(Struct, frozen=True, gc=False):
-    """What a mesh was asked to be."""
+    """The requested configuration of a mesh."""
 
     axes: dict[str, int]  # in order; the product is world_size
     engine: str = "local"
@@ -204,45 +203,44 @@ class MeshSpec(Struct, frozen=True, gc=False):
     torch: bool = True  # False: light ranks, without torch
     env: dict[str, str] = {}
     cwd: str | None = None
-    sys_path: tuple[str, ...] = ()  # what the controller's sys.path has beyond the interpreter's own
+    sys_path: tuple[str, ...] = ()  # entries of the controller's sys.path beyond the interpreter's own
     group_timeout_s: float = 1800.0
     threads_per_rank: int | None = None  # OMP_NUM_THREADS; None: cores / ranks on the host
-    end_on_error: bool = True  # ranks that wait in a collective for one that has left the call are released
+    end_on_error: bool = True  # release ranks that wait in a collective for a rank that has left the call
 
 
 class GroupPosition(Struct, frozen=True, gc=False, omit_defaults=True):
-    """How far a rank has come in one process group, counted from the last time that the group was formed."""
+    """A rank's progress in one process group, counted since the group was last formed."""
 
     name: str
     ranks: Ranks
-    num_started: int  # collectives, sends and receives not counted
-    failed: tuple[int, ...] = ()  # numbers of those that raised on this rank: it has no part in them
+    num_started: int  # collectives; sends and receives are not counted
+    failed: tuple[int, ...] = ()  # numbers of the collectives that raised on this rank, which has no part in them
     sent: dict[int, int] = {}  # peer -> number of sends to it
     received: dict[int, int] = {}  # peer -> number of receives from it
     received_from_any: int = 0
-    is_uncertain: bool = False  # one of these was cut short as it began
-    num_in_flight: int = 0  # of all of these: under way
-    has_new_collectives: bool = False  # some were begun in the call that is asked about
+    is_uncertain: bool = False  # an operation was interrupted while it started
+    num_in_flight: int = 0  # of all of these operations
+    has_new_collectives: bool = False  # some were started in the call that the query is about
 
 
 class RankPosition(Struct, frozen=True, gc=False, omit_defaults=True):
-    """Where a rank is in the order of its collectives."""
+    """A rank's position in the order of its collectives."""
 
     rank: int
-    last_call: CallId | None  # that ended last on the main thread
-    last_status: str  # how that ended
-    cause: str  # "rank 1 raised ValueError: no at line 3"; "" if it went well
-    is_held_or_idle: bool  # the main thread begins no collective: it runs nothing, or is held until `ResumeCollectives`
-    is_idle: bool  # the main thread runs nothing
-    has_other_collective_threads: (
-        bool  # a thread beside the main one may begin collectives: it did before, or is an actor's
-    )
-    num_groups_created: int  # how many groups torch has made here
+    last_call: CallId | None  # the last one that ended on the main thread
+    last_status: str  # how that call ended
+    cause: str  # "rank 1 raised ValueError: no at line 3"; "" if it succeeded
+    is_held_or_idle: bool  # the main thread starts no collective: it is idle, or held until `ResumeCollectives`
+    is_idle: bool  # the main thread is idle
+    # a thread other than the main one may start collectives: it did before, or it is an actor's
+    has_other_collective_threads: bool
+    num_groups_created: int  # number of groups that torch has created here
     groups: tuple[GroupPosition, ...]
 
 
 class RankInfo(Struct, frozen=True, gc=False):
-    """What the supervisor knows of a rank."""
+    """The supervisor's view of a rank."""
 
     rank: int
     state: Literal["starting", "idle", "busy", "silent", "dead"]
@@ -250,7 +248,7 @@ class RankInfo(Struct, frozen=True, gc=False):
     pid: int | None = None
     device: str = "cpu"
     call: CallId | None = None  # running now
-    cell: str | None = None  # how people know that call: "cell 7"
+    cell: str | None = None  # the user's name for that call: "cell 7"
     line: int | None = None  # of that cell
     beat_age_s: float | None = None
     rss_bytes: int | None = None
@@ -259,10 +257,10 @@ class RankInfo(Struct, frozen=True, gc=False):
 
 
 class MeshInfo(Struct, frozen=True, gc=False):
-    """What `status` and `list` show."""
+    """The data behind `status` and `list`."""
 
     name: str
-    spec: MeshSpec | None  # None: the supervisor is up, no ranks were asked for yet
+    spec: MeshSpec | None  # None: the supervisor is up, but no ranks were requested yet
     ranks: tuple[RankInfo, ...]
     supervisor_pid: int
     started_at: float  # wall clock
@@ -279,15 +277,15 @@ class MeshInfo(Struct, frozen=True, gc=False):
 
 
 class Hello(Message):
-    """First word of every connection. Nothing else is heard from a peer that has not shown the token."""
+    """The first message of every connection. A peer that has not shown the token can send nothing else."""
 
     token: str
-    client: str  # the client's random id: its two sockets say the same
+    client: str  # the client's random id, the same on its two sockets
     kind: str  # "kernel", "script", "marimo", "cli"
     pid: int
-    channel: Literal["send", "receive"]  # a client speaks on one socket and is answered on the other
-    observer: bool = False  # looks on; its presence does not keep the mesh alive
-    orphan_ttl_s: float | None = None  # how long the mesh lives on without clients once this one is gone
+    channel: Literal["send", "receive"]  # a client sends on one socket and receives on the other
+    observer: bool = False  # observes only; its presence does not keep the mesh alive
+    orphan_ttl_s: float | None = None  # how long the mesh lives without clients after this one has disconnected
 
 
 class StartMesh(Message):
@@ -301,15 +299,15 @@ class RunCell(Message):
     call: CallId
     ranks: Ranks
     source: str
-    execution_count: int | None = None  # execution count to show in tracebacks; None: the rank's own next
-    filename: str | None = None  # what compile() is given; None: the shell's usual name
-    label: str = ""  # how people know this call: "cell 7"
+    execution_count: int | None = None  # shown in tracebacks; None: the rank's own next
+    filename: str | None = None  # the file name for compile(); None: the shell's usual one
+    label: str = ""  # the user's name for this call: "cell 7"
     store_history: bool = True
     silent: bool = False  # no output, no value
-    allow_input: bool = False  # input() may ask the client
-    setup: bool = False  # kept, to be run again on ranks that join
+    allow_input: bool = False  # input() may prompt the client
+    setup: bool = False  # stored, and run again on ranks that join
     background: bool = False
-    inline_limit: int = 0  # a value that pickles to at most this many bytes comes along in the outcome
+    inline_limit: int = 0  # the outcome includes the value if it pickles to at most this many bytes
 
 
 class CallFunction(Message):
@@ -320,19 +318,19 @@ class CallFunction(Message):
     function: Payload  # of (fn, args, kwargs)
     label: str = ""
     inline_limit: int = 1 << 20
-    retain: bool = True  # a result above the limit is kept under a ref
-    always_retain: bool = False  # under a ref even if it is small: for handles
+    retain: bool = True  # store a result above the limit under a ref
+    always_retain: bool = False  # store under a ref even if it is small: for handles
 
 
 class Evaluate(Message):
-    """Follow a path from a name or a kept object, on the main thread: `x`, `x.shape`, `x[0]`, `x(…)`, `x + y`."""
+    """Evaluate a path from a name or a stored object, on the main thread: `x`, `x.shape`, `x[0]`, `x(…)`, `x + y`."""
 
     call: CallId
     ranks: Ranks
-    expression: Payload  # of a rank.paths.Path
+    expression: Payload  # of a `rank.expressions.Expression`
     inline_limit: int = 1 << 20
     retain: bool = True
-    always_retain: bool = False  # under a ref even if it is small: for handles
+    always_retain: bool = False  # store under a ref even if it is small: for handles
 
 
 class SetNames(Message):
@@ -352,7 +350,7 @@ class DeleteNames(Message):
 
 
 class Complete(Message):
-    """Completions at a cursor. Answered by the service thread, cell or no cell."""
+    """Request completions at a cursor. The service thread replies, also while a cell runs."""
 
     call: CallId
     ranks: Ranks
@@ -361,7 +359,7 @@ class Complete(Message):
 
 
 class Inspect(Message):
-    """`?` (detail 0) and `??` (detail 1). Answered by the service thread."""
+    """Request `?` (detail 0) or `??` (detail 1). The service thread replies."""
 
     call: CallId
     ranks: Ranks
@@ -371,38 +369,38 @@ class Inspect(Message):
 
 
 class PreviewNames(Message):
-    """Previews of names, or of attribute paths, without running user code. Answered by the service thread."""
+    """Request previews of names or attribute paths, without running user code. The service thread replies."""
 
     call: CallId
     ranks: Ranks
-    names: tuple[str, ...]  # "x", "x.weight"; an answer holds {name: Preview | None}
+    names: tuple[str, ...]  # "x", "x.weight"; a reply holds {name: Preview | None}
 
 
 class Release(Message):
-    """Kept objects and shared segments that nobody on this side needs any more."""
+    """Release stored objects and shared segments that this side no longer needs."""
 
     ranks: Ranks
     refs: tuple[str, ...] = ()
     segments: tuple[str, ...] = ()
-    client: str | None = None  # that is gone: all that was held for it, remote tensors too
+    client: str | None = None  # a disconnected client: release all that it holds, remote tensors too
 
 
 class Interrupt(Message):
-    """Stop what the ranks run. Only `target`, if given: a call that has ended is not interrupted by mistake.
+    """Stop what the ranks run. With `target`, only that call, so that no later call is interrupted by mistake.
 
-    Without a target it is whatever runs, whoever began it, and of what waits behind it that which is the client's own.
+    Without a target: the running call, whichever client started it, and this client's own queued calls.
     """
 
-    ranks: Ranks  # those that the mesh does not have are left out
+    ranks: Ranks  # ranks that are not in the mesh are ignored
     target: CallId | None = None
-    client: str | None = None  # who stops, filled in by the supervisor
-    hard: bool = False  # a second Stop: also kill the ranks that do not come back
+    client: str | None = None  # the client that stops, filled in by the supervisor
+    hard: bool = False  # a second Stop: also kill the ranks that do not return
 
 
 class InputReply(Message):
     target: CallId
     rank: int
-    text: str | None  # None: there is nobody to ask; the rank gets EOFError
+    text: str | None  # None: no user can be prompted; the rank gets EOFError
     interrupted: bool = False
 
 
@@ -417,7 +415,7 @@ class QueryStatus(Message):
 
 
 class QueryLogs(Message):
-    """The last output of a rank, also of a dead one."""
+    """Request the last output of a rank, also of a dead one."""
 
     call: CallId
     rank: int
@@ -434,27 +432,27 @@ class StopMesh(Message):
 
 
 class Ping(Message):
-    """Are you there? A client asks when it waits for something and has heard nothing for a second."""
+    """A liveness check. A client sends it while it waits and has received nothing for a second."""
 
 
 class Detach(Message):
-    """This client leaves; the mesh stays for `orphan_ttl_s` seconds, or for ever when None."""
+    """Detach this client; the mesh lives on for `orphan_ttl_s` seconds, or for ever if None."""
 
     call: CallId
     orphan_ttl_s: float | None = None
 
 
 class SetOrphanTtl(Message):
-    """How long the mesh may live without any client once this one is gone, however it goes."""
+    """Set how long the mesh lives without any client after this one has disconnected, for whatever reason."""
 
     orphan_ttl_s: float
 
 
-# Commands: supervisor -> host -> rank, beside those that are passed on
+# Commands: supervisor -> host -> rank, beside those that are forwarded
 
 
 class StartRanks(Message):
-    """To a host: start these ranks of the mesh and keep them."""
+    """To a host: start and own these ranks of the mesh."""
 
     spec: MeshSpec
     ranks: Ranks
@@ -462,25 +460,27 @@ class StartRanks(Message):
 
 
 class FormGroups(Message):
-    """To every rank: make the process groups of this epoch, the first time or again. Goes before queued commands."""
+    """To every rank: form the process groups of this generation, the first time or again. Precedes queued commands."""
 
     call: CallId
     ranks: Ranks
     generation: int
-    store_address: str  # address of the mesh's store
+    store_address: str  # of the mesh's store
 
 
 class AbortCollectives(Message):
-    """To ranks in a collective that cannot finish: give up on it, with this reason. Groups are broken afterwards."""
+    """To ranks in a collective that cannot finish: abort it with this reason. The groups are broken afterwards."""
 
     ranks: Ranks
     reason: str
-    interrupt: bool = False  # the waiter sees KeyboardInterrupt, not GroupBroken
+    interrupt: bool = False  # the waiting call raises KeyboardInterrupt, not GroupBroken
 
 
 class QueryPositions(Message):
-    """To ranks' service threads, after a call that did not end well on all its ranks, or on ranks that have left one in
-    which others go on: where they are in the order of their collectives. The answer is a `RankPosition`."""
+    """To ranks' service threads: query their positions in the order of collectives. The reply is a `RankPosition`.
+
+    Sent after a call that did not succeed on all its ranks, or to ranks that have left a call that runs on others.
+    """
 
     call: CallId
     ranks: Ranks
@@ -488,16 +488,21 @@ class QueryPositions(Message):
 
 
 class HoldCollectives(Message):
-    """To ranks' service threads: a call is being stopped. From its end on collectives wait for `ResumeCollectives`,
-    also on ranks that are done with it already: what they begin could meet what others have not yet been stopped in."""
+    """To ranks' service threads: a call is being stopped; after it, collectives wait for `ResumeCollectives`.
+
+    This includes ranks that have already finished the call: their next collectives could match operations that other
+    ranks are not yet stopped in.
+    """
 
     ranks: Ranks
     about_call: CallId
 
 
 class ResumeCollectives(Message):
-    """To ranks' service threads: a call that did not end well is over everywhere, and these groups are out of step.
-    Ranks whose next collective waits for this word go on."""
+    """To ranks' service threads: a failed call has ended everywhere, and these groups are out of step.
+
+    Ranks whose next collective waits for this message continue.
+    """
 
     ranks: Ranks
     about_call: CallId
@@ -507,7 +512,7 @@ class ResumeCollectives(Message):
 
 
 class RanksLeft(Message):
-    """To ranks that work on a call: others have left it, and come to no collective of it any more."""
+    """To ranks that still run a call: other ranks have left it and will reach no collective of it any more."""
 
     call: CallId
     ranks: Ranks
@@ -515,14 +520,13 @@ class RanksLeft(Message):
 
 
 class EndCall(Message):
-    """To a host: end its part of this call now. Ranks that have not come back from it are told as skipped."""
+    """To a host: end its part of this call now. Ranks that have not returned from it are reported as skipped."""
 
     call: CallId
 
 
 class Exit(Message):
-    """To a rank: end in order; the second time, that its last words were heard. To a host: end every rank, then
-    itself."""
+    """Exit in order. The second one to a rank confirms its final output; a host ends every rank first."""
 
     ranks: Ranks = ()
     grace_s: float = 1.0
@@ -533,7 +537,7 @@ class Exit(Message):
 
 
 class RankReady(Message):
-    """A rank's process is up and listens; its groups are formed by its first command. Sent on both of its sockets."""
+    """A rank's process is up and listens; its first command forms its groups. Sent on both of its sockets."""
 
     rank: int
     pid: int
@@ -542,16 +546,16 @@ class RankReady(Message):
 
 
 class RankExiting(Message):
-    """A rank has said everything, and ends; its host answers with `Exit`, so that nothing said is lost on the way."""
+    """A rank has sent all its output and exits; its host replies with `Exit`, so that no output is lost."""
 
     rank: int
 
 
 class ServiceFailed(Message):
-    """An exception in a rank's service thread, which goes on. Sent once for each kind."""
+    """An exception in a rank's service thread, which continues. Sent once per kind."""
 
     rank: int
-    activity: str  # what it was at, "carrying out Release"
+    activity: str  # what it did: "carrying out Release"
     error: str  # one line
     traceback: str
 
@@ -566,19 +570,19 @@ class RankOutput(Message):
 
 
 class RankFinished(Message):
-    """A rank's part in a call is over, with the output that had not been sent yet."""
+    """A rank's part in a call has ended; includes the output not sent yet."""
 
     rank: int
     call: CallId
     outcome: Outcome
     seconds: float
     items: tuple[OutputItem, ...] = ()
-    last_output_seq: int = 0  # the last RankSaid before this; the host waits for it
-    released_segments: tuple[str, ...] = ()  # shared segments of others that this rank no longer maps
+    last_output_seq: int = 0  # of the last RankOutput before this; the host waits for it
+    released_segments: tuple[str, ...] = ()  # shared segments of other processes that this rank no longer maps
 
 
 class RankReply(Message):
-    """From the service thread: the answer to Complete, Inspect, Peek."""
+    """From the service thread: the reply to Complete, Inspect, PreviewNames."""
 
     rank: int
     call: CallId
@@ -595,21 +599,21 @@ class RankInputRequest(Message):
 
 
 class RankExited(Message):
-    """A rank's process is gone."""
+    """A rank's process has exited."""
 
     rank: int
     pid: int
     exit_code: int | None  # None: ended by a signal
     signal: int | None
     host: str
-    last_lines: tuple[str, ...]  # of what it printed, C and C++ included
+    last_lines: tuple[str, ...]  # of its output, C and C++ included
     last_collective: str | None  # "all_reduce #41 at cell 7, line 3", if known
-    oom_killed: bool = False  # the system was out of memory, and killed it
-    cause: str | None = None  # what took it along, "ended with its host, which ..."; then there is no code or signal
+    oom_killed: bool = False  # killed because the system was out of memory
+    cause: str | None = None  # what ended it, "ended with its host, which ..."; then there is no code or signal
 
     @property
     def description(self) -> str:
-        """How it ended, in words that follow its name."""
+        """How it ended, as a phrase that follows its name."""
         return self.cause or describe_exit(self.signal, self.exit_code)
 
 
@@ -626,7 +630,7 @@ class HostFailed(Message):
 
 
 class SegmentsReleased(Message):
-    """Shared segments that a rank has let go of."""
+    """A rank has released shared segments."""
 
     rank: int
     segments: tuple[str, ...]
@@ -640,32 +644,32 @@ class CallOutput(Message):
 
 
 class CallProgressed(Message):
-    """Ranks of an open call that are done; sent at most a few times per second."""
+    """The ranks of an open call that have finished; sent at most a few times per second."""
 
     call: CallId
     done: Ranks
-    failure: str = ""  # of process groups that are being formed: which rank could not, and why
+    failure: str = ""  # while process groups are formed: which rank failed, and why
 
 
 class Pong(Message):
-    """The answer to Ping."""
+    """The reply to Ping."""
 
 
 class RanksStuck(Message):
-    """Ranks of an open call that have not come back from a Stop."""
+    """The ranks of an open call that have not returned after a Stop."""
 
     call: CallId
     ranks: Ranks
-    reason: str  # `rank 1 (pid 7) is in C code that keeps the GIL`
+    reason: str  # "rank 1 (pid 7) is in C code that keeps the GIL"
 
 
 class CallFinished(Message):
-    """Every rank's part is over."""
+    """A call has ended on every rank."""
 
     call: CallId
     outcomes: tuple[OutcomeGroup, ...]
     seconds: float  # the slowest rank's
-    rank_seconds: dict[int, float] | None = None  # per rank, when the mesh is small (at most 64 ranks)
+    rank_seconds: dict[int, float] | None = None  # per rank, if the mesh is small (at most 64 ranks)
     lost: tuple[RankExited, ...] = ()
     items: tuple[FoldedItem, ...] = ()  # output that had not been sent yet
 
@@ -678,7 +682,7 @@ class InputRequest(Message):
 
 
 class CommandReply(Message):
-    """The answer to a question that is not asked of ranks: status, logs, history, stop."""
+    """The reply to a command that ranks do not handle: status, logs, history, stop."""
 
     call: CallId
     info: MeshInfo | None = None
@@ -687,7 +691,7 @@ class CommandReply(Message):
 
 
 class Refused(Message):
-    """A command that was not carried out. Nothing changed."""
+    """A command was refused. Nothing changed."""
 
     call: CallId | None
     error: str  # class name in meshbook.errors
@@ -706,7 +710,7 @@ class MeshReady(Message):
 
 
 class MeshChanged(Message):
-    """News about the mesh, to every client: a rank died, groups broke or were re-formed, cells bound names."""
+    """The mesh has changed; sent to every client: a rank died, groups broke or were re-formed, cells bound names."""
 
     info: MeshInfo
     exited: tuple[RankExited, ...] = ()
@@ -721,7 +725,7 @@ class OpenCall(Struct, frozen=True, gc=False):
     label: str
     ranks: Ranks
     client: str
-    seconds: float  # since it was asked for
+    seconds: float  # since the call was opened
 
 
 class HistoryEntry(Struct, frozen=True, gc=False):

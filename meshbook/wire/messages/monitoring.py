@@ -1,8 +1,8 @@
-"""The words for looking at ranks: what they measure of themselves, and snapshots of what they are doing.
+"""Messages for monitoring ranks: their metrics, and snapshots of what they are doing.
 
 A snapshot is plain data from one rank, taken from inside (the rank's service thread) or from outside (its host), and
-all that a diagnosis is made of. Times are seconds before the snapshot was taken, so that no two clocks are ever
-compared.
+the only input of a diagnosis. Times are seconds before the snapshot was taken, so that clocks of different machines are
+never compared.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from msgspec import Struct
 from meshbook.ids import CallId, Ranks
 from meshbook.wire.messages.core import Frame, Message, RankExited, RankInfo
 
-# What two members of a group do with each other, while the rest of it knows nothing of that.
+# Operations between two members of a group, in which the rest of the group takes no part.
 POINT_TO_POINT = frozenset(("send", "recv"))
 
-# Of a stack, frames that are kept at either end: what called, and where it is; recursion has thousands between them. Of
-# a rank, threads whose stacks are told: a pool of hundreds stands at one line.
+# Frames of a stack that are retained at either end, the outermost and the innermost: a recursion has thousands between
+# them. Threads per rank whose stacks are reported: a pool of hundreds is at one line.
 MAX_END_FRAMES, MAX_STACKS = 100, 64
 
-# The file of the frame that stands for an operation on remote tensors; its function is the operation's name. The frame
+# The file of the frame that represents an operation on remote tensors; its function is the operation's name. The frame
 # before it is the controller's line that issued the operation.
 REMOTE_OPERATION_FILE = "<remote operation>"
 
-# How the names of threads begin that actors have for themselves.
+# Name prefix of the threads that run actors.
 ACTOR_THREAD_PREFIX = "actor "
 
-# The file of the functions that are generated from recorded steps: nobody's code.
+# The file of functions generated from recorded steps, which are not user code.
 RECORDED_STEP_FILE = "<recorded step>"
 
 
 class Gpu(Struct, frozen=True, gc=False, omit_defaults=True):
-    """One rank's GPU. Bytes; None where the driver does not say."""
+    """One rank's GPU. Bytes; None where the driver does not report them."""
 
     name: str = ""
     uuid: str = ""  # the driver's, without "GPU-"
@@ -46,97 +46,98 @@ class Gpu(Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class Health(Struct, frozen=True, gc=False, omit_defaults=True):
-    """What a rank measured of itself since its last beat."""
+    """A rank's measurements of itself since its last heartbeat."""
 
     cpu_percent: float = 0.0  # of one core, all threads
-    gil_lag_s: float = 0.0  # the longest that the service thread waited for the GIL
-    num_collectives: int = 0  # begun since the rank started
-    num_steps: int = 0  # that `meshbook.log` was told of since the rank started
+    gil_lag_s: float = 0.0  # the longest time that the service thread waited for the GIL
+    num_collectives: int = 0  # started since the rank started
+    num_steps: int = 0  # calls of `meshbook.log` since the rank started
     steps_per_s: float | None = None
     gpu: Gpu | None = None
 
 
 class Scalar(Struct, array_like=True, frozen=True, gc=False):
-    """One number that user code gave to `meshbook.log`."""
+    """One number that user code passed to `meshbook.log`."""
 
     name: str
     step: int
     value: float
-    age_s: float  # before the report it came in was made
+    age_s: float  # before the report that contains it was made
 
 
 class ThreadStack(Struct, frozen=True, gc=False, omit_defaults=True):
-    """One thread's Python stack, outermost first, service threads of Meshbook's own left out."""
+    """One thread's Python stack, outermost first. Meshbook's own service threads are left out."""
 
     name: str
     frames: tuple[Frame, ...]
     is_main: bool = False
-    native_id: int | None = None  # the system's number of it
+    native_id: int | None = None  # the system's thread id
     has_gil: bool | None = None  # from outside only
-    is_active: bool | None = None  # on a core when looked at; from outside only
+    is_active: bool | None = None  # on a core when sampled; from outside only
     state: str = ""  # of this thread: "R", "S", "D", from /proc/<pid>/task/<tid>/stat
     syscall: str | None = None  # of this thread: "futex", "read", ...
-    waits_on: str | None = None  # what it waits for, where that can be told: "lock `a`"
-    held_by: str | None = None  # name of the thread of this rank that has it, where that can be told
-    native_function: str | None = None  # the C function it is in, where that could be read; from outside only
+    waits_on: str | None = None  # what it waits for, if known: "lock `a`"
+    held_by: str | None = None  # name of this rank's thread that holds it, if known
+    native_function: str | None = None  # the C function it is in, if it could be read; from outside only
     num_truncated: int = 0  # frames left out of a very deep stack ...
-    truncated_at: int = 0  # ... between `frames[cut_at - 1]` and `frames[cut_at]`
+    truncated_at: int = 0  # ... between `frames[truncated_at - 1]` and `frames[truncated_at]`
 
 
 class CollectiveInfo(Struct, frozen=True, gc=False, omit_defaults=True):
-    """One collective of a rank's ring, told without torch."""
+    """One collective of a rank's ring, independent of torch."""
 
     op: str  # "all_reduce", "send", ...
     group: str  # the group's label
     group_ranks: Ranks
-    seq: int  # counted within the group and epoch, on this rank; sends and receives by themselves
+    seq: int  # counted within the group and generation, on this rank; sends and receives separately
     shapes: tuple[tuple[int, ...], ...] = ()
     dtype: str = ""
-    frame: Frame | None = None  # the user's line that began it
+    frame: Frame | None = None  # the user's line that started it
     peer: int | None = None  # of send and recv: the other's global rank
     began_s_ago: float = 0.0  # seconds ago
     ended_s_ago: float | None = None  # seconds ago; None: still open
     failure: str | None = None
-    generation: int = 0  # of the group's connections: counts start again with each (`ring.Collective.epoch`)
+    generation: int = 0  # of the group's connections: counts restart with each (`ring.Collective.generation`)
 
 
 class RankMetrics(Struct, frozen=True, gc=False, omit_defaults=True):
-    """What one rank measured, and what it has done, since this was last told of it."""
+    """One rank's measurements and activity since its last report."""
 
     rank: int
     age_s: float = 0.0  # of this report; its times are seconds before it was made
     health: Health | None = None
-    scalars: tuple[Scalar, ...] = ()  # in the order they were logged; the oldest are dropped where there are too many
-    num_dropped: int = 0  # scalars that were logged and are not told
-    collectives: tuple[CollectiveInfo, ...] = ()  # begun, ended or open; oldest first, bounded, open ones always
+    scalars: tuple[Scalar, ...] = ()  # in the order they were logged; if there are too many, the oldest are dropped
+    num_dropped: int = 0  # scalars that were logged and are not in this report
+    # started, ended or open; oldest first, bounded, open ones always included
+    collectives: tuple[CollectiveInfo, ...] = ()
 
 
 class RankHeartbeat(Message):
-    """A rank lives, says its service thread once per second; and what it measured since the last time."""
+    """A rank's service thread sends it once per second, with what it measured since the last one."""
 
     rank: int
     call: CallId | None  # running on the main thread
     line: int | None  # of the cell
     rss_bytes: int
     peak_rss_bytes: int
-    released_segments: tuple[str, ...] = ()  # shared segments of others that this rank no longer maps
+    released_segments: tuple[str, ...] = ()  # shared segments of other processes that this rank no longer maps
     metrics: RankMetrics | None = None  # None: the probes are switched off
 
 
 class HostHeartbeat(Message):
-    """One host's ranks, folded into one message, once per second."""
+    """The heartbeats of one host's ranks, folded into one message, once per second."""
 
     host: int
     ranks: tuple[RankInfo, ...]
-    metrics: tuple[RankMetrics, ...] = ()  # of the ranks that beat since the last one
+    metrics: tuple[RankMetrics, ...] = ()  # of the ranks that sent a heartbeat since the last one
 
 
 class ProcessStatus(Struct, frozen=True, gc=False, omit_defaults=True):
-    """What the system says of a rank's process."""
+    """The system's view of a rank's process."""
 
     state: str = ""  # "R", "S", "D", "T", "Z": /proc's letters
     syscall: str | None = None  # "futex", "read", "connect", ... of the main thread
-    syscall_target: str | None = None  # what it is about: a path, "socket 127.0.0.1:80", "pipe"
+    syscall_target: str | None = None  # its argument: a path, "socket 127.0.0.1:80", "pipe"
     cpu_s: float = 0.0
     rss_bytes: int = 0
     children: tuple[tuple[int, str, str], ...] = ()  # pid, state, command line (bounded)
@@ -144,28 +145,28 @@ class ProcessStatus(Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class PendingEndpointCall(Struct, frozen=True, gc=False, omit_defaults=True):
-    """A call that an actor's endpoint has made, and whose answer somebody waits for: one of the actors called."""
+    """A call made by an actor's endpoint that waits for the reply of one of the called actors."""
 
     actor: str  # its id
-    name: str  # what its mesh was spawned as
+    name: str  # the name its mesh was spawned with
     endpoint: str
     node: str  # its process: `ActiveEndpoint.node`
-    call: int  # the caller's number of it
+    call: int  # the caller's number for it
     since_s: float = 0.0
 
 
 class ActiveEndpoint(Struct, frozen=True, gc=False, omit_defaults=True):
-    """An endpoint that an actor of this rank is in."""
+    """An endpoint that an actor of this rank is running."""
 
     actor: str  # its id
-    name: str  # what its mesh was spawned as; its thread is ACTOR_THREAD and this
+    name: str  # the name its mesh was spawned with; its thread's name is ACTOR_THREAD_PREFIX plus this
     node: str  # this rank's process, among those with actors
     endpoint: str
     caller: str = ""  # the process that has called it, and ...
-    call: int = 0  # ... its number there; 0: nobody waits for an answer
-    is_async: bool = False  # on an event loop: the actor takes the next message while this one awaits
+    call: int = 0  # ... its number there; 0: no reply is expected
+    is_async: bool = False  # on an event loop: the actor handles the next message while this one awaits
     running_s: float = 0.0
-    frames: tuple[Frame, ...] = ()  # where it awaits, of one on an event loop; else its thread's stack tells
+    frames: tuple[Frame, ...] = ()  # where it awaits, if it runs on an event loop; else see its thread's stack
     pending_calls: tuple[PendingEndpointCall, ...] = ()
 
 
@@ -183,24 +184,27 @@ class RankSnapshot(Struct, frozen=True, gc=False, omit_defaults=True):
     running_s: float | None = None  # how long this call has been running
     beat_age_s: float | None = None
     stacks: tuple[ThreadStack, ...] = ()
-    collectives: tuple[CollectiveInfo, ...] = ()  # the last ones, oldest first, open ones always among them
+    collectives: tuple[CollectiveInfo, ...] = ()  # the last ones, oldest first, open ones always included
     num_collectives: int = 0
-    last_collective: str | None = None  # the one it began last, in words, where it could not be asked
+    last_collective: str | None = None  # description of the last one started, if the rank does not reply
     health: Health | None = None
     process: ProcessStatus | None = None
-    awaiting_input: bool = False  # waits for the user to answer input()
-    last_status: str | None = None  # how its part of the last call ended, when it runs none: "ok", "error", ...
+    awaiting_input: bool = False  # waits for the user's reply to input()
+    last_status: str | None = None  # how its part of the last call ended, if it is idle: "ok", "error", ...
     finished_s_ago: float | None = None  # seconds ago
-    last_error: str | None = None  # of that: "ValueError: ...", with its cell line in `cell_line`
+    last_error: str | None = None  # of that call: "ValueError: ...", with its cell line in `cell_line`
     last_cell: str | None = None  # label of that call
     last_call: CallId | None = None
-    endpoints: tuple[ActiveEndpoint, ...] = ()  # that its actors are in
+    endpoints: tuple[ActiveEndpoint, ...] = ()  # that its actors are running
     exited: RankExited | None = None
     problem: str | None = None  # why there are no stacks, and what would help
 
 
 class TakeSnapshots(Message):
-    """Look at ranks. Hosts ask each rank's service thread, and look from outside at those that do not answer."""
+    """Take snapshots of ranks.
+
+    Hosts query each rank's service thread, and inspect from outside those that do not reply.
+    """
 
     call: CallId
     ranks: Ranks
@@ -209,7 +213,7 @@ class TakeSnapshots(Message):
 
 
 class RankSnapshotReply(Message):
-    """What a rank's service thread saw, rank to host."""
+    """A snapshot taken by a rank's service thread, rank to host."""
 
     rank: int
     call: CallId
@@ -217,7 +221,7 @@ class RankSnapshotReply(Message):
 
 
 class SnapshotReply(Message):
-    """One host's ranks (host to supervisor), or all that were asked for (supervisor to controller)."""
+    """Snapshots of one host's ranks (host to supervisor), or of all requested ranks (supervisor to controller)."""
 
     call: CallId
     snapshots: tuple[RankSnapshot, ...]
@@ -225,19 +229,20 @@ class SnapshotReply(Message):
 
 
 class Subscribe(Message):
-    """This client wants to be told what ranks measure, at most `per_s` times a second, until it says 0.
+    """Subscribe this client to updates about the ranks, at most `max_updates_per_s` per second; 0 ends it.
 
-    It is answered at once with everything that is known. With `per_s` 0 and some history that is all: a question.
+    The first reply contains everything that is known. With `max_updates_per_s` 0 and some history, that reply is all: a
+    single query.
     """
 
     call: CallId
     max_updates_per_s: float = 2.0
-    history_s: float = 0.0  # the answer brings the numbers of the last seconds along
+    history_s: float = 0.0  # the reply includes the numbers of the last seconds
 
 
 class MeshUpdate(Message):
-    """News for those that watch."""
+    """An update for a subscriber."""
 
     timestamp: float  # wall clock
     data: dict[str, Any]  # described in supervisor/telemetry.py
-    call: CallId | None = None  # of the Watch that this answers
+    call: CallId | None = None  # of the Subscribe that this replies to

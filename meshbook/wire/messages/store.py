@@ -1,7 +1,7 @@
-"""What ranks ask of the mesh's store, in which their process groups find each other.
+"""Messages of ranks to the mesh's store, by which their process groups rendezvous.
 
-A rank opens as many connections as it has threads that ask. Each shows the token first, asks one thing at a time, and
-numbers what it asks: an answer to a question that was given up is known by its number.
+A rank opens one connection per thread that uses the store. Each connection shows the token first, has one request open
+at a time, and numbers its requests: the number identifies a reply to a cancelled request.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from meshbook.wire.messages.core import Message
 
 
 class StoreHello(Message):
-    """First word of every connection to the store."""
+    """The first message of every connection to the store."""
 
     token: str
 
@@ -29,15 +29,15 @@ class StoreAppend(Message):
 
 
 class StoreGet(Message):
-    """The values of keys, once all of them are there."""
+    """Get the values of keys, once all of them exist."""
 
     request_id: int
     keys: tuple[str, ...]
-    want_values: bool = True  # False: only say when they are there
+    want_values: bool = True  # False: only reply when they exist
 
 
 class StoreAdd(Message):
-    """Add to a number, 0 at first. Answered with the sum."""
+    """Add to a number, initially 0. The reply is the sum."""
 
     request_id: int
     key: str
@@ -45,7 +45,10 @@ class StoreAdd(Message):
 
 
 class StoreCompareSet(Message):
-    """Set a key if it is what is expected. Answered with what it is then; expected and absent are one when empty."""
+    """Set a key if it has the expected value; reply with its value then.
+
+    An absent key matches an empty `expected`.
+    """
 
     request_id: int
     key: str
@@ -54,27 +57,27 @@ class StoreCompareSet(Message):
 
 
 class StoreCheck(Message):
-    """Whether all of these keys are there: answered with 1 or 0."""
+    """Whether all of these keys exist: the reply is 1 or 0."""
 
     request_id: int
     keys: tuple[str, ...]
 
 
 class StoreDelete(Message):
-    """Answered with 1 if it was there, else 0."""
+    """Delete a key. The reply is 1 if it existed, else 0."""
 
     request_id: int
     key: str
 
 
 class StoreCount(Message):
-    """How many keys there are."""
+    """Return the number of keys."""
 
     request_id: int
 
 
 class StoreCancel(Message):
-    """Whoever asked this waits no longer."""
+    """Cancel a request: its sender no longer waits."""
 
     request_id: int
 
