@@ -121,6 +121,31 @@ def test_what_ends_the_thread_that_sends_comes_up_in_the_loop(mesh2: Mesh, monke
         list(mesh2.feed([torch.ones(2)] * 20))
 
 
+def test_a_batch_that_was_being_sent_as_the_loop_ended_is_released(
+    mesh2: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = []
+    discard = feeding._BatchSender.discard
+    monkeypatch.setattr(
+        feeding._BatchSender, "discard", lambda sender, sent: (released.append(sent), discard(sender, sent))
+    )
+    taken = threading.Event()
+    feeds: list[Any] = []
+
+    def source() -> Iterator[Any]:
+        yield torch.ones(2)
+        taken.wait(30)
+        feeds[0].close()  # the loop ends before this batch is sent
+        yield torch.ones(2)
+
+    feeds.append(mesh2.feed(source(), prefetch=2))
+    next(iter(feeds[0]))
+    (pump,) = [each for each in threading.enumerate() if each.name == "meshbook-feed"]
+    taken.set()
+    pump.join(30)
+    assert len(released) == 1
+
+
 def test_the_source_is_never_far_ahead_of_the_loop(mesh2: Mesh) -> None:
     pulled = threading.Semaphore(0)
     count = 0

@@ -109,6 +109,11 @@ def test_a_local_gradient_becomes_the_tensors_own(mesh2: Mesh) -> None:
         (x * 1.0).backward(torch.ones(3, 4))
 
 
+def test_requires_grad_said_twice_brings_the_gradient_to_its_placement_once(mesh2: Mesh) -> None:
+    x = distribute(torch.ones(4), mesh2, [Shard(0)]).requires_grad_().requires_grad_()
+    assert len(x._post_accumulate_grad_hooks) == 1
+
+
 @pytest.mark.parametrize(
     "run",
     [
