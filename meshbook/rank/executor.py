@@ -339,12 +339,13 @@ class Executor:
             from meshbook.rank.groups import ProcessGroups
             from meshbook.rank.store import MeshStore
 
-            if self._groups is None or self._store is None:
+            if self._groups is None:
                 context = self._reporter.work_socket.context
                 self._store = MeshStore(context, command.store_address, self.config.token, timeout_s=_FORM_TIMEOUT_S)
                 self._groups = ProcessGroups(self.ring, collective_timeout_s=spec.group_timeout_s)
                 if probes.are_probes_enabled():
                     self._groups.observers.append(_CrashLogObserver(self._crash_log, self.shell))
+            assert self._store is not None  # created with the groups
             self._holding_call = None  # checks of calls on the former groups are obsolete
             names["mesh"] = self._groups.form(
                 command.generation,

@@ -20,12 +20,8 @@ STOPPED = CallId("a-1")
 def at_rest() -> Executor:
     """An executor between two calls; it has what concerns process groups, and none of these."""
     executor: Any = Executor.__new__(Executor)
-    executor._groups, executor._left_positions, executor._holding_call, executor.running_call_id = (
-        ProcessGroups(CollectiveRing()),
-        {},
-        None,
-        None,
-    )
+    executor._groups, executor._left_positions = ProcessGroups(CollectiveRing()), {}
+    executor._holding_call = executor.running_call_id = None
     made: Executor = executor
     return made
 
