@@ -44,11 +44,12 @@ test: $(VENV)/installed-dev $(if $(PEERS),$(VENV)/installed-peers)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # Tests that import no torch and start no rank: rules, messages, folding, diagnosis, loops.
-PURE := tests/diagnose tests/fold tests/test_ids.py tests/test_mesh.py tests/dashboard/test_view.py \
-	$(addprefix tests/supervisor/test_,driver.py history.py logfile.py looks.py seeing.py series.py stalls.py state.py) \
-	$(addprefix tests/wire/test_,codec.py keys.py lastwords.py loop.py refusals.py) \
-	$(addprefix tests/rank/test_,blas.py capture.py names.py paths.py preparation.py ring.py service.py) \
-	$(addprefix tests/host/test_,cores.py gpus.py remembering.py) \
+PURE := tests/diagnose tests/fold tests/test_ids.py tests/test_mesh_axes.py tests/dashboard/test_view.py \
+	$(addprefix tests/supervisor/test_,desync.py driver.py history.py logfile.py monitoring.py series.py) \
+	$(addprefix tests/supervisor/test_,snapshot_requests.py stalls.py state.py) \
+	$(addprefix tests/wire/test_,codec.py crash_log.py keys.py loop.py rate_limited_log.py) \
+	$(addprefix tests/rank/test_,blas.py capture.py expressions.py main.py namespace.py ring.py service.py) \
+	$(addprefix tests/host/test_,beats.py cores.py gpus.py) \
 	$(addprefix tests/controller/test_,connection.py console.py tables.py)
 # ... and what they need.
 PURE_NEEDS := pyzmq msgspec cloudpickle psutil numpy ipython nvidia-ml-py pytest pytest-timeout hypothesis

@@ -69,7 +69,7 @@ def test_an_operation_that_hangs_is_told_with_the_line_that_issued_it_asked_and_
 ) -> None:
     x = distribute(torch.ones(6, 6), mesh, sharding_spec=["dp"])
     assert multiply(x).item() == 216.0
-    here, said = f"tensors/test_looking.py, line {line_of(multiply, 1)} in multiply", ""
+    here, said = f"tensors/test_diagnosis.py, line {line_of(multiply, 1)} in multiply", ""
     with hanging(mesh, lambda: multiply(x).item(), 216.0):
         finding, stacks = waited(mesh)
         assert (finding.kind, finding.ranks) == ("stopped", (2,))
@@ -112,7 +112,7 @@ def test_of_a_recorded_step_the_operation_is_told_in_which_the_ranks_are(mesh: M
     assert step.stats().replayed
     with hanging(mesh, lambda: step().item(), result):
         finding, stacks = waited(mesh)
-        here = f"tensors/test_looking.py, line {line_of(step.__wrapped__, 2)} in step"  # type: ignore[attr-defined]
+        here = f"tensors/test_diagnosis.py, line {line_of(step.__wrapped__, 2)} in step"  # type: ignore[attr-defined]
         assert f"where ranks 0-1 wait ({here})" in finding.title
         assert "of a recorded step" in stacks
         assert "<recorded step>" not in stacks
