@@ -15,20 +15,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import contestants, workbench
-from benchmarks.contestants import Calls
+from benchmarks import workbench
+from benchmarks.contestants import OURS, Calls, ask_all, promise_share, ray_system, start_all
 from benchmarks.report import Report
 
 SIZES = (1, 4, 8, 16)
 RANKS = 4
 NUM_BROADCASTS = 10_000
 NUM_BYTES = 64_000_000
-OURS = "Meshbook"
 
 
 def idle(Base: type, mark: Callable[[Any], Any]) -> type:
@@ -169,20 +169,17 @@ def _calls(verbs: Monarchs | Rays, ranks: int) -> Calls:
     return calls
 
 
-@contextlib.contextmanager
-def meshbook(ranks: int, folder: Path) -> Iterator[Calls]:
-    from meshbook import actor
+def meshbook(ranks: int, folder: Path) -> contextlib.AbstractContextManager[Calls]:
+    return same_program("meshbook.actor", ranks)
 
-    try:
-        yield _calls(Monarchs(actor), ranks)
-    finally:
-        actor.shutdown_context().get()
+
+def monarch(ranks: int, folder: Path) -> contextlib.AbstractContextManager[Calls]:
+    return same_program("monarch.actor", ranks)
 
 
 @contextlib.contextmanager
-def monarch(ranks: int, folder: Path) -> Iterator[Calls]:
-    from monarch import actor
-
+def same_program(module: str, ranks: int) -> Iterator[Calls]:
+    actor = importlib.import_module(module)
     try:
         yield _calls(Monarchs(actor), ranks)
     finally:
@@ -191,13 +188,13 @@ def monarch(ranks: int, folder: Path) -> Iterator[Calls]:
 
 @contextlib.contextmanager
 def ray(ranks: int, folder: Path) -> Iterator[Calls]:
-    with contestants.ray_system(ranks, folder) as system:
+    with ray_system(ranks, folder) as system:
         yield _calls(Rays(system), ranks)
 
 
 SYSTEMS = {OURS: meshbook, "Monarch": monarch, "Ray": ray}
 
-# What is asked of four actors: words, rounds (in a quick run), the limit as a multiple of each rival's time.
+# What is asked of four actors: words, rounds, the limit as a share of each rival's time.
 QUESTIONS = {
     "broadcasts": (f"{NUM_BROADCASTS:,} broadcasts to {RANKS}", 3, {"Monarch": 1.0, "Ray": 1.0}),
     "spawn": (f"spawn {RANKS}", 4, {"Monarch": 1.0}),
@@ -209,56 +206,15 @@ QUESTIONS = {
 
 def measure(quick: bool, folder: Path) -> Report:
     report = Report("actors", "the same few lines on each system, asked in turns")
-    there = [name for name in SYSTEMS if contestants.is_installed(name)]
-    for name in SYSTEMS:
-        if name not in there:
-            report.note(f"absent from the table: {name} is not installed here (make bench PEERS=1 installs it)")
     for ranks in (RANKS,) if quick else SIZES:
         with contextlib.ExitStack() as running:
-            started: dict[str, contestants.Contestant] = {}
-            for name in list(there):
-                begun = time.perf_counter()
-                try:
-                    started[name] = running.enter_context(start(name, ranks, folder))
-                except RuntimeError as error:
-                    if name == OURS:
-                        raise
-                    report.note(f"absent from the table from {ranks} actors on: {error}")
-                    there.remove(name)  # it would take as long again to fail
-                    continue
-                report.note(f"{name}, {ranks} actors: first answer after {time.perf_counter() - begun:.1f} s")
-            ask(report, started, "call", f"call to {ranks}", 10 if quick else 200, {"Monarch": 1.0, "Ray": 1.0})
-            if ranks == RANKS:
-                for kind, (words, rounds, limits) in QUESTIONS.items():
-                    ask(report, started, kind, words, 2 if quick else rounds, limits)
+            started = start_all(report, SYSTEMS, ranks, folder, running)
+            ask_all(report, started, "call", f"call to {ranks}", 10 if quick else 200)
+            promise_share(report, f"call to {ranks}", {"Monarch": 1.0, "Ray": 1.0}, started)
+            for kind, (words, rounds, limits) in QUESTIONS.items() if ranks == RANKS else ():
+                ask_all(report, started, kind, words, 2 if quick else rounds)
+                promise_share(report, words, limits, started)
     return report
-
-
-def start(name: str, ranks: int, folder: Path) -> contestants.Contestant:
-    """A system that comes up, a rival perhaps at the second attempt: Ray sometimes hangs on a busy machine."""
-    try:
-        return contestants.Contestant(name, ranks, folder, start=SYSTEMS[name])
-    except RuntimeError:
-        if name == OURS:
-            raise
-        return contestants.Contestant(name, ranks, folder, start=SYSTEMS[name])
-
-
-def ask(
-    report: Report,
-    started: dict[str, contestants.Contestant],
-    kind: str,
-    words: str,
-    rounds: int,
-    limits: dict[str, float],
-) -> None:
-    asked = {name: contestant.asker(kind) for name, contestant in started.items()}
-    for name, taken in workbench.take_turns(asked, rounds, warm_up=10 if rounds >= 100 else 1).items():
-        report.add(f"{words}: {name}", taken, "ms", against=None if name == OURS else f"{words}: {OURS}")
-    for rival, limit in limits.items():
-        if rival in started:
-            ours, theirs = report.row(f"{words}: {OURS}").median, report.row(f"{words}: {rival}").median
-            report.promise(f"{words}, as a share of {rival}'s time", ours / theirs, limit, "x")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Main-thread time is what the page's own scripts take for an update: parsing it, taking it in, and the drawing that it
 leads to, frames without news left out. Bytes are those of the messages as JSON, which is what a websocket carries. The
-ranks are made up (`benchmarks/pictures.py`); everything after them is what users have.
+ranks are made up (`tests/dashboard/pictures.py`); everything after them is what users have.
 
     python -m benchmarks.dashboard [--quick]
 """
@@ -17,11 +17,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from benchmarks import workbench
-from benchmarks.pictures import Training
 from benchmarks.report import Report
 from meshbook.controller.mesh import Mesh
 from meshbook.dashboard.hub import DashboardClient, DashboardHub
 from meshbook.dashboard.web_server import DashboardServer
+from tests.dashboard.pictures import Training
 
 AXES = {"dp": 32, "tp": 32}
 PERIOD_S = 0.5

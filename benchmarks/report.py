@@ -1,11 +1,22 @@
-"""What a benchmark found: medians, ratios and promises, as a table for people and as plain data for JSON. Pure."""
+"""What a benchmark found: rows, ratios between them and promises; a table for people, and pyperf's file for tools."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import pyperf
+
+# Our units, in pyperf's. All others are plain numbers to it.
+_UNITS = {
+    "s": ("second", 1.0),
+    "ms": ("second", 1e-3),
+    "us": ("second", 1e-6),
+    "MiB": ("byte", 2**20),
+    "KiB": ("byte", 2**10),
+}
+_SMALLEST = 1e-12  # pyperf knows no value that is not positive; a process may have shrunk
 
 
 @dataclass(frozen=True)
@@ -66,9 +77,8 @@ class Report:
             raise ValueError(f"{what}: nothing was measured")
         if against is not None:
             self.row(against)
-        row = Row(what, unit, taken, against)
-        self.rows.append(row)
-        return row.median
+        self.rows.append(Row(what, unit, taken, against))
+        return self.rows[-1].median
 
     def row(self, what: str) -> Row:
         for row in self.rows:
@@ -105,61 +115,50 @@ class Report:
             cells.append((row.what, figure(row.median), *spread, row.unit, beside))
         return [
             f"{self.name}: {self.title}",
-            *(f"  {line}" for line in columns(cells, left=(0, 4, 5))),
+            *(f"  {line}" for line in columns(cells)),
             *(f"  {promise}" for promise in self.promises),
             *(f"  {note}" for note in self.notes),
         ]
 
-    def as_data(self) -> dict[str, Any]:
-        """Everything, samples included, as JSON has it."""
-        return {
-            "name": self.name,
-            "title": self.title,
-            "rows": [
-                asdict(row) | {"median": row.median, "ratio": None if row.against is None else self.ratio(row.what)}
-                for row in self.rows
-            ],
-            "promises": [asdict(promise) | {"held": promise.held} for promise in self.promises],
-            "notes": self.notes,
-        }
+    def suite(self) -> pyperf.BenchmarkSuite:
+        """Rows and promises as pyperf's benchmarks: `python -m pyperf compare_to` compares two runs."""
+        rows = [_benchmark(f"{self.name}: {row.what}", row.unit, row.samples) for row in self.rows]
+        for promise in self.promises:
+            name = f"{self.name}: promise: {promise.text}"
+            rows.append(_benchmark(name, promise.unit, [promise.measured], limit=promise.limit, shown=str(promise)))
+        return pyperf.BenchmarkSuite(rows)
 
-    @classmethod
-    def of_data(cls, data: Mapping[str, Any]) -> Report:
-        """What `as_data` gave, back."""
-        return cls(
-            name=data["name"],
-            title=data["title"],
-            rows=[Row(row["what"], row["unit"], tuple(row["samples"]), row["against"]) for row in data["rows"]],
-            promises=[
-                Promise(said["text"], said["measured"], said["limit"], said["unit"]) for said in data["promises"]
-            ],
-            notes=list(data["notes"]),
-        )
+
+def _benchmark(name: str, unit: str, samples: Iterable[float], **metadata: float | str) -> pyperf.Benchmark:
+    pyperf_unit, factor = _UNITS.get(unit, ("integer", 1.0))
+    values = [max(_SMALLEST, sample * factor) for sample in samples]
+    run = pyperf.Run(values, metadata={"name": name, "unit": pyperf_unit, **metadata})
+    return pyperf.Benchmark([run])
+
+
+def verdict(suite: pyperf.BenchmarkSuite) -> list[str]:
+    """All promises of a run, those that did not hold first."""
+    shown = [benchmark.get_metadata() | {"name": benchmark.get_name()} for benchmark in suite]
+    promises = [f"  {one['name'].split(':')[0]}: {one['shown']}" for one in shown if "shown" in one]
+    promises.sort(key=lambda line: not line.endswith("NOT held"))
+    held = sum(not line.endswith("NOT held") for line in promises)
+    return [f"{held} of {len(promises)} promises held", *promises]
 
 
 def figure(value: float) -> str:
-    """Three digits that count; whole numbers from a hundred on."""
+    """Three digits that count, or as many as there are before the point."""
     if abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.2f}" if abs(value) < 10 else f"{value:.1f}"
 
 
-def columns(rows: Sequence[Sequence[str]], *, left: Iterable[int]) -> list[str]:
-    """Rows of cells, one line each, as wide as their widest; columns in `left` are set flush left."""
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells, one line each, as wide as their widest; numbers are set flush right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    flush = set(left)
     return [
         "  ".join(
-            cell.ljust(width) if column in flush else cell.rjust(width)
+            cell.ljust(width) if column in (0, 4, 5) else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     ]
-
-
-def verdict(reports: Iterable[Report]) -> list[str]:
-    """All promises of a run, those that did not hold first."""
-    said = [(promise, report.name) for report in reports for promise in report.promises]
-    said.sort(key=lambda pair: pair[0].held)
-    held = sum(promise.held for promise, _ in said)
-    return [f"{held} of {len(said)} promises held", *(f"  {name}: {promise}" for promise, name in said)]

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
-import platform
 import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -96,18 +93,11 @@ def milliseconds(act: Callable[[], Any]) -> Callable[[], float]:
 
 def pss_mib(pid: int) -> float:
     """Its memory, what it shares counted in parts: a page that four processes map is a quarter of a page in each."""
-    return _kib(Path(f"/proc/{pid}/smaps_rollup"), "Pss:") / 1024
+    return float(psutil.Process(pid).memory_full_info().pss / 2**20)
 
 
 def rss_mib(pid: int) -> float:
-    return _kib(Path(f"/proc/{pid}/status"), "VmRSS:") / 1024
-
-
-def _kib(path: Path, field: str) -> int:
-    for line in path.read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1])
-    raise ValueError(f"{path} has no field {field}")
+    return psutil.Process(pid).memory_info().rss / 2**20
 
 
 def cpu_s(pid: int) -> float:
@@ -122,22 +112,6 @@ def cpu_s(pid: int) -> float:
     return float(times.user + times.system)
 
 
-def machine() -> dict[str, Any]:
-    """What the figures of a run depend on, besides the code."""
-    packages = {}
-    for name in ("torch", "ipykernel", "pyzmq", "torchmonarch", "ray", "ipyparallel"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            packages[name] = metadata.version(name)
-    return {
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-        "memory_gib": round(psutil.virtual_memory().total / (1 << 30), 1),
-        "load": round(os.getloadavg()[0], 2),  # of the last minute: who else is busy here
-        "packages": packages,
-    }
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -149,7 +123,7 @@ def run_alone(measure: Callable[[bool, Path], Report], description: str | None) 
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few rounds: shows that it works, not how fast")
-    parser.add_argument("--json", type=Path, help="also write everything here")
+    parser.add_argument("--json", type=Path, help="also write everything here, as pyperf does")
     chosen = parser.parse_args()
     # Told to end, it ends as if by Ctrl-C: every `with` stops what it started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -157,4 +131,4 @@ def run_alone(measure: Callable[[bool, Path], Report], description: str | None) 
         report = measure(chosen.quick, folder)
     print("\n".join(report.lines()), flush=True)
     if chosen.json is not None:
-        chosen.json.write_text(json.dumps(report.as_data(), indent=1))
+        report.suite().dump(str(chosen.json), replace=True)

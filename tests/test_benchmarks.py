@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
+import pyperf
 import pytest
 
 from benchmarks.report import Report, figure, verdict
@@ -17,33 +15,32 @@ from benchmarks.workbench import take_turns
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run_suite(*arguments: str, json_to: Path) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+def run_suite(*arguments: str, json_to: Path) -> tuple[subprocess.CompletedProcess[str], list[pyperf.Benchmark]]:
     command = [sys.executable, "-m", "benchmarks", *arguments, "--quick", "--json", str(json_to)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
-    return done, json.loads(json_to.read_text()) if json_to.exists() else {}
+    return done, list(pyperf.BenchmarkSuite.load(str(json_to))) if json_to.exists() else []
 
 
 def test_a_quick_run_measures_prints_and_writes_its_figures(tmp_path: Path) -> None:
-    some = ("message_round_trip", "bulk", "stop", "actor_buffers")
+    some = ("pure", "bulk", "stop", "actor_buffers")
     done, found = run_suite(*some, json_to=tmp_path / "build" / "bench.json")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert set(found["benchmarks"]) == set(some)
-    assert found["machine"]["cores"] == os.cpu_count()
-    rows = {row["what"]: row for row in found["benchmarks"]["message_round_trip"]["rows"]}
-    assert rows["Meshbook"]["median"] > 0
-    assert rows["Meshbook"]["ratio"] == pytest.approx(rows["Meshbook"]["median"] / rows["bare ROUTER/DEALER"]["median"])
-    for name, data in found["benchmarks"].items():
-        assert data["promises"]
-        for promise in data["promises"]:
-            assert f"{name}: promise: {promise['text']}" in done.stdout
+    assert {benchmark.get_name().split(":")[0] for benchmark in found} == set(some)
+    by_name = {benchmark.get_name(): benchmark for benchmark in found}
+    assert by_name["bulk: a copy"].get_unit() == "second"
+    assert 0 < by_name["bulk: a copy"].median() < by_name["bulk: numpy: push, cold"].median() + 60
+    promises = [benchmark for benchmark in found if ": promise: " in benchmark.get_name()]
+    assert {benchmark.get_name().split(":")[0] for benchmark in promises} == set(some)
+    for benchmark in promises:
+        assert benchmark.get_metadata()["shown"] in done.stdout
 
 
 def test_a_benchmark_that_does_not_exist_is_refused_with_those_that_do(tmp_path: Path) -> None:
     done, found = run_suite("no_such_thing", json_to=tmp_path / "bench.json")
     assert done.returncode == 2
     assert "no_such_thing" in done.stderr
-    assert "message_round_trip" in done.stderr
-    assert found == {}
+    assert "round_trip" in done.stderr
+    assert found == []
 
 
 def test_a_promise_holds_up_to_its_limit_and_not_beyond() -> None:
@@ -51,7 +48,7 @@ def test_a_promise_holds_up_to_its_limit_and_not_beyond() -> None:
     report.promise("at the limit", 4.0, 4.0, "ms")
     report.promise("beyond it", 4.1, 4.0, "ms")
     assert [promise.held for promise in report.promises] == [True, False]
-    assert verdict([report]) == [
+    assert verdict(report.suite()) == [
         "1 of 2 promises held",
         "  trip: promise: beyond it: 4.10 of at most 4.00 ms: NOT held",
         "  trip: promise: at the limit: 4.00 of at most 4.00 ms: held",
@@ -77,13 +74,19 @@ def test_a_difference_is_taken_round_by_round() -> None:
     assert report.difference("over plain", "ours", "plain") == 1.0
 
 
-def test_a_report_survives_json() -> None:
+def test_a_report_is_a_suite_of_pyperf_in_its_units(tmp_path: Path) -> None:
     report = Report("trip", "there and back")
     report.add("bare", [1.0, 2.0], "ms")
-    report.add("ours", [3.0], "ms", against="bare")
+    report.add("memory", 3.0, "MiB")
+    report.add("shrunk", -1.0, "MiB")
     report.promise("twice", 2.0, 4.0, "x")
-    report.note("a quiet machine")
-    assert Report.of_data(json.loads(json.dumps(report.as_data()))) == report
+    report.suite().dump(str(tmp_path / "bench.json"))
+    loaded = pyperf.BenchmarkSuite.load(str(tmp_path / "bench.json"))
+    assert loaded.get_benchmark_names() == ["trip: bare", "trip: memory", "trip: shrunk", "trip: promise: twice"]
+    assert loaded.get_benchmark("trip: bare").get_values() == (0.001, 0.002)
+    assert loaded.get_benchmark("trip: memory").get_values() == (3 * 2**20,)
+    assert loaded.get_benchmark("trip: shrunk").median() == pytest.approx(0.0, abs=1e-9)
+    assert verdict(loaded) == ["1 of 1 promises held", "  trip: promise: twice: 2.00 of at most 4.00 x: held"]
 
 
 def test_turns_are_taken_by_all_with_another_first_in_every_round() -> None:

@@ -11,10 +11,10 @@ from typing import Any
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Static
 
-from benchmarks.pictures import Training
 from meshbook.controller.subscription import MeshSnapshot
 from meshbook.dashboard.terminal import Confirm, TopApp
 from meshbook.errors import NotAttached
+from tests.dashboard.pictures import Training
 
 WAIT_S = 10.0
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.pictures import Training
 from meshbook.controller.reports import Stacks
 from meshbook.controller.subscription import MeshSnapshot
 from meshbook.dashboard import view
@@ -18,6 +17,7 @@ from meshbook.diagnose.findings import Finding
 from meshbook.ids import parse_ranks
 from meshbook.supervisor.telemetry import RankStatus
 from meshbook.wire.messages import Frame, RankSnapshot, ThreadStack
+from tests.dashboard.pictures import Training
 
 
 def by_kind(messages: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
