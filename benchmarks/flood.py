@@ -3,8 +3,7 @@
 Twice: with lines that differ between ranks only in numbers, which fold, and with lines that have nothing in common,
 which cannot. Counted are the kernel's messages to its front end and their bytes, per second of the worst three seconds,
 which is how Jupyter's server counts (beyond 1,000 messages or 1 MB per second it stops passing them on); how much the
-kernel and the supervisor grow; how long the kernel takes to answer a question while it goes on; and how long Stop takes
-in the middle of it.
+kernel and the supervisor grow; and how long the kernel takes to answer a question while it goes on.
 
     python -m benchmarks.flood [--quick]
 """
@@ -24,7 +23,6 @@ from meshbook.wire import keys
 RANKS = 4
 BYTES_PER_S = 10_000_000
 MESSAGES_PER_S, FRONT_END_BYTES_PER_S = 1000.0, 1_000_000.0
-STOP_S = 1.0
 # What supervisor and kernel may grow by, each. Four ranks write this much in two seconds.
 GROWTH_MIB = 64.0
 
@@ -102,7 +100,6 @@ def measure(quick: bool, folder: Path) -> Report:
         for what, line in LINES.items():
             page.run(CELL.format(line=line))
             flood(report, what, page, found.pid, seconds)
-            stop_flood(report, what, page, seconds)
     return report
 
 
@@ -136,27 +133,6 @@ def achieved(page: Notebook) -> float:
     page.listen(request, lambda message: said.append(message["content"].get("text", "")))
     page.reply_to(request)
     return float("".join(said))
-
-
-def stop_flood(report: Report, what: str, page: Notebook, seconds: int) -> None:
-    """Press Stop in the middle, and wait for the end."""
-    request = page.send(f"flood({10 * seconds}, {BYTES_PER_S})")
-    pressed: list[float] = []
-    middle = time.perf_counter() + seconds / 2
-
-    def heard(message: Message) -> None:
-        if not pressed and time.perf_counter() > middle:
-            pressed.append(time.perf_counter())
-            page.press_stop()
-
-    page.listen(request, heard)
-    idle = time.perf_counter()
-    status = page.reply_to(request)["content"]["status"]
-    if status != "error" or not pressed:
-        raise RuntimeError(f"the flood ended by itself, with {status!r}")
-    took = report.add(f"{what}: from Stop in the middle to idle", idle - pressed[0], "s")
-    page.run("pass")
-    report.promise(f"{what}: Stop in the middle", took, STOP_S, "s")
 
 
 if __name__ == "__main__":

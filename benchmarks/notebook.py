@@ -85,15 +85,6 @@ class Notebook:
         self._control_reply(request)
         return time.perf_counter() - started
 
-    def press_stop(self) -> None:
-        """What the Stop button of a front end does. Waits for the kernel's answer, not for the cell's end."""
-        if self.manager.kernel_spec.interrupt_mode == "message":  # type: ignore[union-attr]
-            request = self.client.session.msg("interrupt_request", {})
-            self.client.control_channel.send(request)
-            self._control_reply(request)
-        else:
-            self.manager.interrupt_kernel()
-
     def _control_reply(self, request: Message) -> None:
         while True:
             reply = self.client.get_control_msg(timeout=_CELL_TIMEOUT_S)

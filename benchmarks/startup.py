@@ -1,7 +1,7 @@
 """Four ranks from nothing, from a warm fork server, as fresh interpreters: seconds until they are ready, and memory.
 
 Ready means that torch is imported, the process group is up and a cell has run. "From nothing" begins where a program
-calls `create_mesh`; what its own start and imports take is a row by itself. Memory is PSS, which counts a page that n
+calls `create_mesh`. Memory is PSS, which counts a page that n
 processes share as an n-th in each, of ranks that have run one cell and wait.
 
     python -m benchmarks.startup [--quick]
@@ -12,8 +12,6 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,13 +30,6 @@ RANKS = 4
 FROM_NOTHING_S, WARM_S, PSS_MIB = 3.0, 0.5, 60.0
 
 READY = "assert dist.get_world_size() == world_size"
-PROGRAM = f"""
-import meshbook
-with meshbook.create_mesh({RANKS}) as mesh:
-    mesh.run({READY!r})
-    print("ready", flush=True)
-"""
-
 _WARM_UP_TIMEOUT_S = 60.0
 # Seconds without work after which a fork server has nothing left to import; CPU seconds that its imports take at least.
 _STILL_S, _IMPORTS_S = 0.3, 0.3
@@ -48,33 +39,26 @@ def measure(quick: bool, folder: Path) -> Report:
     report = Report("startup", f"nothing to {RANKS} ready ranks")
     memory: dict[str, list[float]] = {"forked": [], "fresh": [], "helpers": []}
 
-    def from_nothing() -> float:
-        started = time.perf_counter()
-        with create_mesh(RANKS, orphan_ttl_s=workbench.ORPHAN_TTL_S) as mesh:
-            mesh.run(READY)
-            seconds = time.perf_counter() - started
-            look(mesh, memory["forked"], memory["helpers"])
-        return seconds
+    def starting(start_method: str, ranks_mib: list[float], helpers_mib: list[float]) -> Callable[[], float]:
+        def start() -> float:
+            started = time.perf_counter()
+            with create_mesh(RANKS, orphan_ttl_s=workbench.ORPHAN_TTL_S, start_method=start_method) as mesh:
+                mesh.run(READY)
+                seconds = time.perf_counter() - started
+                look(mesh, ranks_mib, helpers_mib)
+            return seconds
 
-    def from_fresh_interpreters() -> float:
-        started = time.perf_counter()
-        with create_mesh(RANKS, orphan_ttl_s=workbench.ORPHAN_TTL_S, start_method="fresh") as mesh:
-            mesh.run(READY)
-            seconds = time.perf_counter() - started
-            look(mesh, memory["fresh"], [])
-        return seconds
+        return start
 
     contestants: dict[str, Callable[[], float]] = {
-        "fresh": from_fresh_interpreters,
-        "nothing": from_nothing,
-        "program": whole_program,
+        "fresh": starting("fresh", memory["fresh"], []),
+        "nothing": starting("fork", memory["forked"], memory["helpers"]),
         "warm": from_warm_server,
     }
     taken = workbench.take_turns(contestants, 1 if quick else 7, warm_up=0 if quick else 1)
     fresh = "four fresh interpreters"
     report.add(fresh, taken["fresh"], "s")
     report.add("from nothing", taken["nothing"], "s", against=fresh)
-    report.add("from nothing, with Python's start and `import meshbook`", taken["program"], "s", against=fresh)
     report.add("from a warm fork server", taken["warm"], "s", against=fresh)
     report.add("PSS of a fresh interpreter as a rank", memory["fresh"], "MiB")
     pss = report.add("PSS of a forked rank", memory["forked"], "MiB", against="PSS of a fresh interpreter as a rank")
@@ -93,18 +77,6 @@ def look(mesh: Mesh, ranks_mib: list[float], helpers_mib: list[float]) -> None:
     supervisor = psutil.Process(info.supervisor_pid)
     around = [supervisor, *supervisor.children(recursive=True)]
     helpers_mib.append(sum(workbench.pss_mib(process.pid) for process in around if process.pid not in ranks))
-
-
-def whole_program() -> float:
-    """A program of four lines, from its command line to the word that the ranks are ready."""
-    started = time.perf_counter()
-    with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True) as program:
-        assert program.stdout is not None
-        said = program.stdout.readline().strip()
-        seconds = time.perf_counter() - started
-    if said != "ready":
-        raise RuntimeError(f"the program said {said!r} and exited with {program.returncode}")
-    return seconds
 
 
 def from_warm_server() -> float:

@@ -3,15 +3,12 @@
 A GPT's train step (forward, backward, AdamW) issued operation by operation with every line kept, a loop of one tiny
 operation, and where Monarch's tensor engine is installed the same loop there. CPU is of the issuing thread.
 
-The step is measured with ranks that compute beside it, on the same cores where there are few: caches, interrupts and
-their answers are then in its CPU time too. And with ranks that wait, as if they had cores of their own; in turns
-with the same step whose operations do nothing and give what they gave before. That is torch's own part: autograd,
-modules, the optimizer, and torch's way from an operation to Python and back. The difference is ours. Counted is what
-torch asks for: a `detach`, say, costs as much, though nothing of it is sent.
+The step is measured with ranks that wait, as if they had cores of their own, in turns with the same step whose
+operations do nothing and give what they gave before. That is torch's own part: autograd, modules, the optimizer, and
+torch's way from an operation to Python and back. The difference is ours. Counted is what torch asks for: a `detach`,
+say, costs as much, though nothing of it is sent.
 
     python -m benchmarks.tensors [--quick]
-
-MESHBOOK_PEERS_PYTHON may name another interpreter, which has torchmonarch.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ import contextlib
 import gc
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 import time
@@ -30,13 +26,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import gpt, workbench
 from benchmarks.report import Report
 from meshbook.controller.mesh import Mesh, create_mesh
 from meshbook.tensors import remote
 from meshbook.tensors.creation import distribute, engine_of
+from meshbook.tensors.modules import module_to_mesh
 
 RANKS = 2
 # Microseconds of CPU per operation that we allow ourselves, user lines kept, where torch's own part of them is 9 us. So
@@ -56,7 +52,7 @@ def measure(quick: bool, folder: Path) -> Report:
         whole_tensor(report, mesh, mib=16 if quick else 256, rounds=2 if quick else 5)
     theirs = monarch(500 if quick else 3_000)
     if theirs is None:
-        report.note("absent from the table: Monarch is not installed here (MESHBOOK_PEERS_PYTHON may say where it is)")
+        report.note("absent from the table: Monarch's tensor engine is not installed here")
     else:
         report.add("a tiny operation, end to end: Monarch", theirs["wall_us"], "us", against=END_TO_END)
         report.add("a tiny operation, CPU of the controller: Monarch", theirs["cpu_us"], "us", against=TINY_CPU)
@@ -64,23 +60,18 @@ def measure(quick: bool, folder: Path) -> Report:
     return report
 
 
-TINY_CPU = "a tiny operation, CPU of the controller"
-END_TO_END = "a tiny operation, end to end"
+TINY_CPU, END_TO_END = "a tiny operation, CPU of the controller", "a tiny operation, end to end"
+CPU_ALONE = "an operation of a GPT step (d=64, L=2), CPU of the controller"
+TORCHS_PART = "... torch's own part of an operation"
 
 
 def train_step(report: Report, mesh: Mesh, gate: Path, rounds: int) -> None:
-    model = gpt.GPT(64, 2, 32)
-    for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None:
-                module._parameters[name] = distribute(parameter, mesh)  # type: ignore[assignment]
-    x, y, places = gpt.data(8, 32)
-    given = (
-        distribute(x, mesh, sharding_spec=["dp"]),
-        distribute(y, mesh, sharding_spec=["dp"]),
-        distribute(places, mesh),
-    )
+    model = module_to_mesh(gpt.GPT(64, 2, 32), mesh)
     optimizer = gpt.adamw(model)
+    given = [
+        distribute(tensor, mesh, sharding_spec=spec)
+        for tensor, spec in zip(gpt.data(8, 32), (["dp"], ["dp"], []), strict=True)
+    ]
     engine = engine_of(mesh)
 
     def step() -> torch.Tensor:
@@ -90,57 +81,27 @@ def train_step(report: Report, mesh: Mesh, gate: Path, rounds: int) -> None:
     for _ in range(4):
         step().item()
     torchs = TorchsPart(step)
-    engine.flush()
-    before = engine.num_ops
-    step()
-    engine.flush()
-    sent = engine.num_ops - before
-
-    def spent() -> float:
-        seconds = time.thread_time()
-        step()
-        engine.flush()
-        return 1e6 * (time.thread_time() - seconds) / torchs.num_ops
-
-    cpu, wall = [], []
-    for _ in range(rounds):
-        engine.wait()
-        gc.collect()
-        started = time.perf_counter()
-        cpu.append(spent())
-        engine.wait()
-        wall.append(1e3 * (time.perf_counter() - started))
-    report.add("operations of a GPT step (d=64, L=2)", torchs.num_ops, "ops")
-    report.add("... and of these, sent to the ranks", sent, "ops")
     alone, own = [], []
     for _ in range(rounds):
         with waiting(mesh, gate):
             for _ in range(_STEPS_AT_ONCE):
                 gc.collect()
-                alone.append(spent())
+                started = time.thread_time()
+                step()
+                engine.flush()
+                alone.append(1e6 * (time.thread_time() - started) / torchs.num_ops)
                 own.append(1e6 * torchs.seconds() / torchs.num_ops)
         engine.wait()
-    report.add("an operation of the step, CPU of the controller, ranks beside it", cpu, "us")
     report.add(TORCHS_PART, own, "us")
     report.add(CPU_ALONE, alone, "us", against=TORCHS_PART)
     report.difference("... and Meshbook's, user lines kept", CPU_ALONE, TORCHS_PART)
-    report.add("the step, end to end", wall, "ms")
-    report.promise(
-        f"an operation of a GPT step, ranks on other cores, by torch's own part of it ({LIMIT_US:.0f} us by "
-        f"{TORCHS_PART_US:.0f})",
-        report.ratio(CPU_ALONE),
-        LIMIT_US / TORCHS_PART_US,
-        "x",
-    )
+    text = f"an operation of a GPT step by torch's own part of it ({LIMIT_US:.0f} us by {TORCHS_PART_US:.0f})"
+    report.promise(text, report.ratio(CPU_ALONE), LIMIT_US / TORCHS_PART_US, "x")
     report.note(
-        f"the best step of each, us an operation: ranks beside it {min(cpu):.1f}, ranks waiting {min(alone):.1f}, "
-        f"torch's own part {min(own):.1f}"
+        f"{torchs.num_ops} operations; the best step, us an operation: {min(alone):.1f}, torch's {min(own):.1f}"
     )
-    report.note(f"the same step by torch alone, on tensors of this process: {native_step():.1f} us an operation")
 
 
-CPU_ALONE = "an operation of the step, CPU of the controller, ranks waiting"
-TORCHS_PART = "... torch's own part of an operation"
 # Steps that are issued while ranks wait: they must fit into what may be on its way, or nobody would go on.
 _STEPS_AT_ONCE = 4
 
@@ -207,7 +168,7 @@ class TorchsPart:
     def _in_place_of_ours(arrive: Callable[..., Any], perform: Callable[..., Any]) -> Iterator[None]:
         patch = mock.patch.object
         arrived: Any = staticmethod(arrive)
-        with patch(remote.RemoteTensor, "__torch_dispatch__", arrived), patch(remote, "perform", perform):
+        with patch(remote.RemoteTensor, "__torch_dispatch__", arrived), patch(remote, "execute_template", perform):
             yield
 
 
@@ -215,30 +176,6 @@ def _like(given: Any) -> Any:
     if isinstance(given, list):
         return tuple(map(_like, given))
     return given and remote.wrap_handle(given.spec, given)
-
-
-def native_step() -> float:
-    """CPU per operation of torch itself for such a step, with next to no arithmetic: autograd, modules, optimizer."""
-
-    class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        seen = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            Count.seen += 1
-            return func(*args, **(kwargs or {}))
-
-    model = gpt.GPT(8, 2, 4)
-    optimizer = gpt.adamw(model)
-    given = gpt.data(1, 4)
-    gpt.train_step(model, optimizer, *given)
-    with Count():  # type: ignore[no-untyped-call]
-        gpt.train_step(model, optimizer, *given)
-    spent = []
-    for _ in range(20):
-        before = time.thread_time()
-        gpt.train_step(model, optimizer, *given)
-        spent.append(time.thread_time() - before)
-    return 1e6 * min(spent) / Count.seen
 
 
 def tiny_loop(report: Report, mesh: Mesh, rounds: int, operations: int) -> float:
@@ -299,15 +236,16 @@ def whole_tensor(report: Report, mesh: Mesh, mib: int, rounds: int) -> None:
 
 def monarch(operations: int) -> dict[str, float] | None:
     """The tiny loop in Monarch's tensor engine, in a process of its own; None where it cannot be run."""
-    python = os.environ.get("MESHBOOK_PEERS_PYTHON")
-    if python is None and importlib.util.find_spec("monarch") is not None:
-        python = sys.executable
-    if python is None:
+    if importlib.util.find_spec("monarch") is None:
         return None
     script = Path(__file__).with_name("monarch_tensors.py")
     try:
         done = subprocess.run(
-            [python, str(script), str(RANKS), str(operations)], capture_output=True, text=True, timeout=120, check=False
+            [sys.executable, str(script), str(RANKS), str(operations)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
         )
         found: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
         return found

@@ -1,4 +1,4 @@
-"""A training step of a small GPT through remote tensors, against the same step as one SPMD cell; modules; values.
+"""A training step of a small GPT through remote tensors, against the same step as one SPMD cell; modules.
 
 Every contestant runs the same step on the same ranks, in turns; a row's figure is a step's, of a few that nothing waits
 for in between: its time, and the CPU that a rank spent on it, all of its threads together. The promises speak of the
@@ -21,7 +21,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import meshbook
@@ -32,7 +31,6 @@ from meshbook.tensors.creation import engine_of
 
 SIZES = {"d=64 L=2": (64, 2, 8, 32), "d=256 L=4": (256, 4, 16, 64)}  # width, layers, batch, length
 RECORDED_LIMIT, ONE_BY_ONE_LIMIT, FSDP_LIMIT = 1.10, 1.3, 1.10
-FULL_BYTES, QUICK_BYTES, FULL_LIMIT = 256 << 20, 16 << 20, 3.0
 _TORCHRUN_S = 300.0
 _SCRIPT_TURNS = 3
 
@@ -45,8 +43,6 @@ def measure(quick: bool, folder: Path) -> Report:
             with create_mesh({"dp": ranks}, orphan_ttl_s=workbench.ORPHAN_TTL_S) as mesh:
                 steps(report, mesh, size, rounds=2 if quick else 7)
                 fsdp(report, mesh, size, rounds=2 if quick else 4)
-    with create_mesh({"dp": 2}, orphan_ttl_s=workbench.ORPHAN_TTL_S) as mesh:
-        whole(report, mesh, QUICK_BYTES if quick else FULL_BYTES, rounds=3 if quick else 8)
     return report
 
 
@@ -198,27 +194,6 @@ def loop(engine: Any, function: Callable[[], Any], iters: int) -> Callable[[], A
         engine.wait()
 
     return run
-
-
-def whole(report: Report, mesh: Mesh, num_bytes: int, rounds: int) -> None:
-    """full_tensor() of a tensor that two ranks hold, in memory copies."""
-    there = meshbook.distribute(torch.ones(num_bytes // 4), mesh, sharding_spec=["dp"])
-    source, target = np.ones(num_bytes // 8), np.ones(num_bytes // 8)
-    there.full_tensor()
-    taken = workbench.take_turns(
-        {
-            "copy": workbench.milliseconds(lambda: np.copyto(target, source)),
-            "full": workbench.milliseconds(there.full_tensor),
-        },
-        rounds,
-        warm_up=2,
-    )
-    mib = num_bytes >> 20
-    report.add(f"a copy of {mib} MiB", taken["copy"], "ms")
-    name = f"full_tensor() of {mib} MiB from 2 ranks"
-    report.add(name, taken["full"], "ms", against=f"a copy of {mib} MiB")
-    if num_bytes >= FULL_BYTES:  # of less, messages are a part
-        report.promise(f"{name}, in copies", report.ratio(name), FULL_LIMIT, "x")
 
 
 if __name__ == "__main__":
