@@ -51,21 +51,16 @@ _WINDOW_S = 3.0
 
 
 class Watch:
-    """What is seen while a flood goes on."""
+    """What is seen while a flood goes on: messages with output, memory, answers on the control channel."""
 
     def __init__(self, page: Notebook, supervisor: int) -> None:
         self._page, self._pids = page, {"kernel": page.pid, "supervisor": supervisor}
         self.sent: list[tuple[float, int]] = []  # of each message that carries output: when it was sent, its bytes
-        self.before = self.memory()
-        self.most = dict(self.before)
+        self.before = self.most = {who: workbench.rss_mib(pid) for who, pid in self._pids.items()}
         self.answers: list[float] = []
         self._next_look = time.monotonic() + _LOOK_S
 
-    def memory(self) -> dict[str, float]:
-        """MiB, by process."""
-        return {who: workbench.rss_mib(pid) for who, pid in self._pids.items()}
-
-    def heard(self, message: Message) -> None:
+    def on_message(self, message: Message) -> None:
         if message["msg_type"] in ("stream", "display_data", "update_display_data", "clear_output"):
             date = message["header"]["date"]
             sent = date if isinstance(date, datetime) else datetime.fromisoformat(date)
@@ -75,20 +70,14 @@ class Watch:
 
     def look(self) -> None:
         self.answers.append(1e3 * self._page.ask_control())
-        for who, mib in self.memory().items():
-            self.most[who] = max(self.most[who], mib)
+        self.most = {who: max(self.most[who], workbench.rss_mib(pid)) for who, pid in self._pids.items()}
         self._next_look = time.monotonic() + _LOOK_S
 
     def worst_rates(self) -> tuple[float, float]:
         """Messages per second and bytes per second, each in the window that had most of them."""
-        messages = bytes_ = held = first = 0
-        for index, (sent, size) in enumerate(self.sent):
-            held += size
-            while self.sent[first][0] <= sent - _WINDOW_S:
-                held -= self.sent[first][1]
-                first += 1
-            messages, bytes_ = max(messages, index - first + 1), max(bytes_, held)
-        return messages / _WINDOW_S, bytes_ / _WINDOW_S
+        windows = [[size for at, size in self.sent if end - _WINDOW_S < at <= end] for end, _ in self.sent]
+        most = max(map(len, windows), default=0), max(map(sum, windows), default=0)
+        return most[0] / _WINDOW_S, most[1] / _WINDOW_S
 
 
 def measure(quick: bool, folder: Path) -> Report:
@@ -107,7 +96,7 @@ def flood(report: Report, what: str, page: Notebook, supervisor: int, seconds: i
     watch = Watch(page, supervisor)
     started = time.perf_counter()
     request = page.send(f"achieved = flood({seconds}, {BYTES_PER_S})")
-    page.listen(request, watch.heard)
+    page.listen(request, watch.on_message)
     took = time.perf_counter() - started
     page.reply_to(request)
     watch.look()

@@ -1,14 +1,10 @@
 """The GPT that training is measured with, and its step as people write it for one process, for DTensors and for FSDP2.
 
-Imported by ranks too. `python -m benchmarks.gpt` under torchrun is the hand-written FSDP2 script.
+Imported by ranks too.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -110,7 +106,7 @@ def dtensor_step(mesh: Any, width: int, layers: int, batch: int, length: int) ->
     torch.manual_seed(0)
     model = GPT(width, layers, length)
 
-    def settle(parameter: Any) -> None:
+    def redistribute_grad(parameter: Any) -> None:
         parameter.grad = parameter.grad.redistribute(placements=parameter.placements, async_op=True)
 
     for part in model.modules():
@@ -118,7 +114,7 @@ def dtensor_step(mesh: Any, width: int, layers: int, batch: int, length: int) ->
             if parameter is not None:
                 there = distribute_tensor(parameter.data, mesh, [Replicate()], src_data_rank=None)
                 part._parameters[name] = nn.Parameter(there)
-                part._parameters[name].register_post_accumulate_grad_hook(settle)  # type: ignore[union-attr]
+                part._parameters[name].register_post_accumulate_grad_hook(redistribute_grad)  # type: ignore[union-attr]
     x, y, places = data(batch, length)
     there = [
         distribute_tensor(tensor, mesh, [placement], src_data_rank=None)
@@ -141,29 +137,3 @@ def fsdp_step(mesh: Any, rank: int, width: int, layers: int, batch: int, length:
     x, y = x.chunk(mesh.size())[rank], y.chunk(mesh.size())[rank]
     optimizer = adamw(model)
     return lambda: train_step(model, optimizer, x, y, places)
-
-
-def fsdp_script(width: int, layers: int, batch: int, length: int, rounds: int, iters: int) -> list[tuple[float, float]]:
-    """Milliseconds of a step, and of this process's CPU in it, in each of `rounds`."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    step = fsdp_step(mesh, dist.get_rank(), width, layers, batch, length)
-    taken = []
-    for round_ in range(rounds + 1):
-        started, spent = time.perf_counter(), time.process_time()
-        for _ in range(iters):
-            step()
-        dist.barrier()
-        if round_:
-            ended = time.perf_counter() - started, time.process_time() - spent
-            taken.append((1e3 * ended[0] / iters, 1e3 * ended[1] / iters))
-    dist.destroy_process_group()
-    return taken
-
-
-if __name__ == "__main__":
-    found = fsdp_script(*map(int, sys.argv[1:]))
-    if os.environ["RANK"] == "0":
-        print(json.dumps(found), flush=True)

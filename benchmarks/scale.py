@@ -3,7 +3,6 @@
 The ranks are light (no torch) and live in simulated hosts of eight: processes of their own that share this machine. The
 cell's whole time grows with the ranks, for two cores have to run them all; what must not is the CPU time of the two
 processes that there is one of. So the same 64 ranks are also spread over two hosts, and compared with 16 in two hosts.
-
 With one host the supervisor does the host's work itself; its figures are then those of both.
 
     python -m benchmarks.scale [--quick]
@@ -12,7 +11,6 @@ With one host the supervisor does the host's work itself; its figures are then t
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -21,71 +19,47 @@ from benchmarks import workbench
 from benchmarks.report import Report
 from meshbook.controller.mesh import Mesh, create_mesh
 
-# (ranks, hosts)
-SIZES = ((8, 1), (16, 2), (64, 2), (64, 8), (256, 32))
-QUICK = ((8, 1), (4, 2), (16, 2))
+# (ranks, hosts); and of these, those that are compared.
+SIZES, FEW, MANY = ((8, 1), (16, 2), (64, 2), (64, 8), (256, 32)), (16, 2), (64, 2)
+QUICK, QUICK_FEW, QUICK_MANY = ((4, 2), (16, 2)), (4, 2), (16, 2)
 CELLS = {"pass": "pass", "print": "print('step', 17)"}
 
 # Four times the ranks in as many hosts: what is allowed to the supervisor's and to the controller's share of a cell.
 LIMIT_X = 1.5
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Of one cell, in milliseconds."""
-
-    wall: list[float]
-    supervisor: float  # CPU, its own threads
-    controller: float  # CPU
-
-
 def measure(quick: bool, folder: Path) -> Report:
     report = Report("scale", "a cell on light ranks in simulated hosts")
-    cells = 10 if quick else 60
-    costs: dict[tuple[int, int, str], Cost] = {}
+    options = {"torch": False, "process_group": False, "orphan_ttl_s": workbench.ORPHAN_TTL_S}
     for ranks, hosts in QUICK if quick else SIZES:
-        where = f"{ranks} ranks in {hosts} host{'s' if hosts > 1 else ''}"
+        where = f"{ranks} ranks in {hosts} host(s)"
         started = time.perf_counter()
-        with create_mesh(
-            ranks, num_hosts=hosts, torch=False, process_group=False, orphan_ttl_s=workbench.ORPHAN_TTL_S
-        ) as mesh:
+        with create_mesh(ranks, num_hosts=hosts, **options) as mesh:
             report.add(f"{where}: start", time.perf_counter() - started, "s")
             report.add(f"{where}: PSS of everything but this process", memory_mib(mesh), "MiB")
-            report.add(f"{where}: supervisor's CPU with nothing to do", idle_ms_per_s(mesh), "ms/s")
             for cell, source in CELLS.items():
-                cost = costs[ranks, hosts, cell] = run_cells(mesh, source, cells)
-                report.add(f"{where}: `{cell}`", cost.wall, "ms")
-                report.add(f"{where}: `{cell}`, supervisor's CPU", cost.supervisor, "ms")
-                report.add(f"{where}: `{cell}`, controller's CPU", cost.controller, "ms")
-    few, many = ((4, 2), (16, 2)) if quick else ((16, 2), (64, 2))
+                run_cells(report, f"{where}: `{cell}`", mesh, source, 10 if quick else 60)
+    few, many = (QUICK_FEW, QUICK_MANY) if quick else (FEW, MANY)
     for cell in CELLS:
-        less, more = costs[*few, cell], costs[*many, cell]
         for who in ("supervisor", "controller"):
-            growth = getattr(more, who) / getattr(less, who)
+            less, more = (
+                report.row(f"{ranks} ranks in {hosts} host(s): `{cell}`, {who}'s CPU").median
+                for ranks, hosts in (few, many)
+            )
             text = f"`{cell}`, the {who}'s CPU with {many[0]} ranks over that with {few[0]} in as many hosts"
-            report.promise(text, growth, LIMIT_X, "x")
+            report.promise(text, more / less, LIMIT_X, "x")
     return report
 
 
-def run_cells(mesh: Mesh, source: str, cells: int) -> Cost:
+def run_cells(report: Report, what: str, mesh: Mesh, source: str, cells: int) -> None:
     for _ in range(3):
         mesh.run(source, echo=False)
     supervisor = mesh.status().supervisor_pid
-    wall = []
-    supervisor_before, controller_before = workbench.cpu_s(supervisor), time.process_time()
-    for _ in range(cells):
-        started = time.perf_counter()
-        mesh.run(source, echo=False)
-        wall.append(1e3 * (time.perf_counter() - started))
-    spent = workbench.cpu_s(supervisor) - supervisor_before, time.process_time() - controller_before
-    return Cost(wall, *(1e3 * seconds / cells for seconds in spent))
-
-
-def idle_ms_per_s(mesh: Mesh, seconds: float = 2.0) -> float:
-    supervisor = mesh.status().supervisor_pid
-    before = workbench.cpu_s(supervisor)
-    time.sleep(seconds)
-    return 1e3 * (workbench.cpu_s(supervisor) - before) / seconds
+    before, own = workbench.cpu_s(supervisor), time.process_time()
+    taken = [workbench.milliseconds(lambda: mesh.run(source, echo=False))() for _ in range(cells)]
+    report.add(what, taken, "ms")
+    report.add(f"{what}, supervisor's CPU", 1e3 * (workbench.cpu_s(supervisor) - before) / cells, "ms")
+    report.add(f"{what}, controller's CPU", 1e3 * (time.process_time() - own) / cells, "ms")
 
 
 def memory_mib(mesh: Mesh) -> float:

@@ -3,19 +3,14 @@
 Every contestant runs the same step on the same ranks, in turns; a row's figure is a step's, of a few that nothing waits
 for in between: its time, and the CPU that a rank spent on it, all of its threads together. The promises speak of the
 ranks' step, so of their CPU: on a machine with fewer cores than ranks and controller, time is also what others took
-away. Time is promised where there are enough. FSDP2 by hand runs as a cell in the same turns, and under torchrun before
-and after them.
+away. Time is promised where there are enough.
 
     python -m benchmarks.training [--quick]
 """
 
 from __future__ import annotations
 
-import json
 import os
-import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,8 +26,6 @@ from meshbook.tensors.creation import engine_of
 
 SIZES = {"d=64 L=2": (64, 2, 8, 32), "d=256 L=4": (256, 4, 16, 64)}  # width, layers, batch, length
 RECORDED_LIMIT, ONE_BY_ONE_LIMIT, FSDP_LIMIT = 1.10, 1.3, 1.10
-_TORCHRUN_S = 300.0
-_SCRIPT_TURNS = 3
 
 
 def measure(quick: bool, folder: Path) -> Report:
@@ -42,7 +35,7 @@ def measure(quick: bool, folder: Path) -> Report:
         for size in list(SIZES)[: 1 if quick else None]:
             with create_mesh({"dp": ranks}, orphan_ttl_s=workbench.ORPHAN_TTL_S) as mesh:
                 steps(report, mesh, size, rounds=2 if quick else 7)
-                fsdp(report, mesh, size, rounds=2 if quick else 4)
+                fsdp(report, mesh, size, rounds=2 if quick else 9)
     return report
 
 
@@ -139,7 +132,7 @@ def steps(report: Report, mesh: Mesh, size: str, rounds: int) -> None:
 
 
 def fsdp(report: Report, mesh: Mesh, size: str, rounds: int) -> None:
-    """distribute("fsdp") against FSDP2 by hand, as a cell and under torchrun."""
+    """distribute("fsdp") against FSDP2 by hand, as a cell."""
     (width, layers, batch, length), iters = SIZES[size], iterations(size)
     where, engine = f"{size}, {mesh.size()} ranks", engine_of(mesh)
     torch.manual_seed(0)
@@ -159,28 +152,12 @@ def fsdp(report: Report, mesh: Mesh, size: str, rounds: int) -> None:
     for _ in range(4):
         step()
     turns = Turns(mesh, iters)
-    name, beside, alone = "distribute(strategy='fsdp'), recorded", "FSDP2 by hand, a cell", "FSDP2 by hand, torchrun"
-    by_hand: list[tuple[float, float]] = []
-    for _ in range(_SCRIPT_TURNS):  # the script has the machine for itself, and the machine changes with the time
-        by_hand += torchrun(mesh.size(), size, rounds)
-        turns.run({beside: cell(mesh, "by_hand", iters), name: loop(engine, step, iters)}, rounds)
-    turns.taken[alone], turns.rank_cpu[alone] = map(list, zip(*by_hand, strict=True))
-    turns.add(report, where, alone)
-    turns.add(report, where, beside, alone)
-    turns.add(report, where, name, alone)
-    turns.promise(report, where, name, "fsdp, as by hand under torchrun", FSDP_LIMIT)
-    times = [statistics.median(kept[name]) / statistics.median(kept[beside]) for kept in (turns.taken, turns.rank_cpu)]
-    report.note(f"{where}: fsdp, as by hand in a cell, in the same turns: {times[0]:.2f} x, CPU {times[1]:.2f} x")
+    name, by_hand = "distribute(strategy='fsdp'), recorded", "FSDP2 by hand, a cell"
+    turns.run({by_hand: cell(mesh, "by_hand", iters), name: loop(engine, step, iters)}, rounds)
+    turns.add(report, where, by_hand)
+    turns.add(report, where, name, by_hand)
+    turns.promise(report, where, name, "fsdp, as by hand", FSDP_LIMIT)
     report.add(f"{where}: {name}, CPU of this process", turns.own_cpu[name], "ms")
-
-
-def torchrun(ranks: int, size: str, rounds: int) -> list[tuple[float, float]]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += ["-m", "benchmarks.gpt", *map(str, SIZES[size]), str(rounds), str(iterations(size))]
-    done = subprocess.run(command, cwd=workbench.ROOT, capture_output=True, text=True, timeout=_TORCHRUN_S, check=False)
-    if done.returncode:
-        raise RuntimeError(f"the FSDP2 script failed:\n{done.stderr[-2000:]}")
-    return [tuple(pair) for pair in json.loads(done.stdout.strip().splitlines()[-1])]
 
 
 def cell(mesh: Mesh, name: str, iters: int) -> Callable[[], Any]:
