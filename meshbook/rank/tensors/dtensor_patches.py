@@ -114,20 +114,12 @@ def _register_attention() -> None:
 
 def _register_other_ops() -> None:
     """Register operators that work on each image, or each element, independently."""
-    batch_and_channels = (Replicate(), Shard(0), Shard(1))
-
-    @register_sharding(aten.avg_pool2d.default)  # type: ignore[untyped-decorator]
-    def pool(tensor: Any, *others: Any, **named: Any) -> Any:
-        return [
-            ([strategy], [strategy, *[None] * len(others)])
-            for strategy in _strategies_for_dims(tensor, batch_and_channels)
-        ]
 
     @register_sharding(aten.avg_pool2d_backward.default)  # type: ignore[untyped-decorator]
     def pool_backward(grad: Any, tensor: Any, *others: Any, **named: Any) -> Any:
         return [
             ([strategy], [strategy, strategy, *[None] * len(others)])
-            for strategy in _strategies_for_dims(tensor, batch_and_channels)
+            for strategy in (Replicate(), Shard(0), Shard(1))[: 3 if len(tensor.shape) == 4 else 2]
         ]
 
     for operator in (
@@ -197,10 +189,6 @@ def with_actual_dtype(tensor: DTensor) -> DTensor:
     meta = spec.tensor_meta._replace(dtype=tensor._local_tensor.dtype)  # type: ignore[union-attr]
     new_spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
     return DTensor(tensor._local_tensor, new_spec, requires_grad=False)  # type: ignore[no-untyped-call]
-
-
-def _strategies_for_dims(tensor: Any, strategies: Any) -> Any:
-    return strategies if len(tensor.shape) == 4 else strategies[:2]
 
 
 class ShardedRNGTracker:

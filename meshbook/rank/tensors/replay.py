@@ -21,14 +21,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from meshbook.rank.tensors import engine
 from meshbook.rank.tensors.agreement import BEGIN, END
-from meshbook.rank.tensors.lowering import (
-    GENERATED_FILE,
-    CannotLower,
-    Lowered,
-    Lowering,
-    is_same_number,
-    wait_local_tensor,
-)
+from meshbook.rank.tensors.lowering import CannotLower, Lowering, is_same_number, wait_local_tensor
+from meshbook.rank.tensors.lowering_codegen import GENERATED_FILE, Lowered
 from meshbook.rank.tensors.operators import FUNCTIONS, TemplateMessage
 from meshbook.rank.tensors.templates import CompiledTemplate, display_name
 from meshbook.wire.messages import Frame
