@@ -9,10 +9,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from meshbook.diagnose import rank_activity
+from meshbook.diagnose import rank_activity, snapshot_reader
 from meshbook.diagnose.actor_waits import ActorWaitGraph
 from meshbook.diagnose.collectives import RankWait, Rings, Straggler, find_stragglers, find_waits, group_key, name_op
-from meshbook.diagnose.rank_activity import SourceLocation
+from meshbook.diagnose.snapshot_reader import SourceLocation
 from meshbook.diagnose.source_files import sanitize_line
 from meshbook.ids import Ranks
 from meshbook.wire.messages import CollectiveInfo, RankSnapshot
@@ -47,15 +47,15 @@ class Evidence:
         silent_hosts: Sequence[str],
         earlier: Sequence[RankSnapshot],
     ) -> None:
-        by_rank = {snapshot.rank: rank_activity.with_actor_thread_as_main(snapshot) for snapshot in snapshots}
+        by_rank = {snapshot.rank: snapshot_reader.with_actor_thread_as_main(snapshot) for snapshot in snapshots}
         self.snapshots = {rank: by_rank[rank] for rank in sorted(by_rank)}
-        self.earlier = {snapshot.rank: rank_activity.with_actor_thread_as_main(snapshot) for snapshot in earlier}
+        self.earlier = {snapshot.rank: snapshot_reader.with_actor_thread_as_main(snapshot) for snapshot in earlier}
         self.world_ranks: Ranks = tuple(self.snapshots)
         self.axes = dict(axes or {})
         self.silent_hosts = tuple(silent_hosts)
         self.activities = {rank: rank_activity.activity_of(snapshot) for rank, snapshot in self.snapshots.items()}
         self.rings = Rings(self.snapshots.values())
-        transfers = {rank: rank_activity.in_flight_transfers(snapshot) for rank, snapshot in self.snapshots.items()}
+        transfers = {rank: snapshot_reader.in_flight_transfers(snapshot) for rank, snapshot in self.snapshots.items()}
         self.waits = find_waits(self.activities, self.rings, transfers)
         self.actor_waits = ActorWaitGraph({snapshot.rank: snapshot for snapshot in snapshots})
         self._cell_labels = {
@@ -81,7 +81,7 @@ class Evidence:
         snapshot = self.snapshots.get(rank)
         if snapshot is None:
             return None
-        at = rank_activity.op_location(op, snapshot) or (
+        at = snapshot_reader.op_location(op, snapshot) or (
             self.activities[rank].location if self.activities[rank].op is op else None
         )
         # A rank that has ended the cell does not report which it was.
@@ -126,14 +126,14 @@ class Evidence:
         return rank not in self.waits and self.activities[rank].kind in UNBLOCKED_KINDS
 
     def has_moved(self, rank: int) -> bool:
-        return rank_activity.has_moved(self.earlier.get(rank), self.snapshots[rank]) is True
+        return snapshot_reader.has_moved(self.earlier.get(rank), self.snapshots[rank]) is True
 
     def has_failed(self, rank: int) -> bool:
         return self.snapshots[rank].call is None and self.snapshots[rank].last_status == "error"
 
     def is_looping(self, rank: int) -> bool:
         """Whether a rank is in the same functions as before, without a collective or a step in between."""
-        return rank_activity.is_looping(self.earlier.get(rank), self.snapshots[rank])
+        return snapshot_reader.is_looping(self.earlier.get(rank), self.snapshots[rank])
 
     def is_busy(self, rank: int) -> bool:
-        return rank_activity.is_busy(self.snapshots[rank], self.earlier.get(rank))
+        return snapshot_reader.is_busy(self.snapshots[rank], self.earlier.get(rank))

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from meshbook.diagnose import rank_activity
+from meshbook.diagnose import snapshot_reader
 from meshbook.diagnose.collectives import format_shapes
 from meshbook.diagnose.evidence import MIN_LOOP_S, UNBLOCKED_KINDS, Evidence
 from meshbook.diagnose.kinds import CERTAIN_KINDS, KINDS
-from meshbook.diagnose.rank_activity import SourceLocation, conjugate, format_duration
+from meshbook.diagnose.rank_activity import conjugate, format_duration
 from meshbook.diagnose.report import Finding, make_finding
+from meshbook.diagnose.snapshot_reader import SourceLocation
 from meshbook.diagnose.source_files import sanitize_line
 from meshbook.diagnose.wording import (
     activity_sentence,
@@ -56,7 +57,7 @@ def _last_collective_inputs(evidence: Evidence, dead: Ranks) -> tuple[SourceLoca
     ops = {
         rank: op
         for rank, snapshot in evidence.snapshots.items()
-        if rank not in dead and (op := rank_activity.last_collective(snapshot)) is not None
+        if rank not in dead and (op := snapshot_reader.last_collective(snapshot)) is not None
     }
     at_by_rank = {rank: evidence.op_location(rank, op) for rank, op in ops.items()}
     inputs = {rank: f"{format_shapes(op)} {op.dtype} to {evidence.op_name(op)}" for rank, op in ops.items()}
@@ -91,7 +92,7 @@ def find_python_loops(evidence: Evidence, explained: set[int]) -> Iterator[Findi
         activity = evidence.activities[rank]
         if activity.phrase != "computes" or activity.location is None:  # in a long call of a library
             continue
-        since_collective_s = rank_activity.since_last_collective_s(evidence.snapshots[rank])
+        since_collective_s = snapshot_reader.since_last_collective_s(evidence.snapshots[rank])
         if evidence.is_looping(rank) and evidence.is_busy(rank) and since_collective_s >= MIN_LOOP_S:
             loops[activity.location.file, activity.location.function].append(rank)
     for listed in loops.values():

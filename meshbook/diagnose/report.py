@@ -9,10 +9,10 @@ from math import prod
 
 from msgspec import Struct
 
-from meshbook.diagnose import rank_activity
+from meshbook.diagnose import snapshot_reader
 from meshbook.diagnose.evidence import Evidence
 from meshbook.diagnose.kinds import KINDS
-from meshbook.diagnose.rank_activity import SourceLocation
+from meshbook.diagnose.snapshot_reader import SourceLocation
 from meshbook.diagnose.wording import MAX_LOCATIONS, group_ranks_by
 from meshbook.ids import Ranks, format_ranks, name_ranks
 
@@ -104,7 +104,7 @@ def _cell_of(evidence: Evidence, ranks: Ranks, at: SourceLocation | None) -> str
 
 def _endpoint_lines(evidence: Evidence, ranks: Sequence[int]) -> list[str]:
     """Return a line for each actor's endpoint that ranks run."""
-    endpoints = {rank: rank_activity.actor_endpoint_of(evidence.snapshots[rank]) for rank in sorted(ranks)}
+    endpoints = {rank: snapshot_reader.actor_endpoint_of(evidence.snapshots[rank]) for rank in sorted(ranks)}
     return [
         f"{name_ranks(those)}: {' in its endpoint '.join(endpoint)}"
         for endpoint, those in group_ranks_by(endpoints, endpoints.__getitem__)

@@ -8,8 +8,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from meshbook.diagnose.collectives import RankWait, Straggler, group_key
 from meshbook.diagnose.evidence import MIN_LOOP_S, STABLE_S, UNBLOCKED_KINDS, Evidence
 from meshbook.diagnose.kinds import CERTAIN_KINDS
-from meshbook.diagnose.rank_activity import SourceLocation, conjugate, format_duration
+from meshbook.diagnose.rank_activity import conjugate, format_duration
 from meshbook.diagnose.report import Finding, make_finding
+from meshbook.diagnose.snapshot_reader import SourceLocation
 from meshbook.diagnose.wording import (
     activity_sentence,
     at_clause,

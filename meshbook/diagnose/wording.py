@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeVar
 
-from meshbook.diagnose import rank_activity
+from meshbook.diagnose import snapshot_reader
 from meshbook.diagnose.collectives import format_shapes, group_key
 from meshbook.diagnose.evidence import Evidence
-from meshbook.diagnose.rank_activity import SourceLocation, conjugate, format_duration
+from meshbook.diagnose.rank_activity import conjugate, format_duration
+from meshbook.diagnose.snapshot_reader import SourceLocation
 from meshbook.ids import Ranks, name_ranks
 from meshbook.wire.messages import POINT_TO_POINT, CollectiveInfo
 
@@ -100,7 +101,7 @@ def snapshot_lines(evidence: Evidence, ranks: Ranks) -> list[str]:
         prefix = f"rank {rank}: " if len(ranks) > 1 else ""
         lines += [f"{prefix}{line}" for line in evidence.activities[rank].evidence]
         snapshot = evidence.snapshots[rank]
-        op = rank_activity.current_op(snapshot)
+        op = snapshot_reader.current_op(snapshot)
         # A snapshot taken from outside knows operations only as of the last heartbeat.
         if op is not None and snapshot.source == "inside" and rank not in evidence.waits:
             lines.append(f"{prefix}its {evidence.op_name(op)} is open since {format_duration(op.began_s_ago)}")
@@ -145,7 +146,7 @@ def progress_lines(evidence: Evidence, ranks: Ranks) -> list[str]:
     made = sum(max(0, now.num_collectives - before.num_collectives) for now, before in pairs)
     if made:
         lines.append(f"{made} collectives were called between the two looks")
-    elif pairs and all(rank_activity.has_moved(before, now) is False for now, before in pairs):
+    elif pairs and all(snapshot_reader.has_moved(before, now) is False for now, before in pairs):
         lines.append("no rank left its line between the two looks")
     rates = [now.health.steps_per_s for now in map(evidence.snapshots.__getitem__, ranks) if now.health is not None]
     known = [rate for rate in rates if rate]
