@@ -197,7 +197,7 @@ class _StackSummary:
     @property
     def library(self) -> str:
         """The library that the user's line calls; empty if it calls none."""
-        return library_of(self.below[0].file) if self.below else ""
+        return (library_of(self.below[0].file) or "") if self.below else ""
 
     def activity(
         self, kind: str, phrase: str, *, op: CollectiveInfo | None = None, sure: bool = True, asleep: bool = True

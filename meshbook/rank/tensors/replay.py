@@ -29,7 +29,7 @@ from meshbook.wire.messages import Frame
 
 # Meshbook's functions that become opaque calls: modules, functions that wait for their collective other than by an
 # operation, and functions whose data comes from elsewhere.
-_OPAQUE_FUNCTIONS = ("meshbook::module", "meshbook::slice_local", "meshbook::fed", "meshbook::set_modes", BEGIN, END)
+_OPAQUE_FUNCTIONS = ("meshbook::module", "meshbook::slice_local", "meshbook::set_modes", BEGIN, END)
 
 # Repeated lowerings after more numbers turned out to vary; a step that still differs is replayed op by op.
 _MAX_LOWERINGS = 4
