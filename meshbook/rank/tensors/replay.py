@@ -28,7 +28,7 @@ from meshbook.rank.tensors.templates import CompiledTemplate, display_name
 from meshbook.wire.messages import Frame
 
 # Meshbook's functions that become opaque calls: modules, functions that wait for their collective other than by an
-# operation, and functions whose data comes from elsewhere.
+# operation, and those that set something for the operations after them.
 _OPAQUE_FUNCTIONS = ("meshbook::module", "meshbook::slice_local", "meshbook::set_modes", BEGIN, END)
 
 # Repeated lowerings after more numbers turned out to vary; a step that still differs is replayed op by op.
