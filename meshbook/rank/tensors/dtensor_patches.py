@@ -72,40 +72,17 @@ def _should_log(record: logging.LogRecord) -> bool:
 def _register_attention() -> None:
     strategies = (Replicate(), Shard(0), Shard(1))
 
+    # A mask broadcasts over batch and heads, so it must be replicated, and then so must they.
     @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu.default)  # type: ignore[untyped-decorator]
-    def forward(
-        query: Any,
-        key: Any,
-        value: Any,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        attn_mask: Any = None,
-        scale: Any = None,
-    ) -> Any:
-        # A mask broadcasts over batch and heads, so it must be replicated, and then so must they.
+    def forward(*args: Any, attn_mask: Any = None, scale: Any = None) -> Any:
         if attn_mask is not None:
             replicated = Replicate()
-            return [
-                (
-                    [replicated, replicated],
-                    [replicated, replicated, replicated, None, None, replicated, None][: 6 if scale is None else 7],
-                )
-            ]
-        return [([strategy, strategy], [strategy, strategy, strategy, None, None]) for strategy in strategies]
+            kwargs = [replicated] if scale is None else [replicated, None]
+            return [([replicated] * 2, [replicated] * 3 + [None, None] + kwargs)]
+        return [([strategy] * 2, [strategy] * 3 + [None, None]) for strategy in strategies]
 
     @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)  # type: ignore[untyped-decorator]
-    def backward(
-        grad_out: Any,
-        query: Any,
-        key: Any,
-        value: Any,
-        out: Any,
-        logsumexp: Any,
-        dropout_p: float,
-        is_causal: bool,
-        attn_mask: Any = None,
-        scale: Any = None,
-    ) -> Any:
+    def backward(*args: Any, attn_mask: Any = None, scale: Any = None) -> Any:
         if attn_mask is not None:
             replicated = Replicate()
             return [([replicated] * 3, [replicated] * 6 + [None, None, replicated])]

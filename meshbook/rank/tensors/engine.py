@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from meshbook.rank.tensors import agreement, dtensor_patches, feeding, modes, shared_write
 from meshbook.rank.tensors.execution import execute, skip_from
 from meshbook.rank.tensors.fault_announcer import FaultAnnouncer
-from meshbook.rank.tensors.operators import FUNCTIONS, TemplateMessage
+from meshbook.rank.tensors.lowering import wait_local_tensor
+from meshbook.rank.tensors.operators import FUNCTIONS, TemplateMessage, replicate_partials
 from meshbook.rank.tensors.templates import CompiledTemplate, display_name
 from meshbook.rank.tensors.tensor_store import Poison, Poisoned, TensorStore
 from meshbook.wire import messages
@@ -273,12 +274,8 @@ class RankTensors:
                 value = value.full_tensor()
             return {"value": self._dump(value.item())} if is_asked else {}
         if fetch.mode == "parts" and isinstance(value, DTensor):
-            if any(placement.is_partial() for placement in value.placements):
-                placements = [Replicate() if place.is_partial() else place for place in value.placements]
-                value = value.redistribute(placements=placements)
-            value = _wait_if_async(value.to_local())
-        elif isinstance(value, DTensor):
-            value = _wait_if_async(value.to_local())
+            value = replicate_partials(value)
+        value = wait_local_tensor(value)
         if not is_asked or (
             fetch.buffer is not None and shared_write.write_box(fetch.buffer, self.rank, value.detach())
         ):
@@ -333,11 +330,5 @@ def _hash_of(value: Any) -> str:
     tensor = value.old_value if isinstance(value, Poison) else value
     if tensor is None:
         return ""
-    piece = _wait_if_async(tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().contiguous().cpu()
+    piece = wait_local_tensor(tensor).detach().contiguous().cpu()
     return hashlib.blake2b(piece.reshape(-1).view(torch.uint8).numpy().data, digest_size=16).hexdigest()
-
-
-def _wait_if_async(local: torch.Tensor) -> torch.Tensor:
-    """Wait for a collective's result that may still be in flight, and return it."""
-    wait = getattr(local, "wait", None)
-    return wait() if wait is not None and type(local) is not torch.Tensor else local
