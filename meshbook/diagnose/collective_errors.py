@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 
 from meshbook.diagnose import collectives
@@ -59,12 +58,13 @@ def _disagreement_finding(evidence: Evidence, disagreement: Disagreement) -> Fin
 
 def find_ranks_alone_in_collectives(evidence: Evidence, explained: set[int]) -> Iterator[Finding]:
     """Yield findings for ranks ahead of all others: these have ended, or are elsewhere together."""
-    ranks_by_position: dict[tuple[object, int], list[int]] = defaultdict(list)
-    for rank, wait in evidence.waits.items():
-        if rank not in explained and wait.op.op not in POINT_TO_POINT and wait.op.seq:
-            ranks_by_position[group_key(wait.op), wait.op.seq].append(rank)
-    for ranks in ranks_by_position.values():
-        wait = evidence.waits[ranks[0]]
+    waits = {
+        rank: wait
+        for rank, wait in evidence.waits.items()
+        if rank not in explained and wait.op.op not in POINT_TO_POINT and wait.op.seq
+    }
+    for _, ranks in group_ranks_by(waits, lambda rank: (group_key(waits[rank].op), waits[rank].op.seq)):
+        wait = waits[ranks[0]]
         absent = wait.for_ranks
         if len(absent) < 2 * len(ranks) or not all(map(evidence.is_unblocked, absent)):
             continue

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from msgspec import structs
@@ -12,7 +11,7 @@ from meshbook.diagnose.evidence import STABLE_S, Evidence
 from meshbook.diagnose.rank_activity import conjugate
 from meshbook.diagnose.report import Finding, make_finding
 from meshbook.diagnose.root_causes import partial_group_finding, wrong_peer_finding
-from meshbook.diagnose.wording import at_clause, capitalized, capitalized_ranks, wait_lines
+from meshbook.diagnose.wording import at_clause, capitalized, capitalized_ranks, group_ranks_by, wait_lines
 from meshbook.ids import Ranks, name_ranks
 from meshbook.wire.messages import POINT_TO_POINT, CollectiveInfo
 
@@ -86,11 +85,9 @@ def _unmatched_transfers(
 
 def _crossed_collectives(evidence: Evidence, ops: Mapping[int, CollectiveInfo], involved: Ranks) -> Finding:
     """Return the finding for collectives of one or several groups that ranks entered in different orders."""
-    sides: dict[tuple[object, int], list[int]] = defaultdict(list)
-    for rank, op in ops.items():
-        sides[group_key(op), op.seq].append(rank)
-    ordered = sorted(sides.values(), key=lambda ranks: (len(ranks), [-rank for rank in ranks]))
-    guilty = tuple(ordered[0]) if len(ordered[0]) < len(ordered[-1]) else tuple(ops)
+    sides = group_ranks_by(ops, lambda rank: (group_key(ops[rank]), ops[rank].seq))
+    ordered = sorted((ranks for _, ranks in sides), key=lambda ranks: (len(ranks), [-rank for rank in ranks]))
+    guilty = ordered[0] if len(ordered[0]) < len(ordered[-1]) else tuple(ops)
     clauses = []
     for ranks in ordered[:3]:
         op = ops[ranks[0]]
@@ -100,7 +97,7 @@ def _crossed_collectives(evidence: Evidence, ops: Mapping[int, CollectiveInfo], 
         )
     return make_finding(
         evidence,
-        "crossed-groups" if len({group for group, _ in sides}) > 1 else "different-collectives",
+        "crossed-groups" if len({group for (group, _), _ in sides}) > 1 else "different-collectives",
         guilty,
         f"{capitalized('; '.join(clauses))}: a circle",
         at=evidence.op_location(guilty[0], ops[guilty[0]]),

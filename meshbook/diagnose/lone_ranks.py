@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 
 from meshbook.diagnose import snapshot_reader
@@ -28,15 +27,12 @@ from meshbook.ids import Ranks, name_ranks
 
 
 def find_blocked_ranks(evidence: Evidence, explained: set[int]) -> Iterator[Finding]:
-    ranks_by_activity: dict[tuple[str, str, SourceLocation | None], list[int]] = defaultdict(list)
-    for rank, activity in evidence.activities.items():
-        if rank in explained or rank in evidence.waits or activity.kind in UNBLOCKED_KINDS:
-            continue
-        if activity.kind not in KINDS or (activity.kind not in CERTAIN_KINDS and evidence.has_moved(rank)):
-            continue
-        ranks_by_activity[activity.kind, activity.phrase, activity.location].append(rank)
-    for (kind, phrase, at), listed in ranks_by_activity.items():
-        ranks = tuple(listed)
+    activities = evidence.activities
+    blocked = [rank for rank in activities if rank not in explained and _is_blocked(evidence, rank)]
+    by_activity = group_ranks_by(
+        blocked, lambda rank: (activities[rank].kind, activities[rank].phrase, activities[rank].location)
+    )
+    for (kind, phrase, at), ranks in by_activity:
         lines = snapshot_lines(evidence, ranks)
         if kind == "shape-mismatch":
             at, inputs = _last_collective_inputs(evidence, ranks)
@@ -48,8 +44,15 @@ def find_blocked_ranks(evidence: Evidence, explained: set[int]) -> Iterator[Find
             f"{capitalized(ranks_do(ranks, phrase, at))}{running_time_clause(evidence, ranks)}",
             at=at,
             lines=lines,
-            sure=evidence.activities[ranks[0]].sure and (kind in CERTAIN_KINDS or bool(evidence.earlier)),
+            sure=activities[ranks[0]].sure and (kind in CERTAIN_KINDS or bool(evidence.earlier)),
         )
+
+
+def _is_blocked(evidence: Evidence, rank: int) -> bool:
+    kind = evidence.activities[rank].kind
+    if rank in evidence.waits or kind in UNBLOCKED_KINDS or kind not in KINDS:
+        return False
+    return kind in CERTAIN_KINDS or not evidence.has_moved(rank)
 
 
 def _last_collective_inputs(evidence: Evidence, dead: Ranks) -> tuple[SourceLocation | None, list[str]]:
@@ -87,17 +90,11 @@ def find_latecomers(evidence: Evidence, explained: set[int]) -> Iterator[Finding
 
 
 def find_python_loops(evidence: Evidence, explained: set[int]) -> Iterator[Finding]:
-    loops: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for rank in _running_ranks(evidence, explained):
-        activity = evidence.activities[rank]
-        if activity.phrase != "computes" or activity.location is None:  # in a long call of a library
-            continue
-        since_collective_s = snapshot_reader.since_last_collective_s(evidence.snapshots[rank])
-        if evidence.is_looping(rank) and evidence.is_busy(rank) and since_collective_s >= MIN_LOOP_S:
-            loops[activity.location.file, activity.location.function].append(rank)
-    for listed in loops.values():
-        ranks = tuple(listed)
-        at = evidence.activities[ranks[0]].location
+    at_by_rank = {
+        rank: at for rank in _running_ranks(evidence, explained) if (at := _loop_location(evidence, rank)) is not None
+    }
+    for _, ranks in group_ranks_by(at_by_rank, lambda rank: (at_by_rank[rank].file, at_by_rank[rank].function)):
+        at = at_by_rank[ranks[0]]
         yield make_finding(
             evidence,
             "python-loop",
@@ -108,6 +105,15 @@ def find_python_loops(evidence: Evidence, explained: set[int]) -> Iterator[Findi
             lines=location_lines(evidence, ranks),
             sure=False,
         )
+
+
+def _loop_location(evidence: Evidence, rank: int) -> SourceLocation | None:
+    """Return the line at which a rank runs in a loop of Python code; None if it does not."""
+    activity = evidence.activities[rank]
+    if activity.phrase != "computes" or not evidence.is_looping(rank) or not evidence.is_busy(rank):
+        return None  # perhaps in a long call of a library
+    since_collective_s = snapshot_reader.since_last_collective_s(evidence.snapshots[rank])
+    return activity.location if since_collective_s >= MIN_LOOP_S else None
 
 
 def find_slow_ranks(evidence: Evidence, explained: set[int]) -> Iterator[Finding]:

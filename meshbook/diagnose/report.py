@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 from math import prod
 
@@ -112,12 +111,10 @@ def _endpoint_lines(evidence: Evidence, ranks: Sequence[int]) -> list[str]:
     ]
 
 
-def _wait_edges(evidence: Evidence, ranks: Collection[int]) -> tuple[tuple[Ranks, Ranks, str], ...]:
-    ranks_by_edge: dict[tuple[Ranks, str], list[int]] = defaultdict(list)
-    for rank in sorted(ranks):
-        if (wait := evidence.waits.get(rank)) is not None:
-            ranks_by_edge[wait.for_ranks, evidence.op_name(wait.op)].append(rank)
-    return tuple((tuple(those), for_ranks, what) for (for_ranks, what), those in ranks_by_edge.items())
+def _wait_edges(evidence: Evidence, ranks: Iterable[int]) -> tuple[tuple[Ranks, Ranks, str], ...]:
+    waits = {rank: evidence.waits[rank] for rank in sorted(ranks) if rank in evidence.waits}
+    edges = group_ranks_by(waits, lambda rank: (waits[rank].for_ranks, evidence.op_name(waits[rank].op)))
+    return tuple((those, for_ranks, what) for (for_ranks, what), those in edges)
 
 
 def _axis_selector(evidence: Evidence, ranks: Ranks) -> str | None:

@@ -10,12 +10,12 @@ from meshbook.diagnose.evidence import MIN_LOOP_S, STABLE_S, UNBLOCKED_KINDS, Ev
 from meshbook.diagnose.kinds import CERTAIN_KINDS
 from meshbook.diagnose.rank_activity import conjugate, format_duration
 from meshbook.diagnose.report import Finding, make_finding
-from meshbook.diagnose.snapshot_reader import SourceLocation
 from meshbook.diagnose.wording import (
     activity_sentence,
     at_clause,
     capitalized_ranks,
     collective_count_lines,
+    group_ranks_by,
     snapshot_lines,
     wait_lines,
     where_others_wait,
@@ -36,17 +36,16 @@ def find_root_causes(evidence: Evidence, explained: set[int]) -> Iterator[Findin
         for root in reached - evidence.waits.keys():
             blamed[root].add(rank)
     # Ranks that are at the same location for the same reason share one finding.
-    roots_by_cause: dict[tuple[str, str, SourceLocation | None, bool], list[int]] = defaultdict(list)
-    for root in sorted(blamed):
-        kind, sure = _classify(evidence, root)
+    causes = {root: _classify(evidence, root) for root in sorted(blamed)}
+    by_cause = group_ranks_by(
+        causes, lambda root: (*causes[root], evidence.activities[root].phrase, evidence.activities[root].location)
+    )
+    for (kind, sure, _, _), roots in by_cause:
         if kind == "slow":  # it makes progress, and so do the ranks that wait for it
             continue
-        activity = evidence.activities[root]
-        roots_by_cause[kind, activity.phrase, activity.location, sure].append(root)
-    for (kind, _, _, sure), roots in roots_by_cause.items():
         waiting = set().union(*(blamed[root] for root in roots))
         explained.update(roots, waiting)
-        yield _root_cause_finding(evidence, kind, tuple(roots), waiting, sure)
+        yield _root_cause_finding(evidence, kind, roots, waiting, sure)
 
 
 def _classify(evidence: Evidence, root: int) -> tuple[str, bool]:
