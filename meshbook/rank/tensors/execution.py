@@ -67,7 +67,7 @@ def execute(
                     if template.returns_one:
                         values[stream[middle]] = result
                     elif template.num_new:
-                        values.update(zip(stream[middle:stop], result, strict=True))
+                        template.store(result, stream[middle:stop], values)
                     if template.overwrites and store.may_have_poison:
                         _set_overwritten(store, stream, template, start, ins)
                 except Exception as error:

@@ -139,7 +139,10 @@ class StepReplayer:
         own_floats = floats[op.first_float : op.first_float + op.num_floats]
         template = self.templates[op.template]
         result = template.run(inputs, own_floats)
-        values.update(zip(op.outputs, (result,) if template.returns_one else result, strict=True))
+        if template.returns_one:
+            values[op.outputs[0]] = result
+        else:
+            template.store(result, op.outputs, values)
 
     # ---- lowering
 

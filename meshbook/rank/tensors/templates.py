@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,15 +63,18 @@ class CompiledTemplate:
             self._call = _with_seed(self._call)
 
     def run(self, ins: list[Any], floats: Sequence[float]) -> Any:
-        """Run one operation of this kind; return its new tensor if `returns_one`, else its new tensors."""
+        """Run one operation of this kind; return what its function returns."""
         result = self._call(ins, floats)
-        if not self.returns_one:
-            return [result[index] for index in self._new_outputs] if self.num_new else ()
-        if result.__class__ is DTensor:
+        if self.returns_one and result.__class__ is DTensor:
             meta = result._spec.tensor_meta
             if meta is not None and meta.dtype is not result._local_tensor.dtype:
                 return dtensor_patches.with_actual_dtype(result)
         return result
+
+    def store(self, result: Any, ids: Sequence[int], values: MutableMapping[int, Any]) -> None:
+        """Store the new tensors of a result that is several."""
+        for id, index in zip(ids, self._new_outputs, strict=True):
+            values[id] = result[index]
 
 
 def _find_or_defer(name: str) -> Callable[..., Any]:
