@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from meshbook.diagnose import rank_activity
-from meshbook.diagnose.rank_activity import SourceLocation
+from meshbook.diagnose import snapshot_reader
+from meshbook.diagnose.snapshot_reader import SourceLocation
 from meshbook.diagnose.source_files import sanitize_line
 from meshbook.wire.messages import ACTOR_THREAD_PREFIX, ActiveEndpoint, PendingEndpointCall, RankSnapshot
 
@@ -78,7 +78,7 @@ class ActorWaitGraph:
         if not frames:
             name = ACTOR_THREAD_PREFIX + seen.name
             frames = next((stack.frames for stack in snapshot.stacks if stack.name == name), ())
-        return rank_activity.locate(rank_activity.innermost_user_frame(frames), snapshot)
+        return snapshot_reader.locate(snapshot_reader.innermost_user_frame(frames), snapshot)
 
     def find_cycles(self) -> list[list[ActorWait]]:
         """Return the cycles of endpoints that wait for each other. Each endpoint is in at most one cycle."""

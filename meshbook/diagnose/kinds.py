@@ -230,3 +230,7 @@ KINDS: Final[dict[str, FindingKind]] = {
 
 # Kinds that say that nothing is wrong.
 BENIGN_KINDS: Final = frozenset(("slow", "idle"))
+# Kinds that need no second sample.
+CERTAIN_KINDS: Final = frozenset(
+    ("killed", "out-of-memory", "shape-mismatch", "stopped", "rank-silent", "waits-for-input")
+)

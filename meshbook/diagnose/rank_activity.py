@@ -5,21 +5,25 @@ Other ranks appear only as numbers in collectives; `findings` decides which rank
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-from msgspec import structs
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from meshbook.diagnose import wait_sites
-from meshbook.diagnose.source_files import cell_label, is_cell_file, is_user_file, library_of, sanitize_line, short_path
-from meshbook.ids import CallId
-from meshbook.wire.messages import ACTOR_THREAD_PREFIX, POINT_TO_POINT, CollectiveInfo, Frame, RankSnapshot, ThreadStack
+from meshbook.diagnose.snapshot_reader import (
+    SourceLocation,
+    current_op,
+    innermost_user_frame,
+    locate,
+    main_stack,
+    op_location,
+    user_location,
+)
+from meshbook.diagnose.source_files import is_user_file, library_of, sanitize_line, short_path
+from meshbook.wire.messages import CollectiveInfo, Frame, RankSnapshot, ThreadStack
 
 # Seconds without a heartbeat after which a rank without any other information counts as silent. Ranks send one per
 # second.
 SILENT_S = 5.0
-# CPU use of a thread, in percent of a core, from which it counts as computing.
-BUSY_PERCENT = 50.0
 # Seconds that a thread must have waited for the GIL before another one is reported to keep it.
 GIL_LAG_S = 1.0
 
@@ -28,26 +32,6 @@ _THREAD_POOL_LIBRARIES = frozenset(("torch", "numpy", "scipy", "triton"))
 
 # What gloo prints before it aborts a process that receives more bytes than its tensor has.
 _GLOO_SIZE_ERRORS = ("op.preamble.length <= op.nbytes", "Received data size doesn't match expected size")
-
-
-@dataclass(frozen=True, slots=True)
-class SourceLocation:
-    """A location in the user's code."""
-
-    file: str
-    line: int
-    function: str = ""
-    cell: str | None = None  # "cell 7", if it is in a cell whose name is known
-
-    def __str__(self) -> str:
-        where = (
-            f"{self.cell}, line {self.line}"
-            if self.cell
-            else f"{short_path(sanitize_line(self.file))}, line {self.line}"
-        )
-        if self.function and not self.function.startswith("<"):
-            where += f" in {sanitize_line(self.function, 60)}"
-        return where
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,115 +82,6 @@ def activity_of(snapshot: RankSnapshot) -> Activity:
     if main is None:
         return _activity_without_stacks(snapshot)
     return _activity_from_stack(snapshot, main, at)
-
-
-def with_actor_thread_as_main(snapshot: RankSnapshot) -> RankSnapshot:
-    """Return the snapshot with a thread that runs an actor's endpoint as main thread, if the main one is idle."""
-    if snapshot.call is not None or snapshot.exited is not None:
-        return snapshot
-    actor_stacks = [
-        stack
-        for stack in snapshot.stacks
-        if not stack.is_main
-        and stack.name.startswith(ACTOR_THREAD_PREFIX)
-        and innermost_user_frame(stack.frames) is not None
-    ]
-    if not actor_stacks:
-        return snapshot
-    process = snapshot.process
-    in_group = (
-        stack
-        for stack in actor_stacks
-        if (known := wait_sites.outermost_site(stack.frames)) and known[0] is wait_sites.IN_COLLECTIVE
-    )
-    chosen = next(in_group, actor_stacks[0])
-    rest = tuple(stack for stack in snapshot.stacks if stack is not chosen and not stack.is_main)
-    return structs.replace(
-        snapshot,
-        call=CallId(chosen.name),
-        cell=None,
-        file=None,
-        cell_line=None,
-        running_s=None,
-        # The recorded system call is that of the main thread.
-        process=None if process is None else structs.replace(process, syscall=None, syscall_target=None),
-        stacks=(structs.replace(chosen, is_main=True), *rest),
-    )
-
-
-def actor_endpoint_of(snapshot: RankSnapshot) -> tuple[str, str] | None:
-    """Return the ("actor trainer", "step") that a rank runs, given what `with_actor_thread_as_main` returned."""
-    if snapshot.call is None or not snapshot.call.startswith(ACTOR_THREAD_PREFIX):
-        return None
-    main = main_stack(snapshot)
-    first = next((frame for frame in main.frames if is_user_file(frame.file)), None) if main is not None else None
-    return None if first is None else (sanitize_line(snapshot.call, 80), sanitize_line(first.function, 60))
-
-
-def main_stack(snapshot: RankSnapshot) -> ThreadStack | None:
-    """Return the main thread's stack, or None if it is unknown."""
-    named = [stack for stack in snapshot.stacks if stack.is_main]
-    return next((stack for stack in named if stack.frames), None)
-
-
-def innermost_user_frame(frames: Sequence[Frame]) -> Frame | None:
-    """Return the innermost frame of the user's code."""
-    return next((frame for frame in reversed(frames) if is_user_file(frame.file)), None)
-
-
-def innermost_cell_frame(frames: Sequence[Frame]) -> Frame | None:
-    """Return the innermost frame in a cell."""
-    return next((frame for frame in reversed(frames) if is_cell_file(frame.file)), None)
-
-
-def locate(frame: Frame | None, snapshot: RankSnapshot) -> SourceLocation | None:
-    """Return a frame's location, with its cell's name if it is in the running cell or the file name tells it."""
-    if frame is None:
-        return None
-    if frame.file == snapshot.file:
-        cell = snapshot.cell
-    else:
-        cell = cell_label(frame.file) or ("an earlier cell" if is_cell_file(frame.file) else None)
-    return SourceLocation(frame.file, frame.line, frame.function, sanitize_line(cell, 80) if cell else None)
-
-
-def user_location(snapshot: RankSnapshot) -> SourceLocation | None:
-    """Return where the main thread is in user code: its innermost line, else the cell line of the last heartbeat."""
-    main = main_stack(snapshot)
-    frame = None if main is None else innermost_user_frame(main.frames)
-    if frame is not None:
-        return locate(frame, snapshot)
-    label = snapshot.cell or snapshot.last_cell
-    if snapshot.cell_line is not None and (snapshot.file or label):
-        return SourceLocation(snapshot.file or "", snapshot.cell_line, "", sanitize_line(label, 80) if label else None)
-    return None
-
-
-def current_op(snapshot: RankSnapshot) -> CollectiveInfo | None:
-    """Return the open operation that the main thread waits in, as far as it can be determined."""
-    in_flight = [op for op in snapshot.collectives if op.ended_s_ago is None]
-    if not in_flight:
-        return None
-    main = main_stack(snapshot)
-    lines = {(frame.file, frame.line) for frame in main.frames} if main is not None else set()
-    on_stack = [op for op in in_flight if op.frame is not None and (op.frame.file, op.frame.line) in lines]
-    # A line on the stack identifies the operation. Otherwise choose the oldest: of several operations begun with
-    # async_op=True, one may be waited for elsewhere.
-    return (on_stack or in_flight)[-1 if on_stack else 0]
-
-
-def in_flight_transfers(snapshot: RankSnapshot) -> tuple[CollectiveInfo, ...]:
-    """Return the rank's sends and receives in flight, wherever the main thread is now."""
-    return tuple(op for op in snapshot.collectives if op.ended_s_ago is None and op.op in POINT_TO_POINT)
-
-
-def last_collective(snapshot: RankSnapshot) -> CollectiveInfo | None:
-    """Return the last collective that the rank began, ended or not; sends and receives do not count."""
-    return next((op for op in reversed(snapshot.collectives) if op.op not in POINT_TO_POINT), None)
-
-
-def op_location(op: CollectiveInfo, snapshot: RankSnapshot) -> SourceLocation | None:
-    return locate(op.frame, snapshot)
 
 
 def _exited_activity(snapshot: RankSnapshot) -> Activity | None:
@@ -306,57 +181,114 @@ def _gil_holder_activity(snapshot: RankSnapshot) -> Activity | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class _StackSummary:
+    """The main thread's stack, and what the patterns below look at."""
+
+    snapshot: RankSnapshot
+    main: ThreadStack
+    location: SourceLocation | None
+    op: CollectiveInfo | None  # the operation that it may wait in
+    below: Sequence[Frame]  # frames of libraries below the user's line
+    known: tuple[wait_sites.WaitSite, Frame] | None  # the outermost of them that waits
+    state: str  # of the thread: "S"
+    asleep: bool
+
+    @property
+    def library(self) -> str:
+        """The library that the user's line calls; empty if it calls none."""
+        return (library_of(self.below[0].file) or "") if self.below else ""
+
+    def activity(
+        self, kind: str, phrase: str, *, op: CollectiveInfo | None = None, sure: bool = True, asleep: bool = True
+    ) -> Activity:
+        return Activity(self.snapshot.rank, kind, phrase, self.location, op, sure=sure, asleep=asleep)
+
+
 def _activity_from_stack(snapshot: RankSnapshot, main: ThreadStack, where: SourceLocation | None) -> Activity:
-    rank, process, op = snapshot.rank, snapshot.process, current_op(snapshot)
+    process = snapshot.process
     innermost_user = max((n for n, frame in enumerate(main.frames) if is_user_file(frame.file)), default=-1)
-    below = main.frames[innermost_user + 1 :]
     if innermost_user < 0:  # no user code on the stack: skip the frames that run cells
-        start = max((n for n, frame in enumerate(main.frames) if _is_cell_runner(frame)), default=-1)
-        below = main.frames[start + 1 :]
-    known = wait_sites.outermost_site(below)
-    in_backward = any((short_path(frame.file), frame.function) in wait_sites.AUTOGRAD_FRAMES for frame in below)
-    if known is None and in_backward and op is not None:
-        # DDP and FSDP wait in C++, on the thread that called backward().
-        return Activity(rank, wait_sites.COLLECTIVE, f"waits in {op.op} of a backward pass", where, op, asleep=True)
-    if known is not None:
-        site, frame = known
-        if site.kind == wait_sites.COLLECTIVE:
-            if op is None and wait_sites.is_forming_group(below):
-                return Activity(
-                    rank, wait_sites.FORMING, "makes the connections of a process group", where, asleep=True
-                )
-            if op is None:  # between two operations, or in one that the ring does not record
-                return Activity(rank, wait_sites.COMPUTE, f"is in {sanitize_line(frame.function, 60)}", where)
-            return Activity(
-                rank, wait_sites.COLLECTIVE, f"waits in {op.op}", where or op_location(op, snapshot), op, asleep=True
-            )
-        if site.kind == wait_sites.FORMING:
-            phrase = f"makes a process group in {sanitize_line(frame.function, 60)}"
-            return Activity(rank, wait_sites.FORMING, phrase, where, asleep=True)
-        return _waiting_activity(snapshot, main, site, where)
+        innermost_user = max((n for n, frame in enumerate(main.frames) if _is_cell_runner(frame)), default=-1)
+    below = main.frames[innermost_user + 1 :]
     state = main.state or (process.state if process is not None else "")
-    syscall = main.syscall or (process.syscall if process is not None else None)
     asleep = state == "S" or (not state and main.is_active is False)
-    if asleep and (
-        found := wait_sites.site_of_syscall(syscall, process.syscall_target if process is not None else None)
-    ):
-        # Operations on remote tensors run without a line of user code, and torch waits for their collectives in C++.
-        in_torch = where is None or (below and library_of(below[0].file) == "torch")
-        if found.kind != wait_sites.SLEEP and in_torch and op is not None:
-            return Activity(rank, wait_sites.COLLECTIVE, f"waits in {op.op}", where, op, sure=False, asleep=True)
-        if found.kind == "waits-for-lock" and below and library_of(below[0].file) in _THREAD_POOL_LIBRARIES:
-            return Activity(rank, wait_sites.COMPUTE, f"waits in {library_of(below[0].file)}", where, asleep=True)
-        return _waiting_activity(snapshot, main, found, where)
-    if state == "S" and process is not None and process.children:
-        return Activity(rank, "waits-for-subprocess", "waits for a subprocess", where, sure=False, asleep=True)
-    inside = f" in {library_of(below[0].file)}" if below else ""
-    return Activity(rank, wait_sites.COMPUTE, f"{'is' if asleep else 'computes'}{inside}", where, asleep=asleep)
+    known = wait_sites.outermost_site(below)
+    stack = _StackSummary(snapshot, main, where, current_op(snapshot), below, known, state, asleep)
+    return next(activity for pattern in _STACK_PATTERNS if (activity := pattern(stack)) is not None)
 
 
-def _waiting_activity(
-    snapshot: RankSnapshot, main: ThreadStack, site: wait_sites.WaitSite, where: SourceLocation | None
-) -> Activity:
+def _in_backward(stack: _StackSummary) -> Activity | None:
+    """DDP and FSDP wait in C++, on the thread that called backward()."""
+    if stack.known is not None or stack.op is None:
+        return None
+    if not any((short_path(frame.file), frame.function) in wait_sites.AUTOGRAD_FRAMES for frame in stack.below):
+        return None
+    return stack.activity(wait_sites.COLLECTIVE, f"waits in {stack.op.op} of a backward pass", op=stack.op)
+
+
+def _in_process_group(stack: _StackSummary) -> Activity | None:
+    if stack.known is None:
+        return None
+    site, frame = stack.known
+    if site.kind == wait_sites.FORMING:
+        return stack.activity(wait_sites.FORMING, f"makes a process group in {sanitize_line(frame.function, 60)}")
+    if site.kind != wait_sites.COLLECTIVE:
+        return None
+    if stack.op is not None:
+        location = stack.location or op_location(stack.op, stack.snapshot)
+        return replace(stack.activity(site.kind, f"waits in {stack.op.op}", op=stack.op), location=location)
+    if wait_sites.is_forming_group(stack.below):
+        return stack.activity(wait_sites.FORMING, "makes the connections of a process group")
+    # Between two operations, or in one that the ring does not record.
+    return stack.activity(wait_sites.COMPUTE, f"is in {sanitize_line(frame.function, 60)}", asleep=False)
+
+
+def _at_wait_site(stack: _StackSummary) -> Activity | None:
+    return None if stack.known is None else _waiting_activity(stack, stack.known[0])
+
+
+def _in_system_call(stack: _StackSummary) -> Activity | None:
+    process = stack.snapshot.process
+    syscall = stack.main.syscall or (process.syscall if process is not None else None)
+    site = wait_sites.site_of_syscall(syscall, process.syscall_target if process is not None else None)
+    if not stack.asleep or site is None:
+        return None
+    # Operations on remote tensors run without a line of user code, and torch waits for their collectives in C++.
+    in_torch = stack.location is None or stack.library == "torch"
+    if site.kind != wait_sites.SLEEP and in_torch and stack.op is not None:
+        return stack.activity(wait_sites.COLLECTIVE, f"waits in {stack.op.op}", op=stack.op, sure=False)
+    if site.kind == "waits-for-lock" and stack.library in _THREAD_POOL_LIBRARIES:
+        return stack.activity(wait_sites.COMPUTE, f"waits in {stack.library}")
+    return _waiting_activity(stack, site)
+
+
+def _with_child_processes(stack: _StackSummary) -> Activity | None:
+    process = stack.snapshot.process
+    if stack.state != "S" or process is None or not process.children:
+        return None
+    return stack.activity("waits-for-subprocess", "waits for a subprocess", sure=False)
+
+
+def _computing(stack: _StackSummary) -> Activity:
+    inside = f" in {stack.library}" if stack.library else ""
+    return stack.activity(wait_sites.COMPUTE, f"{'is' if stack.asleep else 'computes'}{inside}", asleep=stack.asleep)
+
+
+# What a stack may show; the first that matches counts, and the last one always does.
+_STACK_PATTERNS: tuple[Callable[[_StackSummary], Activity | None], ...] = (
+    _in_backward,
+    _in_process_group,
+    _at_wait_site,
+    _in_system_call,
+    _with_child_processes,
+    _computing,
+)
+
+
+def _waiting_activity(stack: _StackSummary, site: wait_sites.WaitSite) -> Activity:
     """Return the activity of a rank that waits outside the process groups, with evidence on what it waits for."""
+    snapshot, main = stack.snapshot, stack.main
     phrase, evidence, kind = site.phrase, [], site.kind
     if main.waits_on:
         phrase = f"waits for {sanitize_line(main.waits_on, 80)}"
@@ -386,7 +318,7 @@ def _waiting_activity(
                 f"child process {pid} {state_texts.get(state, 'is in state ' + sanitize_line(state, 4))}: "
                 f"{sanitize_line(command, 80)}"
             )
-    return Activity(snapshot.rank, kind, sanitize_line(phrase), where, asleep=True, evidence=tuple(evidence))
+    return Activity(snapshot.rank, kind, sanitize_line(phrase), stack.location, asleep=True, evidence=tuple(evidence))
 
 
 def _other_waiting_threads(snapshot: RankSnapshot, main: ThreadStack) -> list[ThreadStack]:
@@ -407,70 +339,6 @@ def _other_waiting_threads(snapshot: RankSnapshot, main: ThreadStack) -> list[Th
 
 def _is_cell_runner(frame: Frame) -> bool:
     return library_of(frame.file) == "meshbook" and frame.function not in ("_input", "_getpass")
-
-
-def has_moved(before: RankSnapshot | None, now: RankSnapshot) -> bool | None:
-    """Whether a rank made progress between two snapshots; None if the earlier one or comparable data is missing.
-
-    Progress is another collective, step or call, or another user line outside the innermost loop.
-    """
-    if before is None:
-        return None
-    if (before.call, before.num_collectives, _num_steps(before)) != (now.call, now.num_collectives, _num_steps(now)):
-        return True
-    earlier, later = main_stack(before), main_stack(now)
-    if earlier is None or later is None:
-        return None
-    return _user_lines(earlier) != _user_lines(later)
-
-
-def is_looping(before: RankSnapshot | None, now: RankSnapshot) -> bool:
-    """Whether two snapshots show the rank in the same user functions, with no collective and no step in between."""
-    if before is None or before.call is None or before.call != now.call:
-        return False
-    if (before.num_collectives, _num_steps(before)) != (now.num_collectives, _num_steps(now)):
-        return False
-    earlier, later = main_stack(before), main_stack(now)
-    if earlier is None or later is None:
-        return False
-    first, second = innermost_user_frame(earlier.frames), innermost_user_frame(later.frames)
-    # Compare the callers: a loop may call functions, and the two samples may fall into different ones.
-    shared = [
-        a
-        for a, b in zip(_user_frames(earlier), _user_frames(later), strict=False)
-        if (a.file, a.function) == (b.file, b.function)
-    ]
-    return bool(shared) and first is not None and second is not None
-
-
-def since_last_collective_s(snapshot: RankSnapshot) -> float:
-    """Return the seconds since the rank was last in a collective, or since its cell began."""
-    last = [op.ended_s_ago if op.ended_s_ago is not None else 0.0 for op in snapshot.collectives]
-    return min([*last, *([snapshot.running_s] if snapshot.running_s is not None else [])], default=0.0)
-
-
-def is_busy(snapshot: RankSnapshot, before: RankSnapshot | None = None) -> bool:
-    """Whether the rank uses a CPU."""
-    main = main_stack(snapshot)
-    if snapshot.health is not None and snapshot.health.cpu_percent >= BUSY_PERCENT:
-        return True
-    if before is not None and before.process is not None and snapshot.process is not None:
-        return snapshot.process.cpu_s - before.process.cpu_s > 0.05
-    if main is not None and (main.state == "R" or main.is_active):
-        return True
-    return snapshot.process is not None and snapshot.process.state == "R"
-
-
-def _user_frames(stack: ThreadStack) -> list[Frame]:
-    return [frame for frame in stack.frames if is_user_file(frame.file)]
-
-
-def _user_lines(stack: ThreadStack) -> list[tuple[str, int]]:
-    return [(frame.file, frame.line) for frame in _user_frames(stack)]
-
-
-def _num_steps(snapshot: RankSnapshot) -> int:
-    return snapshot.health.num_steps if snapshot.health is not None else 0
 
 
 def format_duration(value: float | None) -> str:

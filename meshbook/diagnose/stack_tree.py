@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from msgspec import Struct
 
-from meshbook.diagnose import rank_activity
+from meshbook.diagnose import rank_activity, snapshot_reader
 from meshbook.diagnose.source_files import cell_label, is_cell_file, is_user_file, library_of, sanitize_line, short_path
 from meshbook.ids import Ranks, format_ranks, name_ranks
 from meshbook.wire.messages import ACTOR_THREAD_PREFIX, REMOTE_OPERATION_FILE, Frame, RankSnapshot, ThreadStack
@@ -67,7 +67,7 @@ def merge(snapshots: Sequence[RankSnapshot], *, main_only: bool = True) -> Stack
     for snapshot in snapshots:
         if snapshot.file and snapshot.cell:
             cells[snapshot.file] = snapshot.cell
-        if rank_activity.main_stack(snapshot) is None and not any(
+        if snapshot_reader.main_stack(snapshot) is None and not any(
             _is_in_actor_endpoint(snapshot, stack) for stack in snapshot.stacks
         ):
             without.setdefault(_reason_for_no_stack(snapshot), []).append(snapshot.rank)
@@ -100,7 +100,7 @@ def _is_in_actor_endpoint(snapshot: RankSnapshot, stack: ThreadStack) -> bool:
     return (
         idle
         and stack.name.startswith(ACTOR_THREAD_PREFIX)
-        and rank_activity.innermost_user_frame(stack.frames) is not None
+        and snapshot_reader.innermost_user_frame(stack.frames) is not None
     )
 
 
@@ -110,7 +110,7 @@ def moved_by_rank(before: Sequence[RankSnapshot], after: Sequence[RankSnapshot])
     Ranks for which that is unknown are left out.
     """
     earlier = {snapshot.rank: snapshot for snapshot in before}
-    found = {snapshot.rank: rank_activity.has_moved(earlier.get(snapshot.rank), snapshot) for snapshot in after}
+    found = {snapshot.rank: snapshot_reader.has_moved(earlier.get(snapshot.rank), snapshot) for snapshot in after}
     return {rank: has_moved for rank, has_moved in found.items() if has_moved is not None}
 
 

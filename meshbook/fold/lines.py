@@ -21,9 +21,11 @@ from typing import Literal
 
 import msgspec
 
-from meshbook.fold.align import MAX_OVERFLOW, Aligner, line_of_fold, split_folded_line
+from meshbook.fold.align import Aligner
+from meshbook.fold.entries import line_of_fold, split_folded_line
 from meshbook.fold.line_assembler import LineAssembler
 from meshbook.fold.numbers import FoldMember, fold_all, live_template_of, template_of
+from meshbook.fold.source_queue import MAX_OVERFLOW
 from meshbook.fold.truncation import Truncation
 from meshbook.ids import Ranks
 from meshbook.wire.messages import ClearOutput, Display, FoldedItem, Line, OutputItem, RankDisplay, Text

@@ -22,7 +22,7 @@ from meshbook.controller import remote as handles
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import PlacementError, UsageError
 from meshbook.rank import expressions
-from meshbook.rank.tensors import building, modes, modules
+from meshbook.rank.tensors import building, modes, modules, resident_module
 from meshbook.rank.tensors.operators import FLOAT, TENSOR, TemplateMessage
 from meshbook.tensors import remote
 from meshbook.tensors.creation import distribute, engine_of, to_remote_tensor
@@ -186,7 +186,7 @@ def distribute_module(
     mesh_handle = handles.RemoteValue(session, expressions.Expression(expressions.NameRef("mesh")), ranks)
     dtype = _PRECISIONS[precision]
     command = session.call_command(
-        modules.build_resident,
+        resident_module.build_resident,
         (key, source, strategy, dtype, mesh_handle, axis, torch.get_rng_state(), options, modes.non_default_modes()),
         {},
         ranks,
@@ -197,7 +197,7 @@ def distribute_module(
     finished = session.run_foreground(command)
     session.raise_for_status(finished, ranks, label="distribute")
     resident = handles.result_handle(session, command.call, ranks, session.rank_values(finished.outcomes), "module")
-    description = _call_on_ranks(engine, modules.describe, resident)[0]
+    description = _call_on_ranks(engine, resident_module.ResidentModule.describe, resident)[0]
     if not isinstance(source, nn.Module):
         torch.set_rng_state(description["numbers"])  # as if the module had been made here
     name = strategy if isinstance(strategy, str) else getattr(strategy, "__name__", "a strategy")

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from meshbook.diagnose.findings import as_text, explain
 from meshbook.diagnose.kinds import KINDS
-from meshbook.diagnose.rank_activity import has_moved
+from meshbook.diagnose.snapshot_reader import has_moved
 from meshbook.diagnose.stack_tree import as_text as stacks_as_text
 from meshbook.diagnose.stack_tree import merge, moved_by_rank
 from meshbook.wire.messages import Frame, Health, ProcessStatus

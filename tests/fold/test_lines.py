@@ -313,7 +313,7 @@ def test_the_folder_lets_go_of_displays_that_are_out():
         for rank in range(2):
             folder.feed(rank, [figure(f"{number}")], 0.0)
         folder.flush(0.0)
-    assert not folder._aligner._payloads
+    assert not any(queue.entries for queue in folder._aligner._queues.values())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -520,7 +520,7 @@ def test_displays_in_a_flood_are_counted_and_let_go():
     items = folder.flush(0.0, final=True)
     (notice,) = notices(items)
     assert notice.startswith(f"… {101 - len(items)} displays (")
-    assert not folder._aligner._payloads
+    assert not any(queue.entries for queue in folder._aligner._queues.values())
 
 
 def test_a_flush_gives_no_more_than_it_is_asked_for():
@@ -587,7 +587,7 @@ def check_look_ahead(folder):
     for queue in folder._aligner._queues.values():
         if queue.lookahead_keys is not None:
             ahead = queue.entries[queue.start + 1 : queue.lookahead_end]
-            assert queue.lookahead_keys == Counter(folder._aligner._template(entry).key for entry in ahead)
+            assert queue.lookahead_keys == Counter(folder._aligner._templates(entry).key for entry in ahead)
 
 
 def as_said(plan):

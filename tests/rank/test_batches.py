@@ -13,8 +13,9 @@ import torch
 
 from meshbook.ids import CallId
 from meshbook.rank.tensors import agreement
-from meshbook.rank.tensors.engine import Poison, RankTensors
+from meshbook.rank.tensors.engine import RankTensors
 from meshbook.rank.tensors.operators import TENSOR, TemplateMessage
+from meshbook.rank.tensors.tensor_store import Poison
 from meshbook.wire import messages
 
 ENGINE = "client|"

@@ -7,7 +7,16 @@ from typing import Any
 
 import torch
 
-from meshbook.rank.tensors.lowering import Lowered, Lowering
+from meshbook.rank.tensors.lowering import Lowering
+from meshbook.rank.tensors.lowering_codegen import Lowered
+from meshbook.rank.tensors.lowering_passes import (
+    ALL_REDUCE,
+    BUCKET_BYTES,
+    CallNode,
+    TensorRef,
+    flat_all_reduce,
+    merge_all_reduces,
+)
 
 aten = torch.ops.aten
 
@@ -86,3 +95,37 @@ def test_operators_called_the_quick_way_do_the_same_bit_for_bit() -> None:
     inputs = torch.randn(4, 6), torch.randn(6, 6), torch.randn(6)
     wanted, function = lowered(step, *inputs)
     assert all(map(torch.equal, function.run(inputs, []), wanted))
+
+
+def call(name: str, inputs: str, output: str, **more: Any) -> CallNode:
+    args = [TensorRef(each) for each in inputs.split()]
+    settings = {"op_name": name, "merge_key": ("sum", "group") if name == ALL_REDUCE else (), **more}
+    return CallNode(name, args, {}, [output], inputs.split(), True, 0, **settings)
+
+
+def merged(*nodes: CallNode, input_storages: frozenset[int] = frozenset()) -> tuple[list[Any], tuple[int, ...]]:
+    """The order of calls by what they give, and the sizes of merged all-reduces."""
+    found, sizes = merge_all_reduces(list(nodes), input_storages)
+    return [node.outputs if node.function is flat_all_reduce else node.outputs[0] for node in found], sizes
+
+
+def test_all_reduces_are_one_until_a_result_is_used() -> None:
+    nodes = [
+        call(ALL_REDUCE, "a", "ra", input_storage=1),
+        call(ALL_REDUCE, "b", "rb", input_storage=2),
+        call("aten::add", "ra rb", "sum"),
+        call(ALL_REDUCE, "c", "rc", input_storage=3),
+    ]
+    assert merged(*nodes) == ([["ra", "rb"], "sum", "rc"], (2,))
+    assert merged(nodes[0], call("aten::neg", "ra", "minus"), *nodes[1:]) == (["ra", "minus", "rb", "sum", "rc"], ())
+
+
+def test_an_all_reduce_does_not_move_past_a_change_of_its_input_nor_into_another_group() -> None:
+    first, second = call(ALL_REDUCE, "a", "ra", input_storage=1), call(ALL_REDUCE, "b", "rb", input_storage=2)
+    change = call("aten::zero_", "a", "z", mutated_storages=frozenset((1,)))
+    assert merged(first, change, second) == (["ra", "z", "rb"], ())
+    elsewhere = call(ALL_REDUCE, "b", "rb", input_storage=2, merge_key=("max", "group"))
+    assert merged(first, elsewhere) == (["ra", "rb"], ())
+    assert merged(first, second, input_storages=frozenset((2,))) == (["ra", "rb"], ())  # an input of the step
+    large = call(ALL_REDUCE, "b", "rb", input_storage=2, nbytes=BUCKET_BYTES + 1)
+    assert merged(first, large) == (["ra", "rb"], ())

@@ -369,7 +369,7 @@ def test_modules_are_let_go_of(mesh2: Mesh) -> None:
     def count() -> int:
         import gc
 
-        from meshbook.rank.tensors.modules import RESIDENT_MODULES
+        from meshbook.rank.tensors.resident_module import RESIDENT_MODULES
 
         gc.collect()
         return len(RESIDENT_MODULES)

@@ -17,8 +17,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import meshbook
 from meshbook.controller.mesh import Mesh, create_mesh
 from meshbook.errors import CellInterrupted, OperationFailed, UsageError
-from meshbook.rank.tensors.engine import CompiledTemplate, Poison, TensorStore, _skip_from
+from meshbook.rank.tensors.execution import skip_from
 from meshbook.rank.tensors.operators import TENSOR, TemplateMessage
+from meshbook.rank.tensors.templates import CompiledTemplate
+from meshbook.rank.tensors.tensor_store import Poison, TensorStore
 from meshbook.tensors.creation import engine_of
 
 GOOD = torch.tensor([1, 5, 3, 7, 2, 6, 4, 0])
@@ -331,7 +333,7 @@ def test_a_tensor_is_spared_with_the_view_that_a_stop_kept_from_being_made() -> 
     space.values[1] = zeros
     stream = [1, 1, 2, 1, 2, 3, 2, 3]  # a view 2 of 1, a view 3 of 2, and a change of 3
     stopped = Poison(7, "KeyboardInterrupt", "stopped by the user", "", interrupted=True)
-    _skip_from(space, stream, 0, space.values, stopped)
+    skip_from(space, stream, 0, stopped)
     (told,) = space.report_poisoned()
     assert (told["lost"], told["spared"]) == ([2, 3], {1: 1})
     space.clear_poison([1])

@@ -784,7 +784,7 @@ def spaces_of_this_rank() -> int:
     """How many clients' tensors this rank holds."""
     import gc
 
-    from meshbook.rank.tensors.engine import TensorStore
+    from meshbook.rank.tensors.tensor_store import TensorStore
 
     gc.collect()
     return sum(type(thing) is TensorStore for thing in gc.get_objects())

@@ -72,40 +72,17 @@ def _should_log(record: logging.LogRecord) -> bool:
 def _register_attention() -> None:
     strategies = (Replicate(), Shard(0), Shard(1))
 
+    # A mask broadcasts over batch and heads, so it must be replicated, and then so must they.
     @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu.default)  # type: ignore[untyped-decorator]
-    def forward(
-        query: Any,
-        key: Any,
-        value: Any,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        attn_mask: Any = None,
-        scale: Any = None,
-    ) -> Any:
-        # A mask broadcasts over batch and heads, so it must be replicated, and then so must they.
+    def forward(*args: Any, attn_mask: Any = None, scale: Any = None) -> Any:
         if attn_mask is not None:
             replicated = Replicate()
-            return [
-                (
-                    [replicated, replicated],
-                    [replicated, replicated, replicated, None, None, replicated, None][: 6 if scale is None else 7],
-                )
-            ]
-        return [([strategy, strategy], [strategy, strategy, strategy, None, None]) for strategy in strategies]
+            kwargs = [replicated] if scale is None else [replicated, None]
+            return [([replicated] * 2, [replicated] * 3 + [None, None] + kwargs)]
+        return [([strategy] * 2, [strategy] * 3 + [None, None]) for strategy in strategies]
 
     @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)  # type: ignore[untyped-decorator]
-    def backward(
-        grad_out: Any,
-        query: Any,
-        key: Any,
-        value: Any,
-        out: Any,
-        logsumexp: Any,
-        dropout_p: float,
-        is_causal: bool,
-        attn_mask: Any = None,
-        scale: Any = None,
-    ) -> Any:
+    def backward(*args: Any, attn_mask: Any = None, scale: Any = None) -> Any:
         if attn_mask is not None:
             replicated = Replicate()
             return [([replicated] * 3, [replicated] * 6 + [None, None, replicated])]
@@ -114,20 +91,12 @@ def _register_attention() -> None:
 
 def _register_other_ops() -> None:
     """Register operators that work on each image, or each element, independently."""
-    batch_and_channels = (Replicate(), Shard(0), Shard(1))
-
-    @register_sharding(aten.avg_pool2d.default)  # type: ignore[untyped-decorator]
-    def pool(tensor: Any, *others: Any, **named: Any) -> Any:
-        return [
-            ([strategy], [strategy, *[None] * len(others)])
-            for strategy in _strategies_for_dims(tensor, batch_and_channels)
-        ]
 
     @register_sharding(aten.avg_pool2d_backward.default)  # type: ignore[untyped-decorator]
     def pool_backward(grad: Any, tensor: Any, *others: Any, **named: Any) -> Any:
         return [
             ([strategy], [strategy, strategy, *[None] * len(others)])
-            for strategy in _strategies_for_dims(tensor, batch_and_channels)
+            for strategy in (Replicate(), Shard(0), Shard(1))[: 3 if len(tensor.shape) == 4 else 2]
         ]
 
     for operator in (
@@ -197,10 +166,6 @@ def with_actual_dtype(tensor: DTensor) -> DTensor:
     meta = spec.tensor_meta._replace(dtype=tensor._local_tensor.dtype)  # type: ignore[union-attr]
     new_spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
     return DTensor(tensor._local_tensor, new_spec, requires_grad=False)  # type: ignore[no-untyped-call]
-
-
-def _strategies_for_dims(tensor: Any, strategies: Any) -> Any:
-    return strategies if len(tensor.shape) == 4 else strategies[:2]
 
 
 class ShardedRNGTracker:

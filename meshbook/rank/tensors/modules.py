@@ -16,227 +16,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from meshbook.rank.interrupted_steps import reset_interrupted_step
 from meshbook.rank.tensors import building, dtensor_patches
 from meshbook.rank.tensors import modes as torch_modes
 from meshbook.rank.tensors.lowering import wait_local_tensor
 from meshbook.rank.tensors.operators import FUNCTIONS, TENSOR
-
-
-class ResidentModule:
-    """A module on this rank."""
-
-    def __init__(
-        self,
-        key: str,
-        module: nn.Module,
-        mesh: Any,
-        axis: str,
-        dtype: torch.dtype | None,
-        options: Mapping[str, Any],
-    ) -> None:
-        self.key, self.module, self.mesh, self.options = key, module, mesh, options
-        self.axis = mesh.mesh_dim_names.index(axis)
-        self.num_shards = mesh.size(self.axis)
-        self.runs_locally, self.averages_gradients = (
-            building.runs_locally(module, mesh),
-            building.averages_gradients(module),
-        )
-        # FSDP2 casts by itself, where it gathers.
-        self.autocast_dtype = dtype if not isinstance(module, FSDPModule) else None
-        named = list(building.named_tensors(module))
-        self.tensors: list[torch.Tensor] = []
-        self.names: list[tuple[str, int, bool]] = []  # name, index in `tensors`, whether it is a parameter
-        index_by_id: dict[int, int] = {}
-        for name, tensor, is_parameter in named:
-            if id(tensor) not in index_by_id:
-                index_by_id[id(tensor)] = len(self.tensors)
-                self.tensors.append(tensor)
-            self.names.append((name, index_by_id[id(tensor)], is_parameter))
-        is_parameter_at = {index: is_parameter for _, index, is_parameter in self.names}
-        self.trainable_indices = [
-            index for index, tensor in enumerate(self.tensors) if is_parameter_at[index] and tensor.requires_grad
-        ]
-        self._parameter_indices = [index for index in range(len(self.tensors)) if is_parameter_at[index]]
-        self.own_placements = [building.as_dtensor(tensor, mesh).placements for tensor in self.tensors]
-        # DDP's gradients are views of the buckets that its next backward writes to.
-        self.reuses_gradients = bool(options.get("gradient_as_bucket_view"))
-        self.rng_state_after = building.pop_rng_state()
-        self.buffer_indices = [index for index in range(len(self.tensors)) if not is_parameter_at[index]]
-        self._persistent_buffers, self.norm_buffer_indices = self._classify_buffers(index_by_id)
-        # Number and result of the first forward of a kind, until the operation for it arrives.
-        self.first_result: tuple[int, list[Any]] | None = None
-
-    def _classify_buffers(self, index_by_id: dict[int, int]) -> tuple[list[tuple[dict[str, Any], str, int]], set[int]]:
-        """Return the persistent buffers as (dict, name, index), and the indices of the statistics of torch's norms.
-
-        No backward reads such statistics after a forward that changed them.
-        """
-        persistent, norm_indices = [], set()
-        for submodule in self.module.modules():
-            for name, buffer in submodule._buffers.items():
-                if buffer is None or id(buffer) not in index_by_id:
-                    continue
-                if name not in submodule._non_persistent_buffers_set:
-                    persistent.append((submodule._buffers, name, index_by_id[id(buffer)]))
-                if isinstance(submodule, _NormBase):
-                    norm_indices.add(index_by_id[id(buffer)])
-        return persistent, norm_indices
-
-    def check_buffers(self) -> None:
-        """Check that forward did not rebind a buffer.
-
-        Raises:
-            RuntimeError: forward has assigned another tensor to a buffer, which is not visible outside.
-        """
-        for buffer_dict, name, index in self._persistent_buffers:
-            if buffer_dict.get(name) is not self.tensors[index]:
-                buffer_dict[name] = self.tensors[index]
-                raise RuntimeError(
-                    f"forward binds the buffer {name} to a new tensor (self.{name} = ...); the notebook has the one "
-                    f"from before, and would not see it. Write into it instead: self.{name}.copy_(...)"
-                )
-
-    def broadcast_buffers(self, indices: Sequence[int]) -> None:
-        """Copy these buffers from the first rank along the batch axis. Every rank takes part."""
-        if not indices:
-            return
-        local = [self._local_tensor(index) for index in indices]
-        # Summed with zeros, byte by byte: unlike a broadcast, this completes on no rank if one is missing.
-        flat = torch.cat([buffer.contiguous().reshape(-1).view(torch.uint8) for buffer in local])
-        is_first = self.mesh.get_local_rank(self.axis) == 0
-        if not is_first:
-            flat.zero_()
-        dist.all_reduce(flat, group=self.mesh.get_group(self.axis))
-        if is_first:
-            return
-        pieces = torch.split(flat, [buffer.numel() * buffer.element_size() for buffer in local])
-        for index, buffer, piece in zip(indices, local, pieces, strict=True):
-            received = piece.clone().view(buffer.dtype).reshape(buffer.shape)
-            # A norm in eval mode saves its statistics for backward; `.data` hides the write from autograd.
-            (buffer.data if index in self.norm_buffer_indices else buffer).copy_(received)
-
-    def find_changed_buffers(self, before: Sequence[torch.Tensor]) -> list[int]:
-        """Return the indices of buffers that a forward has changed, on this rank or another along the batch axis."""
-        now = [self._local_tensor(index) for index in self.buffer_indices]
-        changed = [not torch.equal(old, new) for old, new in zip(before, now, strict=True)]
-        if self.averages_gradients and changed:
-            flags = torch.tensor(changed, dtype=torch.uint8, device=self.mesh.device_type)
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.mesh.get_group(self.axis))
-            changed = flags.tolist()
-        return [index for index, is_changed in zip(self.buffer_indices, changed, strict=True) if is_changed]
-
-    def clone_buffers(self) -> list[torch.Tensor]:
-        return [self._local_tensor(index).clone() for index in self.buffer_indices]
-
-    def _local_tensor(self, index: int) -> torch.Tensor:
-        buffer = self.tensors[index]
-        return buffer.to_local() if isinstance(buffer, DTensor) else buffer
-
-    def describe(self) -> dict[str, Any]:
-        """Return what the controller must know, as plain data."""
-        dtensors = [building.as_dtensor(tensor, self.mesh) for tensor in self.tensors]
-        return {
-            "names": self.names,
-            "trained": self.trainable_indices,
-            "tensors": [_tensor_meta(tensor) for tensor in dtensors],
-            "local": self.runs_locally,
-            "text": repr(self.module),
-            "numbers": self.rng_state_after,
-            "blocks": sum(isinstance(submodule, FSDPModule) for submodule in self.module.modules()) - 1,
-        }
-
-    def set_trainable(self, indices: Sequence[int]) -> None:
-        """Let exactly these parameters get gradients; the controller, with the optimizer, decides what is frozen."""
-        if list(indices) == self.trainable_indices:
-            return
-        self.trainable_indices = list(indices)
-        for index in self._parameter_indices:
-            self.tensors[index].requires_grad_(index in indices)
-        for submodule in self.module.modules():
-            if isinstance(submodule, FSDPModule):  # gathered parameters change when they are gathered again
-                submodule.reshard()
-        # DDP checks requires_grad only in its constructor.
-        if isinstance(self.module, DistributedDataParallel) and indices:
-            self.module = building.wrap_ddp(self.module.module, self.mesh, self.axis, self.options)
-
-    @contextlib.contextmanager
-    def clean_up_on_error(self) -> Iterator[None]:
-        """Clean up after a forward or a backward that fails.
-
-        Neither gathered parameters nor a gradient that the next backward would add to may remain. An interrupt may have
-        arrived on some ranks only: what they gathered is reset on all ranks together, when their groups are formed
-        again (`ProcessGroups.call_ended`).
-        """
-        try:
-            yield
-        except BaseException as error:
-            if isinstance(error, Exception):
-                reset_interrupted_step(self.module)
-            for tensor in self.tensors:
-                tensor.grad = None
-            if isinstance(error, RuntimeError) and "`find_unused_parameters=True`" in str(error):
-                raise RuntimeError(
-                    "a parameter got no gradient in the step before; where that is as it should be: "
-                    f'meshbook.distribute(..., strategy="ddp", find_unused_parameters=True). {error}'
-                ) from error
-            raise
-
-    def placements_on_axis(self, placement: Placement) -> list[Placement]:
-        """Return the placements with this one on the batch axis and Replicate on every other."""
-        placements: list[Placement] = [Replicate()] * self.mesh.ndim
-        placements[self.axis] = placement
-        return placements
-
-
-RESIDENT_MODULES: weakref.WeakValueDictionary[str, ResidentModule] = weakref.WeakValueDictionary()
-
-
-def build_resident(
-    key: str,
-    source: Any,
-    strategy: Any,
-    dtype: str | None,
-    mesh: Any,
-    axis: str,
-    rng_state: Any,
-    options: Mapping[str, Any],
-    modes: torch_modes.Modes,
-) -> ResidentModule:
-    """Build the module here; it exists as long as the controller retains the returned object."""
-    kind = None if dtype is None else getattr(torch, dtype)
-    with torch_modes.apply_modes(modes):
-        module = building.build(source, strategy, kind, mesh, axis, rng_state, options)
-    resident = RESIDENT_MODULES[key] = ResidentModule(key, module, mesh, axis, kind, options)
-    return resident
-
-
-def describe(resident: ResidentModule) -> dict[str, Any]:
-    return resident.describe()
-
-
-def _find_resident(key: str) -> ResidentModule:
-    found = RESIDENT_MODULES.get(key)
-    if found is None:
-        raise RuntimeError("this module is gone from the ranks: what meshbook.distribute gave was let go of")
-    return found
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Operations
+from meshbook.rank.tensors.resident_module import ResidentModule, find_resident, tensor_meta
 
 
 def module_tensors(key: str) -> list[torch.Tensor]:
@@ -245,7 +37,7 @@ def module_tensors(key: str) -> list[torch.Tensor]:
     The token retains the module until all operations issued before its release have run; the controller's own handle is
     released ahead of them.
     """
-    resident = _find_resident(key)
+    resident = find_resident(key)
     lifetime_token = torch.empty(0, device=resident.mesh.device_type)
     lifetime_token._meshbook_resident = resident  # type: ignore[attr-defined]
     return [*(building.as_dtensor(tensor, resident.mesh) for tensor in resident.tensors), lifetime_token]
@@ -289,7 +81,7 @@ def module_forward(
         The tensors among the outputs, and the graph token last, if there is a graph.
     """
     if trainable_indices is not None:
-        _find_resident(key).set_trainable(trainable_indices)
+        find_resident(key).set_trainable(trainable_indices)
     tensors, _ = _forward(key, training, autocast_dtype, inputs_with_grad, mutated_buffers, seed, args, kwargs)
     got = tuple(tuple(tensor.shape) for tensor in tensors[: len(expected_shapes)])
     if got != expected_shapes:
@@ -318,7 +110,7 @@ def module_first(
     Returns:
         As plain data: which tensors it returns, whether it draws random numbers, which buffers it changes.
     """
-    resident = _find_resident(key)
+    resident = find_resident(key)
     if trainable_indices is not None:
         resident.set_trainable(trainable_indices)
     before = resident.clone_buffers()
@@ -337,22 +129,27 @@ def module_first(
                 ]
     resident.first_result = number, tensors
     outputs = tensors if inputs_with_grad is None else tensors[:-1]
-    return description | {"tensors": [_tensor_meta(tensor) for tensor in outputs], "changed": changed}
+    return description | {"tensors": [tensor_meta(tensor) for tensor in outputs], "changed": changed}
 
 
 def module_first_result(key: str, number: float) -> list[Any]:
     """Return and clear the outputs of `module_first`."""
-    resident = _find_resident(key)
+    resident = find_resident(key)
     first_result, resident.first_result = resident.first_result, None
     if first_result is None or first_result[0] != int(number):
         raise RuntimeError("what this forward gave is gone: a Stop came in between; call the module again")
     return first_result[1]
 
 
-def _tensor_meta(tensor: Any) -> tuple[Any, ...]:
-    """Return what the controller plans with: shape, stride, dtype, placements."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return tuple(tensor.shape), tuple(tensor.stride()), dtype, tuple(tensor.placements)
+@dataclasses.dataclass
+class _OwnInputs:
+    """The arguments of a forward as the module gets them."""
+
+    args: Any = ()
+    kwargs: Any = dataclasses.field(default_factory=dict)
+    is_sharded: bool = False  # whether any input is cut into rows over the batch axis
+    requiring_grad: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    placements: list[list[Placement]] = dataclasses.field(default_factory=list)  # of those that require a gradient
 
 
 def _forward(
@@ -367,70 +164,112 @@ def _forward(
     *,
     is_first: bool = False,
 ) -> tuple[list[Any], dict[str, Any]]:
-    resident = _find_resident(key)
-    module = resident.module
-    if module.training != training:
-        module.train(training)
-    inputs: list[torch.Tensor] = []
-    input_placements: list[list[Placement]] = []
-    is_sharded = False
-    number = -1
+    resident = find_resident(key)
+    if resident.module.training != training:
+        resident.module.train(training)
+    inputs = _own_inputs(resident, inputs_with_grad or (), args, kwargs)
+    dtype = getattr(torch, autocast_dtype) if autocast_dtype is not None else resident.autocast_dtype
+    buffers_to_copy = mutated_buffers if resident.averages_gradients else ()
+    buffers_after_backward: list[int] = []
+    if inputs_with_grad is not None:
+        buffers_after_backward = [index for index in buffers_to_copy if index not in resident.norm_buffer_indices]
+    with resident.clean_up_on_error():
+        if buffers_to_copy and not resident.broadcasts_buffers_itself:
+            resident.broadcast_buffers(buffers_to_copy)
+        with torch.set_grad_enabled(inputs_with_grad is not None), _forward_context(resident, dtype, seed, inputs):
+            rng_states = _rng_states() if is_first else []
+            result = resident.module(*inputs.args, **inputs.kwargs)
+            uses_rng = is_first and not all(map(torch.equal, rng_states, _rng_states()))
+        resident.check_buffers()
+        if training:
+            resident.broadcast_buffers([index for index in buffers_to_copy if index not in buffers_after_backward])
+    outputs = _output_tensors(resident, result)
+    results, output_placements = _wrap_outputs(resident, outputs, inputs.is_sharded)
+    description = {
+        "result": pytree.tree_map(lambda leaf: TENSOR if isinstance(leaf, torch.Tensor) else leaf, result),
+        "differentiable": [output.is_floating_point() or output.is_complex() for output in outputs],
+        "draws": uses_rng,
+    }
+    if inputs_with_grad is None:
+        return results, description
+    graph_token = torch.empty(0, device=resident.mesh.device_type)
+    scale = float(resident.num_shards) if resident.runs_locally and inputs.is_sharded else 1.0
+    graph_token._meshbook_graph = _SavedForward(  # type: ignore[attr-defined]
+        outputs,
+        output_placements,
+        inputs.requiring_grad,
+        inputs.placements,
+        scale,
+        buffers_after_backward if training else (),
+    )
+    return [*results, graph_token], description
+
+
+def _own_inputs(resident: ResidentModule, with_grad: Sequence[int], args: Any, kwargs: Any) -> _OwnInputs:
+    """Convert the arguments to this rank's rows or to DTensors without history, as the module takes them."""
+    inputs = _OwnInputs()
+    numbers = itertools.count()
 
     def to_own_input(leaf: Any) -> Any:
-        nonlocal is_sharded, number
         if not isinstance(leaf, DTensor):
             return leaf
-        number += 1
+        number = next(numbers)
         if resident.runs_locally:
-            is_sharded = is_sharded or leaf.placements[resident.axis].is_shard()
+            inputs.is_sharded = inputs.is_sharded or leaf.placements[resident.axis].is_shard()
             own_input, placements = _local_rows(resident, leaf, number)
         else:
             own_input, placements = leaf.detach(), list(leaf.placements)
-        if inputs_with_grad is not None and number in inputs_with_grad:
+        if number in with_grad:
             own_input = own_input.detach().requires_grad_()
-            inputs.append(own_input)
-            input_placements.append(placements)
+            inputs.requiring_grad.append(own_input)
+            inputs.placements.append(placements)
         return own_input
 
-    args, kwargs = pytree.tree_map(to_own_input, (args, kwargs))
-    device = resident.mesh.device_type
-    dtype = getattr(torch, autocast_dtype) if autocast_dtype is not None else resident.autocast_dtype
-    autocast_context = torch.autocast(device, dtype=dtype) if dtype is not None else contextlib.nullcontext()
-    rng_context: Any = contextlib.nullcontext()
-    if seed is not None:  # different rows draw different numbers, ranks with the same rows draw the same
-        shard_index = resident.mesh.get_local_rank(resident.axis) if is_sharded else 0
-        rng_context = dtensor_patches.fork_rng_with_seed(dtensor_patches.mix_seed(int(seed), shard_index))
-    buffers_to_copy = mutated_buffers if resident.averages_gradients else ()
-    buffers_after_backward = (
-        [shard_index for shard_index in buffers_to_copy if shard_index not in resident.norm_buffer_indices]
-        if inputs_with_grad is not None
-        else []
-    )
-    uses_rng = False
-    with resident.clean_up_on_error():
-        if buffers_to_copy and not (isinstance(module, DistributedDataParallel) and module.broadcast_buffers):
-            resident.broadcast_buffers(buffers_to_copy)
-        with torch.set_grad_enabled(inputs_with_grad is not None), autocast_context, rng_context:
-            rng_states = [source.get_state() for source in dtensor_patches.generators()] if is_first else []
-            result = module(*args, **kwargs)
-            if is_first:
-                uses_rng = not all(
-                    map(torch.equal, rng_states, (source.get_state() for source in dtensor_patches.generators()))
-                )
-        resident.check_buffers()
-        if training:
-            resident.broadcast_buffers(
-                [shard_index for shard_index in buffers_to_copy if shard_index not in buffers_after_backward]
-            )
+    inputs.args, inputs.kwargs = pytree.tree_map(to_own_input, (args, kwargs))
+    return inputs
+
+
+@contextlib.contextmanager
+def _forward_context(
+    resident: ResidentModule, dtype: torch.dtype | None, seed: float | None, inputs: _OwnInputs
+) -> Iterator[None]:
+    """Apply autocast and the seed of a forward."""
+    with contextlib.ExitStack() as stack:
+        if dtype is not None:
+            stack.enter_context(torch.autocast(resident.mesh.device_type, dtype=dtype))
+        if seed is not None:  # different rows draw different numbers, ranks with the same rows draw the same
+            shard_index = resident.mesh.get_local_rank(resident.axis) if inputs.is_sharded else 0
+            mixed = dtensor_patches.mix_seed(int(seed), shard_index)
+            stack.enter_context(dtensor_patches.fork_rng_with_seed(mixed))
+        yield
+
+
+def _rng_states() -> list[torch.Tensor]:
+    return [source.get_state() for source in dtensor_patches.generators()]
+
+
+def _output_tensors(resident: ResidentModule, result: Any) -> list[Any]:
+    """Return the tensors among what forward returned.
+
+    Raises:
+        TypeError: it contains an object in which tensors cannot be found.
+    """
     flat = pytree.tree_leaves(result)
-    outputs: list[Any] = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
-    if resident.runs_locally:  # DTensors of a submesh
-        outputs = [output.full_tensor() if isinstance(output, DTensor) else output for output in outputs]
     if unsupported := [leaf for leaf in flat if not isinstance(leaf, (torch.Tensor, int, float, str, type(None)))]:
         raise TypeError(
             f"the module's forward gave a {type(unsupported[0]).__name__}, in which tensors cannot be told; return "
             "tensors, or tuples, lists and dicts of them"
         )
+    outputs: list[Any] = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
+    if resident.runs_locally:  # DTensors of a submesh
+        outputs = [output.full_tensor() if isinstance(output, DTensor) else output for output in outputs]
+    return outputs
+
+
+def _wrap_outputs(
+    resident: ResidentModule, outputs: Sequence[Any], is_sharded: bool
+) -> tuple[list[Any], list[list[Placement] | None]]:
+    """Return the outputs as DTensors without history, and the placements of those that were local."""
     results: list[Any] = []
     output_placements: list[list[Placement] | None] = []
     for output in outputs:
@@ -441,19 +280,7 @@ def _forward(
         placements = resident.placements_on_axis(_output_placement(output, is_sharded))
         results.append(DTensor.from_local(output.detach(), resident.mesh, placements, run_check=False))
         output_placements.append(placements)
-    description = {
-        "result": pytree.tree_map(lambda leaf: TENSOR if isinstance(leaf, torch.Tensor) else leaf, result),
-        "differentiable": [output.is_floating_point() or output.is_complex() for output in outputs],
-        "draws": uses_rng,
-    }
-    if inputs_with_grad is None:
-        return results, description
-    graph_token = torch.empty(0, device=resident.mesh.device_type)
-    scale = float(resident.num_shards) if resident.runs_locally and is_sharded else 1.0
-    graph_token._meshbook_graph = _SavedForward(  # type: ignore[attr-defined]
-        outputs, output_placements, inputs, input_placements, scale, buffers_after_backward if training else ()
-    )
-    return [*results, graph_token], description
+    return results, output_placements
 
 
 def _local_rows(resident: ResidentModule, leaf: DTensor, at: int) -> tuple[torch.Tensor, list[Placement]]:
@@ -517,7 +344,7 @@ def module_backward(
     if computed is not None:
         del graph_token._meshbook_gradients
     inputs, grads_by_index = computed or _backward(key, grads, output_indices, graph_token)
-    resident = _find_resident(key)
+    resident = find_resident(key)
     unexpected = [
         index for index in resident.trainable_indices if (grads_by_index[index] is None) == (index in params_with_grad)
     ]
@@ -543,7 +370,7 @@ def module_params_with_grad(
 def _backward(
     key: str, grads: Sequence[Any], output_indices: Sequence[int], graph_token: Any
 ) -> tuple[list[Any], dict[int, Any]]:
-    resident = _find_resident(key)
+    resident = find_resident(key)
     saved: _SavedForward | None = getattr(graph_token, "_meshbook_graph", None)
     if saved is None:
         raise RuntimeError("this module's graph has been used by an earlier backward(); run its forward again")

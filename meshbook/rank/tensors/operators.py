@@ -250,6 +250,15 @@ def redistribute(tensor: DTensor, placements: Sequence[Any]) -> DTensor:
     return tensor.redistribute(placements=list(placements), async_op=True)
 
 
+def replicate_partials(tensor: DTensor) -> DTensor:
+    """Reduce the partial placements of a tensor, if it has any. Every rank takes part."""
+    if not any(placement.is_partial() for placement in tensor.placements):
+        return tensor
+    return tensor.redistribute(
+        placements=[Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+    )
+
+
 def to_partial(tensor: DTensor, mesh: Any, placements: Sequence[Any]) -> DTensor:
     """Convert replicated axes to partial ones (of a sum, mean or maximum)."""
     local = wait_local_tensor(tensor)

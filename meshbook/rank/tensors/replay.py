@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,21 +21,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from meshbook.rank.tensors import engine
 from meshbook.rank.tensors.agreement import BEGIN, END
-from meshbook.rank.tensors.engine import CompiledTemplate
-from meshbook.rank.tensors.lowering import (
-    GENERATED_FILE,
-    CannotLower,
-    Lowered,
-    Lowering,
-    is_same_number,
-    wait_local_tensor,
-)
+from meshbook.rank.tensors.lowering import CannotLower, Lowering, is_same_number, wait_local_tensor
+from meshbook.rank.tensors.lowering_codegen import GENERATED_FILE, Lowered
 from meshbook.rank.tensors.operators import FUNCTIONS, TemplateMessage
+from meshbook.rank.tensors.templates import CompiledTemplate, display_name
 from meshbook.wire.messages import Frame
 
 # Meshbook's functions that become opaque calls: modules, functions that wait for their collective other than by an
-# operation, and functions whose data comes from elsewhere.
-_OPAQUE_FUNCTIONS = ("meshbook::module", "meshbook::slice_local", "meshbook::fed", "meshbook::set_modes", BEGIN, END)
+# operation, and those that set something for the operations after them.
+_OPAQUE_FUNCTIONS = ("meshbook::module", "meshbook::slice_local", "meshbook::set_modes", BEGIN, END)
 
 # Repeated lowerings after more numbers turned out to vary; a step that still differs is replayed op by op.
 _MAX_LOWERINGS = 4
@@ -142,20 +136,13 @@ class StepReplayer:
         self._call_op(op, [values[index] for index in op.inputs], floats, values)
 
     def _call_op(self, op: RecordedOp, inputs: list[Any], floats: Sequence[float], values: dict[int, Any]) -> None:
-        template = self.templates[op.template]
         own_floats = floats[op.first_float : op.first_float + op.num_floats]
-        args, kwargs = template.build_args(inputs, own_floats)
-        result = (
-            _call_seeded(template, args, kwargs, int(own_floats[-1]))
-            if template.seeded
-            else template.call(*args, **kwargs)
-        )
-        if template.num_new:
-            if template.returns == "one":
-                values[op.outputs[0]] = result
-            else:
-                for index_of_value, index in zip(op.outputs, template.new_outputs, strict=True):
-                    values[index_of_value] = result[index]
+        template = self.templates[op.template]
+        result = template.run(inputs, own_floats)
+        if template.returns_one:
+            values[op.outputs[0]] = result
+        else:
+            template.store(result, op.outputs, values)
 
     # ---- lowering
 
@@ -304,7 +291,7 @@ def _current_op(generated_line: int) -> tuple[str, Frame | None]:
     )
     if replayer is None or index is None or index >= len(replayer.recorded.frames):
         return "a recorded step", None
-    name = engine.display_name(replayer.templates[replayer.recorded.ops[index].template].name)
+    name = display_name(replayer.templates[replayer.recorded.ops[index].template].name)
     return f"{name} of a recorded step", replayer.recorded.frames[index]
 
 
@@ -327,8 +314,3 @@ def describe_replayers() -> dict[str, dict[str, Any]]:
 engine.GENERATED_CODE[GENERATED_FILE] = _current_op
 FUNCTIONS["replay"] = replay
 FUNCTIONS["forget_replay"] = forget_replay
-
-
-def _call_seeded(template: CompiledTemplate, args: Any, kwargs: Any, seed: int) -> Any:
-    call: Callable[..., Any] = engine._call_seeded
-    return call(template, args, kwargs, seed, None)

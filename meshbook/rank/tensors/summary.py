@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
+
+from meshbook.rank.tensors.operators import replicate_partials
 
 
 def summarize(tensor: Any) -> tuple[int, int, float, float, float]:
@@ -15,10 +17,7 @@ def summarize(tensor: Any) -> tuple[int, int, float, float, float]:
     are in double precision.
     """
     if isinstance(tensor, DTensor):
-        if any(placement.is_partial() for placement in tensor.placements):
-            reduced = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
-            tensor = tensor.redistribute(placements=reduced)
-        tensor = tensor.to_local()
+        tensor = replicate_partials(tensor).to_local()
     piece = tensor.detach()
     if piece.is_complex():
         piece = piece.abs()

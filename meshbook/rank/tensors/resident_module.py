@@ -1,0 +1,225 @@
+"""A module that lives on this rank: its tensors, and what keeps its buffers and gradients right on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
+
+from meshbook.rank.interrupted_steps import reset_interrupted_step
+from meshbook.rank.tensors import building
+from meshbook.rank.tensors import modes as torch_modes
+
+
+class ResidentModule:
+    """A module on this rank."""
+
+    def __init__(
+        self,
+        key: str,
+        module: nn.Module,
+        mesh: Any,
+        axis: str,
+        dtype: torch.dtype | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.key, self.module, self.mesh, self.options = key, module, mesh, options
+        self.axis = mesh.mesh_dim_names.index(axis)
+        self.num_shards = mesh.size(self.axis)
+        self.runs_locally, self.averages_gradients = (
+            building.runs_locally(module, mesh),
+            building.averages_gradients(module),
+        )
+        # FSDP2 casts by itself, where it gathers.
+        self.autocast_dtype = dtype if not isinstance(module, FSDPModule) else None
+        named = list(building.named_tensors(module))
+        self.tensors: list[torch.Tensor] = []
+        self.names: list[tuple[str, int, bool]] = []  # name, index in `tensors`, whether it is a parameter
+        index_by_id: dict[int, int] = {}
+        for name, tensor, is_parameter in named:
+            if id(tensor) not in index_by_id:
+                index_by_id[id(tensor)] = len(self.tensors)
+                self.tensors.append(tensor)
+            self.names.append((name, index_by_id[id(tensor)], is_parameter))
+        is_parameter_at = {index: is_parameter for _, index, is_parameter in self.names}
+        self.trainable_indices = [
+            index for index, tensor in enumerate(self.tensors) if is_parameter_at[index] and tensor.requires_grad
+        ]
+        self._parameter_indices = [index for index in range(len(self.tensors)) if is_parameter_at[index]]
+        self.own_placements = [building.as_dtensor(tensor, mesh).placements for tensor in self.tensors]
+        # DDP's gradients are views of the buckets that its next backward writes to.
+        self.reuses_gradients = bool(options.get("gradient_as_bucket_view"))
+        self.rng_state_after = building.pop_rng_state()
+        self.buffer_indices = [index for index in range(len(self.tensors)) if not is_parameter_at[index]]
+        self._persistent_buffers, self.norm_buffer_indices = self._classify_buffers(index_by_id)
+        # Number and result of the first forward of a kind, until the operation for it arrives.
+        self.first_result: tuple[int, list[Any]] | None = None
+
+    def _classify_buffers(self, index_by_id: dict[int, int]) -> tuple[list[tuple[dict[str, Any], str, int]], set[int]]:
+        """Return the persistent buffers as (dict, name, index), and the indices of the statistics of torch's norms.
+
+        No backward reads such statistics after a forward that changed them.
+        """
+        persistent, norm_indices = [], set()
+        for submodule in self.module.modules():
+            for name, buffer in submodule._buffers.items():
+                if buffer is None or id(buffer) not in index_by_id:
+                    continue
+                if name not in submodule._non_persistent_buffers_set:
+                    persistent.append((submodule._buffers, name, index_by_id[id(buffer)]))
+                if isinstance(submodule, _NormBase):
+                    norm_indices.add(index_by_id[id(buffer)])
+        return persistent, norm_indices
+
+    def check_buffers(self) -> None:
+        """Check that forward did not rebind a buffer.
+
+        Raises:
+            RuntimeError: forward has assigned another tensor to a buffer, which is not visible outside.
+        """
+        for buffer_dict, name, index in self._persistent_buffers:
+            if buffer_dict.get(name) is not self.tensors[index]:
+                buffer_dict[name] = self.tensors[index]
+                raise RuntimeError(
+                    f"forward binds the buffer {name} to a new tensor (self.{name} = ...); the notebook has the one "
+                    f"from before, and would not see it. Write into it instead: self.{name}.copy_(...)"
+                )
+
+    def broadcast_buffers(self, indices: Sequence[int]) -> None:
+        """Copy these buffers from the first rank along the batch axis. Every rank takes part."""
+        if not indices:
+            return
+        local = [self._local_tensor(index) for index in indices]
+        # Summed with zeros, byte by byte: unlike a broadcast, this completes on no rank if one is missing.
+        flat = torch.cat([buffer.contiguous().reshape(-1).view(torch.uint8) for buffer in local])
+        is_first = self.mesh.get_local_rank(self.axis) == 0
+        if not is_first:
+            flat.zero_()
+        dist.all_reduce(flat, group=self.mesh.get_group(self.axis))
+        if is_first:
+            return
+        pieces = torch.split(flat, [buffer.numel() * buffer.element_size() for buffer in local])
+        for index, buffer, piece in zip(indices, local, pieces, strict=True):
+            received = piece.clone().view(buffer.dtype).reshape(buffer.shape)
+            # A norm in eval mode saves its statistics for backward; `.data` hides the write from autograd.
+            (buffer.data if index in self.norm_buffer_indices else buffer).copy_(received)
+
+    def find_changed_buffers(self, before: Sequence[torch.Tensor]) -> list[int]:
+        """Return the indices of buffers that a forward has changed, on this rank or another along the batch axis."""
+        now = [self._local_tensor(index) for index in self.buffer_indices]
+        changed = [not torch.equal(old, new) for old, new in zip(before, now, strict=True)]
+        if self.averages_gradients and changed:
+            flags = torch.tensor(changed, dtype=torch.uint8, device=self.mesh.device_type)
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.mesh.get_group(self.axis))
+            changed = flags.tolist()
+        return [index for index, is_changed in zip(self.buffer_indices, changed, strict=True) if is_changed]
+
+    @property
+    def broadcasts_buffers_itself(self) -> bool:
+        return isinstance(self.module, DistributedDataParallel) and bool(self.module.broadcast_buffers)
+
+    def clone_buffers(self) -> list[torch.Tensor]:
+        return [self._local_tensor(index).clone() for index in self.buffer_indices]
+
+    def _local_tensor(self, index: int) -> torch.Tensor:
+        buffer = self.tensors[index]
+        return buffer.to_local() if isinstance(buffer, DTensor) else buffer
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the controller must know, as plain data."""
+        dtensors = [building.as_dtensor(tensor, self.mesh) for tensor in self.tensors]
+        return {
+            "names": self.names,
+            "trained": self.trainable_indices,
+            "tensors": [tensor_meta(tensor) for tensor in dtensors],
+            "local": self.runs_locally,
+            "text": repr(self.module),
+            "numbers": self.rng_state_after,
+            "blocks": sum(isinstance(submodule, FSDPModule) for submodule in self.module.modules()) - 1,
+        }
+
+    def set_trainable(self, indices: Sequence[int]) -> None:
+        """Let exactly these parameters get gradients; the controller, with the optimizer, decides what is frozen."""
+        if list(indices) == self.trainable_indices:
+            return
+        self.trainable_indices = list(indices)
+        for index in self._parameter_indices:
+            self.tensors[index].requires_grad_(index in indices)
+        for submodule in self.module.modules():
+            if isinstance(submodule, FSDPModule):  # gathered parameters change when they are gathered again
+                submodule.reshard()
+        # DDP checks requires_grad only in its constructor.
+        if isinstance(self.module, DistributedDataParallel) and indices:
+            self.module = building.wrap_ddp(self.module.module, self.mesh, self.axis, self.options)
+
+    @contextlib.contextmanager
+    def clean_up_on_error(self) -> Iterator[None]:
+        """Clean up after a forward or a backward that fails.
+
+        Neither gathered parameters nor a gradient that the next backward would add to may remain. An interrupt may have
+        arrived on some ranks only: what they gathered is reset on all ranks together, when their groups are formed
+        again (`ProcessGroups.call_ended`).
+        """
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, Exception):
+                reset_interrupted_step(self.module)
+            for tensor in self.tensors:
+                tensor.grad = None
+            if isinstance(error, RuntimeError) and "`find_unused_parameters=True`" in str(error):
+                raise RuntimeError(
+                    "a parameter got no gradient in the step before; where that is as it should be: "
+                    f'meshbook.distribute(..., strategy="ddp", find_unused_parameters=True). {error}'
+                ) from error
+            raise
+
+    def placements_on_axis(self, placement: Placement) -> list[Placement]:
+        """Return the placements with this one on the batch axis and Replicate on every other."""
+        placements: list[Placement] = [Replicate()] * self.mesh.ndim
+        placements[self.axis] = placement
+        return placements
+
+
+RESIDENT_MODULES: weakref.WeakValueDictionary[str, ResidentModule] = weakref.WeakValueDictionary()
+
+
+def build_resident(
+    key: str,
+    source: Any,
+    strategy: Any,
+    dtype: str | None,
+    mesh: Any,
+    axis: str,
+    rng_state: Any,
+    options: Mapping[str, Any],
+    modes: torch_modes.Modes,
+) -> ResidentModule:
+    """Build the module here; it exists as long as the controller retains the returned object."""
+    kind = None if dtype is None else getattr(torch, dtype)
+    with torch_modes.apply_modes(modes):
+        module = building.build(source, strategy, kind, mesh, axis, rng_state, options)
+    resident = RESIDENT_MODULES[key] = ResidentModule(key, module, mesh, axis, kind, options)
+    return resident
+
+
+def find_resident(key: str) -> ResidentModule:
+    found = RESIDENT_MODULES.get(key)
+    if found is None:
+        raise RuntimeError("this module is gone from the ranks: what meshbook.distribute gave was let go of")
+    return found
+
+
+def tensor_meta(tensor: Any) -> tuple[Any, ...]:
+    """Return what the controller plans with: shape, stride, dtype, placements."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return tuple(tensor.shape), tuple(tensor.stride()), dtype, tuple(tensor.placements)
