@@ -49,7 +49,7 @@ PURE := tests/diagnose tests/fold tests/test_ids.py tests/test_mesh_axes.py test
 	$(addprefix tests/supervisor/test_,snapshot_requests.py stalls.py state.py) \
 	$(addprefix tests/wire/test_,codec.py crash_log.py keys.py loop.py rate_limited_log.py) \
 	$(addprefix tests/rank/test_,blas.py capture.py expressions.py main.py namespace.py ring.py service.py) \
-	$(addprefix tests/host/test_,beats.py cores.py gpus.py) \
+	$(addprefix tests/host/test_,beats.py cores.py gpus.py ledger.py) \
 	$(addprefix tests/controller/test_,connection.py console.py tables.py)
 # ... and what they need.
 PURE_NEEDS := pyzmq msgspec cloudpickle psutil numpy ipython nvidia-ml-py pytest pytest-timeout hypothesis

@@ -81,6 +81,7 @@ CONFINED = {
 
 # Modules that decide and do not act: a test drives them without a process, a socket or a clock of their own.
 PURE = (
+    "host.instructions", "host.ledger", "host.open_calls", "host.rank_record", "host.stop_escalation",
     "ids", "errors", "mesh_axes", "placement", "wire.messages", "wire.codec", "fold", "diagnose", "supervisor.state",
     "supervisor.monitoring", "supervisor.snapshot_requests", "supervisor.series", "supervisor.stalls",
     "supervisor.telemetry",

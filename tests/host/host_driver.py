@@ -137,7 +137,7 @@ class HostDriver:
         return {snapshot.rank: snapshot for snapshot in taken.snapshots}
 
     def pid(self, rank: int) -> int:
-        child = self.agent._ranks[rank].process
+        child = self.agent._processes.get(rank)
         assert child is not None
         return child.pid
 
@@ -145,7 +145,7 @@ class HostDriver:
         ended: list[bool] = []
         for rank in self.ranks:
             with contextlib.suppress(OSError, AssertionError):
-                if self.agent._ranks[rank].exit_reason is None:
+                if self.agent.ledger.ranks[rank].exit_reason is None:
                     os.kill(self.pid(rank), signal.SIGCONT)
         self.agent.stop(0.5, lambda: ended.append(True))
         self.wait_until(lambda: ended)

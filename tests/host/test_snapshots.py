@@ -259,7 +259,7 @@ def test_how_ranks_ended_is_told_also_when_they_die_while_they_are_looked_at(mon
         assert (taken[0].source, taken[3].source) == ("inside", "inside")
         for told in taken[1:3]:  # as it was, or as it ended: whichever was seen first
             assert told.source == "outside" or told.exited is not None or "ended" in (told.problem or "")
-        own.wait_until(lambda: own.agent._ranks[1].exit_reason and own.agent._ranks[2].exit_reason)
+        own.wait_until(lambda: own.agent.ledger.ranks[1].exit_reason and own.agent.ledger.ranks[2].exit_reason)
         told = own.take_snapshots()[2]
         assert told.exited is not None
         assert (told.exited.signal, told.exited.oom_killed, told.source) == (signal.SIGKILL, False, "none")
@@ -267,12 +267,12 @@ def test_how_ranks_ended_is_told_also_when_they_die_while_they_are_looked_at(mon
 
         kills[0] = 4  # as the kernel counts when it is out of memory
         os.kill(own.pid(3), signal.SIGKILL)
-        own.wait_until(lambda: own.agent._ranks[3].exit_reason)
+        own.wait_until(lambda: own.agent.ledger.ranks[3].exit_reason)
         told = own.take_snapshots()[3]
         assert told.exited is not None
         assert told.process is not None
         assert (told.exited.oom_killed, told.process.oom_killed) == (True, True)
-        lost = own.agent._ranks[3].exit_reason
+        lost = own.agent.ledger.ranks[3].exit_reason
         assert lost == "was killed by SIGKILL because the host ran out of memory"
 
         own.send(messages.KillRanks(call=own.new_call_id(), ranks=(0,), signal=9))  # type: ignore[arg-type]

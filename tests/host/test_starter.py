@@ -12,7 +12,9 @@ import pytest
 import zmq
 
 from meshbook.host import starter as starters
-from meshbook.host.agent import HostAgent, _read_tail, num_unread_bytes
+from meshbook.host.agent import HostAgent, num_unread_bytes
+from meshbook.host.launcher import _read_tail
+from meshbook.host.rank_record import RankRecord
 from meshbook.host.starter import ForkStarter, FreshStarter, RankProcess, make_pipe
 from meshbook.wire import messages, spawn
 from meshbook.wire.loop import Loop
@@ -22,7 +24,7 @@ from tests.host.host_driver import running_host
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_ranks_that_end_with_their_fork_server_say_so(number: signal.Signals) -> None:
     with running_host(2) as started:
-        server = started.agent._starter
+        server = started.agent.launcher.starter
         assert isinstance(server, ForkStarter)
         assert server._process is not None
         call = started.start_cell_and_wait("import time\ntime.sleep(1000)")
@@ -50,7 +52,7 @@ def test_a_fork_server_whose_imports_have_started_a_thread_forks_nothing_and_the
     (tmp_path / "sitecustomize.py").write_text(_THREAD_AT_IMPORT)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
     with running_host(2) as started:
-        assert isinstance(started.agent._starter, FreshStarter)
+        assert isinstance(started.agent.launcher.starter, FreshStarter)
         call = started.start_cell("rank")
         finished = started.wait_for(messages.CallFinished, call)
         said = [report.items for report in started.reports if isinstance(report, messages.CallOutput)]
@@ -174,7 +176,7 @@ def test_a_rank_that_goes_on_reporting_does_not_hold_up_the_news_of_anothers_end
 ) -> None:
     with zmq.Context() as context:
         agent = HostAgent(Loop(), context, tmp_path, "token", 0, lambda report: None)
-        agent._ranks = {0: None, 1: None}  # type: ignore[dict-item]
+        agent.ledger.ranks.update({rank: RankRecord(rank) for rank in range(2)})
         heard: list[object] = []
         monkeypatch.setattr(agent, "_on_message", lambda socket, frames: heard.append(frames) or 1 / 0)
         for socket in ("_work", "_service"):

@@ -1,0 +1,264 @@
+"""What a host knows of its ranks and calls, and what follows from each event. Pure: no socket, process or clock.
+
+Every event is a method that takes the time `now` (seconds, monotonic) and returns instructions, which the agent
+(`host/agent.py`) carries out in order. A rank gets one main-thread command at a time: the ledger holds the queue, so an
+interrupt goes to a process whose current command is known, and never hits the next cell.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from typing import Any
+
+from meshbook.host.instructions import Instructions, SendReport, SendService, SendWork, SetAlarm
+from meshbook.host.open_calls import OpenCalls
+from meshbook.host.rank_record import HEARTBEAT_S, QueuedCommand, RankRecord
+from meshbook.host.stop_escalation import StopEscalation
+from meshbook.ids import Ranks
+from meshbook.wire import codec, messages
+from meshbook.wire.messages import Outcome
+
+# Seconds a query (completion, inspection) waits for ranks that keep the GIL.
+_QUERY_TIMEOUT_S = 1.0
+# Seconds without a heartbeat (they arrive every second) before a rank counts as silent ...
+_SILENT_AFTER_S = 5.0
+# ... and before its output is read for it, and a rank with actors that are ending is not waited for.
+_OVERDUE_AFTER_S = 2 * HEARTBEAT_S
+
+
+class HostLedger:
+    """The ranks of one host, their queues, and the calls that are open on them."""
+
+    def __init__(self, *, mergeable: bool) -> None:
+        """mergeable: other hosts' output will be folded with ours."""
+        self.ranks: dict[int, RankRecord] = {}
+        self.calls = OpenCalls(mergeable=mergeable)
+        self.stops = StopEscalation(self.ranks, self.calls)
+
+    def local(self, ranks: Ranks) -> Ranks:
+        return tuple(rank for rank in ranks if rank in self.ranks)
+
+    def living(self, ranks: Iterable[int] | None = None) -> list[RankRecord]:
+        """The ranks that have not ended, of these or of all."""
+        records = self.ranks.values() if ranks is None else [self.ranks[rank] for rank in ranks if rank in self.ranks]
+        return [record for record in records if record.exit_reason is None]
+
+    # ---- commands
+
+    def enqueue(self, command: Any, body: bytes, now: float, *, urgent: bool = False) -> Instructions:
+        """Open a call of the ranks' main threads; each rank runs it when it has run what is queued before it."""
+        ranks = self.local(command.ranks)
+        pending = self.calls.open(command, ranks, now)
+        queued = QueuedCommand(command.call, body)
+        todo: Instructions = []
+        for record in map(self.ranks.__getitem__, ranks):
+            if record.exit_reason is not None:
+                pending.record(record.rank, record.lost_outcome())
+                continue
+            (record.queue.appendleft if urgent else record.queue.append)(queued)
+            todo += self._dispatch_next(record, now)
+        return todo + self.calls.finish_if_complete(pending, now)
+
+    def query(self, command: Any, body: bytes, now: float) -> Instructions:
+        """Open a call of the ranks' service threads, which ends without those that do not reply in time."""
+        ranks = self.local(command.ranks)
+        pending = self.calls.open(command, ranks, now)
+        todo: Instructions = []
+        for record in map(self.ranks.__getitem__, ranks):
+            if record.exit_reason is None:
+                todo += record.to_service(body)
+                record.has_actors |= isinstance(command, messages.OpenActors)
+            else:
+                pending.record(record.rank, record.lost_outcome())
+        todo += self.calls.finish_if_complete(pending, now)
+        return [*todo, SetAlarm(_QUERY_TIMEOUT_S, lambda then: self.calls.skip_waiting(command.call, then))]
+
+    def forward_to_services(self, ranks: Ranks, body: bytes) -> Instructions:
+        return [instruction for record in self.living(ranks) for instruction in record.to_service(body)]
+
+    def reply_to_input(self, command: messages.InputReply, body: bytes) -> Instructions:
+        """Pass on what was typed, if the rank still runs the command that asked for it."""
+        record = self.ranks.get(command.rank)
+        if record is None or record.running is None or record.running.call != command.target:
+            return []
+        return [SendWork(record.rank, body)]
+
+    def signal_ranks(self, ranks: Ranks, number: int) -> Instructions:
+        return [instruction for record in self.living(ranks) for instruction in record.to_signal(number)]
+
+    def request_exit(self) -> Instructions:
+        """Ask every rank to end; commands that wait are dropped."""
+        body = codec.encode_body(messages.Exit())
+        todo: Instructions = []
+        for record in self.living():
+            record.queue.clear()
+            if record.running is None and record.work_ready:
+                todo.append(SendWork(record.rank, body))
+            else:
+                todo += record.to_service(body)
+        return todo
+
+    def kill_all(self, now: float, *, spare_actors: bool = False) -> Instructions:
+        """Kill the ranks that have not ended; `spare_actors`: not those whose actors end and that send heartbeats."""
+        return [
+            instruction
+            for record in self.living()
+            if not (spare_actors and record.has_actors and not record.is_heartbeat_older(_OVERDUE_AFTER_S, now))
+            for instruction in record.to_signal(signal.SIGKILL)
+        ]
+
+    # ---- reports of ranks
+
+    def socket_ready(self, rank: int, *, work: bool, device: str, now: float) -> Instructions:
+        """A rank has shown the token on its work socket, or on its service socket."""
+        record = self.ranks[rank]
+        record.device = device
+        if work:
+            record.work_ready = True
+        else:
+            record.service_ready = True
+        todo: Instructions = []
+        if record.service_ready:
+            backlog, record.service_backlog = record.service_backlog, []
+            todo += [SendService(rank, body) for body in backlog]
+        return todo + self._dispatch_next(record, now)
+
+    def output_received(self, message: messages.RankOutput, now: float) -> Instructions:
+        """Fold a rank's output in the order in which it was printed: its pieces come on two sockets."""
+        record = self.ranks[message.rank]
+        record.early_outputs[message.seq] = message
+        todo: Instructions = []
+        while (piece := record.early_outputs.pop(record.num_outputs + 1, None)) is not None:
+            record.num_outputs += 1
+            todo += self._fold(record, piece.call, piece.items, now)
+        if record.pending_finish is not None and record.pending_finish.last_output_seq <= record.num_outputs:
+            todo += self.finish_pending(record.rank, now)
+        return todo
+
+    def rank_finished(self, message: messages.RankFinished, now: float) -> Instructions:
+        """A rank has run its command; the outcome counts when all output that was printed before it is here."""
+        record = self.ranks[message.rank]
+        if message.last_output_seq > record.num_outputs:
+            record.pending_finish = message
+            return []
+        todo: Instructions = []
+        if message.released_segments:
+            todo.append(SendReport(messages.SegmentsReleased(rank=message.rank, segments=message.released_segments)))
+        if message.items:
+            todo += self._fold(record, message.call, message.items, now)
+        if record.running is not None and record.running.call == message.call:
+            record.running = None
+        pending = self.calls.get(message.call)
+        if pending is not None:
+            pending.seconds[message.rank] = message.seconds
+        todo += self.calls.finish_rank(message.call, message.rank, message.outcome, now)
+        if message.outcome.status != "ok":
+            todo += self.calls.failed_on(message.call)
+        return todo + self._dispatch_next(record, now)
+
+    def finish_pending(self, rank: int, now: float) -> Instructions:
+        """Take the outcome that waited for output, which has arrived, or will not because the rank has ended."""
+        record = self.ranks[rank]
+        if record.pending_finish is None:
+            return []
+        finish, record.pending_finish = record.pending_finish, None
+        record.num_outputs = max(record.num_outputs, finish.last_output_seq)
+        return self.rank_finished(finish, now)
+
+    def rank_replied(self, message: messages.RankReply, now: float) -> Instructions:
+        return self.calls.finish_rank(message.call, message.rank, Outcome(status="ok", reply=message.content), now)
+
+    def heartbeat_received(self, message: messages.RankHeartbeat, now: float) -> Instructions:
+        record = self.ranks[message.rank]
+        record.heartbeat, record.heartbeat_at = message, now
+        if message.released_segments:
+            return [SendReport(messages.SegmentsReleased(rank=message.rank, segments=message.released_segments))]
+        return []
+
+    def service_failed(self, message: messages.ServiceFailed, now: float) -> Instructions:
+        """Report the error in the output of the running call, or of the next one; put the traceback into the log."""
+        record = self.ranks[message.rank]
+        record.log.append(message.traceback)
+        text = (
+            f"an error in Meshbook's own thread on this rank, {message.activity}: {message.error}. The rank goes on; "
+        )
+        record.pending_notices.append(messages.Notice(text + "the traceback is in %mesh logs"))
+        return [] if record.running is None else self._fold_pending_notices(record, record.running, now)
+
+    def text_read(self, rank: int, text: messages.Text, now: float) -> Instructions:
+        """Text was read from the rank's pipes, because it cannot send it: it belongs to the command that ran last."""
+        record = self.ranks[rank]
+        call = record.running.call if record.running is not None else record.last_call
+        return self._fold(record, call, (text,), now)
+
+    def rank_lost(self, rank: int, now: float) -> Instructions:
+        """A rank has ended (`exit_reason` says how), and all that it has sent has been handled."""
+        record = self.ranks[rank]
+        record.running = None
+        record.queue.clear()
+        todo: Instructions = []
+        for pending in self.calls.of_rank(rank):
+            pending.record(rank, record.lost_outcome())
+            todo += self.calls.finish_if_complete(pending, now)
+        return todo
+
+    # ---- what is reported
+
+    def overdue_ranks(self, now: float) -> list[RankRecord]:
+        """Ranks whose heartbeat is overdue: C code that keeps the GIL would block on a full pipe for ever."""
+        return [record for record in self.living() if record.is_heartbeat_older(_OVERDUE_AFTER_S, now)]
+
+    def rank_info(self, record: RankRecord, hostname: str, now: float) -> messages.RankInfo:
+        state, running, beat = "idle" if record.running is None else "busy", record.running, record.heartbeat
+        if record.exit_reason is not None:
+            state = "dead"
+        elif not record.work_ready:
+            state = "starting"
+        elif record.is_heartbeat_older(_SILENT_AFTER_S, now):
+            state = "silent"
+        return messages.RankInfo(
+            rank=record.rank,
+            state=state,  # type: ignore[arg-type]
+            host=hostname,
+            pid=record.pid,
+            device=record.device,
+            call=None if running is None else running.call,  # type: ignore[arg-type]
+            cell=self.label_of_running(record),
+            line=beat.line if beat is not None and running is not None and beat.call == running.call else None,
+            beat_age_s=record.heartbeat_age_s(now),
+            rss_bytes=beat.rss_bytes if beat is not None else None,
+            peak_rss_bytes=beat.peak_rss_bytes if beat is not None else None,
+            exit=record.exit_reason,
+        )
+
+    def label_of_running(self, record: RankRecord) -> str | None:
+        pending = None if record.running is None else self.calls.get(record.running.call)
+        return None if pending is None else getattr(pending.command, "label", None)
+
+    # ---- helpers
+
+    def _dispatch_next(self, record: RankRecord, now: float) -> Instructions:
+        if record.running is not None or not record.queue or not record.work_ready or record.exit_reason is not None:
+            return []
+        record.running = record.queue.popleft()
+        record.last_call = record.running.call
+        record.running_since = now
+        return [SendWork(record.rank, record.running.body), *self._fold_pending_notices(record, record.running, now)]
+
+    def _fold(
+        self, record: RankRecord, call: str | None, items: tuple[messages.OutputItem, ...], now: float
+    ) -> Instructions:
+        for item in items:
+            if isinstance(item, messages.Text):
+                record.log.append(item.text)
+        if call is None:
+            return []
+        return self.calls.feed(call, record.rank, items, (living.rank for living in self.living()), now)
+
+    def _fold_pending_notices(self, record: RankRecord, queued: QueuedCommand, now: float) -> Instructions:
+        pending = self.calls.get(queued.call)
+        if not record.pending_notices or pending is None or isinstance(pending.command, messages.FormGroups):
+            return []
+        notices, record.pending_notices = tuple(record.pending_notices), []
+        return self._fold(record, queued.call, notices, now)
