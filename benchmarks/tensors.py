@@ -276,7 +276,7 @@ def whole_tensor(report: Report, mesh: Mesh, mib: int, rounds: int) -> None:
     target = torch.ones_like(here)
 
     def first() -> float:
-        mesh.session._pool.trim(0.0)  # as after half a minute without a read
+        mesh.session.transfer._pool.trim(0.0)  # as after half a minute without a read
         return workbench.milliseconds(there.full_tensor)()
 
     taken = workbench.take_turns(

@@ -229,7 +229,7 @@ class Mesh:
         if timeout is not None:
             return self._run_with_timeout(timeout, command, console, finish)
         on_input = prompt_on_terminal if sys.stdin is not None and sys.stdin.isatty() else None
-        return finish(session.run_foreground(command, on_output=console, on_input=on_input))
+        return finish(session.foreground.run(command, on_output=console, on_input=on_input))
 
     def _run_with_timeout(
         self, timeout: float, command: Any, console: Console, finish: Callable[[messages.CallFinished], CellResult]
@@ -292,7 +292,7 @@ class Mesh:
             what = remote.handle_by_name(self._session, what, self.ranks)
         if not isinstance(what, RemoteValue):  # a remote tensor
             command = self._session.call_command(operator.getitem, ((what,), 0), {}, chosen, retain=False, label="pull")
-            finished = self._session.run_foreground(command)
+            finished = self._session.foreground.run(command)
             self._session.raise_for_status(finished, chosen, label="pull")
             return self._session.rank_values(finished.outcomes)
         return remote.pull(what, chosen)
@@ -335,7 +335,7 @@ class Mesh:
         command = self._session.call_command(
             operator.getitem, (pieces, key), {}, tuple(pieces), always_retain=True, label="scatter", inline_limit=0
         )
-        finished = self._session.run_foreground(command)
+        finished = self._session.foreground.run(command)
         self._session.raise_for_status(finished, command.ranks, label="scatter")
         values = self._session.rank_values(finished.outcomes)
         return remote.result_handle(self._session, command.call, command.ranks, values, "scattered")

@@ -296,11 +296,11 @@ def _evaluate(value: RemoteValue, path: Expression) -> RemoteValue:
     command = messages.Evaluate(
         call=session.connection.next_call_id(),
         ranks=ranks,
-        expression=session.dump(path, ranks),
+        expression=session.transfer.dump(path, ranks),
         inline_limit=0,
         always_retain=True,
     )
-    finished = session.run_foreground(command)
+    finished = session.foreground.run(command)
     session.raise_for_status(finished, ranks, label=str(path))
     return result_handle(session, command.call, ranks, session.rank_values(finished.outcomes), str(path))
 

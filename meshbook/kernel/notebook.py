@@ -406,7 +406,7 @@ class Notebook:
             self._warm_starter.close()
         if restart:
             for mesh in list(self.meshes.values()):
-                mesh.session.interrupt_foreground(may_escalate=False)
+                mesh.session.foreground.interrupt(may_escalate=False)
         for mesh in list(self.meshes.values()):
             if restart:
                 mesh.session.disable_stop_at_exit()
@@ -421,7 +421,7 @@ class Notebook:
         """
         sessions = [mesh.session for mesh in list(self.meshes.values())]
         interrupted = [
-            session.interrupt_foreground(expect_sigint=True) for session in sessions
+            session.foreground.interrupt(expect_sigint=True) for session in sessions
         ]  # a list, so that every session is interrupted, not only the first
         return any(interrupted)
 
@@ -522,7 +522,7 @@ class Notebook:
         label = f"cell {number}"
         for other in self._running_in_background(session, chosen):
             output.note(f"{label} waits for {other.label}, which runs in the background on {name_ranks(other.ranks)}")
-        for abandoned in list(session.abandoned_calls.values()):
+        for abandoned in list(session.foreground.abandoned.values()):
             if waits_for := sorted(set(abandoned.ranks) & set(chosen)):
                 of = getattr(abandoned.command, "label", "") or "a call"
                 ends = f"ends {'it' if len(waits_for) == 1 else 'them'}"
@@ -544,10 +544,10 @@ class Notebook:
             return self._run_in_background(session, command, output)
         finished: messages.CallFinished | None = None
         try:
-            finished = session.run_foreground(command, on_output=output, on_input=self._prompt_user)
+            finished = session.foreground.run(command, on_output=output, on_input=self._prompt_user)
             return self._finish_cell(session, command, finished)
         except CellInterrupted:
-            if (stuck := session.abandoned_calls.get(command.call)) is not None:
+            if (stuck := session.foreground.abandoned.get(command.call)) is not None:
                 stuck.future.add_done_callback(lambda future: self._stuck_ranks_returned(session, command, future))
             raise
         except KeyboardInterrupt:

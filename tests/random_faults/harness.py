@@ -103,7 +103,7 @@ def stop_when(mesh: Mesh, condition: Callable[[], Any], what: str) -> Iterator[N
 
     def press() -> None:
         while not over.is_set():
-            if mesh.session._foreground_call is not None and condition() and mesh.session.interrupt_foreground():
+            if not mesh.session.foreground.is_idle and condition() and mesh.session.foreground.interrupt():
                 pressed.set()
                 return
             over.wait(0.01)

@@ -202,7 +202,7 @@ def test_a_loop_that_is_left_early_leaves_nothing_behind(mesh2: Mesh, view: str)
     assert closed.wait(10)
 
     assert live(mesh2) == before
-    pool = mesh2.session._pool
+    pool = mesh2.session.transfer._pool
     for _ in range(100):  # ranks tell with their next answers what they have let go of
         mesh2.execute(lambda: None)
         mesh2.session.release_unused()

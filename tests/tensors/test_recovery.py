@@ -205,9 +205,9 @@ def test_a_stop_in_a_step_leaves_a_model_that_trains_on(mesh: Mesh, tmp_path: Pa
     loss = step(good) if recorded else training.step(GOOD)  # behind the cell
 
     def press() -> None:
-        while session._foreground_call is None:  # until it waits for the loss
+        while session.foreground.is_idle:  # until it waits for the loss
             threading.Event().wait(0.01)
-        session.interrupt_foreground()
+        session.foreground.interrupt()
 
     pressing = threading.Thread(target=press)
     pressing.start()
@@ -233,9 +233,9 @@ def test_a_stop_reaches_ranks_that_python_waits_for_before_it_sends_more(mesh: M
     engine._must_drain = True  # as where groups have broken: one batch after the other
 
     def press() -> None:
-        while session.is_idle:  # until it waits for the batch
+        while session.foreground.is_idle:  # until it waits for the batch
             threading.Event().wait(0.01)
-        session.interrupt_foreground()
+        session.foreground.interrupt()
         opened.touch()
 
     pressing = threading.Thread(target=press)

@@ -1,0 +1,299 @@
+"""Calls that this process waits for: their output, their input() requests, and Stop."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from meshbook.controller.call_errors import render_error
+from meshbook.controller.connection import SupervisorConnection
+from meshbook.controller.pending_requests import stuck_notice
+from meshbook.controller.sigint import SigintLatch
+from meshbook.controller.stop_presses import StopPresses
+from meshbook.errors import CellInterrupted
+from meshbook.ids import Ranks, format_ranks, name_ranks
+from meshbook.wire import messages
+
+OutputHandler = Callable[[tuple[messages.FoldedItem, ...]], None]
+InputHandler = Callable[[messages.InputRequest], str | None]
+
+_WAKE = object()  # in a call's inbox: a SIGINT is pending
+
+
+@dataclass(frozen=True)
+class AbandonedCall:
+    """An interrupted call that is no longer waited for, because some ranks do not return from it."""
+
+    command: Any
+    future: Future[Any]
+    ranks: Ranks  # the ranks that do not return
+    reason: str
+
+
+@dataclass(frozen=True)
+class _SilenceChanged:
+    """The supervisor stopped replying, or replies again."""
+
+    silent: bool
+
+
+class ForegroundCalls:
+    """The call that a thread of this process waits for, and the ones that it gave up waiting for.
+
+    Attributes:
+        abandoned: by call id; each stays until its ranks return.
+        in_flight: functions of the layers above that return the ids of their calls in flight, oldest first; Stop
+            interrupts these too.
+    """
+
+    def __init__(self, connection: SupervisorConnection, request: Callable[..., Future[Any]]) -> None:
+        """Wait for the calls of one connection.
+
+        Args:
+            request: sends a command for ranks, as `Session.request`.
+        """
+        self.abandoned: dict[str, AbandonedCall] = {}
+        self.in_flight: list[Callable[[], list[str] | None]] = []
+        self._connection, self._request = connection, request
+        self._presses = StopPresses()
+        self._running: tuple[str, Ranks] | None = None
+        self._inbox: queue.SimpleQueue[Any] | None = None
+        connection.listeners.silence_changed.append(self._silence_changed)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call is in the foreground."""
+        return self._running is None
+
+    # ---- waiting
+
+    def run(
+        self, command: Any, *, on_output: OutputHandler | None = None, on_input: InputHandler | None = None
+    ) -> messages.CallFinished:
+        """Send a command and wait for its end on this thread, handling its output and input() requests.
+
+        KeyboardInterrupt stops the ranks and continues to wait for them, as `wire.stop_timing` describes; a second
+        within 5 s escalates.
+
+        Raises:
+            CellInterrupted: some ranks do not return from a Stop. The call stays in `abandoned` until they do.
+        """
+        inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        handlers: dict[str, Any] = {"on_input": inbox.put}
+        if on_output is not None:
+            handlers["on_output"] = inbox.put
+        sigint = SigintLatch(wake=lambda: inbox.put(_WAKE))
+        with sigint:
+            self._running = (command.call, command.ranks)
+            try:
+                future = self._request(command, **handlers)
+            except KeyboardInterrupt:  # the command may or may not have been sent
+                self._interrupt(command.ranks, command.call)
+                self._running = None
+                raise
+            except BaseException:
+                self._running = None
+                raise
+            self._wait(command, future, inbox, on_output, on_input, sigint)
+        return self._result(future, sigint)
+
+    def wait(
+        self,
+        command: Any,
+        future: Future[Any],
+        *,
+        inbox: queue.SimpleQueue[Any] | None = None,
+        on_output: OutputHandler | None = None,
+        on_input: InputHandler | None = None,
+    ) -> messages.CallFinished:
+        """Wait for a command that was already sent, as the foreground call. See `run`."""
+        inbox = inbox if inbox is not None else queue.SimpleQueue()
+        sigint = SigintLatch(wake=lambda: inbox.put(_WAKE))
+        with sigint:
+            self._wait(command, future, inbox, on_output, on_input, sigint)
+        return self._result(future, sigint)
+
+    def _wait(
+        self,
+        command: Any,
+        future: Future[Any],
+        inbox: queue.SimpleQueue[Any],
+        output_handler: OutputHandler | None,
+        on_input: InputHandler | None,
+        sigint: SigintLatch,
+    ) -> None:
+        try:
+            self._running, self._inbox = (command.call, command.ranks), inbox
+            show = output_handler if output_handler is not None else lambda items: None
+            on_output = inbox.put if output_handler is not None else None
+            self._connection.pending.set_handlers(
+                command.call, on_output=on_output, on_input=inbox.put, on_stuck=inbox.put
+            )
+            if self._connection.silent:
+                inbox.put(_SilenceChanged(True))
+            self._read_inbox(command, future, inbox, show, on_input, sigint)
+        except BaseException:
+            self._presses.is_new_sigint(time.monotonic())  # the next SIGINT is a press of its own
+            raise
+        finally:
+            self._running = self._inbox = None
+            self._presses.call_ended()
+
+    def _result(self, future: Future[Any], sigint: SigintLatch) -> messages.CallFinished:
+        """Return the result of a finished call, after SIGINT handling is restored."""
+        is_new = self._presses.is_new_sigint(time.monotonic())
+        # Stop reaches a notebook twice, and the second half may arrive after the call has ended.
+        if sigint.pop() and is_new:
+            signal.raise_signal(signal.SIGINT)
+        finished: messages.CallFinished = future.result()
+        return finished
+
+    def _read_inbox(
+        self,
+        command: Any,
+        future: Future[Any],
+        inbox: queue.SimpleQueue[Any],
+        show: OutputHandler,
+        on_input: InputHandler | None,
+        sigint: SigintLatch,
+    ) -> None:
+        future.add_done_callback(lambda _: inbox.put(None))
+        while True:
+            try:
+                item = inbox.get(timeout=1.0 if self._presses.is_killing else None)
+                if item is None:
+                    break
+                if sigint.pop():
+                    self._on_sigint()
+                if item is _WAKE:
+                    continue
+                if isinstance(item, messages.InputRequest):
+                    self._reply_input(item, on_input, sigint)
+                elif isinstance(item, messages.RanksStuck):
+                    if self.was_interrupted(command.call):
+                        raise self._abandon(command, future, item.ranks, item.reason)
+                    show(stuck_notice(item).items)
+                elif isinstance(item, _SilenceChanged):
+                    if item.silent and self.was_interrupted(command.call):
+                        raise self._abandon(command, future, command.ranks, self._connection.describe_silence())
+                    show((self._silence_notice(item, command.ranks),))
+                else:
+                    show(item)
+            except queue.Empty:
+                if self._presses.has_given_up(time.monotonic()):
+                    reason = f"{name_ranks(command.ranks)} did not come back and could not be killed"
+                    raise self._abandon(command, future, command.ranks, reason) from None
+            except CellInterrupted:
+                raise
+            except KeyboardInterrupt:  # a second SIGINT before the first was processed, or one on another thread
+                sigint.pop()
+                self._on_sigint()
+                if future.done():  # the item being processed is lost, possibly the end marker
+                    inbox.put(None)
+
+    def _reply_input(self, request: messages.InputRequest, on_input: InputHandler | None, sigint: SigintLatch) -> None:
+        # Other ranks' input requests may still be in flight when Stop ends one.
+        text, interrupted = None, self.was_interrupted(request.call)
+        try:
+            if on_input is not None and not interrupted:
+                with sigint.handler_restored():
+                    text = on_input(request)
+        except EOFError:
+            pass
+        except KeyboardInterrupt:
+            interrupted = True
+            self.interrupt()
+        reply = messages.InputReply(target=request.call, rank=request.rank, text=text, interrupted=interrupted)
+        self._connection.send(reply)
+
+    def _abandon(self, command: Any, future: Future[Any], ranks: Ranks, reason: str) -> CellInterrupted:
+        """Stop waiting for an interrupted call. Later output of its ranks is shown as orphan output."""
+        self._connection.pending.set_handlers(command.call)
+        self.abandoned[command.call] = AbandonedCall(command, future, ranks, reason)
+        future.add_done_callback(lambda _: self.abandoned.pop(command.call, None))
+        label = getattr(command, "label", "") or "the call"
+        one = len(ranks) == 1
+        if self._connection.silent:
+            summary = f"{label} was stopped here, but its ranks do not know: {reason}"
+        else:
+            summary = (
+                f"{label} was stopped, but {name_ranks(ranks)} {'has' if one else 'have'} not come back: {reason}. "
+                f"Press Stop again (or %mesh kill {format_ranks(ranks)}) to end {'it' if one else 'them'}; what "
+                f"{'it holds' if one else 'they hold'} is lost then. Until then cells on "
+                f"{'that rank' if one else 'those ranks'} wait; %mesh why, %mesh stacks and %%controller cells work"
+            )
+        error = CellInterrupted((), summary=summary)
+        render_error(error)
+        return error
+
+    def _silence_changed(self, silent: bool) -> None:
+        inbox = self._inbox
+        if inbox is not None:
+            inbox.put(_SilenceChanged(silent))
+
+    def _silence_notice(self, silence: _SilenceChanged, ranks: Ranks) -> messages.RankDisplay:
+        name = self._connection.connection_info.name
+        text = self._connection.describe_silence() if silence.silent else f"the supervisor of {name} answers again"
+        return messages.RankDisplay(ranks=ranks, item=messages.Notice(text))
+
+    # ---- Stop
+
+    def interrupt(self, *, may_escalate: bool = True, expect_sigint: bool = False) -> bool:
+        """Interrupt the foreground call on its ranks, as the Stop button does. Thread-safe.
+
+        A second Stop within 5 s also kills the ranks that do not return; so does one while no call is in the foreground
+        and ranks have not returned from an earlier Stop.
+
+        Args:
+            may_escalate: False: never treat it as a second Stop.
+            expect_sigint: the same Stop will also arrive as a SIGINT, soon, or later on a busy machine.
+
+        Returns:
+            Whether there was something to stop.
+        """
+        running = self._running
+        now = time.monotonic()
+        was_stopped = self._connection.continue_supervisor()
+        if running is None:
+            return may_escalate and self._kill_abandoned(now)
+        call, ranks = running
+        if expect_sigint:
+            self._presses.expect_sigint(now)
+        meaning = self._presses.press(call, now, may_escalate=may_escalate)
+        if meaning == "repeat":
+            return True
+        hard = meaning == "kill"
+        if self._connection.silent and not was_stopped:
+            self._silence_changed(True)
+        for abandoned in list(self.abandoned.values()):
+            self._interrupt(abandoned.command.ranks, abandoned.command.call, hard=hard)
+        for get_calls in self.in_flight:  # calls that run before the foreground call, oldest first
+            for earlier in get_calls() or ():
+                self._interrupt(ranks, earlier, hard=hard)
+        self._interrupt(ranks, call, hard=hard)
+        return True
+
+    def was_interrupted(self, call: str) -> bool:
+        """Whether Stop was pressed while this was the foreground call."""
+        return self._presses.was_interrupted(call)
+
+    def _on_sigint(self) -> None:
+        """Handle a SIGINT: a new Stop, or the second half of one that arrived as a message."""
+        if self._presses.is_new_sigint(time.monotonic()):
+            self.interrupt()
+
+    def _kill_abandoned(self, now: float) -> bool:
+        """Handle Stop without a foreground call: kill the ranks that have not returned from the last Stop."""
+        abandoned = list(self.abandoned.values())
+        if abandoned and self._presses.press_when_idle(now) == "kill":
+            for call in abandoned:
+                self._interrupt(call.ranks, call.command.call, hard=True)
+        return bool(abandoned)
+
+    def _interrupt(self, ranks: Ranks, call: str, *, hard: bool = False) -> None:
+        self._connection.send(messages.Interrupt(ranks=ranks, target=call, hard=hard))  # type: ignore[arg-type]
