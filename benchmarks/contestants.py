@@ -39,7 +39,7 @@ _COMMAND = bytes(200)
 @contextlib.contextmanager
 def meshbook(ranks: int, folder: Path) -> Iterator[Calls]:
     """`int` on every rank, by `mesh.execute`; the cell `pass`, by `mesh.run`."""
-    from meshbook.controller.mesh import create_mesh
+    from meshbook.controller.starting import create_mesh
 
     with create_mesh(ranks, orphan_ttl_s=ORPHAN_TTL_S) as mesh:
         yield {"call": lambda: mesh.execute(int), "cell": lambda: mesh.run("pass", echo=False)}

@@ -21,7 +21,8 @@ import torch
 import meshbook
 from benchmarks import workbench
 from benchmarks.report import Report
-from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import create_mesh
 from meshbook.tensors.creation import engine_of
 
 RANKS = 2

@@ -29,7 +29,8 @@ from pathlib import Path
 
 from benchmarks import workbench
 from benchmarks.report import Report
-from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import create_mesh
 from meshbook.dashboard.hub import DashboardClient, DashboardHub
 
 RANKS = 4

@@ -34,7 +34,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import gpt, workbench
 from benchmarks.report import Report
-from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import create_mesh
 from meshbook.tensors import remote
 from meshbook.tensors.creation import distribute, engine_of
 

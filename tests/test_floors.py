@@ -30,6 +30,8 @@ FLOORS = {
     "wire": 2,
     "fold": 2,
     "diagnose": 2,
+    "data": 2,
+    "marimo.page": 3,  # what is shown below a marimo cell
     "rank": 3,
     "host": 3,
     "engines": 3,
@@ -40,12 +42,13 @@ FLOORS = {
     "actors.base": 2,  # what an actor's class is made of; ranks know it too
     "actors.shape": 2,  # points and extents, in Monarch's words
     "actors.runtime": 3,  # an actor's life on its rank
+    "marimo.meshes": 6,
     "dashboard": 7,
     "actor": 7,  # the doors with Monarch's names
     "rdma": 7,
     "kernel": 8,
     "cli": 8,
-    "marimo_executor": 8,
+    "marimo": 8,
     "__main__": 9,
     "": 9,  # meshbook/__init__.py: the front door. It may open on any floor; no floor may go out through it.
 }
@@ -57,7 +60,7 @@ CONFINED = {
         "wire.pickling": "tensors travel as buffers",
         "actors.buffer": "tensors' memory, read and written from other processes",
         "tensors": "remote tensors are torch's, and their shapes are found with it",
-        "controller.mesh": "joins the parts of a tensor that ranks hold",
+        "controller.scattering": "joins the parts of a tensor that ranks hold",
         "controller.results": "stacks the tensors of all ranks into one",
         "cli.doctor": "says which torch is here and whether it sees a GPU",
     },
@@ -74,7 +77,7 @@ CONFINED = {
     },
     "anywidget": {"dashboard": "the widget"},
     "textual": {"dashboard": "the screen"},
-    "marimo": {"marimo_executor": "runs its cells"},
+    "marimo": {"marimo.executor": "runs its cells"},
     "monarch": {"engines": "an engine"},
     "ray": {"engines": "an engine"},
 }

@@ -19,8 +19,9 @@ import msgspec
 
 from meshbook.controller.connection import SupervisorConnection
 from meshbook.controller.listing import fetch_mesh_info, list_meshes
-from meshbook.controller.mesh import Mesh, attach
+from meshbook.controller.mesh import Mesh
 from meshbook.controller.session import Session
+from meshbook.controller.starting import attach
 from meshbook.controller.tables import status_table
 from meshbook.diagnose import findings as diagnose
 from meshbook.errors import MeshbookError, NotAttached, StartError, UsageError, VersionMismatch

@@ -13,11 +13,12 @@ from typing import Any
 import msgspec
 
 from meshbook.controller import extensions
-from meshbook.controller.results import RankValues, marimo_mime, mime_bundle
+from meshbook.controller.results import RankValues, mime_bundle
 from meshbook.controller.session import Session
 from meshbook.errors import MeshNameError, TransferError
 from meshbook.fold import rendering
 from meshbook.ids import Ranks, name_ranks
+from meshbook.marimo.page import marimo_mime
 from meshbook.rank.expressions import BINARY, Expression, NameRef, ResultRef
 from meshbook.wire import messages
 from meshbook.wire.messages import Outcome, OutcomeGroup, Preview, TensorMeta, Value

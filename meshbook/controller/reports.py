@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from meshbook.controller import dataframes, subscription
+from meshbook.controller import subscription
 from meshbook.controller.session import Session
 from meshbook.controller.subscription import MeshSnapshot
 from meshbook.controller.tables import STATES, Table, describe_activity, format_age, format_bytes
+from meshbook.data import dataframes
 from meshbook.diagnose import findings as diagnose
 from meshbook.diagnose import stack_tree as stack_tree
 from meshbook.diagnose.findings import Finding

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import html
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshbook.errors import Failure, MeshShapeError, ValuesDiffer
+from meshbook.errors import MeshShapeError, ValuesDiffer
 from meshbook.fold import rendering
 from meshbook.ids import format_ranks, name_ranks
+from meshbook.marimo.page import marimo_mime
 from meshbook.mesh_axes import MeshAxes
 from meshbook.wire import messages
 from meshbook.wire.messages import OutcomeGroup, Value
@@ -168,23 +168,6 @@ def mime_bundle(parts: Sequence[OutcomeGroup], ranks: Sequence[int]) -> dict[str
     return bundle
 
 
-def marimo_mime(bundle: Mapping[str, Any]) -> tuple[str, Any]:
-    """Convert a MIME bundle for marimo: one MIME type and its content.
-
-    Text becomes preformatted HTML without colours, because marimo shows ANSI sequences literally.
-    """
-    for kind in ("text/html", "image/svg+xml"):
-        if kind in bundle:
-            return kind, bundle[kind]
-    for kind in ("image/png", "image/jpeg"):
-        if kind in bundle:
-            return kind, f"data:{kind};base64,{bundle[kind]}"
-    others = {kind: content for kind, content in bundle.items() if kind != "text/plain"}
-    if others:
-        return "application/vnd.marimo+mimebundle", others
-    return "text/html", f"<pre class='text-xs'>{html.escape(rendering.plain_text(bundle['text/plain']))}</pre>"
-
-
 @dataclass(frozen=True)
 class CellResult:
     """The result of a cell, or a call, on the ranks.
@@ -192,7 +175,6 @@ class CellResult:
     Attributes:
         values: of the last expression, by rank; empty if there was none.
         output: what the ranks printed, folded, as text.
-        errors: distinct failures; empty unless the call was configured not to raise.
         seconds: duration on the slowest rank.
         rank_seconds: duration by rank, on meshes of at most 64.
         bound: names that the cell bound on the ranks.
@@ -201,7 +183,6 @@ class CellResult:
 
     values: RankValues
     output: str
-    errors: tuple[Failure, ...]
     seconds: float
     rank_seconds: dict[int, float]
     bound: tuple[str, ...] = ()

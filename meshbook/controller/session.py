@@ -206,7 +206,7 @@ class Session:
             names=tuple(names),
             payload=self.transfer.dump(tuple(names.values()), ranks),
         )
-        self.raise_for_status(self.foreground.run(command), command.ranks, label="push")
+        self.run_for_values(command, "push")
 
     def evaluate(self, path: expressions.Expression, ranks: Ranks, *, retain: bool = True) -> RankValues:
         """Evaluate an expression on the ranks' main threads.
@@ -221,8 +221,16 @@ class Session:
             inline_limit=_PULL_INLINE_BYTES,
             retain=retain,
         )
+        return self.run_for_values(command, str(path))
+
+    def run_for_values(self, command: Any, label: str | None = None) -> RankValues:
+        """Run a command in the foreground and return its values; None: the command's own label.
+
+        Raises:
+            CellError, CellInterrupted, RankLost: it did not succeed on every rank.
+        """
         finished = self.foreground.run(command)
-        self.raise_for_status(finished, ranks, label=str(path))
+        self.raise_for_status(finished, command.ranks, label=command.label if label is None else label)
         return self.rank_values(finished.outcomes)
 
     def query(self, command: Any, timeout_s: float = 2.0) -> tuple[messages.OutcomeGroup, ...]:
@@ -256,18 +264,21 @@ class Session:
         if error is not None:
             raise render_error(error)
 
-    def cell_result(self, finished: messages.CallFinished, output: str) -> CellResult:
-        bound = tuple(dict.fromkeys(name for part in finished.outcomes for name in part.outcome.bound_names))
-        unbound = tuple(dict.fromkeys(name for part in finished.outcomes for name in part.outcome.deleted_names))
-        error = error_from(finished)
+    def cell_result(self, command: Any, finished: messages.CallFinished, output: str) -> CellResult:
+        """Return the result of a finished cell or call; `output`: what it printed.
+
+        Raises:
+            CellError, CellInterrupted, RankLost: it did not succeed on every rank.
+        """
+        self.raise_for_status(finished, command.ranks, label=command.label)
+        outcomes = [part.outcome for part in finished.outcomes]
         return CellResult(
             values=self.rank_values(finished.outcomes),
             output=output,
-            errors=getattr(error, "failures", ()),
             seconds=finished.seconds,
             rank_seconds=finished.rank_seconds or {},
-            bound=bound,
-            unbound=unbound,
+            bound=tuple(dict.fromkeys(name for outcome in outcomes for name in outcome.bound_names)),
+            unbound=tuple(dict.fromkeys(name for outcome in outcomes for name in outcome.deleted_names)),
         )
 
     def _fetch(self, ranks: tuple[int, ...], ref: str) -> dict[int, Any]:

@@ -22,15 +22,16 @@ from IPython.core import page
 from IPython.core.error import StdinNotImplementedError
 from IPython.core.interactiveshell import InteractiveShell
 
-from meshbook.controller import mesh as meshes
+from meshbook.controller import starting
 from meshbook.controller.background_output import background_output_of
 from meshbook.controller.config import Defaults, read_defaults
 from meshbook.controller.console import Console, prompt_on_terminal
 from meshbook.controller.futures import MeshFuture
 from meshbook.controller.launch import launch_supervisor
-from meshbook.controller.mesh import Mesh, generate_mesh_name, make_spec
+from meshbook.controller.mesh import Mesh
 from meshbook.controller.results import CellResult, RankValues
 from meshbook.controller.session import Session
+from meshbook.controller.starting import generate_mesh_name, make_spec
 from meshbook.controller.tables import describe_size
 from meshbook.errors import (
     CellError,
@@ -365,7 +366,7 @@ class Notebook:
         if name is not None and name in self.meshes and self.meshes[name].session.ended is None:
             self.use(name)
             return self.meshes[name]
-        mesh = meshes.attach(name if name is not None else self._only_other(), kind=self._kind)
+        mesh = starting.attach(name if name is not None else self._only_other(), kind=self._kind)
         self._add_mesh(mesh, persistent=True)
         self._notices += _reattach_notices(mesh.session, "of another client")[1:]
         return mesh
@@ -589,8 +590,7 @@ class Notebook:
         source = session.request(command, on_output=take)
 
         def finish(finished: messages.CallFinished) -> CellResult:
-            session.raise_for_status(finished, command.ranks, label=command.label)
-            return session.cell_result(finished, console.text)
+            return session.cell_result(command, finished, console.text)
 
         future: MeshFuture[CellResult] = session.future(source, command, finish)
         cell = BackgroundCell(command.label, session, command.ranks, future)

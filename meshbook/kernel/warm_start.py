@@ -15,8 +15,8 @@ from pathlib import Path
 
 from meshbook.controller.connection import SupervisorConnection
 from meshbook.controller.launch import launch_supervisor
-from meshbook.controller.mesh import generate_mesh_name
 from meshbook.controller.session import Session
+from meshbook.controller.starting import generate_mesh_name
 from meshbook.errors import MeshbookError
 from meshbook.wire import keys
 

@@ -19,7 +19,8 @@ import pytest
 
 from meshbook.controller.connection import SupervisorConnection
 from meshbook.controller.exporter import Exporter
-from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import create_mesh
 from meshbook.controller.subscription import MeshSnapshot, MeshSubscription
 from meshbook.errors import MeshShapeError, RankLost, StartError, UsageError
 from meshbook.wire import keys, messages

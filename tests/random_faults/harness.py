@@ -17,7 +17,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Protocol
 
-from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import create_mesh
 from meshbook.wire.stop_timing import SECOND_INTERRUPT_S
 from tests.random_faults import operators
 

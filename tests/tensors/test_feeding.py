@@ -18,8 +18,8 @@ import pyarrow as pa
 import pytest
 import torch
 
-from meshbook.controller import batches
 from meshbook.controller.mesh import Mesh
+from meshbook.data import batches
 from meshbook.errors import OperationFailed, PlacementError, TransferError, UsageError
 from meshbook.tensors import feeding
 from meshbook.tensors.creation import engine_of

@@ -15,7 +15,8 @@ from torch.distributed.tensor import Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import meshbook
-from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellInterrupted, OperationFailed, UsageError
 from meshbook.rank.tensors.engine import CompiledTemplate, Poison, TensorStore, _skip_from
 from meshbook.rank.tensors.operators import TENSOR, TemplateMessage

@@ -20,7 +20,8 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import meshbook
-from meshbook.controller.mesh import Mesh, attach, create_mesh
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import attach, create_mesh
 from meshbook.errors import CellInterrupted, OperationFailed, PlacementError, RankLost, TransferError
 from meshbook.tensors import engine as engines
 from meshbook.tensors.creation import distribute, engine_of
