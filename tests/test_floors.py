@@ -31,6 +31,7 @@ FLOORS = {
     "fold": 2,
     "diagnose": 2,
     "data": 2,
+    "selections": 2,
     "marimo.page": 3,  # what is shown below a marimo cell
     "rank": 3,
     "host": 3,
@@ -84,9 +85,10 @@ CONFINED = {
 
 # Modules that decide and do not act: a test drives them without a process, a socket or a clock of their own.
 PURE = (
-    "ids", "errors", "mesh_axes", "placement", "wire.messages", "wire.codec", "fold", "diagnose", "supervisor.state",
-    "supervisor.monitoring", "supervisor.snapshot_requests", "supervisor.series", "supervisor.stalls",
-    "supervisor.telemetry",
+    "ids", "errors", "mesh_axes", "selections", "placement", "wire.messages", "wire.codec", "fold", "diagnose",
+    "supervisor.state", "supervisor.monitoring", "supervisor.snapshot_requests", "supervisor.series",
+    "supervisor.stalls", "supervisor.telemetry", "controller.call_errors", "controller.pending_requests",
+    "controller.stop_presses", "kernel.mesh_options",
 )  # fmt: skip
 ACTING = {"asyncio", "multiprocessing", "os", "select", "selectors", "socket", "subprocess", "threading", "time", "zmq"}
 

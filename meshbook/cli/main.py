@@ -26,6 +26,7 @@ from meshbook.controller.tables import status_table
 from meshbook.diagnose import findings as diagnose
 from meshbook.errors import MeshbookError, NotAttached, StartError, UsageError, VersionMismatch
 from meshbook.mesh_axes import MeshAxes
+from meshbook.selections import parse_axes
 from meshbook.version import __version__
 from meshbook.wire import keys
 from meshbook.wire.process_control import is_stopped
@@ -172,7 +173,7 @@ def _seconds(text: str) -> float:
 
 def _axes(text: str) -> MeshAxes:
     try:
-        return MeshAxes.parse(text)
+        return parse_axes(text)
     except MeshbookError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -18,9 +18,10 @@ from meshbook.controller.results import RankValues
 from meshbook.controller.session import Session
 from meshbook.controller.tables import Table
 from meshbook.data import batches
-from meshbook.errors import RankLost, UsageError
-from meshbook.ids import Ranks, format_ranks, name_ranks
+from meshbook.errors import UsageError
+from meshbook.ids import Ranks, name_ranks
 from meshbook.mesh_axes import MeshAxes, Slice
+from meshbook.selections import parse_selection
 from meshbook.wire import messages
 
 P = ParamSpec("P")
@@ -486,24 +487,9 @@ class Mesh:
             NotAttached: the mesh has ended.
         """
         self._session.check_attached()
-        if ranks is None:
-            living = self._session.living(self.ranks)
-            if not living:
-                raise RankLost(f"no rank of {self!r} is left; %mesh restart starts as many anew", ranks=self.ranks)
-            return tuple(sorted(living))
-        chosen = self._parse_ranks(ranks)
-        lost = tuple(rank for rank in chosen if rank in self._session.lost)
-        if lost:
-            living = self._session.living(self.ranks)
-            raise RankLost(
-                f"{name_ranks(lost)} {'is' if len(lost) == 1 else 'are'} gone; nothing was run. "
-                f"Living: {format_ranks(living)}",
-                ranks=lost,
-                survivors=living,
-            )
-        return chosen
+        return running.require_living(self._session, self.ranks, None if ranks is None else self._parse_ranks(ranks))
 
     def _parse_ranks(self, ranks: Sequence[int] | int | str) -> Ranks:
         if isinstance(ranks, str):
-            return self._axes.parse_selection(ranks)
+            return parse_selection(self._axes, ranks)
         return self._axes.check_ranks((ranks,) if isinstance(ranks, int) else ranks)

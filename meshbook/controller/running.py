@@ -9,7 +9,8 @@ from meshbook.controller.console import Console, prompt_on_terminal
 from meshbook.controller.futures import MeshFuture
 from meshbook.controller.results import CellResult
 from meshbook.controller.session import Session
-from meshbook.errors import MeshTimeout
+from meshbook.errors import MeshTimeout, RankLost
+from meshbook.ids import Ranks, format_ranks, name_ranks
 
 # Seconds that an interrupted call may take to end.
 _INTERRUPT_TIMEOUT_S = 10.0
@@ -48,3 +49,27 @@ def run_with_timeout(session: Session, command: Any, console: Console, timeout_s
     except KeyboardInterrupt:
         future.interrupt()
         return future.result(_INTERRUPT_TIMEOUT_S)
+
+
+def require_living(session: Session, own: Ranks, chosen: Ranks | None) -> Ranks:
+    """Return the ranks that a call goes to: those that were chosen, else the living ones of a view's own.
+
+    Raises:
+        RankLost: a chosen rank is lost, or no rank of the view is left.
+    """
+    living = session.living(own)
+    if chosen is None:
+        if not living:
+            raise RankLost(
+                f"of ranks {format_ranks(own)} of {session.name!r} none is left; %mesh restart starts as many anew",
+                ranks=own,
+            )
+        return tuple(sorted(living))
+    if lost := tuple(rank for rank in chosen if rank in session.lost):
+        raise RankLost(
+            f"{name_ranks(lost)} {'is' if len(lost) == 1 else 'are'} gone; nothing was run. "
+            f"Living: {format_ranks(living)}",
+            ranks=lost,
+            survivors=living,
+        )
+    return chosen

@@ -255,8 +255,13 @@ class Session:
     # ---- results
 
     def rank_values(self, parts: Sequence[messages.OutcomeGroup]) -> RankValues:
+        """Return the values of a call's outcomes; large ones are fetched when they are read."""
         assert self.axes is not None
-        return RankValues(self.axes, parts, self.transfer.load, self._fetch, self.transfer.discard_ref)
+
+        def fetch(ranks: Ranks, ref: str) -> dict[int, Any]:
+            return dict(self.evaluate(expressions.Expression(expressions.ResultRef(ref)), ranks, retain=False))
+
+        return RankValues(self.axes, parts, self.transfer.load, fetch, self.transfer.discard_ref)
 
     def raise_for_status(self, finished: messages.CallFinished, ranks: Ranks, *, label: str) -> None:
         """Raise the error that the finished call stands for, if it failed."""
@@ -280,10 +285,6 @@ class Session:
             bound=tuple(dict.fromkeys(name for outcome in outcomes for name in outcome.bound_names)),
             unbound=tuple(dict.fromkeys(name for outcome in outcomes for name in outcome.deleted_names)),
         )
-
-    def _fetch(self, ranks: tuple[int, ...], ref: str) -> dict[int, Any]:
-        values = self.evaluate(expressions.Expression(expressions.ResultRef(ref)), ranks, retain=False)
-        return dict(values)
 
     def _persistent_id(self, thing: Any) -> str | None:
         """Return the pickling key of a handle of this mesh; the rank substitutes its own object."""
