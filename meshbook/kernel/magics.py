@@ -18,7 +18,6 @@ from meshbook.errors import MeshbookError, UsageError
 from meshbook.kernel.commands import COMMANDS, living_mesh, mesh_named, suggest
 from meshbook.kernel.hints import hide_traceback
 from meshbook.kernel.notebook import Notebook
-from meshbook.kernel.redefinition import RedefinitionHook
 
 CELL_USAGE = "%%mesh [--ranks 0,2-3 | dp=0 | --actor NAME] [-m NAME] [--setup] [--bg]"
 
@@ -167,7 +166,6 @@ def register(shell: InteractiveShell) -> None:
     if "mesh" in shell.magics_manager.magics["cell"]:
         return
     shell.register_magics(MeshMagics, ControllerMagics)
-    RedefinitionHook.of(shell).install()
     shell.set_hook("complete_command", complete, str_key="%mesh")  # type: ignore[no-untyped-call]
 
 
@@ -184,7 +182,6 @@ def unregister(shell: InteractiveShell) -> None:
     """Remove the magics. Meshes live until the process ends."""
     manager = shell.magics_manager
     Notebook.of(shell).auto = False
-    RedefinitionHook.of(shell).remove()
     for kind, names in (("line", ("mesh",)), ("cell", ("mesh", "controller", "local"))):
         for name in names:
             manager.magics[kind].pop(name, None)

@@ -6,6 +6,7 @@ terminal; `transform` decides what runs where.
 
 from __future__ import annotations
 
+import sys
 from typing import Any, cast
 
 from IPython.core.interactiveshell import InteractiveShell
@@ -45,15 +46,13 @@ class Notebook:
         )
         self.cells = CellRunner(shell, self.front_end, self._handles, self.meshes)
         self.queries = RankQueries(shell, self._handles, self.meshes)
-        # What rewritten cells call (`transform.NOTEBOOK_EXPRESSION`).
-        self.run_cell, self.show_failure, self.show_help = (
-            self.cells.run,
-            self.cells.show_failure,
-            self.queries.show_help,
-        )
+        # Rewritten cells call these (`transform.NOTEBOOK_EXPRESSION`).
+        self.run_cell, self.show_failure = self.cells.run, self.cells.show_failure
+        self.show_help = self.queries.show_help
         self._hook = CellHook(shell, lambda: self.auto)
         self._hook.install()
         shell.events.register("pre_run_cell", self._pre_run_cell)
+        shell.events.register("post_run_cell", self._post_run_cell)
         shell.set_custom_exc((NameError,), self._explain_missing_name)  # type: ignore[no-untyped-call]
 
     @classmethod
@@ -96,6 +95,15 @@ class Notebook:
         # older IPythons lack the attribute
         source = getattr(info, "transformed_cell", None) or self._hook.last_rewritten
         self._handles.promote_to_tensors(transform.names_read(source))
+
+    def _post_run_cell(self, result: Any) -> None:
+        """Update the methods of live actors whose class the cell redefined, and say so."""
+        if "meshbook.actors.procs" not in sys.modules:
+            return  # no actor was spawned from this process; avoids the import
+        from meshbook.actors.redefine import redefine_from
+
+        for message in redefine_from(self.shell.user_ns):
+            print(message)
 
     def _warn_bound_twice(self, name: str) -> None:
         self.front_end.show_note(
