@@ -22,6 +22,7 @@ from meshbook.wire import messages
 OutputHandler = Callable[[tuple[messages.FoldedItem, ...]], None]
 InputHandler = Callable[[messages.InputRequest], str | None]
 
+_Inbox = queue.SimpleQueue[Any]  # what arrives for a call, for the thread that waits; None: it has ended
 _WAKE = object()  # in a call's inbox: a SIGINT is pending
 
 
@@ -40,6 +41,23 @@ class _SilenceChanged:
     """The supervisor stopped replying, or replies again."""
 
     silent: bool
+
+
+class _Waiting:
+    """What a thread needs while it waits for a call."""
+
+    def __init__(self, command: Any, inbox: _Inbox, on_output: OutputHandler | None, on_input: InputHandler | None):
+        self.command, self.inbox, self.on_output, self.on_input = command, inbox, on_output, on_input
+        self.sigint = SigintLatch(wake=lambda: inbox.put(_WAKE))
+
+    def show(self, items: tuple[messages.FoldedItem, ...]) -> None:
+        if self.on_output is not None:
+            self.on_output(items)
+
+    @property
+    def output_inbox(self) -> Callable[[Any], None] | None:
+        """Takes output from the listener thread; None: output is orphan output."""
+        return self.inbox.put if self.on_output is not None else None
 
 
 class ForegroundCalls:
@@ -62,7 +80,7 @@ class ForegroundCalls:
         self._connection, self._request = connection, request
         self._presses = StopPresses()
         self._running: tuple[str, Ranks] | None = None
-        self._inbox: queue.SimpleQueue[Any] | None = None
+        self._inbox: _Inbox | None = None
         connection.listeners.silence_changed.append(self._silence_changed)
 
     @property
@@ -83,15 +101,11 @@ class ForegroundCalls:
         Raises:
             CellInterrupted: some ranks do not return from a Stop. The call stays in `abandoned` until they do.
         """
-        inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        handlers: dict[str, Any] = {"on_input": inbox.put}
-        if on_output is not None:
-            handlers["on_output"] = inbox.put
-        sigint = SigintLatch(wake=lambda: inbox.put(_WAKE))
-        with sigint:
+        waiting = _Waiting(command, queue.SimpleQueue(), on_output, on_input)
+        with waiting.sigint:
             self._running = (command.call, command.ranks)
             try:
-                future = self._request(command, **handlers)
+                future = self._request(command, on_output=waiting.output_inbox, on_input=waiting.inbox.put)
             except KeyboardInterrupt:  # the command may or may not have been sent
                 self._interrupt(command.ranks, command.call)
                 self._running = None
@@ -99,44 +113,34 @@ class ForegroundCalls:
             except BaseException:
                 self._running = None
                 raise
-            self._wait(command, future, inbox, on_output, on_input, sigint)
-        return self._result(future, sigint)
+            self._wait(waiting, future)
+        return self._result(waiting, future)
 
     def wait(
         self,
         command: Any,
         future: Future[Any],
         *,
-        inbox: queue.SimpleQueue[Any] | None = None,
+        inbox: _Inbox | None = None,
         on_output: OutputHandler | None = None,
         on_input: InputHandler | None = None,
     ) -> messages.CallFinished:
         """Wait for a command that was already sent, as the foreground call. See `run`."""
-        inbox = inbox if inbox is not None else queue.SimpleQueue()
-        sigint = SigintLatch(wake=lambda: inbox.put(_WAKE))
-        with sigint:
-            self._wait(command, future, inbox, on_output, on_input, sigint)
-        return self._result(future, sigint)
+        waiting = _Waiting(command, inbox if inbox is not None else queue.SimpleQueue(), on_output, on_input)
+        with waiting.sigint:
+            self._wait(waiting, future)
+        return self._result(waiting, future)
 
-    def _wait(
-        self,
-        command: Any,
-        future: Future[Any],
-        inbox: queue.SimpleQueue[Any],
-        output_handler: OutputHandler | None,
-        on_input: InputHandler | None,
-        sigint: SigintLatch,
-    ) -> None:
+    def _wait(self, waiting: _Waiting, future: Future[Any]) -> None:
+        command, inbox = waiting.command, waiting.inbox
         try:
             self._running, self._inbox = (command.call, command.ranks), inbox
-            show = output_handler if output_handler is not None else lambda items: None
-            on_output = inbox.put if output_handler is not None else None
             self._connection.pending.set_handlers(
-                command.call, on_output=on_output, on_input=inbox.put, on_stuck=inbox.put
+                command.call, on_output=waiting.output_inbox, on_input=inbox.put, on_stuck=inbox.put
             )
             if self._connection.silent:
                 inbox.put(_SilenceChanged(True))
-            self._read_inbox(command, future, inbox, show, on_input, sigint)
+            self._read_inbox(waiting, future)
         except BaseException:
             self._presses.is_new_sigint(time.monotonic())  # the next SIGINT is a press of its own
             raise
@@ -144,24 +148,18 @@ class ForegroundCalls:
             self._running = self._inbox = None
             self._presses.call_ended()
 
-    def _result(self, future: Future[Any], sigint: SigintLatch) -> messages.CallFinished:
+    def _result(self, waiting: _Waiting, future: Future[Any]) -> messages.CallFinished:
         """Return the result of a finished call, after SIGINT handling is restored."""
         is_new = self._presses.is_new_sigint(time.monotonic())
         # Stop reaches a notebook twice, and the second half may arrive after the call has ended.
-        if sigint.pop() and is_new:
+        if waiting.sigint.pop() and is_new:
             signal.raise_signal(signal.SIGINT)
         finished: messages.CallFinished = future.result()
         return finished
 
-    def _read_inbox(
-        self,
-        command: Any,
-        future: Future[Any],
-        inbox: queue.SimpleQueue[Any],
-        show: OutputHandler,
-        on_input: InputHandler | None,
-        sigint: SigintLatch,
-    ) -> None:
+    def _read_inbox(self, waiting: _Waiting, future: Future[Any]) -> None:
+        """Handle what arrives for a call, on this thread, until the call has ended."""
+        command, inbox, sigint = waiting.command, waiting.inbox, waiting.sigint
         future.add_done_callback(lambda _: inbox.put(None))
         while True:
             try:
@@ -173,17 +171,17 @@ class ForegroundCalls:
                 if item is _WAKE:
                     continue
                 if isinstance(item, messages.InputRequest):
-                    self._reply_input(item, on_input, sigint)
+                    self._reply_input(item, waiting)
                 elif isinstance(item, messages.RanksStuck):
                     if self.was_interrupted(command.call):
                         raise self._abandon(command, future, item.ranks, item.reason)
-                    show(stuck_notice(item).items)
+                    waiting.show(stuck_notice(item).items)
                 elif isinstance(item, _SilenceChanged):
                     if item.silent and self.was_interrupted(command.call):
                         raise self._abandon(command, future, command.ranks, self._connection.describe_silence())
-                    show((self._silence_notice(item, command.ranks),))
+                    waiting.show((self._silence_notice(item, command.ranks),))
                 else:
-                    show(item)
+                    waiting.show(item)
             except queue.Empty:
                 if self._presses.has_given_up(time.monotonic()):
                     reason = f"{name_ranks(command.ranks)} did not come back and could not be killed"
@@ -196,13 +194,13 @@ class ForegroundCalls:
                 if future.done():  # the item being processed is lost, possibly the end marker
                     inbox.put(None)
 
-    def _reply_input(self, request: messages.InputRequest, on_input: InputHandler | None, sigint: SigintLatch) -> None:
+    def _reply_input(self, request: messages.InputRequest, waiting: _Waiting) -> None:
         # Other ranks' input requests may still be in flight when Stop ends one.
         text, interrupted = None, self.was_interrupted(request.call)
         try:
-            if on_input is not None and not interrupted:
-                with sigint.handler_restored():
-                    text = on_input(request)
+            if waiting.on_input is not None and not interrupted:
+                with waiting.sigint.handler_restored():
+                    text = waiting.on_input(request)
         except EOFError:
             pass
         except KeyboardInterrupt:

@@ -157,7 +157,7 @@ def test_a_rank_that_is_killed_while_its_stack_is_taken_delays_nobody(own_mesh: 
 
 def test_a_front_end_that_is_killed_amid_the_news_is_forgotten_and_others_hear_on(mesh: Mesh) -> None:
     source = (
-        "import sys\nfrom meshbook.controller.mesh import attach\n"
+        "import sys\nfrom meshbook.controller.starting import attach\n"
         "from meshbook.controller.subscription import MeshSubscription\n"
         f"mesh = attach({mesh.name!r}, kind='vanishing', observer=True)\n"
         "onlooker = MeshSubscription(mesh.session, max_updates_per_s=10)\n"
