@@ -44,6 +44,13 @@ class Console:
             sys.stdout.flush()
             sys.stderr.flush()
 
+    def note(self, text: str) -> None:
+        """Show a note of Meshbook's own; it is not part of the text."""
+        self._write("stdout", f"{text}\n")
+
+    def close(self) -> None:
+        """Do nothing: no output is pending."""
+
     @property
     def text(self) -> str:
         return "".join(self._text)

@@ -69,15 +69,21 @@ class ForegroundCalls:
             interrupts these too.
     """
 
-    def __init__(self, connection: SupervisorConnection, request: Callable[..., Future[Any]]) -> None:
+    def __init__(
+        self,
+        connection: SupervisorConnection,
+        request: Callable[..., Future[Any]],
+        interrupt: Callable[..., None],
+    ) -> None:
         """Wait for the calls of one connection.
 
         Args:
             request: sends a command for ranks, as `Session.request`.
+            interrupt: interrupts a call, as `Session.interrupt`.
         """
         self.abandoned: dict[str, AbandonedCall] = {}
         self.in_flight: list[Callable[[], list[str] | None]] = []
-        self._connection, self._request = connection, request
+        self._connection, self._request, self._interrupt = connection, request, interrupt
         self._presses = StopPresses()
         self._running: tuple[str, Ranks] | None = None
         self._inbox: _Inbox | None = None
@@ -107,7 +113,7 @@ class ForegroundCalls:
             try:
                 future = self._request(command, on_output=waiting.output_inbox, on_input=waiting.inbox.put)
             except KeyboardInterrupt:  # the command may or may not have been sent
-                self._interrupt(command.ranks, command.call)
+                self._interrupt(command.ranks, target=command.call)
                 self._running = None
                 raise
             except BaseException:
@@ -269,11 +275,11 @@ class ForegroundCalls:
         if self._connection.silent and not was_stopped:
             self._silence_changed(True)
         for abandoned in list(self.abandoned.values()):
-            self._interrupt(abandoned.command.ranks, abandoned.command.call, hard=hard)
+            self._interrupt(abandoned.command.ranks, target=abandoned.command.call, hard=hard)
         for get_calls in self.in_flight:  # calls that run before the foreground call, oldest first
             for earlier in get_calls() or ():
-                self._interrupt(ranks, earlier, hard=hard)
-        self._interrupt(ranks, call, hard=hard)
+                self._interrupt(ranks, target=earlier, hard=hard)
+        self._interrupt(ranks, target=call, hard=hard)
         return True
 
     def was_interrupted(self, call: str) -> bool:
@@ -290,8 +296,5 @@ class ForegroundCalls:
         abandoned = list(self.abandoned.values())
         if abandoned and self._presses.press_when_idle(now) == "kill":
             for call in abandoned:
-                self._interrupt(call.ranks, call.command.call, hard=True)
+                self._interrupt(call.ranks, target=call.command.call, hard=True)
         return bool(abandoned)
-
-    def _interrupt(self, ranks: Ranks, call: str, *, hard: bool = False) -> None:
-        self._connection.send(messages.Interrupt(ranks=ranks, target=call, hard=hard))  # type: ignore[arg-type]

@@ -50,7 +50,7 @@ class Session:
         self.axes: MeshAxes | None = _axes_of(self.info)
         self.ended: str | None = None
         self.stopping = False
-        self.foreground = ForegroundCalls(connection, self.request)
+        self.foreground = ForegroundCalls(connection, self.request, self.interrupt)
         self.transfer = ValueTransfer(self._persistent_id)
         self.lost_listeners: list[Callable[[tuple[messages.RankExited, ...]], None]] = []
         self.before_call_hooks: list[Callable[[], object]] = []
@@ -176,9 +176,13 @@ class Session:
         self.release_unused()
         return self.connection.request(command, **handlers)
 
-    def interrupt(self, ranks: Ranks, *, target: str | None = None) -> None:
-        """Interrupt a call on these ranks, or whatever they run. Does not wait."""
-        self.connection.send(messages.Interrupt(ranks=ranks, target=target))  # type: ignore[arg-type]
+    def interrupt(self, ranks: Ranks, *, target: str | None = None, hard: bool = False) -> None:
+        """Interrupt a call on these ranks, or whatever they run. Does not wait.
+
+        Args:
+            hard: kill the ranks that do not return.
+        """
+        self.connection.send(messages.Interrupt(ranks=ranks, target=target, hard=hard))  # type: ignore[arg-type]
 
     def cell_command(self, source: str, ranks: Ranks, *, number: int | None = None, **options: Any) -> messages.RunCell:
         """Return the command for a cell, with the same number on all ranks so that equal tracebacks can be folded."""

@@ -28,22 +28,6 @@ class OutputSink(Protocol):
     def close(self) -> None: ...
 
 
-class TerminalSink:
-    """An `OutputSink` that writes to a terminal's standard streams."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._console = Console(ranks, echo=True)
-
-    def __call__(self, items: tuple[FoldedItem, ...]) -> None:
-        self._console(items)
-
-    def note(self, text: str) -> None:
-        print(text)
-
-    def close(self) -> None:
-        """Do nothing: no output is pending."""
-
-
 class FrontEnd(ABC):
     """What shows cells and their output to the user.
 
@@ -98,7 +82,7 @@ class TerminalFrontEnd(FrontEnd):
     kind = "ipython"
 
     def make_sink(self, ranks: Ranks, number: int) -> OutputSink:
-        return TerminalSink(ranks)
+        return Console(ranks, echo=True)
 
     def show_note(self, text: str) -> None:
         print(text)
