@@ -19,7 +19,8 @@ import numpy as np
 
 from benchmarks import workbench
 from benchmarks.report import Report
-from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import create_mesh
 
 RANKS = 4
 NUM_BYTES = 64_000_000

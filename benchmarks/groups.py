@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks import workbench
 from benchmarks.report import Report
-from meshbook.controller.mesh import create_mesh
+from meshbook.controller.starting import create_mesh
 
 RANKS = 2
 BLOCK = 200  # collectives per timed block: long enough that reading clocks is nothing, short enough to find quiet ones

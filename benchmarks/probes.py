@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks import workbench
 from benchmarks.report import Report
-from meshbook.controller.mesh import create_mesh
+from meshbook.controller.starting import create_mesh
 
 RANKS = 4
 LIMIT, LOG_LIMIT_US = 1.01, 2.0

@@ -31,7 +31,7 @@ _COMMAND = bytes(200)
 
 @contextlib.contextmanager
 def meshbook(ranks: int, folder: Path) -> Iterator[Calls]:
-    from meshbook.controller.mesh import create_mesh
+    from meshbook.controller.starting import create_mesh
 
     with create_mesh(ranks, orphan_ttl_s=workbench.ORPHAN_TTL_S) as mesh:
         yield {"call": lambda: mesh.execute(int), "cell": lambda: mesh.run("pass", echo=False)}

@@ -17,7 +17,8 @@ import psutil
 
 from benchmarks import workbench
 from benchmarks.report import Report
-from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import create_mesh
 
 # (ranks, hosts); and of these, those that are compared.
 SIZES, FEW, MANY = ((8, 1), (16, 2), (64, 2), (64, 8), (256, 32)), (16, 2), (64, 2)

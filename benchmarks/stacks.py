@@ -18,7 +18,8 @@ from pathlib import Path
 from benchmarks import workbench
 from benchmarks.report import Report
 from benchmarks.stop import CELLS, wait_until_at_line
-from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import create_mesh
 
 RANKS = 4
 LIMIT_MS = 300.0

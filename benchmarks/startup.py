@@ -22,8 +22,9 @@ from benchmarks import workbench
 from benchmarks.report import Report
 from meshbook.controller.connection import SupervisorConnection
 from meshbook.controller.launch import launch_supervisor
-from meshbook.controller.mesh import Mesh, create_mesh, generate_mesh_name, make_spec
+from meshbook.controller.mesh import Mesh
 from meshbook.controller.session import Session
+from meshbook.controller.starting import create_mesh, generate_mesh_name, make_spec
 from meshbook.mesh_axes import MeshAxes
 
 RANKS = 4

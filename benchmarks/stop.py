@@ -17,7 +17,8 @@ from pathlib import Path
 
 from benchmarks import workbench
 from benchmarks.report import Report
-from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import create_mesh
 from meshbook.errors import RankLost
 
 RANKS = 4

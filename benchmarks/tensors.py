@@ -29,7 +29,8 @@ import torch
 
 from benchmarks import gpt, workbench
 from benchmarks.report import Report
-from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import create_mesh
 from meshbook.tensors import remote
 from meshbook.tensors.creation import distribute, engine_of
 from meshbook.tensors.modules import module_to_mesh
@@ -213,7 +214,7 @@ def whole_tensor(report: Report, mesh: Mesh, mib: int, rounds: int) -> None:
     target = torch.ones_like(here)
 
     def first() -> float:
-        mesh.session._pool.trim(0.0)  # as after half a minute without a read
+        mesh.session.transfer._pool.trim(0.0)  # as after half a minute without a read
         return workbench.milliseconds(there.full_tensor)()
 
     taken = workbench.take_turns(

@@ -21,7 +21,8 @@ import torch
 import meshbook
 from benchmarks import gpt, workbench
 from benchmarks.report import Report
-from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import create_mesh
 from meshbook.tensors.creation import engine_of
 
 SIZES = {"d=64 L=2": (64, 2, 8, 32), "d=256 L=4": (256, 4, 16, 64)}  # width, layers, batch, length

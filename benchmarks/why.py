@@ -18,7 +18,8 @@ from typing import Any
 
 from benchmarks import workbench
 from benchmarks.report import Report
-from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import create_mesh
 from meshbook.wire.messages import FoldedItem, Notice, RankDisplay
 from tests.zoo.hangs import HANGS, Hang
 

@@ -20,8 +20,9 @@ from meshbook.version import __version__ as __version__
 if TYPE_CHECKING:
     from meshbook.actors.buffer import Buffer, RDMABuffer
     from meshbook.controller.listing import list_meshes
-    from meshbook.controller.mesh import Mesh, attach, create_mesh
+    from meshbook.controller.mesh import Mesh
     from meshbook.controller.results import RankValues
+    from meshbook.controller.starting import attach, create_mesh
     from meshbook.rank.scalars import log
     from meshbook.tensors.api import distribute
     from meshbook.tensors.modules import module_to_mesh
@@ -38,8 +39,8 @@ _WHERE = {
     "RDMABuffer": "meshbook.actors.buffer",
     "Mesh": "meshbook.controller.mesh",
     "RankValues": "meshbook.controller.results",
-    "attach": "meshbook.controller.mesh",
-    "create_mesh": "meshbook.controller.mesh",
+    "attach": "meshbook.controller.starting",
+    "create_mesh": "meshbook.controller.starting",
     "list_meshes": "meshbook.controller.listing",
     "log": "meshbook.rank.scalars",
     "distribute": "meshbook.tensors.api",
@@ -48,14 +49,16 @@ _WHERE = {
     "recover": "meshbook.tensors.recovery",
 }
 
-# Entry points of Mesh methods that are implemented in layers between the controller and the notebook.
+# Entry points of features that the controller offers and layers above it implement.
 extensions.provide(
     {
         "activate": "meshbook.tensors.creation:activate",
         "actor_state": "meshbook.actors.state:state_of",
         "actors": "meshbook.actors.listing:actors_on",
+        "create_mesh": "meshbook.controller.starting:create_mesh",
         "dashboard": "meshbook.dashboard.widget:dashboard",
         "feed": "meshbook.tensors.feeding:feed",
+        "marimo_session": "meshbook.marimo.meshes:get_or_start_session",
         "spawn": "meshbook.actors.procs:spawn_on",
         "tensor_named": "meshbook.tensors.creation:adopt",
         "with_tensors": "meshbook.tensors.creation:with_tensors",

@@ -12,14 +12,13 @@ import difflib
 import itertools
 import keyword
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from meshbook.errors import MeshShapeError
-from meshbook.ids import Ranks, format_ranks, name_ranks, parse_ranks
+from meshbook.ids import Ranks, format_ranks, name_ranks
 
 # The only axis of a mesh that is given as a number of ranks.
 RANK_AXIS = "rank"
@@ -27,7 +26,6 @@ RANK_AXIS = "rank"
 # on some 100,000 GPUs.
 MAX_RANKS = 1 << 17
 
-_NUMBER = re.compile(r"\d+")
 Slice = slice  # the builtin, under a name that `MeshAxes.slice` does not hide from type checkers
 
 
@@ -96,53 +94,16 @@ class MeshAxes:
             )
         if shape is not None:
             names = tuple(mesh_dim_names) if mesh_dim_names is not None else _default_names(len(shape))
-            return cls._complete(names, tuple(shape))
+            return _complete_mesh(names, tuple(shape))
         if by_nodes:
-            return cls._complete(
+            return _complete_mesh(
                 ("node", "gpu"), (1 if nodes is None else nodes, 1 if gpus_per_node is None else gpus_per_node)
             )
         if isinstance(axes, Mapping):
-            return cls._complete(tuple(axes), tuple(axes.values()))
+            return _complete_mesh(tuple(axes), tuple(axes.values()))
         if not _is_int(axes):
             raise MeshShapeError(f"a mesh's size is a number or a dict of axes, not {axes!r}")
-        return cls._complete((RANK_AXIS,), (axes,))  # type: ignore[arg-type]  # _is_int has seen to it
-
-    @classmethod
-    def parse(cls, text: str) -> MeshAxes:
-        """Parse `dp=2,tp=2`, or a bare number of ranks, as typed after `--axes` and `-n`.
-
-        Raises:
-            MeshShapeError: the text is neither.
-        """
-        words = _split_words(text)
-        if len(words) == 1 and words[0].isdecimal():
-            return cls.of(int(words[0]))
-        axes: dict[str, int] = {}
-        for word in words:
-            name, equals, size = (part.strip() for part in word.partition("="))
-            if not equals or not name or not size.isdecimal():
-                raise MeshShapeError(f"{text!r} does not name the axes of a mesh; write them like dp=2,tp=2")
-            if name in axes:
-                raise MeshShapeError(f"axis {name} is there twice in {text!r}; give each its own name")
-            axes[name] = int(size)
-        if not axes:
-            raise MeshShapeError("no axes are named; write them like dp=2,tp=2")
-        return cls.of(axes)
-
-    @classmethod
-    def _complete(cls, names: tuple[str, ...], shape: tuple[int, ...]) -> MeshAxes:
-        if len(names) == len(shape):  # else __post_init__ raises
-            if not names:
-                raise MeshShapeError("a mesh has at least one axis; write it like 4 or {'dp': 2, 'tp': 2}")
-            for name, size in zip(names, shape, strict=True):
-                _check_size(name, size)
-            if math.prod(shape) > MAX_RANKS:
-                raise MeshShapeError(
-                    f"mesh axes {_product(names, shape)} need {math.prod(shape):,} ranks; "
-                    f"a mesh has at most {MAX_RANKS:,}"
-                )
-            return cls(names, shape, tuple(range(math.prod(shape))))
-        return cls(names, shape, ())
+        return _complete_mesh((RANK_AXIS,), (axes,))  # type: ignore[arg-type]  # _is_int has seen to it
 
     # -----------------------------------------------------------------------------------------------------------------
     # Inspection
@@ -159,7 +120,7 @@ class MeshAxes:
 
     def size_of(self, axis: str) -> int:
         """Return the size of one axis."""
-        return self.shape[self._axis_index(axis)]
+        return self.shape[self.axis_index(axis)]
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.axes.items())
@@ -203,7 +164,7 @@ class MeshAxes:
             MeshShapeError: an axis does not exist, is missing, or its coordinate is out of range.
         """
         coordinates = {
-            self._axis_index(axis): self._normalize_coordinate(axis, coordinate) for axis, coordinate in point.items()
+            self.axis_index(axis): self.normalize_coordinate(axis, coordinate) for axis, coordinate in point.items()
         }
         missing = [name for at, name in enumerate(self.names) if at not in coordinates and self.shape[at] > 1]
         if missing:
@@ -220,13 +181,6 @@ class MeshAxes:
             rows = [rows[start : start + size] for start in range(0, len(rows), size)]
         return rows[0]
 
-    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """Return the groups of ranks that differ along `axis` only: the process groups of that axis."""
-        at = self._axis_index(axis)
-        stride, size = self._strides[at], self.shape[at]
-        starts = (index for index in range(self.size) if index // stride % size == 0)
-        return tuple(tuple(self.ranks[start + step * stride] for step in range(size)) for start in starts)
-
     # -----------------------------------------------------------------------------------------------------------------
     # Slicing and renaming. Each returns a new MeshAxes over the same global ranks.
 
@@ -239,13 +193,13 @@ class MeshAxes:
         chosen: list[Sequence[int]] = [range(size) for size in self.shape]
         kept_axes = list(range(len(self.shape)))
         for axis, part in which.items():
-            at = self._axis_index(axis)
+            at = self.axis_index(axis)
             if isinstance(part, Slice):
-                chosen[at] = self._slice_range(axis, part)
+                chosen[at] = _slice_range(axis, self.shape[at], part)
             else:
-                chosen[at] = (self._normalize_coordinate(axis, part),)
+                chosen[at] = (self.normalize_coordinate(axis, part),)
                 kept_axes.remove(at)
-        return self._submesh(chosen, kept_axes)
+        return self.submesh(chosen, kept_axes)
 
     def select(self, index: int | Slice | tuple[int | Slice, ...]) -> MeshAxes:
         """Index along the first axes: `mesh[0]`, `mesh[1:3]` along the first one, `mesh[0, 1:]` along the first two.
@@ -272,7 +226,7 @@ class MeshAxes:
             MeshShapeError: an axis does not exist, or a name is taken.
         """
         for axis in names:
-            self._axis_index(axis)
+            self.axis_index(axis)
         return MeshAxes(tuple(names.get(name, name) for name in self.names), self.shape, self.ranks)
 
     def split(self, axis: str, /, **sizes: int) -> MeshAxes:
@@ -281,7 +235,7 @@ class MeshAxes:
         Raises:
             MeshShapeError: the product of the sizes is not the axis's size.
         """
-        at = self._axis_index(axis)
+        at = self.axis_index(axis)
         axis_size = self.shape[at]
         if not sizes:
             raise MeshShapeError(
@@ -307,41 +261,7 @@ class MeshAxes:
         )
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Typed selections, and checks
-
-    def parse_selection(self, text: str) -> Ranks:
-        """Return the ranks of a selection, sorted: `0,2-3`, `dp=0`, `dp=0,tp=0-1`, `all`.
-
-        A list after an axis belongs to that axis: `dp=0,2-3` selects three coordinates along dp. Spaces may separate
-        words too.
-
-        Raises:
-            MeshShapeError: the text is not a selection, or it is outside this mesh.
-        """
-        if text.strip() in ("", "all", "*"):
-            return tuple(sorted(self.ranks))
-        if "=" not in text:
-            return self.check_ranks(self._parse_numbers(",".join(_split_words(text)), max(self.ranks)))
-        spans: dict[str, list[str]] = {}
-        axis = ""
-        for word in _split_words(text):
-            name, equals, span = word.partition("=")
-            if equals:
-                axis, word = name.strip(), span
-                self._axis_index(axis)
-                if axis in spans:
-                    raise MeshShapeError(f"axis {axis} is chosen twice in {text!r}; write {axis}=0,1 for two places")
-            elif not axis:
-                raise MeshShapeError(f"{text!r} mixes ranks and axes; write 0,2-3 for ranks or dp=0 for an axis")
-            spans.setdefault(axis, []).append(word.strip())
-        chosen: list[Sequence[int]] = [range(size) for size in self.shape]
-        for axis, span_words in spans.items():
-            at = self._axis_index(axis)
-            if span_words in (["all"], ["*"]):
-                continue
-            coordinates = self._parse_numbers(",".join(span_words), self.shape[at], axis)
-            chosen[at] = [self._normalize_coordinate(axis, coordinate) for coordinate in coordinates]
-        return tuple(sorted(self._submesh(chosen, range(len(self.shape))).ranks))
+    # Coordinates and ranks
 
     def check_ranks(self, ranks: Iterable[int]) -> Ranks:
         """Return the same ranks, sorted and without duplicates.
@@ -358,22 +278,7 @@ class MeshAxes:
             raise MeshShapeError(f"no ranks are chosen of {self._describe()}")
         return chosen
 
-    def require(self, num_running: int) -> None:
-        """Check that the number of running ranks matches these axes.
-
-        Raises:
-            MeshShapeError: the numbers differ.
-        """
-        if num_running != self.size:
-            raise MeshShapeError(
-                f"mesh axes {_product(self.names, self.shape)} need {_pluralize(self.size, 'rank')}, but {num_running} "
-                f"{'is' if num_running == 1 else 'are'} running; change an axis, or restart with "
-                f"%mesh start -n {self.size}"
-            )
-
-    # -----------------------------------------------------------------------------------------------------------------
-
-    def _submesh(self, chosen: Sequence[Sequence[int]], kept_axes: Iterable[int]) -> MeshAxes:
+    def submesh(self, chosen: Sequence[Sequence[int]], kept_axes: Iterable[int]) -> MeshAxes:
         """Return the ranks at every combination of coordinates, over the axes that are kept."""
         offsets = [
             [coordinate * stride for coordinate in coordinates]
@@ -383,7 +288,8 @@ class MeshAxes:
         order = tuple(kept_axes)
         return MeshAxes(tuple(self.names[at] for at in order), tuple(len(chosen[at]) for at in order), ranks)
 
-    def _axis_index(self, axis: str) -> int:
+    def axis_index(self, axis: str) -> int:
+        """Return the position of an axis among the axes. Raises MeshShapeError."""
         if axis in self.names:
             return self.names.index(axis)
         if not self.names:
@@ -392,8 +298,8 @@ class MeshAxes:
         hint = f"did you mean {close[0]}?" if close else f"its axes are {', '.join(self.names)}"
         raise MeshShapeError(f"there is no axis {axis!r} in the mesh {self}; {hint}")
 
-    def _normalize_coordinate(self, axis: str, coordinate: int) -> int:
-        """Return a coordinate along an axis; a negative one counts from the end, as in Python."""
+    def normalize_coordinate(self, axis: str, coordinate: int) -> int:
+        """Return a coordinate along an axis; a negative one counts from the end. Raises MeshShapeError."""
         size = self.size_of(axis)
         if not _is_int(coordinate):
             raise MeshShapeError(f"{axis}={coordinate!r} is neither an int nor a slice")
@@ -402,47 +308,40 @@ class MeshAxes:
             raise MeshShapeError(f"{axis}={coordinate} is out of range: axis {axis} has size {size} ({span})")
         return coordinate % size
 
-    def _slice_range(self, axis: str, part: Slice) -> range:
-        size = self.size_of(axis)
-        for bound in (part.start, part.stop, part.step):
-            if bound is not None and not _is_int(bound):
-                raise MeshShapeError(f"{axis}={_format_slice(part)} has a bound that is not an int")
-        if part.step is not None and part.step <= 0:
-            raise MeshShapeError(
-                f"{axis}={_format_slice(part)} has step {part.step}; ranks keep their order: use 1 or more"
-            )
-        coordinates = range(size)[part]
-        if not coordinates:
-            raise MeshShapeError(f"{axis}={_format_slice(part)} leaves nothing of axis {axis}, which has size {size}")
-        return coordinates
-
-    def _parse_numbers(self, text: str, limit: int, axis: str = "") -> Ranks:
-        """Parse `0,2-3` as numbers. Rejects numbers above `limit` before a range is expanded."""
-        for number in map(int, _NUMBER.findall(text)):
-            if number > limit:
-                if axis:
-                    self._normalize_coordinate(axis, number)
-                self.check_ranks((number,))
-        try:
-            return parse_ranks(text)
-        except ValueError as error:
-            if axis:
-                raise MeshShapeError(
-                    f"{axis}={text} does not name places on an axis; write it like {axis}=0 or {axis}=0,2-3"
-                ) from error
-            raise MeshShapeError(str(error)) from error
-
     def _describe(self) -> str:
         return f"this mesh of {_pluralize(self.size, 'rank')} ({format_ranks(self.ranks)})"
 
 
+def _complete_mesh(names: tuple[str, ...], shape: tuple[int, ...]) -> MeshAxes:
+    if len(names) != len(shape):
+        return MeshAxes(names, shape, ())  # raises
+    if not names:
+        raise MeshShapeError("a mesh has at least one axis; write it like 4 or {'dp': 2, 'tp': 2}")
+    for name, size in zip(names, shape, strict=True):
+        _check_size(name, size)
+    if math.prod(shape) > MAX_RANKS:
+        raise MeshShapeError(
+            f"mesh axes {_product(names, shape)} need {math.prod(shape):,} ranks; a mesh has at most {MAX_RANKS:,}"
+        )
+    return MeshAxes(names, shape, tuple(range(math.prod(shape))))
+
+
+def _slice_range(axis: str, size: int, part: Slice) -> range:
+    for bound in (part.start, part.stop, part.step):
+        if bound is not None and not _is_int(bound):
+            raise MeshShapeError(f"{axis}={_format_slice(part)} has a bound that is not an int")
+    if part.step is not None and part.step <= 0:
+        raise MeshShapeError(
+            f"{axis}={_format_slice(part)} has step {part.step}; ranks keep their order: use 1 or more"
+        )
+    coordinates = range(size)[part]
+    if not coordinates:
+        raise MeshShapeError(f"{axis}={_format_slice(part)} leaves nothing of axis {axis}, which has size {size}")
+    return coordinates
+
+
 def _default_names(count: int) -> tuple[str, ...]:
     return (RANK_AXIS,) if count == 1 else tuple(f"axis{index}" for index in range(count))
-
-
-def _split_words(text: str) -> list[str]:
-    """Split at commas or spaces; spaces around `=` do not split."""
-    return re.sub(r"\s*=\s*", "=", text).replace(",", " ").split()
 
 
 def _is_int(value: object) -> bool:

@@ -30,6 +30,9 @@ FLOORS = {
     "wire": 2,
     "fold": 2,
     "diagnose": 2,
+    "data": 2,
+    "selections": 2,
+    "marimo.page": 3,  # what is shown below a marimo cell
     "rank": 3,
     "host": 3,
     "engines": 3,
@@ -40,12 +43,13 @@ FLOORS = {
     "actors.base": 2,  # what an actor's class is made of; ranks know it too
     "actors.shape": 2,  # points and extents, in Monarch's words
     "actors.runtime": 3,  # an actor's life on its rank
+    "marimo.meshes": 6,
     "dashboard": 7,
     "actor": 7,  # the doors with Monarch's names
     "rdma": 7,
     "kernel": 8,
     "cli": 8,
-    "marimo_executor": 8,
+    "marimo": 8,
     "__main__": 9,
     "": 9,  # meshbook/__init__.py: the front door. It may open on any floor; no floor may go out through it.
 }
@@ -57,7 +61,7 @@ CONFINED = {
         "wire.pickling": "tensors travel as buffers",
         "actors.buffer": "tensors' memory, read and written from other processes",
         "tensors": "remote tensors are torch's, and their shapes are found with it",
-        "controller.mesh": "joins the parts of a tensor that ranks hold",
+        "controller.scattering": "joins the parts of a tensor that ranks hold",
         "controller.results": "stacks the tensors of all ranks into one",
         "cli.doctor": "says which torch is here and whether it sees a GPU",
     },
@@ -74,17 +78,20 @@ CONFINED = {
     },
     "anywidget": {"dashboard": "the widget"},
     "textual": {"dashboard": "the screen"},
-    "marimo": {"marimo_executor": "runs its cells"},
+    "marimo": {"marimo.executor": "runs its cells"},
     "monarch": {"engines": "an engine"},
     "ray": {"engines": "an engine"},
 }
 
 # Modules that decide and do not act: a test drives them without a process, a socket or a clock of their own.
 PURE = (
+    "controller.call_errors", "controller.pending_requests", "controller.stop_presses",
+    "diagnose", "errors", "fold",
     "host.instructions", "host.ledger", "host.open_calls", "host.rank_record", "host.stop_escalation",
-    "ids", "errors", "mesh_axes", "placement", "wire.messages", "wire.codec", "fold", "diagnose", "supervisor.state",
-    "supervisor.monitoring", "supervisor.snapshot_requests", "supervisor.series", "supervisor.stalls",
-    "supervisor.telemetry",
+    "ids", "kernel.mesh_options", "mesh_axes", "placement", "selections",
+    "supervisor.monitoring", "supervisor.series", "supervisor.snapshot_requests", "supervisor.stalls",
+    "supervisor.state", "supervisor.telemetry",
+    "wire.codec", "wire.messages",
 )  # fmt: skip
 ACTING = {"asyncio", "multiprocessing", "os", "select", "selectors", "socket", "subprocess", "threading", "time", "zmq"}
 

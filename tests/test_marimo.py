@@ -28,15 +28,15 @@ websockets = pytest.importorskip("websockets.sync.connection")
 connect = pytest.importorskip("websockets.sync.client").connect
 
 from meshbook import list_meshes  # noqa: E402  (marimo decides whether there is anything to test)
-from meshbook.controller import marimo as cells_meshes  # noqa: E402
-from meshbook.marimo_executor import is_marked  # noqa: E402
+from meshbook.marimo import page  # noqa: E402
+from meshbook.marimo.executor import is_marked  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = ROOT / "notebooks" / "quickstart_marimo.py"
 TIMEOUT_S = 60.0
 
 # What an installed Meshbook has in its metadata: how marimo finds the executor.
-_ENTRY_POINTS = "[marimo.cell.executor]\nmeshbook = meshbook.marimo_executor:MeshExecutor\n"
+_ENTRY_POINTS = "[marimo.cell.executor]\nmeshbook = meshbook.marimo.executor:MeshExecutor\n"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -160,7 +160,7 @@ def test_two_meshes_of_one_cell_are_two(tmp_path: Path) -> None:
 
 
 def test_a_mesh_made_outside_a_cell_is_nobodys() -> None:
-    assert cells_meshes.running_cell() is None
+    assert page.running_cell() is None
 
 
 # ---- whole cells, marked

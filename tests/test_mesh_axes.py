@@ -1,4 +1,4 @@
-"""Axes, points, slices and selections, and what is said of those that do not fit."""
+"""Axes, points and slices, and what is said of those that do not fit."""
 
 from __future__ import annotations
 
@@ -104,42 +104,13 @@ def test_a_slip_of_the_keyboard_does_not_fill_the_memory():
     assert MeshAxes.of(MAX_RANKS).size == MAX_RANKS
 
 
-def test_axes_are_read_as_they_are_typed():
-    assert MeshAxes.parse("dp=2,tp=2") == grid_22
-    assert MeshAxes.parse(" dp = 2 , tp=2 ") == grid_22
-    assert MeshAxes.parse("dp=2 tp=2") == grid_22
-    assert MeshAxes.parse("4") == MeshAxes.of(4)
-
-
-@steady
-@given(meshes)
-def test_axes_read_back_as_they_are_shown(mesh):
-    assert MeshAxes.parse(str(mesh)) == mesh
-
-
-@pytest.mark.parametrize("text", ["dp", "dp=", "=2", "dp=two", "dp=2,4", "dp=-2", "2,2"])
-def test_axes_that_cannot_be_read_are_shown_how_to_write_them(text):
-    with pytest.raises(MeshShapeError, match="write them like dp=2,tp=2"):
-        MeshAxes.parse(text)
-
-
-def test_nothing_is_not_axes():
-    with pytest.raises(MeshShapeError, match="no axes are named; write them like"):
-        MeshAxes.parse("  ")
-
-
-def test_an_axis_is_named_once_in_a_text():
-    with pytest.raises(MeshShapeError, match="axis dp is there twice"):
-        MeshAxes.parse("dp=2,dp=2")
-
-
 def test_a_mesh_cannot_be_changed():
     with pytest.raises(AttributeError):
         grid_22.shape = (4,)  # type: ignore[misc]
 
 
 def test_equal_meshes_are_interchangeable():
-    assert {grid_22: 1}[MeshAxes.parse("dp=2,tp=2")] == 1
+    assert {grid_22: 1}[MeshAxes.of({"dp": 2, "tp": 2})] == 1
     assert grid_22 != MeshAxes.of({"dp": 2, "pp": 2})
 
 
@@ -191,28 +162,6 @@ def test_ranks_are_given_back_sorted_and_once():
 def test_no_ranks_are_refused():
     with pytest.raises(MeshShapeError, match=r"no ranks are chosen of this mesh of 4 ranks"):
         MeshAxes.of(4).check_ranks([])
-
-
-@steady
-@given(meshes, st.data())
-def test_groups_along_an_axis_part_the_mesh(mesh, data):
-    axis = data.draw(st.sampled_from(mesh.names))
-    groups = mesh.groups(axis)
-    assert sorted(rank for group in groups for rank in group) == list(mesh.ranks)
-    for group in groups:
-        assert len(group) == mesh.size_of(axis)
-        others = [{name: at for name, at in mesh.point(rank).items() if name != axis} for rank in group]
-        assert all(point == others[0] for point in others)
-        assert [mesh.point(rank)[axis] for rank in group] == list(range(len(group)))
-
-
-def test_the_axes_must_fit_what_runs():
-    MeshAxes.of({"host": 2, "gpu": 4}).require(8)
-    with pytest.raises(MeshShapeError) as caught:
-        MeshAxes.of({"host": 2, "gpu": 4}).require(6)
-    assert str(caught.value) == (
-        "mesh axes host=2 * gpu=4 need 8 ranks, but 6 are running; change an axis, or restart with %mesh start -n 8"
-    )
 
 
 def test_a_mesh_error_is_also_a_value_error():
@@ -364,61 +313,3 @@ def test_splitting_leaves_the_other_axes_where_they_are():
 def test_a_split_that_does_not_multiply_up_shows_the_sum(sizes, message):
     with pytest.raises(MeshShapeError, match=message):
         MeshAxes.of(8).split("rank", **sizes)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Selections as they are typed
-
-
-@pytest.mark.parametrize(
-    ("text", "ranks"),
-    [
-        ("", (0, 1, 2, 3, 4, 5, 6, 7)),
-        ("all", (0, 1, 2, 3, 4, 5, 6, 7)),
-        ("*", (0, 1, 2, 3, 4, 5, 6, 7)),
-        ("0", (0,)),
-        ("0,2-3", (0, 2, 3)),
-        ("[0, 2-3]", (0, 2, 3)),
-        ("3 1", (1, 3)),
-        ("dp=0", (0, 1, 2, 3)),
-        ("dp=0,tp=0-1", (0, 1)),
-        ("dp=0 tp=1", (1,)),
-        ("dp = 1, tp = 0", (4,)),
-        ("tp=0,2-3", (0, 2, 3, 4, 6, 7)),
-        ("tp=0,3,dp=1", (4, 7)),
-        ("tp=all", (0, 1, 2, 3, 4, 5, 6, 7)),
-        ("dp=1,tp=*", (4, 5, 6, 7)),
-    ],
-)
-def test_a_selection_names_ranks_or_places(text, ranks):
-    assert MeshAxes.of({"dp": 2, "tp": 4}).parse_selection(text) == ranks
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("8", r"rank 8 is not in this mesh of 8 ranks \(0-7\)"),
-        ("0-99999999999999", r"rank 99999999999999 is not in this mesh"),
-        ("dpp=0", r"there is no axis 'dpp' .*did you mean dp\?"),
-        ("dp=2", r"dp=2 is out of range: axis dp has size 2 \(0-1\)"),
-        ("dp=0-99999999999999", "dp=99999999999999 is out of range"),
-        ("dp=x", "dp=x does not name places on an axis; write it like dp=0 or dp=0,2-3"),
-        ("dp=", "does not name places on an axis"),
-        ("dp=1-0", "does not name places on an axis"),
-        ("dp=0,dp=1", "axis dp is chosen twice in 'dp=0,dp=1'; write dp=0,1 for two places"),
-        ("0,dp=1", "'0,dp=1' mixes ranks and axes"),
-        ("two", "'two' is not a list of ranks; write it like 0 or 0,2-3"),
-        ("3-1", "runs backwards; write 1-3"),
-    ],
-)
-def test_a_selection_that_fits_nothing_says_what_would(text, message):
-    with pytest.raises(MeshShapeError, match=message):
-        MeshAxes.of({"dp": 2, "tp": 4}).parse_selection(text)
-
-
-def test_a_selection_of_a_slice_speaks_of_the_slice():
-    part = MeshAxes.of({"dp": 2, "tp": 2}).slice(tp=1)
-    assert part.parse_selection("dp=1") == (3,)
-    assert part.parse_selection("1,3") == (1, 3)
-    with pytest.raises(MeshShapeError, match=r"rank 2 is not in this mesh of 2 ranks \(1,3\)"):
-        part.parse_selection("1-3")

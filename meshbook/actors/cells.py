@@ -14,8 +14,9 @@ from typing import Any
 import msgspec
 
 from meshbook.actors.mesh import ActorMesh
-from meshbook.controller.results import marimo_mime, mime_bundle
+from meshbook.controller.results import mime_bundle
 from meshbook.fold import rendering
+from meshbook.marimo.page import marimo_mime
 from meshbook.wire.messages import Outcome, OutcomeGroup, Preview, Value
 
 _cell_numbers = itertools.count(1)

@@ -132,7 +132,7 @@ class RefProcBackend(ProcBackend):
 
         def end() -> None:
             announce_stop(procs_ref, reason)
-            from meshbook.controller.mesh import attach
+            from meshbook.controller.starting import attach
             from meshbook.errors import MeshbookError
 
             with contextlib.suppress(MeshbookError):  # already stopped
@@ -290,7 +290,7 @@ class SpawnedProcBackend(ProcBackend):
             if not self._claim():
                 standby.put(session, torch=torch, generation=generation)
                 return
-            from meshbook.controller.mesh import start_prewarmed
+            from meshbook.controller.starting import start_prewarmed
 
             self._mesh = start_prewarmed(session, axes, torch=torch, **self._options)
             ranks = RankProcBackend(self._mesh.session, axes)
@@ -354,7 +354,7 @@ class SpawnedProcBackend(ProcBackend):
 
         Importing torch takes seconds, so only one of several concurrent callers does it.
         """
-        from meshbook.controller.mesh import prewarm_session
+        from meshbook.controller.starting import prewarm_session
 
         with _import_lock if torch and find_warm_mesh(torch=True) is None else contextlib.nullcontext():
             stored = standby.pop(torch=torch)
@@ -458,7 +458,7 @@ class StandbyMesh:
 
     def refill(self, *, torch: bool) -> None:
         """Start a standby mesh. Blocks: call it on a background thread."""
-        from meshbook.controller.mesh import prewarm_session
+        from meshbook.controller.starting import prewarm_session
 
         generation, warm_mesh = self.generation, find_warm_mesh(torch=torch)
         if self._stored is not None or warm_mesh is None:

@@ -20,10 +20,11 @@ from meshbook.actors.runtime.faults import ActorError
 from meshbook.actors.values import ValueMesh
 from meshbook.controller import extensions
 from meshbook.controller.remote import common_tensor_meta
-from meshbook.controller.results import marimo_mime, mime_bundle
+from meshbook.controller.results import mime_bundle
 from meshbook.errors import TransferError, ValuesDiffer
 from meshbook.fold import rendering
 from meshbook.ids import name_ranks
+from meshbook.marimo.page import marimo_mime
 from meshbook.wire.messages import Outcome, OutcomeGroup, Preview, Value
 
 PathStep = tuple[str, Any]  # ("attr", name) or ("item", key)

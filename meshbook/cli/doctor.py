@@ -10,18 +10,21 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import re
 import resource
 import shutil
 import socket
 import sys
 import tempfile
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import psutil
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from meshbook.controller.config import read_defaults
 from meshbook.controller.tables import format_bytes
@@ -29,29 +32,7 @@ from meshbook.errors import MeshbookError
 from meshbook.host.gpus import count_gpus
 from meshbook.wire import keys
 
-# Required packages and the versions Meshbook was built against: [project] dependencies in pyproject.toml, used without
-# package metadata, as in a source tree that is only on the path.
-_PACKAGES = {
-    "ipykernel": (">=7.4,<8", "the notebook kernel"),
-    "ipython": (">=8.30", "the shell on every rank"),
-    "jupyter-client": (">=8.6", "the notebook kernel"),
-    "jupyter-console": (">=6.6.3", "meshbook repl"),
-    "pyzmq": (">=26", "talking to the ranks"),
-    "msgspec": (">=0.19", "talking to the ranks"),
-    "cloudpickle": (">=3", "sending functions to the ranks"),
-    "psutil": (">=5.9", "watching the ranks"),
-    "numpy": (">=1.26", "sending arrays"),
-    "nvidia-ml-py": (">=12", "what GPUs there are"),
-    "anywidget": (">=0.9.13", "the dashboard"),
-    "py-spy": (">=0.4", "stacks of ranks that do not answer"),
-    "textual": (">=1.0", "meshbook top"),
-    "tornado": (">=6.2", "meshbook top --web"),
-    "prometheus-client": (">=0.20", "meshbook top --prometheus"),
-    "nbclient": (">=0.10", "meshbook run"),
-    "nbformat": (">=5.10", "meshbook run"),
-    "nbconvert": (">=7.16", "meshbook run"),
-}
-_TORCH = ">=2.11,<2.14"
+_ROOT = Path(__file__).resolve().parents[2]  # of a source tree
 _EXTRAS = {
     "jupyterlab": "pip install jupyterlab, to work in a browser",
     "marimo": "pip install 'marimo>=0.20', for marimo notebooks",
@@ -134,25 +115,24 @@ def _python() -> Iterator[CheckResult]:
 
 
 def _packages() -> Iterator[CheckResult]:
-    wanted = {name: constraint for name, (constraint, _) in _PACKAGES.items()}
-    lacking = [
-        (name, problem) for name, constraint in wanted.items() if (problem := _package_problem(name, constraint))
-    ]
-    for name, problem in lacking:
-        yield CheckResult(
-            "missing", name, f"{problem}; it is for {_PACKAGES[name][1]}", f"pip install '{name}{wanted[name]}'"
-        )
+    wanted = _requirements()
+    del wanted["torch"]  # checked by itself
+    lacking = [(one, problem) for one in wanted.values() if (problem := _package_problem(one))]
+    for one, problem in lacking:
+        yield CheckResult("missing", one.name, problem, f"pip install '{one.name}{_constraint(one)}'")
     if not lacking:
         yield CheckResult("ok", "packages", f"all {len(wanted)} that Meshbook needs beside torch")
 
 
 def _torch() -> Iterator[CheckResult]:
+    wanted = _requirements()["torch"]
+    install = f"pip install 'torch{_constraint(wanted)}'"
     if importlib.util.find_spec("torch") is None:
         yield CheckResult(
             "missing",
             "torch",
             "not installed",
-            f"pip install 'torch{_TORCH}'; without a GPU add --index-url https://download.pytorch.org/whl/cpu",
+            f"{install}; without a GPU add --index-url https://download.pytorch.org/whl/cpu",
         )
         return
     try:
@@ -167,10 +147,9 @@ def _torch() -> Iterator[CheckResult]:
         yield CheckResult(
             "missing", "torch", f"{torch.__version__} has no gloo", "install a build from https://pytorch.org"
         )
-    elif not _satisfies(torch.__version__, _TORCH):
-        yield CheckResult(
-            "poor", "torch", f"{torch.__version__}; Meshbook was tested with {_TORCH}", f"pip install 'torch{_TORCH}'"
-        )
+    elif not _satisfies(torch.__version__, wanted.specifier):
+        tested = f"{torch.__version__}; Meshbook was tested with {_constraint(wanted)}"
+        yield CheckResult("poor", "torch", tested, install)
     else:
         yield CheckResult(
             "ok", "torch", f"{torch.__version__}, with gloo{' and NCCL' if dist.is_nccl_available() else ''}"
@@ -393,28 +372,31 @@ CHECKS: tuple[Callable[[], Iterator[CheckResult]], ...] = (
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _package_problem(name: str, constraint: str) -> str:
+def _requirements() -> dict[str, Requirement]:
+    """Return what Meshbook depends on, by name: as a source tree's pyproject.toml says it, else the metadata."""
+    try:
+        project = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
+        lines = project["dependencies"] if project["name"] == "meshbook" else ()
+    except (OSError, KeyError, tomllib.TOMLDecodeError):
+        lines = ()
+    wanted = [Requirement(line) for line in lines or importlib.metadata.requires("meshbook") or ()]
+    return {one.name: one for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})}
+
+
+def _package_problem(wanted: Requirement) -> str:
     """Return what is wrong with a package; empty if it is installed in a supported version."""
     try:
-        version = importlib.metadata.version(name)
+        version = importlib.metadata.version(wanted.name)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
-    return "" if _satisfies(version, constraint) else f"{version} is installed, {constraint} is wanted"
+    return "" if _satisfies(version, wanted.specifier) else f"{version} is installed, {_constraint(wanted)} is wanted"
 
 
-def _satisfies(version: str, constraint: str) -> bool:
-    """Whether `2.13.0+cpu` is within `>=2.11,<2.14`. Compares numbers only: pre-releases count as the release."""
-    have = _version_tuple(version)
-    for part in constraint.split(","):
-        sign = "".join(character for character in part if character in "<>=")
-        bound = _version_tuple(part[len(sign) :])
-        width = max(len(have), len(bound))
-        left, right = (numbers + (0,) * (width - len(numbers)) for numbers in (have, bound))
-        if (sign == ">=" and left < right) or (sign == "<" and left >= right):
-            return False
-    return True
+def _constraint(wanted: Requirement) -> str:
+    """Return `>=2.11,<2.14`, the lower bound first."""
+    return ",".join(sorted(map(str, wanted.specifier), reverse=True))
 
 
-def _version_tuple(version: str) -> tuple[int, ...]:
-    found = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(int(number) for number in found[0].split(".")) if found is not None else ()
+def _satisfies(version: str, specifier: SpecifierSet) -> bool:
+    """Whether `2.13.0+cpu` is within `>=2.11,<2.14`. A pre-release counts as the release."""
+    return specifier.contains(Version(version).base_version)

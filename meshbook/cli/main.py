@@ -12,19 +12,22 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from meshbook.controller.connection import SupervisorConnection
 from meshbook.controller.listing import fetch_mesh_info, list_meshes
-from meshbook.controller.mesh import Mesh, attach
+from meshbook.controller.mesh import Mesh
 from meshbook.controller.session import Session
+from meshbook.controller.starting import attach
 from meshbook.controller.tables import status_table
 from meshbook.diagnose import findings as diagnose
 from meshbook.errors import MeshbookError, NotAttached, StartError, UsageError, VersionMismatch
 from meshbook.mesh_axes import MeshAxes
+from meshbook.selections import parse_axes
 from meshbook.version import __version__
 from meshbook.wire import keys
 from meshbook.wire.process_control import is_stopped
@@ -75,49 +78,34 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(act=_repl, count=None, axes=None, name=None, simple=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
-    repl = commands.add_parser("repl", help="talk to a mesh (this is also what `meshbook` alone does)")
+    def add(name: str, act: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=help)
+        command.set_defaults(act=act)
+        return command
+
+    repl = add("repl", _repl, "talk to a mesh (this is also what `meshbook` alone does)")
     repl.add_argument("-n", dest="count", type=_count, metavar="N", help="start N ranks at once, not at the first cell")
     repl.add_argument("--axes", type=_axes, help="start ranks with these axes, such as dp=2,tp=2")
     repl.add_argument("--name", help="the name of the mesh that is started")
-    repl.add_argument("--simple", action="store_true", help="plain prompts, for pipes and dumb terminals")
-    repl.set_defaults(act=_repl)
 
-    listing = commands.add_parser("list", help="every mesh of yours on this machine")
-    listing.add_argument("--json", action="store_true", help="for programs")
-    listing.set_defaults(act=_list)
+    listing = add("list", _list, "every mesh of yours on this machine")
+    status = add("status", _status, "what each rank of a mesh does")
+    why = add("why", _why, "why a mesh hangs: who waits for whom, at which line, and what to do")
 
-    status = commands.add_parser("status", help="what each rank of a mesh does")
-    status.add_argument("name", nargs="?", help="which mesh; not needed when only one runs")
-    status.add_argument("--json", action="store_true", help="for programs")
-    status.set_defaults(act=_status)
-
-    why = commands.add_parser("why", help="why a mesh hangs: who waits for whom, at which line, and what to do")
-    why.add_argument("name", nargs="?", help="which mesh; not needed when only one runs")
-    why.add_argument("--json", action="store_true", help="for programs")
-    why.set_defaults(act=_why)
-
-    stacks = commands.add_parser("stacks", help="where the ranks of a mesh are in their code, as one tree")
-    stacks.add_argument("name", nargs="?", help="which mesh; not needed when only one runs")
+    stacks = add("stacks", _stacks, "where the ranks of a mesh are in their code, as one tree")
     stacks.add_argument("--ranks", help="some of them: 0,2-3, or dp=0")
     stacks.add_argument("--twice", action="store_true", help="look again half a second later, and tell who moves")
     stacks.add_argument("--threads", action="store_true", help="all threads, not only the main ones")
-    stacks.add_argument("--json", action="store_true", help="for programs")
-    stacks.set_defaults(act=_stacks)
 
-    top = commands.add_parser("top", help="a live picture of a mesh, in the terminal or as a web page")
-    top.add_argument("name", nargs="?", help="which mesh; not needed when only one runs")
+    top = add("top", _top, "a live picture of a mesh, in the terminal or as a web page")
     way = top.add_mutually_exclusive_group()
     way.add_argument("--web", action="store_true", help="as a page, for this machine's browsers alone")
     way.add_argument("--prometheus", type=_port, metavar="PORT", help="serve its numbers for Prometheus instead")
     top.add_argument("--port", type=_port, help="of the page; any that is free, unless said")
-    top.set_defaults(act=_top)
 
-    attach = commands.add_parser("attach", help="talk to a mesh that runs already")
-    attach.add_argument("name", nargs="?", help="which mesh; not needed when only one runs")
-    attach.add_argument("--simple", action="store_true", help="plain prompts, for pipes and dumb terminals")
-    attach.set_defaults(act=_attach)
+    attach = add("attach", _attach, "talk to a mesh that runs already")
 
-    run = commands.add_parser("run", help="run a notebook, or a script with `# %%%%` cells, on a mesh")
+    run = add("run", _run, "run a notebook, or a script with `# %%%%` cells, on a mesh")
     run.add_argument("file", type=Path, metavar="FILE.ipynb|FILE.py")
     run.add_argument("-n", dest="count", type=_count, metavar="N", help="how many ranks, unless the file says so")
     run.add_argument(
@@ -128,22 +116,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="how long a cell may take")
     run.add_argument("--quiet", action="store_true", help="show neither cells nor output")
-    run.set_defaults(act=_run)
 
-    stop = commands.add_parser("stop", help="end a mesh and all that is on it")
-    stop.add_argument("name", nargs="?", help="which mesh; not needed when only one runs")
+    stop = add("stop", _stop, "end a mesh and all that is on it")
     stop.add_argument("--all", action="store_true", help="every mesh of yours on this machine")
-    stop.set_defaults(act=_stop)
 
-    doctor = commands.add_parser("doctor", help="what this machine lacks, and how to get it")
-    doctor.add_argument("--json", action="store_true", help="for programs")
-    doctor.set_defaults(act=_doctor)
+    doctor = add("doctor", _doctor, "what this machine lacks, and how to get it")
 
-    install = commands.add_parser("install", help="tell Jupyter of the kernel, with this Python's absolute path")
+    install = add("install", _install, "tell Jupyter of the kernel, with this Python's absolute path")
     where = install.add_mutually_exclusive_group()
     where.add_argument("--user", action="store_true", help="in your own Jupyter folder")
     where.add_argument("--prefix", help="in another environment, such as the Jupyter server's")
-    install.set_defaults(act=_install)
+
+    for command in (status, why, stacks, top, attach, stop):
+        command.add_argument("name", nargs="?", help="which mesh; not needed when only one runs")
+    for command in (listing, status, why, stacks, doctor):
+        command.add_argument("--json", action="store_true", help="for programs")
+    for command in (repl, attach):
+        command.add_argument("--simple", action="store_true", help="plain prompts, for pipes and dumb terminals")
     return parser
 
 
@@ -171,7 +160,7 @@ def _seconds(text: str) -> float:
 
 def _axes(text: str) -> MeshAxes:
     try:
-        return MeshAxes.parse(text)
+        return parse_axes(text)
     except MeshbookError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -204,41 +193,27 @@ def _attach(options: argparse.Namespace) -> int:
 
 def _list(options: argparse.Namespace) -> int:
     found = list_meshes()
-    if options.json:
-        print(msgspec.json.format(msgspec.json.encode(list(found)), indent=2).decode())
-    elif found:
-        print(found.table())
-    else:
-        print("no mesh is running")
+    _print_result(options, list(found), lambda: found.table() if found else "no mesh is running")
     return 0
 
 
 def _status(options: argparse.Namespace) -> int:
     info = fetch_mesh_info(_find_mesh(options.name))
-    if options.json:
-        print(msgspec.json.format(msgspec.json.encode(info), indent=2).decode())
-    else:
-        print(status_table(info))
+    _print_result(options, info, lambda: status_table(info))
     return 0
 
 
 def _why(options: argparse.Namespace) -> int:
     with _observed_mesh(options.name) as mesh:
         why = mesh.why()
-    if options.json:
-        print(msgspec.json.format(msgspec.json.encode(why.findings), indent=2).decode())
-    else:
-        print(diagnose.as_text(why.findings, color=_use_color()))
+    _print_result(options, why.findings, lambda: diagnose.as_text(why.findings, color=_use_color()))
     return 0
 
 
 def _stacks(options: argparse.Namespace) -> int:
     with _observed_mesh(options.name) as mesh:
         stacks = mesh.stacks(options.ranks, twice=options.twice, threads=options.threads)
-    if options.json:
-        print(msgspec.json.format(msgspec.json.encode(stacks.snapshots), indent=2).decode())
-    else:
-        print(stacks.as_text(color=_use_color()))
+    _print_result(options, stacks.snapshots, lambda: stacks.as_text(color=_use_color()))
     return 0
 
 
@@ -286,10 +261,7 @@ def _doctor(options: argparse.Namespace) -> int:
     from meshbook.cli import doctor
 
     results = doctor.run_checks()
-    if options.json:
-        print(msgspec.json.format(msgspec.json.encode(results), indent=2).decode())
-    else:
-        print(doctor.format_report(results))
+    _print_result(options, results, lambda: doctor.format_report(results))
     return int(any(result.state == "missing" for result in results))
 
 
@@ -357,6 +329,11 @@ def _observed_mesh(name: str | None) -> Iterator[Mesh]:
         yield mesh
     finally:
         mesh.session.close()
+
+
+def _print_result(options: argparse.Namespace, result: Any, as_text: Callable[[], object]) -> None:
+    """Print a command's result, as JSON if the user wants it."""
+    print(msgspec.json.format(msgspec.json.encode(result), indent=2).decode() if options.json else as_text())
 
 
 def _use_color() -> bool:

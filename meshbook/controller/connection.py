@@ -1,7 +1,8 @@
 """A client's connection to its supervisor: one socket to send, one to receive, one listener thread.
 
 Two sockets, because a zmq socket belongs to one thread: callers send from their own thread, under a lock, and no
-message waits for a hand-over to the listener thread. This module matches reports to calls and does not interpret them.
+message waits for a hand-over to the listener thread. `PendingRequests` matches reports to calls; this module does not
+interpret them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from typing import Any
 import zmq
 
 from meshbook import errors
-from meshbook.ids import CallId, CallIds, format_ranks
+from meshbook.controller.pending_requests import PendingRequest, PendingRequests
+from meshbook.ids import CallId, CallIds
 from meshbook.wire import codec, keys, messages, processes
 from meshbook.wire.loop import Loop
 from meshbook.wire.process_control import is_stopped
@@ -37,17 +39,6 @@ _LIVENESS_POLL_S = 1.0  # where the kernel does not support pidfd
 _SILENCE_CHECK_S = 1.0
 _PING_AFTER_CHECKS = 1
 _SILENT_AFTER_CHECKS = 4
-
-
-@dataclass
-class PendingRequest:
-    """A call without a reply yet."""
-
-    future: Future[Any]
-    on_output: Callable[[tuple[messages.FoldedItem, ...]], None] | None = None
-    on_input: Callable[[messages.InputRequest], None] | None = None
-    on_progress: Callable[[messages.CallProgressed], None] | None = None
-    on_stuck: Callable[[messages.RanksStuck], None] | None = None
 
 
 @dataclass
@@ -84,7 +75,18 @@ class SupervisorConnection:
         """
         self.connection_info = connection_info
         self.listeners = ConnectionListeners()
-        self._pending: dict[str, PendingRequest] = {}
+        self.pending = PendingRequests(
+            on_orphan_output=lambda report: self._notify(self.listeners.orphan_output, report),
+            decline_input=self._decline_input,
+            on_error=self._on_loop_error,
+        )
+        self._report_handlers: dict[type, Callable[[Any], object]] = {
+            **self.pending.report_handlers,
+            messages.Refused: self._on_refused,
+            messages.MeshChanged: lambda report: self._notify(self.listeners.ranks_changed, report),
+            messages.SegmentsReleased: lambda report: self._notify(self.listeners.segments_released, report),
+            messages.MeshStopped: self._on_mesh_stopped,
+        }
         self._lock = threading.Lock()
         self._closed = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -175,26 +177,13 @@ class SupervisorConnection:
         `on_output` and `on_input` are called on the listener thread. A refusal sets the future's exception.
         """
         future: Future[Any] = Future()
-        self._pending[command.call] = PendingRequest(future, on_output, on_input)
+        self.pending.add(command.call, PendingRequest(future, on_output, on_input))
         try:
             self.send(command)
         except BaseException:
-            self._pending.pop(command.call, None)
+            self.pending.discard(command.call)
             raise
         return future
-
-    def set_call_handlers(
-        self,
-        call: str,
-        *,
-        on_output: Callable[[tuple[messages.FoldedItem, ...]], None] | None = None,
-        on_input: Callable[[messages.InputRequest], None] | None = None,
-        on_stuck: Callable[[messages.RanksStuck], None] | None = None,
-    ) -> None:
-        """Replace the handlers of an open call; does nothing if the call has ended."""
-        pending = self._pending.get(call)
-        if pending is not None:
-            pending.on_output, pending.on_input, pending.on_stuck = on_output, on_input, on_stuck
 
     def next_call_id(self) -> CallId:
         return self.call_ids.next()
@@ -258,7 +247,7 @@ class SupervisorConnection:
 
     def _check_silence(self) -> None:
         self._loop.call_later(_SILENCE_CHECK_S, self._check_silence)
-        self._num_silent_checks = self._num_silent_checks + 1 if self._pending else 0
+        self._num_silent_checks = self._num_silent_checks + 1 if self.pending else 0
         if self._num_silent_checks == _PING_AFTER_CHECKS:
             with contextlib.suppress(errors.NotAttached):
                 self.send(messages.Ping())
@@ -296,73 +285,26 @@ class SupervisorConnection:
         return True
 
     def _on_report(self, report: messages.SupervisorReport) -> None:
-        match report:
-            case messages.CallFinished():
-                pending = self._pending.pop(report.call, None)
-                if pending is not None:
-                    if report.items and pending.on_output is not None:
-                        # even if the handler raises, the call has ended
-                        self._notify((pending.on_output,), report.items)
-                    pending.future.set_result(report)
-            case messages.CallOutput():
-                pending = self._pending.get(report.call)
-                if pending is not None and pending.on_output is not None:
-                    pending.on_output(report.items)
-                else:
-                    self._notify(self.listeners.orphan_output, report)
-            case messages.InputRequest():
-                pending = self._pending.get(report.call)
-                if pending is not None and pending.on_input is not None:
-                    pending.on_input(report)
-                else:
-                    self.send(messages.InputReply(target=report.call, rank=report.rank, text=None))
-            case messages.CallProgressed():
-                pending = self._pending.get(report.call)
-                if pending is not None and pending.on_progress is not None:
-                    pending.on_progress(report)
-            case messages.RanksStuck():
-                pending = self._pending.get(report.call)
-                if pending is not None and pending.on_stuck is not None:
-                    pending.on_stuck(report)
-                elif pending is not None:
-                    self._on_report(stuck_notice(report))
-            case messages.CommandReply() | messages.MeshReady() | messages.SnapshotReply():
-                pending = self._pending.pop(report.call, None)
-                if pending is not None:
-                    pending.future.set_result(report)
-            case messages.Refused(call=call, error=error, text=text):
-                pending = self._pending.pop(call or "", None)
-                if pending is not None:
-                    pending.future.set_exception(_error_class(error)(text))
-                else:
-                    log.warning("the supervisor refused something: %s", text)
-            case messages.MeshChanged():
-                self._notify(self.listeners.ranks_changed, report)
-            case messages.SegmentsReleased():
-                self._notify(self.listeners.segments_released, report)
-            case messages.MeshStopped(reason=reason):
-                self._stop_reason = reason
-                held = "what its ranks held is gone; %mesh restart gives fresh ones"
-                self._fail_pending(f"the mesh {self.connection_info.name!r} has ended: {reason}; {held}")
-                if self._pidfd is None and not self._is_local:
-                    self._supervisor_exited()
-            case messages.Welcome() | messages.Pong():
-                pass
-            case _:
-                handler = self.listeners.report_handlers.get(type(report))
-                if handler is not None:
-                    handler(report)
-                # resolve the future after the handler has applied the update
-                if isinstance(report, messages.MeshUpdate):
-                    pending = self._pending.pop(report.call or "", None)
-                    if pending is not None:
-                        pending.future.set_result(report)
+        kind = type(report)
+        handler = self._report_handlers.get(kind) or self.listeners.report_handlers.get(kind)
+        if handler is not None:
+            handler(report)
+        if isinstance(report, messages.MeshUpdate):  # after the handler has applied the update
+            self.pending.resolve(report.call or "", report)
 
-    def _fail_pending(self, text: str) -> None:
-        for call in list(self._pending):
-            pending = self._pending.pop(call, None)
-            if pending is not None and not pending.future.done():
-                pending.future.set_exception(errors.NotAttached(text))
+    def _decline_input(self, request: messages.InputRequest) -> None:
+        self.send(messages.InputReply(target=request.call, rank=request.rank, text=None))
+
+    def _on_refused(self, report: messages.Refused) -> None:
+        if not self.pending.fail(report.call or "", _error_class(report.error)(report.text)):
+            log.warning("the supervisor refused something: %s", report.text)
+
+    def _on_mesh_stopped(self, report: messages.MeshStopped) -> None:
+        self._stop_reason = report.reason
+        held = "what its ranks held is gone; %mesh restart gives fresh ones"
+        self.pending.fail_all(f"the mesh {self.connection_info.name!r} has ended: {report.reason}; {held}")
+        if self._pidfd is None and not self._is_local:
+            self._supervisor_exited()
 
     def _supervisor_exited(self) -> None:
         """Handle the exit of the supervisor's process: every open call ends."""
@@ -370,7 +312,7 @@ class SupervisorConnection:
             self._loop.unwatch(self._pidfd)
         self.ended_unexpectedly = self._stop_reason is None
         reason = self._stop_reason or f"its supervisor (pid {self.connection_info.pid}) has ended"
-        self._fail_pending(f"the mesh {self.connection_info.name!r} is gone: {reason}")
+        self.pending.fail_all(f"the mesh {self.connection_info.name!r} is gone: {reason}")
         with contextlib.suppress(errors.StartError):
             keys.remove_stale_mesh(self.connection_info)
         self._notify(self.listeners.mesh_stopped, reason)
@@ -381,7 +323,7 @@ class SupervisorConnection:
             if self._closed:
                 return
             self._closed = True
-        self._fail_pending(f"this process has left the mesh {self.connection_info.name!r}")
+        self.pending.fail_all(f"this process has left the mesh {self.connection_info.name!r}")
         with contextlib.suppress(OSError):
             os.write(self._wake_write_fd, b"x")
         if threading.current_thread() is not self.thread:
@@ -396,13 +338,6 @@ class SupervisorConnection:
                 if fd is not None:
                     os.close(fd)
         self._context.term()
-
-
-def stuck_notice(stuck: messages.RanksStuck) -> messages.CallOutput:
-    """Return the notice about stuck ranks, for a cell that continues or has ended already."""
-    text = f"did not come back from Stop: {stuck.reason}; %mesh kill {format_ranks(stuck.ranks)} ends what does not"
-    item = messages.RankDisplay(ranks=stuck.ranks, item=messages.Notice(text))
-    return messages.CallOutput(call=stuck.call, items=(item,))
 
 
 def _open_pidfd(connection_info: keys.ConnectionInfo) -> int | None:

@@ -6,10 +6,9 @@ import getpass
 import sys
 import textwrap
 
-from meshbook.controller import marimo
-from meshbook.controller.results import marimo_mime
 from meshbook.fold import rendering
 from meshbook.ids import Ranks
+from meshbook.marimo import page
 from meshbook.wire import messages
 
 _MARIMO_WIDTH = 80
@@ -30,7 +29,7 @@ class Console:
             elif isinstance(item.item, messages.Display):
                 text = item.item.data.get("text/plain")
                 label_ranks = item.ranks if item.ranks != self._ranks else None
-                if self._echo and marimo.append_output(marimo_mime(item.item.data), label_ranks):
+                if self._echo and page.append_output(page.marimo_mime(item.item.data), label_ranks):
                     self._text.append(f"{text}\n" if text else "")
                 elif text:
                     shown = messages.Line(ranks=item.ranks, stream="stdout", text=str(text))
@@ -38,12 +37,19 @@ class Console:
             elif isinstance(item.item, messages.Notice):
                 text = item.item.text
                 self._write(
-                    "stderr", f"[meshbook] {_wrap_for_marimo(text) if marimo.running_cell() is not None else text}\n"
+                    "stderr", f"[meshbook] {_wrap_for_marimo(text) if page.running_cell() is not None else text}\n"
                 )
                 self._text.append(f"[meshbook] {item.item.text}\n")
         if self._echo:
             sys.stdout.flush()
             sys.stderr.flush()
+
+    def note(self, text: str) -> None:
+        """Show a note of Meshbook's own; it is not part of the text."""
+        self._write("stdout", f"{text}\n")
+
+    def close(self) -> None:
+        """Do nothing: no output is pending."""
 
     @property
     def text(self) -> str:

@@ -1,7 +1,7 @@
-"""Features of Mesh that are implemented in layers above this one: remote tensors, actors, the dashboard.
+"""Features that are implemented in modules above the one that offers them: remote tensors, actors, the dashboard.
 
 `Mesh.dashboard()` belongs to Mesh, but its implementation must not be imported below it. The top-level package
-registers where each feature is (`provide`), and a method of Mesh looks it up by name when it is called (`find`);
+registers where each feature is (`provide`), and who offers it looks it up by name when it is called (`find`);
 nothing is imported earlier.
 """
 

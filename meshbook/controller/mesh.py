@@ -2,44 +2,29 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import operator
-import os
-import re
-import secrets
-import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
+from typing import Any, Literal, ParamSpec, overload
 
-from meshbook.controller import batches, extensions, marimo, remote, reports
-from meshbook.controller.background_output import background_output_of
-from meshbook.controller.config import read_defaults
-from meshbook.controller.connection import SupervisorConnection
-from meshbook.controller.console import Console, prompt_on_terminal
-from meshbook.controller.futures import MeshFuture
-from meshbook.controller.launch import launch_supervisor
+from meshbook.controller import extensions, remote, reports, running, scattering
+from meshbook.controller.console import Console
+from meshbook.controller.functions import FunctionBodyCell, RemoteFunction
 from meshbook.controller.remote import RemoteValue
 from meshbook.controller.reports import Stacks, Why
-from meshbook.controller.results import CellResult, RankValues
+from meshbook.controller.results import RankValues
 from meshbook.controller.session import Session
 from meshbook.controller.tables import Table
-from meshbook.errors import MeshTimeout, NotAttached, RankLost, StartError, UsageError
-from meshbook.host.gpus import count_gpus
-from meshbook.ids import Ranks, format_ranks, name_ranks
+from meshbook.data import batches
+from meshbook.errors import UsageError
+from meshbook.ids import Ranks, name_ranks
 from meshbook.mesh_axes import MeshAxes, Slice
-from meshbook.placement import shard_spans
-from meshbook.rank import expressions
-from meshbook.wire import keys, messages
+from meshbook.selections import parse_selection
+from meshbook.wire import messages
 
 P = ParamSpec("P")
-T = TypeVar("T")
-
-ENGINES = ("local",)
 
 
 class Mesh:
@@ -55,7 +40,7 @@ class Mesh:
         mesh_dim_names: Sequence[str] | None = None,
         **options: Any,
     ) -> None:
-        started = create_mesh(shape=shape, mesh_dim_names=mesh_dim_names, **options)
+        started = extensions.find("create_mesh")(shape=shape, mesh_dim_names=mesh_dim_names, **options)
         self._session: Session = started._session
         self._axes: MeshAxes = started._axes
 
@@ -185,7 +170,11 @@ class Mesh:
             textwrap.dedent(source), chosen, setup=setup, allow_input=wait, label="the cell"
         )
         console = Console(chosen, echo=echo)
-        return self._run_command(command, console, timeout, wait)
+        if not wait:
+            return running.submit_command(self._session, command, console)
+        if timeout is not None:
+            return running.run_with_timeout(self._session, command, console, timeout)
+        return running.run_command(self._session, command, console)
 
     def execute(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RankValues:
         """Call a function on every rank. Handles among the arguments arrive as the rank's own objects. Blocks.
@@ -197,9 +186,7 @@ class Mesh:
         ranks = self.resolve_ranks(None)
         label = f"{getattr(function, '__name__', 'the function')}()"
         command = self._session.call_command(function, args, kwargs, ranks, label=label)
-        console = Console(ranks, echo=True)
-        result: CellResult = self._run_command(command, console, None, True)
-        return result.values
+        return running.run_command(self._session, command, Console(ranks, echo=True)).values
 
     def remote(self, function: Callable[P, Any]) -> RemoteFunction[P]:
         """Decorate a function so that calling it runs it on every rank and returns RankValues."""
@@ -215,36 +202,6 @@ class Mesh:
             UsageError: the function has parameters, or its source cannot be found.
         """
         return FunctionBodyCell(self, function)
-
-    def _run_command(self, command: Any, console: Console, timeout: float | None, wait: bool) -> Any:
-        session = self._session
-
-        def finish(finished: messages.CallFinished) -> CellResult:
-            session.raise_for_status(finished, command.ranks, label=command.label)
-            return session.cell_result(finished, console.text)
-
-        if not wait:
-            source = session.request(command, on_output=console)
-            return session.future(source, command, finish)
-        if timeout is not None:
-            return self._run_with_timeout(timeout, command, console, finish)
-        on_input = prompt_on_terminal if sys.stdin is not None and sys.stdin.isatty() else None
-        return finish(session.run_foreground(command, on_output=console, on_input=on_input))
-
-    def _run_with_timeout(
-        self, timeout: float, command: Any, console: Console, finish: Callable[[messages.CallFinished], CellResult]
-    ) -> CellResult:
-        source = self._session.request(command, on_output=console)
-        future: MeshFuture[CellResult] = self._session.future(source, command, finish)
-        try:
-            return future.result(timeout)
-        except MeshTimeout:
-            future.interrupt()
-            future.exception(10.0)
-            raise MeshTimeout(f"{command.label} did not end within {timeout:g} s and was interrupted") from None
-        except KeyboardInterrupt:
-            future.interrupt()
-            return future.result(10.0)
 
     def spawn(self, name: str, Class: type, *args: Any, **kwargs: Any) -> Any:
         """Spawn an actor of `Class` on every rank, beside its cells, and return an ActorMesh.
@@ -292,9 +249,7 @@ class Mesh:
             what = remote.handle_by_name(self._session, what, self.ranks)
         if not isinstance(what, RemoteValue):  # a remote tensor
             command = self._session.call_command(operator.getitem, ((what,), 0), {}, chosen, retain=False, label="pull")
-            finished = self._session.run_foreground(command)
-            self._session.raise_for_status(finished, chosen, label="pull")
-            return self._session.rank_values(finished.outcomes)
+            return self._session.run_for_values(command)
         return remote.pull(what, chosen)
 
     @overload
@@ -326,19 +281,7 @@ class Mesh:
             if dim != 0:
                 raise UsageError(f"view={view!r} cuts along dim 0; meshbook.distribute takes any placements")
             return next(self.feed([batch], axis=axis, prefetch=0, uneven=True, view=view))
-        spans = [shard_spans(length, self._axes.size_of(axis)) for length in batches.cut_lengths(batch, dim)]
-        pieces = {
-            rank: batches.slice_batch(batch, dim, [span[self._axes.point(rank)[axis]] for span in spans])
-            for rank in self._session.living(self.ranks)
-        }
-        key = RemoteValue(self._session, expressions.Expression(expressions.NameRef("rank")), tuple(pieces))
-        command = self._session.call_command(
-            operator.getitem, (pieces, key), {}, tuple(pieces), always_retain=True, label="scatter", inline_limit=0
-        )
-        finished = self._session.run_foreground(command)
-        self._session.raise_for_status(finished, command.ranks, label="scatter")
-        values = self._session.rank_values(finished.outcomes)
-        return remote.result_handle(self._session, command.call, command.ranks, values, "scattered")
+        return scattering.scatter(self._session, self._axes, batch, axis, dim)
 
     def feed(
         self,
@@ -395,12 +338,7 @@ class Mesh:
         Returns:
             `torch.Tensor`, `numpy.ndarray`, or a list, as the pieces are.
         """
-        axis = self._resolve_axis(axis)
-        first: dict[int, int] = {}
-        for rank in self.ranks:
-            first.setdefault(self._axes.point(rank)[axis], rank)
-        values = self.pull(what, ranks=list(first.values()))
-        return _concatenate([values[first[position]] for position in sorted(first)], dim)
+        return scattering.gather(self._axes, self._resolve_axis(axis), dim, lambda ranks: self.pull(what, ranks=ranks))
 
     # ---- remote tensors
 
@@ -549,308 +487,9 @@ class Mesh:
             NotAttached: the mesh has ended.
         """
         self._session.check_attached()
-        if ranks is None:
-            living = self._session.living(self.ranks)
-            if not living:
-                raise RankLost(f"no rank of {self!r} is left; %mesh restart starts as many anew", ranks=self.ranks)
-            return tuple(sorted(living))
-        chosen = self._parse_ranks(ranks)
-        lost = tuple(rank for rank in chosen if rank in self._session.lost)
-        if lost:
-            living = self._session.living(self.ranks)
-            raise RankLost(
-                f"{name_ranks(lost)} {'is' if len(lost) == 1 else 'are'} gone; nothing was run. "
-                f"Living: {format_ranks(living)}",
-                ranks=lost,
-                survivors=living,
-            )
-        return chosen
+        return running.require_living(self._session, self.ranks, None if ranks is None else self._parse_ranks(ranks))
 
     def _parse_ranks(self, ranks: Sequence[int] | int | str) -> Ranks:
         if isinstance(ranks, str):
-            return self._axes.parse_selection(ranks)
+            return parse_selection(self._axes, ranks)
         return self._axes.check_ranks((ranks,) if isinstance(ranks, int) else ranks)
-
-
-class RemoteFunction(Generic[P]):
-    """A function that runs on every rank of its mesh when called."""
-
-    def __init__(self, mesh: Mesh, function: Callable[P, Any]) -> None:
-        self._mesh, self._function = mesh, function
-        functools.update_wrapper(self, function)
-
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> RankValues:
-        return self._mesh.execute(self._function, *args, **kwargs)
-
-    def on(self, mesh: Mesh) -> RemoteFunction[P]:
-        """Return the same function on another mesh, or on a slice of this one."""
-        return RemoteFunction(mesh, self._function)
-
-    def __repr__(self) -> str:
-        return f"<{getattr(self._function, '__name__', 'function')} on {self._mesh!r}>"
-
-
-class FunctionBodyCell:
-    """A function's body as a cell: `result` is the result of the last run; call the object to run it again."""
-
-    def __init__(self, mesh: Mesh, function: Callable[[], Any]) -> None:
-        self._mesh = mesh
-        self.__name__ = function.__name__
-        self.source = function_body_source(function)
-        self.result: CellResult = mesh.run(self.source)
-
-    def __call__(self) -> CellResult:
-        self.result = self._mesh.run(self.source)
-        return self.result
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.result, name)
-
-    def __repr__(self) -> str:
-        return repr(self.result)
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return self.result._repr_mimebundle_()
-
-    def _mime_(self) -> tuple[str, Any]:
-        return self.result._mime_()
-
-
-def function_body_source(function: Callable[..., Any]) -> str:
-    """Return the dedented source of a function's body; a `return` at its end becomes the cell's value.
-
-    Raises:
-        UsageError: it takes parameters, or its source cannot be found.
-    """
-    if inspect.signature(function).parameters:
-        raise UsageError(
-            f"{function.__name__} takes parameters, and a cell has none; use @mesh.remote for a function with arguments"
-        )
-    try:
-        source = textwrap.dedent(inspect.getsource(function))
-    except (OSError, TypeError) as error:
-        raise UsageError(
-            f"the source of {function.__name__} cannot be found ({error}); use mesh.run with a string"
-        ) from error
-    import ast
-
-    tree = ast.parse(source)
-    definition = tree.body[0]
-    assert isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef)
-    last = definition.body[-1]
-    lines = source.splitlines()
-    if isinstance(last, ast.Return):
-        row = last.lineno - 1
-        replaced = "pass" if last.value is None else ast.get_source_segment(source, last.value) or "pass"
-        indent = lines[row][: last.col_offset]
-        lines[row : last.end_lineno] = [f"{indent}({replaced})" if last.value is not None else f"{indent}pass"]
-    first = definition.body[0]
-    if first.lineno == definition.lineno:
-        raise UsageError(f"write the body of {function.__name__} on lines of its own")
-    return textwrap.dedent("\n".join(lines[first.lineno - 1 :])) + "\n"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Starting and attaching
-
-
-def create_mesh(
-    axes: int | Mapping[str, int] | None = None,
-    *,
-    nodes: int | None = None,
-    gpus_per_node: int | None = None,
-    shape: Sequence[int] | None = None,
-    mesh_dim_names: Sequence[str] | None = None,
-    name: str | None = None,
-    engine: str | None = None,
-    num_hosts: int = 1,
-    start_method: str | None = None,
-    device: str | None = None,
-    process_group: bool = True,
-    torch: bool = True,
-    env: Mapping[str, str] | None = None,
-    end_on_error: bool | None = None,
-    listen: str | None = None,
-    orphan_ttl_s: float | None = None,
-    kind: str = "script",
-    owner: str | None = None,
-) -> Mesh:
-    """Start a mesh and wait until its process group is ready. It ends with this process, unless detached.
-
-    In a marimo notebook, a cell that runs again reuses the mesh that it started before, if the arguments are
-    equivalent.
-
-    Args:
-        axes: a number of ranks, or {axis: size}; see also `nodes` and `gpus_per_node`, or `shape` and `mesh_dim_names`.
-            Without any of these: one rank per visible GPU, else 2 to 4 by cores (`MESHBOOK_RANKS`, meshbook.toml).
-        name: the name in `attach` and `meshbook list`; default: derived from the script's name.
-        engine: "local".
-        num_hosts: simulate this many hosts on this machine.
-        start_method: "fork" (from a warm fork server) or "fresh" (new interpreters).
-        device: "auto", "cpu" or "cuda".
-        process_group: False does not initialize torch.distributed.
-        torch: False starts light ranks that do not import torch.
-        env: environment variables for the ranks.
-        end_on_error: False: ranks that wait in a collective for a rank that raised, or ended, wait until Stop.
-        listen: a tcp address to listen on, encrypted, instead of a local socket.
-        orphan_ttl_s: seconds that it may live without any client.
-
-    Raises:
-        MeshShapeError: the axes are invalid.
-        MeshInUse: the name is taken.
-        StartError: the mesh did not start; nothing is left running.
-    """
-    defaults = read_defaults()
-    if axes is None and nodes is None and gpus_per_node is None and shape is None:
-        axes = defaults.num_ranks()
-    grid = MeshAxes.of(axes, nodes=nodes, gpus_per_node=gpus_per_node, shape=shape, mesh_dim_names=mesh_dim_names)
-    spec = make_spec(
-        grid,
-        engine=engine or defaults.engine,
-        num_hosts=num_hosts,
-        start_method=start_method or defaults.start_method,
-        device=device or defaults.device,
-        process_group=process_group,
-        torch=torch,
-        env=env,
-        end_on_error=defaults.end_on_error if end_on_error is None else end_on_error,
-    )
-
-    def start(*, owner: str | None, kind: str, default_ttl_s: float | None, stop_at_exit: bool) -> Session:
-        ttl_s = next(s for s in (orphan_ttl_s, default_ttl_s, defaults.orphan_ttl_s) if s is not None)
-        found = launch_supervisor(name or generate_mesh_name(), owner=owner, listen=listen)
-        session = Session(SupervisorConnection(found, kind=kind, orphan_ttl_s=ttl_s), stop_at_exit=stop_at_exit)
-        session.start(grid, spec, timeout_s=defaults.start_timeout_s)
-        return session
-
-    cell = marimo.running_cell() if owner is None else None
-    if cell is not None:
-        return _new_mesh(cell.get_or_start_session(spec, name, start), grid)
-    return _new_mesh(start(owner=owner, kind=kind, default_ttl_s=None, stop_at_exit=True), grid)
-
-
-def prewarm_session(name: str, *, torch: bool, orphan_ttl_s: float, fork_from: Session | None = None) -> Session:
-    """Start a mesh without ranks whose fork server warms up, for `start_prewarmed`. Ends with this process. Blocks.
-
-    Args:
-        fork_from: a live mesh of the same kind; the new fork server is forked from its fork server.
-
-    Raises:
-        StartError: it did not start.
-    """
-    fork_server_socket = str(keys.runtime_folder() / fork_from.name / "h0-fork.sock") if fork_from is not None else None
-    connection_info = launch_supervisor(name, light=not torch, fork_server_socket=fork_server_socket)
-    return Session(SupervisorConnection(connection_info, kind="script", orphan_ttl_s=orphan_ttl_s), stop_at_exit=True)
-
-
-def start_prewarmed(
-    session: Session,
-    grid: MeshAxes,
-    *,
-    torch: bool,
-    device: str = "auto",
-    env: Mapping[str, str] | None = None,
-) -> Mesh:
-    """Start ranks for actors: without a process group, and without torch unless requested. Blocks.
-
-    Raises:
-        StartError: they did not start.
-    """
-    spec = make_spec(grid, device=device if torch else "cpu", process_group=False, torch=torch, env=env)
-    session.start(grid, spec, timeout_s=read_defaults().start_timeout_s)
-    return _new_mesh(session, grid)
-
-
-def make_spec(
-    grid: MeshAxes,
-    *,
-    engine: str = "local",
-    num_hosts: int = 1,
-    start_method: str = "fork",
-    device: str = "auto",
-    process_group: bool = True,
-    torch: bool = True,
-    env: Mapping[str, str] | None = None,
-    end_on_error: bool = True,
-) -> messages.MeshSpec:
-    """Validate the options and return the `MeshSpec` for the supervisor.
-
-    Raises:
-        UsageError: the engine, start method or device does not exist.
-        StartError: more hosts than ranks, or more CUDA ranks than GPUs.
-    """
-    for what, value, known in (
-        ("engine", engine, ENGINES),
-        ("start method", start_method, ("fork", "fresh")),
-        ("device", device, ("auto", "cpu", "cuda")),
-    ):
-        if value not in known:
-            raise UsageError(f"there is no {what} {value!r}; known: {', '.join(known)}")
-    if device == "cuda" and (num_gpus := count_gpus()) < grid.size:
-        raise StartError(
-            f"{grid.size} ranks on cuda need {grid.size} GPUs, and {num_gpus} are visible here; ask for fewer ranks, "
-            "or for device cpu"
-        )
-    if not 1 <= num_hosts <= grid.size:
-        raise StartError(f"{grid.size} ranks cannot be spread over {num_hosts} hosts; every host needs a rank")
-    return messages.MeshSpec(
-        axes=grid.axes,
-        engine=engine,
-        num_hosts=num_hosts,
-        start_method=start_method,  # type: ignore[arg-type]
-        device=device,  # type: ignore[arg-type]
-        process_group=process_group and torch,
-        torch=torch,
-        env=dict(env or {}),
-        cwd=os.getcwd(),
-        end_on_error=end_on_error,
-        sys_path=tuple(dict.fromkeys(os.path.abspath(path) for path in sys.path if os.path.isdir(path or "."))),
-    )
-
-
-def attach(name: str | None = None, *, kind: str = "script", observer: bool = False) -> Mesh:
-    """Attach to a running mesh; without a name, to the only one. It does not end with this process.
-
-    Raises:
-        NotAttached: none is running, or it has no ranks.
-        MeshNameError: no such name, or several meshes and no name.
-        VersionMismatch: it runs another version of Meshbook.
-    """
-    session = Session(
-        SupervisorConnection(keys.find_connection(name), kind=kind, observer=observer), stop_at_exit=False
-    )
-    if session.axes is None:
-        session.close()
-        raise NotAttached(f"the mesh {session.name!r} has no ranks yet; start them with %mesh start -n 4")
-    return _new_mesh(session, session.axes)
-
-
-def _new_mesh(session: Session, axes: MeshAxes) -> Mesh:
-    background_output_of(session)
-    return Mesh.of(session, axes)
-
-
-def generate_mesh_name(stem: str | None = None) -> str:
-    """Return an unused mesh name: the script's name and four hexadecimal digits."""
-    if stem is None:
-        stem = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "mesh").stem
-    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._")[:32] or "mesh"
-    return f"{stem}-{secrets.token_hex(2)}"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def _concatenate(pieces: list[Any], dim: int) -> Any:
-    first = pieces[0]
-    if type(first).__module__.partition(".")[0] == "torch":
-        import torch
-
-        return torch.cat(pieces, dim)
-    if hasattr(first, "shape"):
-        import numpy
-
-        return numpy.concatenate(pieces, axis=dim)
-    return [item for piece in pieces for item in piece]

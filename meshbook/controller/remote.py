@@ -13,11 +13,12 @@ from typing import Any
 import msgspec
 
 from meshbook.controller import extensions
-from meshbook.controller.results import RankValues, marimo_mime, mime_bundle
+from meshbook.controller.results import RankValues, mime_bundle
 from meshbook.controller.session import Session
 from meshbook.errors import MeshNameError, TransferError
 from meshbook.fold import rendering
 from meshbook.ids import Ranks, name_ranks
+from meshbook.marimo.page import marimo_mime
 from meshbook.rank.expressions import BINARY, Expression, NameRef, ResultRef
 from meshbook.wire import messages
 from meshbook.wire.messages import Outcome, OutcomeGroup, Preview, TensorMeta, Value
@@ -296,11 +297,11 @@ def _evaluate(value: RemoteValue, path: Expression) -> RemoteValue:
     command = messages.Evaluate(
         call=session.connection.next_call_id(),
         ranks=ranks,
-        expression=session.dump(path, ranks),
+        expression=session.transfer.dump(path, ranks),
         inline_limit=0,
         always_retain=True,
     )
-    finished = session.run_foreground(command)
+    finished = session.foreground.run(command)
     session.raise_for_status(finished, ranks, label=str(path))
     return result_handle(session, command.call, ranks, session.rank_values(finished.outcomes), str(path))
 

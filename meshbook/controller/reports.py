@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from meshbook.controller import dataframes, subscription
+from meshbook.controller import subscription
 from meshbook.controller.session import Session
 from meshbook.controller.subscription import MeshSnapshot
 from meshbook.controller.tables import STATES, Table, describe_activity, format_age, format_bytes
+from meshbook.data import dataframes
 from meshbook.diagnose import findings as diagnose
 from meshbook.diagnose import stack_tree as stack_tree
 from meshbook.diagnose.findings import Finding
@@ -187,7 +188,7 @@ def why(session: Session, ranks: Ranks) -> Why:
     found = _explain(session, reply)
     took = time.monotonic() - started
     if not all(one.sure for one in found) and 2 * took + RESAMPLE_INTERVAL_S < _WHY_BUDGET_S:
-        threading.Event().wait(RESAMPLE_INTERVAL_S)
+        time.sleep(RESAMPLE_INTERVAL_S)
         first, reply = reply, take_snapshots(session, all_ranks)
         found = _explain(session, reply, first)
     mine = set(ranks)
@@ -206,7 +207,7 @@ def stacks(session: Session, ranks: Ranks, *, twice: bool = False, threads: bool
     before: tuple[RankSnapshot, ...] = ()
     reply = take_snapshots(session, ranks)
     if twice:
-        threading.Event().wait(RESAMPLE_INTERVAL_S)
+        time.sleep(RESAMPLE_INTERVAL_S)
         before, reply = reply.snapshots, take_snapshots(session, ranks)
     took = time.monotonic() - started
     return Stacks(

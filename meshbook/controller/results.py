@@ -1,29 +1,16 @@
-"""Results of calls: values by rank, the result of a cell, and the errors of a finished call."""
+"""Results of calls: values by rank, and the result of a cell."""
 
 from __future__ import annotations
 
-import html
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
-from meshbook.errors import (
-    CellError,
-    CellInterrupted,
-    Failure,
-    MeshbookError,
-    MeshShapeError,
-    RankLost,
-    Released,
-    ValuesDiffer,
-    describe_exit,
-)
+from meshbook.errors import Failure, MeshShapeError, ValuesDiffer
 from meshbook.fold import rendering
-from meshbook.fold.outcomes import fold_errors, fold_released
 from meshbook.ids import format_ranks, name_ranks
+from meshbook.marimo.page import marimo_mime
 from meshbook.mesh_axes import MeshAxes
 from meshbook.wire import messages
 from meshbook.wire.messages import OutcomeGroup, Value
@@ -181,23 +168,6 @@ def mime_bundle(parts: Sequence[OutcomeGroup], ranks: Sequence[int]) -> dict[str
     return bundle
 
 
-def marimo_mime(bundle: Mapping[str, Any]) -> tuple[str, Any]:
-    """Convert a MIME bundle for marimo: one MIME type and its content.
-
-    Text becomes preformatted HTML without colours, because marimo shows ANSI sequences literally.
-    """
-    for kind in ("text/html", "image/svg+xml"):
-        if kind in bundle:
-            return kind, bundle[kind]
-    for kind in ("image/png", "image/jpeg"):
-        if kind in bundle:
-            return kind, f"data:{kind};base64,{bundle[kind]}"
-    others = {kind: content for kind, content in bundle.items() if kind != "text/plain"}
-    if others:
-        return "application/vnd.marimo+mimebundle", others
-    return "text/html", f"<pre class='text-xs'>{html.escape(rendering.plain_text(bundle['text/plain']))}</pre>"
-
-
 @dataclass(frozen=True)
 class CellResult:
     """The result of a cell, or a call, on the ranks.
@@ -205,20 +175,20 @@ class CellResult:
     Attributes:
         values: of the last expression, by rank; empty if there was none.
         output: what the ranks printed, folded, as text.
-        errors: distinct failures; empty unless the call was configured not to raise.
         seconds: duration on the slowest rank.
         rank_seconds: duration by rank, on meshes of at most 64.
         bound: names that the cell bound on the ranks.
         unbound: names that the cell deleted on the ranks.
+        errors: distinct failures; empty, because a cell that failed raises CellError, which has them.
     """
 
     values: RankValues
     output: str
-    errors: tuple[Failure, ...]
     seconds: float
     rank_seconds: dict[int, float]
     bound: tuple[str, ...] = ()
     unbound: tuple[str, ...] = ()
+    errors: tuple[Failure, ...] = ()
 
     def __repr__(self) -> str:
         return repr(self.values) if len(self.values) else f"<CellResult: no value, {self.seconds:.3f} s>"
@@ -228,122 +198,6 @@ class CellResult:
 
     def _mime_(self) -> tuple[str, Any]:
         return marimo_mime(self._repr_mimebundle_())
-
-
-def error_from(finished: messages.CallFinished, label: str = "the cell") -> MeshbookError | None:
-    """Return the exception that a finished call stands for; None if it succeeded on every rank."""
-    statuses = {part.outcome.status for part in finished.outcomes}
-    if not statuses - {"ok"}:
-        return None
-    succeeded = tuple(rank for part in finished.outcomes if part.outcome.status == "ok" for rank in part.ranks)
-    failures = fold_errors(finished.outcomes)
-    if finished.lost or "lost" in statuses:
-        # The message says that the survivors were stopped; where each of them was does not explain the loss.
-        own = fold_errors([part for part in finished.outcomes if part.outcome.status != "interrupted"])
-        return _rank_lost_error(finished, own, label)
-    released = fold_released(finished.outcomes)
-    released_ranks = {rank for one in released for rank in one.ranks}
-    raised = any(part.outcome.status == "error" and part.ranks[0] not in released_ranks for part in finished.outcomes)
-    if "interrupted" in statuses and not raised:
-        stopped = tuple(
-            rank for part in finished.outcomes if part.outcome.status == "interrupted" for rank in part.ranks
-        )
-        summary = f"{label} was stopped on {name_ranks(stopped)}"
-        if succeeded:
-            summary += f"; {name_ranks(succeeded)} had ended already"
-        if released:
-            summary += f"; {rendering.render_released(released)}"
-        return CellInterrupted(failures, succeeded, released=released, summary=summary)
-    if released and not failures:  # nothing was raised: a rank ended the cell without joining the collective
-        failures = _released_failures(finished.outcomes)
-    if failures:
-        return CellError(failures, succeeded, released=released, summary=_summarize(failures, succeeded, released))
-    skipped = tuple(rank for part in finished.outcomes if part.outcome.status == "skipped" for rank in part.ranks)
-    return CellError((), succeeded, summary=f"{name_ranks(skipped)} did not answer")
-
-
-def _released_failures(parts: Sequence[OutcomeGroup]) -> tuple[Failure, ...]:
-    """Return the errors of released ranks as failures of their own."""
-    own = []
-    for part in parts:
-        error = part.outcome.error
-        if error is not None and error.released_from is not None:
-            outcome = msgspec.structs.replace(part.outcome, error=msgspec.structs.replace(error, released_from=None))
-            own.append(OutcomeGroup(part.ranks, outcome))
-    return fold_errors(own)
-
-
-def _summarize(failures: Sequence[Failure], succeeded: Sequence[int], released: Sequence[Released]) -> str:
-    parts = []
-    for failure in failures[:4]:
-        what = f"{failure.ename}: {failure.evalue}" if failure.evalue else failure.ename
-        parts.append(f"{name_ranks(failure.ranks)}: {what}")
-    text = "; ".join(parts)
-    if len(failures) > 4:
-        text += f"; and {len(failures) - 4} more"
-    if released:
-        text += f"; {rendering.render_released(released)}"
-    return text + (f" ({name_ranks(succeeded)} ran to the end)" if succeeded else "")
-
-
-def _rank_lost_error(finished: messages.CallFinished, failures: Sequence[Failure], label: str) -> RankLost:
-    lost_ranks = tuple(
-        sorted(
-            {exited.rank for exited in finished.lost}
-            | {rank for part in finished.outcomes if part.outcome.status == "lost" for rank in part.ranks}
-        )
-    )
-    survivors = tuple(sorted(rank for part in finished.outcomes for rank in part.ranks if rank not in lost_ranks))
-    not_returned = tuple(
-        sorted(rank for part in finished.outcomes if part.outcome.status == "skipped" for rank in part.ranks)
-    )
-    first = finished.lost[0] if finished.lost else None
-    sentences = []
-    for exited in finished.lost[:4]:
-        sentences.append(
-            f"rank {exited.rank} (pid {exited.pid} on {exited.host}) {exited.description} while {label} ran"
-        )
-    if not sentences:
-        reasons = [
-            part.outcome.error.evalue
-            for part in finished.outcomes
-            if part.outcome.error and part.ranks[0] in lost_ranks
-        ]
-        sentences.append(
-            reasons[0] if reasons else f"{name_ranks(lost_ranks)} {'is' if len(lost_ranks) == 1 else 'are'} gone"
-        )
-    message = "; ".join(sentences) + "."
-    if first is not None and first.signal == 9:
-        message += " SIGKILL is also how the system ends a process when memory runs out."
-    if survivors:
-        message += (
-            f" {name_ranks(survivors).capitalize()} {'keeps its' if len(survivors) == 1 else 'keep their'} state."
-        )
-    if not_returned:
-        message += f" {name_ranks(not_returned).capitalize()} had not come back from it yet."
-    if first is not None and first.last_collective:
-        message += f"\nIts last collective: {first.last_collective}"
-    if first is not None and first.last_lines:
-        message += "\nIts last lines:\n" + "\n".join(f"    {line}" for line in first.last_lines)
-    if survivors:
-        message += (
-            f"\nNext: go on with the survivors (%%mesh --ranks {format_ranks(survivors)}; collectives need a whole mesh"
-            "), save what they hold (%mesh pull NAME), or start anew with %mesh restart."
-        )
-    elif first is not None and first.cause is not None:
-        message += "\nNext: start anew with %mesh restart."
-    return RankLost(
-        message,
-        ranks=lost_ranks,
-        host=first.host if first else "",
-        pid=first.pid if first else None,
-        signal=describe_exit(first.signal, None).rsplit(" ", 1)[-1] if first and first.signal is not None else None,
-        exit_code=first.exit_code if first else None,
-        last_lines=first.last_lines if first else (),
-        last_collective=first.last_collective if first else None,
-        survivors=survivors,
-        failures=failures,
-    )
 
 
 def _values_equal(a: Any, b: Any) -> bool:

@@ -1,92 +1,65 @@
 """One client's session with a mesh: the state that `Mesh` and all its views share.
 
-Sends commands, waits for them in the foreground (interruptible, replying to `input()`) or returns futures, fetches
-values, and releases unused references. It displays nothing itself: output goes to the handler it is given.
+Builds commands and sends them; `foreground` waits for them, or a future does. `transfer` moves values. It displays
+nothing itself: output goes to the handler it is given.
 """
 
 from __future__ import annotations
 
-import queue
-import signal
 import threading
-import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
-from meshbook.controller.connection import SupervisorConnection, stuck_notice
+from meshbook.controller.call_errors import error_from, render_error
+from meshbook.controller.connection import SupervisorConnection
+from meshbook.controller.foreground import ForegroundCalls
 from meshbook.controller.futures import MeshFuture
-from meshbook.controller.results import CellResult, RankValues, error_from
-from meshbook.controller.sigint import SigintLatch
-from meshbook.errors import CellError, CellInterrupted, MeshbookError, MeshTimeout, NotAttached, RankLost, StartError
-from meshbook.fold import rendering
-from meshbook.ids import Ranks, format_ranks, name_ranks
+from meshbook.controller.results import CellResult, RankValues
+from meshbook.controller.transfer import ValueTransfer
+from meshbook.errors import MeshbookError, MeshTimeout, NotAttached, StartError
+from meshbook.ids import Ranks
 from meshbook.mesh_axes import MeshAxes
 from meshbook.rank import expressions
-from meshbook.wire import messages, pickling, stop_timing
-from meshbook.wire.buffers import ReceiveBuffer, SegmentPool, SegmentReader
-
-OutputHandler = Callable[[tuple[messages.FoldedItem, ...]], None]
-InputHandler = Callable[[messages.InputRequest], str | None]
+from meshbook.wire import messages
 
 _STOP_TIMEOUT_S = 15.0
 _PULL_INLINE_BYTES = 1 << 16
 
 
-_WAKE = object()  # in a call's inbox: a SIGINT is pending
-
-
-@dataclass(frozen=True)
-class AbandonedCall:
-    """An interrupted call that is no longer waited for, because some ranks do not return from it."""
-
-    command: Any
-    future: Future[Any]
-    ranks: Ranks  # the ranks that do not return
-    reason: str
-
-
-@dataclass(frozen=True)
-class _SilenceChanged:
-    """The supervisor stopped replying, or replies again."""
-
-    silent: bool
-
-
 class Session:
-    """An open connection to a mesh and this process's state of it."""
+    """An open connection to a mesh and this process's state of it.
+
+    Attributes:
+        info: the supervisor's last description of the mesh.
+        axes: None: it has no ranks yet.
+        ended: why the mesh ended; None: it runs.
+        stopping: whether this process is stopping it.
+        foreground: the calls that this process waits for.
+        transfer: values between this process and the ranks.
+        lost_listeners: called with the ranks that exited, on the listener thread.
+        before_call_hooks: called before a command for the ranks' main threads, to send what must precede it.
+        extras: state of layers above for the session's lifetime, by name.
+    """
 
     def __init__(self, connection: SupervisorConnection, *, stop_at_exit: bool) -> None:
         self.connection = connection
         self.name = connection.connection_info.name
         self.info = connection.welcome.info
         self.axes: MeshAxes | None = _axes_of(self.info)
-        self.ended: str | None = None  # why the mesh ended
-        self.stopping = False  # this process is stopping it
+        self.ended: str | None = None
+        self.stopping = False
+        self.foreground = ForegroundCalls(connection, self.request, self.interrupt)
+        self.transfer = ValueTransfer(self._persistent_id)
         self.lost_listeners: list[Callable[[tuple[messages.RankExited, ...]], None]] = []
-        self.before_call_hooks: list[Callable[[], object]] = []  # layers above send what must precede a call
-        self.in_flight_calls: list[Callable[[], list[str] | None]] = []  # layers above return their calls in flight
-        self.extras: dict[str, Any] = {}  # state of layers above for the session's lifetime, by name
-        self._pool = SegmentPool()
-        self._reader = SegmentReader()
+        self.before_call_hooks: list[Callable[[], object]] = []
+        self.extras: dict[str, Any] = {}
         self._ended_event = threading.Event()
-        self._refs_to_release: deque[str] = deque()
-        self._interrupted_at = float("-inf")
-        # Until then, a SIGINT is the second half of a Stop that already arrived as a message.
-        self._expect_sigint_until = float("-inf")
-        self._interrupted_call: str | None = None  # the call that the last Stop interrupted
-        self._hard_interrupt_at: float | None = None
         self._last_cell_number = self.info.cells_run
-        self._foreground_call: tuple[str, Ranks] | None = None  # the foreground call
-        self._foreground_inbox: queue.SimpleQueue[Any] | None = None  # the foreground call's inbox
-        self.abandoned_calls: dict[str, AbandonedCall] = {}  # by call id
-        connection.listeners.silence_changed.append(self._silence_changed)
         connection.listeners.ranks_changed.append(self._ranks_changed)
         connection.listeners.mesh_stopped.append(self._mesh_stopped)
-        connection.listeners.segments_released.append(self._segments_released)
+        connection.listeners.segments_released.append(self.transfer.on_segments_released)
         connection.listeners.idle.append(self.release_unused)
         self._exit_finalizer = weakref.finalize(self, _stop_and_close, connection, self._ended_event, stop_at_exit)
 
@@ -147,7 +120,7 @@ class Session:
 
     def close(self) -> None:
         self.connection.close()
-        self._pool.close()
+        self.transfer.close()
 
     def disable_stop_at_exit(self) -> None:
         """Keep the mesh running after an orderly exit of this process."""
@@ -164,36 +137,28 @@ class Session:
     def lost(self) -> Ranks:
         return tuple(rank.rank for rank in self.info.ranks if rank.state == "dead")
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no call is in the foreground."""
-        return self._foreground_call is None
-
     def living(self, ranks: Ranks) -> Ranks:
         lost = set(self.lost)
         return tuple(rank for rank in ranks if rank not in lost) if lost else ranks
 
     def status(self, timeout_s: float = 5.0) -> messages.MeshInfo:
-        self.check_attached()
         reply = self._call_supervisor(messages.QueryStatus(call=self.connection.next_call_id()), timeout_s)
         assert reply.info is not None
         self.info = reply.info
         return reply.info
 
     def history(self) -> tuple[messages.HistoryEntry, ...]:
-        self.check_attached()
         return self._call_supervisor(messages.QueryHistory(call=self.connection.next_call_id()), 5.0).history
 
     def logs(self, rank: int, limit_bytes: int) -> str:
-        self.check_attached()
         command = messages.QueryLogs(call=self.connection.next_call_id(), rank=rank, limit_bytes=limit_bytes)
         return self._call_supervisor(command, 5.0).text or ""
 
     def kill(self, ranks: Ranks, signal: int) -> None:
-        self.check_attached()
         self._call_supervisor(messages.KillRanks(call=self.connection.next_call_id(), ranks=ranks, signal=signal), 5.0)
 
     def _call_supervisor(self, command: Any, timeout_s: float) -> messages.CommandReply:
+        self.check_attached()
         try:
             reply: messages.CommandReply = self.connection.request(command).result(timeout_s)
         except TimeoutError:
@@ -211,232 +176,13 @@ class Session:
         self.release_unused()
         return self.connection.request(command, **handlers)
 
-    def run_foreground(
-        self, command: Any, *, on_output: OutputHandler | None = None, on_input: InputHandler | None = None
-    ) -> messages.CallFinished:
-        """Send a command and wait for its end on this thread, handling its output and input() requests.
-
-        KeyboardInterrupt stops the ranks and continues to wait for them, as `wire.stop_timing` describes; a second
-        within 5 s escalates.
-
-        Raises:
-            CellInterrupted: some ranks do not return from a Stop. The call stays in `abandoned_calls` until they do.
-        """
-        inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        handlers: dict[str, Any] = {"on_input": inbox.put}
-        if on_output is not None:
-            handlers["on_output"] = inbox.put
-        sigint = SigintLatch(wake=lambda: inbox.put(_WAKE))
-        with sigint:
-            self._foreground_call = (command.call, command.ranks)
-            try:
-                future = self.request(command, **handlers)
-            except KeyboardInterrupt:  # the command may or may not have been sent
-                self.interrupt(command.ranks, target=command.call)
-                self._foreground_call = None
-                raise
-            except BaseException:
-                self._foreground_call = None
-                raise
-            self._wait_foreground(command, future, inbox, on_output, on_input, sigint)
-        return self._foreground_result(future, sigint)
-
-    def wait_foreground(
-        self,
-        command: Any,
-        future: Future[Any],
-        *,
-        inbox: queue.SimpleQueue[Any] | None = None,
-        on_output: OutputHandler | None = None,
-        on_input: InputHandler | None = None,
-    ) -> messages.CallFinished:
-        """Wait for a command that was already sent, as the foreground call. See `run_foreground`."""
-        inbox = inbox if inbox is not None else queue.SimpleQueue()
-        sigint = SigintLatch(wake=lambda: inbox.put(_WAKE))
-        with sigint:
-            self._wait_foreground(command, future, inbox, on_output, on_input, sigint)
-        return self._foreground_result(future, sigint)
-
-    def _wait_foreground(
-        self,
-        command: Any,
-        future: Future[Any],
-        inbox: queue.SimpleQueue[Any],
-        output_handler: OutputHandler | None,
-        on_input: InputHandler | None,
-        sigint: SigintLatch,
-    ) -> None:
-        try:
-            self._foreground_call, self._foreground_inbox = (command.call, command.ranks), inbox
-            show = output_handler if output_handler is not None else lambda items: None
-            on_output = inbox.put if output_handler is not None else None
-            self.connection.set_call_handlers(command.call, on_output=on_output, on_input=inbox.put, on_stuck=inbox.put)
-            if self.connection.silent:
-                inbox.put(_SilenceChanged(True))
-            self._pump_inbox(command, future, inbox, show, on_input, sigint)
-        except BaseException:
-            self._expect_sigint_until = float("-inf")
-            raise
-        finally:
-            self._foreground_call = self._foreground_inbox = self._hard_interrupt_at = None
-
-    def _foreground_result(self, future: Future[Any], sigint: SigintLatch) -> messages.CallFinished:
-        """Return the result of a finished call, after SIGINT handling is restored."""
-        until, self._expect_sigint_until = self._expect_sigint_until, float("-inf")
-        # Stop reaches a notebook twice, and the second half may arrive after the call has ended.
-        if sigint.pop() and time.monotonic() > until:
-            signal.raise_signal(signal.SIGINT)
-        finished: messages.CallFinished = future.result()
-        return finished
-
-    def _pump_inbox(
-        self,
-        command: Any,
-        future: Future[Any],
-        inbox: queue.SimpleQueue[Any],
-        show: OutputHandler,
-        on_input: InputHandler | None,
-        sigint: SigintLatch,
-    ) -> None:
-        future.add_done_callback(lambda _: inbox.put(None))
-        while True:
-            try:
-                item = inbox.get(timeout=1.0 if self._hard_interrupt_at is not None else None)
-                if item is None:
-                    break
-                if sigint.pop():
-                    self._on_sigint()
-                if item is _WAKE:
-                    continue
-                if isinstance(item, messages.InputRequest):
-                    self._reply_input(item, on_input, sigint)
-                elif isinstance(item, messages.RanksStuck):
-                    if self.was_interrupted(command.call):
-                        raise self._abandon_call(command, future, item.ranks, item.reason)
-                    show(stuck_notice(item).items)
-                elif isinstance(item, _SilenceChanged):
-                    if item.silent and self.was_interrupted(command.call):
-                        raise self._abandon_call(command, future, command.ranks, self.connection.describe_silence())
-                    show((self._silence_notice(item, command.ranks),))
-                else:
-                    show(item)
-            except queue.Empty:
-                if (
-                    self._hard_interrupt_at is not None
-                    and time.monotonic() - self._hard_interrupt_at > stop_timing.GIVE_UP_AFTER_S
-                ):
-                    reason = f"{name_ranks(command.ranks)} did not come back and could not be killed"
-                    raise self._abandon_call(command, future, command.ranks, reason) from None
-            except CellInterrupted:
-                raise
-            except KeyboardInterrupt:  # a second SIGINT before the first was processed, or one on another thread
-                sigint.pop()
-                self._on_sigint()
-                if future.done():  # the item being processed is lost, possibly the end marker
-                    inbox.put(None)
-
-    def _on_sigint(self) -> None:
-        """Handle a SIGINT: a new Stop, or the second half of one that arrived as a message."""
-        if time.monotonic() > self._expect_sigint_until:
-            self.interrupt_foreground()
-        self._expect_sigint_until = float("-inf")
-
-    def _abandon_call(self, command: Any, future: Future[Any], ranks: Ranks, reason: str) -> CellInterrupted:
-        """Stop waiting for an interrupted call. Later output of its ranks is shown as orphan output."""
-        self.connection.set_call_handlers(command.call)
-        self.abandoned_calls[command.call] = AbandonedCall(command, future, ranks, reason)
-        future.add_done_callback(lambda _: self.abandoned_calls.pop(command.call, None))
-        label = getattr(command, "label", "") or "the call"
-        one = len(ranks) == 1
-        if self.connection.silent:
-            summary = f"{label} was stopped here, but its ranks do not know: {reason}"
-        else:
-            summary = (
-                f"{label} was stopped, but {name_ranks(ranks)} {'has' if one else 'have'} not come back: {reason}. "
-                f"Press Stop again (or %mesh kill {format_ranks(ranks)}) to end {'it' if one else 'them'}; what "
-                f"{'it holds' if one else 'they hold'} is lost then. Until then cells on "
-                f"{'that rank' if one else 'those ranks'} wait; %mesh why, %mesh stacks and %%controller cells work"
-            )
-        error = CellInterrupted((), summary=summary)
-        render_error(error)
-        return error
-
-    def _silence_changed(self, silent: bool) -> None:
-        inbox = self._foreground_inbox
-        if inbox is not None:
-            inbox.put(_SilenceChanged(silent))
-
-    def _silence_notice(self, silence: _SilenceChanged, ranks: Ranks) -> messages.RankDisplay:
-        text = self.connection.describe_silence() if silence.silent else f"the supervisor of {self.name} answers again"
-        return messages.RankDisplay(ranks=ranks, item=messages.Notice(text))
-
-    def interrupt_foreground(self, *, may_escalate: bool = True, expect_sigint: bool = False) -> bool:
-        """Interrupt the foreground call on its ranks, as the Stop button does. Thread-safe.
-
-        A second Stop within 5 s also kills the ranks that do not return; so does one while no call is in the foreground
-        and ranks have not returned from an earlier Stop.
+    def interrupt(self, ranks: Ranks, *, target: str | None = None, hard: bool = False) -> None:
+        """Interrupt a call on these ranks, or whatever they run. Does not wait.
 
         Args:
-            may_escalate: False: never treat it as a second Stop.
-            expect_sigint: the same Stop will also arrive as a SIGINT, soon, or later on a busy machine.
-
-        Returns:
-            Whether there was something to stop.
+            hard: kill the ranks that do not return.
         """
-        running = self._foreground_call
-        now = time.monotonic()
-        was_stopped = self.connection.continue_supervisor()
-        if running is not None and expect_sigint:
-            self._expect_sigint_until = now + stop_timing.SECOND_INTERRUPT_S
-        if running is None:
-            return may_escalate and self._kill_abandoned(now)
-        since = now - self._interrupted_at if self._interrupted_call == running[0] else float("inf")
-        if since < stop_timing.INTERRUPT_DEBOUNCE_S:
-            return True
-        hard = may_escalate and since < stop_timing.SECOND_INTERRUPT_S
-        self._interrupted_call, self._interrupted_at = running[0], now
-        if hard:
-            self._hard_interrupt_at = now
-        if self.connection.silent and not was_stopped:
-            self._silence_changed(True)
-        for abandoned in list(self.abandoned_calls.values()):
-            self.interrupt(abandoned.command.ranks, target=abandoned.command.call, hard=hard)
-        for get_calls in self.in_flight_calls:  # calls that run before the foreground call, oldest first
-            for call in get_calls() or ():
-                self.interrupt(running[1], target=call, hard=hard)
-        self.interrupt(running[1], target=running[0], hard=hard)
-        return True
-
-    def _kill_abandoned(self, now: float) -> bool:
-        """Handle Stop without a foreground call: kill the ranks that have not returned from the last Stop."""
-        abandoned = list(self.abandoned_calls.values())
-        if abandoned and now - self._interrupted_at >= stop_timing.INTERRUPT_DEBOUNCE_S:
-            self._interrupted_at = now
-            for call in abandoned:
-                self.interrupt(call.ranks, target=call.command.call, hard=True)
-        return bool(abandoned)
-
-    def was_interrupted(self, call: str) -> bool:
-        """Whether Stop was pressed while this was the foreground call."""
-        return self._interrupted_call == call
-
-    def interrupt(self, ranks: Ranks, *, target: str | None = None, hard: bool = False) -> None:
         self.connection.send(messages.Interrupt(ranks=ranks, target=target, hard=hard))  # type: ignore[arg-type]
-
-    def _reply_input(self, request: messages.InputRequest, on_input: InputHandler | None, sigint: SigintLatch) -> None:
-        # Other ranks' input requests may still be in flight when Stop ends one.
-        text, interrupted = None, request.call == self._interrupted_call
-        try:
-            if on_input is not None and not interrupted:
-                with sigint.handler_restored():
-                    text = on_input(request)
-        except EOFError:
-            pass
-        except KeyboardInterrupt:
-            interrupted = True
-            self.interrupt_foreground()
-        reply = messages.InputReply(target=request.call, rank=request.rank, text=text, interrupted=interrupted)
-        self.connection.send(reply)
 
     def cell_command(self, source: str, ranks: Ranks, *, number: int | None = None, **options: Any) -> messages.RunCell:
         """Return the command for a cell, with the same number on all ranks so that equal tracebacks can be folded."""
@@ -450,7 +196,7 @@ class Session:
     def call_command(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], ranks: Ranks, **options: Any
     ) -> messages.CallFunction:
-        payload = self.dump((function, tuple(args), kwargs), ranks)
+        payload = self.transfer.dump((function, tuple(args), kwargs), ranks)
         return messages.CallFunction(call=self.connection.next_call_id(), ranks=ranks, function=payload, **options)
 
     def set_names(self, names: dict[str, Any], ranks: Ranks) -> None:
@@ -459,9 +205,9 @@ class Session:
             call=self.connection.next_call_id(),
             ranks=ranks,
             names=tuple(names),
-            payload=self.dump(tuple(names.values()), ranks),
+            payload=self.transfer.dump(tuple(names.values()), ranks),
         )
-        self.raise_for_status(self.run_foreground(command), command.ranks, label="push")
+        self.run_for_values(command, "push")
 
     def evaluate(self, path: expressions.Expression, ranks: Ranks, *, retain: bool = True) -> RankValues:
         """Evaluate an expression on the ranks' main threads.
@@ -472,12 +218,20 @@ class Session:
         command = messages.Evaluate(
             call=self.connection.next_call_id(),
             ranks=ranks,
-            expression=self.dump(path, ranks),
+            expression=self.transfer.dump(path, ranks),
             inline_limit=_PULL_INLINE_BYTES,
             retain=retain,
         )
-        finished = self.run_foreground(command)
-        self.raise_for_status(finished, ranks, label=str(path))
+        return self.run_for_values(command, str(path))
+
+    def run_for_values(self, command: Any, label: str | None = None) -> RankValues:
+        """Run a command in the foreground and return its values; None: the command's own label.
+
+        Raises:
+            CellError, CellInterrupted, RankLost: it did not succeed on every rank.
+        """
+        finished = self.foreground.run(command)
+        self.raise_for_status(finished, command.ranks, label=command.label if label is None else label)
         return self.rank_values(finished.outcomes)
 
     def query(self, command: Any, timeout_s: float = 2.0) -> tuple[messages.OutcomeGroup, ...]:
@@ -499,21 +253,16 @@ class Session:
             label=getattr(command, "label", "") or "the call",
         )
 
-    # ---- values
-
-    def dump(self, thing: Any, ranks: Ranks) -> messages.Payload:
-        return pickling.dump(thing, pool=self._pool, readers=ranks, persistent=self._persistent_id)
-
-    def allocate_buffer(self, nbytes: int) -> ReceiveBuffer | None:
-        """Return a buffer that ranks write into and that can back a value here."""
-        return self._pool.receive_buffer(nbytes)
-
-    def load(self, payload: messages.Payload) -> Any:
-        return pickling.load(payload, reader=self._reader)
+    # ---- results
 
     def rank_values(self, parts: Sequence[messages.OutcomeGroup]) -> RankValues:
+        """Return the values of a call's outcomes; large ones are fetched when they are read."""
         assert self.axes is not None
-        return RankValues(self.axes, parts, self.load, self._fetch, self._refs_to_release.append)
+
+        def fetch(ranks: Ranks, ref: str) -> dict[int, Any]:
+            return dict(self.evaluate(expressions.Expression(expressions.ResultRef(ref)), ranks, retain=False))
+
+        return RankValues(self.axes, parts, self.transfer.load, fetch, self.transfer.discard_ref)
 
     def raise_for_status(self, finished: messages.CallFinished, ranks: Ranks, *, label: str) -> None:
         """Raise the error that the finished call stands for, if it failed."""
@@ -521,23 +270,22 @@ class Session:
         if error is not None:
             raise render_error(error)
 
-    def cell_result(self, finished: messages.CallFinished, output: str) -> CellResult:
-        bound = tuple(dict.fromkeys(name for part in finished.outcomes for name in part.outcome.bound_names))
-        unbound = tuple(dict.fromkeys(name for part in finished.outcomes for name in part.outcome.deleted_names))
-        error = error_from(finished)
+    def cell_result(self, command: Any, finished: messages.CallFinished, output: str) -> CellResult:
+        """Return the result of a finished cell or call; `output`: what it printed.
+
+        Raises:
+            CellError, CellInterrupted, RankLost: it did not succeed on every rank.
+        """
+        self.raise_for_status(finished, command.ranks, label=command.label)
+        outcomes = [part.outcome for part in finished.outcomes]
         return CellResult(
             values=self.rank_values(finished.outcomes),
             output=output,
-            errors=getattr(error, "failures", ()),
             seconds=finished.seconds,
             rank_seconds=finished.rank_seconds or {},
-            bound=bound,
-            unbound=unbound,
+            bound=tuple(dict.fromkeys(name for outcome in outcomes for name in outcome.bound_names)),
+            unbound=tuple(dict.fromkeys(name for outcome in outcomes for name in outcome.deleted_names)),
         )
-
-    def _fetch(self, ranks: tuple[int, ...], ref: str) -> dict[int, Any]:
-        values = self.evaluate(expressions.Expression(expressions.ResultRef(ref)), ranks, retain=False)
-        return dict(values)
 
     def _persistent_id(self, thing: Any) -> str | None:
         """Return the pickling key of a handle of this mesh; the rank substitutes its own object."""
@@ -550,17 +298,10 @@ class Session:
     # ---- releasing references
 
     def release_unused(self) -> None:
-        """Release the references and segments that are unused here.
-
-        Finalizers only queue them, because a finalizer may run inside a send.
-        """
-        segments = self._reader.drain_released()
-        refs = []
-        while self._refs_to_release:
-            refs.append(self._refs_to_release.popleft())
-        self._pool.trim(30.0)
+        """Have the ranks release the references and segments that are unused here."""
+        refs, segments = self.transfer.drain_unused()
         if (refs or segments) and not self.connection.closed and self.axes is not None:
-            release = messages.Release(ranks=self.living(self.axes.ranks), refs=tuple(refs), segments=segments)
+            release = messages.Release(ranks=self.living(self.axes.ranks), refs=refs, segments=segments)
             self.connection.send(release)
 
     # ---- reports of the supervisor
@@ -568,34 +309,14 @@ class Session:
     def _ranks_changed(self, report: messages.MeshChanged) -> None:
         self.info = report.info
         for exited in report.exited:
-            self._pool.remove_reader(exited.rank)
+            self.transfer.remove_rank(exited.rank)
         if report.exited:
             for listener in self.lost_listeners:
                 listener(report.exited)
 
-    def _segments_released(self, report: messages.SegmentsReleased) -> None:
-        for segment in report.segments:
-            self._pool.release(segment, reader=report.rank)
-
     def _mesh_stopped(self, reason: str) -> None:
         self.ended = self.ended or reason
         self._ended_event.set()
-
-
-def render_error(error: MeshbookError) -> MeshbookError:
-    """Attach the ranks' tracebacks to an error, for IPython and for plain Python."""
-    if isinstance(error, (CellError, RankLost)) and not error.rendered:
-        lines = rendering.render_errors(
-            error.failures, getattr(error, "succeeded", ()), None, released=getattr(error, "released", ())
-        )
-        if isinstance(error, RankLost):
-            lines = [f"\x1b[31mRankLost\x1b[39m: {error}", *(["", *lines] if error.failures else [])]
-        elif not error.failures:
-            lines = [f"{type(error).__name__}: {error}"]
-        error.rendered = tuple(lines)
-        if error.failures:
-            error.add_note(rendering.plain_text("\n".join(lines)))
-    return error
 
 
 def _axes_of(info: messages.MeshInfo) -> MeshAxes | None:

@@ -9,16 +9,12 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
 
 # The C functions behind `signal`'s, whose conversion of handlers to an enum is many times slower.
-try:
-    from _signal import getsignal as _get_handler  # type: ignore[import-not-found]
-    from _signal import signal as _set_handler
-except ImportError:  # not CPython
-    from signal import getsignal as _get_handler
-    from signal import signal as _set_handler
+from _signal import getsignal as _get_handler  # type: ignore[import-not-found]
+from _signal import signal as _set_handler
+from collections.abc import Callable, Iterator
+from typing import Any
 
 
 class defer_sigint:

@@ -16,7 +16,8 @@ from textual.containers import Grid, VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Button, DataTable, Footer, Label, Static
 
-from meshbook.controller.mesh import Mesh, attach
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import attach
 from meshbook.controller.subscription import MeshSnapshot, MeshSubscription
 from meshbook.controller.tables import format_bytes
 from meshbook.dashboard import view

@@ -24,7 +24,8 @@ from tornado.ioloop import IOLoop
 from tornado.netutil import bind_sockets
 from tornado.websocket import WebSocketClosedError, WebSocketHandler
 
-from meshbook.controller.mesh import Mesh, attach
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import attach
 from meshbook.dashboard import assets
 from meshbook.dashboard.hub import DashboardClient, DashboardHub
 from meshbook.errors import MeshbookError, NotAttached, UsageError

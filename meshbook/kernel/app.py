@@ -54,7 +54,7 @@ class MeshKernel(IPythonKernel):
 
     def start(self) -> None:
         super().start()
-        self.notebook.begin_warm_start(warm=True)
+        self.notebook.meshes.begin_warm_start(warm=True)
 
     # ---- cells
 
@@ -70,17 +70,17 @@ class MeshKernel(IPythonKernel):
 
     async def do_execute(self, code: str, silent: bool, store_history: bool = True, *args: Any, **kwargs: Any) -> Any:
         outermost = self._running_request is None and threading.current_thread() is threading.main_thread()
-        broadcast = self.notebook.num_broadcast
+        broadcast = self.notebook.cells.num_broadcast
         try:
             if outermost:
                 self._defers_sigint = False
                 if self._sigint_deferred:
                     raise KeyboardInterrupt
                 # Reattached meshes are available to every cell, also to those that run in this process.
-                self.notebook.reattach()
+                self.notebook.meshes.reattach()
                 self._running_request = self.get_parent("shell")
                 if store_history and not silent:
-                    self.notebook.show_notices()
+                    self.notebook.front_end.show_notices()
             return await super().do_execute(code, silent, store_history, *args, **kwargs)
         except KeyboardInterrupt:  # not from the cell's code, whose errors IPython shows: from before or after it
             self._defers_sigint = True
@@ -88,7 +88,7 @@ class MeshKernel(IPythonKernel):
         finally:
             # ipykernel sleeps before each reply, to flush its own streams; the ranks' output does not pass through
             # them.
-            self._execute_sleep = 0.0 if self.notebook.num_broadcast > broadcast else _REPLY_SLEEP_S
+            self._execute_sleep = 0.0 if self.notebook.cells.num_broadcast > broadcast else _REPLY_SLEEP_S
             if outermost:
                 self._running_request = None
                 self._defers_sigint = True
@@ -124,31 +124,33 @@ class MeshKernel(IPythonKernel):
     async def interrupt_request(self, stream: Any, ident: Any, parent: Any) -> None:
         """Interrupt the ranks. Runs on the control channel's thread, so it works while the main thread is in C code."""
         handling = self._is_handling_message
-        self.notebook.interrupt_foreground()
+        self.notebook.meshes.interrupt_foreground()
         if handling:
             await super().interrupt_request(stream, ident, parent)
         elif self.session:  # no signal: it would interrupt a cell that begins now
             self.session.send(stream, "interrupt_reply", {"status": "ok"}, parent, ident=ident)
 
     def do_shutdown(self, restart: bool) -> Any:
-        self.notebook.close(restart=restart)
+        self.notebook.meshes.close(restart=restart)
         return super().do_shutdown(restart)
 
     # ---- completion and inspection
 
     def do_complete(self, code: str, cursor_pos: int | None) -> Any:
         cursor = len(code) if cursor_pos is None else cursor_pos
-        with self.notebook.hidden_handles():
+        with self.notebook.queries.hidden_handles():
             local = super().do_complete(code, cursor)
-        return self.notebook.complete(local, code, cursor)
+        return self.notebook.queries.complete(local, code, cursor)
 
     def do_inspect(self, code: str, cursor_pos: int, detail_level: int = 0, omit_sections: Any = ()) -> Any:
         """Inspect on the ranks first, because the code will run there; then names that only this process has."""
-        found = self.notebook.inspect(code, cursor_pos, detail_level)
+        found = self.notebook.queries.inspect(code, cursor_pos, detail_level)
         if found is not None:
             return {"status": "ok", "found": True, "data": found, "metadata": {}}
         root = (token_at_cursor(code, cursor_pos) or "").partition(".")[0]
-        if self.notebook.is_handle(root) or self.notebook.is_handle(completion.root_name(code, cursor_pos)):
+        if self.notebook.queries.is_handle(root) or self.notebook.queries.is_handle(
+            completion.root_name(code, cursor_pos)
+        ):
             return {"status": "ok", "found": False, "data": {}, "metadata": {}}
         return super().do_inspect(code, cursor_pos, detail_level, omit_sections)
 

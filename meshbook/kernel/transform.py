@@ -40,58 +40,13 @@ LOCAL_CELL_MAGICS = frozenset(
 )
 
 # Line magics that run in this process.
-LOCAL_LINE_MAGICS = frozenset(
-    [
-        "mesh",
-        "alias_magic",
-        "autocall",
-        "automagic",
-        "autosave",
-        "clear",
-        "colors",
-        "config",
-        "connect_info",
-        "doctest_mode",
-        "ed",
-        "edit",
-        "hist",
-        "history",
-        "less",
-        "load",
-        "loadpy",
-        "logoff",
-        "logon",
-        "logstart",
-        "logstate",
-        "logstop",
-        "lsmagic",
-        "macro",
-        "magic",
-        "man",
-        "more",
-        "notebook",
-        "page",
-        "pastebin",
-        "pdb",
-        "popd",
-        "pushd",
-        "qtconsole",
-        "quickref",
-        "recall",
-        "rep",
-        "rerun",
-        "save",
-        "store",
-        "subshell",
-        "tensorboard",
-        "xmode",
-        "conda",
-        "mamba",
-        "micromamba",
-        "pip",
-        "uv",
-    ]
-)
+LOCAL_LINE_MAGICS = frozenset([
+    "mesh", "alias_magic", "autocall", "automagic", "autosave", "clear", "colors", "config", "connect_info",
+    "doctest_mode", "ed", "edit", "hist", "history", "less", "load", "loadpy", "logoff", "logon", "logstart",
+    "logstate", "logstop", "lsmagic", "macro", "magic", "man", "more", "notebook", "page", "pastebin", "pdb",
+    "popd", "pushd", "qtconsole", "quickref", "recall", "rep", "rerun", "save", "store", "subshell", "tensorboard",
+    "xmode", "conda", "mamba", "micromamba", "pip", "uv",
+])  # fmt: skip
 
 # Line magics that run here first and then, with the rest of the cell, on the ranks; and their local form.
 BOTH_LINE_MAGICS = {

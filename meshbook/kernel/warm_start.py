@@ -13,10 +13,9 @@ import re
 import threading
 from pathlib import Path
 
-from meshbook.controller.connection import SupervisorConnection
 from meshbook.controller.launch import launch_supervisor
-from meshbook.controller.mesh import generate_mesh_name
 from meshbook.controller.session import Session
+from meshbook.controller.starting import generate_mesh_name, open_session
 from meshbook.errors import MeshbookError
 from meshbook.wire import keys
 
@@ -105,15 +104,6 @@ class WarmStarter:
                 self._standby = session
             else:
                 session.stop()
-
-
-def open_session(connection_info: keys.ConnectionInfo, *, kind: str, orphan_ttl_s: float) -> Session:
-    """Return a session that stops its mesh on an orderly exit of this process.
-
-    Raises:
-        NotAttached, VersionMismatch: as `SupervisorConnection`.
-    """
-    return Session(SupervisorConnection(connection_info, kind=kind, orphan_ttl_s=orphan_ttl_s), stop_at_exit=True)
 
 
 def owner_key() -> str:

@@ -20,8 +20,8 @@ import msgspec
 import zmq
 
 from meshbook.clock import SystemClock
+from meshbook.engines import ENGINES
 from meshbook.engines.base import HostEngine
-from meshbook.engines.local import LocalEngine
 from meshbook.errors import ProtocolError, StartError, TransferError, VersionMismatch
 from meshbook.fold.outcomes import failure_report_for
 from meshbook.host.agent import HostAgent
@@ -34,8 +34,6 @@ from meshbook.wire.loop import Loop
 from meshbook.wire.rate_limited_log import RateLimitedLog
 
 log = logging.getLogger("meshbook.supervisor")
-
-ENGINES: dict[str, type[LocalEngine]] = {"local": LocalEngine}
 
 _ENGINE_POLL_S = 0.5
 _CLIENT_POLL_S = 5.0  # if the system has no pidfd

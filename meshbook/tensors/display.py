@@ -210,7 +210,7 @@ def stats(tensor: Any) -> TensorStats:
     engine, spec = tensor.engine, tensor._spec
     session = engine.session
     command = session.call_command(summarize, (tensor.detach(),), {}, engine.ranks, label="stats")
-    finished = session.run_foreground(command)
+    finished = session.foreground.run(command)
     session.raise_for_status(finished, engine.ranks, label="stats")
     summaries = session.rank_values(finished.outcomes)
     if spec.placements is None:

@@ -32,9 +32,9 @@ from typing import Any, NoReturn, Protocol
 import msgspec
 import torch
 
+from meshbook.controller.call_errors import error_from, render_error
 from meshbook.controller.console import Console
-from meshbook.controller.results import error_from
-from meshbook.controller.session import Session, render_error
+from meshbook.controller.session import Session
 from meshbook.controller.sigint import defer_sigint
 from meshbook.errors import CellInterrupted, Failure, MeshbookError, NotAttached, OperationFailed, RankLost
 from meshbook.ids import Ranks, name_ranks
@@ -240,7 +240,7 @@ class TensorEngine:
         self._flush_threshold = _BATCH_SIZES[0]
         self._wakeups: queue.SimpleQueue[None] = queue.SimpleQueue()  # C code: an interrupt leaves no lock of it held
         session.before_call_hooks.append(_weak_callback(self._before_call))
-        session.in_flight_calls.append(_weak_callback(self._in_flight_calls))
+        session.foreground.in_flight.append(_weak_callback(self._in_flight_calls))
         thread = threading.Thread(
             target=_send_when_idle, args=(weakref.ref(self), self._wakeups), name="meshbook-tensors", daemon=True
         )
@@ -340,7 +340,7 @@ class TensorEngine:
             placements: torch's, one per axis; None: all of it on every rank, for the per-rank view.
         """
         handle = self.new_handle()
-        payload = self.session.dump((tensor.detach(), placements), self.ranks)
+        payload = self.session.transfer.dump((tensor.detach(), placements), self.ranks)
         with self._send_lock:
             # An upload is bound before its batch runs, so earlier operations go first. Held operations stay held.
             if self._pending_ops and self._held_ops is None:
@@ -364,7 +364,7 @@ class TensorEngine:
         """
         self._check_open()
         handles = [self.new_handle() for _ in tensors]
-        payload = self.session.dump((tuple(tensors), tuple(placements)), self.ranks)
+        payload = self.session.transfer.dump((tuple(tensors), tuple(placements)), self.ranks)
         rows, acknowledged = (
             messages.ShardedUpload(ids=tuple(handle.id for handle in handles), payload=payload),
             Future[Any](),
@@ -472,7 +472,7 @@ class TensorEngine:
         if self._must_drain:
             limit = 1
         if len(self._in_flight) >= limit and threading.current_thread() is not self.session.connection.thread:
-            if threading.current_thread() is threading.main_thread() and self.session.is_idle:
+            if threading.current_thread() is threading.main_thread() and self.session.foreground.is_idle:
                 self._wait_for_oldest_batch(limit)
             with self._state_lock:
                 while len(self._in_flight) >= limit and self._fatal_error is None:
@@ -491,8 +491,8 @@ class TensorEngine:
             if batch is None or batch.future is None:
                 return
             sink = Console(self.ranks, echo=True)
-            finished = self.session.wait_foreground(batch.command, batch.future, on_output=sink)
-            if self.session.was_interrupted(batch.command.call):
+            finished = self.session.foreground.wait(batch.command, batch.future, on_output=sink)
+            if self.session.foreground.was_interrupted(batch.command.call):
                 error = error_from(finished, "an operation on tensors")
                 if not isinstance(error, RankLost):
                     raise CellInterrupted((), self.ranks, summary="operations on tensors were stopped")
@@ -889,10 +889,10 @@ class TensorEngine:
             assert sent is not None
             command, future = sent
         # Notices about stalled ranks arrive through this inbox too.
-        finished = self.session.wait_foreground(command, future, inbox=inbox, on_output=Console(self.ranks, echo=True))
+        finished = self.session.foreground.wait(command, future, inbox=inbox, on_output=Console(self.ranks, echo=True))
         error = error_from(finished, "an operation on tensors")
         # The reply may arrive before the interrupt takes effect: raise all the same, so that a loop ends.
-        if error is None and self.session.was_interrupted(command.call):
+        if error is None and self.session.foreground.was_interrupted(command.call):
             error = CellInterrupted((), self.ranks, summary="an operation on tensors was stopped as it ended")
         if error is not None:
             if isinstance(error, RankLost):
@@ -909,7 +909,7 @@ class TensorEngine:
                 else:
                     answers[rank] = dict(answer)
                     if part.outcome.value is not None and part.outcome.value.payload is not None:
-                        answers[rank]["value"] = self.session.load(part.outcome.value.payload)
+                        answers[rank]["value"] = self.session.transfer.load(part.outcome.value.payload)
         if poisons:
             with self._state_lock:  # the call site is recorded with the acknowledgement, which has arrived by now
                 self._state_changed.wait_for(lambda: command.call not in self._in_flight, 5.0)

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from meshbook.controller import batches, remote
+from meshbook.controller import remote
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.remote import RemoteValue
+from meshbook.data import batches
 from meshbook.errors import MeshbookError, UsageError
 from meshbook.ids import Ranks
 from meshbook.rank import expressions

@@ -194,7 +194,7 @@ def distribute_module(
         inline_limit=0,
         label="distribute",
     )
-    finished = session.run_foreground(command)
+    finished = session.foreground.run(command)
     session.raise_for_status(finished, ranks, label="distribute")
     resident = handles.result_handle(session, command.call, ranks, session.rank_values(finished.outcomes), "module")
     description = _call_on_ranks(engine, resident_module.ResidentModule.describe, resident)[0]
@@ -216,7 +216,7 @@ def _call_on_ranks(engine: TensorEngine, function: Callable[..., Any], *args: An
     """Return the result of a function on each of the ranks. Blocks."""
     session = engine.session
     command = session.call_command(function, args, {}, engine.ranks, label=function.__name__, inline_limit=1 << 30)
-    finished = session.run_foreground(command)
+    finished = session.foreground.run(command)
     session.raise_for_status(finished, engine.ranks, label=function.__name__)
     values = session.rank_values(finished.outcomes)
     return [values[rank] for rank in engine.ranks]

@@ -92,7 +92,7 @@ def read(
     """
     dtype, ranks = tensor.dtype, tuple(boxes)
     size = math.prod(shape) * dtype.itemsize
-    buffer = tensor.engine.session.allocate_buffer(size) if size >= MIN_SHARED_READ_BYTES else None
+    buffer = tensor.engine.session.transfer.allocate_buffer(size) if size >= MIN_SHARED_READ_BYTES else None
     result: torch.Tensor | None
     if buffer is None:
         pieces = fetch(tensor, how, ranks)

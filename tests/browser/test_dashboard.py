@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from meshbook.actor import Actor, ActorError, endpoint
-from meshbook.controller.mesh import Mesh, attach, create_mesh
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import attach, create_mesh
 from meshbook.dashboard.hub import DashboardHub
 from meshbook.dashboard.web_server import DashboardServer, start_server
 from meshbook.wire.keys import list_connections

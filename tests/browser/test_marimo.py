@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from meshbook.controller.mesh import attach
+from meshbook.controller.starting import attach
 from meshbook.wire.keys import list_connections
 from tests.browser.pages import TIMEOUT_S, MarimoNotebook, marimo
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from meshbook.controller import marimo
 from meshbook.controller.console import Console
+from meshbook.marimo import page
 from meshbook.wire import messages
 
 
@@ -19,7 +19,7 @@ def test_a_long_notice_is_wrapped_below_a_marimo_cell_which_would_cut_it(
     console = Console((0,), echo=True)
     console(items)
     assert len(capsys.readouterr().err.splitlines()) == 2
-    monkeypatch.setattr(marimo, "running_cell", SimpleNamespace)
+    monkeypatch.setattr(page, "running_cell", SimpleNamespace)
     console(items)
     first, *rest = capsys.readouterr().err.splitlines()
     assert first == "[meshbook] it stands still"

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError, CellInterrupted, Failure, RankLost, Released
 
 # Seconds that show that something ends at all.

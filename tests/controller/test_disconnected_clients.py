@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError
 from tests.controller.test_run import when
 

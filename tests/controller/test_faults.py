@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from meshbook.controller.launch import FORK_SERVER_VARIABLE
-from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError, CellInterrupted, NotAttached, RankLost, StartError
 from meshbook.wire import keys, messages
 from tests.controller.test_run import when

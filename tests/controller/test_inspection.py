@@ -19,7 +19,8 @@ import pytest
 
 from meshbook.controller.connection import SupervisorConnection
 from meshbook.controller.exporter import Exporter
-from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import create_mesh
 from meshbook.controller.subscription import MeshSnapshot, MeshSubscription
 from meshbook.errors import MeshShapeError, RankLost, StartError, UsageError
 from meshbook.wire import keys, messages
@@ -156,7 +157,7 @@ def test_a_rank_that_is_killed_while_its_stack_is_taken_delays_nobody(own_mesh: 
 
 def test_a_front_end_that_is_killed_amid_the_news_is_forgotten_and_others_hear_on(mesh: Mesh) -> None:
     source = (
-        "import sys\nfrom meshbook.controller.mesh import attach\n"
+        "import sys\nfrom meshbook.controller.starting import attach\n"
         "from meshbook.controller.subscription import MeshSubscription\n"
         f"mesh = attach({mesh.name!r}, kind='vanishing', observer=True)\n"
         "onlooker = MeshSubscription(mesh.session, max_updates_per_s=10)\n"

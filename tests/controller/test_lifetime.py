@@ -14,8 +14,8 @@ import pytest
 from meshbook.controller import listing
 from meshbook.controller.connection import SupervisorConnection
 from meshbook.controller.launch import FORK_SERVER_VARIABLE, launch_supervisor
-from meshbook.controller.mesh import attach, create_mesh
 from meshbook.controller.session import Session
+from meshbook.controller.starting import attach, create_mesh
 from meshbook.errors import MeshInUse, MeshNameError, NotAttached, StartError
 from meshbook.wire import keys
 from meshbook.wire.messages import MeshInfo

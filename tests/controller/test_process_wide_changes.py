@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import meshbook
-from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError, CellInterrupted
 from meshbook.host.rlimits import TARGET_FD_LIMIT
 from tests.controller.test_run import when

@@ -26,7 +26,7 @@ def test_a_press_while_a_report_is_handled_loses_nothing_of_it_and_stops_the_cal
         shown.append("".join(str(item) for item in items))
 
     command = session.cell_command("import time\nprint('first')\ntime.sleep(0.3)\ntime.sleep(1000)", mesh.ranks)
-    finished = session.run_foreground(command, on_output=show)
+    finished = session.foreground.run(command, on_output=show)
     with pytest.raises(CellInterrupted):
         session.raise_for_status(finished, mesh.ranks, label="the call")
     assert "first" in shown[0]
@@ -40,8 +40,8 @@ def test_a_press_that_comes_as_the_call_ends_raises_behind_it(mesh: Mesh) -> Non
     future.result(30)
     future.add_done_callback = lambda done: (done(future), press())  # type: ignore[method-assign, func-returns-value]
     with pytest.raises(KeyboardInterrupt):
-        session.wait_foreground(command, future)
-    assert session.interrupt_foreground(may_escalate=False) is False
+        session.foreground.wait(command, future)
+    assert session.foreground.interrupt(may_escalate=False) is False
 
 
 def test_a_press_is_noted_and_a_second_raises_while_nobody_has_looked() -> None:
@@ -100,7 +100,7 @@ def test_a_stop_pressed_as_the_call_is_sent_stops_it(mesh: Mesh) -> None:
     session.before_call_hooks.append(press)
     try:
         command = session.cell_command("import time; time.sleep(1000)", mesh.ranks)
-        finished = session.run_foreground(command)
+        finished = session.foreground.run(command)
     finally:
         session.before_call_hooks.remove(press)
     with pytest.raises(CellInterrupted):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshbook.cli.main import end_mesh
-from meshbook.controller.mesh import create_mesh
+from meshbook.controller.starting import create_mesh
 from meshbook.wire import keys
 from meshbook.wire.process_control import is_stopped
 from tests.controller.test_run import when

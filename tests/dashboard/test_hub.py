@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from meshbook.actors.procs import this_host
-from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import create_mesh
 from meshbook.dashboard.hub import DashboardClient, DashboardHub
 from tests.actors.example_actors import Counter
 from tests.kernel.frontend import wait_until

@@ -17,7 +17,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Protocol
 
-from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import create_mesh
 from meshbook.wire.stop_timing import SECOND_INTERRUPT_S
 from tests.random_faults import operators
 
@@ -103,7 +104,7 @@ def stop_when(mesh: Mesh, condition: Callable[[], Any], what: str) -> Iterator[N
 
     def press() -> None:
         while not over.is_set():
-            if mesh.session._foreground_call is not None and condition() and mesh.session.interrupt_foreground():
+            if not mesh.session.foreground.is_idle and condition() and mesh.session.foreground.interrupt():
                 pressed.set()
                 return
             over.wait(0.01)

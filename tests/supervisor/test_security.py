@@ -12,7 +12,8 @@ import pytest
 import zmq
 
 from meshbook.controller.connection import SupervisorConnection
-from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import create_mesh
 from meshbook.errors import VersionMismatch
 from meshbook.wire import codec, keys, messages
 

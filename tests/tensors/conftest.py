@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import create_mesh
 
 
 @pytest.fixture(scope="package")

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 import meshbook
-from meshbook.controller.mesh import create_mesh
+from meshbook.controller.starting import create_mesh
 from meshbook.errors import OperationFailed
 from meshbook.mesh_axes import MeshAxes
 from meshbook.tensors.engine import describe_collective_mismatch

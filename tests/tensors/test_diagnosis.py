@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import meshbook
-from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import create_mesh
 from meshbook.tensors.creation import distribute
 from tests.controller.test_run import when
 

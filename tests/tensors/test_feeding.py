@@ -18,8 +18,8 @@ import pyarrow as pa
 import pytest
 import torch
 
-from meshbook.controller import batches
 from meshbook.controller.mesh import Mesh
+from meshbook.data import batches
 from meshbook.errors import OperationFailed, PlacementError, TransferError, UsageError
 from meshbook.tensors import feeding
 from meshbook.tensors.creation import engine_of
@@ -202,7 +202,7 @@ def test_a_loop_that_is_left_early_leaves_nothing_behind(mesh2: Mesh, view: str)
     assert closed.wait(10)
 
     assert live(mesh2) == before
-    pool = mesh2.session._pool
+    pool = mesh2.session.transfer._pool
     for _ in range(100):  # ranks tell with their next answers what they have let go of
         mesh2.execute(lambda: None)
         mesh2.session.release_unused()

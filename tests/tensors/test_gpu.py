@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import meshbook
-from meshbook.controller.mesh import create_mesh
+from meshbook.controller.starting import create_mesh
 from tests.tensors import gpt
 
 

@@ -13,7 +13,8 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 import meshbook
-from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import create_mesh
 from meshbook.errors import RankLost
 from meshbook.rank.tensors import lowering
 from meshbook.tensors.creation import engine_of

@@ -15,7 +15,8 @@ from torch.distributed.tensor import Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import meshbook
-from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellInterrupted, OperationFailed, UsageError
 from meshbook.rank.tensors.execution import skip_from
 from meshbook.rank.tensors.operators import TENSOR, TemplateMessage
@@ -207,9 +208,9 @@ def test_a_stop_in_a_step_leaves_a_model_that_trains_on(mesh: Mesh, tmp_path: Pa
     loss = step(good) if recorded else training.step(GOOD)  # behind the cell
 
     def press() -> None:
-        while session._foreground_call is None:  # until it waits for the loss
+        while session.foreground.is_idle:  # until it waits for the loss
             threading.Event().wait(0.01)
-        session.interrupt_foreground()
+        session.foreground.interrupt()
 
     pressing = threading.Thread(target=press)
     pressing.start()
@@ -235,9 +236,9 @@ def test_a_stop_reaches_ranks_that_python_waits_for_before_it_sends_more(mesh: M
     engine._must_drain = True  # as where groups have broken: one batch after the other
 
     def press() -> None:
-        while session.is_idle:  # until it waits for the batch
+        while session.foreground.is_idle:  # until it waits for the batch
             threading.Event().wait(0.01)
-        session.interrupt_foreground()
+        session.foreground.interrupt()
         opened.touch()
 
     pressing = threading.Thread(target=press)

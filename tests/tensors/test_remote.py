@@ -20,7 +20,8 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import meshbook
-from meshbook.controller.mesh import Mesh, attach, create_mesh
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.starting import attach, create_mesh
 from meshbook.errors import CellInterrupted, OperationFailed, PlacementError, RankLost, TransferError
 from meshbook.tensors import engine as engines
 from meshbook.tensors.creation import distribute, engine_of
@@ -596,7 +597,7 @@ def test_stop_ends_operations_and_the_mesh_goes_on(
         read(later)
     future.interrupt()
     future.exception(10)
-    assert not mesh2.session._pool._receiving
+    assert not mesh2.session.transfer._pool._receiving
     assert (x + 1).sum().item() == 2 << 20
 
 
@@ -652,8 +653,8 @@ def test_a_killed_rank_is_told_at_the_next_wait() -> None:
             x.full_tensor()
         assert torch.equal(kept, torch.ones(4 << 20))
         del kept
-        mesh.session._pool.trim(0)
-        assert not mesh.session._pool._receiving
+        mesh.session.transfer._pool.trim(0)
+        assert not mesh.session.transfer._pool._receiving
         with pytest.raises(RankLost):
             x + x
         del x, large  # ids that nobody can be told of any more

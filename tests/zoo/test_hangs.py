@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 from meshbook.controller.console import Console
-from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.controller.mesh import Mesh
 from meshbook.controller.reports import Why
+from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError, RankLost
 from tests.zoo.hangs import HANGS, Hang
 

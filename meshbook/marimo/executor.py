@@ -15,12 +15,13 @@ from typing import Any, NoReturn
 from marimo._runtime.exceptions import MarimoRuntimeException
 from marimo._runtime.executor import DefaultExecutor
 
-from meshbook.controller import marimo
 from meshbook.controller.console import Console
-from meshbook.controller.mesh import Mesh, create_mesh
+from meshbook.controller.mesh import Mesh
 from meshbook.controller.remote import RemoteValue
 from meshbook.controller.results import CellResult
+from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError, MeshbookError, MeshNameError
+from meshbook.marimo import meshes, page
 from meshbook.wire import messages
 
 MARKER = re.compile(r"#\s*mesh\s*")
@@ -98,9 +99,7 @@ async def _run_async(mesh: Mesh, source: str) -> CellResult:
         console(items)
     if cancelled:
         raise asyncio.CancelledError
-    finished = future.result()
-    session.raise_for_status(finished, ranks, label=_LABEL)
-    return session.cell_result(finished, console.text)
+    return session.cell_result(command, future.result(), console.text)
 
 
 def _mesh_for_cell(cell: Any, glbls: Mapping[str, Any]) -> Mesh:
@@ -113,8 +112,8 @@ def _mesh_for_cell(cell: Any, glbls: Mapping[str, Any]) -> Mesh:
             session = value._meshbook_session
             if session.axes is not None and session.ended is None:  # a handle may belong to an ended mesh
                 return Mesh.of(session, session.axes)
-    running = marimo.running_cell()
-    latest_session = marimo.latest_session(running.owner) if running is not None else None
+    running = page.running_cell()
+    latest_session = meshes.latest_session(running.owner) if running is not None else None
     return (
         Mesh.of(latest_session, latest_session.axes)
         if latest_session is not None and latest_session.axes is not None
@@ -132,7 +131,7 @@ def _bind_names(cell: Any, glbls: dict[str, Any], mesh: Mesh, result: CellResult
     if not len(result.values):
         return None
     # marimo replaces a cell's displays by its value; if there are displays, append the value below them instead.
-    if marimo.has_output() and marimo.append_output(result.values._mime_(), None):
+    if page.has_output() and page.append_output(result.values._mime_(), None):
         return None
     return result.values
 

@@ -46,16 +46,14 @@ def normalize(batch: Any) -> Any:
     Raises:
         TransferError: a column has a type that no tensor holds, or missing values; the message names it.
     """
+    return map_leaves(batch, _normalize_leaf)
+
+
+def _normalize_leaf(batch: Any) -> Any:
     if _is_table(batch):
         return {name: _column(name, column) for name, column in _columns(batch)}
     if _top_level_package(batch) in ("polars", "pandas") and hasattr(batch, "to_numpy"):  # a series
         return _array(str(getattr(batch, "name", None) or "the series"), batch.to_numpy())
-    if isinstance(batch, Mapping):
-        return {key: normalize(value) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(normalize, batch))
-    if isinstance(batch, tuple | list):
-        return type(batch)(map(normalize, batch))
     return batch
 
 
@@ -99,7 +97,7 @@ def slice_batch(batch: Any, dim: int, spans: list[tuple[int, int]]) -> Any:
 
 def map_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
     """Return the nested batch with `change(leaf)` for everything that is not a container."""
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return {key: map_leaves(value, change) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(map_leaves(value, change) for value in batch))

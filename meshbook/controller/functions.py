@@ -1,0 +1,101 @@
+"""Functions that run on a mesh: `@mesh.remote`, and the body of a function as a cell (`@mesh.cell`)."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, Protocol
+
+from meshbook.controller.results import CellResult, RankValues
+from meshbook.errors import UsageError
+
+P = ParamSpec("P")
+
+
+class MeshRunner(Protocol):
+    """Runs code on every rank: a `Mesh`."""
+
+    def run(self, source: str, /) -> Any: ...
+
+    def execute(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RankValues: ...
+
+
+class RemoteFunction(Generic[P]):
+    """A function that runs on every rank of its mesh when called."""
+
+    def __init__(self, mesh: MeshRunner, function: Callable[P, Any]) -> None:
+        self._mesh, self._function = mesh, function
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> RankValues:
+        return self._mesh.execute(self._function, *args, **kwargs)
+
+    def on(self, mesh: MeshRunner) -> RemoteFunction[P]:
+        """Return the same function on another mesh, or on a slice of this one."""
+        return RemoteFunction(mesh, self._function)
+
+    def __repr__(self) -> str:
+        return f"<{getattr(self._function, '__name__', 'function')} on {self._mesh!r}>"
+
+
+class FunctionBodyCell:
+    """A function's body as a cell: `result` is the result of the last run; call the object to run it again."""
+
+    def __init__(self, mesh: MeshRunner, function: Callable[[], Any]) -> None:
+        self._mesh = mesh
+        self.__name__ = function.__name__
+        self.source = function_body_source(function)
+        self.result: CellResult = mesh.run(self.source)
+
+    def __call__(self) -> CellResult:
+        self.result = self._mesh.run(self.source)
+        return self.result
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.result, name)
+
+    def __repr__(self) -> str:
+        return repr(self.result)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        return self.result._repr_mimebundle_()
+
+    def _mime_(self) -> tuple[str, Any]:
+        return self.result._mime_()
+
+
+def function_body_source(function: Callable[..., Any]) -> str:
+    """Return the dedented source of a function's body; a `return` at its end becomes the cell's value.
+
+    Raises:
+        UsageError: it takes parameters, or its source cannot be found.
+    """
+    if inspect.signature(function).parameters:
+        raise UsageError(
+            f"{function.__name__} takes parameters, and a cell has none; use @mesh.remote for a function with arguments"
+        )
+    try:
+        source = textwrap.dedent(inspect.getsource(function))
+    except (OSError, TypeError) as error:
+        raise UsageError(
+            f"the source of {function.__name__} cannot be found ({error}); use mesh.run with a string"
+        ) from error
+    tree = ast.parse(source)
+    definition = tree.body[0]
+    assert isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef)
+    last = definition.body[-1]
+    lines = source.splitlines()
+    if isinstance(last, ast.Return):
+        row = last.lineno - 1
+        replaced = "pass" if last.value is None else ast.get_source_segment(source, last.value) or "pass"
+        indent = lines[row][: last.col_offset]
+        lines[row : last.end_lineno] = [f"{indent}({replaced})" if last.value is not None else f"{indent}pass"]
+    first = definition.body[0]
+    if first.lineno == definition.lineno:
+        raise UsageError(f"write the body of {function.__name__} on lines of its own")
+    return textwrap.dedent("\n".join(lines[first.lineno - 1 :])) + "\n"

@@ -1,0 +1,75 @@
+"""Running a cell or a function on ranks for `Mesh`: in the foreground, within a time limit, or as a future."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from meshbook.controller.console import Console, prompt_on_terminal
+from meshbook.controller.futures import MeshFuture
+from meshbook.controller.results import CellResult
+from meshbook.controller.session import Session
+from meshbook.errors import MeshTimeout, RankLost
+from meshbook.ids import Ranks, format_ranks, name_ranks
+
+# Seconds that an interrupted call may take to end.
+_INTERRUPT_TIMEOUT_S = 10.0
+
+
+def run_command(session: Session, command: Any, console: Console) -> CellResult:
+    """Run a command with its output on the console. Blocks; Ctrl-C and input() work.
+
+    Raises:
+        CellError, CellInterrupted, RankLost: as `Mesh.run`.
+    """
+    on_input = prompt_on_terminal if sys.stdin is not None and sys.stdin.isatty() else None
+    finished = session.foreground.run(command, on_output=console, on_input=on_input)
+    return session.cell_result(command, finished, console.text)
+
+
+def submit_command(session: Session, command: Any, console: Console) -> MeshFuture[CellResult]:
+    """Send a command whose output goes to the console, and return a future of its result."""
+    source = session.request(command, on_output=console)
+    return session.future(source, command, lambda finished: session.cell_result(command, finished, console.text))
+
+
+def run_with_timeout(session: Session, command: Any, console: Console, timeout_s: float) -> CellResult:
+    """Run a command, and interrupt it after `timeout_s` seconds. Blocks.
+
+    Raises:
+        MeshTimeout: it was interrupted.
+    """
+    future = submit_command(session, command, console)
+    try:
+        return future.result(timeout_s)
+    except MeshTimeout:
+        future.interrupt()
+        future.exception(_INTERRUPT_TIMEOUT_S)
+        raise MeshTimeout(f"{command.label} did not end within {timeout_s:g} s and was interrupted") from None
+    except KeyboardInterrupt:
+        future.interrupt()
+        return future.result(_INTERRUPT_TIMEOUT_S)
+
+
+def require_living(session: Session, own: Ranks, chosen: Ranks | None) -> Ranks:
+    """Return the ranks that a call goes to: those that were chosen, else the living ones of a view's own.
+
+    Raises:
+        RankLost: a chosen rank is lost, or no rank of the view is left.
+    """
+    living = session.living(own)
+    if chosen is None:
+        if not living:
+            raise RankLost(
+                f"of ranks {format_ranks(own)} of {session.name!r} none is left; %mesh restart starts as many anew",
+                ranks=own,
+            )
+        return tuple(sorted(living))
+    if lost := tuple(rank for rank in chosen if rank in session.lost):
+        raise RankLost(
+            f"{name_ranks(lost)} {'is' if len(lost) == 1 else 'are'} gone; nothing was run. "
+            f"Living: {format_ranks(living)}",
+            ranks=lost,
+            survivors=living,
+        )
+    return chosen

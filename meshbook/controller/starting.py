@@ -1,0 +1,240 @@
+"""Starting a mesh: a supervisor without ranks, then the ranks and their process group."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from meshbook.controller import extensions
+from meshbook.controller.background_output import background_output_of
+from meshbook.controller.config import read_defaults
+from meshbook.controller.connection import SupervisorConnection
+from meshbook.controller.launch import launch_supervisor
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.session import Session
+from meshbook.engines import ENGINES
+from meshbook.errors import NotAttached, StartError, UsageError
+from meshbook.host.gpus import count_gpus
+from meshbook.marimo import page
+from meshbook.mesh_axes import MeshAxes
+from meshbook.wire import keys, messages
+
+
+def create_mesh(
+    axes: int | Mapping[str, int] | None = None,
+    *,
+    nodes: int | None = None,
+    gpus_per_node: int | None = None,
+    shape: Sequence[int] | None = None,
+    mesh_dim_names: Sequence[str] | None = None,
+    name: str | None = None,
+    engine: str | None = None,
+    num_hosts: int = 1,
+    start_method: str | None = None,
+    device: str | None = None,
+    process_group: bool = True,
+    torch: bool = True,
+    env: Mapping[str, str] | None = None,
+    end_on_error: bool | None = None,
+    listen: str | None = None,
+    orphan_ttl_s: float | None = None,
+    kind: str = "script",
+    owner: str | None = None,
+) -> Mesh:
+    """Start a mesh and wait until its process group is ready. It ends with this process, unless detached.
+
+    In a marimo notebook, a cell that runs again reuses the mesh that it started before, if the arguments are
+    equivalent.
+
+    Args:
+        axes: a number of ranks, or {axis: size}; see also `nodes` and `gpus_per_node`, or `shape` and `mesh_dim_names`.
+            Without any of these: one rank per visible GPU, else 2 to 4 by cores (`MESHBOOK_RANKS`, meshbook.toml).
+        name: the name in `attach` and `meshbook list`; default: derived from the script's name.
+        engine: "local".
+        num_hosts: simulate this many hosts on this machine.
+        start_method: "fork" (from a warm fork server) or "fresh" (new interpreters).
+        device: "auto", "cpu" or "cuda".
+        process_group: False does not initialize torch.distributed.
+        torch: False starts light ranks that do not import torch.
+        env: environment variables for the ranks.
+        end_on_error: False: ranks that wait in a collective for a rank that raised, or ended, wait until Stop.
+        listen: a tcp address to listen on, encrypted, instead of a local socket.
+        orphan_ttl_s: seconds that it may live without any client.
+
+    Raises:
+        MeshShapeError: the axes are invalid.
+        MeshInUse: the name is taken.
+        StartError: the mesh did not start; nothing is left running.
+    """
+    defaults = read_defaults()
+    if axes is None and nodes is None and gpus_per_node is None and shape is None:
+        axes = defaults.num_ranks()
+    grid = MeshAxes.of(axes, nodes=nodes, gpus_per_node=gpus_per_node, shape=shape, mesh_dim_names=mesh_dim_names)
+    spec = make_spec(
+        grid,
+        engine=engine,
+        num_hosts=num_hosts,
+        start_method=start_method,
+        device=device,
+        process_group=process_group,
+        torch=torch,
+        env=env,
+        end_on_error=end_on_error,
+    )
+
+    def start(*, owner: str | None, kind: str, default_ttl_s: float | None, stop_at_exit: bool) -> Session:
+        ttl_s = next(s for s in (orphan_ttl_s, default_ttl_s, defaults.orphan_ttl_s) if s is not None)
+        found = launch_supervisor(name or generate_mesh_name(), owner=owner, listen=listen)
+        return start_ranks(open_session(found, kind=kind, orphan_ttl_s=ttl_s, stop_at_exit=stop_at_exit), grid, spec)
+
+    cell = page.running_cell() if owner is None else None
+    if cell is not None:
+        return _new_mesh(extensions.find("marimo_session")(cell, spec, name, start))
+    return _new_mesh(start(owner=owner, kind=kind, default_ttl_s=None, stop_at_exit=True))
+
+
+def attach(name: str | None = None, *, kind: str = "script", observer: bool = False) -> Mesh:
+    """Attach to a running mesh; without a name, to the only one. It does not end with this process.
+
+    Raises:
+        NotAttached: none is running, or it has no ranks.
+        MeshNameError: no such name, or several meshes and no name.
+        VersionMismatch: it runs another version of Meshbook.
+    """
+    session = Session(
+        SupervisorConnection(keys.find_connection(name), kind=kind, observer=observer), stop_at_exit=False
+    )
+    if session.axes is None:
+        session.close()
+        raise NotAttached(f"the mesh {session.name!r} has no ranks yet; start them with %mesh start -n 4")
+    return _new_mesh(session)
+
+
+def open_session(
+    connection_info: keys.ConnectionInfo, *, kind: str, orphan_ttl_s: float, stop_at_exit: bool = True
+) -> Session:
+    """Return a session with a supervisor; `stop_at_exit`: it stops its mesh on an orderly exit of this process.
+
+    Raises:
+        NotAttached, VersionMismatch: as `SupervisorConnection`.
+    """
+    connection = SupervisorConnection(connection_info, kind=kind, orphan_ttl_s=orphan_ttl_s)
+    return Session(connection, stop_at_exit=stop_at_exit)
+
+
+def start_ranks(session: Session, grid: MeshAxes, spec: messages.MeshSpec) -> Session:
+    """Start the ranks of a supervisor without any, and return its session. Waits until their process group is ready.
+
+    Raises:
+        StartError: they did not start; nothing is left running.
+    """
+    session.start(grid, spec, timeout_s=read_defaults().start_timeout_s)
+    return session
+
+
+def prewarm_session(name: str, *, torch: bool, orphan_ttl_s: float, fork_from: Session | None = None) -> Session:
+    """Start a mesh without ranks whose fork server warms up, for `start_prewarmed`. Ends with this process. Blocks.
+
+    Args:
+        fork_from: a live mesh of the same kind; the new fork server is forked from its fork server.
+
+    Raises:
+        StartError: it did not start.
+    """
+    fork_server_socket = str(keys.runtime_folder() / fork_from.name / "h0-fork.sock") if fork_from is not None else None
+    found = launch_supervisor(name, light=not torch, fork_server_socket=fork_server_socket)
+    return open_session(found, kind="script", orphan_ttl_s=orphan_ttl_s)
+
+
+def start_prewarmed(
+    session: Session,
+    grid: MeshAxes,
+    *,
+    torch: bool,
+    device: str = "auto",
+    env: Mapping[str, str] | None = None,
+) -> Mesh:
+    """Start ranks for actors: without a process group, and without torch unless requested. Blocks.
+
+    Raises:
+        StartError: they did not start.
+    """
+    spec = make_spec(
+        grid,
+        engine="local",
+        start_method="fork",
+        device=device if torch else "cpu",
+        process_group=False,
+        torch=torch,
+        env=env,
+        end_on_error=True,
+    )
+    return _new_mesh(start_ranks(session, grid, spec))
+
+
+def make_spec(
+    grid: MeshAxes,
+    *,
+    engine: str | None = None,
+    num_hosts: int = 1,
+    start_method: str | None = None,
+    device: str | None = None,
+    process_group: bool = True,
+    torch: bool = True,
+    env: Mapping[str, str] | None = None,
+    end_on_error: bool | None = None,
+) -> messages.MeshSpec:
+    """Validate the options and return the `MeshSpec` for the supervisor; None: the user's default.
+
+    Raises:
+        UsageError: the engine, start method or device does not exist.
+        StartError: more hosts than ranks, or more CUDA ranks than GPUs.
+    """
+    defaults = read_defaults()
+    engine, device = engine or defaults.engine, device or defaults.device
+    start_method = start_method or defaults.start_method
+    for what, value, known in (
+        ("engine", engine, ENGINES),
+        ("start method", start_method, ("fork", "fresh")),
+        ("device", device, ("auto", "cpu", "cuda")),
+    ):
+        if value not in known:
+            raise UsageError(f"there is no {what} {value!r}; known: {', '.join(known)}")
+    if device == "cuda" and (num_gpus := count_gpus()) < grid.size:
+        raise StartError(
+            f"{grid.size} ranks on cuda need {grid.size} GPUs, and {num_gpus} are visible here; ask for fewer ranks, "
+            "or for device cpu"
+        )
+    if not 1 <= num_hosts <= grid.size:
+        raise StartError(f"{grid.size} ranks cannot be spread over {num_hosts} hosts; every host needs a rank")
+    return messages.MeshSpec(
+        axes=grid.axes,
+        engine=engine,
+        num_hosts=num_hosts,
+        start_method=start_method,  # type: ignore[arg-type]
+        device=device,  # type: ignore[arg-type]
+        process_group=process_group and torch,
+        torch=torch,
+        env=dict(env or {}),
+        cwd=os.getcwd(),
+        end_on_error=defaults.end_on_error if end_on_error is None else end_on_error,
+        sys_path=tuple(dict.fromkeys(os.path.abspath(path) for path in sys.path if os.path.isdir(path or "."))),
+    )
+
+
+def generate_mesh_name(stem: str | None = None) -> str:
+    """Return an unused mesh name: the script's name and four hexadecimal digits."""
+    if stem is None:
+        stem = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "mesh").stem
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._")[:32] or "mesh"
+    return f"{stem}-{secrets.token_hex(2)}"
+
+
+def _new_mesh(session: Session) -> Mesh:
+    assert session.axes is not None
+    background_output_of(session)
+    return Mesh.of(session, session.axes)

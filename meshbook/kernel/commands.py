@@ -1,0 +1,479 @@
+"""The commands of `%mesh`: how each is written, what it says of itself, and the call that it makes.
+
+`COMMANDS`, at the end, is the table. A command works, and is tested, without IPython's magics.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from meshbook.controller.listing import fetch_mesh_info, list_meshes
+from meshbook.controller.mesh import Mesh
+from meshbook.controller.remote import RemoteValue
+from meshbook.controller.reports import Stacks, fetch_mesh_snapshot, memory_table
+from meshbook.controller.tables import Table, describe_size, format_age, format_seconds, history_table, status_table
+from meshbook.errors import MeshbookError, MeshNameError, MeshShapeError, NotAttached, UsageError
+from meshbook.ids import Ranks, format_ranks, name_ranks
+from meshbook.kernel.mesh_options import MeshOptions
+from meshbook.kernel.meshes import format_names
+from meshbook.kernel.notebook import Notebook
+from meshbook.kernel.queries import QUERY_TIMEOUT_S
+from meshbook.mesh_axes import MeshAxes
+from meshbook.selections import parse_axes, parse_selection
+from meshbook.wire import keys
+
+_LOG_BYTES_ONE_RANK = 1 << 16
+_LOG_BYTES_PER_RANK = 1 << 12
+_MAX_NAMES_LISTED = 20
+
+
+@dataclass(frozen=True)
+class MagicCommand:
+    """One command of `%mesh`.
+
+    Attributes:
+        usage: the syntax of the complete line.
+        summary: what it does, in one sentence.
+        run: runs it with the parsed options; what it returns is the cell's value.
+        arguments: names and options of its arguments, as `ArgumentParser.add_argument` takes them.
+        details: what its options mean.
+        complete: returns completions for its first argument.
+    """
+
+    usage: str
+    summary: str
+    run: Callable[[Notebook, argparse.Namespace], Any]
+    arguments: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = ()
+    details: str = ""
+    complete: Callable[[Notebook], Iterable[str]] = lambda notebook: ()
+
+
+# ---- starting, choosing and leaving meshes
+
+
+def _start(notebook: Notebook, options: argparse.Namespace) -> None:
+    mesh_options = _mesh_options(options)
+    known = [mesh.session for mesh in notebook.meshes.values()]
+    before = time.monotonic()
+    mesh = notebook.meshes.start(mesh_options, options.name)
+    if mesh.session in known:
+        names_held = format_names(mesh.session.status().names)
+        print(
+            f"Mesh {_describe(mesh)} is running already; its ranks keep what they hold{names_held}. %mesh restart "
+            "gives fresh ones."
+        )
+    else:
+        print(f"Mesh {_describe(mesh)} is ready, after {format_seconds(time.monotonic() - before)}.")
+
+
+def _restart(notebook: Notebook, options: argparse.Namespace) -> None:
+    before = time.monotonic()
+    mesh = notebook.meshes.restart(_mesh_options(options), options.name)
+    took = format_seconds(time.monotonic() - before)
+    print(f"Mesh {_describe(mesh)} has fresh ranks, after {took}; names of before are gone.")
+
+
+def _mesh_options(options: argparse.Namespace) -> MeshOptions:
+    axes = parse_axes(options.axes) if options.axes else None
+    count = None
+    if options.count is not None:
+        if not options.count.isdecimal():
+            raise UsageError(f"-n takes a number of ranks, not {options.count!r}. Write it like: %mesh start -n 4")
+        count = MeshAxes.of(int(options.count)).size
+        if axes is not None and axes.size != count:
+            raise MeshShapeError(
+                f"axes {axes} make {axes.size} ranks, but -n asks for {count}; leave -n out, or change an axis"
+            )
+    return MeshOptions(
+        ranks=count,
+        axes=axes,
+        engine=options.engine,
+        num_hosts=options.hosts,
+        start_method="fresh" if options.fresh else None,
+        device=options.device,
+        end_on_error=False if options.no_end_on_error else None,
+        keep=options.keep,
+        orphan_ttl_s=options.ttl,
+    )
+
+
+def _stop(notebook: Notebook, options: argparse.Namespace) -> None:
+    mesh = mesh_named(notebook, options.name)
+    notebook.stop(mesh.name, now=options.now)
+    print(f"Mesh {mesh.name} has ended.")
+
+
+def _list(notebook: Notebook, options: argparse.Namespace) -> Table:
+    return list_meshes().table(mine=tuple(notebook.meshes))
+
+
+def _attach(notebook: Notebook, options: argparse.Namespace) -> None:
+    print(f"Attached to mesh {_describe(notebook.meshes.attach(options.name))}.")
+
+
+def _detach(notebook: Notebook, options: argparse.Namespace) -> None:
+    mesh = mesh_named(notebook, options.name)
+    notebook.meshes.detach(mesh.name, orphan_ttl_s=options.ttl)
+    until = "until it is stopped"
+    if options.ttl is not None:
+        until = f"for {format_age(options.ttl)} unless somebody attaches"
+    print(f"Left mesh {mesh.name}; it runs on {until}. Back to it: %mesh attach {mesh.name}")
+
+
+def _use(notebook: Notebook, options: argparse.Namespace) -> None:
+    mesh = mesh_named(notebook, options.name)
+    notebook.meshes.use(mesh.name)
+    print(f"Cells run on mesh {_describe(mesh)}.")
+
+
+def _auto(notebook: Notebook, options: argparse.Namespace) -> None:
+    notebook.auto = options.state == "on"
+    if notebook.auto:
+        print("Cells run on the ranks; one that begins with %%controller runs here.")
+    else:
+        print("Cells run here; one that begins with %%mesh runs on the ranks.")
+
+
+# ---- what a mesh does
+
+
+def _status(notebook: Notebook, options: argparse.Namespace) -> Table:
+    if options.name and options.name not in notebook.meshes:
+        return status_table(fetch_mesh_info(keys.find_connection(options.name)))
+    mesh = notebook.meshes[options.name] if options.name else notebook.mesh
+    if mesh is None:
+        return Table("This notebook has no mesh yet.", notes=(_start_hint(notebook),))
+    if mesh.session.ended is not None:
+        return Table(f"Mesh {mesh.name} has ended: {mesh.session.ended}.", notes=(_start_hint(notebook),))
+    return status_table(mesh.status())
+
+
+def _stacks(notebook: Notebook, options: argparse.Namespace) -> Stacks:
+    mesh = mesh_named(notebook)
+    return mesh.stacks(_selected(mesh, options), twice=options.twice, threads=options.threads)
+
+
+def _memory(notebook: Notebook, options: argparse.Namespace) -> Table:
+    mesh = mesh_named(notebook)
+    return memory_table(fetch_mesh_snapshot(mesh.session), mesh.ranks)
+
+
+def _actors(notebook: Notebook, options: argparse.Namespace) -> Table:
+    from meshbook.actors.listing import all_actors
+
+    return all_actors(living_mesh(notebook))
+
+
+def _logs(notebook: Notebook, options: argparse.Namespace) -> None:
+    mesh = mesh_named(notebook)
+    ranks = mesh.ranks if options.rank is None else (options.rank,)
+    for rank in ranks:
+        text = mesh.logs(rank, _LOG_BYTES_ONE_RANK if len(ranks) == 1 else _LOG_BYTES_PER_RANK)
+        if len(ranks) > 1:
+            print(f"---- rank {rank}")
+        print(text.rstrip("\n") if text else f"(rank {rank} has printed nothing)")
+
+
+def _show(notebook: Notebook, options: argparse.Namespace) -> None:
+    mesh = notebook.meshes.get_mesh(None)
+    notebook.front_end.show_omitted(_selected(mesh, options))
+
+
+def _interrupt(notebook: Notebook, options: argparse.Namespace) -> None:
+    mesh = mesh_named(notebook)
+    ranks = _selected(mesh, options)
+    mesh.interrupt(ranks)
+    print(f"Told {name_ranks(ranks)} to stop.")
+
+
+def _kill(notebook: Notebook, options: argparse.Namespace) -> None:
+    if not options.ranks:
+        has = f" This mesh has ranks {format_ranks(notebook.mesh.ranks)}." if notebook.mesh is not None else ""
+        raise UsageError(f"which ranks? Write it like: %mesh kill 2, or %mesh kill all.{has}")
+    mesh = mesh_named(notebook)
+    ranks = _selected(mesh, options)
+    mesh.kill(ranks)
+    print(f"Killed {name_ranks(ranks)}.")
+
+
+# ---- values
+
+
+def _push(notebook: Notebook, options: argparse.Namespace) -> None:
+    mesh = mesh_named(notebook)
+    values = {name: _local_variable(notebook, name, mesh) for word in options.names for name in word.split(",") if name}
+    mesh.push(**values)
+    where = name_ranks(mesh.session.living(mesh.ranks))
+    print(f"{', '.join(values)} {'is' if len(values) == 1 else 'are'} on {where}.")
+
+
+def _pull(notebook: Notebook, options: argparse.Namespace) -> Any:
+    mesh = mesh_named(notebook)
+    name, *attributes = options.what.split(".")
+    try:
+        handle = mesh[name]
+    except MeshNameError:
+        if _is_local(notebook, name):
+            raise MeshNameError(f"`{name}` lives on the controller, not on the ranks; %mesh push {name}") from None
+        names = mesh.status().names
+        have = f"cells have bound {', '.join(names[-_MAX_NAMES_LISTED:])}" if names else "no cell has bound a name yet"
+        raise MeshNameError(f"`{name}` is not on the ranks; {suggest(name, names) or have}") from None
+    for attribute in attributes:
+        handle = getattr(handle, attribute)
+    values = mesh.pull(handle, ranks=options.rank)
+    return values if options.rank is None else values[options.rank]
+
+
+def _local_variable(notebook: Notebook, name: str, mesh: Mesh) -> Any:
+    """Return the user's variable of that name in this process. Raises MeshNameError."""
+    if _is_local(notebook, name):
+        return _namespace(notebook)[name]
+    try:
+        mesh[name]
+    except MeshNameError:
+        own = [other for other in _namespace(notebook) if other not in notebook.shell.user_ns_hidden]
+        hint = suggest(name, own) or f"bind it {'in a %%controller cell' if notebook.auto else 'here'} first"
+        raise MeshNameError(f"`{name}` is neither here nor on the ranks; {hint}") from None
+    raise MeshNameError(f"`{name}` lives on the ranks already; bring it here with: values = %mesh pull {name}")
+
+
+def _is_local(notebook: Notebook, name: str) -> bool:
+    names = _namespace(notebook)
+    return name in names and not isinstance(names[name], RemoteValue)
+
+
+def _namespace(notebook: Notebook) -> dict[str, Any]:
+    return cast("dict[str, Any]", notebook.shell.user_ns)
+
+
+# ---- this machine
+
+
+def _doctor(notebook: Notebook, options: argparse.Namespace) -> None:
+    # In a separate process: it imports torch, and checks the machine as a new kernel would see it.
+    command = [sys.executable, "-m", "meshbook", "doctor"]
+    package = Path(__file__).resolve().parent.parent
+    path = os.pathsep.join(filter(None, [str(package.parent), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, check=False)
+    print(done.stdout.rstrip("\n"))
+    if done.stderr:
+        print(done.stderr.rstrip("\n"), file=sys.stderr)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def mesh_named(notebook: Notebook, name: str | None = None) -> Mesh:
+    """Return a mesh of this notebook; None: the current one.
+
+    Raises:
+        NotAttached: there is no current one.
+        MeshNameError: no mesh of this notebook has that name; the message says what would help.
+    """
+    if not name:
+        if notebook.mesh is None:
+            raise NotAttached(f"this notebook has no mesh yet. {_start_hint(notebook)}")
+        return notebook.mesh
+    if name in notebook.meshes:
+        return notebook.meshes[name]
+    if name in _running_meshes(notebook):
+        raise MeshNameError(f"mesh {name!r} runs, but not in this notebook; %mesh attach {name} brings it here")
+    raise MeshNameError(f"no mesh is named {name!r}; this notebook's: {', '.join(notebook.meshes) or 'none'}")
+
+
+def living_mesh(notebook: Notebook) -> Mesh | None:
+    """Return the current mesh, if it has not ended."""
+    mesh = notebook.mesh
+    return mesh if mesh is not None and mesh.session.ended is None else None
+
+
+def suggest(word: str, known: Iterable[str], before: str = "") -> str:
+    """Return `did you mean status?`, or an empty string if no known word is similar."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"did you mean {before}{close[0]}?" if close else ""
+
+
+def _running_meshes(notebook: Notebook) -> list[str]:
+    return [connection.name for connection in keys.list_connections()]
+
+
+def _selected(mesh: Mesh, options: argparse.Namespace) -> Ranks:
+    return parse_selection(mesh.grid, " ".join(options.ranks))
+
+
+def _start_hint(notebook: Notebook) -> str:
+    running = [name for name in _running_meshes(notebook) if name not in notebook.meshes]
+    ways = ", ".join(f"%mesh attach {name}" for name in running[-3:])
+    return "Start one with %mesh start -n 4" + (f", or use one that runs: {ways}" if ways else ".")
+
+
+def _describe(mesh: Mesh) -> str:
+    spec = mesh.session.info.spec
+    return f"{mesh.name} with {describe_size(spec) if spec is not None else 'no ranks yet'}"
+
+
+def _user_names(notebook: Notebook) -> list[str]:
+    hidden = notebook.shell.user_ns_hidden
+    return [name for name in notebook.shell.user_ns if not name.startswith("_") and name not in hidden]
+
+
+def _mesh_names(notebook: Notebook) -> Iterable[str]:
+    with contextlib.suppress(MeshbookError):
+        return notebook.mesh.session.status(QUERY_TIMEOUT_S).names if notebook.mesh is not None else ()
+    return ()
+
+
+def _argument(*names: str, **options: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    return names, options
+
+
+_NAME = _argument("name", nargs="?")
+_RANKS = _argument("ranks", nargs="*")
+_TTL = _argument("--ttl", type=float)
+_MESH = (
+    _argument("-n", dest="count", metavar="N"),
+    _argument("--axes"),
+    _argument("--engine"),
+    _argument("--name"),
+    _argument("--hosts", type=int),
+    _argument("--fresh", action="store_true"),
+    _argument("--device"),
+    _argument("--no-end-on-error", action="store_true"),
+    _argument("--keep", action="store_true", default=None),
+    _TTL,
+)
+
+COMMANDS = {
+    "start": MagicCommand(
+        "%mesh start -n 4 [--axes dp=2,tp=2] [--name NAME] [--device cpu|cuda] [--fresh] [--hosts N] [--engine local] "
+        "[--keep] [--ttl SECONDS] [--no-end-on-error]",
+        "Start ranks, if none run yet; without -n or --axes one per GPU, else 2 to 4.",
+        _start,
+        _MESH,
+        "A mesh that runs already and is what the options ask for is left as it is, so the cell may be run again; "
+        "another one is an error, which %mesh restart resolves. "
+        "--fresh: in new interpreters, not forked from a warm one. --hosts: simulate so many machines on this one. "
+        "--keep: they outlive the notebook. --ttl: seconds that they live with nobody attached. --no-end-on-error: "
+        "ranks that wait in a collective for one that has failed wait until Stop.",
+    ),
+    "restart": MagicCommand(
+        "%mesh restart [-n 4] [--axes dp=2,tp=2] [--name NAME] [--device cpu|cuda] [--fresh] [--hosts N] "
+        "[--engine local] [--keep] [--ttl SECONDS] [--no-end-on-error]",
+        "Fresh ranks in place of those that run; what they hold is lost.",
+        _restart,
+        _MESH,
+        "Without options as many as before, with the same axes. --name: which mesh of this notebook; it keeps its "
+        "name. The rest as in %mesh start.",
+    ),
+    "status": MagicCommand(
+        "%mesh status [NAME]",
+        "What each rank does. `%mesh` alone says the same.",
+        _status,
+        (_NAME,),
+        complete=_running_meshes,
+    ),
+    "why": MagicCommand(
+        "%mesh why",
+        "Why it hangs: who waits for whom, at which line, and what to do.",
+        lambda notebook, options: mesh_named(notebook).why(),
+    ),
+    "stacks": MagicCommand(
+        "%mesh stacks [RANKS] [--twice] [--threads]",
+        "Where the ranks are in their code, as one tree.",
+        _stacks,
+        (_RANKS, _argument("--twice", action="store_true"), _argument("--threads", action="store_true")),
+        "--twice: look again half a second later, and tell who moves. --threads: all threads, not only the main ones.",
+        complete=lambda notebook: ("--twice", "--threads"),
+    ),
+    "health": MagicCommand(
+        "%mesh health",
+        "What each rank does and waits for; CPU, memory, GPU.",
+        lambda notebook, options: mesh_named(notebook).health(),
+    ),
+    "memory": MagicCommand("%mesh memory", "Memory of each rank and its GPU. As numbers: mesh.memory().", _memory),
+    "dashboard": MagicCommand(
+        "%mesh dashboard",
+        "A live picture of it, here in the notebook.",
+        lambda notebook, options: mesh_named(notebook).dashboard(),
+    ),
+    "stop": MagicCommand(
+        "%mesh stop [NAME] [--now]",
+        "End the mesh and all that is on it.",
+        _stop,
+        (_NAME, _argument("--now", action="store_true")),
+        "--now: without waiting for cells that run in the background.",
+        complete=lambda notebook: notebook.meshes,
+    ),
+    "list": MagicCommand("%mesh list", "Every mesh of yours on this machine.", _list),
+    "attach": MagicCommand(
+        "%mesh attach [NAME]", "Use a mesh that runs already.", _attach, (_NAME,), complete=_running_meshes
+    ),
+    "detach": MagicCommand(
+        "%mesh detach [NAME] [--ttl SECONDS]",
+        "Leave it running without this notebook.",
+        _detach,
+        (_NAME, _TTL),
+        "--ttl: seconds that it may live with nobody attached; without it, until it is stopped.",
+        complete=lambda notebook: notebook.meshes,
+    ),
+    "use": MagicCommand(
+        "%mesh use NAME",
+        "Which of this notebook's meshes cells run on.",
+        _use,
+        (_argument("name"),),
+        complete=lambda notebook: notebook.meshes,
+    ),
+    "auto": MagicCommand(
+        "%mesh auto on|off",
+        "Whether a cell without a magic runs on the ranks or here.",
+        _auto,
+        (_argument("state", choices=("on", "off")),),
+        complete=lambda notebook: ("on", "off"),
+    ),
+    "actors": MagicCommand("%mesh actors", "Every actor: what waits, what runs, its last error.", _actors),
+    "history": MagicCommand(
+        "%mesh history",
+        "The cells that ran on the mesh.",
+        lambda notebook, options: history_table(mesh_named(notebook).history()),
+    ),
+    "logs": MagicCommand(
+        "%mesh logs [RANK]",
+        "What a rank last printed, also a dead one.",
+        _logs,
+        (_argument("rank", nargs="?", type=int),),
+    ),
+    "show": MagicCommand(
+        "%mesh show [RANKS]",
+        "Displays that the last cell left out, because those of many ranks differed.",
+        _show,
+        (_RANKS,),
+    ),
+    "interrupt": MagicCommand("%mesh interrupt [RANKS]", "Stop what they run, as Stop does.", _interrupt, (_RANKS,)),
+    "kill": MagicCommand("%mesh kill RANKS", "Kill ranks, like a crash.", _kill, (_RANKS,)),
+    "push": MagicCommand(
+        "%mesh push NAME [NAME ...]",
+        "Copy variables from here to every rank.",
+        _push,
+        (_argument("names", nargs="+"),),
+        complete=_user_names,
+    ),
+    "pull": MagicCommand(
+        "%mesh pull NAME [--rank R]",
+        "Bring what the ranks hold here: `values = %mesh pull loss`.",
+        _pull,
+        (_argument("what"), _argument("--rank", type=int)),
+        "--rank: this rank's alone, as it is.",
+        complete=_mesh_names,
+    ),
+    "doctor": MagicCommand("%mesh doctor", "What this machine lacks, and how to get it.", _doctor),
+}

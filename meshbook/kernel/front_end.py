@@ -1,0 +1,141 @@
+"""What a notebook's user sees and types: cells' output, notes and input() prompts, in Jupyter and in a terminal."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from typing import Any, Protocol, cast
+
+from IPython.core.error import StdinNotImplementedError
+
+from meshbook.controller.console import Console, prompt_on_terminal
+from meshbook.ids import Ranks, name_ranks
+from meshbook.kernel import sink
+from meshbook.wire.messages import Display, FoldedItem, InputRequest
+
+# Number of front-end display ids to store, so that a later cell's update finds its display.
+_MAX_DISPLAY_IDS = 10_000
+
+
+class OutputSink(Protocol):
+    """The destination of a cell's output."""
+
+    def __call__(self, items: tuple[FoldedItem, ...], /) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class FrontEnd(ABC):
+    """What shows cells and their output to the user.
+
+    Attributes:
+        kind: of client, as the supervisor lists it.
+    """
+
+    kind: str
+
+    def __init__(self) -> None:
+        self._notices: list[str] = []
+
+    @abstractmethod
+    def make_sink(self, ranks: Ranks, number: int) -> OutputSink:
+        """Return the sink for a cell on these ranks; `number`: the cell's."""
+
+    @abstractmethod
+    def show_note(self, text: str) -> None:
+        """Show a note under the current cell."""
+
+    @abstractmethod
+    def show_omitted(self, ranks: Ranks) -> None:
+        """Show the omitted displays of these ranks, from the last cell with too many different displays.
+
+        Raises:
+            UsageError: nothing was omitted, or nothing of these ranks.
+        """
+
+    @property
+    @abstractmethod
+    def allows_input(self) -> bool:
+        """Whether there is somebody to answer a prompt."""
+
+    @abstractmethod
+    def prompt(self, request: InputRequest) -> str | None:
+        """Ask the user for a rank's input() and return the reply; None: there is nobody to ask."""
+
+    def add_notice(self, text: str) -> None:
+        """Add a note to show with the next cell."""
+        self._notices.append(text)
+
+    def show_notices(self) -> None:
+        """Show the notices since the previous cell, under the current cell."""
+        notices, self._notices = self._notices, []
+        for text in notices:
+            self.show_note(text)
+
+
+class TerminalFrontEnd(FrontEnd):
+    """An IPython shell in a terminal."""
+
+    kind = "ipython"
+
+    def make_sink(self, ranks: Ranks, number: int) -> OutputSink:
+        return Console(ranks, echo=True)
+
+    def show_note(self, text: str) -> None:
+        print(text)
+
+    def show_omitted(self, ranks: Ranks) -> None:
+        sink.OmittedDisplays().for_ranks(ranks)  # raises: a terminal omits nothing
+
+    @property
+    def allows_input(self) -> bool:
+        return sys.stdin is not None and sys.stdin.isatty()
+
+    def prompt(self, request: InputRequest) -> str | None:
+        return prompt_on_terminal(request)
+
+
+class JupyterFrontEnd(FrontEnd):
+    """A page of Jupyter's, through its kernel."""
+
+    kind = "kernel"
+
+    def __init__(self, kernel: Any, display_publisher: Any) -> None:
+        super().__init__()
+        self._kernel, self._display_publisher = kernel, display_publisher
+        self._display_ids: OrderedDict[tuple[int, str], str] = OrderedDict()
+        self._omitted_displays = sink.OmittedDisplays()
+
+    def make_sink(self, ranks: Ranks, number: int) -> OutputSink:
+        while len(self._display_ids) > _MAX_DISPLAY_IDS:
+            self._display_ids.popitem(last=False)
+        return sink.CellSink(
+            sink.jupyter_publisher(self._kernel),
+            ranks,
+            display_ids=self._display_ids,
+            on_omitted=lambda shown: self._omitted_displays.add(number, shown),
+        )
+
+    def show_note(self, text: str) -> None:
+        sink.jupyter_publisher(self._kernel)("display_data", sink.note_content(text))
+
+    def show_omitted(self, ranks: Ranks) -> None:
+        for number, shown in self._omitted_displays.for_ranks(ranks):
+            self.show_note(f"{name_ranks(shown.ranks)}, cell {number}:")
+            item = cast(Display, shown.item)
+            self._display_publisher.publish(dict(item.data), dict(item.metadata))
+
+    @property
+    def allows_input(self) -> bool:
+        return bool(getattr(self._kernel, "_allow_stdin", True))
+
+    def prompt(self, request: InputRequest) -> str | None:
+        prompt = f"[rank {request.rank}] {request.prompt}"
+        try:
+            reply = self._kernel.getpass(prompt) if request.password else self._kernel.raw_input(prompt)
+        except StdinNotImplementedError:
+            return None
+        return str(reply)
