@@ -7,15 +7,21 @@ no behaviour. Ranks travel as sorted tuples of ints; seconds are floats; byte co
 An unknown field is ignored and a missing one takes its default, so a field may be added without a new protocol version;
 any other change needs one (`codec.PROTOCOL`).
 
-`core` has the messages for start-up, cells, values and Stop, `monitoring` those for metrics and snapshots. This module
-defines which role may send which message to which.
+`commands` has those of controllers, `host_commands` those of the supervisor, `reports` what is sent upwards, `monitoring`
+metrics and snapshots; `payloads`, `output` and `mesh` have what they are made of. This module defines which role may send
+which message to which.
 """
 
 from __future__ import annotations
 
 from meshbook.wire.messages.actors import *
-from meshbook.wire.messages.core import *
+from meshbook.wire.messages.commands import *
+from meshbook.wire.messages.host_commands import *
+from meshbook.wire.messages.mesh import *
 from meshbook.wire.messages.monitoring import *
+from meshbook.wire.messages.output import *
+from meshbook.wire.messages.payloads import *
+from meshbook.wire.messages.reports import *
 from meshbook.wire.messages.store import *
 from meshbook.wire.messages.tensors import *
 

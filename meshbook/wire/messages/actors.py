@@ -9,7 +9,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from meshbook.ids import CallId, Ranks
-from meshbook.wire.messages.core import Message, Payload
+from meshbook.wire.messages.payloads import Message, Payload
 
 
 class OpenActors(Message):

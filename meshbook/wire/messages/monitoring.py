@@ -12,7 +12,9 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from meshbook.ids import CallId, Ranks
-from meshbook.wire.messages.core import Frame, Message, RankExited, RankInfo
+from meshbook.wire.messages.mesh import RankInfo
+from meshbook.wire.messages.payloads import Frame, Message
+from meshbook.wire.messages.reports import RankExited
 
 # Operations between two members of a group, in which the rest of the group takes no part.
 POINT_TO_POINT = frozenset(("send", "recv"))

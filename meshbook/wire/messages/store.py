@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from meshbook.wire.messages.core import Message
+from meshbook.wire.messages.payloads import Message
 
 
 class StoreHello(Message):

@@ -7,7 +7,7 @@ from typing import Literal
 from msgspec import Struct
 
 from meshbook.ids import CallId, Ranks
-from meshbook.wire.messages.core import Frame, Message, Payload, SharedBuffer
+from meshbook.wire.messages.payloads import Frame, Message, Payload, SharedBuffer
 
 
 class TensorUpload(Struct, frozen=True, gc=False):

@@ -1,0 +1,90 @@
+"""Commands of the supervisor to hosts and ranks, beside those of controllers that it passes on."""
+
+from __future__ import annotations
+
+from meshbook.ids import CallId, Ranks
+from meshbook.wire.messages.mesh import MeshSpec, RankPosition
+from meshbook.wire.messages.payloads import Message
+
+# Commands: supervisor -> host -> rank, beside those that are forwarded
+
+
+class StartRanks(Message):
+    """To a host: start and own these ranks of the mesh."""
+
+    spec: MeshSpec
+    ranks: Ranks
+    world_size: int
+
+
+class FormGroups(Message):
+    """To every rank: form the process groups of this generation, the first time or again. Precedes queued commands."""
+
+    call: CallId
+    ranks: Ranks
+    generation: int
+    store_address: str  # of the mesh's store
+
+
+class AbortCollectives(Message):
+    """To ranks in a collective that cannot finish: abort it with this reason. The groups are broken afterwards."""
+
+    ranks: Ranks
+    reason: str
+    interrupt: bool = False  # the waiting call raises KeyboardInterrupt, not GroupBroken
+
+
+class QueryPositions(Message):
+    """To ranks' service threads: query their positions in the order of collectives. The reply is a `RankPosition`.
+
+    Sent after a call that did not succeed on all its ranks, or to ranks that have left a call that runs on others.
+    """
+
+    call: CallId
+    ranks: Ranks
+    about_call: CallId
+
+
+class HoldCollectives(Message):
+    """To ranks' service threads: a call is being stopped; after it, collectives wait for `ResumeCollectives`.
+
+    This includes ranks that have already finished the call: their next collectives could match operations that other
+    ranks are not yet stopped in.
+    """
+
+    ranks: Ranks
+    about_call: CallId
+
+
+class ResumeCollectives(Message):
+    """To ranks' service threads: a failed call has ended everywhere, and these groups are out of step.
+
+    Ranks whose next collective waits for this message continue.
+    """
+
+    ranks: Ranks
+    about_call: CallId
+    generation: int
+    broken_groups: tuple[str, ...] = ()
+    reason: str = ""
+
+
+class RanksLeft(Message):
+    """To ranks that still run a call: other ranks have left it and will reach no collective of it any more."""
+
+    call: CallId
+    ranks: Ranks
+    left_positions: tuple[RankPosition, ...]
+
+
+class EndCall(Message):
+    """To a host: end its part of this call now. Ranks that have not returned from it are reported as skipped."""
+
+    call: CallId
+
+
+class Exit(Message):
+    """Exit in order. The second one to a rank confirms its final output; a host ends every rank first."""
+
+    ranks: Ranks = ()
+    grace_s: float = 1.0

@@ -1,0 +1,90 @@
+"""What a mesh, its ranks and their process groups look like to who asks."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from meshbook.ids import CallId, Ranks
+
+
+class MeshSpec(Struct, frozen=True, gc=False):
+    """The requested configuration of a mesh."""
+
+    axes: dict[str, int]  # in order; the product is world_size
+    engine: str = "local"
+    num_hosts: int = 1
+    start_method: Literal["fork", "fresh"] = "fork"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    process_group: bool = True
+    torch: bool = True  # False: light ranks, without torch
+    env: dict[str, str] = {}
+    cwd: str | None = None
+    sys_path: tuple[str, ...] = ()  # entries of the controller's sys.path beyond the interpreter's own
+    group_timeout_s: float = 1800.0
+    threads_per_rank: int | None = None  # OMP_NUM_THREADS; None: cores / ranks on the host
+    end_on_error: bool = True  # release ranks that wait in a collective for a rank that has left the call
+
+
+class GroupPosition(Struct, frozen=True, gc=False, omit_defaults=True):
+    """A rank's progress in one process group, counted since the group was last formed."""
+
+    name: str
+    ranks: Ranks
+    num_started: int  # collectives; sends and receives are not counted
+    failed: tuple[int, ...] = ()  # numbers of the collectives that raised on this rank, which has no part in them
+    sent: dict[int, int] = {}  # peer -> number of sends to it
+    received: dict[int, int] = {}  # peer -> number of receives from it
+    received_from_any: int = 0
+    is_uncertain: bool = False  # an operation was interrupted while it started
+    num_in_flight: int = 0  # of all of these operations
+    has_new_collectives: bool = False  # some were started in the call that the query is about
+
+
+class RankPosition(Struct, frozen=True, gc=False, omit_defaults=True):
+    """A rank's position in the order of its collectives."""
+
+    rank: int
+    last_call: CallId | None  # the last one that ended on the main thread
+    last_status: str  # how that call ended
+    cause: str  # "rank 1 raised ValueError: no at line 3"; "" if it succeeded
+    is_held_or_idle: bool  # the main thread starts no collective: it is idle, or held until `ResumeCollectives`
+    is_idle: bool  # the main thread is idle
+    # a thread other than the main one may start collectives: it did before, or it is an actor's
+    has_other_collective_threads: bool
+    num_groups_created: int  # number of groups that torch has created here
+    groups: tuple[GroupPosition, ...]
+
+
+class RankInfo(Struct, frozen=True, gc=False):
+    """The supervisor's view of a rank."""
+
+    rank: int
+    state: Literal["starting", "idle", "busy", "silent", "dead"]
+    host: str
+    pid: int | None = None
+    device: str = "cpu"
+    call: CallId | None = None  # running now
+    cell: str | None = None  # the user's name for that call: "cell 7"
+    line: int | None = None  # of that cell
+    beat_age_s: float | None = None
+    rss_bytes: int | None = None
+    peak_rss_bytes: int | None = None
+    exit: str | None = None  # "killed by SIGKILL", "exited with 3"
+
+
+class MeshInfo(Struct, frozen=True, gc=False):
+    """The data behind `status` and `list`."""
+
+    name: str
+    spec: MeshSpec | None  # None: the supervisor is up, but no ranks were requested yet
+    ranks: tuple[RankInfo, ...]
+    supervisor_pid: int
+    started_at: float  # wall clock
+    group_generation: int  # how often the process groups were formed
+    groups: Literal["none", "forming", "ready", "broken"]
+    clients: tuple[str, ...]
+    names: tuple[str, ...]  # bound on the ranks by cells, in order of appearance
+    backend: str | None = None  # "gloo", "nccl"
+    cells_run: int = 0

@@ -1,0 +1,216 @@
+"""Reports: of ranks to their host, of hosts to the supervisor, of the supervisor to controllers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+from meshbook.errors import describe_exit
+from meshbook.ids import CallId, Ranks
+from meshbook.wire.messages.mesh import MeshInfo
+from meshbook.wire.messages.output import FoldedItem, Outcome, OutcomeGroup, OutputItem
+from meshbook.wire.messages.payloads import Message
+
+
+class RankReady(Message):
+    """A rank's process is up and listens; its first command forms its groups. Sent on both of its sockets."""
+
+    rank: int
+    pid: int
+    device: str
+    token: str
+
+
+class RankExiting(Message):
+    """A rank has sent all its output and exits; its host replies with `Exit`, so that no output is lost."""
+
+    rank: int
+
+
+class ServiceFailed(Message):
+    """An exception in a rank's service thread, which continues. Sent once per kind."""
+
+    rank: int
+    activity: str  # what it did: "carrying out Release"
+    error: str  # one line
+    traceback: str
+
+
+class RankOutput(Message):
+    """Output of a running call, rank to host. `seq` counts from 1 within the rank."""
+
+    rank: int
+    call: CallId | None
+    seq: int
+    items: tuple[OutputItem, ...]
+
+
+class RankFinished(Message):
+    """A rank's part in a call has ended; includes the output not sent yet."""
+
+    rank: int
+    call: CallId
+    outcome: Outcome
+    seconds: float
+    items: tuple[OutputItem, ...] = ()
+    last_output_seq: int = 0  # of the last RankOutput before this; the host waits for it
+    released_segments: tuple[str, ...] = ()  # shared segments of other processes that this rank no longer maps
+
+
+class RankReply(Message):
+    """From the service thread: the reply to Complete, Inspect, PreviewNames."""
+
+    rank: int
+    call: CallId
+    content: Any
+
+
+class RankInputRequest(Message):
+    """input() or getpass() on a rank waits for text."""
+
+    rank: int
+    call: CallId
+    prompt: str
+    password: bool = False
+
+
+class RankExited(Message):
+    """A rank's process has exited."""
+
+    rank: int
+    pid: int
+    exit_code: int | None  # None: ended by a signal
+    signal: int | None
+    host: str
+    last_lines: tuple[str, ...]  # of its output, C and C++ included
+    last_collective: str | None  # "all_reduce #41 at cell 7, line 3", if known
+    oom_killed: bool = False  # killed because the system was out of memory
+    cause: str | None = None  # what ended it, "ended with its host, which ..."; then there is no code or signal
+
+    @property
+    def description(self) -> str:
+        """How it ended, as a phrase that follows its name."""
+        return self.cause or describe_exit(self.signal, self.exit_code)
+
+
+class HostReady(Message):
+    host: int
+    hostname: str
+    pid: int
+    token: str = ""
+
+
+class HostFailed(Message):
+    host: int
+    reason: str
+
+
+class SegmentsReleased(Message):
+    """A rank has released shared segments."""
+
+    rank: int
+    segments: tuple[str, ...]
+
+
+class CallOutput(Message):
+    """Folded output of a call, in order."""
+
+    call: CallId
+    items: tuple[FoldedItem, ...]
+
+
+class CallProgressed(Message):
+    """The ranks of an open call that have finished; sent at most a few times per second."""
+
+    call: CallId
+    done: Ranks
+    failure: str = ""  # while process groups are formed: which rank failed, and why
+
+
+class Pong(Message):
+    """The reply to Ping."""
+
+
+class RanksStuck(Message):
+    """The ranks of an open call that have not returned after a Stop."""
+
+    call: CallId
+    ranks: Ranks
+    reason: str  # "rank 1 (pid 7) is in C code that keeps the GIL"
+
+
+class CallFinished(Message):
+    """A call has ended on every rank."""
+
+    call: CallId
+    outcomes: tuple[OutcomeGroup, ...]
+    seconds: float  # the slowest rank's
+    rank_seconds: dict[int, float] | None = None  # per rank, if the mesh is small (at most 64 ranks)
+    lost: tuple[RankExited, ...] = ()
+    items: tuple[FoldedItem, ...] = ()  # output that had not been sent yet
+
+
+class InputRequest(Message):
+    call: CallId
+    rank: int
+    prompt: str
+    password: bool
+
+
+class CommandReply(Message):
+    """The reply to a command that ranks do not handle: status, logs, history, stop."""
+
+    call: CallId
+    info: MeshInfo | None = None
+    text: str | None = None
+    history: tuple[HistoryEntry, ...] = ()
+
+
+class Refused(Message):
+    """A command was refused. Nothing changed."""
+
+    call: CallId | None
+    error: str  # class name in meshbook.errors
+    text: str
+
+
+class Welcome(Message):
+    info: MeshInfo
+    open_calls: tuple[OpenCall, ...] = ()
+
+
+class MeshReady(Message):
+    call: CallId
+    info: MeshInfo
+    seconds: float
+
+
+class MeshChanged(Message):
+    """The mesh has changed; sent to every client: a rank died, groups broke or were re-formed, cells bound names."""
+
+    info: MeshInfo
+    exited: tuple[RankExited, ...] = ()
+
+
+class MeshStopped(Message):
+    reason: str
+
+
+class OpenCall(Struct, frozen=True, gc=False):
+    call: CallId
+    label: str
+    ranks: Ranks
+    client: str
+    seconds: float  # since the call was opened
+
+
+class HistoryEntry(Struct, frozen=True, gc=False):
+    number: int | None
+    label: str
+    source: str
+    ranks: Ranks
+    started_at: float  # wall clock
+    seconds: float | None  # None: still running
+    status: str  # "running", "ok", "error", "interrupted", "lost"
+    setup: bool = False
