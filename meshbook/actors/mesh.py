@@ -7,73 +7,25 @@ the same in the notebook and inside an actor.
 from __future__ import annotations
 
 import inspect
+import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from meshbook.actors import base
 from meshbook.actors.replies import GatherCollector, ReplyCollector, StreamCollector
-from meshbook.actors.runtime.context import ProcMeshRef, context
+from meshbook.actors.runtime.context import context
 from meshbook.actors.runtime.futures import Future
 from meshbook.actors.runtime.peer import PeerLost
 from meshbook.actors.runtime.ports import Port
+from meshbook.actors.runtime.refs import ActorRef
 from meshbook.actors.runtime.registry import local_registry
-from meshbook.actors.runtime.transport import Transport, encode, local_transport
+from meshbook.actors.runtime.transport import encode, local_transport
 from meshbook.actors.shape import MeshTrait
 from meshbook.actors.values import ValueMesh
 from meshbook.controller import extensions
 from meshbook.mesh_axes import MeshAxes
 from meshbook.wire import messages
-
-if TYPE_CHECKING:
-    from meshbook.wire.messages import NodeAddress
-
-
-class ActorRef:
-    """The location-independent description of a mesh of actors, shared by all its slices."""
-
-    def __init__(
-        self,
-        id: str,
-        name: str,
-        class_name: str,
-        endpoints: dict[str, base.EndpointInfo],
-        methods: frozenset[str],
-        addresses: tuple[NodeAddress, ...],
-        procs_ref: ProcMeshRef | None,
-        Class: type | None = None,
-    ) -> None:
-        self.id, self.name, self.class_name = id, name, class_name
-        self.endpoints, self.methods = endpoints, methods
-        self.addresses, self.procs_ref = addresses, procs_ref
-        self.Class = Class  # only where it was spawned; not pickled
-        self.references: Any = None  # `proc_backends.MeshReferences`: keys of objects that these ranks hold themselves
-        self.mesh_ranks: tuple[int, ...] = ()  # ranks in the mesh of `references`
-        self._peers: list[Any] = [None] * len(addresses)
-
-    def peer(self, rank: int) -> Any:
-        """Return the connection to the actor at `rank`; for a lost one, an object that raises PeerLost on `send`."""
-        found = self._peers[rank]
-        if found is None or found.lost_reason is not None:
-            try:
-                found = local_transport().peer(self.addresses[rank])
-            except PeerLost as error:
-                found = _LostPeer(rank, str(error), self.addresses[rank], getattr(found, "announced_exit", None))
-            self._peers[rank] = found
-        return found
-
-    def __reduce__(self) -> Any:
-        return ActorRef, (
-            self.id, self.name, self.class_name, self.endpoints, self.methods, self.addresses, self.procs_ref,
-        )  # fmt: skip
-
-
-class _LostPeer:
-    def __init__(self, rank: int, reason: str, address: NodeAddress, announced_exit: str | None) -> None:
-        self.id, self.lost_reason, self.address, self.announced_exit = -1 - rank, reason, address, announced_exit
-
-    def send(self, data: bytes) -> None:
-        raise PeerLost(self.lost_reason)
 
 
 class ActorMesh(MeshTrait):
@@ -113,7 +65,7 @@ class ActorMesh(MeshTrait):
         if owned is not None and self._axes.size == len(self._ref.addresses):
             owned.stopped = True
         future: Future[None] = Future(f"{self._ref.name}.stop()")
-        gather = GatherCollector(self, "stop", future, lambda values: None, ignore_lost=True)
+        gather = GatherCollector(self._ref, self._axes, "stop", future, lambda values: None, ignore_lost=True)
         self._send_control(lambda number: messages.StopActor(number, self._ref.id, reason), gather)
         return future
 
@@ -121,7 +73,8 @@ class ActorMesh(MeshTrait):
     def initialized(self) -> Future[None]:
         """A future, done when every `__init__` has run; it raises the error of a failed `__init__`."""
         future: Future[None] = Future(f"the start of {self._ref.name}")
-        self._send("=apply", (_no_op,), {}, GatherCollector(self, "__init__", future, lambda values: None))
+        gather = GatherCollector(self._ref, self._axes, "__init__", future, lambda values: None)
+        self._send("=apply", (_no_op,), {}, gather)
         return future
 
     def _apply(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[ValueMesh[Any]]:
@@ -135,7 +88,9 @@ class ActorMesh(MeshTrait):
     def _run_in_actor(self, method: str, function: Any, args: Any, kwargs: Any) -> Future[ValueMesh[Any]]:
         future: Future[ValueMesh[Any]] = Future(f"{self._ref.name}.{getattr(function, '__name__', 'function')}")
         axes = self._axes
-        gather = GatherCollector(self, future.label.partition(".")[2], future, lambda values: ValueMesh(axes, values))
+        gather = GatherCollector(
+            self._ref, axes, future.label.partition(".")[2], future, lambda values: ValueMesh(axes, values)
+        )
         if method == "=apply":
             future._interrupt_call = gather.interrupt
         self._send(method, (function, *args), kwargs, gather)
@@ -166,27 +121,22 @@ class ActorMesh(MeshTrait):
         view = self._make_view()
         call_id = 0
         if collector is not None:
-            collector.pending_by_peer = {peer.id: index for index, peer in enumerate(peers)}
-            if ranks is not None:  # replies through a port carry the sender's index in the complete mesh
-                order = self._axes.ranks
-                collector.pending_by_peer = {peer.id: order.index(at) for peer, at in zip(peers, ranks, strict=True)}
-            call_id = collector.call_id = transport.add_reply_handler(collector)
+            # replies through a port carry the sender's index in the complete mesh
+            call_id = collector.register(peers, ranks and [self._axes.ranks.index(rank) for rank in ranks])
         message = messages.CallActor(ref.id, method, call_id, plain, payload, port, view)
-        _send_to_all(transport, encode(message), peers, collector, call_id)
+        send_frames(peers, itertools.repeat(encode(message)), collector)
         if pinned:
             self._pin_until_received(pinned)
 
     def _pin_until_received(self, pinned: list[Any]) -> None:
         """Keep objects alive here until the actors have processed the messages sent before this call."""
         future: Future[list[Any]] = Future("the arguments' arrival")
-        ActorMesh._send(self, "=apply", (_no_op,), {}, GatherCollector(self, "=apply", future, lambda values: pinned))
+        gather = GatherCollector(self._ref, self._axes, "=apply", future, lambda values: pinned)
+        ActorMesh._send(self, "=apply", (_no_op,), {}, gather)
 
     def _send_control(self, make_message: Callable[[int], messages.ActorMessage], collector: ReplyCollector) -> None:
         peers = [self._ref.peer(rank) for rank in self._axes.ranks]
-        transport = local_transport()
-        collector.pending_by_peer = {peer.id: index for index, peer in enumerate(peers)}
-        call_id = transport.add_reply_handler(collector)
-        _send_to_all(transport, encode(make_message(call_id)), peers, collector, call_id)
+        send_frames(peers, itertools.repeat(encode(make_message(collector.register(peers)))), collector)
 
     def _make_view(self) -> messages.ActorMeshSlice | None:
         axes = self._axes
@@ -212,16 +162,16 @@ class ActorMesh(MeshTrait):
         return f"<ActorMesh {self._ref.name!r} of {self._ref.class_name}: {str(self._axes) or 'one'}>"
 
 
-def _send_to_all(
-    transport: Transport, frame: bytes, peers: Sequence[Any], collector: ReplyCollector | None, call_id: int
-) -> None:
-    for peer in peers:
+def send_frames(peers: Sequence[Any], frames: Iterable[bytes], collector: ReplyCollector | None) -> None:
+    """Send to each peer its frame; report lost ones to the collector."""
+    for peer, frame in zip(peers, frames):  # noqa: B905  (frames may repeat one for ever)
         try:
             peer.send(frame)
         except PeerLost as error:
+            transport = local_transport()
             transport.payloads.pool.remove_reader(peer.id)
             if collector is not None:
-                transport.report_lost_peer(call_id, peer, str(error))
+                transport.report_lost_peer(collector.call_id, peer, str(error))
 
 
 def _no_op(actor: Any) -> None:
@@ -266,11 +216,11 @@ class ActorEndpoint:
 
     def _make_future(self) -> Future[Any]:
         future: Future[Any] = Future(self._label)
-        runner = context().actor_instance.runner
-        if runner is not None and runner.id == self._mesh._ref.id:
+        instance = context().actor_instance
+        if instance.runner is not None and instance.actor_id == self._mesh._ref.id:
             own_node = local_transport().address.node
             if any(self._mesh._ref.addresses[rank].node == own_node for rank in self._mesh._axes.ranks):
-                future.answering_thread = runner.thread_id
+                future.answering_thread = instance.runner.thread_id
         return future
 
     def call(self, *args: Any, **kwargs: Any) -> Future[ValueMesh[Any]]:
@@ -283,7 +233,7 @@ class ActorEndpoint:
     ) -> Future[Any]:
         self._check_arguments(args, kwargs)
         future = self._make_future()
-        gather = GatherCollector(self._mesh, self._name, future, make_result)
+        gather = GatherCollector(self._mesh._ref, self._mesh._axes, self._name, future, make_result)
         future._interrupt_call = gather.interrupt
         self._mesh._send(self._name, args, kwargs, gather, ranks=ranks)
         return future
@@ -310,7 +260,7 @@ class ActorEndpoint:
         """Call every actor; return an iterator of Futures that resolve in the order in which the values arrive."""
         self._check_arguments(args, kwargs)
         mesh = self._mesh
-        collector = StreamCollector(mesh, self._name, mesh._axes.size)
+        collector = StreamCollector(mesh._ref, mesh._axes, self._name)
         for future in collector.futures:
             future._interrupt_call = collector.interrupt
         mesh._send(self._name, args, kwargs, collector)
@@ -320,10 +270,6 @@ class ActorEndpoint:
         """Send to every actor without a reply. A failure is reported to the owner of the mesh (`__supervise__`)."""
         self._check_arguments(args, kwargs)
         self._mesh._send(self._name, args, kwargs, None)
-
-    def rref(self, *args: Any, **kwargs: Any) -> Any:
-        """Call every actor and store the values there, as a remote tensor."""
-        return extensions.find("actor_rref")(self._mesh, self._info, args, kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(
@@ -413,7 +359,7 @@ def interrupt(actors: ActorMesh) -> None:
     """
     ref = actors._ref
     message = encode(messages.InterruptActor(ref.id, 0))
-    _send_to_all(local_transport(), message, [ref.peer(rank) for rank in actors._axes.ranks], None, 0)
+    send_frames([ref.peer(rank) for rank in actors._axes.ranks], itertools.repeat(message), None)
 
 
 def send(

@@ -18,9 +18,10 @@ from meshbook.actors import replies
 from meshbook.actors.procs import ProcMesh, this_host, this_proc
 from meshbook.actors.runtime import registry as lives
 from meshbook.actors.runtime.bounded_dict import BoundedDict
-from meshbook.actors.runtime.context import ProcMeshRef, context
+from meshbook.actors.runtime.context import context
 from meshbook.actors.runtime.faults import ActorError, MeshFailure, SupervisionError
 from meshbook.actors.runtime.futures import Future
+from meshbook.actors.runtime.refs import ProcMeshRef
 from meshbook.actors.runtime.transport import local_transport
 from meshbook.rank import service
 from tests.actors.example_actors import Counter, Gate

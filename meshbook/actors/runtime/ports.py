@@ -7,7 +7,9 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
+
+import msgspec
 
 from meshbook.actors.runtime import faults
 from meshbook.actors.runtime.futures import Future
@@ -45,16 +47,8 @@ class Port(Generic[R]):
         with contextlib.suppress(PeerLost):
             peer = transport.peer(self._address.address)
             if is_exception:
-                message: Any = faults.describe_exception(obj, call=self._address.port, skip=1)
-                message = messages.ActorFailure(
-                    message.call,
-                    message.kind,
-                    message.ename,
-                    message.text,
-                    message.traceback,
-                    message.pickled,
-                    self._address.rank,
-                )
+                failure = faults.describe_exception(obj, call=self._address.port, skip=1)
+                message: messages.ActorMessage = msgspec.structs.replace(failure, rank=self._address.rank)
             else:
                 plain, payload = transport.payloads.pack(obj, (peer,), name="the message")
                 message = messages.PortMessage(self._address.port, self._address.rank, plain, payload)
@@ -137,7 +131,7 @@ class _ReceiveFuture(Future[Any]):
         self._queue, self._receiver = queue, receiver  # a pending future keeps the receiver alive
         self.num_pins = 0
 
-    def add_done_callback(self, callback: Callable[[Future[Any]], Any]) -> None:
+    def add_done_callback(self, callback: Callable[[Self], Any]) -> None:
         self._queue.pin(self, 1)
         super().add_done_callback(callback)
 
