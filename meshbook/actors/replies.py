@@ -46,7 +46,7 @@ class ReplyCollector:
             indices: their indices in the called mesh; None: all of it, in order.
         """
         self.pending_by_peer = dict(zip([peer.id for peer in peers], indices or range(len(peers)), strict=True))
-        self.call_id = local_transport().add_reply_handler(self)
+        self.call_id = local_transport().replies.add(self)
         return self.call_id
 
     def get_futures(self) -> Sequence[Future[Any]]:
@@ -158,7 +158,7 @@ class GatherCollector(ReplyCollector):
             if reply.kind != "raised":
                 self.mark_failure_reported()
             if self.pending_by_peer and len(self.failures) == 1:
-                local_transport().call_later(_GATHER_FAILURES_S, self._fail)
+                local_transport().reactor.call_later(_GATHER_FAILURES_S, self._fail)
         else:
             self.replies[index] = (peer, reply)
         if self.pending_by_peer:

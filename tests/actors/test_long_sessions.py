@@ -38,7 +38,7 @@ def alive() -> Iterator[lives.ActorRegistry]:
 
 
 def _kept(alive: lives.ActorRegistry) -> tuple[int, int, int]:
-    return len(alive.owned), len(alive.actors), len(local_transport()._reply_handlers)
+    return len(alive.owned), len(alive.actors), len(local_transport().replies)
 
 
 def _until(condition: Any) -> None:
@@ -179,7 +179,7 @@ def test_a_call_after_the_end_of_the_process_s_post_fails_at_once() -> None:
     with pytest.raises(PeerLost, match="this process has left"):
         mine.send(b"\0\0\0\0")
     done: list[int] = []
-    post.call_soon(lambda: done.append(1))
+    post.reactor.call_soon(lambda: done.append(1))
     assert done == [1]
 
 

@@ -293,7 +293,7 @@ def test_async_actors_that_call_each_other_in_a_ring_are_answered(mesh: Any) -> 
 def test_a_program_that_waits_for_actors_in_a_circle_is_told_unasked(
     mesh: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_transport(), "on_call_started", None)
+    monkeypatch.setattr(local_transport().replies, "on_added", None)
     monkeypatch.setattr(background_output_of(mesh.session), "enabled", False)  # that is what ranks print
     told = threading.Event()
 

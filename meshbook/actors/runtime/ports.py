@@ -148,7 +148,7 @@ class PortReceiver(Generic[R]):
 
     def __init__(self, *, once: bool = False) -> None:
         self._queue = _PortQueue(once=once)
-        self._port_id = self._queue.transport.add_reply_handler(self._queue)
+        self._port_id = self._queue.transport.replies.add(self._queue)
 
     @property
     def port(self) -> Port[R]:
@@ -164,7 +164,7 @@ class PortReceiver(Generic[R]):
 
     def close(self) -> None:
         """Stop receiving; later messages are dropped."""
-        self._queue.transport.remove_reply_handler(self._port_id)
+        self._queue.transport.replies.remove(self._port_id)
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):

@@ -58,7 +58,7 @@ class ActorRegistry:
     def snapshot_endpoints(self) -> tuple[messages.ActiveEndpoint, ...]:
         """Return the endpoints that run in this process, and the replies that they wait for. Any thread."""
         awaited: dict[Any, list[messages.PendingEndpointCall]] = {}
-        for caller, replies in self.transport.awaited_replies():
+        for caller, replies in self.transport.replies.awaited_replies():
             awaited.setdefault(caller, []).extend(replies)
         node = self.transport.address.node
         return tuple(
@@ -222,7 +222,7 @@ class ActorRegistry:
                 self.notify_owner(owned.owner, faults.MeshFailure(owned.ref.name, (rank,), text))
 
             if self.transport.exit_reasons.delay_s:
-                self.transport.call_later(self.transport.exit_reasons.delay_s, tell)
+                self.transport.reactor.call_later(self.transport.exit_reasons.delay_s, tell)
             else:
                 tell()
 

@@ -152,7 +152,7 @@ class ActorRunner:
             if self._record.running.get(key) is running:
                 self._interruptible.interrupt(key)
 
-        self._transport.call_later(_LOOP_GRACE_S, look)
+        self._transport.reactor.call_later(_LOOP_GRACE_S, look)
 
     def status_row(self) -> dict[str, Any]:
         """Return the actor's status as plain data. Any thread."""
