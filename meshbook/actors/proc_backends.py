@@ -200,13 +200,10 @@ def announce_stop(procs_ref: ProcMeshRef, reason: str) -> None:
         if nodes & owned.rank_by_node.keys():
             owned.stopped = True
     ref = ActorRef.of_processes(procs_ref.name, procs_ref.addresses)
-    notified: Future[None] = Future("the farewell")
-    ActorMesh(ref, ref.axes)._send_control(
-        lambda number: messages.PrepareShutdown(number, reason),
-        GatherCollector(ref, ref.axes, "stop", notified, lambda v: None, ignore_lost=True),
-    )
+    gather = GatherCollector(ref, ref.axes, "stop", ignore_lost=True)
+    ActorMesh(ref, ref.axes)._send_control(lambda number: messages.PrepareShutdown(number, reason), gather)
     with contextlib.suppress(MeshTimeout):  # one of them is stuck and will be killed
-        notified.get(_EXIT_NOTICE_S)
+        gather.future.get(_EXIT_NOTICE_S)
 
 
 def query_addresses(session: Session, axes: MeshAxes) -> tuple[NodeAddress, ...]:

@@ -23,7 +23,6 @@ from meshbook.actors.proc_backends import (
     RefProcBackend,
     prepare_client,
 )
-from meshbook.actors.replies import GatherCollector
 from meshbook.actors.runtime.context import client_instance, context
 from meshbook.actors.runtime.futures import Future, run_in_thread
 from meshbook.actors.runtime.refs import ActorRef, ProcMeshRef
@@ -188,8 +187,7 @@ class ProcMesh(MeshTrait):
             transport.payloads.on_segments_used()
         rank_by_node = {address.node: rank for rank, address in enumerate(ref.addresses)}
         registry.owned[ref.id] = OwnedMesh(ref, owner.actor, rank_by_node, self._backend.is_stopping)
-        done: Future[None] = Future(f"the spawn of {ref.name!r}")
-        gather = GatherCollector(ref, mesh._axes, "spawn", done, lambda values: None)
+        gather = mesh._collector("spawn", label=f"the spawn of {ref.name!r}")
         call_id, axes = gather.register(peers), mesh._axes
         frames = (
             encode(messages.SpawnActor(call_id, ref.id, ref.name, payload, axes.names, axes.shape, rank, owner))
@@ -197,7 +195,7 @@ class ProcMesh(MeshTrait):
         )
         send_frames(peers, frames, gather)
         try:
-            _wait_until_registered(done, ref)
+            _wait_until_registered(gather.future, ref)
         except Exception:
             mesh.stop("it could not be spawned everywhere")  # frees the name where it was spawned
             raise
@@ -358,10 +356,10 @@ def list_actors(procs_or_mesh: Any, *, timeout: float = 2.0) -> list[dict[str, A
     pending = []
     for rank in procs._axes.ranks:
         ref = ActorRef.of_processes("the process", (procs_ref.addresses[rank],))
-        future: Future[Any] = Future("the rows")
-        gather = GatherCollector(ref, ref.axes, "rows", future, lambda values: values[0])
-        ActorMesh(ref, ref.axes)._send("=rows", (), {}, gather)
-        pending.append((rank, future))
+        process = ActorMesh(ref, ref.axes)
+        gather = process._collector("rows", lambda values: values[0])
+        process._send("=rows", (), {}, gather)
+        pending.append((rank, gather.future))
     deadline = time.monotonic() + timeout
     rows = []
     for rank, future in pending:

@@ -139,13 +139,14 @@ class GatherCollector(ReplyCollector):
         ref: ActorRef,
         axes: MeshAxes,
         method: str,
-        future: Future[Any],
-        make_result: Callable[[list[Any]], Any],
+        make_result: Callable[[list[Any]], Any] = lambda values: None,
         *,
+        label: str | None = None,
         ignore_lost: bool = False,
     ) -> None:
         super().__init__(ref, axes, method)
-        self.future, self.make_result, self.ignore_lost = future, make_result, ignore_lost
+        self.future: Future[Any] = Future(label or f"{ref.name}.{method}")
+        self.make_result, self.ignore_lost = make_result, ignore_lost
         self.replies: dict[int, tuple[Any, Any]] = {}
         self.failures: dict[int, messages.ActorFailure] = {}
 

@@ -127,7 +127,7 @@ def pull(what: ActorState) -> ValueMesh[Any]:
         TransferError: it cannot be pickled.
     """
     what = getattr(what, "_meshbook_state", what) if not isinstance(what, ActorState) else what
-    return _wait_result(what, what._meshbook_mesh._apply_concurrently(_fetch, what._meshbook_steps))
+    return _wait_result(what, what._meshbook_mesh._apply_concurrently(_resolve_path, what._meshbook_steps))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -236,10 +236,6 @@ def _resolve_path(actor: Any, steps: tuple[PathStep, ...]) -> Any:
     for kind, key in steps:
         actor = getattr(actor, key) if kind == "attr" else actor[key]
     return actor
-
-
-def _fetch(actor: Any, steps: tuple[PathStep, ...]) -> Any:
-    return _resolve_path(actor, steps)
 
 
 def _assign(actor: Any, steps: tuple[PathStep, ...], kind: str, key: Any, value: Any) -> None:

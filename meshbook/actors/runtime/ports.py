@@ -9,13 +9,11 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any, Generic, Self, TypeVar
 
-import msgspec
-
 from meshbook.actors.runtime import faults
 from meshbook.actors.runtime.futures import Future
 from meshbook.actors.runtime.payloads import PendingPayload
 from meshbook.actors.runtime.peer import PeerLost
-from meshbook.actors.runtime.transport import local_transport
+from meshbook.actors.runtime.transport import encode, local_transport
 from meshbook.wire import messages
 
 R = TypeVar("R")
@@ -34,25 +32,19 @@ class Port(Generic[R]):
         Raises:
             TransferError: the value cannot be pickled; the message names the part.
         """
-        self._send(obj, is_exception=False)
+        if self._address is not None:
+            transport, address = local_transport(), self._address
+            with contextlib.suppress(PeerLost):
+                peer = transport.peer(address.address)
+                plain, payload = transport.payloads.pack(obj, (peer,), name="the message")
+                transport.reply(peer, messages.PortMessage(address.port, address.rank, plain, payload))
 
     def exception(self, obj: BaseException) -> None:
         """Send an error: the receiver's `recv()` raises it."""
-        self._send(obj, is_exception=True)
-
-    def _send(self, obj: Any, *, is_exception: bool) -> None:
-        if self._address is None:
-            return
-        transport = local_transport()
-        with contextlib.suppress(PeerLost):
-            peer = transport.peer(self._address.address)
-            if is_exception:
-                failure = faults.describe_exception(obj, call=self._address.port, skip=1)
-                message: messages.ActorMessage = msgspec.structs.replace(failure, rank=self._address.rank)
-            else:
-                plain, payload = transport.payloads.pack(obj, (peer,), name="the message")
-                message = messages.PortMessage(self._address.port, self._address.rank, plain, payload)
-            transport.reply(peer, message)
+        if self._address is not None:
+            failure = faults.describe_exception(obj, call=self._address.port, rank=self._address.rank)
+            with contextlib.suppress(PeerLost):
+                local_transport().peer(self._address.address).send(encode(failure))
 
     @property
     def rank(self) -> int | None:

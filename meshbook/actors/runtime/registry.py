@@ -117,7 +117,7 @@ class ActorRegistry:
                 return
             call.send_result(function(runner.actor, *args, **kwargs), runner.point)
         except BaseException as error:
-            call.send_failure(faults.describe_exception(error, call=call.request.call, skip=1), runner.point)
+            call.send_failure(faults.describe_exception(error, call=call.request.call), runner.point)
 
     def _stop(self, peer: Any, request: messages.StopActor) -> None:
         runner = self.actors.get(request.actor)

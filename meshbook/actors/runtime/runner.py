@@ -199,7 +199,7 @@ class ActorRunner:
             self._run_on_thread()
 
     def _init_failed(self, error: BaseException) -> None:
-        described = faults.describe_exception(error, call=0, kind="init", skip=1)
+        described = faults.describe_exception(error, call=0, kind="init")
         summary = f"{described.ename}: {described.text}"
         text = f"{self._record.class_name}.__init__ failed, so there is no actor {self.name!r}: {summary}"
         self.init_failure = messages.ActorFailure(0, "init", described.ename, text, described.traceback, None)
@@ -308,7 +308,7 @@ class ActorRunner:
     def _fail_call(self, call: IncomingCall, error: BaseException) -> None:
         method, failure = call.request.method, self.init_failure
         if failure is None:
-            failure = faults.describe_exception(error, call=call.request.call, skip=1)
+            failure = faults.describe_exception(error, call=call.request.call)
             if isinstance(error, asyncio.CancelledError) and self._is_stopping:
                 failure = self._stopped_failure("it was stopped")
             self._record.last_error = f"{method}: {failure.ename}{failure.text and ': '}{failure.text}"

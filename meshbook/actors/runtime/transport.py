@@ -292,12 +292,6 @@ def _drop_inherited() -> None:
 os.register_at_fork(after_in_child=_drop_inherited)
 
 
-def announce_exit(reason: str) -> None:
-    """Notify all peers that this process is about to exit."""
-    if has_local_transport():
-        local_transport().announce_exit(reason)
-
-
 _lock = threading.Lock()
 _local_transport: Transport | None = None
 
