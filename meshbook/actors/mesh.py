@@ -121,7 +121,7 @@ class ActorMesh(MeshTrait):
         call_id = 0
         if collector is not None:
             # replies through a port carry the sender's index in the complete mesh
-            call_id = collector.register(peers, ranks and [self._axes.ranks.index(rank) for rank in ranks])
+            call_id = collector.register(transport, peers, ranks and [self._axes.ranks.index(rank) for rank in ranks])
         message = messages.CallActor(ref.id, method, call_id, plain, payload, port, view)
         send_frames(peers, itertools.repeat(encode(message)), collector)
         if pinned:
@@ -133,7 +133,9 @@ class ActorMesh(MeshTrait):
 
     def _send_control(self, make_message: Callable[[int], messages.ActorMessage], collector: ReplyCollector) -> None:
         peers = [self._ref.peer(rank) for rank in self._axes.ranks]
-        send_frames(peers, itertools.repeat(encode(make_message(collector.register(peers)))), collector)
+        send_frames(
+            peers, itertools.repeat(encode(make_message(collector.register(local_transport(), peers)))), collector
+        )
 
     def _make_view(self) -> messages.ActorMeshSlice | None:
         axes = self._axes
@@ -235,7 +237,7 @@ class ActorEndpoint:
     def _call_and_gather(
         self, args: Any, kwargs: Any, make_result: Callable[[list[Any]], Any], ranks: Sequence[int] | None = None
     ) -> Future[Any]:
-        gather = self._mesh._collector(self._name, make_result)
+        gather = GatherCollector(self._mesh._ref, self._mesh._axes, self._name, make_result)
         gather.future.answering_thread = self._answering_thread()
         gather.future._interrupt_call = gather.interrupt
         self._send(args, kwargs, gather, ranks=ranks)

@@ -188,7 +188,7 @@ class ProcMesh(MeshTrait):
         rank_by_node = {address.node: rank for rank, address in enumerate(ref.addresses)}
         registry.owned[ref.id] = OwnedMesh(ref, owner.actor, rank_by_node, self._backend.is_stopping)
         gather = mesh._collector("spawn", label=f"the spawn of {ref.name!r}")
-        call_id, axes = gather.register(peers), mesh._axes
+        call_id, axes = gather.register(transport, peers), mesh._axes
         frames = (
             encode(messages.SpawnActor(call_id, ref.id, ref.name, payload, axes.names, axes.shape, rank, owner))
             for rank in range(len(peers))

@@ -18,7 +18,7 @@ from meshbook.actors.runtime.futures import Future
 from meshbook.actors.runtime.payloads import PendingPayload
 from meshbook.actors.runtime.peer import PeerLost
 from meshbook.actors.runtime.refs import ActorRef
-from meshbook.actors.runtime.transport import encode, local_transport
+from meshbook.actors.runtime.transport import Transport, encode, local_transport
 from meshbook.ids import name_ranks
 from meshbook.mesh_axes import MeshAxes
 from meshbook.wire import messages
@@ -39,14 +39,14 @@ class ReplyCollector:
         self.caller = None if instance.runner is None else (instance.actor_id, message_var.get())
         self.started_at = time.monotonic()
 
-    def register(self, peers: Sequence[Any], indices: Sequence[int] | None = None) -> int:
+    def register(self, transport: Transport, peers: Sequence[Any], indices: Sequence[int] | None = None) -> int:
         """Receive the replies of these peers; return the call id for the message to them.
 
         Args:
             indices: their indices in the called mesh; None: all of it, in order.
         """
         self.pending_by_peer = dict(zip([peer.id for peer in peers], indices or range(len(peers)), strict=True))
-        self.call_id = local_transport().replies.add(self)
+        self.call_id = transport.replies.add(self)
         return self.call_id
 
     def get_futures(self) -> Sequence[Future[Any]]:

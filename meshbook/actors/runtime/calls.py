@@ -62,9 +62,10 @@ class IncomingCall:
             AttributeError: the actor has no such endpoint.
             TransferError: the arguments cannot be rebuilt here.
         """
-        args, kwargs = self.unpack()
-        method = self.request.method
-        if self.is_internal:
+        request = self.request
+        args, kwargs = self._transport.payloads.unpack(self.peer, request.pickled, request.payload)
+        method = request.method
+        if method[0] == "=":
             function, *rest = args
             return function, (actor, *rest), kwargs
         Class = type(actor)
@@ -88,16 +89,13 @@ class IncomingCall:
         Raises:
             TransferError: the value cannot be pickled.
         """
-        if not self.expects_reply or self._has_explicit_port:
+        if self._has_explicit_port:
             return
-        with contextlib.suppress(PeerLost):
-            if self.request.reply_port is not None:
-                Port(self._reply_port_address(self.point_for(own_point).rank)).send(value)
-            elif value is None:
-                self.peer.send(encode(messages.ActorReply(self.request.call, PICKLED_NONE)))
-            else:
-                plain, payload = self._transport.payloads.pack(value, (self.peer,), name="the result")
-                self._transport.reply(self.peer, messages.ActorReply(self.request.call, plain, payload))
+        if self.request.reply_port is not None:
+            Port(self._reply_port_address(self.point_for(own_point).rank)).send(value)
+        elif self.request.call:
+            plain, payload = self._transport.payloads.pack(value, (self.peer,), name="the result")
+            self._transport.reply(self.peer, messages.ActorReply(self.request.call, plain, payload))
 
     def send_failure(self, failure: messages.ActorFailure, own_point: Point) -> None:
         """Send the failure to the caller, if it expects a reply."""

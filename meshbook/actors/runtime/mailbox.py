@@ -46,7 +46,7 @@ class Mailbox:
             if self._failures:
                 with contextlib.suppress(IndexError):  # after the actor's end, several threads do this concurrently
                     return self._failures.popleft()
-            if only_failures:
+            if only_failures or (not block and self._queue.empty()):
                 return None
             try:
                 item: IncomingCall | StopRequest | None = self._queue.get(block)

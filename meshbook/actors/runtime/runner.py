@@ -96,7 +96,8 @@ class ActorRunner:
     def put(self, item: IncomingCall | StopRequest) -> None:
         """Put a message into the mailbox. Any thread."""
         self._mailbox.put(item)
-        self._wake()
+        if self._loop is not None or self._record.state == "stopped":
+            self._wake()
 
     def notify_failure(self, failure: faults.MeshFailure) -> None:
         """Notify the actor that something it owns has failed; handled before any queued message."""
