@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 from meshbook.actors.runtime import faults
@@ -45,7 +46,7 @@ class ReplyCollector:
         Args:
             indices: their indices in the called mesh; None: all of it, in order.
         """
-        self.pending_by_peer = dict(zip([peer.id for peer in peers], indices or range(len(peers)), strict=True))
+        self.pending_by_peer = {peer.id: index for index, peer in zip(indices or count(), peers, strict=False)}
         self.call_id = transport.replies.add(self)
         return self.call_id
 

@@ -44,21 +44,14 @@ class Interruptible:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._marked: set[Any] = set()
+        self.marked: set[Any] = set()  # keys whose code is to be interrupted, also if it has not begun
         self._key: Any = None
         self._thread = 0
         self._is_exception_set = False
 
-    def mark(self, key: Any) -> None:
-        """Remember that the code of `key` is to be interrupted, which may not have begun. Any thread."""
-        self._marked.add(key)
-
-    def forget(self, key: Any) -> None:
-        self._marked.discard(key)
-
     def check(self, key: Any) -> None:
         """Raise KeyboardInterrupt if `key` was marked before it began."""
-        if key in self._marked:
+        if key in self.marked:
             raise KeyboardInterrupt(INTERRUPTED_BEFORE_START)
 
     def section(self, key: Any) -> Interruptible:

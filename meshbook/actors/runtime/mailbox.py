@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -20,9 +21,8 @@ class Mailbox:
         self._queue: SimpleQueue[Any] = SimpleQueue()
         self._failures: deque[MeshFailure] = deque()
         self._markers: deque[None] = deque()  # one per `_INTERRUPT_MARKER` in the queue
-
-    def put(self, item: IncomingCall | StopRequest) -> None:
-        self._queue.put(item)
+        # Without a function between: each call of the actor comes through here.
+        self.put: Callable[[IncomingCall | StopRequest], None] = self._queue.put
 
     def put_failure(self, failure: MeshFailure) -> None:
         self._failures.append(failure)

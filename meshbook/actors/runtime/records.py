@@ -43,9 +43,6 @@ class ActorRecord:
         self.num_messages += 1
         self.running[call.key] = RunningMessage(call.request.method, monotonic(), task, call.peer.address.node)
 
-    def end(self, call: IncomingCall) -> None:
-        self.running.pop(call.key, None)
-
     def status_row(self, *, num_queued: int) -> dict[str, Any]:
         """Return the actor's status as plain data."""
         running = next(iter(list(self.running.values())), None)

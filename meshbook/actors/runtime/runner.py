@@ -136,13 +136,13 @@ class ActorRunner:
             self._wake()
             self._interruptible.interrupt(_INIT_KEY)
         else:
-            self._interruptible.mark(key)
+            self._interruptible.marked.add(key)
         for known, running in list(self._record.running.items()):
             if key in (None, known):
                 self._interrupt_message(known, running)
 
     def _interrupt_message(self, key: MessageKey, running: RunningMessage) -> None:
-        self._interruptible.mark(key)  # it may not have started yet
+        self._interruptible.marked.add(key)  # it may not have started yet
         if self._loop is None:
             self._interruptible.interrupt(key)
             return
@@ -294,7 +294,7 @@ class ActorRunner:
         if (call.is_interrupted or self._mailbox.is_interrupted) and not call.is_internal:
             call.discard()
             raise KeyboardInterrupt(INTERRUPTED_BEFORE_START)
-        point = call.point_for(self.point)
+        point = self.point if call.request.mesh_slice is None else call.point_for(self.point)
         known_context = context_var.get()
         if point is not known_context.message_rank:
             context_var.set(Context(known_context.actor_instance, point))
@@ -322,8 +322,8 @@ class ActorRunner:
             self._report_fault(text, failure.traceback)
 
     def _forget_call(self, call: IncomingCall) -> None:
-        self._record.end(call)
-        self._interruptible.forget(call.key)
+        self._record.running.pop(call.key, None)
+        self._interruptible.marked.discard(call.key)
 
     def _stopped_failure(self, reason: str) -> messages.ActorFailure:
         return messages.ActorFailure(0, "stopped", "ActorStopped", f"the actor {self.name!r} has ended: {reason}")
