@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Coroutine
 from contextvars import copy_context
 from typing import Any, NoReturn, ParamSpec, TypeVar
@@ -37,7 +36,7 @@ from meshbook.actors.procs import (
 from meshbook.actors.redefine import redefine
 from meshbook.actors.runtime.context import Context, context, current_actor_name, current_rank, current_size
 from meshbook.actors.runtime.faults import ActorError, MeshFailure, SupervisionError
-from meshbook.actors.runtime.futures import Future, as_completed
+from meshbook.actors.runtime.futures import Future, as_completed, run_in_thread
 from meshbook.actors.runtime.ports import Channel, Port, PortReceiver
 from meshbook.actors.shape import Extent, Point
 from meshbook.actors.state import pull
@@ -146,18 +145,9 @@ def returns_future(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P,
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        future: Future[T] = Future(function.__name__)
         caller_context = copy_context()
-
-        def run() -> None:
-            try:
-                value = caller_context.run(asyncio.run, function(*args, **kwargs))
-            except BaseException as error:
-                future.fail(error)
-            else:
-                future.resolve(lambda: value)
-
-        threading.Thread(target=run, name=function.__name__, daemon=True).start()
-        return future
+        return run_in_thread(
+            lambda: caller_context.run(asyncio.run, function(*args, **kwargs)), function.__name__, daemon=True
+        )
 
     return call

@@ -7,11 +7,10 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any, Self
 
 from meshbook.actors.buffer import Buffer, RDMABuffer
-from meshbook.actors.runtime.futures import Future
+from meshbook.actors.runtime.futures import Future, resolve_after
 
 __all__ = ["Buffer", "RDMAAction", "RDMABuffer", "get_rdma_backend", "is_ibverbs_available", "is_rdma_available"]
 
@@ -42,24 +41,12 @@ class RDMAAction:
         """
         copies = [method(argument, timeout=timeout) for method, argument in self._copy_calls]
         done: Future[None] = Future(f"{len(copies)} copies")
-        num_pending, lock = len(copies), threading.Lock()
-        if not copies:
-            done.resolve(lambda: None)
 
         def take() -> None:
             for copy in copies:
                 copy.get()
 
-        def one_less(_: Future[None]) -> None:
-            nonlocal num_pending
-            with lock:
-                num_pending -= 1
-                is_last = num_pending == 0
-            if is_last:
-                done.resolve(take)
-
-        for copy in copies:
-            copy.add_done_callback(one_less)
+        resolve_after(copies, done, take)
         return done
 
 

@@ -60,6 +60,7 @@ CONFINED = {
         "rank": "cells use it, and the process group is one",
         "wire.pickling": "tensors travel as buffers",
         "actors.buffer": "tensors' memory, read and written from other processes",
+        "actors.memory": "the same, by kinds of memory",
         "tensors": "remote tensors are torch's, and their shapes are found with it",
         "controller.scattering": "joins the parts of a tensor that ranks hold",
         "controller.results": "stacks the tensors of all ranks into one",

@@ -39,20 +39,11 @@ class EndpointProperty:
     plain methods.
     """
 
-    def __init__(
-        self,
-        method: Callable[..., Any],
-        *,
-        propagate: Any = None,
-        explicit_response_port: bool = False,
-        instrument: bool = True,
-    ) -> None:
+    def __init__(self, method: Callable[..., Any], *, explicit_response_port: bool = False) -> None:
         if not callable(method):
             raise TypeError(f"@endpoint marks a method, and {method!r} is not one")
         self.method = method
-        self.propagate = propagate
         self.explicit_response_port = explicit_response_port
-        self.instrument = instrument
         functools.update_wrapper(self, method)
 
     @property
@@ -79,16 +70,14 @@ def endpoint(
     """Mark a method of an Actor as callable by others; with or without options.
 
     Args:
-        propagate: how the shapes of an `rref` result are determined without running the endpoint: a callable with the
-            endpoint's arguments, or "cached", "inspect", "mocked".
+        propagate: accepted for compatibility with Monarch, where it is for endpoints that remote tensors call.
         explicit_response_port: the method gets a `Port` as its first argument after `self` and replies through it,
             once, several times or later; its return value is dropped.
         instrument: accepted for compatibility with Monarch; every endpoint is measured here.
     """
-    options = {"propagate": propagate, "explicit_response_port": explicit_response_port, "instrument": instrument}
     if method is None:
-        return functools.partial(EndpointProperty, **options)
-    return EndpointProperty(method, **options)
+        return functools.partial(EndpointProperty, explicit_response_port=explicit_response_port)
+    return EndpointProperty(method, explicit_response_port=explicit_response_port)
 
 
 class EndpointInfo(NamedTuple):

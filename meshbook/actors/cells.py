@@ -9,33 +9,27 @@ import itertools
 import linecache
 import sys
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from meshbook.actors.mesh import ActorMesh
-from meshbook.controller.results import mime_bundle
-from meshbook.fold import rendering
-from meshbook.marimo.page import marimo_mime
-from meshbook.wire.messages import Outcome, OutcomeGroup, Preview, Value
+from meshbook.controller.remote import PreviewDisplay, group_previews
+from meshbook.ids import Ranks
+from meshbook.wire.messages import OutcomeGroup, Preview
 
 _cell_numbers = itertools.count(1)
 
 
-class ActorCellValues:
+class ActorCellValues(PreviewDisplay):
     """The displayed values of a cell's last expression, one per actor."""
 
-    def __init__(self, parts: tuple[OutcomeGroup, ...], ranks: tuple[int, ...]) -> None:
-        self.parts, self._ranks = parts, ranks
+    def __init__(self, previews: Sequence[Preview]) -> None:
+        self._previews = previews
 
-    def __repr__(self) -> str:
-        return rendering.render_values(self.parts, self._ranks, colour=False)
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return mime_bundle(self.parts, self._ranks)
-
-    def _mime_(self) -> tuple[str, Any]:
-        return marimo_mime(self._repr_mimebundle_())
+    def _meshbook_previews(self) -> tuple[tuple[OutcomeGroup, ...], Ranks]:
+        return group_previews(dict(enumerate(self._previews))), tuple(range(len(self._previews)))
 
 
 def run_in_actors(actors: ActorMesh, source: str) -> ActorCellValues | None:
@@ -56,13 +50,8 @@ def run_in_actors(actors: ActorMesh, source: str) -> ActorCellValues | None:
     previews = list(actors._apply(run_cell, source, file_name).get().values())
     if all(answer is None for answer in previews):
         return None
-    parts: dict[bytes, tuple[list[int], Outcome]] = {}
-    for rank, raw in enumerate(previews):
-        preview = Preview(kind="none", type="NoneType", text="None") if raw is None else msgspec.convert(raw, Preview)
-        outcome = Outcome(status="ok", value=Value(preview))
-        parts.setdefault(msgspec.msgpack.encode(preview), ([], outcome))[0].append(rank)
-    folded = tuple(OutcomeGroup(tuple(ranks), outcome) for ranks, outcome in parts.values())
-    return ActorCellValues(folded, tuple(range(len(previews))))
+    nothing = Preview(kind="none", type="NoneType", text="None")
+    return ActorCellValues([nothing if raw is None else msgspec.convert(raw, Preview) for raw in previews])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -29,18 +29,17 @@ class DeadlockWatch:
         self._transport, self._explain, self._after_s = transport, explain, after_s
         self._is_scheduled = False
         self._check_at_s: dict[int, float] = {}  # call id -> age of the call at its next inspection
-        transport.on_call_started = self._on_call_started
+        transport.replies.on_added = self._on_call_started
 
     def _on_call_started(self) -> None:
         if not self._is_scheduled:
             self._is_scheduled = True
-            self._transport.call_later(self._after_s, self._check_calls)
+            self._transport.reactor.call_later(self._after_s, self._check_calls)
 
     def _check_calls(self) -> None:
         """Inspect old calls. Reader thread only."""
-        waiting = {
-            replies[0].call: replies[0] for caller, replies in self._transport.awaited_replies() if caller is None
-        }
+        open_calls = self._transport.replies.awaited_replies()
+        waiting = {replies[0].call: replies[0] for caller, replies in open_calls if caller is None}
         self._check_at_s = {call: age for call, age in self._check_at_s.items() if call in waiting}
         for call, awaited in waiting.items():
             if awaited.since_s >= self._check_at_s.get(call, self._after_s):
@@ -48,9 +47,9 @@ class DeadlockWatch:
                 threading.Thread(
                     target=self._explain_call, args=(awaited,), name="meshbook-patience", daemon=True
                 ).start()
-        self._is_scheduled = self._transport.has_open_calls
+        self._is_scheduled = len(self._transport.replies) > 0
         if self._is_scheduled:
-            self._transport.call_later(min(1.0, self._after_s), self._check_calls)
+            self._transport.reactor.call_later(min(1.0, self._after_s), self._check_calls)
 
     def _explain_call(self, awaited: PendingEndpointCall) -> None:
         unblock_signals()  # it may print to a user-defined stream

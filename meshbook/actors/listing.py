@@ -11,11 +11,11 @@ from typing import Any
 
 from meshbook.actors.lookup import find_actors_on
 from meshbook.actors.mesh import ActorMesh
-from meshbook.actors.proc_backends import SpawnedProcBackend
 from meshbook.actors.procs import ProcMesh, this_proc
 from meshbook.actors.procs import list_actors as list_actors
 from meshbook.actors.runtime.registry import local_registry
 from meshbook.actors.runtime.transport import has_local_transport
+from meshbook.actors.spawned_procs import SpawnedProcBackend
 from meshbook.controller.tables import Table, format_seconds
 from meshbook.ids import format_ranks
 

@@ -12,9 +12,10 @@ import pickle
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from meshbook.actors.mesh import ActorMesh, ActorRef, describe_class
+from meshbook.actors.mesh import ActorMesh, describe_class
 from meshbook.actors.procs import ProcMesh, list_actors
 from meshbook.actors.runtime.peer import PeerLost
+from meshbook.actors.runtime.refs import ActorRef
 from meshbook.actors.runtime.registry import OwnedMesh, local_registry
 from meshbook.actors.runtime.transport import local_transport
 from meshbook.errors import MeshNameError
@@ -33,10 +34,10 @@ def find_actors(name: str, mesh: Any = None) -> ActorMesh:
     Raises:
         MeshNameError: there are no such actors; the message lists those that exist.
     """
-    refs = [owned.ref for owned in list(local_registry().owned.values()) if owned.ref is not None and not owned.stopped]
+    refs = [owned.ref for owned in list(local_registry().owned.values()) if not owned.stopped]
     for ref in reversed(refs):
         if ref.name == name:
-            return _full_mesh(ref)
+            return ActorMesh(ref, ref.axes)
     if mesh is None:
         _raise_not_found(name, {ref.name for ref in refs})
     return find_actors_on(mesh, name)
@@ -50,16 +51,9 @@ def find_actors_on(mesh: Any, name: str) -> ActorMesh:
         _raise_not_found(name, {row["actor"] for row in rows})
     newest = max(matches, key=lambda row: row["born_at"])
     owned = local_registry().owned.get(newest["id"])
-    if owned is not None and owned.ref is not None and not owned.stopped:
-        return _full_mesh(owned.ref)
+    if owned is not None and not owned.stopped:
+        return ActorMesh(owned.ref, owned.ref.axes)
     return _rebuild_handle(ProcMesh.from_mesh(mesh), [row for row in matches if row["id"] == newest["id"]])
-
-
-def _full_mesh(ref: ActorRef) -> ActorMesh:
-    assert ref.procs_ref is not None
-    return ActorMesh(
-        ref, MeshAxes(ref.procs_ref.axis_names, ref.procs_ref.axis_sizes, tuple(range(len(ref.addresses))))
-    )
 
 
 def _raise_not_found(name: str, names: Iterable[str]) -> NoReturn:
@@ -91,10 +85,9 @@ def _rebuild_handle(procs: ProcMesh, rows: list[dict[str, Any]]) -> ActorMesh:
             tuple(rank_by_node[address.node] for address in ref.addresses),
         )
     if any(is_ours for *_, is_ours in replies):
-        owned = OwnedMesh(ref.name, "", {address.node: actor_rank for actor_rank, address in enumerate(ref.addresses)})
-        owned.ref, owned.are_procs_stopping = ref, procs._backend.is_stopping
-        local_registry().owned[ref.id] = owned
-    return _full_mesh(ref)
+        actor_rank_by_node = {address.node: actor_rank for actor_rank, address in enumerate(ref.addresses)}
+        local_registry().owned[ref.id] = OwnedMesh(ref, "", actor_rank_by_node, procs._backend.is_stopping)
+    return ActorMesh(ref, ref.axes)
 
 
 def _claim_ownership(actor: Any, actor_id: str, finder: ActorAddress) -> tuple[Any, ...]:

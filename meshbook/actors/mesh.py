@@ -7,73 +7,25 @@ the same in the notebook and inside an actor.
 from __future__ import annotations
 
 import inspect
+import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from meshbook.actors import base
 from meshbook.actors.replies import GatherCollector, ReplyCollector, StreamCollector
-from meshbook.actors.runtime.context import ProcMeshRef, context
+from meshbook.actors.runtime.context import context
 from meshbook.actors.runtime.futures import Future
 from meshbook.actors.runtime.peer import PeerLost
 from meshbook.actors.runtime.ports import Port
+from meshbook.actors.runtime.refs import ActorRef
 from meshbook.actors.runtime.registry import local_registry
-from meshbook.actors.runtime.transport import Transport, encode, local_transport
+from meshbook.actors.runtime.transport import encode, local_transport
 from meshbook.actors.shape import MeshTrait
 from meshbook.actors.values import ValueMesh
 from meshbook.controller import extensions
 from meshbook.mesh_axes import MeshAxes
 from meshbook.wire import messages
-
-if TYPE_CHECKING:
-    from meshbook.wire.messages import NodeAddress
-
-
-class ActorRef:
-    """The location-independent description of a mesh of actors, shared by all its slices."""
-
-    def __init__(
-        self,
-        id: str,
-        name: str,
-        class_name: str,
-        endpoints: dict[str, base.EndpointInfo],
-        methods: frozenset[str],
-        addresses: tuple[NodeAddress, ...],
-        procs_ref: ProcMeshRef | None,
-        Class: type | None = None,
-    ) -> None:
-        self.id, self.name, self.class_name = id, name, class_name
-        self.endpoints, self.methods = endpoints, methods
-        self.addresses, self.procs_ref = addresses, procs_ref
-        self.Class = Class  # only where it was spawned; not pickled
-        self.references: Any = None  # `proc_backends.MeshReferences`: keys of objects that these ranks hold themselves
-        self.mesh_ranks: tuple[int, ...] = ()  # ranks in the mesh of `references`
-        self._peers: list[Any] = [None] * len(addresses)
-
-    def peer(self, rank: int) -> Any:
-        """Return the connection to the actor at `rank`; for a lost one, an object that raises PeerLost on `send`."""
-        found = self._peers[rank]
-        if found is None or found.lost_reason is not None:
-            try:
-                found = local_transport().peer(self.addresses[rank])
-            except PeerLost as error:
-                found = _LostPeer(rank, str(error), self.addresses[rank], getattr(found, "announced_exit", None))
-            self._peers[rank] = found
-        return found
-
-    def __reduce__(self) -> Any:
-        return ActorRef, (
-            self.id, self.name, self.class_name, self.endpoints, self.methods, self.addresses, self.procs_ref,
-        )  # fmt: skip
-
-
-class _LostPeer:
-    def __init__(self, rank: int, reason: str, address: NodeAddress, announced_exit: str | None) -> None:
-        self.id, self.lost_reason, self.address, self.announced_exit = -1 - rank, reason, address, announced_exit
-
-    def send(self, data: bytes) -> None:
-        raise PeerLost(self.lost_reason)
 
 
 class ActorMesh(MeshTrait):
@@ -112,34 +64,36 @@ class ActorMesh(MeshTrait):
         owned = local_registry().owned.get(self._ref.id)
         if owned is not None and self._axes.size == len(self._ref.addresses):
             owned.stopped = True
-        future: Future[None] = Future(f"{self._ref.name}.stop()")
-        gather = GatherCollector(self, "stop", future, lambda values: None, ignore_lost=True)
+        gather = self._collector("stop", label=f"{self._ref.name}.stop()", ignore_lost=True)
         self._send_control(lambda number: messages.StopActor(number, self._ref.id, reason), gather)
-        return future
+        return gather.future
 
     @property
     def initialized(self) -> Future[None]:
         """A future, done when every `__init__` has run; it raises the error of a failed `__init__`."""
-        future: Future[None] = Future(f"the start of {self._ref.name}")
-        self._send("=apply", (_no_op,), {}, GatherCollector(self, "__init__", future, lambda values: None))
-        return future
+        gather = self._collector("__init__", label=f"the start of {self._ref.name}")
+        self._send("=apply", (_no_op,), {}, gather)
+        return gather.future
 
     def _apply(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[ValueMesh[Any]]:
         """Run `function(actor, …)` in each actor as an ordinary message: in order, on the actor's own thread."""
-        return self._run_in_actor("=apply", function, args, kwargs)
+        gather = self._collector_for(function)
+        gather.future._interrupt_call = gather.interrupt
+        self._send("=apply", (function, *args), kwargs, gather)
+        return gather.future
 
     def _apply_concurrently(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[ValueMesh[Any]]:
         """Run `function(actor, …)` concurrently with each actor, on another thread of its process. For inspection."""
-        return self._run_in_actor("=now", function, args, kwargs)
+        gather = self._collector_for(function)
+        self._send("=now", (function, *args), kwargs, gather)
+        return gather.future
 
-    def _run_in_actor(self, method: str, function: Any, args: Any, kwargs: Any) -> Future[ValueMesh[Any]]:
-        future: Future[ValueMesh[Any]] = Future(f"{self._ref.name}.{getattr(function, '__name__', 'function')}")
+    def _collector(self, method: str, *args: Any, **options: Any) -> GatherCollector:
+        return GatherCollector(self._ref, self._axes, method, *args, **options)
+
+    def _collector_for(self, function: Callable[..., Any]) -> GatherCollector:
         axes = self._axes
-        gather = GatherCollector(self, future.label.partition(".")[2], future, lambda values: ValueMesh(axes, values))
-        if method == "=apply":
-            future._interrupt_call = gather.interrupt
-        self._send(method, (function, *args), kwargs, gather)
-        return future
+        return self._collector(getattr(function, "__name__", "function"), lambda values: ValueMesh(axes, values))
 
     # ---- sending
 
@@ -166,27 +120,22 @@ class ActorMesh(MeshTrait):
         view = self._make_view()
         call_id = 0
         if collector is not None:
-            collector.pending_by_peer = {peer.id: index for index, peer in enumerate(peers)}
-            if ranks is not None:  # replies through a port carry the sender's index in the complete mesh
-                order = self._axes.ranks
-                collector.pending_by_peer = {peer.id: order.index(at) for peer, at in zip(peers, ranks, strict=True)}
-            call_id = collector.call_id = transport.add_reply_handler(collector)
+            # replies through a port carry the sender's index in the complete mesh
+            call_id = collector.register(transport, peers, ranks and [self._axes.ranks.index(rank) for rank in ranks])
         message = messages.CallActor(ref.id, method, call_id, plain, payload, port, view)
-        _send_to_all(transport, encode(message), peers, collector, call_id)
+        send_frames(peers, itertools.repeat(encode(message)), collector)
         if pinned:
             self._pin_until_received(pinned)
 
     def _pin_until_received(self, pinned: list[Any]) -> None:
         """Keep objects alive here until the actors have processed the messages sent before this call."""
-        future: Future[list[Any]] = Future("the arguments' arrival")
-        ActorMesh._send(self, "=apply", (_no_op,), {}, GatherCollector(self, "=apply", future, lambda values: pinned))
+        self._send("=apply", (_no_op,), {}, self._collector("=apply", lambda values: pinned))
 
     def _send_control(self, make_message: Callable[[int], messages.ActorMessage], collector: ReplyCollector) -> None:
         peers = [self._ref.peer(rank) for rank in self._axes.ranks]
-        transport = local_transport()
-        collector.pending_by_peer = {peer.id: index for index, peer in enumerate(peers)}
-        call_id = transport.add_reply_handler(collector)
-        _send_to_all(transport, encode(make_message(call_id)), peers, collector, call_id)
+        send_frames(
+            peers, itertools.repeat(encode(make_message(collector.register(local_transport(), peers)))), collector
+        )
 
     def _make_view(self) -> messages.ActorMeshSlice | None:
         axes = self._axes
@@ -212,16 +161,16 @@ class ActorMesh(MeshTrait):
         return f"<ActorMesh {self._ref.name!r} of {self._ref.class_name}: {str(self._axes) or 'one'}>"
 
 
-def _send_to_all(
-    transport: Transport, frame: bytes, peers: Sequence[Any], collector: ReplyCollector | None, call_id: int
-) -> None:
-    for peer in peers:
+def send_frames(peers: Sequence[Any], frames: Iterable[bytes], collector: ReplyCollector | None) -> None:
+    """Send to each peer its frame; report lost ones to the collector."""
+    for peer, frame in zip(peers, frames):  # noqa: B905  (frames may repeat one for ever)
         try:
             peer.send(frame)
         except PeerLost as error:
+            transport = local_transport()
             transport.payloads.pool.remove_reader(peer.id)
             if collector is not None:
-                transport.report_lost_peer(call_id, peer, str(error))
+                transport.report_lost_peer(collector.call_id, peer, str(error))
 
 
 def _no_op(actor: Any) -> None:
@@ -235,16 +184,16 @@ def _no_op(actor: Any) -> None:
 class ActorEndpoint:
     """`mesh.step`: an endpoint with several call methods. Can be sent in messages, together with its mesh."""
 
-    def __init__(self, mesh: ActorMesh, info: base.EndpointInfo) -> None:
-        self._mesh, self._info = mesh, info
+    def __init__(self, mesh: ActorMesh, info: base.EndpointInfo, *, is_marked: bool = True) -> None:
+        self._mesh, self._info, self._is_marked = mesh, info, is_marked
         self._name = info.name
         self._label = f"{mesh._ref.name}.{info.name}"
         self._class = mesh._ref.Class
-        self._signature, self._positional_range = _signature_of(self._class, info)
+        self._signature, self._positional_range = _signature_of(self._class if is_marked else None, info)
 
     def _check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise TypeError, as the method itself would, before anything is sent."""
-        if self._class is not self._mesh._ref.Class:
+        if self._class is not self._mesh._ref.Class and self._is_marked:
             self._refresh_signature()
         if self._signature is None:
             return
@@ -264,14 +213,21 @@ class ActorEndpoint:
         self._info, self._class = info, ref.Class
         self._signature, self._positional_range = _signature_of(ref.Class, info)
 
-    def _make_future(self) -> Future[Any]:
-        future: Future[Any] = Future(self._label)
-        runner = context().actor_instance.runner
-        if runner is not None and runner.id == self._mesh._ref.id:
+    def _send(self, args: tuple[Any, ...], kwargs: dict[str, Any], collector: Any, **options: Any) -> None:
+        self._check_arguments(args, kwargs)
+        if self._is_marked:
+            self._mesh._send(self._name, args, kwargs, collector, **options)
+        else:
+            self._mesh._send("=apply", (_call_method, self._name, *args), kwargs, collector, **options)
+
+    def _answering_thread(self) -> int:
+        """Return the thread that runs this code, if it is that of one of the called actors."""
+        mesh, instance = self._mesh, context().actor_instance
+        if instance.runner is not None and instance.actor_id == mesh._ref.id:
             own_node = local_transport().address.node
-            if any(self._mesh._ref.addresses[rank].node == own_node for rank in self._mesh._axes.ranks):
-                future.answering_thread = runner.thread_id
-        return future
+            if any(mesh._ref.addresses[rank].node == own_node for rank in mesh._axes.ranks):
+                return instance.runner.thread_id
+        return 0
 
     def call(self, *args: Any, **kwargs: Any) -> Future[ValueMesh[Any]]:
         """Call every actor of the mesh; return a Future of a ValueMesh. Does not wait."""
@@ -281,12 +237,11 @@ class ActorEndpoint:
     def _call_and_gather(
         self, args: Any, kwargs: Any, make_result: Callable[[list[Any]], Any], ranks: Sequence[int] | None = None
     ) -> Future[Any]:
-        self._check_arguments(args, kwargs)
-        future = self._make_future()
-        gather = GatherCollector(self._mesh, self._name, future, make_result)
-        future._interrupt_call = gather.interrupt
-        self._mesh._send(self._name, args, kwargs, gather, ranks=ranks)
-        return future
+        gather = GatherCollector(self._mesh._ref, self._mesh._axes, self._name, make_result)
+        gather.future.answering_thread = self._answering_thread()
+        gather.future._interrupt_call = gather.interrupt
+        self._send(args, kwargs, gather, ranks=ranks)
+        return gather.future
 
     def call_one(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call the only actor of the mesh; return a Future of its value. Does not wait.
@@ -308,22 +263,15 @@ class ActorEndpoint:
 
     def stream(self, *args: Any, **kwargs: Any) -> Iterator[Future[Any]]:
         """Call every actor; return an iterator of Futures that resolve in the order in which the values arrive."""
-        self._check_arguments(args, kwargs)
-        mesh = self._mesh
-        collector = StreamCollector(mesh, self._name, mesh._axes.size)
+        collector = StreamCollector(self._mesh._ref, self._mesh._axes, self._name)
         for future in collector.futures:
             future._interrupt_call = collector.interrupt
-        mesh._send(self._name, args, kwargs, collector)
+        self._send(args, kwargs, collector)
         return iter(collector.futures)
 
     def broadcast(self, *args: Any, **kwargs: Any) -> None:
         """Send to every actor without a reply. A failure is reported to the owner of the mesh (`__supervise__`)."""
-        self._check_arguments(args, kwargs)
-        self._mesh._send(self._name, args, kwargs, None)
-
-    def rref(self, *args: Any, **kwargs: Any) -> Any:
-        """Call every actor and store the values there, as a remote tensor."""
-        return extensions.find("actor_rref")(self._mesh, self._info, args, kwargs)
+        self._send(args, kwargs, None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(
@@ -332,7 +280,7 @@ class ActorEndpoint:
         )
 
     def __reduce__(self) -> Any:
-        return getattr, (self._mesh, self._name)
+        return _find_endpoint, (self._mesh, self._name)
 
     def __repr__(self) -> str:
         return f"<endpoint {self._label}{self._info.signature}>"
@@ -370,30 +318,11 @@ def as_endpoint(method: Any, *, propagate: Any = None, explicit_response_port: b
         raise TypeError(f"as_endpoint takes a method of a mesh of actors, `mesh.method`, not a {type(method).__name__}")
     if explicit_response_port:
         raise TypeError("mark the method with @endpoint(explicit_response_port=True); only then it gets a port")
-    return _UnmarkedEndpoint(method._mesh, method._name)
+    return ActorEndpoint(method._mesh, base.EndpointInfo(method._name, False, "(…)"), is_marked=False)
 
 
-class _UnmarkedEndpoint(ActorEndpoint):
-    """An endpoint for a method without `@endpoint`."""
-
-    def __init__(self, mesh: ActorMesh, name: str) -> None:
-        self._mesh, self._info = _UnmarkedMethodMesh(mesh, name), base.EndpointInfo(name, False, "(…)")
-        self._name, self._label = name, f"{mesh._ref.name}.{name}"
-        self._signature = None
-
-    def _check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        pass  # checked by the method itself
-
-
-class _UnmarkedMethodMesh(ActorMesh):
-    """A mesh whose messages call one unmarked method."""
-
-    def __init__(self, mesh: ActorMesh, method: str) -> None:
-        super().__init__(mesh._ref, mesh._axes)
-        self._method = method
-
-    def _send(self, method: str, args: Any, kwargs: Any, collector: Any, **options: Any) -> None:
-        super()._send("=apply", (_call_method, self._method, *args), kwargs, collector, **options)
+def _find_endpoint(mesh: ActorMesh, name: str) -> ActorEndpoint:
+    return as_endpoint(getattr(mesh, name))
 
 
 def _call_method(actor: Any, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -413,7 +342,7 @@ def interrupt(actors: ActorMesh) -> None:
     """
     ref = actors._ref
     message = encode(messages.InterruptActor(ref.id, 0))
-    _send_to_all(local_transport(), message, [ref.peer(rank) for rank in actors._axes.ranks], None, 0)
+    send_frames([ref.peer(rank) for rank in actors._axes.ranks], itertools.repeat(message), None)
 
 
 def send(
@@ -429,9 +358,8 @@ def send(
         selection: "all", or "choose" for one actor chosen at random.
     """
     mesh = endpoint._mesh
-    endpoint._check_arguments(args, kwargs)
     ranks = (random.choice(mesh._axes.ranks),) if selection == "choose" else None
-    mesh._send(endpoint._name, args, kwargs, None, port=port._address if port is not None else None, ranks=ranks)
+    endpoint._send(args, kwargs, None, port=port._address if port is not None else None, ranks=ranks)
 
 
 def _signature_of(Class: type | None, info: base.EndpointInfo) -> tuple[inspect.Signature | None, tuple[int, int]]:

@@ -8,28 +8,28 @@ messages: an actor may spawn on the processes that it receives.
 from __future__ import annotations
 
 import logging
+import pickle
 import secrets
-import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from meshbook.actors.mesh import ActorMesh, ActorRef, describe_class
+from meshbook.actors.base import Actor
+from meshbook.actors.mesh import ActorMesh, describe_class, send_frames
 from meshbook.actors.proc_backends import (
+    REPLY_TIMEOUT_S,
     ProcBackend,
     RankProcBackend,
     RefProcBackend,
-    SpawnedProcBackend,
     prepare_client,
-    run_in_background,
 )
-from meshbook.actors.replies import GatherCollector
-from meshbook.actors.runtime.context import ProcMeshRef, context
-from meshbook.actors.runtime.futures import Future
-from meshbook.actors.runtime.peer import PeerLost
+from meshbook.actors.runtime.context import client_instance, context
+from meshbook.actors.runtime.futures import Future, run_in_thread
+from meshbook.actors.runtime.refs import ActorRef, ProcMeshRef
 from meshbook.actors.runtime.registry import OwnedMesh, local_registry
 from meshbook.actors.runtime.transport import encode, local_transport
 from meshbook.actors.shape import MeshTrait
+from meshbook.actors.spawned_procs import SpawnedProcBackend
 from meshbook.errors import MeshTimeout, UsageError
 from meshbook.mesh_axes import MeshAxes
 from meshbook.wire import messages, pickling
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from meshbook.controller.mesh import Mesh
 
 _NO_AXES = MeshAxes((), (), (0,))
-_REPLY_TIMEOUT_S = 30.0  # for a process to report its address or register an actor: a lookup
 
 
 class HostMesh(MeshTrait):
@@ -159,7 +158,6 @@ class ProcMesh(MeshTrait):
             SupervisionError: a process has exited.
         """
         endpoints, methods = describe_class(Class)
-        self._backend.hint_spawn(Class, args, kwargs)
         procs_ref = self._backend.procs_ref()
         ranks = self._axes.ranks
         addresses = tuple(procs_ref.addresses[rank] for rank in ranks)
@@ -168,8 +166,8 @@ class ProcMesh(MeshTrait):
             f"{name}-{secrets.token_hex(4)}", name, Class.__name__, endpoints, methods, addresses, spawned_on, Class
         )
         ref.references, ref.mesh_ranks = self._backend.references, ranks
-        mesh = ActorMesh(ref, MeshAxes(self._axes.names, self._axes.shape, tuple(range(len(ranks)))))
-        self._spawn(mesh, (Class, args, kwargs, spawned_on))
+        mesh = ActorMesh(ref, ref.axes)
+        self._spawn(mesh, (Class, args, kwargs, spawned_on, _PICKLED_OPEN_PROCS))
         return mesh
 
     def _spawn(self, mesh: ActorMesh, class_and_arguments: tuple[Any, ...]) -> None:
@@ -182,31 +180,22 @@ class ProcMesh(MeshTrait):
             class_and_arguments,
             pool=transport.payloads.pool,
             readers=[peer.id for peer in peers],
-            persistent=ref.references and ref.references.persistent_id_for(ref.mesh_ranks, pinned),
-            name=("the class", "args", "kwargs", "the mesh"),
+            persistent=ref.references.persistent_id_for(ref.mesh_ranks, pinned) if ref.references else None,
+            name=("the class", "args", "kwargs", "the mesh", "its opener"),
         )
         if payload.buffers:
             transport.payloads.on_segments_used()
-        registry.owned[ref.id] = OwnedMesh(
-            ref.name, owner.actor, {address.node: rank for rank, address in enumerate(ref.addresses)}
+        rank_by_node = {address.node: rank for rank, address in enumerate(ref.addresses)}
+        registry.owned[ref.id] = OwnedMesh(ref, owner.actor, rank_by_node, self._backend.is_stopping)
+        gather = mesh._collector("spawn", label=f"the spawn of {ref.name!r}")
+        call_id, axes = gather.register(transport, peers), mesh._axes
+        frames = (
+            encode(messages.SpawnActor(call_id, ref.id, ref.name, payload, axes.names, axes.shape, rank, owner))
+            for rank in range(len(peers))
         )
-        registry.owned[ref.id].ref = ref
-        registry.owned[ref.id].are_procs_stopping = self._backend.is_stopping
-        done: Future[None] = Future(f"the spawn of {ref.name!r}")
-        gather = GatherCollector(mesh, "spawn", done, lambda values: None)
-        gather.pending_by_peer = {peer.id: rank for rank, peer in enumerate(peers)}
-        call_id = transport.add_reply_handler(gather)
-        for rank, peer in enumerate(peers):
-            request = messages.SpawnActor(
-                call_id, ref.id, ref.name, payload, mesh._axes.names, mesh._axes.shape, rank, owner
-            )
-            try:
-                peer.send(encode(request))
-            except PeerLost as error:
-                transport.payloads.pool.remove_reader(peer.id)
-                transport.report_lost_peer(call_id, peer, str(error))
+        send_frames(peers, frames, gather)
         try:
-            _wait_until_registered(done, ref)
+            _wait_until_registered(gather.future, ref)
         except Exception:
             mesh.stop("it could not be spawned everywhere")  # frees the name where it was spawned
             raise
@@ -254,13 +243,11 @@ class ProcMesh(MeshTrait):
             level: log level of the processes' root loggers.
         """
         self._backend.logging_option(stream_to_client)
-        home = self._backend.procs_ref()
-        setters = self.spawn(f"logging-{secrets.token_hex(3)}", _logging_actor())
+        setters = self.spawn(f"logging-{secrets.token_hex(3)}", Actor)
         try:
             await setters._apply(_set_level, level)
         finally:
             await setters.stop()
-        del home
 
     async def __aenter__(self) -> ProcMesh:
         return self
@@ -284,10 +271,8 @@ def _wait_until_registered(done: Future[None], ref: ActorRef) -> None:
 
     Registering is only a lookup in each process, so event-loop threads may wait for it too.
     """
-    registered = threading.Event()
-    done.add_done_callback(lambda _: registered.set())
-    if not registered.wait(_REPLY_TIMEOUT_S):
-        raise MeshTimeout(f"the processes did not take {ref.name!r} within {_REPLY_TIMEOUT_S:.0f} s; are they stopped?")
+    if not done.wait_done(REPLY_TIMEOUT_S):
+        raise MeshTimeout(f"the processes did not take {ref.name!r} within {REPLY_TIMEOUT_S:.0f} s; are they stopped?")
     try:
         done.get()
     except Exception as error:
@@ -299,12 +284,6 @@ def _wait_until_registered(done: Future[None], ref: ActorRef) -> None:
 
 def _set_level(actor: Any, level: int) -> None:
     logging.getLogger().setLevel(level)
-
-
-def _logging_actor() -> type:
-    from meshbook.actors.base import Actor
-
-    return type("LoggingOption", (Actor,), {"__module__": "__main__"})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -319,14 +298,17 @@ def this_host() -> HostMesh:
 
 def this_proc() -> ProcMesh:
     """Return this process as a mesh of one: actors spawned on it run in the same process as their spawner."""
+    return _open_procs(context().actor_instance.own_process)
+
+
+def _open_procs(procs_ref: ProcMeshRef) -> ProcMesh:
     prepare_client()
-    instance = context().actor_instance
-    procs_ref = instance.procs_ref
-    own_address = local_transport().address
-    mesh_name = procs_ref.mesh if procs_ref is not None else None
-    return ProcMesh(
-        RefProcBackend(ProcMeshRef(f"process {own_address.pid}", (), (), (own_address,), mesh_name)), _NO_AXES
-    )
+    return ProcMesh.from_ref(procs_ref)
+
+
+client_instance.open_procs = _open_procs
+# An actor gets it in bytes: its process imports this module, and the controller with it, on the first use of `proc`.
+_PICKLED_OPEN_PROCS = pickle.dumps(_open_procs)
 
 
 def spawn_on(mesh: Mesh, name: str, Class: type, *args: Any, **kwargs: Any) -> ActorMesh:
@@ -359,7 +341,7 @@ def _stop_all() -> Future[None]:
         for stop in stops:
             stop.get()
 
-    return run_in_background(wait, "the shutdown")
+    return run_in_thread(wait, "the shutdown")
 
 
 def list_actors(procs_or_mesh: Any, *, timeout: float = 2.0) -> list[dict[str, Any]]:
@@ -373,11 +355,11 @@ def list_actors(procs_or_mesh: Any, *, timeout: float = 2.0) -> list[dict[str, A
     procs_ref = procs._backend.procs_ref()
     pending = []
     for rank in procs._axes.ranks:
-        ref = ActorRef("", "the process", "", {}, frozenset(), (procs_ref.addresses[rank],), None)
-        future: Future[Any] = Future("the rows")
-        process = ActorMesh(ref, _NO_AXES)
-        process._send("=rows", (), {}, GatherCollector(process, "rows", future, lambda values: values[0]))
-        pending.append((rank, future))
+        ref = ActorRef.of_processes("the process", (procs_ref.addresses[rank],))
+        process = ActorMesh(ref, ref.axes)
+        gather = process._collector("rows", lambda values: values[0])
+        process._send("=rows", (), {}, gather)
+        pending.append((rank, gather.future))
     deadline = time.monotonic() + timeout
     rows = []
     for rank, future in pending:
@@ -386,15 +368,3 @@ def list_actors(procs_or_mesh: Any, *, timeout: float = 2.0) -> list[dict[str, A
         except Exception:
             continue
     return rows
-
-
-__all__ = [
-    "HostMesh",
-    "ProcMesh",
-    "get_or_spawn_controller",
-    "list_actors",
-    "shutdown_context",
-    "spawn_on",
-    "this_host",
-    "this_proc",
-]  # fmt: skip

@@ -17,7 +17,6 @@ from meshbook.actors.mesh import ActorMesh, describe_class
 from meshbook.actors.runtime.registry import local_registry
 from meshbook.actors.runtime.transport import has_local_transport
 from meshbook.errors import MeshTimeout
-from meshbook.mesh_axes import MeshAxes
 
 # Seconds to wait for actors to confirm the update. Later messages are processed after it in any case, so there is no
 # need to wait for an actor that runs a long endpoint.
@@ -74,7 +73,7 @@ def redefine(Class: type) -> list[Redefined]:
     done = []
     for owned in list(local_registry().owned.values()):
         ref = owned.ref
-        if ref is None or owned.stopped or ref.Class in (None, Class):
+        if owned.stopped or ref.Class is None or ref.Class is Class:
             continue
         if (ref.Class.__module__, ref.Class.__qualname__) == (Class.__module__, Class.__qualname__):
             done.append(_redefine(ref, Class))
@@ -89,7 +88,7 @@ def redefine_from(namespace: Mapping[str, Any]) -> list[Redefined]:
     visited: set[int] = set()
     for owned in list(local_registry().owned.values()):
         ref = owned.ref
-        if ref is None or ref.Class is None or owned.stopped or ref.Class.__module__ != "__main__":
+        if ref.Class is None or owned.stopped or ref.Class.__module__ != "__main__":
             continue
         current_class = namespace.get(ref.Class.__qualname__)
         if (
@@ -113,10 +112,7 @@ def _redefine(ref: Any, Class: type) -> Redefined:
             ref.name, Class.__name__, refused=f"its endpoints were {was}, and what they run on was made for that; "
             f"stop it and spawn it anew"
         )  # fmt: skip
-    mesh = ActorMesh(
-        ref, MeshAxes(ref.procs_ref.axis_names, ref.procs_ref.axis_sizes, tuple(range(len(ref.addresses))))
-    )
-    future = mesh._apply(swap_class, Class)
+    future = ActorMesh(ref, ref.axes)._apply(swap_class, Class)
     is_pending = False
     try:
         future.get(_WAIT_S)

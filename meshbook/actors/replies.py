@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from itertools import count
+from typing import Any
 
 from meshbook.actors.runtime import faults
 from meshbook.actors.runtime.bounded_dict import BoundedDict
@@ -17,12 +18,11 @@ from meshbook.actors.runtime.context import context, message_var
 from meshbook.actors.runtime.futures import Future
 from meshbook.actors.runtime.payloads import PendingPayload
 from meshbook.actors.runtime.peer import PeerLost
-from meshbook.actors.runtime.transport import encode, local_transport
+from meshbook.actors.runtime.refs import ActorRef
+from meshbook.actors.runtime.transport import Transport, encode, local_transport
 from meshbook.ids import name_ranks
+from meshbook.mesh_axes import MeshAxes
 from meshbook.wire import messages
-
-if TYPE_CHECKING:
-    from meshbook.actors.mesh import ActorMesh
 
 # Seconds to wait after the first failure of a call for others of the same call, so that one error can name all ranks
 # with the same failure.
@@ -32,13 +32,23 @@ _GATHER_FAILURES_S = 0.1
 class ReplyCollector:
     """The replies of some actors, by their index in the called mesh."""
 
-    def __init__(self, mesh: ActorMesh, method: str) -> None:
-        self.mesh, self.method = mesh, method
+    def __init__(self, ref: ActorRef, axes: MeshAxes, method: str) -> None:
+        self.ref, self.axes, self.method = ref, axes, method
         self.pending_by_peer: dict[int, int] = {}  # index of each actor that has not replied, by peer id
         self.call_id = 0  # the id that their replies carry
         instance = context().actor_instance
         self.caller = None if instance.runner is None else (instance.actor_id, message_var.get())
         self.started_at = time.monotonic()
+
+    def register(self, transport: Transport, peers: Sequence[Any], indices: Sequence[int] | None = None) -> int:
+        """Receive the replies of these peers; return the call id for the message to them.
+
+        Args:
+            indices: their indices in the called mesh; None: all of it, in order.
+        """
+        self.pending_by_peer = {peer.id: index for index, peer in zip(indices or count(), peers, strict=False)}
+        self.call_id = transport.replies.add(self)
+        return self.call_id
 
     def get_futures(self) -> Sequence[Future[Any]]:
         raise NotImplementedError
@@ -47,7 +57,7 @@ class ReplyCollector:
         """Return the actors that have not replied, if a caller waits for them: see `CallReplyHandler`. Any thread."""
         if not any(future.is_awaited for future in self.get_futures()):
             return []
-        ref, axes, since_s = self.mesh._ref, self.mesh._axes, time.monotonic() - self.started_at
+        ref, axes, since_s = self.ref, self.axes, time.monotonic() - self.started_at
         return [
             messages.PendingEndpointCall(
                 ref.id, ref.name, self.method, ref.addresses[axes.ranks[index]].node, self.call_id, since_s
@@ -83,7 +93,7 @@ class ReplyCollector:
 
     def make_lost_error(self, index: int, peer: Any) -> faults.SupervisionError:
         """Return the error for a lost actor. Runs on the waiting thread, because it may wait for the exit reason."""
-        ref = self.mesh._ref
+        ref = self.ref
         exit_reason = local_transport().exit_reasons.describe(peer.address, wait=True)
         error = faults.SupervisionError(
             f"{ref.name}.{self.method}: rank {index} of {ref.name!r} is lost: {exit_reason}; "
@@ -105,7 +115,7 @@ class ReplyCollector:
         Returns:
             What was interrupted, "trainers.step on ranks 0-3".
         """
-        ref, axes = self.mesh._ref, self.mesh._axes
+        ref, axes = self.ref, self.axes
         pending = sorted(self.pending_by_peer.values())
         request = encode(messages.InterruptActor(ref.id, self.call_id))
         for index in pending:
@@ -114,12 +124,12 @@ class ReplyCollector:
         return f"{ref.name}.{self.method} on {name_ranks(pending)}"
 
     def make_failure_error(self, failures: dict[int, messages.ActorFailure]) -> faults.ActorError:
-        ref = self.mesh._ref
+        ref = self.ref
         return faults.combine_failures(failures, f"{ref.name}.{self.method}", ref.name)
 
     def mark_failure_reported(self) -> None:
         """Record that a caller receives a failure of this mesh, so that the fault hook is not needed."""
-        reported_failures[self.mesh._ref.name] = time.monotonic()
+        reported_failures[self.ref.name] = time.monotonic()
 
 
 class GatherCollector(ReplyCollector):
@@ -127,15 +137,17 @@ class GatherCollector(ReplyCollector):
 
     def __init__(
         self,
-        mesh: ActorMesh,
+        ref: ActorRef,
+        axes: MeshAxes,
         method: str,
-        future: Future[Any],
-        make_result: Callable[[list[Any]], Any],
+        make_result: Callable[[list[Any]], Any] = lambda values: None,
         *,
+        label: str | None = None,
         ignore_lost: bool = False,
     ) -> None:
-        super().__init__(mesh, method)
-        self.future, self.make_result, self.ignore_lost = future, make_result, ignore_lost
+        super().__init__(ref, axes, method)
+        self.future: Future[Any] = Future(label or f"{ref.name}.{method}")
+        self.make_result, self.ignore_lost = make_result, ignore_lost
         self.replies: dict[int, tuple[Any, Any]] = {}
         self.failures: dict[int, messages.ActorFailure] = {}
 
@@ -148,7 +160,7 @@ class GatherCollector(ReplyCollector):
             if reply.kind != "raised":
                 self.mark_failure_reported()
             if self.pending_by_peer and len(self.failures) == 1:
-                local_transport().call_later(_GATHER_FAILURES_S, self._fail)
+                local_transport().reactor.call_later(_GATHER_FAILURES_S, self._fail)
         else:
             self.replies[index] = (peer, reply)
         if self.pending_by_peer:
@@ -194,9 +206,9 @@ class GatherCollector(ReplyCollector):
 class StreamCollector(ReplyCollector):
     """Resolves one future per reply: the first future gets the first reply."""
 
-    def __init__(self, mesh: ActorMesh, method: str, count: int) -> None:
-        super().__init__(mesh, method)
-        self.futures: list[Future[Any]] = [Future(f"{mesh._ref.name}.{method}.stream()") for _ in range(count)]
+    def __init__(self, ref: ActorRef, axes: MeshAxes, method: str) -> None:
+        super().__init__(ref, axes, method)
+        self.futures: list[Future[Any]] = [Future(f"{ref.name}.{method}.stream()") for _ in range(axes.size)]
         self._num_resolved = 0
 
     def get_futures(self) -> Sequence[Future[Any]]:

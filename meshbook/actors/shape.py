@@ -6,6 +6,7 @@ A thin layer with Monarch's names over `meshbook.mesh_axes.MeshAxes`. Independen
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import Any, Self
 
 from meshbook.errors import MeshShapeError
@@ -22,10 +23,7 @@ class Extent(Mapping[str, int]):
 
     @property
     def nelements(self) -> int:
-        product = 1
-        for size in self.sizes:
-            product *= size
-        return product
+        return prod(self.sizes)
 
     def __getitem__(self, label: str) -> int:
         if label not in self.labels:
@@ -129,9 +127,7 @@ class MeshTrait:
         axes = self._axes
         for axis, names in parts.items():
             size = axes.size_of(axis)
-            given = 1
-            for name in names:
-                given *= sizes.get(name, 1)
+            given = prod(sizes.get(name, 1) for name in names)
             unknown = [name for name in names if name not in sizes]
             if len(unknown) > 1:
                 raise MeshShapeError(f"the sizes of {' and '.join(unknown)} are both unknown; give {unknown[0]}=…")
@@ -146,10 +142,7 @@ class MeshTrait:
         """Return the number of points; with `dim`, along one axis, or the product along several."""
         if dim is None:
             return self._axes.size
-        product = 1
-        for name in (dim,) if isinstance(dim, str) else dim:
-            product *= self._axes.size_of(name)
-        return product
+        return prod(self._axes.size_of(name) for name in ((dim,) if isinstance(dim, str) else dim))
 
     @property
     def sizes(self) -> dict[str, int]:

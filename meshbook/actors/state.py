@@ -19,31 +19,27 @@ from meshbook.actors.runtime.context import current_rank
 from meshbook.actors.runtime.faults import ActorError
 from meshbook.actors.values import ValueMesh
 from meshbook.controller import extensions
-from meshbook.controller.remote import common_tensor_meta
-from meshbook.controller.results import mime_bundle
+from meshbook.controller.remote import PROBED_PREFIXES, RemoteHandle, common_tensor_meta, group_previews
 from meshbook.errors import TransferError, ValuesDiffer
-from meshbook.fold import rendering
-from meshbook.ids import name_ranks
-from meshbook.marimo.page import marimo_mime
-from meshbook.wire.messages import Outcome, OutcomeGroup, Preview, Value
+from meshbook.ids import Ranks, name_ranks
+from meshbook.rank.expressions import BINARY, UNARY
+from meshbook.wire.messages import OutcomeGroup, Preview
 
 PathStep = tuple[str, Any]  # ("attr", name) or ("item", key)
 
 PREVIEW_CHARS = 400
 # Seconds for an actor's process to return a preview. It runs on a separate thread.
 _PREVIEW_TIMEOUT_S = 20.0
-# Attribute prefixes that libraries probe on any object; a handle must not appear to have them.
-_PROBES = ("_repr_", "_ipython_", "__")
 
 
-class ActorState:
+class ActorState(RemoteHandle):
     """A handle to an object that each actor of a mesh holds: an attribute, or a path of attributes and items.
 
     Where a single value is needed (`float(x)`, `if x:`, `x == 3`), all actors must agree on it. `pull(x)` returns the
     objects.
     """
 
-    __slots__ = ("__weakref__", "_meshbook_mesh", "_meshbook_steps")
+    __slots__ = ("_meshbook_mesh", "_meshbook_steps")
 
     _meshbook_mesh: ActorMesh
     _meshbook_steps: tuple[PathStep, ...]
@@ -54,7 +50,7 @@ class ActorState:
 
     # ---- access
     def __getattr__(self, name: str) -> Any:
-        if name.startswith(_PROBES):
+        if name.startswith(PROBED_PREFIXES):
             raise AttributeError(name)
         found = ActorState(self._meshbook_mesh, (*self._meshbook_steps, ("attr", name)))
         results = list(_get_previews(found).values())
@@ -82,71 +78,40 @@ class ActorState:
     def __dir__(self) -> list[str]:
         return sorted({name for _, names in _get_previews(self, names=True).values() for name in names})
 
-    # ---- one value of all actors
-
-    def __bool__(self) -> bool:
-        return bool(_agreed_value(self))
-
-    def __int__(self) -> int:
-        return int(_agreed_value(self))
-
-    def __float__(self) -> float:
-        return float(_agreed_value(self))
-
-    def __index__(self) -> int:
-        return int(_agreed_value(self).__index__())
-
-    def __len__(self) -> int:
-        return len(_agreed_value(self))
-
     def __iter__(self) -> Iterator[Any]:
-        return iter(_agreed_value(self))
+        return iter(self._meshbook_same())
 
-    def __contains__(self, thing: Any) -> bool:
-        return thing in _agreed_value(self)
+    def _meshbook_same(self) -> Any:
+        first, *others = pull(self).values()
+        for other in others:
+            equal = first == other
+            if not (bool(equal.all()) if hasattr(equal, "all") else bool(equal)):
+                raise ValuesDiffer(
+                    f"{name_ranks(_ranks(self))} do not agree on {_format_path(self)}:\n{self!r}\n"
+                    f"slice the mesh first, or take them all: pull({_format_path(self)})"
+                )
+        return first
 
-    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
-        import numpy
+    def _meshbook_agreed(self, op: str, *operands: Any) -> Any:
+        return (BINARY if operands else UNARY)[op][0](self._meshbook_same(), *operands)
 
-        return numpy.asarray(_agreed_value(self), dtype=dtype)
-
-    def __eq__(self, other: object) -> Any:
-        return _agreed_value(self) == other
-
-    def __ne__(self, other: object) -> Any:
-        return _agreed_value(self) != other
-
-    def __lt__(self, other: Any) -> Any:
-        return _agreed_value(self) < other
-
-    def __le__(self, other: Any) -> Any:
-        return _agreed_value(self) <= other
-
-    def __gt__(self, other: Any) -> Any:
-        return _agreed_value(self) > other
-
-    def __ge__(self, other: Any) -> Any:
-        return _agreed_value(self) >= other
-
-    __hash__ = object.__hash__
-
-    # ---- display
-    def __repr__(self) -> str:
-        return rendering.render_values(_preview_parts(self), _ranks(self), colour=False)
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return mime_bundle(_preview_parts(self), _ranks(self))
-
-    def _mime_(self) -> tuple[str, Any]:
-        return marimo_mime(self._repr_mimebundle_())
-
-    def __format__(self, spec: str) -> str:
-        return format(_agreed_value(self), spec) if spec else str(self)
+    def _meshbook_previews(self) -> tuple[tuple[OutcomeGroup, ...], Ranks]:
+        missing = Preview(kind="none", type="", text=f"({_format_path(self)} is not there)")
+        previews = {rank: shown or missing for rank, (shown, _) in _get_previews(self).items()}
+        return group_previews(previews), _ranks(self)
 
     def __reduce__(self) -> Any:
         raise TransferError(
             f"{_format_path(self)} is in the actors and cannot be sent; pull(…) it, and send what that gives"
         )
+
+
+def _compared(op: str) -> Callable[[ActorState, Any], Any]:
+    return lambda self, other: self._meshbook_agreed(op, other)
+
+
+for _op in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(ActorState, f"__{_op}__", _compared(_op))
 
 
 def state_of(mesh: ActorMesh) -> ActorState:
@@ -162,7 +127,7 @@ def pull(what: ActorState) -> ValueMesh[Any]:
         TransferError: it cannot be pickled.
     """
     what = getattr(what, "_meshbook_state", what) if not isinstance(what, ActorState) else what
-    return _wait_result(what, what._meshbook_mesh._apply_concurrently(_fetch, what._meshbook_steps))
+    return _wait_result(what, what._meshbook_mesh._apply_concurrently(_resolve_path, what._meshbook_steps))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -183,34 +148,8 @@ def _get_previews(state: ActorState, *, names: bool = False) -> dict[int, tuple[
     }
 
 
-def _preview_parts(state: ActorState) -> tuple[OutcomeGroup, ...]:
-    parts: dict[bytes, tuple[list[int], Outcome]] = {}
-    for rank, (preview, _) in _get_previews(state).items():
-        shown = preview or Preview(kind="none", type="", text=f"({_format_path(state)} is not there)")
-        outcome = Outcome(status="ok", value=Value(shown))
-        parts.setdefault(msgspec.msgpack.encode(shown), ([], outcome))[0].append(rank)
-    return tuple(OutcomeGroup(tuple(ranks), outcome) for ranks, outcome in parts.values())
-
-
-def _ranks(state: ActorState) -> tuple[int, ...]:
+def _ranks(state: ActorState) -> Ranks:
     return tuple(range(len(state._meshbook_mesh)))
-
-
-def _agreed_value(state: ActorState) -> Any:
-    """Return the value that all actors agree on.
-
-    Raises:
-        ValuesDiffer: they do not agree; the message shows each actor's value.
-    """
-    first, *others = pull(state).values()
-    for other in others:
-        equal = first == other
-        if not (bool(equal.all()) if hasattr(equal, "all") else bool(equal)):
-            raise ValuesDiffer(
-                f"{name_ranks(_ranks(state))} do not agree on {_format_path(state)}:\n{state!r}\n"
-                f"slice the mesh first, or take them all: pull({_format_path(state)})"
-            )
-    return first
 
 
 def _run_in_order(state: ActorState, function: Callable[..., Any], *args: Any) -> ValueMesh[Any]:
@@ -297,10 +236,6 @@ def _resolve_path(actor: Any, steps: tuple[PathStep, ...]) -> Any:
     for kind, key in steps:
         actor = getattr(actor, key) if kind == "attr" else actor[key]
     return actor
-
-
-def _fetch(actor: Any, steps: tuple[PathStep, ...]) -> Any:
-    return _resolve_path(actor, steps)
 
 
 def _assign(actor: Any, steps: tuple[PathStep, ...], kind: str, key: Any, value: Any) -> None:

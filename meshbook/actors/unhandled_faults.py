@@ -61,7 +61,7 @@ def _unhandled(failure: faults.MeshFailure, name: str) -> None:
         if replies.reported_failures.get(failure.mesh_name, 0.0) < received_at - 2 * _GRACE_S - _EXIT_REASON_S:
             _stop_cell(failure, f"; alike on {name_ranks(ranks)}" if len(ranks) > len(failure.ranks) else "")
 
-    local_transport().call_later(_GRACE_S, stop)
+    local_transport().reactor.call_later(_GRACE_S, stop)
 
 
 def _run_hook(hook: Any, failure: faults.MeshFailure) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-from meshbook.actors.runtime.futures import Future
+from meshbook.actors.runtime.futures import Future, resolve_after
 from meshbook.actors.shape import MeshTrait, Point
 from meshbook.mesh_axes import MeshAxes
 
@@ -83,16 +82,5 @@ class Accumulator(Generic[R, A]):
                 value = self._combine(value, future.get())
             return value
 
-        num_pending, lock = len(futures), threading.Lock()
-
-        def one_less(_: Future[Any]) -> None:
-            nonlocal num_pending
-            with lock:  # runs on the reader thread or, for replies that are here already, on the caller's
-                num_pending -= 1
-                is_last = not num_pending
-            if is_last:
-                result.resolve(fold)
-
-        for future in futures:
-            future.add_done_callback(one_less)
+        resolve_after(futures, result, fold)
         return result

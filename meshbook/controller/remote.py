@@ -7,7 +7,7 @@ all ranks must agree on it; if they do not, the error shows what each holds.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -24,10 +24,76 @@ from meshbook.wire import messages
 from meshbook.wire.messages import Outcome, OutcomeGroup, Preview, TensorMeta, Value
 
 # Attributes that libraries probe for on any object; a handle must not appear to have them.
-_PROBED_PREFIXES = ("_repr_", "_ipython_", "__")
+PROBED_PREFIXES = ("_repr_", "_ipython_", "__")
 
 
-class RemoteValue:
+class PreviewDisplay:
+    """Displays one object per rank by its previews: as text, in a notebook, in marimo."""
+
+    __slots__ = ()
+
+    def _meshbook_previews(self) -> tuple[tuple[OutcomeGroup, ...], Ranks]:
+        """Return the previews, and all ranks that could have one."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return rendering.render_values(*self._meshbook_previews(), colour=False)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        return mime_bundle(*self._meshbook_previews())
+
+    def _mime_(self) -> tuple[str, Any]:
+        return marimo_mime(self._repr_mimebundle_())
+
+
+class RemoteHandle(PreviewDisplay):
+    """A handle to one object per rank or actor; all must agree on it where a single value is needed."""
+
+    __slots__ = ("__weakref__",)
+
+    def _meshbook_same(self) -> Any:
+        """Return the object itself, on which all agree.
+
+        Raises:
+            ValuesDiffer: they do not; the message shows what each holds.
+        """
+        raise NotImplementedError
+
+    def _meshbook_agreed(self, op: str, *operands: Any) -> Any:
+        """Return the value of an operation of `expressions` on the object, on which all agree. Raises ValuesDiffer."""
+        raise NotImplementedError
+
+    def __bool__(self) -> bool:
+        return bool(self._meshbook_agreed("bool"))
+
+    def __int__(self) -> int:
+        return int(self._meshbook_agreed("int"))
+
+    def __float__(self) -> float:
+        return float(self._meshbook_agreed("float"))
+
+    def __index__(self) -> int:
+        return operator.index(self._meshbook_same())
+
+    def __len__(self) -> int:
+        return int(self._meshbook_agreed("len"))
+
+    def __contains__(self, thing: Any) -> bool:
+        return bool(self._meshbook_agreed("contains", thing))
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        import numpy
+
+        return numpy.asarray(self._meshbook_same(), dtype=dtype)
+
+    def __format__(self, spec: str) -> str:
+        return format(self._meshbook_same(), spec) if spec else str(self)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+class RemoteValue(RemoteHandle):
     """A value on every rank of a mesh, named by a path from one of the ranks' names: `x`, `model.fc`, `x.shape[0]`."""
 
     _meshbook_path: Expression
@@ -35,13 +101,7 @@ class RemoteValue:
     _meshbook_session: Session
     _meshbook_values: RankValues | None
 
-    __slots__ = (
-        "__weakref__",
-        "_meshbook_path",
-        "_meshbook_ranks",
-        "_meshbook_session",
-        "_meshbook_values",
-    )
+    __slots__ = ("_meshbook_path", "_meshbook_ranks", "_meshbook_session", "_meshbook_values")
 
     def __init__(self, session: Session, path: Expression, ranks: Ranks, *, values: RankValues | None = None) -> None:
         object.__setattr__(self, "_meshbook_session", session)
@@ -53,7 +113,7 @@ class RemoteValue:
     # ---- attributes, items, calls
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith(_PROBED_PREFIXES):
+        if name.startswith(PROBED_PREFIXES):
             raise AttributeError(name)
         path = self._meshbook_path.attr(name)
         if not path.is_lookup_only():
@@ -82,50 +142,18 @@ class RemoteValue:
     def __dir__(self) -> list[str]:
         return list_attributes(self)
 
-    # ---- conversions that need one value from all ranks
-
-    def __bool__(self) -> bool:
-        return bool(_agreed_value(self, self._meshbook_path.unary("bool")))
-
-    def __int__(self) -> int:
-        return int(_agreed_value(self, self._meshbook_path.unary("int")))
-
-    def __float__(self) -> float:
-        return float(_agreed_value(self, self._meshbook_path.unary("float")))
-
-    def __index__(self) -> int:
-        return operator.index(pull(self).same())
-
-    def __len__(self) -> int:
-        return int(_agreed_value(self, self._meshbook_path.unary("len")))
-
-    def __contains__(self, thing: Any) -> bool:
-        return bool(_agreed_value(self, self._meshbook_path.binary("contains", thing)))
-
     def __iter__(self) -> Iterator[RemoteValue]:
         return (self[index] for index in range(len(self)))
 
-    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
-        import numpy
+    def _meshbook_same(self) -> Any:
+        return pull(self).same()
 
-        return numpy.asarray(pull(self).same(), dtype=dtype)
+    def _meshbook_agreed(self, op: str, *operands: Any) -> Any:
+        path = self._meshbook_path
+        return _evaluated_values(self, path.binary(op, *operands) if operands else path.unary(op)).same()
 
-    # ---- display
-
-    def __repr__(self) -> str:
-        return rendering.render_values(fetch_previews(self), self._meshbook_ranks, colour=False)
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return mime_bundle(fetch_previews(self), self._meshbook_ranks)
-
-    def _mime_(self) -> tuple[str, Any]:
-        return marimo_mime(self._repr_mimebundle_())
-
-    def __format__(self, spec: str) -> str:
-        return format(pull(self).same(), spec) if spec else str(self)
-
-    def __hash__(self) -> int:
-        return id(self)
+    def _meshbook_previews(self) -> tuple[tuple[OutcomeGroup, ...], Ranks]:
+        return fetch_previews(self), self._meshbook_ranks
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -251,17 +279,23 @@ def fetch_previews(value: RemoteValue) -> tuple[OutcomeGroup, ...]:
         return value._meshbook_values.parts
     if not path.is_lookup_only():
         return session.evaluate(path, session.living(ranks)).parts
-    parts: dict[bytes, tuple[list[int], Outcome]] = {}
+    previews = {}
     for rank, reply in peek(session, (str(path),), ranks).items():
         raw = None if reply is None else reply.get(str(path))
-        if raw is not None:
-            preview = msgspec.convert(raw, Preview)
-        else:
-            text = "(no answer: in code that keeps the GIL)" if reply is None else f"({path} is not defined here)"
-            preview = Preview(kind="none", type="", text=text)
-        outcome = Outcome(status="ok", value=Value(preview))
-        parts.setdefault(msgspec.msgpack.encode(preview), ([], outcome))[0].append(rank)
-    return tuple(OutcomeGroup(tuple(sorted(ranks)), outcome) for ranks, outcome in parts.values())
+        text = "(no answer: in code that keeps the GIL)" if reply is None else f"({path} is not defined here)"
+        previews[rank] = Preview(kind="none", type="", text=text) if raw is None else msgspec.convert(raw, Preview)
+    return group_previews(previews)
+
+
+def group_previews(previews: Mapping[int, Preview]) -> tuple[OutcomeGroup, ...]:
+    """Return previews by rank as outcomes; equal ones are one, with its ranks."""
+    ranks_by_preview: dict[bytes, list[int]] = {}
+    for rank in sorted(previews):
+        ranks_by_preview.setdefault(msgspec.msgpack.encode(previews[rank]), []).append(rank)
+    return tuple(
+        OutcomeGroup(tuple(ranks), Outcome(status="ok", value=Value(previews[ranks[0]])))
+        for ranks in ranks_by_preview.values()
+    )
 
 
 def peek(session: Session, names: tuple[str, ...], ranks: Ranks) -> dict[int, dict[str, Any] | None]:
@@ -310,11 +344,10 @@ def _living_ranks(value: RemoteValue) -> Ranks:
     return value._meshbook_session.living(value._meshbook_ranks)
 
 
-def _agreed_value(value: RemoteValue, path: Expression) -> Any:
-    """Return the value of a path from this handle, on which all ranks must agree."""
+def _evaluated_values(value: RemoteValue, path: Expression) -> RankValues:
     values = _evaluate(value, path)._meshbook_values
     assert values is not None  # _evaluate sets them
-    return values.same()
+    return values
 
 
 def _format_names(names: tuple[str, ...]) -> str:

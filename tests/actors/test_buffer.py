@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(60)  # for the waits that have no argument for 
 
 OWNER = """
 import torch
-from meshbook.actors import buffer as buffers
+from meshbook.actors.memory import sharing
 from meshbook import rdma
 from meshbook.actors.buffer import Buffer
 """
@@ -43,7 +43,7 @@ def owner(shared_owner: OtherProcess) -> Iterator[OtherProcess]:
     yield shared_owner
     shared_owner.evaluate("[each.drop() for each in list(globals().values()) if isinstance(each, Buffer)]; None")
     shared_owner.evaluate("for name in ('t', 'model', 'buffer', 'other'): globals().pop(name, None)")
-    assert shared_owner.evaluate("len(buffers._published)") == 0
+    assert shared_owner.evaluate("len(sharing.published)") == 0
 
 
 def read(buffer: Buffer, **kwargs: Any) -> torch.Tensor:
@@ -173,7 +173,7 @@ def test_a_dropped_buffer_is_refused_whoever_dropped_it_and_the_tensor_is_the_ow
         buffer.write_from(torch.zeros(3)).get(TIMEOUT_S)
     buffer.drop().get(TIMEOUT_S)  # twice is the same as once
     assert owner.evaluate("t.tolist()") == [0, 1, 2]
-    assert owner.evaluate("len(buffers._published)") == 0
+    assert owner.evaluate("len(sharing.published)") == 0
 
 
 def test_a_reader_lets_go_of_what_was_dropped_when_it_next_reads(owner: OtherProcess) -> None:
@@ -210,7 +210,7 @@ def test_a_forked_child_offers_nothing_of_its_parents(owner: OtherProcess) -> No
         owner.evaluate(
             "end, start = os.pipe(); pid = os.fork()\n"
             "if pid == 0:\n"
-            "    os.write(start, bytes([len(buffers._published)])); buffer.drop().get(); os._exit(0)\n"
+            "    os.write(start, bytes([len(sharing.published)])); buffer.drop().get(); os._exit(0)\n"
             "os.waitpid(pid, 0); os.read(end, 1)[0]"
         )
         == 0
@@ -344,7 +344,7 @@ def test_thousands_of_buffers_cost_a_descriptor_for_each_tensor_that_lives_and_n
         assert owner.evaluate("len(os.listdir('/proc/self/fd'))") == num_open
         assert read(owner.evaluate("buffer")).tolist() == [4999] * 10
         owner.evaluate("del t, buffer")
-        assert owner.evaluate("len(buffers._published)") == 0
+        assert owner.evaluate("len(sharing.published)") == 0
 
 
 def test_without_a_descriptor_a_buffer_is_refused_and_those_that_are_there_live_on() -> None:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import gc
 import operator
+import os
+import pickle
 import threading
 from typing import Any
 
 import numpy
 import pytest
 
-from meshbook.actors.mesh import send
+from meshbook.actors.base import Actor
+from meshbook.actors.mesh import as_endpoint, send
 from meshbook.actors.procs import ProcMesh, this_proc
+from meshbook.actors.runtime.context import context
 from meshbook.actors.runtime.faults import ActorError, ActorStopped, SupervisionError
 from meshbook.actors.runtime.futures import as_completed
 from meshbook.actors.runtime.ports import Channel
@@ -195,6 +199,31 @@ def test_an_exception_in_init_is_every_calls_answer(procs: ProcMesh) -> None:
 def test_an_actor_can_start_processes_and_actors_of_its_own(procs: ProcMesh) -> None:
     founder = procs.slice(gpus=0).spawn("founder", SpawningActor)
     assert founder.found.call_one().get(WAIT_S) == [3, 3, 2]
+
+
+def _own_processes(actor: Any) -> tuple[str, str, int]:
+    instance = context().actor_instance
+    return instance.proc_mesh.name, instance.proc.name, os.getpid()
+
+
+def test_an_actor_knows_its_process_and_the_mesh_that_it_was_spawned_on(procs: ProcMesh, counters: Any) -> None:
+    for mesh_name, name, pid in counters._apply(_own_processes).get(WAIT_S).values():
+        assert (mesh_name, name) == (procs.name, f"process {pid}")
+    assert context().actor_instance.proc.name == context().actor_instance.proc_mesh.name == f"process {os.getpid()}"
+
+
+class Unmarked(Actor):
+    def twice(self, number: int) -> int:
+        return 2 * number
+
+
+def test_a_method_made_an_endpoint_stays_one_in_a_message(procs: ProcMesh) -> None:
+    mesh = this_proc().spawn("unmarked", Unmarked)
+    twice = pickle.loads(pickle.dumps(as_endpoint(mesh.twice)))
+    assert twice.call_one(2).get(WAIT_S) == 4
+    with pytest.raises(ActorError, match="TypeError"):
+        twice.call_one().get(WAIT_S)
+    mesh.stop().get(WAIT_S)
 
 
 def test_an_answer_that_nobody_asks_for_is_let_go_of(procs: ProcMesh) -> None:

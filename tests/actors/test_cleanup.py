@@ -25,7 +25,7 @@ import meshbook
 from meshbook.actors.base import Actor, endpoint
 from meshbook.actors.mesh import interrupt
 from meshbook.actors.procs import ProcMesh, this_host, this_proc
-from meshbook.actors.runtime import futures, runner
+from meshbook.actors.runtime import actor_loop, futures, unix_sockets
 from meshbook.actors.runtime import registry as lives
 from meshbook.actors.runtime import transport as posts
 from meshbook.actors.runtime.faults import ActorError, ActorStopped, MeshFailure, SupervisionError
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.timeout(60)  # for the waits that have no argument for 
 LARGE_BYTES = 1 << 20
 
 started = threading.Event()
-begun = threading.Event()
+begun, unblocked = threading.Event(), threading.Event()
 
 
 class Late(Actor):
@@ -74,7 +74,7 @@ class Sender(Actor):
 
 
 def test_an_async_actor_that_is_stopped_answers_everybody_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "_STOP_GRACE_S", 0.1)
+    monkeypatch.setattr(actor_loop, "_STOP_GRACE_S", 0.1)
     gate = this_proc().spawn("stopped gate", Gate)
     running = gate.wait.call_one("a")
     stops = [gate.stop("enough"), gate.stop("again")]
@@ -135,11 +135,7 @@ def test_a_mesh_that_is_stopped_ends_its_actors_first(
 
 def _running() -> list[str]:
     """The endpoints that run in this process."""
-    return [
-        message.method
-        for each in list(lives.local_registry().actors.values())
-        for message in list(each.running.values())
-    ]
+    return [row["running"] for row in lives.local_registry().status_rows() if row["running"]]
 
 
 def _spins() -> bool:
@@ -255,6 +251,41 @@ def test_async_endpoints_are_cancelled_at_an_await_and_interrupted_between_two()
     gate.stop().get(WAIT_S)
 
 
+class Blocking(Actor):
+    """Has an event loop, and an endpoint that blocks it."""
+
+    def __init__(self) -> None:
+        self.noted: list[int] = []
+
+    @endpoint
+    def block(self) -> None:
+        begun.set()
+        unblocked.wait(WAIT_S)
+
+    @endpoint
+    async def note(self, number: int) -> list[int]:
+        self.noted.append(number)
+        return self.noted
+
+
+def test_calls_that_are_queued_behind_a_blocked_loop_are_interrupted_too() -> None:
+    begun.clear()
+    unblocked.clear()
+    blocking = this_proc().spawn("blocking", Blocking)
+    blocking.block.broadcast()
+    assert begun.wait(WAIT_S)
+    queued = [blocking.note.call_one(number) for number in range(2)]
+    interrupt(blocking)
+    later = blocking.note.call_one(2)
+    _until_all_is_heard()
+    unblocked.set()
+    for call in queued:
+        with pytest.raises(ActorError, match="before it began"):
+            call.get(WAIT_S)
+    assert later.get(WAIT_S) == [2]
+    blocking.stop().get(WAIT_S)
+
+
 @pytest.mark.parametrize("ends_by_itself", [True, False], ids=["short", "long"])
 def test_stop_lets_a_short_endpoint_end_and_interrupts_a_long_one(
     monkeypatch: pytest.MonkeyPatch, ends_by_itself: bool
@@ -328,7 +359,7 @@ def test_a_recv_that_was_given_up_takes_no_message_along() -> None:
 def _until_all_is_heard() -> None:
     """What this process has sent to itself."""
     heard = threading.Event()
-    local_transport().call_soon(heard.set)
+    local_transport().reactor.call_soon(heard.set)
     assert heard.wait(WAIT_S)
 
 
@@ -357,7 +388,7 @@ def test_memory_goes_back_where_nobody_opens_what_has_come() -> None:
 
 def test_memory_goes_back_where_the_caller_has_gone_before_its_answer_was_packed() -> None:
     near, far = socket.socketpair()
-    peer = Peer(near, None, lambda _: None, lambda: 0)
+    peer = Peer(near, None, local_transport().reactor)
     far.close()
     peer.close("it has ended")
     plain, payload = local_transport().payloads.pack(bytes(LARGE_BYTES), (peer,))
@@ -445,7 +476,7 @@ def test_nobody_else_sends_on_a_connection_before_it_has_greeted(monkeypatch: py
 def test_who_has_not_greeted_is_heard_for_a_few_bytes_only() -> None:
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.settimeout(WAIT_S)
-        stranger.connect(posts._socket_address(local_transport().address.node))
+        stranger.connect(unix_sockets.socket_address(local_transport().address.node))
         stranger.send((5000).to_bytes(4, "little")[:2])  # in two parts, so that it has to be kept
         stranger.send((5000).to_bytes(4, "little")[2:])
         assert stranger.recv(1) == b""

@@ -18,9 +18,10 @@ from meshbook.actors import replies
 from meshbook.actors.procs import ProcMesh, this_host, this_proc
 from meshbook.actors.runtime import registry as lives
 from meshbook.actors.runtime.bounded_dict import BoundedDict
-from meshbook.actors.runtime.context import ProcMeshRef, context
+from meshbook.actors.runtime.context import context
 from meshbook.actors.runtime.faults import ActorError, MeshFailure, SupervisionError
 from meshbook.actors.runtime.futures import Future
+from meshbook.actors.runtime.refs import ProcMeshRef
 from meshbook.actors.runtime.transport import local_transport
 from meshbook.rank import service
 from tests.actors.example_actors import Counter, Gate
@@ -37,7 +38,7 @@ def alive() -> Iterator[lives.ActorRegistry]:
 
 
 def _kept(alive: lives.ActorRegistry) -> tuple[int, int, int]:
-    return len(alive.owned), len(alive.actors), len(local_transport()._reply_handlers)
+    return len(alive.owned), len(alive.actors), len(local_transport().replies)
 
 
 def _until(condition: Any) -> None:
@@ -178,7 +179,7 @@ def test_a_call_after_the_end_of_the_process_s_post_fails_at_once() -> None:
     with pytest.raises(PeerLost, match="this process has left"):
         mine.send(b"\0\0\0\0")
     done: list[int] = []
-    post.call_soon(lambda: done.append(1))
+    post.reactor.call_soon(lambda: done.append(1))
     assert done == [1]
 
 

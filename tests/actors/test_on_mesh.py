@@ -14,6 +14,7 @@ from meshbook.actor import Actor, ActorError, ValueMesh, current_rank, endpoint,
 from meshbook.actors import proc_backends
 from meshbook.actors import procs as meshes
 from meshbook.actors.deadlock_watch import DeadlockWatch
+from meshbook.actors.mesh_references import MeshReferences
 from meshbook.actors.procs import ProcMesh, this_host
 from meshbook.actors.runtime.transport import local_transport
 from meshbook.actors.state import ActorState
@@ -135,7 +136,7 @@ def test_actors_beside_a_tensors_ranks_are_refused_before_anything_is_sent() -> 
         class engine:
             ranks = (0, 1)
 
-    lend = proc_backends.MeshReferences(Session()).persistent_id_for([1, 2, 3], [])  # type: ignore[arg-type]
+    lend = MeshReferences(Session()).persistent_id_for([1, 2, 3], [])  # type: ignore[arg-type]
     with pytest.raises(TransferError, match=r"lies on ranks 0-1, and actors on ranks 2-3 .*slice of the actors"):
         lend(Tensor())
 
@@ -292,7 +293,7 @@ def test_async_actors_that_call_each_other_in_a_ring_are_answered(mesh: Any) -> 
 def test_a_program_that_waits_for_actors_in_a_circle_is_told_unasked(
     mesh: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_transport(), "on_call_started", None)
+    monkeypatch.setattr(local_transport().replies, "on_added", None)
     monkeypatch.setattr(background_output_of(mesh.session), "enabled", False)  # that is what ranks print
     told = threading.Event()
 

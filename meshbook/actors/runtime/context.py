@@ -6,30 +6,28 @@ actor (a cell, a script) has its process's context: no actor, and one point with
 
 from __future__ import annotations
 
-import importlib
+from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from meshbook.actors.runtime.refs import ProcMeshRef
 from meshbook.actors.runtime.transport import local_transport
 from meshbook.actors.shape import Extent, Point
-from meshbook.wire.messages import ActorAddress, NodeAddress
-
-if TYPE_CHECKING:
-    from meshbook.actors.runtime.runner import ActorRunner
+from meshbook.wire.messages import ActorAddress
 
 SINGLE_POINT = Point(0, Extent((), ()))
 
 
-@dataclass(frozen=True)
-class ProcMeshRef:
-    """A location-independent reference to a mesh of processes: enough to spawn on it and to stop it."""
+class ActorControl(Protocol):
+    """The actor behind an `Instance`, as code that runs in it may use it."""
 
-    name: str
-    axis_names: tuple[str, ...]
-    axis_sizes: tuple[int, ...]
-    addresses: tuple[NodeAddress, ...]
-    mesh: str | None  # name of its Meshbook mesh; None: a process that is no rank of a mesh
+    @property
+    def thread_id(self) -> int:
+        """The thread that runs its `def` endpoints; 0 if it runs an event loop."""
+
+    def stop(self, reason: str) -> None: ...
+
+    def abort(self, reason: str) -> None: ...
 
 
 class Instance:
@@ -49,20 +47,28 @@ class Instance:
         rank: Point,
         procs_ref: ProcMeshRef | None,
         creator: ActorAddress | None,
-        runner: ActorRunner | None,
+        runner: ActorControl | None,
+        open_procs: Callable[[ProcMeshRef], Any],
     ) -> None:
         self.name, self.actor_id, self.rank, self.creator = name, actor_id, rank, creator
-        self.procs_ref, self.runner = procs_ref, runner
+        self.procs_ref, self.runner, self.open_procs = procs_ref, runner, open_procs
+
+    @property
+    def own_process(self) -> ProcMeshRef:
+        """The process that this code runs in."""
+        address = local_transport().address
+        mesh = self.procs_ref.mesh if self.procs_ref is not None else None
+        return ProcMeshRef(f"process {address.pid}", (), (), (address,), mesh)
 
     @property
     def proc(self) -> Any:
         """Its process, as a ProcMesh of one."""
-        return _import_procs().this_proc()
+        return self.open_procs(self.own_process)
 
     @property
     def proc_mesh(self) -> Any:
         """The mesh of processes that it was spawned on."""
-        return _import_procs().ProcMesh.from_ref(self.procs_ref) if self.procs_ref is not None else self.proc
+        return self.open_procs(self.procs_ref or self.own_process)
 
     def stop(self, reason: str = "stopped itself") -> None:
         """Stop this actor after the messages that it has already been sent."""
@@ -74,7 +80,7 @@ class Instance:
 
     kill = abort
 
-    def _require_runner(self) -> ActorRunner:
+    def _require_runner(self) -> ActorControl:
         if self.runner is None:
             raise RuntimeError("this code does not run in an actor, so there is none to stop")
         return self.runner
@@ -102,9 +108,17 @@ class Context:
 
 
 context_var: ContextVar[Context] = ContextVar("meshbook_actor")
-# `runner.MessageKey` of the running message
+# `calls.MessageKey` of the running message
 message_var: ContextVar[tuple[int, int] | None] = ContextVar("meshbook_message", default=None)
-_client_context = Context(Instance("client", "client", SINGLE_POINT, None, None, None), SINGLE_POINT)
+
+
+def _open_no_procs(procs_ref: ProcMeshRef) -> Any:
+    raise RuntimeError("import meshbook.actor in this process first")
+
+
+# Its `open_procs` is set by `actors.procs`, a layer above this module.
+client_instance = Instance("client", "client", SINGLE_POINT, None, None, None, _open_no_procs)
+_client_context = Context(client_instance, SINGLE_POINT)
 
 
 def context() -> Context:
@@ -125,8 +139,3 @@ def current_size() -> dict[str, int]:
 def current_actor_name() -> str:
     """Return the id of the running actor; "client" outside any actor."""
     return context().actor_instance.actor_id
-
-
-def _import_procs() -> Any:
-    # `procs` is a layer above this module, so import it lazily; callers of `proc` have usually imported it already.
-    return importlib.import_module("meshbook.actors.procs")

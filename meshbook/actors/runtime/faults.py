@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import pickle
 import re
@@ -68,11 +69,8 @@ class ActorError(MeshbookError):
         return lines
 
     def __reduce__(self) -> Any:
-        return _rebuild, (self.exception, self.message, self.ranks, self.traceback, self.others)
-
-
-def _rebuild(exception: Any, message: str, ranks: Any, text: str, others: Any) -> ActorError:
-    return ActorError(exception, message, ranks=ranks, traceback=text, others=others)
+        rebuild = functools.partial(ActorError, ranks=self.ranks, traceback=self.traceback, others=self.others)
+        return rebuild, (self.exception, self.message)
 
 
 class RemoteFailure(Exception):
@@ -98,12 +96,8 @@ class SupervisionError(ActorError):
         return "\n".join([self.message, *([self.traceback.rstrip()] if self.traceback.strip() else [])])
 
     def __reduce__(self) -> Any:
-        return _rebuild_supervision, (type(self), self.message, self.ranks, self.mesh_name, self.traceback)
-
-
-def _rebuild_supervision(kind: Any, message: str, ranks: Any, mesh_name: str, text: str) -> SupervisionError:
-    error: SupervisionError = kind(message, ranks=ranks, mesh_name=mesh_name, traceback=text)
-    return error
+        rebuild = functools.partial(type(self), ranks=self.ranks, mesh_name=self.mesh_name, traceback=self.traceback)
+        return rebuild, (self.message,)
 
 
 class ActorStopped(SupervisionError):
@@ -145,16 +139,10 @@ _FRAME = re.compile(r'  File "([^"]+)", line (\d+)')
 
 
 def describe_exception(
-    error: BaseException, *, call: int, kind: str = "raised", skip: int = 0
+    error: BaseException, *, call: int, kind: str = "raised", rank: int | None = None
 ) -> messages.ActorFailure:
-    """Encode an exception as a message.
-
-    Args:
-        skip: number of leading traceback frames to drop, which are Meshbook's own.
-    """
-    frames = error.__traceback__
-    while skip and frames is not None:
-        frames, skip = frames.tb_next, skip - 1
+    """Encode an exception as a message, without its outermost frame, which is Meshbook's own."""
+    frames = error.__traceback__ and error.__traceback__.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames))
     pickled = None
     try:
@@ -165,7 +153,7 @@ def describe_exception(
             pickled = None
     except Exception:
         pass
-    return messages.ActorFailure(call, kind, type(error).__name__, _safe_str(error), text, pickled)
+    return messages.ActorFailure(call, kind, type(error).__name__, _safe_str(error), text, pickled, rank)
 
 
 def _safe_str(error: BaseException) -> str:

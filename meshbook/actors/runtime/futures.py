@@ -16,7 +16,7 @@ from _thread import allocate_lock, get_ident
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from meshbook.clock import monotonic
 from meshbook.errors import MeshTimeout
@@ -59,6 +59,11 @@ class Future(Generic[R]):
     `result`, `exception` and `done` behave as in `concurrent.futures`.
     """
 
+    _DEADLOCK = (
+        "{label} is a call of this actor to itself, and its thread is the one that would answer it: "
+        "call the method itself (self.name(…)), or do not wait"
+    )
+
     __slots__ = (
         "__weakref__",
         "_callbacks",
@@ -83,7 +88,7 @@ class Future(Generic[R]):
         self._value: Any = _NOT_LOADED
         self._error: BaseException | None = None
         self._waiters: list[Any] = []
-        self._callbacks: list[Callable[[Future[R]], Any]] = []
+        self._callbacks: list[Callable[[Any], Any]] = []
         self._interrupt_call: Callable[[], str] | None = None  # interrupts the call; returns a description of it
 
     @classmethod
@@ -152,6 +157,15 @@ class Future(Generic[R]):
 
     result = get
 
+    def wait_done(self, timeout: float | None = None) -> bool:
+        """Wait on any thread, also where `get` refuses to; return whether the future is done.
+
+        Only for results that are certain to come in a moment without the waiting thread.
+        """
+        arrived = threading.Event()
+        self.add_done_callback(lambda _: arrived.set())
+        return arrived.wait(timeout)
+
     def _wait(self, timeout: float | None) -> None:
         if timeout is not None and timeout < 0:
             raise ValueError(f"timeout={timeout} is negative; give seconds, or None to wait")
@@ -159,10 +173,7 @@ class Future(Generic[R]):
         if thread in NON_BLOCKING_THREADS:
             raise RuntimeError(NON_BLOCKING_THREADS[thread])
         if thread == self.answering_thread:
-            raise RuntimeError(
-                f"{self.label} is a call of this actor to itself, and its thread is the one that would answer it: "
-                "call the method itself (self.name(…)), or do not wait"
-            )
+            raise RuntimeError(self._DEADLOCK.format(label=self.label))
         waiter = allocate_lock()
         waiter.acquire()
         with self._lock:
@@ -196,7 +207,7 @@ class Future(Generic[R]):
                     assert load is not None
                     try:
                         self._value = load()
-                    except Exception as error:
+                    except BaseException as error:  # also an interrupt: what was unpacked cannot be unpacked again
                         self._error = error
                     self._load = _already_loaded
         if self._error is not None:
@@ -219,11 +230,12 @@ class Future(Generic[R]):
             self._wait(timeout)
         try:
             self._get_loaded()
-        except Exception as error:
-            return error
-        return None
+        except BaseException as error:
+            if error is not self._error:  # this thread was interrupted
+                raise
+        return self._error
 
-    def add_done_callback(self, callback: Callable[[Future[R]], Any]) -> None:
+    def add_done_callback(self, callback: Callable[[Self], Any]) -> None:
         """Call `callback(self)` on the resolving thread, where it must not block; at once if already done."""
         with self._lock:
             if self._load is None:
@@ -303,9 +315,7 @@ def _send_interrupts(calls: Sequence[Future[Any]]) -> str:
 def _wait_all(futures: Sequence[Future[Any]], seconds: float) -> None:
     deadline = monotonic() + seconds
     for future in futures:
-        arrived = threading.Event()
-        future.add_done_callback(lambda _, arrived=arrived: arrived.set())  # type: ignore[misc]
-        if not arrived.wait(max(0.0, deadline - monotonic())):
+        if not future.wait_done(max(0.0, deadline - monotonic())):
             return
 
 
@@ -322,6 +332,44 @@ class _NotLoaded:
 
 
 _NOT_LOADED = _NotLoaded()
+
+
+def resolve_after(parts: Sequence[Future[Any]], future: Future[R], load: Callable[[], R]) -> None:
+    """Resolve `future` by `load` when all `parts` are done."""
+    num_pending, lock = len(parts), threading.Lock()
+
+    def one_less(_: Future[Any]) -> None:
+        nonlocal num_pending
+        with lock:  # runs on the resolving threads or, for parts that are done already, on this one
+            num_pending -= 1
+            is_last = not num_pending
+        if is_last:
+            future.resolve(load)
+
+    for part in parts:
+        part.add_done_callback(one_less)
+    if not parts:
+        future.resolve(load)
+
+
+def run_in_thread(function: Callable[[], R], label: str, *, daemon: bool = False) -> Future[R]:
+    """Run a function on a thread of its own; return a future of its result.
+
+    Args:
+        daemon: False: a normal exit of the program waits for the thread.
+    """
+    future: Future[R] = Future(label)
+
+    def run() -> None:
+        try:
+            value = function()
+        except BaseException as error:  # otherwise the future would never resolve
+            future.fail(error)
+        else:
+            future.resolve(lambda: value)
+
+    threading.Thread(target=run, name=label, daemon=daemon).start()
+    return future
 
 
 def as_completed(futures: Iterable[Future[R]], timeout: float | None = None) -> Iterator[Future[R]]:

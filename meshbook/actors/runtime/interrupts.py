@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import types
+from collections.abc import Coroutine, Generator
 from typing import Any
 
 from meshbook.actors.runtime import futures
@@ -11,6 +13,9 @@ from meshbook.actors.runtime import futures
 _set_async_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
 _set_async_exception.argtypes = (ctypes.c_ulong, ctypes.py_object)
 _NO_EXCEPTION = ctypes.py_object()
+
+
+INTERRUPTED_BEFORE_START = "it was interrupted before it began"
 
 
 class _PlaceholderException(BaseException):
@@ -39,9 +44,15 @@ class Interruptible:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self.marked: set[Any] = set()  # keys whose code is to be interrupted, also if it has not begun
         self._key: Any = None
         self._thread = 0
         self._is_exception_set = False
+
+    def check(self, key: Any) -> None:
+        """Raise KeyboardInterrupt if `key` was marked before it began."""
+        if key in self.marked:
+            raise KeyboardInterrupt(INTERRUPTED_BEFORE_START)
 
     def section(self, key: Any) -> Interruptible:
         with self._lock:
@@ -72,3 +83,19 @@ class Interruptible:
             _set_async_exception(thread, KeyboardInterrupt)
             if futures.raise_in_waiter(thread, KeyboardInterrupt()):
                 _cancel_async_exception(thread)
+
+    @types.coroutine
+    def await_in_sections(self, key: Any, work: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        """Await `work` so that each of its steps is a section."""
+        step, sent_value = work.send, None
+        while True:
+            try:
+                with self.section(key):
+                    awaited = step(sent_value)
+            except StopIteration as end:
+                return end.value
+            step = work.send
+            try:
+                sent_value = yield awaited
+            except BaseException as error:
+                step, sent_value = work.throw, error

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from meshbook.actors.runtime.reactor import Reactor
 from meshbook.errors import ProtocolError, TransferError
 from meshbook.wire import codec
 from meshbook.wire.messages import NodeAddress
@@ -33,19 +34,13 @@ class PeerLost(Exception):
 class Peer:
     """The other end of a connection. `id` identifies it within this process and is never reused."""
 
-    def __init__(
-        self,
-        socket: sockets.socket,
-        address: NodeAddress | None,
-        watch_writable: Callable[[Peer], None],
-        reader_thread: Callable[[], int],
-    ) -> None:
+    def __init__(self, socket: sockets.socket, address: NodeAddress | None, reactor: Reactor) -> None:
         self.id = next(_peer_ids)
         self.socket = socket
         self.address = address  # None: no PeerHello received yet
         self.lost_reason: str | None = None
         self.announced_exit: str | None = None  # the reason, if it has announced its exit
-        self._watch_writable, self._reader_thread = watch_writable, reader_thread
+        self._reactor = reactor
         self._lock = threading.Lock()
         self._backlog: deque[memoryview] = deque()
         self._backlog_bytes = 0
@@ -76,10 +71,10 @@ class Peer:
                 if sent == len(data):
                     return
             if not self._backlog:
-                self._watch_writable(self)
+                self._reactor.watch_writable(self.socket)
             self._backlog.append(memoryview(data)[sent:])
             self._backlog_bytes += len(data) - sent
-            if self._backlog_bytes > _MAX_BACKLOG_BYTES and threading.get_ident() != self._reader_thread():
+            if self._backlog_bytes > _MAX_BACKLOG_BYTES and threading.get_ident() != self._reactor.thread_id:
                 self._drained.wait_for(
                     lambda: self._backlog_bytes < _MAX_BACKLOG_BYTES // 2 or self.lost_reason is not None
                 )

@@ -7,13 +7,13 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from meshbook.actors.runtime import faults
 from meshbook.actors.runtime.futures import Future
 from meshbook.actors.runtime.payloads import PendingPayload
 from meshbook.actors.runtime.peer import PeerLost
-from meshbook.actors.runtime.transport import local_transport
+from meshbook.actors.runtime.transport import encode, local_transport
 from meshbook.wire import messages
 
 R = TypeVar("R")
@@ -32,33 +32,19 @@ class Port(Generic[R]):
         Raises:
             TransferError: the value cannot be pickled; the message names the part.
         """
-        self._send(obj, is_exception=False)
+        if self._address is not None:
+            transport, address = local_transport(), self._address
+            with contextlib.suppress(PeerLost):
+                peer = transport.peer(address.address)
+                plain, payload = transport.payloads.pack(obj, (peer,), name="the message")
+                transport.reply(peer, messages.PortMessage(address.port, address.rank, plain, payload))
 
     def exception(self, obj: BaseException) -> None:
         """Send an error: the receiver's `recv()` raises it."""
-        self._send(obj, is_exception=True)
-
-    def _send(self, obj: Any, *, is_exception: bool) -> None:
-        if self._address is None:
-            return
-        transport = local_transport()
-        with contextlib.suppress(PeerLost):
-            peer = transport.peer(self._address.address)
-            if is_exception:
-                message: Any = faults.describe_exception(obj, call=self._address.port, skip=1)
-                message = messages.ActorFailure(
-                    message.call,
-                    message.kind,
-                    message.ename,
-                    message.text,
-                    message.traceback,
-                    message.pickled,
-                    self._address.rank,
-                )
-            else:
-                plain, payload = transport.payloads.pack(obj, (peer,), name="the message")
-                message = messages.PortMessage(self._address.port, self._address.rank, plain, payload)
-            transport.reply(peer, message)
+        if self._address is not None:
+            failure = faults.describe_exception(obj, call=self._address.port, rank=self._address.rank)
+            with contextlib.suppress(PeerLost):
+                local_transport().peer(self._address.address).send(encode(failure))
 
     @property
     def rank(self) -> int | None:
@@ -137,7 +123,7 @@ class _ReceiveFuture(Future[Any]):
         self._queue, self._receiver = queue, receiver  # a pending future keeps the receiver alive
         self.num_pins = 0
 
-    def add_done_callback(self, callback: Callable[[Future[Any]], Any]) -> None:
+    def add_done_callback(self, callback: Callable[[Self], Any]) -> None:
         self._queue.pin(self, 1)
         super().add_done_callback(callback)
 
@@ -154,7 +140,7 @@ class PortReceiver(Generic[R]):
 
     def __init__(self, *, once: bool = False) -> None:
         self._queue = _PortQueue(once=once)
-        self._port_id = self._queue.transport.add_reply_handler(self._queue)
+        self._port_id = self._queue.transport.replies.add(self._queue)
 
     @property
     def port(self) -> Port[R]:
@@ -170,7 +156,7 @@ class PortReceiver(Generic[R]):
 
     def close(self) -> None:
         """Stop receiving; later messages are dropped."""
-        self._queue.transport.remove_reply_handler(self._port_id)
+        self._queue.transport.replies.remove(self._port_id)
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):

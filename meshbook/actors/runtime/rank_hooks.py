@@ -7,7 +7,7 @@ from typing import Any
 
 from meshbook.actors.runtime import object_paths
 from meshbook.actors.runtime.registry import local_registry
-from meshbook.actors.runtime.transport import announce_exit, has_local_transport
+from meshbook.actors.runtime.transport import has_local_transport
 from meshbook.wire.messages import ActiveEndpoint
 
 
@@ -42,5 +42,6 @@ def end_actors() -> bool:
         Whether there were any actors.
     """
     reason = "its mesh was stopped"
-    announce_exit(reason)
-    return local_registry().end_all(reason)
+    registry = local_registry()
+    registry.transport.announce_exit(reason)
+    return registry.end_all(reason)

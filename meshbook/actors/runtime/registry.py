@@ -9,10 +9,11 @@ from typing import Any
 
 from meshbook.actors.runtime import faults
 from meshbook.actors.runtime.bounded_dict import BoundedDict
-from meshbook.actors.runtime.context import ProcMeshRef
+from meshbook.actors.runtime.calls import IncomingCall, failure_reply
 from meshbook.actors.runtime.payloads import PICKLED_NONE
 from meshbook.actors.runtime.peer import PeerLost
-from meshbook.actors.runtime.runner import ActorRunner, failure_reply
+from meshbook.actors.runtime.refs import ActorRef
+from meshbook.actors.runtime.runner import ActorRunner
 from meshbook.actors.runtime.transport import Transport, encode, local_transport, unblock_signals
 from meshbook.clock import monotonic
 from meshbook.wire import messages
@@ -57,7 +58,7 @@ class ActorRegistry:
     def snapshot_endpoints(self) -> tuple[messages.ActiveEndpoint, ...]:
         """Return the endpoints that run in this process, and the replies that they wait for. Any thread."""
         awaited: dict[Any, list[messages.PendingEndpointCall]] = {}
-        for caller, replies in self.transport.awaited_replies():
+        for caller, replies in self.transport.replies.awaited_replies():
             awaited.setdefault(caller, []).extend(replies)
         node = self.transport.address.node
         return tuple(
@@ -98,26 +99,25 @@ class ActorRegistry:
         runner = self.actors.get(request.actor)
         if runner is None:
             self.refuse(peer, request, None)
-        elif request.method == "=now":
-            threading.Thread(target=self._call_concurrently, args=(runner, peer, request), daemon=True).start()
+            return
+        call = IncomingCall(self.transport, peer, request)
+        if request.method == "=now":
+            threading.Thread(target=self._call_concurrently, args=(runner, call), daemon=True).start()
         else:
-            runner.put((peer, request))
+            runner.put(call)
 
-    def _call_concurrently(self, runner: ActorRunner, peer: Any, request: messages.CallActor) -> None:
+    def _call_concurrently(self, runner: ActorRunner, call: IncomingCall) -> None:
         """Run a function concurrently with the actor's messages."""
         try:
             self.prepare_thread()
-            (function, *args), kwargs = self.transport.payloads.unpack(peer, request.pickled, request.payload)
+            (function, *args), kwargs = call.unpack()
             runner.init_done.wait()
             if runner.init_failure is not None:
-                self.transport.reply(peer, failure_reply(runner.init_failure, request.call, runner.rank))
+                call.send_failure(runner.init_failure, runner.point)
                 return
-            value = function(runner.actor, *args, **kwargs)
-            plain, payload = self.transport.payloads.pack(value, (peer,))
-            reply: messages.ActorMessage = messages.ActorReply(request.call, plain, payload)
+            call.send_result(function(runner.actor, *args, **kwargs), runner.point)
         except BaseException as error:
-            reply = faults.describe_exception(error, call=request.call, skip=1)
-        self.transport.reply(peer, reply)
+            call.send_failure(faults.describe_exception(error, call=call.request.call), runner.point)
 
     def _stop(self, peer: Any, request: messages.StopActor) -> None:
         runner = self.actors.get(request.actor)
@@ -173,17 +173,10 @@ class ActorRegistry:
             self.transport.peer(runner.owner.address).send(encode(messages.ActorEnded(runner.id)))
 
     # ---- ownership and failure reports
-    def report_fault(self, runner: ActorRunner, text: str, trace: str) -> None:
-        """Report to its owner a failure of an actor of this process that no caller receives."""
-        self._send_fault(runner.owner, runner.name, (runner.rank,), text, trace)
-
-    def escalate(self, runner: ActorRunner, failure: faults.MeshFailure) -> None:
-        """Pass on a failure that the owner has not handled to the owner's owner."""
-        self._send_fault(runner.owner, failure.mesh_name, failure.ranks, str(failure), failure.traceback)
-
-    def _send_fault(
+    def send_fault(
         self, owner: messages.ActorAddress, name: str, ranks: tuple[int, ...], text: str, trace: str
     ) -> None:
+        """Report to its owner a failure of an actor or a mesh that no caller receives."""
         with contextlib.suppress(PeerLost):
             message = messages.FaultReport(owner.actor, name, ranks, text, trace)
             self.transport.peer(owner.address).send(encode(message))
@@ -225,11 +218,11 @@ class ActorRegistry:
                 if owned.stopped or owned.are_procs_stopping():
                     return
                 exit_reason = self.transport.exit_reasons.describe(peer.address, wait=False)
-                text = f"rank {rank} of {owned.name!r} is lost: {exit_reason}"
-                self.notify_owner(owned.owner, faults.MeshFailure(owned.name, (rank,), text))
+                text = f"rank {rank} of {owned.ref.name!r} is lost: {exit_reason}"
+                self.notify_owner(owned.owner, faults.MeshFailure(owned.ref.name, (rank,), text))
 
             if self.transport.exit_reasons.delay_s:
-                self.transport.call_later(self.transport.exit_reasons.delay_s, tell)
+                self.transport.reactor.call_later(self.transport.exit_reasons.delay_s, tell)
             else:
                 tell()
 
@@ -242,12 +235,12 @@ def _wait_until_ended(runners: list[ActorRunner], deadline: float) -> None:
 class OwnedMesh:
     """A mesh of actors that was spawned from this process."""
 
-    def __init__(self, name: str, owner: str, rank_by_node: dict[str, int]) -> None:
-        self.name, self.owner, self.rank_by_node = name, owner, rank_by_node
+    def __init__(
+        self, ref: ActorRef, owner: str, rank_by_node: dict[str, int], are_procs_stopping: Callable[[], bool]
+    ) -> None:
+        self.ref, self.owner, self.rank_by_node = ref, owner, rank_by_node
+        self.are_procs_stopping = are_procs_stopping  # whether its processes are being stopped on purpose
         self.stopped = False  # it is stopped on purpose
-        # whether its processes are being stopped on purpose
-        self.are_procs_stopping: Callable[[], bool] = lambda: False
-        self.ref: Any = None  # its `ActorRef`
 
 
 def _print_failure(failure: faults.MeshFailure, name: str) -> None:
@@ -270,6 +263,3 @@ def local_registry() -> ActorRegistry:
             if found is None:
                 found = _registries[transport.address.node] = ActorRegistry(transport)
     return found
-
-
-__all__ = ["ActorRegistry", "ActorRunner", "OwnedMesh", "ProcMeshRef", "local_registry"]

@@ -7,9 +7,9 @@ no behaviour. Ranks travel as sorted tuples of ints; seconds are floats; byte co
 An unknown field is ignored and a missing one takes its default, so a field may be added without a new protocol version;
 any other change needs one (`codec.PROTOCOL`).
 
-`commands` has those of controllers, `host_commands` those of the supervisor, `reports` what is sent upwards, `monitoring`
-metrics and snapshots; `payloads`, `output` and `mesh` have what they are made of. This module defines which role may send
-which message to which.
+`commands` has those of controllers, `host_commands` those of the supervisor, `reports` what is sent upwards, and
+`monitoring` metrics and snapshots; `payloads`, `output` and `mesh` have what they are made of. This module defines which
+role may send which message to which.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class CallActor(ActorMessage):
     """Run an endpoint. The arguments are in `pickled` (a pickle of builtin values) or in `payload`."""
 
     actor: str
-    method: str  # with the prefix "=": an internal method, see actors/runtime/runner.py
+    method: str  # with the prefix "=": an internal method, see actors/runtime/calls.py
     call: int  # the caller's number for the reply; 0: no reply is expected
     pickled: bytes | None = None
     payload: Payload | None = None

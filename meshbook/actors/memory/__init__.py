@@ -1,0 +1,1 @@
+"""Tensors' memory, as `meshbook.actors.buffer` shares it with other processes and copies it."""

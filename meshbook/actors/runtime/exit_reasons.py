@@ -1,0 +1,32 @@
+"""How processes have exited, which may be reported shortly after their sockets have closed."""
+
+from __future__ import annotations
+
+import threading
+
+from meshbook.actors.runtime.bounded_dict import BoundedDict
+from meshbook.wire.messages import NodeAddress
+
+
+class ExitReasons:
+    """Why processes have exited, by pid. Any thread."""
+
+    def __init__(self) -> None:
+        self.delay_s = 0.0  # usual delay of a report; 0: there are no reports
+        self._reason_by_pid: BoundedDict[int, str] = BoundedDict()
+        self._changed = threading.Condition()
+
+    def record(self, pid: int, reason: str) -> None:
+        with self._changed:
+            self._reason_by_pid[pid] = reason
+            self._changed.notify_all()
+
+    def describe(self, address: NodeAddress | None, *, wait: bool) -> str:
+        """Return why the process at `address` does not reply. With `wait`, waits up to `delay_s` for a report."""
+        if address is None:
+            return "its process has ended"
+        with self._changed:
+            if wait and self.delay_s:
+                self._changed.wait_for(lambda: address.pid in self._reason_by_pid, self.delay_s)
+            reason = self._reason_by_pid.get(address.pid)
+        return f"its process (pid {address.pid}) {reason or 'has ended'}"

@@ -1,0 +1,43 @@
+"""Call the hooks that an actor's class may define: `__supervise__` and `__cleanup__`."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import traceback
+from typing import Any
+
+from meshbook.actors.runtime.faults import MeshFailure
+
+log = logging.getLogger("meshbook.actors")
+
+
+async def supervise(actor: Any, name: str, failure: MeshFailure, *, on_loop: bool) -> MeshFailure | None:
+    """Let an actor handle the failure of something that it owns; return what it has not handled.
+
+    Args:
+        on_loop: the hook may be `async def`. Otherwise this coroutine does not wait.
+    """
+    hook = getattr(actor, "__supervise__", None)
+    if hook is None:
+        return failure
+    try:
+        handled = hook(failure)
+        if on_loop and inspect.isawaitable(handled):
+            handled = await handled
+        return None if handled else failure
+    except BaseException as error:
+        text = f"{name}.__supervise__ raised {type(error).__name__}: {error}, when it was told: {failure}"
+        return MeshFailure(failure.mesh_name, failure.ranks, text, "".join(traceback.format_exception(error)))
+
+
+async def clean_up(actor: Any, label: str, cause: Exception | None, *, on_loop: bool) -> None:
+    """Tell an actor that it ends; log what its hook raises."""
+    hook = getattr(actor, "__cleanup__", None)
+    try:
+        if hook is not None:
+            done = hook(cause)
+            if on_loop and inspect.isawaitable(done):
+                await done
+    except BaseException:
+        log.exception("__cleanup__ of %s failed", label)
