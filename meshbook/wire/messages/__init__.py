@@ -8,7 +8,7 @@ An unknown field is ignored and a missing one takes its default, so a field may 
 any other change needs one (`codec.PROTOCOL`).
 
 `commands` has those of controllers, `host_commands` those of the supervisor, `reports` what is sent upwards, and
-`monitoring` metrics and snapshots; `payloads`, `output` and `mesh` have what they are made of. This module defines which
+`monitoring` metrics and snapshots; `payloads`, `output` and `mesh` have what they are made of. This module says which
 role may send which message to which.
 """
 
