@@ -82,8 +82,10 @@ CONFINED = {
 # Modules that decide and do not act: a test drives them without a process, a socket or a clock of their own.
 PURE = (
     "ids", "errors", "mesh_axes", "placement", "wire.messages", "wire.codec", "fold", "diagnose", "supervisor.state",
-    "supervisor.monitoring", "supervisor.snapshot_requests", "supervisor.series", "supervisor.stalls",
-    "supervisor.telemetry",
+    "supervisor.calls", "supervisor.clients", "supervisor.desync", "supervisor.effects", "supervisor.groups",
+    "supervisor.history", "supervisor.monitoring", "supervisor.output", "supervisor.position_queries",
+    "supervisor.ranks", "supervisor.scheduler", "supervisor.series", "supervisor.snapshot_requests",
+    "supervisor.stalls", "supervisor.startup", "supervisor.telemetry",
 )  # fmt: skip
 ACTING = {"asyncio", "multiprocessing", "os", "select", "selectors", "socket", "subprocess", "threading", "time", "zmq"}
 

@@ -1,7 +1,7 @@
 """The supervisor's monitoring: snapshots of ranks, subscribed clients, and stalled cells.
 
-It combines `snapshot_requests`, `telemetry` and `stalls`, and reads the mesh's state through `MeshStateReader`. As pure
-as they are: events in, effects out.
+It combines `snapshot_requests`, `telemetry` and `stalls`, and reads the mesh's state through `MeshStateReader` and
+`RankTable`. As pure as they are: events in, effects out.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,11 +20,12 @@ from meshbook.diagnose.findings import Finding
 from meshbook.diagnose.kinds import BENIGN_KINDS
 from meshbook.ids import CallId, Ranks
 from meshbook.supervisor.effects import Effect, SendToClient, SendToHosts, SetTimer
+from meshbook.supervisor.ranks import RankTable
 from meshbook.supervisor.snapshot_requests import SNAPSHOT_TIMEOUT_S, SnapshotRequests
 from meshbook.supervisor.stalls import BETWEEN_PROBES_S, STALL_S, HeartbeatSample, StallDetector
 from meshbook.supervisor.telemetry import CallStatus, MeshTelemetry, Subscription
 from meshbook.wire import messages
-from meshbook.wire.messages import FoldedItem, MeshInfo, OpenCall, RankDisplay, RankExited, RankSnapshot
+from meshbook.wire.messages import FoldedItem, MeshInfo, OpenCall, RankDisplay, RankSnapshot
 
 log = logging.getLogger("meshbook.supervisor")
 
@@ -47,12 +48,6 @@ class MeshStateReader(Protocol):
     def ranks_awaiting_input(self) -> Ranks:
         """Return the ranks that wait for a reply to input()."""
 
-    def host_of(self, rank: int) -> int:
-        """Return the host that a rank is on."""
-
-    def exited_ranks(self) -> Mapping[int, RankExited]:
-        """Return the exit reports of ranks that have exited."""
-
     def wall_time(self, now: float) -> float:
         """Return the wall-clock time at `now`."""
 
@@ -70,8 +65,8 @@ class _StallProbe:
 class Monitoring:
     """The monitoring of one mesh."""
 
-    def __init__(self, state: MeshStateReader, stall_s: float = STALL_S) -> None:
-        self._state = state
+    def __init__(self, state: MeshStateReader, ranks: RankTable, stall_s: float = STALL_S) -> None:
+        self._state, self._ranks = state, ranks
         self._snapshot_requests = SnapshotRequests()
         self._stall_detector = StallDetector(stall_s)
         self._telemetry = MeshTelemetry()
@@ -216,9 +211,9 @@ class Monitoring:
     # ---- snapshots
 
     def _request_snapshots(self, command: messages.TakeSnapshots, now: float) -> list[Effect]:
-        exited = self._state.exited_ranks()
+        exited = self._ranks.exited
         living = tuple(rank for rank in command.ranks if rank not in exited)
-        hosts = tuple(sorted({self._state.host_of(rank) for rank in living}))
+        hosts = self._ranks.hosts_of(living)
         self._snapshot_requests.begin(command.call, command.ranks, hosts)
         if not hosts:
             return self._finish_request(command.call, now)
@@ -227,9 +222,9 @@ class Monitoring:
 
     def _finish_request(self, call: str, now: float) -> list[Effect]:
         info = self._state.info()
-        host_by_rank = {rank.rank: self._state.host_of(rank.rank) for rank in info.ranks}
+        host_by_rank = {rank.rank: self._ranks.host_of(rank.rank) for rank in info.ranks}
         reply = self._snapshot_requests.finish(
-            call, {rank.rank: rank for rank in info.ranks}, self._state.exited_ranks(), host_by_rank
+            call, {rank.rank: rank for rank in info.ranks}, self._ranks.exited, host_by_rank
         )
         if reply is None:
             return []

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from meshbook.controller.subscription import SnapshotBuilder
-from meshbook.supervisor import state as s
+from meshbook.supervisor import effects as s
 from meshbook.supervisor.snapshot_requests import SNAPSHOT_TIMEOUT_S
 from meshbook.wire import codec, messages
 from meshbook.wire.messages import CollectiveInfo, Frame, Health, RankInfo, RankMetrics, RankSnapshot, Scalar
