@@ -10,7 +10,7 @@ from typing import Any
 from meshbook.controller.subscription import MeshSnapshot
 from meshbook.diagnose.findings import Finding
 from meshbook.supervisor.series import Curves, Series
-from meshbook.supervisor.telemetry import CallStatus, CollectiveStatus, RankStatus
+from meshbook.wire.messages import CallStatus, CollectiveStatus, RankStatus
 
 GIB = 1 << 30
 
@@ -70,7 +70,7 @@ class Training:
         gpu: dict[str, Any] = {}
         if self.gpus:
             gpu = {
-                "gpu": "NVIDIA H100",
+                "gpu_name": "NVIDIA H100",
                 "gpu_allocated_bytes": self._memory[rank],
                 "gpu_total_bytes": 80 * GIB,
                 "gpu_reserved_bytes": self._memory[rank] + 2 * GIB,

@@ -21,9 +21,10 @@ from meshbook.controller.connection import SupervisorConnection
 from meshbook.controller.session import Session
 from meshbook.diagnose.findings import Finding
 from meshbook.errors import MeshbookError, MeshTimeout
+from meshbook.ids import Ranks
 from meshbook.supervisor.series import Curves, Series
-from meshbook.supervisor.telemetry import MAX_RETAINED_LINES, CallStatus, CollectiveStatus, PrintedLine, RankStatus
-from meshbook.wire import messages
+from meshbook.supervisor.telemetry import MAX_RETAINED_LINES
+from meshbook.wire.messages import CallStatus, CollectiveStatus, MeshUpdate, PrintedLine, RankStatus, Subscribe
 
 log = logging.getLogger("meshbook.onlooker")
 
@@ -77,36 +78,34 @@ class SnapshotBuilder:
         self._lines: deque[PrintedLine] = deque(maxlen=MAX_RETAINED_LINES)
         self._last_sample_at = 0.0
 
-    def apply(self, at: float, data: Mapping[str, Any]) -> MeshSnapshot:
-        """Return the snapshot after these updates (`supervisor.telemetry` documents their fields)."""
+    def apply(self, update: MeshUpdate) -> MeshSnapshot:
+        """Return the snapshot after this update."""
         old = self.snapshot
-        changes: dict[str, Any] = {"at": at}
-        if data.get("whole"):
+        if update.call is not None:  # all that is known
             old = MeshSnapshot()
             self._lines.clear()
-        if "mesh" in data:
-            changes |= {**data["mesh"], "clients": tuple(data["mesh"].get("clients", ()))}
-        if "ranks" in data:
-            changes["ranks"] = _apply_columns(old.ranks, data["ranks"])
-        if "calls" in data:
-            changes["calls"] = tuple(msgspec.convert(call, CallStatus) for call in data["calls"])
-        if "collectives" in data:
-            changes["collectives"] = _merge_collectives(old.collectives, data["collectives"])
-        if "findings" in data:
-            changes["findings"] = tuple(msgspec.convert(finding, Finding) for finding in data["findings"])
-        if "lines" in data:
-            self._lines += [msgspec.convert(line, PrintedLine) for line in data["lines"]]
+        changes: dict[str, Any] = {"at": update.timestamp}
+        if update.mesh is not None:
+            changes |= msgspec.structs.asdict(update.mesh)
+        if update.ranks:
+            changes["ranks"] = _apply_columns(old.ranks, update.ranks)
+        if update.calls is not None:
+            changes["calls"] = update.calls
+        if update.collectives:
+            changes["collectives"] = _merge_collectives(old.collectives, update.collectives)
+        if update.findings is not None:
+            changes["findings"] = msgspec.convert(update.findings, tuple[Finding, ...])
+        if update.lines:
+            self._lines += update.lines
             changes["lines"] = tuple(self._lines)
         new = self.snapshot = replace(old, **changes)
-        if "series" in data:
-            new.series.load(data["series"])
-        if "curves" in data:
-            new.scalars.load(data["curves"])
-        if not data.get("whole") and at - self._last_sample_at >= 1.0:  # ranks measure once per second
-            self._last_sample_at = at
-            new.series.sample(at, new.ranks)
-        for name, rank, step, value, when in data.get("scalars", ()):
-            new.scalars.put(name, rank, step, value, when)
+        new.series.load(update.series)
+        new.scalars.load(update.curves)
+        if update.call is None and new.at - self._last_sample_at >= 1.0:  # ranks measure once per second
+            self._last_sample_at = new.at
+            new.series.sample(new.at, new.ranks)
+        for point in update.scalars:
+            new.scalars.put(point.name, point.rank, point.step, point.value, point.at)
         return new
 
     def end(self, reason: str) -> MeshSnapshot:
@@ -200,9 +199,9 @@ class MeshSubscription:
 
     # ---- on the listener thread
 
-    def _on_update(self, report: messages.MeshUpdate) -> None:
+    def _on_update(self, report: MeshUpdate) -> None:
         if not self._closed:
-            self._builder.apply(report.timestamp, report.data)
+            self._builder.apply(report)
             self._notify()
 
     def _mesh_ended(self, reason: str) -> None:
@@ -226,25 +225,28 @@ class _SharedSubscription:
     def __init__(self, connection: SupervisorConnection) -> None:
         self._connection = connection
         self._subscriptions: list[MeshSubscription] = []
+        self._subscribe_calls: set[str] = set()  # replies to other calls are not for subscribers
         self._lock = threading.Lock()
 
     @classmethod
     def of(cls, connection: SupervisorConnection) -> _SharedSubscription:
-        shared = connection.listeners.report_handlers.setdefault(messages.MeshUpdate, cls(connection))
+        shared = connection.listeners.report_handlers.setdefault(MeshUpdate, cls(connection))
         assert isinstance(shared, cls)
         return shared
 
-    def __call__(self, report: messages.MeshUpdate) -> None:
-        if report.data.get("once"):
-            return
-        for subscription in tuple(self._subscriptions):
-            subscription._on_update(report)
+    def __call__(self, report: MeshUpdate) -> None:
+        if report.call is None or report.call in self._subscribe_calls:
+            for subscription in tuple(self._subscriptions):
+                subscription._on_update(report)
 
     def add(self, subscription: MeshSubscription, history_s: float) -> None:
         with self._lock:
             self._subscriptions.append(subscription)
+            rate = max(subscription.max_updates_per_s for subscription in self._subscriptions)
+            call = self._connection.next_call_id()
+            self._subscribe_calls.add(call)
             try:
-                self._subscribe(history_s)
+                _request(self._connection, Subscribe(call=call, max_updates_per_s=rate, history_s=history_s))
             except BaseException:
                 self._subscriptions.remove(subscription)
                 raise
@@ -256,27 +258,18 @@ class _SharedSubscription:
             if self._subscriptions:
                 return
             with contextlib.suppress(MeshbookError):
-                self._connection.send(messages.Subscribe(call=self._connection.next_call_id(), max_updates_per_s=0.0))
-
-    def _subscribe(self, history_s: float) -> None:
-        max_updates_per_s = max(subscription.max_updates_per_s for subscription in self._subscriptions)
-        request_snapshot(self._connection, max_updates_per_s=max_updates_per_s, history_s=history_s)
+                self._connection.send(Subscribe(call=self._connection.next_call_id(), max_updates_per_s=0.0))
 
 
-def request_snapshot(
-    connection: SupervisorConnection, *, max_updates_per_s: float, history_s: float
-) -> messages.MeshUpdate:
-    """Return the supervisor's stored state, and with `max_updates_per_s` subscribe to updates. Blocks.
+def _request(connection: SupervisorConnection, command: Subscribe) -> MeshUpdate:
+    """Send a command and return the supervisor's reply. Blocks.
 
     Raises:
         NotAttached: the connection is closed, or the mesh has ended.
         MeshTimeout: the supervisor does not reply.
     """
-    command = messages.Subscribe(
-        call=connection.next_call_id(), max_updates_per_s=max_updates_per_s, history_s=history_s
-    )
     try:
-        reply: messages.MeshUpdate = connection.request(command).result(_REPLY_TIMEOUT_S)
+        reply: MeshUpdate = connection.request(command).result(_REPLY_TIMEOUT_S)
     except TimeoutError:
         raise MeshTimeout(
             f"the supervisor of {connection.connection_info.name!r} did not answer within {_REPLY_TIMEOUT_S:g} s"
@@ -285,12 +278,19 @@ def request_snapshot(
 
 
 def fetch_snapshot(connection: SupervisorConnection, *, history_s: float = 0.001) -> MeshSnapshot:
-    """Return one snapshot, without subscribing. Blocks a few milliseconds. Raises as `request_snapshot` does."""
-    reply = request_snapshot(connection, max_updates_per_s=0.0, history_s=history_s)
-    return SnapshotBuilder().apply(reply.timestamp, reply.data)
+    """Return one snapshot, without subscribing. Blocks a few milliseconds.
+
+    Raises:
+        NotAttached: the connection is closed, or the mesh has ended.
+        MeshTimeout: the supervisor does not reply.
+    """
+    command = Subscribe(call=connection.next_call_id(), max_updates_per_s=0.0, history_s=history_s)
+    return SnapshotBuilder().apply(_request(connection, command))
 
 
-def _apply_columns(ranks: tuple[RankStatus, ...], columns: Mapping[str, Any]) -> tuple[RankStatus, ...]:
+def _apply_columns(
+    ranks: tuple[RankStatus, ...], columns: Mapping[str, tuple[Ranks, list[Any]]]
+) -> tuple[RankStatus, ...]:
     changes: dict[int, dict[str, Any]] = {}
     for name, (which, values) in columns.items():
         for rank, value in zip(which, values, strict=True):
@@ -304,14 +304,13 @@ def _apply_columns(ranks: tuple[RankStatus, ...], columns: Mapping[str, Any]) ->
 
 
 def _merge_collectives(
-    known: Mapping[int, tuple[CollectiveStatus, ...]], updates: Iterable[Any]
+    known: Mapping[int, tuple[CollectiveStatus, ...]], updates: Iterable[CollectiveStatus]
 ) -> dict[int, tuple[CollectiveStatus, ...]]:
     new_by_rank: dict[int, list[CollectiveStatus]] = {}
-    for data in updates:
-        one = msgspec.convert(data, CollectiveStatus)
+    for one in updates:
         new_by_rank.setdefault(one.rank, []).append(one)
     found = dict(known)
     for rank, new in new_by_rank.items():
-        both = {(one.group, one.op, one.seq): one for one in (*known.get(rank, ()), *new)}
+        both = {one.key: one for one in (*known.get(rank, ()), *new)}
         found[rank] = tuple(sorted(both.values(), key=lambda one: one.began_at)[-_MAX_COLLECTIVES_PER_RANK:])
     return found

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from meshbook.ids import format_ranks, name_ranks
 from meshbook.mesh_axes import MeshAxes
-from meshbook.supervisor.telemetry import RankStatus
 from meshbook.wire.messages import HistoryEntry, MeshInfo, MeshSpec, RankInfo
 
 # Maximum number of ranks with a row each; above it, ranks with equal cells share a row. 16 rows fit a screen with room
@@ -132,7 +131,7 @@ def _rank_row(shown: str, rank: RankInfo, group: Sequence[RankInfo]) -> tuple[st
     )
 
 
-def describe_activity(rank: RankInfo | RankStatus) -> list[str]:
+def describe_activity(rank: RankInfo) -> list[str]:
     """Return a rank's state, and the cell and line it is at, or how it ended."""
     parts = [STATES.get(rank.state, rank.state)]
     if rank.state == "dead" and rank.exit:

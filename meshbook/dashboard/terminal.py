@@ -23,7 +23,7 @@ from meshbook.dashboard import view
 from meshbook.diagnose.findings import Finding
 from meshbook.errors import MeshbookError
 from meshbook.ids import Ranks, format_ranks, name_ranks, parse_ranks
-from meshbook.supervisor.telemetry import RankStatus
+from meshbook.wire.messages import RankStatus
 
 # From this many ranks on, the table is folded: ranks in the same state share a row.
 FOLD_FROM_RANKS = 33

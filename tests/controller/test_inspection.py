@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from meshbook.controller.connection import SupervisorConnection
-from meshbook.controller.exporter import Exporter
 from meshbook.controller.mesh import Mesh, create_mesh
 from meshbook.controller.subscription import MeshSnapshot, MeshSubscription
+from meshbook.dashboard.exporter import Exporter
 from meshbook.errors import MeshShapeError, RankLost, StartError, UsageError
 from meshbook.wire import keys, messages
 from tests.controller.test_run import when

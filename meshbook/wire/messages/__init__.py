@@ -7,14 +7,15 @@ no behaviour. Ranks travel as sorted tuples of ints; seconds are floats; byte co
 An unknown field is ignored and a missing one takes its default, so a field may be added without a new protocol version;
 any other change needs one (`codec.PROTOCOL`).
 
-`core` has the messages for start-up, cells, values and Stop, `monitoring` those for metrics and snapshots. This module
-defines which role may send which message to which.
+`core` has the messages for start-up, cells, values and Stop, `monitoring` those for metrics and snapshots,
+`mesh_status` those for subscribers. This module defines which role may send which message to which.
 """
 
 from __future__ import annotations
 
 from meshbook.wire.messages.actors import *
 from meshbook.wire.messages.core import *
+from meshbook.wire.messages.mesh_status import *
 from meshbook.wire.messages.monitoring import *
 from meshbook.wire.messages.store import *
 from meshbook.wire.messages.tensors import *
@@ -111,9 +112,7 @@ HostReport = (
     HostReady
     | HostFailed
     | HostHeartbeat
-    | RankReady
     | RankExited
-    | RankHeartbeat
     | CallOutput
     | CallFinished
     | CallProgressed
@@ -130,7 +129,6 @@ SupervisorReport = (
     | MeshStopped
     | CallOutput
     | CallFinished
-    | CallProgressed
     | RanksStuck
     | InputRequest
     | CommandReply
