@@ -13,7 +13,7 @@ from typing import Any
 
 from meshbook.controller.subscription import MeshSnapshot
 from meshbook.ids import Ranks
-from meshbook.wire.messages import METRICS, Metric, RankStatus
+from meshbook.wire.messages import METRICS, RankStatus
 
 Message = dict[str, Any]
 Row = list[float | str]
@@ -66,8 +66,10 @@ class ChartEncoder:
         shown = set(ranks)
         statuses = [rank for rank in snapshot.ranks if rank.rank in shown]
         for field, metric in METRICS.items():
-            name = metric.chart
-            new = self._extend_band(snapshot, field, name, statuses) if name else []
+            if metric.chart is None:
+                continue
+            name, title, unit = metric.chart
+            new = self._extend_band(snapshot, field, name, statuses)
             band = self._bands.get(name)
             if band is None:
                 continue
@@ -83,7 +85,7 @@ class ChartEncoder:
             if is_full or new or lines:
                 # Lines of all ranks need no range beside them.
                 band_points = [] if charted and len(charted) == len(ranks) else list(band) if is_full else new
-                yield _chart(name, is_full, band_points, lines, metric)
+                yield _chart(name, title, unit, "time", is_full, band_points, lines)
 
     def _extend_band(self, snapshot: MeshSnapshot, field: str, name: str, statuses: Sequence[RankStatus]) -> list[Row]:
         """Add the current range of a measurement to its chart; return what was added."""
@@ -120,7 +122,7 @@ class ChartEncoder:
 
             lines = self._lines(name, charted, is_full, points)
             if band or lines:
-                yield _chart(name, is_full, band, lines)
+                yield _chart(name, name, "", "step", is_full, band, lines)
 
     def _lines(
         self,
@@ -140,17 +142,9 @@ class ChartEncoder:
 
 
 def _chart(
-    name: str, is_full: bool, band: list[Row], lines: dict[str, list[Row]], metric: Metric | None = None
+    name: str, title: str, unit: str, x: str, is_full: bool, band: list[Row], lines: dict[str, list[Row]]
 ) -> Message:
-    return {
-        "name": name,
-        "title": metric.title if metric is not None else name,
-        "unit": metric.unit if metric is not None else "",
-        "x": "time" if metric is not None else "step",
-        "full": is_full,
-        "band": band,
-        "lines": lines,
-    }
+    return {"name": name, "title": title, "unit": unit, "x": x, "full": is_full, "band": band, "lines": lines}
 
 
 def _past_band(snapshot: MeshSnapshot, field: str, ranks: Sequence[int]) -> list[Row]:

@@ -125,7 +125,7 @@ def metric_families(snapshot: MeshSnapshot) -> list[Any]:
     ]
     for field, metric in METRICS.items():
         samples = [
-            ((str(rank.rank), rank.host, rank.device), float(value) * metric.gauge_factor)
+            ((str(rank.rank), rank.host, rank.device), float(value) * metric.factor)
             for rank in snapshot.ranks
             if (value := getattr(rank, field)) is not None
         ]

@@ -102,7 +102,7 @@ class UpdateEncoder:
         columns = self._changed_columns(snapshot)
         if columns or full:
             messages.append({"kind": "update", "full": full, "columns": columns})
-        if self._why_answer is not None and self._why_answer[0] != _running_calls(snapshot):
+        if self._why_answer is not None and self._why_answer[0] != snapshot.calls:
             self._why_answer, self._sent_findings = None, ()
             messages.append(findings_message(()))
         if snapshot.findings != self._sent_findings:
@@ -132,7 +132,7 @@ class UpdateEncoder:
     def record_why(self, snapshot: MeshSnapshot, found: Iterable[Finding]) -> Message:
         """Return the reply to a `why` request. It stays until the running calls or the unrequested findings change."""
         message = findings_message(found, requested=True)
-        self._why_answer, self._sent_findings = (_running_calls(snapshot), message), snapshot.findings
+        self._why_answer, self._sent_findings = (snapshot.calls, message), snapshot.findings
         return message
 
     # ---- ranks
@@ -426,10 +426,6 @@ def parse_ranks_in_mesh(text: Any, all_ranks: Ranks) -> Ranks:
         return ()
     known = set(all_ranks)
     return tuple(rank for rank in parse_ranks(text) if rank in known)
-
-
-def _running_calls(snapshot: MeshSnapshot) -> tuple[str, ...]:
-    return tuple(call.call for call in snapshot.calls)
 
 
 def _line_label(one: CollectiveStatus) -> str:

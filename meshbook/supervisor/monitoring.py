@@ -25,7 +25,6 @@ from meshbook.supervisor.stalls import BETWEEN_PROBES_S, STALL_S, CollectiveWait
 from meshbook.supervisor.telemetry import MeshTelemetry, Subscription
 from meshbook.wire import messages
 from meshbook.wire.messages import (
-    CallStatus,
     CollectiveStatus,
     FoldedItem,
     MeshInfo,
@@ -135,8 +134,6 @@ class Monitoring:
 
     def call_printed(self, call: str, items: Iterable[FoldedItem], now: float) -> None:
         """Record output of a call that is sent to its client."""
-        items = tuple(items)
-        self._telemetry.add_output(items, self._state.wall_time(now))
         for item in items:
             self._stall_detector.call_printed(call, item.ranks, now)
 
@@ -317,12 +314,7 @@ class Monitoring:
 
     def _refresh_telemetry(self, now: float) -> None:
         info = self._state.info()
-        at = self._state.wall_time(now)
-        calls = tuple(
-            CallStatus(call=one.call, label=one.label, ranks=one.ranks, began_at=round(at - one.seconds, 1))
-            for one in self._state.open_calls(now)
-        )
-        self._telemetry.update_mesh(info, calls)
+        self._telemetry.update_mesh(info, tuple(one.call for one in self._state.open_calls(now)))
         self._telemetry.update_ranks(info.ranks, self._state.ranks_awaiting_input())
 
 

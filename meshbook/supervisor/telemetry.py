@@ -2,15 +2,15 @@
 
 `MeshTelemetry` is the state, updated from reports that the supervisor receives anyway; `Subscription` tracks what one
 client has received, and makes `MeshUpdate`s. Pure: time is passed in, plain data comes out. A steady mesh changes
-little, so numbers are rounded to visible precision, and ranks are sent by column.
+little, so numbers are rounded to visible precision.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -18,26 +18,19 @@ from meshbook.diagnose.findings import Finding
 from meshbook.ids import CallId
 from meshbook.supervisor.series import Curves, Series
 from meshbook.wire.messages import (
-    CallStatus,
     CollectiveInfo,
     CollectiveStatus,
-    FoldedItem,
     Health,
-    Line,
     MeshInfo,
     MeshSummary,
     MeshUpdate,
-    PrintedLine,
     RankInfo,
     RankMetrics,
     RankStatus,
     ScalarPoint,
 )
 
-MAX_RETAINED_LINES = 500
-_MAX_LINE_CHARS = 2_000
 # Limits of one update; a reader could not follow more, so the excess is left out.
-_MAX_LINES_PER_UPDATE = 200
 _MAX_COLLECTIVES_PER_UPDATE = 2_048
 _MAX_SCALARS_PER_UPDATE = 4_096
 _MAX_COLLECTIVES_PER_RANK = 32  # of each rank
@@ -45,6 +38,7 @@ _MEMORY_ROUNDING_BYTES = 1 << 16  # bytes: a process's memory fluctuates by page
 # Seconds from which the age of a heartbeat is shown: one per second is regular, and a late one no news.
 _LATE_S = 2.5
 
+T = TypeVar("T")
 # One of a rank's collectives: `CollectiveStatus.key`.
 CollectiveKey = tuple[str, str, int]
 
@@ -57,16 +51,11 @@ class MeshTelemetry:
         self.scalars = Curves()
         self.mesh = MeshSummary()
         self.ranks: dict[int, RankStatus] = {}
-        self.calls: tuple[CallStatus, ...] = ()
-        self.collectives: dict[int, dict[CollectiveKey, CollectiveStatus]] = {}
+        self.calls: tuple[str, ...] = ()  # the cells that run
         self.findings: tuple[Finding, ...] = ()
-        # What came last, newest last, and how many there ever were.
-        self.lines: deque[PrintedLine] = deque(maxlen=MAX_RETAINED_LINES)
-        self.num_lines = 0
-        self.recent_scalars: deque[ScalarPoint] = deque(maxlen=_MAX_SCALARS_PER_UPDATE)
-        self.num_scalars = 0
-        self.recent_collectives: deque[CollectiveStatus] = deque(maxlen=_MAX_COLLECTIVES_PER_UPDATE)
-        self.num_collective_changes = 0
+        self.collectives: dict[int, dict[CollectiveKey, CollectiveStatus]] = {}  # by rank
+        self.collective_changes = RecentEvents[CollectiveStatus](_MAX_COLLECTIVES_PER_UPDATE)
+        self.new_scalars = RecentEvents[ScalarPoint](_MAX_SCALARS_PER_UPDATE)
         self._open_collectives: dict[int, dict[CollectiveKey, CollectiveStatus]] = {}  # by rank
         self._dirty_ranks: set[int] = set()  # ranks with metrics received since their RankStatus was built
         self._built_from: dict[int, tuple[RankInfo, bool]] = {}  # rank -> the inputs of its RankStatus
@@ -91,8 +80,7 @@ class MeshTelemetry:
         for scalar in metrics.scalars:
             point = ScalarPoint(scalar.name, rank, scalar.step, scalar.value, round(at - scalar.age_s, 3))
             if self.scalars.put(point.name, rank, point.step, point.value, point.at):
-                self.recent_scalars.append(point)
-                self.num_scalars += 1
+                self.new_scalars.append(point)
 
     def _update_collectives(self, rank: int, collectives: Iterable[CollectiveInfo], at: float) -> None:
         recorded, were_open = self.collectives.setdefault(rank, {}), self._open_collectives.get(rank, {})
@@ -117,28 +105,17 @@ class MeshTelemetry:
     def _record_collective(self, recorded: dict[CollectiveKey, CollectiveStatus], status: CollectiveStatus) -> None:
         recorded.pop(status.key, None)  # reinserted at the end: the oldest are dropped first
         recorded[status.key] = status
-        self.recent_collectives.append(status)
-        self.num_collective_changes += 1
+        self.collective_changes.append(status)
 
-    def add_output(self, items: Iterable[FoldedItem], at: float) -> None:
-        """Record folded output, as sent to the client that ran the cell."""
-        for item in items:
-            if isinstance(item, Line) and not item.live:
-                text = item.text if len(item.text) <= _MAX_LINE_CHARS else item.text[:_MAX_LINE_CHARS] + " ... (cut)"
-                self.lines.append(PrintedLine(at=round(at, 3), ranks=item.ranks, stream=item.stream, text=text))
-                self.num_lines += 1
-
-    def update_mesh(self, info: MeshInfo, calls: tuple[CallStatus, ...]) -> None:
-        """Set the supervisor's current state of the mesh and its calls."""
+    def update_mesh(self, info: MeshInfo, calls: tuple[str, ...]) -> None:
+        """Set the supervisor's current state of the mesh, and the cells that run."""
         self.calls = calls
         self.mesh = MeshSummary(
             name=info.name,
             axes=dict(info.spec.axes) if info.spec is not None else {},
-            groups=info.groups,
             backend=info.backend,
             cells_run=info.cells_run,
             clients=info.clients,
-            started_at=info.started_at,
         )
 
     def update_ranks(self, ranks: Iterable[RankInfo], awaiting_input: Iterable[int]) -> None:
@@ -187,11 +164,10 @@ class MeshTelemetry:
             timestamp=at,
             call=call,
             mesh=self.mesh,
-            ranks=changed_columns({}, self.ranks),
+            ranks=tuple(self.ranks.values()),
             calls=self.calls,
             collectives=tuple(one for some in self.collectives.values() for one in list(some.values())[-share:]),
             curves=self.scalars.dump(since),
-            lines=tuple(self.lines),
             findings=msgspec.to_builtins(self.findings),
             series=self.series.dump(since),
         )
@@ -213,17 +189,14 @@ class Subscription:
     def next_update(self, at: float) -> MeshUpdate | None:
         """Return the changes since the last update; None if there are none."""
         telemetry = self._telemetry
-        num_collectives = telemetry.num_collective_changes - self._num_changes
-        last_collectives = {(one.rank, one.key): one for one in _last(telemetry.recent_collectives, num_collectives)}
-        num_lines = min(telemetry.num_lines - self._num_lines, _MAX_LINES_PER_UPDATE)
+        collectives = {(one.rank, one.key): one for one in telemetry.collective_changes.after(self._num_changes)}
         update = MeshUpdate(
             timestamp=at,
             mesh=telemetry.mesh if telemetry.mesh != self._mesh else None,
-            ranks=changed_columns(self._ranks, telemetry.ranks),
+            ranks=tuple(status for rank, status in telemetry.ranks.items() if status != self._ranks.get(rank)),
             calls=telemetry.calls if telemetry.calls != self._calls else None,
-            collectives=tuple(last_collectives.values()),
-            scalars=_last(telemetry.recent_scalars, telemetry.num_scalars - self._num_scalars),
-            lines=_last(telemetry.lines, num_lines),
+            collectives=tuple(collectives.values()),
+            scalars=telemetry.new_scalars.after(self._num_scalars),
             findings=msgspec.to_builtins(telemetry.findings) if telemetry.findings != self._findings else None,
         )
         self._mark_sent()
@@ -232,35 +205,24 @@ class Subscription:
     def _mark_sent(self) -> None:
         telemetry = self._telemetry
         self._mesh, self._ranks, self._calls = telemetry.mesh, telemetry.ranks, telemetry.calls
-        self._findings, self._num_lines = telemetry.findings, telemetry.num_lines
-        self._num_scalars, self._num_changes = telemetry.num_scalars, telemetry.num_collective_changes
+        self._findings = telemetry.findings
+        self._num_scalars, self._num_changes = telemetry.new_scalars.total, telemetry.collective_changes.total
 
 
-def changed_columns(
-    old_ranks: Mapping[int, RankStatus], new_ranks: Mapping[int, RankStatus]
-) -> dict[str, tuple[tuple[int, ...], list[Any]]]:
-    """Return the changed fields of ranks, by field: `{"line": ((0, 1), [7, 9])}`; of new ranks at least the state."""
-    found: dict[str, tuple[list[int], list[Any]]] = {}
-    for rank, current in new_ranks.items():
-        previous = old_ranks.get(rank)
-        if previous is current or previous == current:
-            continue
-        known = previous if previous is not None else RankStatus(rank=rank)
-        for name in RankStatus.__struct_fields__:
-            value = getattr(current, name)
-            if value != getattr(known, name) or (previous is None and name == "state"):
-                ranks, values = found.setdefault(name, ([], []))
-                ranks.append(rank)
-                values.append(value)
-    return {name: (tuple(ranks), values) for name, (ranks, values) in found.items()}
+class RecentEvents(Generic[T]):
+    """The latest events of a kind, and how many there were in total."""
 
+    def __init__(self, size: int) -> None:
+        self.total = 0
+        self._events: deque[T] = deque(maxlen=size)
 
-T = TypeVar("T")
+    def append(self, event: T) -> None:
+        self._events.append(event)
+        self.total += 1
 
-
-def _last(some: deque[T], count: int) -> tuple[T, ...]:
-    """Return the last `count` items, oldest first."""
-    return tuple(itertools.islice(some, max(0, len(some) - count), None))
+    def after(self, number: int) -> tuple[T, ...]:
+        """Return the events after the first `number` ones, as far as they are stored, oldest first."""
+        return tuple(itertools.islice(self._events, max(0, len(self._events) - (self.total - number)), None))
 
 
 def _collective_status(rank: int, collective: CollectiveInfo, at: float) -> CollectiveStatus:
@@ -274,9 +236,7 @@ def _collective_status(rank: int, collective: CollectiveInfo, at: float) -> Coll
         ended_at=None if collective.ended_s_ago is None else round(at - collective.ended_s_ago, 3),
         group_ranks=collective.group_ranks,
         peer=collective.peer,
-        file=collective.frame.file if collective.frame is not None else None,
         line=collective.frame.line if collective.frame is not None else None,
-        failed=collective.failure,
     )
 
 
