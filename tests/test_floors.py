@@ -85,7 +85,7 @@ PURE = (
     "supervisor.calls", "supervisor.clients", "supervisor.desync", "supervisor.effects", "supervisor.groups",
     "supervisor.history", "supervisor.monitoring", "supervisor.output", "supervisor.position_queries",
     "supervisor.ranks", "supervisor.scheduler", "supervisor.series", "supervisor.snapshot_requests",
-    "supervisor.stalls", "supervisor.startup", "supervisor.telemetry",
+    "supervisor.stalls", "supervisor.startup", "supervisor.telemetry", "dashboard.charts", "dashboard.view",
 )  # fmt: skip
 ACTING = {"asyncio", "multiprocessing", "os", "select", "selectors", "socket", "subprocess", "threading", "time", "zmq"}
 

@@ -128,7 +128,7 @@ class MeshTelemetry:
                 changed[info.rank] = self._build_rank(*built_from)
                 self._built_from[info.rank] = built_from
         self._dirty_ranks -= changed.keys()
-        self.ranks = {**self.ranks, **changed}  # a new dict: subscriptions compare it with the previous one
+        self.ranks |= changed
 
     def sample_series(self, at: float, ranks: Iterable[int]) -> None:
         """Record the current numbers of these ranks in the series."""
@@ -204,7 +204,7 @@ class Subscription:
 
     def _mark_sent(self) -> None:
         telemetry = self._telemetry
-        self._mesh, self._ranks, self._calls = telemetry.mesh, telemetry.ranks, telemetry.calls
+        self._mesh, self._ranks, self._calls = telemetry.mesh, dict(telemetry.ranks), telemetry.calls
         self._findings = telemetry.findings
         self._num_scalars, self._num_changes = telemetry.new_scalars.total, telemetry.collective_changes.total
 
