@@ -130,29 +130,6 @@ class MeshSubscription:
         """The latest snapshot. Any thread."""
         return self._shared.snapshot
 
-    def wait_until(self, predicate: Callable[[MeshSnapshot], bool], timeout: float) -> MeshSnapshot:
-        """Return the first snapshot, the current one included, that satisfies `predicate`. Blocks.
-
-        Raises:
-            MeshTimeout: none came within `timeout` seconds.
-        """
-        matched = threading.Event()
-        found: list[MeshSnapshot] = []
-
-        def look(snapshot: MeshSnapshot) -> None:
-            if not found and predicate(snapshot):
-                found.append(snapshot)
-                matched.set()
-
-        self.listeners.append(look)
-        try:
-            look(self.snapshot)
-            if not matched.wait(timeout):
-                raise MeshTimeout(f"nothing of the kind was seen of the mesh {self.snapshot.name!r} in {timeout:g} s")
-        finally:
-            self.listeners.remove(look)
-        return found[0]
-
     def close(self) -> None:
         """Unsubscribe. The last snapshot stays. Idempotent."""
         self._shared.remove(self)
