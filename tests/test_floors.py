@@ -81,11 +81,12 @@ CONFINED = {
 
 # Modules that decide and do not act: a test drives them without a process, a socket or a clock of their own.
 PURE = (
-    "ids", "errors", "mesh_axes", "placement", "wire.messages", "wire.codec", "fold", "diagnose", "supervisor.state",
-    "supervisor.calls", "supervisor.clients", "supervisor.desync", "supervisor.effects", "supervisor.groups",
-    "supervisor.history", "supervisor.monitoring", "supervisor.output", "supervisor.position_queries",
-    "supervisor.ranks", "supervisor.scheduler", "supervisor.series", "supervisor.snapshot_requests",
-    "supervisor.stalls", "supervisor.startup", "supervisor.telemetry", "dashboard.charts", "dashboard.view",
+    "ids", "errors", "mesh_axes", "placement", "wire.messages", "wire.codec", "fold", "diagnose",
+    "supervisor.call_output", "supervisor.call_table", "supervisor.clients", "supervisor.desync",
+    "supervisor.effects", "supervisor.group_state", "supervisor.history", "supervisor.monitoring",
+    "supervisor.position_queries", "supervisor.rank_table", "supervisor.scheduler", "supervisor.series",
+    "supervisor.snapshot_requests", "supervisor.stalls", "supervisor.startup", "supervisor.state",
+    "supervisor.telemetry", "dashboard.charts", "dashboard.view",
 )  # fmt: skip
 ACTING = {"asyncio", "multiprocessing", "os", "select", "selectors", "socket", "subprocess", "threading", "time", "zmq"}
 

@@ -19,7 +19,7 @@ from meshbook.diagnose.findings import Finding
 from meshbook.diagnose.kinds import BENIGN_KINDS
 from meshbook.ids import CallId, Ranks
 from meshbook.supervisor.effects import Effect, SendToClient, SendToHosts, SetTimer
-from meshbook.supervisor.ranks import RankTable
+from meshbook.supervisor.rank_table import RankTable
 from meshbook.supervisor.snapshot_requests import SNAPSHOT_TIMEOUT_S, SnapshotRequests
 from meshbook.supervisor.stalls import BETWEEN_PROBES_S, STALL_S, CollectiveWait, StallDetector
 from meshbook.supervisor.telemetry import MeshTelemetry, Subscription

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from meshbook.ids import CallId, Ranks
-from meshbook.supervisor.calls import ActiveCall, CallTable, Continuation, Parts
+from meshbook.supervisor.call_table import ActiveCall, CallTable, Continuation, Parts
 from meshbook.supervisor.desync import collect_positions, find_desynced_groups, has_left
 from meshbook.supervisor.effects import Effect, SendToClient, SetTimer
-from meshbook.supervisor.groups import GroupState
-from meshbook.supervisor.ranks import RankTable
+from meshbook.supervisor.group_state import GroupState
+from meshbook.supervisor.rank_table import RankTable
 from meshbook.wire import messages
 
 # Seconds until ranks that have finished a call, but may still take part in its collectives, are queried again.

@@ -11,14 +11,14 @@ from typing import Any
 
 import msgspec
 
-from meshbook.supervisor.calls import ActiveCall, CallTable, Continuation, Parts
+from meshbook.supervisor.call_table import ActiveCall, CallTable, Continuation, Parts
 from meshbook.supervisor.clients import Client
 from meshbook.supervisor.effects import Effect, SendToClient, SendToHosts, SetTimer
-from meshbook.supervisor.groups import GroupState
+from meshbook.supervisor.group_state import GroupState
 from meshbook.supervisor.history import CellRecord
 from meshbook.supervisor.monitoring import Monitoring
 from meshbook.supervisor.position_queries import PositionQueries
-from meshbook.supervisor.ranks import RankTable
+from meshbook.supervisor.rank_table import RankTable
 from meshbook.wire import messages
 from meshbook.wire.messages import Outcome, OutcomeGroup
 from meshbook.wire.stop_timing import ABANDON_AFTER_S, HOLD_COMMANDS_S

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from meshbook.supervisor.calls import ActiveCall, Parts
+from meshbook.supervisor.call_table import ActiveCall, Parts
 from meshbook.supervisor.effects import Effect, SendToClient, SendToHosts, Shutdown, StartHosts
-from meshbook.supervisor.groups import GroupState
-from meshbook.supervisor.ranks import RankTable
+from meshbook.supervisor.group_state import GroupState
+from meshbook.supervisor.rank_table import RankTable
 from meshbook.supervisor.scheduler import CallScheduler
 from meshbook.wire import messages
 from meshbook.wire.messages import MeshInfo, MeshSpec

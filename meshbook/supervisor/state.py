@@ -4,9 +4,9 @@ Inputs: `command_received`, `client_disconnected`, `report_received`, `host_exit
 that they return. No sockets, threads, clocks or torch: time is passed in as seconds since the supervisor started, so a
 test can run a year of failures in a millisecond, and a saved list of events replays to the same state.
 
-`MeshState` routes each event to the part of the state that it concerns: `ranks`, `clients`, `startup`, `calls` (what
-hosts report of open calls), `scheduler` (when calls are sent, and what follows their end), `groups`, `history`,
-`monitoring`.
+`MeshState` routes each event to the part of the state that it concerns: `rank_table`, `clients`, `startup`,
+`call_table` (what hosts report of open calls), `scheduler` (when calls are sent, and what follows their end),
+`group_state`, `history`, `monitoring`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Callable
 from typing import Any
 
 from meshbook.ids import format_ranks, name_ranks
-from meshbook.supervisor.calls import CallTable
+from meshbook.supervisor.call_table import CallTable
 from meshbook.supervisor.clients import Client, Clients
 from meshbook.supervisor.effects import Effect, SendToClient, Shutdown
-from meshbook.supervisor.groups import GroupState
+from meshbook.supervisor.group_state import GroupState
 from meshbook.supervisor.history import CellRecord
 from meshbook.supervisor.monitoring import Monitoring
-from meshbook.supervisor.ranks import RankTable
+from meshbook.supervisor.rank_table import RankTable
 from meshbook.supervisor.scheduler import CallScheduler
 from meshbook.supervisor.stalls import STALL_S
 from meshbook.supervisor.startup import MeshStartup

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshbook.supervisor.groups import GroupState
+from meshbook.supervisor.group_state import GroupState
 from meshbook.wire.messages import Outcome, OutcomeGroup, RankError
 
 RANKS = (0, 1)

@@ -10,10 +10,10 @@ import msgspec
 from meshbook.fold.lines import FoldMerger
 from meshbook.fold.outcomes import merge_parts
 from meshbook.ids import CallId, Ranks, name_ranks
+from meshbook.supervisor.call_output import CallOutputStream, LateOutput
 from meshbook.supervisor.effects import Effect, SendToClient, SendToHosts, SetTimer
 from meshbook.supervisor.monitoring import Monitoring
-from meshbook.supervisor.output import CallOutputStream, LateOutput
-from meshbook.supervisor.ranks import RankTable
+from meshbook.supervisor.rank_table import RankTable
 from meshbook.wire import messages
 from meshbook.wire.messages import HistoryEntry, Outcome, OutcomeGroup, RankInfo
 

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 import pytest
 
 from meshbook.ids import CallId
-from meshbook.supervisor.calls import ActiveCall, CallTable, Parts
+from meshbook.supervisor.call_output import CallOutputStream, LateOutput
+from meshbook.supervisor.call_table import ActiveCall, CallTable, Parts
 from meshbook.supervisor.effects import Effect, SendToClient, SendToHosts, SetTimer
 from meshbook.supervisor.monitoring import Monitoring
-from meshbook.supervisor.output import CallOutputStream, LateOutput
-from meshbook.supervisor.ranks import RankTable
+from meshbook.supervisor.rank_table import RankTable
 from meshbook.wire import messages
 from meshbook.wire.messages import FoldedItem, Line, Outcome, OutcomeGroup, RankExited, RankInfo
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshbook.supervisor.ranks import RankTable, assign_hosts
+from meshbook.supervisor.rank_table import RankTable, assign_hosts
 from meshbook.wire import messages
 from meshbook.wire.messages import RankExited, RankInfo
 
