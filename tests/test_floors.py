@@ -87,12 +87,14 @@ CONFINED = {
 # Modules that decide and do not act: a test drives them without a process, a socket or a clock of their own.
 PURE = (
     "controller.call_errors", "controller.pending_requests", "controller.stop_presses",
-    "diagnose", "errors", "fold",
+    "dashboard.charts", "dashboard.view", "diagnose", "errors", "fold",
     "host.instructions", "host.ledger", "host.open_calls", "host.rank_record", "host.stop_escalation",
     "ids", "kernel.mesh_options", "mesh_axes", "placement", "selections",
-    "supervisor.monitoring", "supervisor.series", "supervisor.snapshot_requests", "supervisor.stalls",
-    "supervisor.state", "supervisor.telemetry",
-    "wire.codec", "wire.messages",
+    "supervisor.call_output", "supervisor.call_table", "supervisor.clients", "supervisor.desync",
+    "supervisor.effects", "supervisor.group_state", "supervisor.history", "supervisor.monitoring",
+    "supervisor.position_queries", "supervisor.rank_table", "supervisor.scheduler", "supervisor.series",
+    "supervisor.snapshot_requests", "supervisor.stalls", "supervisor.startup", "supervisor.state",
+    "supervisor.telemetry", "wire.codec", "wire.messages",
 )  # fmt: skip
 ACTING = {"asyncio", "multiprocessing", "os", "select", "selectors", "socket", "subprocess", "threading", "time", "zmq"}
 

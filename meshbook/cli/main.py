@@ -222,7 +222,7 @@ def _top(options: argparse.Namespace) -> int:
         raise UsageError("--port is the page's; write it like: meshbook top --web --port 8000")
     found = _find_mesh(options.name)
     if options.prometheus is not None:
-        from meshbook.controller.exporter import Exporter
+        from meshbook.dashboard.exporter import Exporter
 
         with _observed_mesh(found.name) as mesh, Exporter(mesh.session, options.prometheus) as exporter:
             print(f"{mesh.name}: {exporter.address}\nCtrl-C ends it.", flush=True)

@@ -39,6 +39,9 @@ _LIVENESS_POLL_S = 1.0  # where the kernel does not support pidfd
 _SILENCE_CHECK_S = 1.0
 _PING_AFTER_CHECKS = 1
 _SILENT_AFTER_CHECKS = 4
+# Reports that are read after the supervisor's exit, and how long each may take through zmq's own thread.
+_MAX_LAST_REPORTS = 1000
+_LAST_REPORT_TIMEOUT_MS = 50
 
 
 @dataclass
@@ -310,6 +313,10 @@ class SupervisorConnection:
         """Handle the exit of the supervisor's process: every open call ends."""
         if self._pidfd is not None:
             self._loop.unwatch(self._pidfd)
+        for _ in range(_MAX_LAST_REPORTS):  # its last reports may arrive after its exit: one of them says why
+            if self._stop_reason is not None or not self._receive_socket.poll(_LAST_REPORT_TIMEOUT_MS):
+                break
+            self._on_message(self._receive_socket.recv_multipart())
         self.ended_unexpectedly = self._stop_reason is None
         reason = self._stop_reason or f"its supervisor (pid {self.connection_info.pid}) has ended"
         self.pending.fail_all(f"the mesh {self.connection_info.name!r} is gone: {reason}")

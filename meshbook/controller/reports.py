@@ -274,7 +274,7 @@ def health_table(snapshot: MeshSnapshot, ranks: Ranks) -> Table:
             _format_number(rank.gpu_utilisation, " %"),
             _format_size(rank.gpu_allocated_bytes),
             _format_number(rank.collectives_per_s, "/s") if rank.num_collectives else "",
-            _format_number(rank.steps_per_s, "/s") if rank.steps else "",
+            _format_number(rank.steps_per_s, "/s") if rank.num_steps else "",
             f"{rank.gil_lag_s:.1f} s" if rank.gil_lag_s is not None and rank.gil_lag_s >= 0.5 else "",
             f"{rank.beat_age_s} s ago" if rank.beat_age_s else "",
         )
@@ -298,7 +298,7 @@ def memory_table(snapshot: MeshSnapshot, ranks: Ranks) -> Table:
             rank.host,
             _format_size(rank.rss_bytes),
             _format_size(rank.peak_rss_bytes),
-            rank.device if rank.gpu is None else f"{rank.device} ({rank.gpu})",
+            rank.device if rank.gpu_name is None else f"{rank.device} ({rank.gpu_name})",
             _format_size(rank.gpu_allocated_bytes),
             _format_size(rank.gpu_reserved_bytes),
             _format_size(rank.gpu_peak_bytes),

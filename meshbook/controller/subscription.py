@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,8 +21,7 @@ from meshbook.controller.session import Session
 from meshbook.diagnose.findings import Finding
 from meshbook.errors import MeshbookError, MeshTimeout
 from meshbook.supervisor.series import Curves, Series
-from meshbook.supervisor.telemetry import MAX_RETAINED_LINES, CallStatus, CollectiveStatus, PrintedLine, RankStatus
-from meshbook.wire import messages
+from meshbook.wire.messages import CollectiveStatus, MeshUpdate, RankStatus, Subscribe
 
 log = logging.getLogger("meshbook.onlooker")
 
@@ -38,14 +36,12 @@ class MeshSnapshot:
     Attributes:
         at: the supervisor's wall clock when it sent this; it advances from snapshot to snapshot while the supervisor
             lives.
-        name, axes, groups, backend, cells_run, clients, started_at: as in `MeshInfo`.
+        name, axes, backend, cells_run, clients: as in `MeshInfo`.
         ranks: one `RankStatus` per rank, by rank: state, cell and line, memory, CPU, GPU, open collective, heartbeat
             age.
-        calls: running calls, oldest first.
+        calls: the ids of the cells that run, oldest first.
         collectives: rank -> its last ones, oldest first, open ones with `ended_at` None. Wall clock.
         findings: what the supervisor found unrequested in the cells that run now; `mesh.why()` analyses anew.
-        lines: the last folded lines that ranks printed, oldest first; text, never markup. For all output of a rank:
-            `mesh.logs`.
         series: memory, CPU, GPU, collectives/s and steps/s over time; `series.points("rss_bytes", rank)`.
         scalars: values passed to `meshbook.log`; `scalars.names`, `scalars.points("loss", rank)`.
         ended: why there are no more updates; None while there are.
@@ -54,70 +50,52 @@ class MeshSnapshot:
     at: float = 0.0
     name: str = ""
     axes: Mapping[str, int] = field(default_factory=dict)
-    groups: str = "none"
     backend: str | None = None
     cells_run: int = 0
     clients: tuple[str, ...] = ()
-    started_at: float = 0.0
     ranks: tuple[RankStatus, ...] = ()
-    calls: tuple[CallStatus, ...] = ()
+    calls: tuple[str, ...] = ()
     collectives: Mapping[int, tuple[CollectiveStatus, ...]] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
-    lines: tuple[PrintedLine, ...] = ()
     series: Series = field(default_factory=Series)
     scalars: Curves = field(default_factory=Curves)
     ended: str | None = None
 
 
-class SnapshotBuilder:
-    """Applies updates. `snapshot` is the result so far."""
+def apply_update(old: MeshSnapshot, update: MeshUpdate) -> MeshSnapshot:
+    """Return the snapshot after an update. Series and scalars are those of the old one, with new points."""
+    if update.call is not None:  # all that is known
+        old = MeshSnapshot()
+    changes: dict[str, Any] = {"at": update.timestamp}
+    if update.mesh is not None:
+        changes |= msgspec.structs.asdict(update.mesh)
+    if update.ranks:
+        by_rank = {status.rank: status for status in (*old.ranks, *update.ranks)}
+        changes["ranks"] = tuple(by_rank[rank] for rank in sorted(by_rank))
+    if update.calls is not None:
+        changes["calls"] = update.calls
+    if update.collectives:
+        changes["collectives"] = _merge_collectives(old.collectives, update.collectives)
+    if update.findings is not None:
+        changes["findings"] = msgspec.convert(update.findings, tuple[Finding, ...])
+    new = replace(old, **changes)
+    new.series.load(update.series)
+    new.scalars.load(update.curves)
+    if update.call is None and int(new.at) != int(old.at):  # ranks measure once per second
+        new.series.sample(new.at, new.ranks)
+    for point in update.scalars:
+        new.scalars.put(point.name, point.rank, point.step, point.value, point.at)
+    return new
 
-    def __init__(self, name: str = "") -> None:
-        self.snapshot = MeshSnapshot(name=name)
-        self._lines: deque[PrintedLine] = deque(maxlen=MAX_RETAINED_LINES)
-        self._last_sample_at = 0.0
 
-    def apply(self, at: float, data: Mapping[str, Any]) -> MeshSnapshot:
-        """Return the snapshot after these updates (`supervisor.telemetry` documents their fields)."""
-        old = self.snapshot
-        changes: dict[str, Any] = {"at": at}
-        if data.get("whole"):
-            old = MeshSnapshot()
-            self._lines.clear()
-        if "mesh" in data:
-            changes |= {**data["mesh"], "clients": tuple(data["mesh"].get("clients", ()))}
-        if "ranks" in data:
-            changes["ranks"] = _apply_columns(old.ranks, data["ranks"])
-        if "calls" in data:
-            changes["calls"] = tuple(msgspec.convert(call, CallStatus) for call in data["calls"])
-        if "collectives" in data:
-            changes["collectives"] = _merge_collectives(old.collectives, data["collectives"])
-        if "findings" in data:
-            changes["findings"] = tuple(msgspec.convert(finding, Finding) for finding in data["findings"])
-        if "lines" in data:
-            self._lines += [msgspec.convert(line, PrintedLine) for line in data["lines"]]
-            changes["lines"] = tuple(self._lines)
-        new = self.snapshot = replace(old, **changes)
-        if "series" in data:
-            new.series.load(data["series"])
-        if "curves" in data:
-            new.scalars.load(data["curves"])
-        if not data.get("whole") and at - self._last_sample_at >= 1.0:  # ranks measure once per second
-            self._last_sample_at = at
-            new.series.sample(at, new.ranks)
-        for name, rank, step, value, when in data.get("scalars", ()):
-            new.scalars.put(name, rank, step, value, when)
-        return new
-
-    def end(self, reason: str) -> MeshSnapshot:
-        """Return the final snapshot: there are no more updates."""
-        dead_ranks = tuple(msgspec.structs.replace(rank, state="dead", call=None) for rank in self.snapshot.ranks)
-        self.snapshot = replace(self.snapshot, ended=reason, ranks=dead_ranks, calls=(), findings=())
-        return self.snapshot
+def end_snapshot(old: MeshSnapshot, reason: str) -> MeshSnapshot:
+    """Return the final snapshot: there are no more updates."""
+    dead_ranks = tuple(msgspec.structs.replace(rank, state="dead", call=None) for rank in old.ranks)
+    return replace(old, ended=reason, ranks=dead_ranks, calls=(), findings=())
 
 
 class MeshSubscription:
-    """A subscription to a mesh's state until `close()`. Several may share one connection.
+    """A subscription to a mesh's state until `close()`. Several share one connection, and one snapshot.
 
         subscription = MeshSubscription(mesh.session, max_updates_per_s=2)
         subscription.listeners.append(lambda snapshot: draw(snapshot))
@@ -143,53 +121,17 @@ class MeshSubscription:
             MeshTimeout: the supervisor does not reply.
         """
         self.listeners: list[Callable[[MeshSnapshot], None]] = []
-        self.max_updates_per_s = min(max(max_updates_per_s, 0.1), 10.0)
-        self._connection = source.connection if isinstance(source, Session) else source
-        self._builder = SnapshotBuilder(self._connection.connection_info.name)
-        self._closed = False
-        self._shared = _SharedSubscription.of(self._connection)
-        self._connection.listeners.mesh_stopped.append(self._mesh_ended)
-        try:
-            self._shared.add(self, history_s)
-        except BaseException:
-            self.close()
-            raise
+        self.max_updates_per_s, self.history_s = max(0.1, max_updates_per_s), history_s
+        self._shared = _SharedSubscription.of(source.connection if isinstance(source, Session) else source)
+        self._shared.add(self)
 
     @property
     def snapshot(self) -> MeshSnapshot:
         """The latest snapshot. Any thread."""
-        return self._builder.snapshot
-
-    def wait_until(self, predicate: Callable[[MeshSnapshot], bool], timeout: float) -> MeshSnapshot:
-        """Return the first snapshot, the current one included, that satisfies `predicate`. Blocks.
-
-        Raises:
-            MeshTimeout: none came within `timeout` seconds.
-        """
-        matched = threading.Event()
-        found: list[MeshSnapshot] = []
-
-        def look(snapshot: MeshSnapshot) -> None:
-            if not found and predicate(snapshot):
-                found.append(snapshot)
-                matched.set()
-
-        self.listeners.append(look)
-        try:
-            look(self.snapshot)
-            if not matched.wait(timeout):
-                raise MeshTimeout(f"nothing of the kind was seen of the mesh {self.snapshot.name!r} in {timeout:g} s")
-        finally:
-            self.listeners.remove(look)
-        return found[0]
+        return self._shared.snapshot
 
     def close(self) -> None:
         """Unsubscribe. The last snapshot stays. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        with contextlib.suppress(ValueError):
-            self._connection.listeners.mesh_stopped.remove(self._mesh_ended)
         self._shared.remove(self)
 
     def __enter__(self) -> MeshSubscription:
@@ -198,85 +140,76 @@ class MeshSubscription:
     def __exit__(self, *_exc_info: object) -> None:
         self.close()
 
-    # ---- on the listener thread
-
-    def _on_update(self, report: messages.MeshUpdate) -> None:
-        if not self._closed:
-            self._builder.apply(report.timestamp, report.data)
-            self._notify()
-
-    def _mesh_ended(self, reason: str) -> None:
-        self._builder.end(reason)
-        self._notify()
-
-    def _notify(self) -> None:
-        for listener in tuple(self.listeners):
-            try:
-                listener(self._builder.snapshot)
-            except Exception:
-                log.exception("a listener could not take the picture; the others can")
-
 
 class _SharedSubscription:
-    """Distributes a connection's mesh updates to all its `MeshSubscription`s.
-
-    The connection subscribes once, at the highest requested rate.
-    """
+    """A connection's one subscription: at the highest rate, and with the longest past, that any listener requested."""
 
     def __init__(self, connection: SupervisorConnection) -> None:
         self._connection = connection
+        self.snapshot = MeshSnapshot(name=connection.connection_info.name)
         self._subscriptions: list[MeshSubscription] = []
+        self._subscribe_calls: set[str] = set()  # replies to other calls are not for subscribers
         self._lock = threading.Lock()
+        connection.listeners.mesh_stopped.append(self._mesh_ended)
 
     @classmethod
     def of(cls, connection: SupervisorConnection) -> _SharedSubscription:
-        shared = connection.listeners.report_handlers.setdefault(messages.MeshUpdate, cls(connection))
+        handlers = connection.listeners.report_handlers
+        shared = handlers.get(MeshUpdate) or handlers.setdefault(MeshUpdate, cls(connection))
         assert isinstance(shared, cls)
         return shared
 
-    def __call__(self, report: messages.MeshUpdate) -> None:
-        if report.data.get("once"):
-            return
-        for subscription in tuple(self._subscriptions):
-            subscription._on_update(report)
-
-    def add(self, subscription: MeshSubscription, history_s: float) -> None:
+    def add(self, subscription: MeshSubscription) -> None:
         with self._lock:
             self._subscriptions.append(subscription)
+            command = Subscribe(
+                call=self._connection.next_call_id(),
+                max_updates_per_s=max(one.max_updates_per_s for one in self._subscriptions),
+                history_s=max(one.history_s for one in self._subscriptions),
+            )
+            self._subscribe_calls.add(command.call)
             try:
-                self._subscribe(history_s)
+                _request(self._connection, command)
             except BaseException:
                 self._subscriptions.remove(subscription)
                 raise
 
     def remove(self, subscription: MeshSubscription) -> None:
         with self._lock:
-            if subscription in self._subscriptions:
-                self._subscriptions.remove(subscription)
-            if self._subscriptions:
+            if subscription not in self._subscriptions:
                 return
-            with contextlib.suppress(MeshbookError):
-                self._connection.send(messages.Subscribe(call=self._connection.next_call_id(), max_updates_per_s=0.0))
+            self._subscriptions.remove(subscription)
+            if not self._subscriptions:
+                with contextlib.suppress(MeshbookError):
+                    self._connection.send(Subscribe(call=self._connection.next_call_id(), max_updates_per_s=0.0))
 
-    def _subscribe(self, history_s: float) -> None:
-        max_updates_per_s = max(subscription.max_updates_per_s for subscription in self._subscriptions)
-        request_snapshot(self._connection, max_updates_per_s=max_updates_per_s, history_s=history_s)
+    # ---- on the listener thread
+
+    def __call__(self, update: MeshUpdate) -> None:
+        if self._subscriptions and (update.call is None or update.call in self._subscribe_calls):
+            self._notify(apply_update(self.snapshot, update))
+
+    def _mesh_ended(self, reason: str) -> None:
+        self._notify(end_snapshot(self.snapshot, reason))
+
+    def _notify(self, snapshot: MeshSnapshot) -> None:
+        self.snapshot = snapshot
+        for listener in [listener for one in tuple(self._subscriptions) for listener in one.listeners]:
+            try:
+                listener(snapshot)
+            except Exception:
+                log.exception("a listener could not take the picture; the others can")
 
 
-def request_snapshot(
-    connection: SupervisorConnection, *, max_updates_per_s: float, history_s: float
-) -> messages.MeshUpdate:
-    """Return the supervisor's stored state, and with `max_updates_per_s` subscribe to updates. Blocks.
+def _request(connection: SupervisorConnection, command: Subscribe) -> MeshUpdate:
+    """Send a command and return the supervisor's reply. Blocks.
 
     Raises:
         NotAttached: the connection is closed, or the mesh has ended.
         MeshTimeout: the supervisor does not reply.
     """
-    command = messages.Subscribe(
-        call=connection.next_call_id(), max_updates_per_s=max_updates_per_s, history_s=history_s
-    )
     try:
-        reply: messages.MeshUpdate = connection.request(command).result(_REPLY_TIMEOUT_S)
+        reply: MeshUpdate = connection.request(command).result(_REPLY_TIMEOUT_S)
     except TimeoutError:
         raise MeshTimeout(
             f"the supervisor of {connection.connection_info.name!r} did not answer within {_REPLY_TIMEOUT_S:g} s"
@@ -285,33 +218,24 @@ def request_snapshot(
 
 
 def fetch_snapshot(connection: SupervisorConnection, *, history_s: float = 0.001) -> MeshSnapshot:
-    """Return one snapshot, without subscribing. Blocks a few milliseconds. Raises as `request_snapshot` does."""
-    reply = request_snapshot(connection, max_updates_per_s=0.0, history_s=history_s)
-    return SnapshotBuilder().apply(reply.timestamp, reply.data)
+    """Return one snapshot, without subscribing. Blocks a few milliseconds.
 
-
-def _apply_columns(ranks: tuple[RankStatus, ...], columns: Mapping[str, Any]) -> tuple[RankStatus, ...]:
-    changes: dict[int, dict[str, Any]] = {}
-    for name, (which, values) in columns.items():
-        for rank, value in zip(which, values, strict=True):
-            changes.setdefault(rank, {})[name] = value
-    found = list(ranks)
-    for rank in sorted(changes):
-        while len(found) <= rank:
-            found.append(RankStatus(rank=len(found)))
-        found[rank] = msgspec.structs.replace(found[rank], **changes[rank])
-    return tuple(found)
+    Raises:
+        NotAttached: the connection is closed, or the mesh has ended.
+        MeshTimeout: the supervisor does not reply.
+    """
+    command = Subscribe(call=connection.next_call_id(), max_updates_per_s=0.0, history_s=history_s)
+    return apply_update(MeshSnapshot(), _request(connection, command))
 
 
 def _merge_collectives(
-    known: Mapping[int, tuple[CollectiveStatus, ...]], updates: Iterable[Any]
+    known: Mapping[int, tuple[CollectiveStatus, ...]], updates: Iterable[CollectiveStatus]
 ) -> dict[int, tuple[CollectiveStatus, ...]]:
     new_by_rank: dict[int, list[CollectiveStatus]] = {}
-    for data in updates:
-        one = msgspec.convert(data, CollectiveStatus)
+    for one in updates:
         new_by_rank.setdefault(one.rank, []).append(one)
     found = dict(known)
     for rank, new in new_by_rank.items():
-        both = {(one.group, one.op, one.seq): one for one in (*known.get(rank, ()), *new)}
+        both = {one.key: one for one in (*known.get(rank, ()), *new)}
         found[rank] = tuple(sorted(both.values(), key=lambda one: one.began_at)[-_MAX_COLLECTIVES_PER_RANK:])
     return found

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import html
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from meshbook.ids import format_ranks, name_ranks
 from meshbook.mesh_axes import MeshAxes
-from meshbook.supervisor.telemetry import RankStatus
 from meshbook.wire.messages import HistoryEntry, MeshInfo, MeshSpec, RankInfo
+
+T = TypeVar("T", int, float)
 
 # Maximum number of ranks with a row each; above it, ranks with equal cells share a row. 16 rows fit a screen with room
 # for the cell.
@@ -125,14 +127,14 @@ def _rank_row(shown: str, rank: RankInfo, group: Sequence[RankInfo]) -> tuple[st
         shown,
         ", ".join([*describe_activity(rank), *_describe_heartbeat(rank)]),
         rank.device if len(group) == 1 else rank.device.partition(":")[0],
-        _format_bytes_range(rss),
-        _format_bytes_range(peak),
+        format_spread(rss, format_bytes),
+        format_spread(peak, format_bytes),
         rank.host,
         str(rank.pid or "") if len(group) == 1 else "",
     )
 
 
-def describe_activity(rank: RankInfo | RankStatus) -> list[str]:
+def describe_activity(rank: RankInfo) -> list[str]:
     """Return a rank's state, and the cell and line it is at, or how it ended."""
     parts = [STATES.get(rank.state, rank.state)]
     if rank.state == "dead" and rank.exit:
@@ -227,10 +229,11 @@ def format_bytes(count: float) -> str:
     raise AssertionError("GiB is the last unit")
 
 
-def _format_bytes_range(counts: Sequence[int]) -> str:
-    if not counts:
+def format_spread(values: Sequence[T], format_value: Callable[[T], str]) -> str:
+    """Format the range of some values: `812 KiB to 1.4 GiB`; one value if they look alike, "" if there are none."""
+    if not values:
         return ""
-    low, high = format_bytes(min(counts)), format_bytes(max(counts))
+    low, high = format_value(min(values)), format_value(max(values))
     return low if low == high else f"{low} to {high}"
 
 

@@ -21,7 +21,8 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.session import Session
 from meshbook.controller.subscription import MeshSnapshot, MeshSubscription
 from meshbook.dashboard import view
-from meshbook.dashboard.view import Message, UpdateEncoder
+from meshbook.dashboard.charts import Message
+from meshbook.dashboard.view import UpdateEncoder
 from meshbook.errors import MeshbookError
 from meshbook.ids import name_ranks
 

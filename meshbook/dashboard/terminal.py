@@ -19,12 +19,12 @@ from textual.widgets import Button, DataTable, Footer, Label, Static
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import attach
 from meshbook.controller.subscription import MeshSnapshot, MeshSubscription
-from meshbook.controller.tables import format_bytes
+from meshbook.controller.tables import format_bytes, format_spread
 from meshbook.dashboard import view
 from meshbook.diagnose.findings import Finding
 from meshbook.errors import MeshbookError
 from meshbook.ids import Ranks, format_ranks, name_ranks, parse_ranks
-from meshbook.supervisor.telemetry import RankStatus
+from meshbook.wire.messages import RankStatus
 
 # From this many ranks on, the table is folded: ranks in the same state share a row.
 FOLD_FROM_RANKS = 33
@@ -297,9 +297,9 @@ def _make_row(ranks: Sequence[RankStatus], memory_scale: int) -> tuple[Text, ...
         Text(f"{_STATE_SYMBOLS.get(state, '')} {state}{_describe_age(ranks)}", style=style),
         Text(f"{where}, line {first.line}" if where == first.cell and first.line else where),
         Text(view.wait_label(first), style=style),
-        Text(_format_range(memories, format_bytes)),
-        Text(_format_range(cpus, lambda share: f"{share:.0f} %")),
-        Text(_format_range(steps, lambda rate: f"{rate:.3g}")),
+        Text(format_spread(memories, format_bytes)),
+        Text(format_spread(cpus, lambda share: f"{share:.0f} %")),
+        Text(format_spread(steps, lambda rate: f"{rate:.3g}")),
         Text(next(iter(devices)) if len(devices) == 1 else f"{len(devices)} devices"),
     )
 
@@ -308,13 +308,6 @@ def _describe_age(ranks: Sequence[RankStatus]) -> str:
     """Return the time since the last heartbeat, if it is late."""
     oldest = max(rank.beat_age_s for rank in ranks)
     return f", last beat {oldest} s ago" if oldest else ""
-
-
-def _format_range(values: Sequence[Any], format_value: Callable[[Any], str]) -> str:
-    if not values:
-        return ""
-    low, high = format_value(min(values)), format_value(max(values))
-    return low if low == high else f"{low} to {high}"
 
 
 def _truncate(text: str, max_chars: int) -> str:

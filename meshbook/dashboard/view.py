@@ -22,33 +22,22 @@ waited behind a cell does not need to request anything.
 
 from __future__ import annotations
 
-import math
 import re
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import median
 from typing import Any
 
 from meshbook.controller.reports import Stacks
 from meshbook.controller.subscription import MeshSnapshot
+from meshbook.dashboard.charts import MAX_POINTS, ChartEncoder, Message
 from meshbook.diagnose.findings import Finding, as_text
 from meshbook.diagnose.kinds import BENIGN_KINDS
 from meshbook.diagnose.source_files import cell_label, is_cell_file, short_path
 from meshbook.diagnose.stack_tree import SourceOf, StackNode, is_uninformative
 from meshbook.ids import Ranks, format_ranks, name_ranks, parse_ranks
-from meshbook.supervisor.telemetry import CollectiveStatus, RankStatus
-from meshbook.wire.messages import ACTOR_THREAD_PREFIX, REMOTE_OPERATION_FILE
+from meshbook.wire.messages import ACTOR_THREAD_PREFIX, REMOTE_OPERATION_FILE, CollectiveStatus, RankStatus
 
-Message = dict[str, Any]
-
-# Points per curve that a page stores: one for two or three of its pixels.
-MAX_POINTS = 300
 # Ranks whose own curves are drawn; more lines are unreadable.
 MAX_FOLLOWED_RANKS = 8
-# Number of ranks sampled for a curve's range on larger meshes.
-MAX_SAMPLED_RANKS = 64
-# Seconds between two points of rank measurements, which ranks take once per second.
-POINT_INTERVAL_S = 1.0
 # Seconds between two samples of the collectives.
 _COLLECTIVES_INTERVAL_S = 1.0
 _COLLECTIVES_SPAN_S = 30.0
@@ -60,16 +49,6 @@ _MAX_ACTORS = 500
 _MAX_ERROR_CHARS = 300
 # Up to this many ranks, tiles show the exact memory size.
 _MAX_RANKS_WITH_BYTES = 128
-
-# Measurements of a rank, as (name, title, unit, attribute of `RankStatus`).
-_MEASURED_CHARTS = (
-    (".memory", "Memory", "bytes", "rss_bytes"),
-    (".gpu", "GPU memory, allocated", "bytes", "gpu_allocated_bytes"),
-    (".cpu", "CPU, percent of a core", "", "cpu_percent"),
-    (".utilisation", "GPU utilisation, percent", "", "gpu_utilisation"),
-    (".collectives", "Collectives per second", "", "collectives_per_s"),
-    (".steps", "Steps per second", "", "steps_per_s"),
-)
 
 
 class UpdateEncoder:
@@ -92,10 +71,7 @@ class UpdateEncoder:
         self._sent_tiles: dict[int, tuple[RankStatus, dict[str, Any]]] = {}
         self._memory_scale = 0  # bytes of a full memory bar, without GPUs
         self._sent_findings: tuple[Finding, ...] = ()
-        self._bands_by_chart: dict[str, deque[list[float]]] = {}
-        self._last_point_at = float("-inf")
-        self._last_steps: dict[str, int] = {}  # scalar -> the last step sent of its band
-        self._last_x: dict[tuple[str, int], float] = {}  # (chart, rank) -> x of the last point sent
+        self._charts = ChartEncoder()
         self._collectives_sent_at = float("-inf")
         self._sent_collectives: Any = None
         self._sent_ended: str | None = None
@@ -107,8 +83,7 @@ class UpdateEncoder:
         """Return messages with the complete state, for a front end that may have none."""
         self._sent_layout, self._sent_findings = {}, ()
         self._sent_tiles.clear()
-        self._last_steps.clear()
-        self._last_x.clear()
+        self._charts.forget()
         self._collectives_sent_at, self._sent_collectives, self._sent_ended = float("-inf"), None, None
         messages = self.updates(snapshot, full=True)
         if not any(message["kind"] == "findings" for message in messages):
@@ -127,13 +102,14 @@ class UpdateEncoder:
         columns = self._changed_columns(snapshot)
         if columns or full:
             messages.append({"kind": "update", "full": full, "columns": columns})
-        if self._why_answer is not None and self._why_answer[0] != _running_calls(snapshot):
+        if self._why_answer is not None and self._why_answer[0] != snapshot.calls:
             self._why_answer, self._sent_findings = None, ()
             messages.append(findings_message(()))
         if snapshot.findings != self._sent_findings:
             self._why_answer, self._sent_findings = None, snapshot.findings
             messages.append(findings_message(snapshot.findings))
-        if charts := [*self._measured_charts(snapshot, full), *self._scalar_charts(snapshot, full)]:
+        ranks = self._shown_ranks(snapshot)
+        if charts := self._charts.charts(snapshot, ranks, self._charted_ranks(ranks), full):
             messages.append({"kind": "charts", "keep": MAX_POINTS, "charts": charts})
         if snapshot.at - self._collectives_sent_at >= _COLLECTIVES_INTERVAL_S or full:
             self._collectives_sent_at = snapshot.at
@@ -151,13 +127,12 @@ class UpdateEncoder:
         followed = ranks[:MAX_FOLLOWED_RANKS]
         if followed != self.followed:
             self.followed = followed
-            self._last_steps.clear()
-            self._last_x.clear()
+            self._charts.forget()
 
     def record_why(self, snapshot: MeshSnapshot, found: Iterable[Finding]) -> Message:
         """Return the reply to a `why` request. It stays until the running calls or the unrequested findings change."""
         message = findings_message(found, requested=True)
-        self._why_answer, self._sent_findings = (_running_calls(snapshot), message), snapshot.findings
+        self._why_answer, self._sent_findings = (snapshot.calls, message), snapshot.findings
         return message
 
     # ---- ranks
@@ -209,104 +184,12 @@ class UpdateEncoder:
             for name, by_value in changed.items()
         }
 
-    # ---- curves
-
     def _charted_ranks(self, ranks: Sequence[int]) -> Ranks:
         """Return the ranks that get a line of their own."""
         if self.followed:
             mine = set(ranks)
             return tuple(rank for rank in self.followed if rank in mine)
         return tuple(ranks) if len(ranks) <= MAX_FOLLOWED_RANKS else ()
-
-    def _measured_charts(self, snapshot: MeshSnapshot, full: bool) -> Iterable[Message]:
-        if snapshot.at - self._last_point_at < POINT_INTERVAL_S and not full and self._last_x:
-            return
-        self._last_point_at = snapshot.at
-        ranks = self._shown_ranks(snapshot)
-        charted = self._charted_ranks(ranks)
-        by_rank = {rank.rank: rank for rank in snapshot.ranks}
-        for name, title, unit, column in _MEASURED_CHARTS:
-            now = [value for rank in ranks if rank in by_rank and (value := getattr(by_rank[rank], column)) is not None]
-            band = self._bands_by_chart.get(name)
-            if band is None:
-                if not now:
-                    continue
-                band = self._bands_by_chart[name] = deque(_history_band(snapshot, column, ranks), maxlen=MAX_POINTS)
-            new: list[list[float]] = []
-            if now and (not band or snapshot.at - band[-1][0] >= POINT_INTERVAL_S):
-                new = [[round(snapshot.at, 1), min(now), median(now), max(now)]]
-                band.extend(new)
-            is_full = full or not self._last_x.get((name, -1))
-            self._last_x[name, -1] = snapshot.at
-            lines = {}
-            for rank in charted:
-                since = self._last_x.get((name, rank), float("-inf"))
-                points = [point for point in snapshot.series.points(column, rank) if point[0] > since]
-                if points:
-                    self._last_x[name, rank] = points[-1][0]
-                    lines[str(rank)] = [[round(at, 1), round(value, 2)] for at, value in downsample(points, MAX_POINTS)]
-            if is_full or new or lines:
-                band_points = list(band) if is_full else new
-                if charted and len(charted) == len(ranks):
-                    band_points = []  # the lines cover all ranks
-                yield {
-                    "name": name,
-                    "title": title,
-                    "unit": unit,
-                    "x": "time",
-                    "full": is_full,
-                    "band": band_points,
-                    "lines": lines,
-                }
-
-    def _scalar_charts(self, snapshot: MeshSnapshot, full: bool) -> Iterable[Message]:
-        ranks = self._shown_ranks(snapshot)
-        charted = self._charted_ranks(ranks)
-        mine = set(ranks)
-        alive = {rank.rank for rank in snapshot.ranks if rank.state != "dead"}
-        for name in snapshot.scalars.names:
-            have = [rank for rank in snapshot.scalars.ranks_of(name) if rank in mine]
-            if not have:
-                continue
-            is_full = full or name not in self._last_steps
-            last_step = self._last_steps.get(name, -1)
-            band: list[list[float | str]] = []
-            if not charted or len(charted) < len(have):
-                steps: dict[int, list[float]] = {}
-                reached = []
-                for rank in _sample(have, MAX_SAMPLED_RANKS):
-                    points = snapshot.scalars.points_after(name, rank, last_step)
-                    if rank in alive:
-                        reached.append(points[-1][0] if points else last_step)
-                    for step, value, _ in points:
-                        steps.setdefault(step, []).append(value)
-                complete = min(reached, default=-1)
-                rows = [
-                    [step, *map(_json_number, (min(some), median(some), max(some)))]
-                    for step, some in sorted(steps.items())
-                    if step <= complete
-                ]
-                band = downsample(rows, MAX_POINTS)
-            self._last_steps[name] = int(band[-1][0]) if band else last_step
-            lines = {}
-            for rank in charted:
-                since = self._last_x.get((name, rank), float("-inf")) if not is_full else float("-inf")
-                points = snapshot.scalars.points_after(name, rank, since)
-                if points:
-                    self._last_x[name, rank] = points[-1][0]
-                    lines[str(rank)] = downsample(
-                        [[step, _json_number(value)] for step, value, _ in points], MAX_POINTS
-                    )
-            if band or lines:
-                yield {
-                    "name": name,
-                    "title": name,
-                    "unit": "",
-                    "x": "step",
-                    "full": is_full,
-                    "band": band,
-                    "lines": lines,
-                }
 
     def _collective_ranks(self, snapshot: MeshSnapshot) -> Ranks:
         ranks = self.followed or self._shown_ranks(snapshot)
@@ -531,13 +414,6 @@ def incomplete_collectives(
     return sorted(found, key=lambda wait: -float(wait["since_s"]))[:20]
 
 
-def downsample(points: Sequence[Any], max_points: int) -> list[Any]:
-    """Return at most `max_points` evenly spaced points, including the last one."""
-    if len(points) <= max_points:
-        return list(points)
-    return [points[round(at * (len(points) - 1) / (max_points - 1))] for at in range(max_points)]
-
-
 def parse_ranks_in_mesh(text: Any, all_ranks: Ranks) -> Ranks:
     """Parse a front end's list of ranks; ranks that do not exist are dropped.
 
@@ -550,29 +426,6 @@ def parse_ranks_in_mesh(text: Any, all_ranks: Ranks) -> Ranks:
         return ()
     known = set(all_ranks)
     return tuple(rank for rank in parse_ranks(text) if rank in known)
-
-
-def _running_calls(snapshot: MeshSnapshot) -> tuple[str, ...]:
-    return tuple(call.call for call in snapshot.calls)
-
-
-def _sample(ranks: Sequence[int], max_points: int) -> list[int]:
-    return downsample(ranks, max_points)
-
-
-def _json_number(value: float) -> float | str:
-    """Return a number for JSON, which has neither NaN nor infinity: those become "nan", "inf"."""
-    return value if math.isfinite(value) else str(value)
-
-
-def _history_band(snapshot: MeshSnapshot, column: str, ranks: Sequence[int]) -> list[list[float]]:
-    """Return the range over the ranks of the stored history, at its stored resolution."""
-    steps: dict[float, list[float]] = {}
-    for rank in _sample(ranks, MAX_SAMPLED_RANKS):
-        for at, value in snapshot.series.points(column, rank, snapshot.at - 600.0):
-            steps.setdefault(at, []).append(value)
-    rows = [[at, min(some), median(some), max(some)] for at, some in sorted(steps.items()) if at < snapshot.at]
-    return downsample(rows, MAX_POINTS)
 
 
 def _line_label(one: CollectiveStatus) -> str:

@@ -25,9 +25,11 @@ from meshbook.engines.base import HostEngine
 from meshbook.errors import ProtocolError, StartError, TransferError, VersionMismatch
 from meshbook.fold.outcomes import failure_report_for
 from meshbook.host.agent import HostAgent
-from meshbook.supervisor import logfile
-from meshbook.supervisor import state as s
+from meshbook.supervisor import effects, logfile
+from meshbook.supervisor.client_processes import ClientProcesses
+from meshbook.supervisor.clients import ORPHAN_TTL_S
 from meshbook.supervisor.stalls import read_stall_timeout
+from meshbook.supervisor.state import MeshState
 from meshbook.supervisor.store import StoreServer
 from meshbook.wire import codec, keys, messages, processes
 from meshbook.wire.loop import Loop
@@ -36,7 +38,6 @@ from meshbook.wire.rate_limited_log import RateLimitedLog
 log = logging.getLogger("meshbook.supervisor")
 
 _ENGINE_POLL_S = 0.5
-_CLIENT_POLL_S = 5.0  # if the system has no pidfd
 _STOP_GRACE_S = 1.0
 _LOG_CHECK_S = 30.0
 
@@ -64,10 +65,10 @@ class Driver:
         self._client_socket, self.connection = self._bind_client_socket(name, address, owner, clock.wall())
         self._store = StoreServer(self._loop, self._context, f"ipc://{folder}/store.sock", token)
         stall_s = read_stall_timeout(os.environ)
-        self._state = s.MeshState(name, os.getpid(), clock.wall(), stall_s=stall_s, store_address=self._store.address)
+        self._state = MeshState(name, os.getpid(), clock.wall(), stall_s=stall_s, store_address=self._store.address)
         self._clients: dict[bytes, str] = {}  # authenticated identities, and the client each belongs to
         self._receivers: dict[str, bytes] = {}  # client -> the identity of its receiving socket
-        self._client_pidfds: dict[str, int] = {}  # of clients on this machine
+        self._client_processes = ClientProcesses(self._loop, self._client_disconnected)
         self._agent: HostAgent | None = HostAgent(
             self._loop, self._context, folder, token, 0, lambda report: self._on_host_report(0, report)
         )
@@ -116,7 +117,7 @@ class Driver:
         if self._agent is not None:
             self._agent.warm_up(with_torch=not self._light, branch_from=self._branch_from)
         # The process that started us may have died before its Hello: an empty mesh is orphaned from the start.
-        self._apply_effects([s.SetTimer("orphan 0", s.ORPHAN_TTL_S)])
+        self._apply_effects([effects.SetTimer("orphan 0", ORPHAN_TTL_S)])
         self._truncate_log()
         self._loop.run()
         self._client_socket.close()
@@ -172,40 +173,15 @@ class Driver:
         self._clients[identity] = hello.client
         if hello.channel == "receive":
             self._receivers[hello.client] = identity
-            self._watch_client_process(hello.client, hello.pid)
+            self._client_processes.watch(hello.client, hello.pid)
             self._apply_effects(self._state.client_joined(hello, self._now()))
-
-    def _watch_client_process(self, client: str, pid: int) -> None:
-        """Detect the end of the client's process, whatever the cause."""
-        try:
-            fd = processes.open_pidfd(pid)
-        except ProcessLookupError:
-            self._loop.call_later(0, lambda: self._client_disconnected(client))
-            return
-        if fd is not None:
-            self._client_pidfds[client] = fd
-            self._loop.watch_fd(fd, lambda: self._client_disconnected(client))
-            return
-        process = processes.identify(pid)
-
-        def look() -> None:
-            if client in self._receivers:
-                if processes.is_running(process):
-                    self._loop.call_later(_CLIENT_POLL_S, look)
-                else:
-                    self._client_disconnected(client)
-
-        self._loop.call_later(_CLIENT_POLL_S, look)
 
     def _client_disconnected(self, client: str) -> None:
         self._unregister_client(client)
         self._apply_effects(self._state.client_disconnected(client))
 
     def _unregister_client(self, client: str) -> None:
-        fd = self._client_pidfds.pop(client, None)
-        if fd is not None:
-            self._loop.unwatch(fd)
-            os.close(fd)
+        self._client_processes.forget(client)
         self._receivers.pop(client, None)
         for identity in [identity for identity, owner in self._clients.items() if owner == client]:
             del self._clients[identity]
@@ -231,7 +207,7 @@ class Driver:
         )
         for call in self._state.open_calls(self._now()):
             item = messages.RankDisplay(ranks=call.ranks, item=notice)
-            self._apply_effects([s.SendToClient(call.client, messages.CallOutput(call=call.call, items=(item,)))])
+            self._apply_effects([effects.SendToClient(call.client, messages.CallOutput(call=call.call, items=(item,)))])
 
     # ---- hosts
 
@@ -282,19 +258,19 @@ class Driver:
 
     # ---- effects
 
-    def _apply_effects(self, effects: list[s.Effect]) -> None:
-        for effect in effects:
+    def _apply_effects(self, requested: list[effects.Effect]) -> None:
+        for effect in requested:
             match effect:
-                case s.SendToClient(client=None, message=message):
+                case effects.SendToClient(client=None, message=message):
                     for identity in self._receivers.values():
                         self._send(identity, message)
-                case s.SendToClient(client=client, message=message):
+                case effects.SendToClient(client=client, message=message):
                     if isinstance(message, messages.MeshReady):
                         self._record_ranks_started()
                     receiver = self._receivers.get(client or "")
                     if receiver is not None:
                         self._send(receiver, message)
-                case s.SendToHosts(hosts=hosts, message=message, body=body):
+                case effects.SendToHosts(hosts=hosts, message=message, body=body):
                     body = body or codec.encode_body(message)
                     if isinstance(message, messages.FormGroups):
                         self._store.begin_generation(message.generation)
@@ -303,14 +279,14 @@ class Driver:
                     elif self._host_socket is not None:
                         for host in hosts:
                             self._host_socket.send_multipart([b"h%d" % host, codec.PROTOCOL, body])
-                case s.StartHosts(spec=spec):
+                case effects.StartHosts(spec=spec):
                     try:
                         self._start_hosts(spec)
                     except (StartError, KeyError) as error:
                         self._on_host_report(0, messages.HostFailed(host=0, reason=str(error)))
-                case s.SetTimer(name=name, delay_s=delay_s):
+                case effects.SetTimer(name=name, delay_s=delay_s):
                     self._loop.call_later(delay_s, functools.partial(self._on_timer, name))
-                case s.Shutdown(reason=reason):
+                case effects.Shutdown(reason=reason):
                     self._shut_down(reason)
 
     def _record_ranks_started(self) -> None:

@@ -1,19 +1,22 @@
-"""The latest cells that a mesh has run, bounded in number and in bytes.
+"""The latest cells that a mesh has run, and the names that they bound. All of it is bounded.
 
 So the reply to a history query fits a message, and a mesh may run for months.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Iterable
 
 import msgspec
 
-from meshbook.wire.messages import HistoryEntry
+from meshbook.wire.messages import HistoryEntry, OutcomeGroup, RunCell
 
 MAX_ENTRIES = 10_000
 MAX_CHARS = 16 << 20  # of all sources together
 MAX_SOURCE_CHARS = 1 << 20  # of one source: longer ones are data
+_MAX_SETUP_CELLS = 1000
+_MAX_NAMES = 10_000  # that are reported to clients
 
 
 class History:
@@ -51,3 +54,58 @@ class History:
 
     def entries(self) -> tuple[HistoryEntry, ...]:
         return tuple(self._entries)
+
+
+class CellRecord:
+    """What the cells of a mesh were, and what they left behind.
+
+    Attributes:
+        num_cells: how many were run.
+        setup_cells: the cells to run again on ranks that join.
+    """
+
+    def __init__(self) -> None:
+        self.history = History()
+        self.num_cells = 0
+        self.setup_cells: deque[RunCell] = deque(maxlen=_MAX_SETUP_CELLS)
+        self._names: OrderedDict[str, None] = OrderedDict()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that calls have bound on the ranks, in order of appearance."""
+        return tuple(self._names)
+
+    def began(self, command: RunCell, at: float) -> HistoryEntry:
+        """Record a cell that begins at `at`, wall clock."""
+        self.num_cells += 1
+        if command.setup:
+            self.setup_cells.append(command)
+        entry = HistoryEntry(
+            number=command.execution_count,
+            label=command.label,
+            source=command.source,
+            ranks=command.ranks,
+            started_at=at,
+            seconds=None,
+            status="running",
+            setup=command.setup,
+        )
+        return self.history.add(entry)
+
+    def ended(self, entry: HistoryEntry | None, parts: Iterable[OutcomeGroup], seconds: float) -> None:
+        """Record how a call ended.
+
+        Args:
+            entry: of a cell; None: the call is none.
+        """
+        outcomes = [part.outcome for part in parts]
+        for outcome in outcomes:
+            self._names.update(dict.fromkeys(outcome.bound_names))
+            for name in outcome.deleted_names:
+                self._names.pop(name, None)
+        while len(self._names) > _MAX_NAMES:
+            self._names.popitem(last=False)
+        if entry is not None:
+            found = {outcome.status for outcome in outcomes}
+            status = next((word for word in ("lost", "error", "interrupted", "ok") if word in found), "ok")
+            self.history.finish(entry, seconds=seconds, status=status)

@@ -1,17 +1,16 @@
 """The supervisor's monitoring: snapshots of ranks, subscribed clients, and stalled cells.
 
-It combines `snapshot_requests`, `telemetry` and `stalls`, and reads the mesh's state through `MeshStateReader`. As pure
-as they are: events in, effects out.
+It combines `snapshot_requests`, `telemetry` and `stalls`, and reads the mesh's state through `MeshStateReader` and
+`RankTable`. As pure as they are: events in, effects out.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -20,11 +19,20 @@ from meshbook.diagnose.findings import Finding
 from meshbook.diagnose.kinds import BENIGN_KINDS
 from meshbook.ids import CallId, Ranks
 from meshbook.supervisor.effects import Effect, SendToClient, SendToHosts, SetTimer
+from meshbook.supervisor.rank_table import RankTable
 from meshbook.supervisor.snapshot_requests import SNAPSHOT_TIMEOUT_S, SnapshotRequests
-from meshbook.supervisor.stalls import BETWEEN_PROBES_S, STALL_S, HeartbeatSample, StallDetector
-from meshbook.supervisor.telemetry import CallStatus, MeshTelemetry, Subscription
+from meshbook.supervisor.stalls import BETWEEN_PROBES_S, STALL_S, CollectiveWait, StallDetector
+from meshbook.supervisor.telemetry import MeshTelemetry, Subscription
 from meshbook.wire import messages
-from meshbook.wire.messages import FoldedItem, MeshInfo, OpenCall, RankDisplay, RankExited, RankSnapshot
+from meshbook.wire.messages import (
+    CollectiveStatus,
+    FoldedItem,
+    MeshInfo,
+    OpenCall,
+    RankDisplay,
+    RankSnapshot,
+    RankStatus,
+)
 
 log = logging.getLogger("meshbook.supervisor")
 
@@ -47,12 +55,6 @@ class MeshStateReader(Protocol):
     def ranks_awaiting_input(self) -> Ranks:
         """Return the ranks that wait for a reply to input()."""
 
-    def host_of(self, rank: int) -> int:
-        """Return the host that a rank is on."""
-
-    def exited_ranks(self) -> Mapping[int, RankExited]:
-        """Return the exit reports of ranks that have exited."""
-
     def wall_time(self, now: float) -> float:
         """Return the wall-clock time at `now`."""
 
@@ -70,8 +72,8 @@ class _StallProbe:
 class Monitoring:
     """The monitoring of one mesh."""
 
-    def __init__(self, state: MeshStateReader, stall_s: float = STALL_S) -> None:
-        self._state = state
+    def __init__(self, state: MeshStateReader, ranks: RankTable, stall_s: float = STALL_S) -> None:
+        self._state, self._ranks = state, ranks
         self._snapshot_requests = SnapshotRequests()
         self._stall_detector = StallDetector(stall_s)
         self._telemetry = MeshTelemetry()
@@ -84,7 +86,7 @@ class Monitoring:
         self._subscriptions: dict[str, tuple[int, Subscription, float]] = {}
         self._num_subscriptions = 0
         # rank -> its last heartbeat, and when that arrived
-        self._last_samples: dict[int, tuple[HeartbeatSample, float]] = {}
+        self._last_heartbeats: dict[int, tuple[RankStatus, CollectiveWait | None, float]] = {}
         self._is_ticking = False
 
     # ---- client commands
@@ -98,25 +100,18 @@ class Monitoring:
         """Start a subscription, reply to a single query (rate 0 and some history), or end a subscription (both 0)."""
         at = self._state.wall_time(now)
         since = at - command.history_s if command.history_s > 0 else math.inf
-        if command.max_updates_per_s <= 0:
-            data: dict[str, Any] = {}
-            if command.history_s > 0:
-                self._refresh_telemetry(now)
-                data = self._telemetry.full_data(since)
-            else:
-                self._subscriptions.pop(client, None)
-            return [
-                SendToClient(client, messages.MeshUpdate(timestamp=at, data={**data, "once": True}, call=command.call))
-            ]
+        if command.max_updates_per_s <= 0 and command.history_s <= 0:
+            self._subscriptions.pop(client, None)
+            return [SendToClient(client, messages.MeshUpdate(timestamp=at, call=command.call))]
         self._refresh_telemetry(now)
+        if command.max_updates_per_s <= 0:
+            return [SendToClient(client, self._telemetry.full_update(at, since, command.call))]
         self._num_subscriptions += 1
-        subscription = Subscription(
-            self._telemetry, min(max(command.max_updates_per_s, _UPDATES_PER_S_RANGE[0]), _UPDATES_PER_S_RANGE[1])
-        )
+        lowest, highest = _UPDATES_PER_S_RANGE
+        subscription = Subscription(self._telemetry, min(max(command.max_updates_per_s, lowest), highest))
         self._subscriptions[client] = (self._num_subscriptions, subscription, now)
-        update = messages.MeshUpdate(timestamp=at, data=subscription.full_update(since), call=command.call)
         return [
-            SendToClient(client, update),
+            SendToClient(client, subscription.full_update(at, since, command.call)),
             SetTimer(f"seeing news {self._num_subscriptions} {client}", subscription.period_s),
         ]
 
@@ -139,8 +134,6 @@ class Monitoring:
 
     def call_printed(self, call: str, items: Iterable[FoldedItem], now: float) -> None:
         """Record output of a call that is sent to its client."""
-        items = tuple(items)
-        self._telemetry.add_output(items, self._state.wall_time(now))
         for item in items:
             self._stall_detector.call_printed(call, item.ranks, now)
 
@@ -156,36 +149,16 @@ class Monitoring:
 
     def host_heartbeat(self, report: messages.HostHeartbeat, now: float) -> None:
         at = self._state.wall_time(now)
-        awaiting_input = set(self._state.ranks_awaiting_input())
         for metrics in report.metrics:
             self._telemetry.add_metrics(metrics, at)
-        metrics_by_rank = {metrics.rank: metrics for metrics in report.metrics}
-        self._telemetry.update_ranks(report.ranks, awaiting_input)
-        self._telemetry.sample_series(at, metrics_by_rank)
+        self._telemetry.update_ranks(report.ranks, self._state.ranks_awaiting_input())
+        self._telemetry.sample_series(at, [metrics.rank for metrics in report.metrics])
         for info in report.ranks:
-            entry = self._last_samples.get(info.rank)
-            health = metrics_by_rank[info.rank].health if info.rank in metrics_by_rank else None
-            open_collective = self._telemetry.oldest_open_collective(info.rank)
-            last_sample = entry[0] if entry is not None else None
-            sample = HeartbeatSample(
-                rank=info.rank,
-                line=info.line,
-                num_collectives=health.num_collectives
-                if health
-                else last_sample.num_collectives
-                if last_sample
-                else None,
-                steps=health.num_steps if health else last_sample.steps if last_sample else None,
-                cpu_percent=health.cpu_percent if health else last_sample.cpu_percent if last_sample else None,
-                beat_age_s=info.beat_age_s,
-                awaiting_input=info.rank in awaiting_input,
-                awaited_ranks=()
-                if open_collective is None
-                else _possible_waiters(open_collective.rank, open_collective.peer, open_collective.group_ranks),
-                waiting_s=None if open_collective is None else at - open_collective.began_at,
-            )
-            self._last_samples[info.rank] = (sample, now)
-            self._stall_detector.heartbeat(sample, now)
+            status = self._telemetry.ranks[info.rank]
+            waiting = self._telemetry.oldest_open_collective(info.rank)
+            wait = None if waiting is None else CollectiveWait(_possible_waiters(waiting), at - waiting.began_at)
+            self._last_heartbeats[info.rank] = (status, wait, now)
+            self._stall_detector.heartbeat(status, wait, now)
         for call in [call for call in self._findings if not self._stall_detector.is_stalled(call, now)]:
             del self._findings[call]  # it makes progress again, so its findings no longer hold
             self._publish_findings()
@@ -216,9 +189,9 @@ class Monitoring:
     # ---- snapshots
 
     def _request_snapshots(self, command: messages.TakeSnapshots, now: float) -> list[Effect]:
-        exited = self._state.exited_ranks()
+        exited = self._ranks.exited
         living = tuple(rank for rank in command.ranks if rank not in exited)
-        hosts = tuple(sorted({self._state.host_of(rank) for rank in living}))
+        hosts = self._ranks.hosts_of(living)
         self._snapshot_requests.begin(command.call, command.ranks, hosts)
         if not hosts:
             return self._finish_request(command.call, now)
@@ -227,9 +200,9 @@ class Monitoring:
 
     def _finish_request(self, call: str, now: float) -> list[Effect]:
         info = self._state.info()
-        host_by_rank = {rank.rank: self._state.host_of(rank.rank) for rank in info.ranks}
+        host_by_rank = {rank.rank: self._ranks.host_of(rank.rank) for rank in info.ranks}
         reply = self._snapshot_requests.finish(
-            call, {rank.rank: rank for rank in info.ranks}, self._state.exited_ranks(), host_by_rank
+            call, {rank.rank: rank for rank in info.ranks}, self._ranks.exited, host_by_rank
         )
         if reply is None:
             return []
@@ -241,10 +214,10 @@ class Monitoring:
     # ---- stalled cells
 
     def _tick(self, now: float) -> list[Effect]:
-        for sample, received_at in self._last_samples.values():  # hosts that send no heartbeats any more
+        for status, wait, received_at in self._last_heartbeats.values():  # hosts that send no heartbeats any more
             if now - received_at > 3 * _TICK_S:
-                age = (sample.beat_age_s or 0.0) + now - received_at
-                self._stall_detector.heartbeat(dataclasses.replace(sample, beat_age_s=age), now)
+                age = status.beat_age_s + int(now - received_at)
+                self._stall_detector.heartbeat(msgspec.structs.replace(status, beat_age_s=age), wait, now)
         effects: list[Effect] = []
         for call in self._stall_detector.start_due_probes(now):
             effects += self._start_probe(_StallProbe(call, *self._calls[call]), now)
@@ -331,23 +304,17 @@ class Monitoring:
             return []
         number, subscription, sent_at = entry
         self._refresh_telemetry(now)
-        data = subscription.next_update()
+        at = self._state.wall_time(now)
+        update = subscription.next_update(at)
         effects: list[Effect] = [SetTimer(f"seeing news {generation} {client}", subscription.period_s)]
-        if data or now - sent_at >= _KEEPALIVE_S:
+        if update is not None or now - sent_at >= _KEEPALIVE_S:
             self._subscriptions[client] = (number, subscription, now)
-            effects.insert(
-                0, SendToClient(client, messages.MeshUpdate(timestamp=self._state.wall_time(now), data=data))
-            )
+            effects.insert(0, SendToClient(client, update or messages.MeshUpdate(timestamp=at)))
         return effects
 
     def _refresh_telemetry(self, now: float) -> None:
         info = self._state.info()
-        at = self._state.wall_time(now)
-        calls = tuple(
-            CallStatus(call=one.call, label=one.label, ranks=one.ranks, began_at=round(at - one.seconds, 1))
-            for one in self._state.open_calls(now)
-        )
-        self._telemetry.update_mesh(info, calls)
+        self._telemetry.update_mesh(info, tuple(one.call for one in self._state.open_calls(now)))
         self._telemetry.update_ranks(info.ranks, self._state.ranks_awaiting_input())
 
 
@@ -356,6 +323,6 @@ def _has_busy_children(snapshot: RankSnapshot) -> bool:
     return snapshot.process is not None and any(state in ("R", "D") for _, state, _ in snapshot.process.children)
 
 
-def _possible_waiters(rank: int, peer: int | None, group: Ranks) -> Ranks:
+def _possible_waiters(collective: CollectiveStatus) -> Ranks:
     """Return the ranks that a rank in a collective may be waiting for."""
-    return group if peer is None else tuple(sorted((rank, peer)))
+    return collective.group_ranks if collective.peer is None else tuple(sorted((collective.rank, collective.peer)))

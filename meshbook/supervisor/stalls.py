@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from meshbook.ids import Ranks
+from meshbook.wire.messages import RankStatus
 
 # Seconds without progress before ranks are probed. With a second snapshot 2 s later, and heartbeats that are up to 2 s
 # old, the result is there within 13 s; a step of a real training loop, or loading a file, is mostly shorter.
@@ -39,28 +40,27 @@ def read_stall_timeout(environ: Mapping[str, str]) -> float:
 
 
 @dataclass(frozen=True)
-class HeartbeatSample:
-    """What a rank's last heartbeat reported."""
+class CollectiveWait:
+    """The oldest collective that a rank is in."""
 
-    rank: int
-    line: int | None
-    num_collectives: int | None
-    steps: int | None
-    cpu_percent: float | None
-    beat_age_s: float | None
-    awaiting_input: bool = False
-    awaited_ranks: Ranks = ()  # the group of the oldest collective that it is in
-    waiting_s: float | None = None  # ... for how long
+    ranks: Ranks  # that it may wait for
+    seconds: float
 
 
 @dataclass
 class _RankProgress:
     """One rank's progress in a call."""
 
-    sample: HeartbeatSample | None = None
+    status: RankStatus | None = None  # of its last heartbeat
+    wait: CollectiveWait | None = None
     lines: set[int | None] = field(default_factory=set)  # lines reached since the last progress
     last_progress_at: float = 0.0  # when it last printed, logged or started a collective
     last_moved_at: float = 0.0  # ... or last reached a line not in `lines`
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether it is busy and not waiting for others: waiting for a GPU keeps a core busy too."""
+        return self.status is not None and (self.status.cpu_percent or 0.0) >= _BUSY_PERCENT and self.wait is None
 
 
 @dataclass
@@ -115,21 +115,21 @@ class StallDetector:
             for rank in [rank for rank in call_progress.ranks if rank in ranks]:
                 del call_progress.ranks[rank]
 
-    def heartbeat(self, sample: HeartbeatSample, now: float) -> None:
-        """Record the heartbeat of a rank."""
+    def heartbeat(self, status: RankStatus, wait: CollectiveWait | None, now: float) -> None:
+        """Record the heartbeat of a rank.
+
+        Args:
+            wait: the collective that it is in, if any.
+        """
         for call_progress in self._calls.values():
-            rank = call_progress.ranks.get(sample.rank)
+            rank = call_progress.ranks.get(status.rank)
             if rank is None:
                 continue
-            previous, rank.sample = rank.sample, sample
-            if previous is not None and (
-                previous.num_collectives != sample.num_collectives
-                or previous.steps != sample.steps
-                or previous.awaiting_input != sample.awaiting_input
-            ):
+            previous, rank.status, rank.wait = rank.status, status, wait
+            if previous is not None and _counts(previous) != _counts(status):
                 self._record_progress(rank, now)
-            if sample.line not in rank.lines and len(rank.lines) < _MAX_LINES:
-                rank.lines.add(sample.line)
+            if status.line not in rank.lines and len(rank.lines) < _MAX_LINES:
+                rank.lines.add(status.line)
                 rank.last_moved_at = now
 
     def _record_progress(self, rank: _RankProgress, now: float) -> None:
@@ -182,26 +182,23 @@ class StallDetector:
 
     def _is_stalled(self, call_progress: _CallProgress, now: float) -> bool:
         ranks = call_progress.ranks
-        if not ranks or any(rank.sample is not None and rank.sample.awaiting_input for rank in ranks.values()):
+        if not ranks or any(rank.status is not None and rank.status.awaiting_input for rank in ranks.values()):
             return False  # the prompt is visible under the cell: the user knows that it waits for input
         progress_since = now - self._stall_s
         for rank in ranks.values():
-            sample = rank.sample
-            if sample is None:
-                continue
-            if (sample.beat_age_s or 0.0) >= self._stall_s:
+            if rank.status is not None and rank.status.beat_age_s >= self._stall_s:
                 return True  # it keeps the GIL, or is stopped
-            if sample.waiting_s is not None and sample.waiting_s >= self._stall_s:
-                others = [ranks[other] for other in sample.awaited_ranks if other in ranks]
+            if rank.wait is not None and rank.wait.seconds >= self._stall_s:
+                others = [ranks[other] for other in rank.wait.ranks if other in ranks]
                 if all(other.last_progress_at <= progress_since for other in others):
                     return True
         if any(rank.last_moved_at > progress_since for rank in ranks.values()):
             return False
-        if all(_is_computing(rank.sample) for rank in ranks.values()):
+        if all(rank.is_computing for rank in ranks.values()):
             return all(rank.last_moved_at <= now - max(_BUSY_STALL_S, self._stall_s) for rank in ranks.values())
         return True
 
 
-def _is_computing(sample: HeartbeatSample | None) -> bool:
-    """Whether a rank is busy and not waiting for others: waiting for a GPU keeps a core busy too."""
-    return sample is not None and (sample.cpu_percent or 0.0) >= _BUSY_PERCENT and sample.waiting_s is None
+def _counts(status: RankStatus) -> tuple[object, ...]:
+    """Return what changes only if the rank makes progress."""
+    return status.num_collectives, status.num_steps, status.awaiting_input

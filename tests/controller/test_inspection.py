@@ -12,16 +12,16 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from meshbook.controller.connection import SupervisorConnection
-from meshbook.controller.exporter import Exporter
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
 from meshbook.controller.subscription import MeshSnapshot, MeshSubscription
+from meshbook.dashboard.exporter import Exporter
 from meshbook.errors import MeshShapeError, RankLost, StartError, UsageError
 from meshbook.wire import keys, messages
 from tests.controller.test_run import when
@@ -54,6 +54,12 @@ def mesh(shared: Mesh) -> Iterator[Mesh]:
 def own_mesh() -> Iterator[Mesh]:
     with create_mesh(3) as mesh:
         yield mesh
+
+
+def snapshot_when(subscription: MeshSubscription, condition: Callable[[MeshSnapshot], bool]) -> MeshSnapshot:
+    """The first snapshot seen that is so."""
+    when(lambda: condition(subscription.snapshot))
+    return subscription.snapshot
 
 
 class Hanging:
@@ -109,7 +115,7 @@ def test_the_lines_of_a_cell_that_begins_with_empty_ones_are_shown(mesh: Mesh) -
 
 def test_a_cell_that_stands_still_is_explained_under_it_unasked_once(mesh: Mesh) -> None:
     with MeshSubscription(mesh.session, max_updates_per_s=10) as onlooker, Hanging(mesh) as hanging:
-        picture = onlooker.wait_until(lambda picture: bool(picture.findings), 20)
+        picture = snapshot_when(onlooker, lambda picture: bool(picture.findings))
         assert picture.findings[0].ranks == (1,)
         assert picture.ranks[0].waits_in is not None
         when(lambda: bool(hanging.said))
@@ -173,9 +179,9 @@ def test_a_front_end_that_is_killed_amid_the_news_is_forgotten_and_others_hear_o
                 assert any("vanishing" in client for client in mesh.status().clients)
             finally:
                 other.kill()
-        onlooker.wait_until(lambda picture: not any("vanishing" in client for client in picture.clients), 20)
+        snapshot_when(onlooker, lambda picture: not any("vanishing" in client for client in picture.clients))
         at = onlooker.snapshot.at
-        onlooker.wait_until(lambda picture: picture.at > at, 20)
+        snapshot_when(onlooker, lambda picture: picture.at > at)
 
 
 def test_several_onlookers_share_a_connection_and_one_that_fails_or_leaves_is_its_own_affair(mesh: Mesh) -> None:
@@ -187,10 +193,10 @@ def test_several_onlookers_share_a_connection_and_one_that_fails_or_leaves_is_it
         first.listeners += [fail, seen.append]
         with MeshSubscription(mesh.session, max_updates_per_s=5) as second:
             mesh.run("import meshbook\nfor step in range(5): meshbook.log(loss=1 / (step + 1), step=step)", echo=False)
-            second.wait_until(lambda picture: bool(picture.scalars.points("loss", 2)), 20)
-        first.wait_until(lambda picture: "loss" in picture.scalars.names, 20)
+            snapshot_when(second, lambda picture: bool(picture.scalars.points("loss", 2)))
+        snapshot_when(first, lambda picture: "loss" in picture.scalars.names)
         count = len(seen)
-        first.wait_until(lambda picture: len(seen) > count, 20)
+        snapshot_when(first, lambda picture: len(seen) > count)
     assert [step for step, _, _ in first.snapshot.scalars.points("loss", 2)] == [0, 1, 2, 3, 4]
     assert first.snapshot.series.points("rss_bytes", 0)
 
@@ -200,7 +206,7 @@ def test_the_last_picture_outlives_the_mesh_and_says_why_there_is_no_more() -> N
         connection = SupervisorConnection(keys.find_connection(mesh.name), kind="cli", observer=True)
         onlooker = MeshSubscription(connection, max_updates_per_s=10)
         mesh.stop()
-        picture = onlooker.wait_until(lambda picture: picture.ended is not None, 20)
+        picture = snapshot_when(onlooker, lambda picture: picture.ended is not None)
     assert picture.ended == "stopped by a script"
     assert picture.ranks[0].state == "dead"
     onlooker.close()

@@ -10,7 +10,7 @@ from typing import Any
 from meshbook.controller.subscription import MeshSnapshot
 from meshbook.diagnose.findings import Finding
 from meshbook.supervisor.series import Curves, Series
-from meshbook.supervisor.telemetry import CallStatus, CollectiveStatus, RankStatus
+from meshbook.wire.messages import CollectiveStatus, RankStatus
 
 GIB = 1 << 30
 
@@ -33,12 +33,11 @@ class Training:
             at=self.at,
             name="train-7b",
             axes=axes,
-            groups="ready",
             backend="nccl" if gpus else "gloo",
             cells_run=7,
             series=Series(),
             scalars=Curves(),
-            calls=(CallStatus("c-7", "cell 7", tuple(range(self.size)), self.at - 40),),
+            calls=("c-7",),
         )
         for _ in range(60):
             self.step(0.5)
@@ -70,7 +69,7 @@ class Training:
         gpu: dict[str, Any] = {}
         if self.gpus:
             gpu = {
-                "gpu": "NVIDIA H100",
+                "gpu_name": "NVIDIA H100",
                 "gpu_allocated_bytes": self._memory[rank],
                 "gpu_total_bytes": 80 * GIB,
                 "gpu_reserved_bytes": self._memory[rank] + 2 * GIB,
@@ -113,7 +112,6 @@ class Training:
                         seq=seq,
                         op="all_reduce",
                         began_at=began,
-                        file="cell",
                         line=14,
                         ended_at=None if is_open else began + 0.3 - 0.02 * (rank % 5),
                         group_ranks=everyone,

@@ -15,8 +15,7 @@ from meshbook.dashboard import view
 from meshbook.dashboard.view import UpdateEncoder
 from meshbook.diagnose.findings import Finding
 from meshbook.ids import parse_ranks
-from meshbook.supervisor.telemetry import RankStatus
-from meshbook.wire.messages import Frame, RankSnapshot, ThreadStack
+from meshbook.wire.messages import Frame, RankSnapshot, RankStatus, ThreadStack
 from tests.dashboard.pictures import Training
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from meshbook.controller.subscription import SnapshotBuilder
-from meshbook.supervisor import state as s
+from meshbook.controller.subscription import MeshSnapshot, apply_update
+from meshbook.supervisor import effects as s
 from meshbook.supervisor.snapshot_requests import SNAPSHOT_TIMEOUT_S
 from meshbook.wire import codec, messages
 from meshbook.wire.messages import CollectiveInfo, Frame, Health, RankInfo, RankMetrics, RankSnapshot, Scalar
@@ -75,12 +75,10 @@ def snapshot(rank: int) -> RankSnapshot:
     )  # fmt: skip
 
 
-def watched(steps: list[s.Effect]) -> list[dict[str, Any]]:
+def watched(steps: list[s.Effect]) -> list[messages.MeshUpdate]:
     """What those that watch are told, as it comes out at the other end."""
-    return [
-        codec.supervisor_reports.decode(codec.encode(told)).data  # type: ignore[union-attr]
-        for told in messages_of(steps, messages.MeshUpdate)
-    ]
+    told = [codec.supervisor_reports.decode(codec.encode(one)) for one in messages_of(steps, messages.MeshUpdate)]
+    return [update for update in told if isinstance(update, messages.MeshUpdate)]
 
 
 # ---- looks
@@ -131,54 +129,53 @@ def test_who_watches_is_told_everything_once_and_then_what_changed() -> None:
     world.beat()
     begun = world.watch()
     (whole,) = watched(begun)
-    assert whole["whole"]
-    assert sorted(rank for rank in whole["ranks"]["state"][0]) == [0, 1, 2, 3]
+    assert whole.call == "w"
+    assert [status.rank for status in whole.ranks] == [0, 1, 2, 3]
     world.run()
     world.beat()
     news = world.ring(begun, "news")
     (changed,) = watched(news)
-    assert changed["ranks"]["cell"] == [[0, 1, 2, 3], ["cell 1"] * 4]
-    assert "rss_bytes" not in changed["ranks"]
-    assert [call["label"] for call in changed["calls"]] == ["cell 1"]
+    assert changed.call is None
+    assert [(status.rank, status.cell) for status in changed.ranks] == [(rank, "cell 1") for rank in EVERYONE]
+    assert changed.calls == ("c1",)
     # A steady mesh says nothing but now and then that it lives.
     world.beat()
     quiet = world.ring(news, "news")
     assert watched(quiet) == []
     for _ in range(4):
         quiet = world.ring(quiet, "news")
-    assert {} in watched(quiet) or watched(world.ring(quiet, "news")) == [{}]
+    (alive,) = watched(quiet) or watched(world.ring(quiet, "news"))
+    assert alive == messages.MeshUpdate(timestamp=alive.timestamp)
 
 
 def test_a_mirror_that_hears_the_news_shows_what_the_supervisor_knows() -> None:
-    world, mirror = Scenery(), SnapshotBuilder()
+    world, mirror = Scenery(), MeshSnapshot()
     steps = world.watch(history_s=60.0)
     frame = Frame(file="<cell 1>", line=3, function="f")
 
     def hear(steps: list[s.Effect]) -> list[s.Effect]:
-        for data in watched(steps):
-            mirror.apply(world.state.wall_time(world.now), data)
+        nonlocal mirror
+        for update in watched(steps):
+            mirror = apply_update(mirror, update)
         return steps
 
     hear(steps)
     world.run()
-    line = messages.Line(ranks=EVERYONE, stream="stdout", text="<b>step 1</b>")
-    world.host(messages.CallOutput(call="c1", items=(line,)))
     reduce = CollectiveInfo(op="all_reduce", group="0", group_ranks=EVERYONE, seq=1, frame=frame, began_s_ago=0.5)
     world.beat({1: {"collectives": (reduce,), "scalars": (Scalar("loss", 7, 0.25, 0.5),)}})
     steps = hear(world.ring(steps, "news"))
-    assert mirror.snapshot.ranks[1].waits_in == "all_reduce #1"
-    assert mirror.snapshot.collectives[1][0].ended_at is None
-    assert [(step, value) for step, value, _ in mirror.snapshot.scalars.points("loss", 1)] == [(7, 0.25)]
-    assert [said.text for said in mirror.snapshot.lines] == ["<b>step 1</b>"]
+    assert mirror.ranks[1].waits_in == "all_reduce #1"
+    assert mirror.collectives[1][0].ended_at is None
+    assert [(step, value) for step, value, _ in mirror.scalars.points("loss", 1)] == [(7, 0.25)]
     world.beat({1: {"collectives": (msgspec.structs.replace(reduce, began_s_ago=1.5, ended_s_ago=0.2),)}})
     world.finish("c1")
     world.kill(2)
     hear(world.ring(steps, "news"))
-    assert mirror.snapshot.ranks[1].waits_in is None
-    assert mirror.snapshot.collectives[1][0].ended_at is not None
-    assert mirror.snapshot.ranks[2].state == "dead"
-    assert mirror.snapshot.calls == ()
-    assert list(mirror.snapshot.ranks) == list(SnapshotBuilder().apply(0.0, watched(world.watch())[0]).ranks)
+    assert mirror.ranks[1].waits_in is None
+    assert mirror.collectives[1][0].ended_at is not None
+    assert mirror.ranks[2].state == "dead"
+    assert mirror.calls == ()
+    assert mirror.ranks == watched(world.watch())[0].ranks
 
 
 def test_a_front_end_that_vanishes_is_told_nothing_more() -> None:
@@ -195,8 +192,8 @@ def test_who_says_0_is_told_nothing_more_and_a_question_changes_nothing() -> Non
     world = Scenery()
     begun = world.watch()
     (answer,) = watched(world.watch(max_updates_per_s=0.0, history_s=1.0))
-    assert answer["once"]
-    assert answer["ranks"]
+    assert answer.call == "w"
+    assert answer.ranks
     assert world.ring(begun, "news")
     world.watch(max_updates_per_s=0.0)
     assert not world.ring(begun, "news")
@@ -228,13 +225,13 @@ def test_a_cell_that_stands_still_is_explained_once_under_it_also_if_who_is_to_b
     assert "rank 3" in str(output.items[0]).lower()
     assert "all_reduce #41" in str(output.items[0])
     (news,) = watched(world.ring(begun, "news"))
-    assert news["findings"][0]["ranks"] == [3]
+    assert [found["ranks"] for found in news.findings or ()] == [[3]]
     for _ in range(100):
         world.beat()
         ticks = world.ring(ticks, "tick")
         assert not messages_of(ticks, messages.TakeSnapshots)
     world.finish("c1", ranks=ranks)
-    assert watched(world.watch())[0]["findings"] == []
+    assert watched(world.watch())[0].findings == ()
 
 
 # ---- commands behind a Stop

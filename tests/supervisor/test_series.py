@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
+from typing import TypeVar
 
 import msgspec
 import pytest
 
 from meshbook.supervisor.series import LEVELS, Curve, Curves, SampleRing, Series
+
+T = TypeVar("T")
 
 
 def test_a_step_that_saw_several_values_holds_their_mean() -> None:
@@ -57,8 +59,7 @@ def test_another_series_takes_over_the_past() -> None:
         series.put("cpu_percent", 3, float(at), float(at % 7))
     mirror.load(travelled(series.dump(since=400.0)))
     assert mirror.points("cpu_percent", 3) == series.points("cpu_percent", 3, since=400.0)
-    assert mirror.ranks == (3,)
-    assert series.dump(since=math.inf) == series.dump(since=500.0) == {}
+    assert series.dump(since=math.inf) == series.dump(since=500.0) == ()
     mirror.load(travelled(series.dump(since=-math.inf)))
     for at in range(500, 700):
         for each in (series, mirror):
@@ -71,17 +72,17 @@ def test_other_curves_take_over_the_past_and_go_on_alike() -> None:
     for step in range(5_000):
         curves.put("loss", 1, step, step / 2, float(step))
     mirror.load(travelled(curves.dump(since=3_000.0)))
-    assert mirror.points("loss", 1) == curves.points("loss", 1, since=3_000.0)
+    assert mirror.points("loss", 1) == [point for point in curves.points("loss", 1) if point[2] >= 3_000.0]
     mirror.load(travelled(curves.dump(since=-math.inf)))
     for step in range(5_000, 9_000):
         for each in (curves, mirror):
             each.put("loss", 1, step, step / 2, float(step))
     assert list(mirror.rows()) == list(curves.rows())
-    assert curves.dump(since=math.inf) == {}
+    assert curves.dump(since=math.inf) == ()
 
 
-def travelled(data: Any) -> Any:
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(data))
+def travelled(dumps: tuple[T, ...]) -> tuple[T, ...]:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(dumps), type=tuple[type(dumps[0]), ...])
 
 
 def test_a_curve_that_is_too_long_keeps_its_ends_and_its_shape() -> None:
@@ -101,7 +102,6 @@ def test_names_made_of_a_counter_do_not_fill_memory() -> None:
     curves = Curves()
     taken = [curves.put(f"loss_{number}", 0, 0, 1.0, 0.0) for number in range(1_000)]
     assert sum(taken) == len(curves.names) < 100
-    assert curves.num_refused == 1_000 - sum(taken)
 
 
 def test_a_thousand_ranks_share_the_room_there_is() -> None:

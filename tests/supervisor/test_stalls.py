@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from meshbook.supervisor.stalls import STALL_S, HeartbeatSample, StallDetector
+from meshbook.supervisor.stalls import STALL_S, CollectiveWait, StallDetector
+from meshbook.wire.messages import RankStatus
 
 RANKS = (0, 1, 2)
 
@@ -19,8 +20,9 @@ def beats(stalls: StallDetector, seconds: range, pulse_of: Callable[[int, int], 
         for rank in RANKS:
             told = pulse_of(rank, now)
             if told is not None:
-                still = {"line": 3, "num_collectives": 4, "steps": 0, "cpu_percent": 1.0, "beat_age_s": 0.5}
-                stalls.heartbeat(HeartbeatSample(rank=rank, **{**still, **told}), float(now))
+                still = {"line": 3, "num_collectives": 4, "num_steps": 0, "cpu_percent": 1}
+                wait = told.pop("wait", None)
+                stalls.heartbeat(RankStatus(rank=rank, **{**still, **told}), wait, float(now))
         if stalls.start_due_probes(float(now)):
             return now
     return None
@@ -43,10 +45,10 @@ def test_ranks_that_all_stand_still_are_looked_at_in_time() -> None:
     ("what", "pulse_of"),
     [
         ("collectives are begun", lambda rank, now: {"num_collectives": now // 5}),
-        ("one rank logs", lambda rank, now: {"steps": now // 6 if rank == 1 else 0}),
+        ("one rank logs", lambda rank, now: {"num_steps": now // 6 if rank == 1 else 0}),
         ("new lines are reached", lambda rank, now: {"line": now // 6 if rank == 1 else 3}),
         ("it asks for input()", lambda rank, now: {"awaiting_input": rank == 2}),
-        ("all ranks compute", lambda rank, now: {"cpu_percent": 60.0}),
+        ("all ranks compute", lambda rank, now: {"cpu_percent": 60}),
     ],
 )
 def test_a_cell_is_left_alone_while(what: str, pulse_of: Callable[[int, int], dict[str, Any]]) -> None:
@@ -71,21 +73,21 @@ def test_a_loop_that_goes_round_the_same_lines_is_no_progress() -> None:
 def test_ranks_that_wait_for_a_busy_one_are_looked_at() -> None:
     def pulse_of(rank: int, now: int) -> dict[str, Any]:
         if rank == 2:  # computes, at ever new lines
-            return {"cpu_percent": 100.0, "line": now}
-        return {"awaited_ranks": RANKS, "waiting_s": float(now), "cpu_percent": 100.0}  # a GPU's wait is busy as well
+            return {"cpu_percent": 100, "line": now}
+        return {"wait": CollectiveWait(RANKS, float(now)), "cpu_percent": 100}  # a GPU's wait is busy as well
 
     assert beats(begun(), range(1, 60), pulse_of) == pytest.approx(STALL_S, abs=1)
 
 
 def test_a_rank_that_is_not_heard_of_any_more_is_looked_at_though_others_move() -> None:
     def pulse_of(rank: int, now: int) -> dict[str, Any]:
-        return {"beat_age_s": float(now)} if rank == 0 else {"num_collectives": now, "line": now}
+        return {"beat_age_s": now} if rank == 0 else {"num_collectives": now, "line": now}
 
     assert beats(begun(), range(1, 60), pulse_of) == pytest.approx(STALL_S, abs=1)
 
 
 def test_all_ranks_at_one_line_of_arithmetic_are_looked_at_after_a_minute() -> None:
-    looked_at = beats(begun(), range(1, 200), lambda rank, now: {"cpu_percent": 100.0})
+    looked_at = beats(begun(), range(1, 200), lambda rank, now: {"cpu_percent": 100})
     assert looked_at is not None
     assert 60 <= looked_at <= 62
 

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
-from meshbook.supervisor import state as s
+from meshbook.supervisor import effects as s
+from meshbook.supervisor.state import MeshState
 from meshbook.wire import codec, messages
 from meshbook.wire.messages import Outcome, OutcomeGroup
 
@@ -29,7 +30,7 @@ class World:
     """A state with one client, driven by hand."""
 
     def __init__(self, *, num_ranks: int = 4, num_hosts: int = 1, start: bool = True) -> None:
-        self.state = s.MeshState("mesh", pid=1, started_at=1000.0, store_address="ipc:///store.sock")
+        self.state = MeshState("mesh", pid=1, started_at=1000.0, store_address="ipc:///store.sock")
         self.now = 0.0
         self.spec = messages.MeshSpec(axes={"rank": num_ranks}, num_hosts=num_hosts)
         self.join("one")
@@ -257,17 +258,6 @@ def test_a_host_that_ends_takes_its_ranks_and_their_calls_with_it() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "num_hosts", "sizes"),
-    [(4, 1, [4]), (4, 2, [2, 2]), (4, 3, [2, 1, 1]), (4, 4, [1] * 4), (10, 4, [3, 3, 2, 2]), (7, 5, [2, 2, 1, 1, 1])],
-)
-def test_ranks_are_spread_over_hosts_that_do_not_divide_them(world_size: int, num_hosts: int, sizes: list[int]) -> None:
-    place = s.assign_hosts(world_size, num_hosts)
-    assert list(place) == list(range(world_size))
-    assert list(place.values()) == sorted(place.values())
-    assert [list(place.values()).count(host) for host in range(num_hosts)] == sizes
-
-
 def test_a_mesh_of_uneven_hosts_comes_up() -> None:
     world = World(num_hosts=3)
     assert world.state.info().spec is not None
@@ -338,7 +328,7 @@ def test_history_tells_how_a_cell_ended(status: str) -> None:
 def test_setup_cells_are_kept_for_ranks_that_join_later() -> None:
     world = World()
     world.run(setup=True)
-    assert [cell.source for cell in world.state.setup_cells] == ["x = 1"]
+    assert [cell.source for cell in world.state._cells.setup_cells] == ["x = 1"]
 
 
 def test_output_of_a_thread_that_outlives_its_cell_still_reaches_somebody() -> None:

@@ -7,9 +7,9 @@ no behaviour. Ranks travel as sorted tuples of ints; seconds are floats; byte co
 An unknown field is ignored and a missing one takes its default, so a field may be added without a new protocol version;
 any other change needs one (`codec.PROTOCOL`).
 
-`commands` has those of controllers, `host_commands` those of the supervisor, `reports` what is sent upwards, and
-`monitoring` metrics and snapshots; `payloads`, `output` and `mesh` have what they are made of. This module says which
-role may send which message to which.
+`commands` has those of controllers, `host_commands` those of the supervisor, `reports` what is sent upwards,
+`monitoring` metrics and snapshots, `mesh_status` what subscribers get; `payloads`, `output` and `mesh` have what they are made of.
+This module says which role may send which message to which.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from meshbook.wire.messages.actors import *
 from meshbook.wire.messages.commands import *
 from meshbook.wire.messages.host_commands import *
 from meshbook.wire.messages.mesh import *
+from meshbook.wire.messages.mesh_status import *
 from meshbook.wire.messages.monitoring import *
 from meshbook.wire.messages.output import *
 from meshbook.wire.messages.payloads import *
@@ -117,9 +118,7 @@ HostReport = (
     HostReady
     | HostFailed
     | HostHeartbeat
-    | RankReady
     | RankExited
-    | RankHeartbeat
     | CallOutput
     | CallFinished
     | CallProgressed
@@ -136,7 +135,6 @@ SupervisorReport = (
     | MeshStopped
     | CallOutput
     | CallFinished
-    | CallProgressed
     | RanksStuck
     | InputRequest
     | CommandReply

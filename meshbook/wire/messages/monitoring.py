@@ -7,7 +7,7 @@ never compared.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from msgspec import Struct
 
@@ -80,7 +80,6 @@ class ThreadStack(Struct, frozen=True, gc=False, omit_defaults=True):
     syscall: str | None = None  # of this thread: "futex", "read", ...
     waits_on: str | None = None  # what it waits for, if known: "lock `a`"
     held_by: str | None = None  # name of this rank's thread that holds it, if known
-    native_function: str | None = None  # the C function it is in, if it could be read; from outside only
     num_truncated: int = 0  # frames left out of a very deep stack ...
     truncated_at: int = 0  # ... between `frames[truncated_at - 1]` and `frames[truncated_at]`
 
@@ -240,11 +239,3 @@ class Subscribe(Message):
     call: CallId
     max_updates_per_s: float = 2.0
     history_s: float = 0.0  # the reply includes the numbers of the last seconds
-
-
-class MeshUpdate(Message):
-    """An update for a subscriber."""
-
-    timestamp: float  # wall clock
-    data: dict[str, Any]  # described in supervisor/telemetry.py
-    call: CallId | None = None  # of the Subscribe that this replies to

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -16,24 +16,11 @@ from meshbook.controller.session import Session
 from meshbook.controller.subscription import MeshSnapshot, MeshSubscription
 from meshbook.controller.tables import STATES
 from meshbook.errors import StartError, UsageError
+from meshbook.wire.messages import METRICS
 
 _LOOPBACK = "127.0.0.1"
 
-# Attribute of `RankStatus`, metric name, documentation, factor. Units follow Prometheus: bytes, seconds, ratios.
-_GAUGES = (
-    ("rss_bytes", "meshbook_rank_memory_bytes", "Resident memory of the rank's process", 1.0),
-    ("peak_rss_bytes", "meshbook_rank_memory_peak_bytes", "Its peak", 1.0),
-    ("cpu_percent", "meshbook_rank_cpu_ratio", "Cores that the rank keeps busy", 0.01),
-    ("gil_lag_s", "meshbook_rank_gil_lag_seconds", "Longest wait for the interpreter lock in the last second", 1.0),
-    ("beat_age_s", "meshbook_rank_beat_age_seconds", "Since the rank was last heard of; 0 below 3 s", 1.0),
-    ("collectives_per_s", "meshbook_rank_collectives_per_second", "Collectives that the rank begins per second", 1.0),
-    ("steps_per_s", "meshbook_rank_steps_per_second", "Steps that it logs per second", 1.0),
-    ("gpu_utilisation", "meshbook_rank_gpu_utilisation_ratio", "Time that its GPU was busy", 0.01),
-    ("gpu_allocated_bytes", "meshbook_rank_gpu_allocated_bytes", "GPU memory that torch handed out", 1.0),
-    ("gpu_reserved_bytes", "meshbook_rank_gpu_reserved_bytes", "GPU memory that torch holds", 1.0),
-    ("gpu_used_bytes", "meshbook_rank_gpu_used_bytes", "GPU memory in use, by every process", 1.0),
-    ("gpu_total_bytes", "meshbook_rank_gpu_size_bytes", "GPU memory there is", 1.0),
-)
+Samples = Sequence[tuple[Sequence[str], float]]  # values of the labels, value
 
 
 class Exporter:
@@ -119,55 +106,37 @@ class _MetricsCollector:
 
 def metric_families(snapshot: MeshSnapshot) -> list[Any]:
     """Return a snapshot as Prometheus metric families. Unknown values have no sample."""
-    from prometheus_client.core import GaugeMetricFamily
-
-    found = [
-        _gauge("meshbook_up", "Whether the mesh runs", ("mesh",), [((snapshot.name,), float(snapshot.ended is None))]),
-        _gauge("meshbook_cells_run", "Cells that were run", ("mesh",), [((snapshot.name,), float(snapshot.cells_run))]),
-    ]
     states = [rank.state for rank in snapshot.ranks]
-    found.append(
-        _gauge(
-            "meshbook_ranks",
-            "Ranks in this state",
-            ("mesh", "state"),
-            [((snapshot.name, state), float(states.count(state))) for state in STATES],
-        )
-    )
     kinds = [one.kind for one in snapshot.findings]
-    found.append(
-        _gauge(
-            "meshbook_findings",
-            "What was found unasked in the cells that run",
-            ("mesh", "kind"),
-            [((snapshot.name, kind), float(kinds.count(kind))) for kind in sorted(set(kinds))],
-        )
-    )
-    labels = ("mesh", "rank", "host", "device")
-    for attribute, name, documentation, factor in _GAUGES:
-        gauge = GaugeMetricFamily(name, documentation, labels=labels)
-        for rank in snapshot.ranks:
-            value = getattr(rank, attribute)
-            if value is not None:
-                gauge.add_metric((snapshot.name, str(rank.rank), rank.host, rank.device), float(value) * factor)
-        found.append(gauge)
-    scalar = GaugeMetricFamily(
-        "meshbook_scalar", "The last value given to meshbook.log", labels=("mesh", "rank", "name")
-    )
-    for name in snapshot.scalars.names:
-        for number in snapshot.scalars.ranks_of(name):
-            points = snapshot.scalars.points(name, number)
-            if points:
-                scalar.add_metric((snapshot.name, str(number), name), points[-1][1])
-    return [*found, scalar]
+    by_state = [((state,), float(sum(one == state for one in states))) for state in STATES]
+    by_kind = [((kind,), float(kinds.count(kind))) for kind in sorted(set(kinds))]
+    last_values = [
+        ((str(rank), name), points[-1][1])
+        for name in snapshot.scalars.names
+        for rank in snapshot.scalars.ranks_of(name)
+        if (points := snapshot.scalars.points(name, rank))
+    ]
+    tables: list[tuple[str, str, Sequence[str], Samples]] = [
+        ("up", "Whether the mesh runs", (), [((), float(snapshot.ended is None))]),
+        ("cells_run", "Cells that were run", (), [((), float(snapshot.cells_run))]),
+        ("ranks", "Ranks in this state", ("state",), by_state),
+        ("findings", "What was found unasked in the cells that run", ("kind",), by_kind),
+        ("scalar", "The last value given to meshbook.log", ("rank", "name"), last_values),
+    ]
+    for field, metric in METRICS.items():
+        samples = [
+            ((str(rank.rank), rank.host, rank.device), float(value) * metric.factor)
+            for rank in snapshot.ranks
+            if (value := getattr(rank, field)) is not None
+        ]
+        tables.append((f"rank_{metric.gauge}", metric.description, ("rank", "host", "device"), samples))
+    return [_gauge(f"meshbook_{name}", text, snapshot.name, labels, rows) for name, text, labels, rows in tables]
 
 
-def _gauge(
-    name: str, documentation: str, labels: tuple[str, ...], samples: Iterable[tuple[tuple[str, ...], float]]
-) -> Any:
+def _gauge(name: str, description: str, mesh: str, labels: Sequence[str], samples: Samples) -> Any:
     from prometheus_client.core import GaugeMetricFamily
 
-    gauge = GaugeMetricFamily(name, documentation, labels=labels)
+    gauge = GaugeMetricFamily(name, description, labels=("mesh", *labels))
     for values, value in samples:
-        gauge.add_metric(values, value)
+        gauge.add_metric((mesh, *values), value)
     return gauge

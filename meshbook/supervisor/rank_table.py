@@ -1,0 +1,120 @@
+"""The ranks of a mesh as the supervisor knows them: where they run, what their hosts last reported, how they exited."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+import msgspec
+
+from meshbook.ids import Ranks
+from meshbook.supervisor.effects import SendToHosts
+from meshbook.wire import messages
+from meshbook.wire.messages import RankExited, RankInfo
+
+
+class RankTable:
+    """Every rank of the mesh; empty until a mesh is requested."""
+
+    def __init__(self) -> None:
+        self._host_of: dict[int, int] = {}
+        self._infos: dict[int, RankInfo] = {}
+        self._reported_at: dict[int, float] = {}  # when their hosts last reported them
+        self._exited: dict[int, RankExited] = {}
+
+    def assign(self, world_size: int, num_hosts: int) -> None:
+        """Create the ranks of a mesh that starts, and assign them to hosts."""
+        self._host_of = assign_hosts(world_size, num_hosts)
+        self._infos = {rank: RankInfo(rank=rank, state="starting", host="") for rank in range(world_size)}
+
+    # ---- inputs
+
+    def host_ready(self, host: int, hostname: str) -> None:
+        for rank in self.on_host(host):
+            self._infos[rank] = msgspec.structs.replace(self._infos[rank], host=hostname)
+
+    def start_finished(self) -> None:
+        """Record that the mesh is up: ranks that were starting are idle."""
+        for rank, info in self._infos.items():
+            if info.state == "starting":
+                self._infos[rank] = msgspec.structs.replace(info, state="idle")
+
+    def heartbeat(self, infos: Iterable[RankInfo], now: float, *, is_starting: bool) -> None:
+        """Record a host's report of its ranks.
+
+        Args:
+            is_starting: the mesh is coming up, so a rank that waits for a command is not idle yet.
+        """
+        for info in infos:
+            known = self._infos.get(info.rank)
+            if known is not None and known.state != "dead":
+                not_yet = is_starting and info.state == "idle"
+                self._infos[info.rank] = msgspec.structs.replace(info, state="starting") if not_yet else info
+                self._reported_at[info.rank] = now
+
+    def rank_exited(self, report: RankExited) -> bool:
+        """Record that a rank has exited; return whether that was unknown."""
+        info = self._infos.get(report.rank)
+        if info is None or report.rank in self._exited:
+            return False
+        self._infos[report.rank] = msgspec.structs.replace(
+            info, state="dead", exit=report.description, call=None, cell=None, line=None
+        )
+        self._exited[report.rank] = report
+        return True
+
+    # ---- queries
+
+    def __len__(self) -> int:
+        return len(self._infos)
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._infos
+
+    @property
+    def all(self) -> Ranks:
+        return tuple(sorted(self._infos))
+
+    @property
+    def living(self) -> Ranks:
+        return tuple(rank for rank in sorted(self._infos) if rank not in self._exited)
+
+    @property
+    def exited(self) -> Mapping[int, RankExited]:
+        """The exit reports of ranks that have exited."""
+        return MappingProxyType(self._exited)
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        return tuple(sorted(set(self._host_of.values())))
+
+    def info(self, rank: int) -> RankInfo:
+        """Return what the rank's host last reported of it."""
+        return self._infos[rank]
+
+    def reported_at(self, rank: int) -> float:
+        """Return when the rank's host last reported it; 0 if it never did."""
+        return self._reported_at.get(rank, 0.0)
+
+    def host_of(self, rank: int) -> int:
+        return self._host_of[rank]
+
+    def hosts_of(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        return tuple(sorted({self._host_of[rank] for rank in ranks}))
+
+    def on_host(self, host: int) -> Ranks:
+        return tuple(rank for rank, host_of_rank in self._host_of.items() if host_of_rank == host)
+
+    def send(self, ranks: Ranks, message: messages.HostCommand, body: bytes | None = None) -> SendToHosts:
+        """Return the effect that sends a message to the hosts of these ranks."""
+        return SendToHosts(self.hosts_of(ranks), message, body)
+
+
+def assign_hosts(world_size: int, num_hosts: int) -> dict[int, int]:
+    """Return the host of each rank: contiguous ranks per host, sizes that differ by at most one.
+
+    Four ranks on three hosts are 2, 1 and 1.
+    """
+    fewest, num_larger = divmod(world_size, num_hosts)
+    sizes = [fewest + (host < num_larger) for host in range(num_hosts)]
+    return dict(enumerate(host for host, size in enumerate(sizes) for _ in range(size)))

@@ -1,0 +1,84 @@
+"""The start of a mesh: hosts start their ranks, and the ranks form their process groups."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from meshbook.supervisor.call_table import ActiveCall, Parts
+from meshbook.supervisor.effects import Effect, SendToClient, SendToHosts, Shutdown, StartHosts
+from meshbook.supervisor.group_state import GroupState
+from meshbook.supervisor.rank_table import RankTable
+from meshbook.supervisor.scheduler import CallScheduler
+from meshbook.wire import messages
+from meshbook.wire.messages import MeshInfo, MeshSpec
+
+
+class MeshStartup:
+    """The one start of a mesh. It ends with `MeshReady`, or with a refusal and the end of the supervisor.
+
+    Attributes:
+        spec: what was requested; None: nothing yet.
+    """
+
+    def __init__(
+        self, ranks: RankTable, groups: GroupState, scheduler: CallScheduler, info: Callable[[], MeshInfo]
+    ) -> None:
+        self._ranks, self._groups, self._scheduler, self._info = ranks, groups, scheduler, info
+        self.spec: MeshSpec | None = None
+        self._pending: tuple[str, messages.StartMesh, float] | None = None  # client, its command, since
+        self._hosts_ready: set[int] = set()
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the mesh is coming up."""
+        return self._pending is not None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether ranks may be given calls."""
+        return self.spec is not None and self._pending is None
+
+    def begin(self, client: str, command: messages.StartMesh, now: float) -> list[Effect]:
+        spec = self.spec = command.spec
+        self._ranks.assign(math.prod(spec.axes.values()), spec.num_hosts)
+        self._pending = (client, command, now)
+        self._scheduler.ends_on_error = spec.end_on_error
+        if spec.process_group and spec.torch:
+            self._groups.request()
+        return [StartHosts(spec)]
+
+    def host_ready(self, host: int, report: messages.HostReady, now: float) -> list[Effect]:
+        """Have a host start its ranks; with the last host, have the ranks form their groups."""
+        assert self.spec is not None
+        self._hosts_ready.add(host)
+        self._ranks.host_ready(host, report.hostname)
+        command = messages.StartRanks(spec=self.spec, ranks=self._ranks.on_host(host), world_size=len(self._ranks))
+        is_last = self._hosts_ready.issuperset(self._ranks.hosts)
+        forming = self._scheduler.form_groups(now, self._groups_formed) if is_last else []
+        return [SendToHosts((host,), command), *forming]
+
+    def _groups_formed(self, call: ActiveCall, parts: Parts, now: float) -> list[Effect]:
+        if failure := self._groups.formed(parts, call.failure):
+            return self.fail(f"the process group was not formed: {failure}")
+        if self._pending is None:
+            return []  # the start failed meanwhile
+        client, command, since = self._pending
+        self._pending = None
+        self._ranks.start_finished()
+        ready = messages.MeshReady(call=command.call, info=self._info(), seconds=now - since)
+        return [SendToClient(client, ready)]
+
+    def rank_exited(self, report: messages.RankExited) -> list[Effect]:
+        last = "".join(f"\n  {line}" for line in report.last_lines)
+        said = f": it said{last}" if last else ""
+        return self.fail(f"rank {report.rank} {report.description} while the mesh was coming up{said}")
+
+    def fail(self, text: str) -> list[Effect]:
+        """Refuse the start and end the supervisor, if the mesh is still coming up."""
+        if self._pending is None:
+            return []
+        client, command, _ = self._pending
+        self._pending = None
+        refused = messages.Refused(call=command.call, error="StartError", text=text)
+        return [SendToClient(client, refused), Shutdown("the mesh did not come up")]
