@@ -316,7 +316,7 @@ class SupervisorConnection:
         for _ in range(_MAX_LAST_REPORTS):  # its last reports may arrive after its exit: one of them says why
             if self._stop_reason is not None or not self._receive_socket.poll(_LAST_REPORT_TIMEOUT_MS):
                 break
-            self._on_message(self._receive_socket.recv_multipart())
+            self._notify((self._on_message,), self._receive_socket.recv_multipart())
         self.ended_unexpectedly = self._stop_reason is None
         reason = self._stop_reason or f"its supervisor (pid {self.connection_info.pid}) has ended"
         self.pending.fail_all(f"the mesh {self.connection_info.name!r} is gone: {reason}")

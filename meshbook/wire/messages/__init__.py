@@ -8,8 +8,8 @@ An unknown field is ignored and a missing one takes its default, so a field may 
 any other change needs one (`codec.PROTOCOL`).
 
 `commands` has those of controllers, `host_commands` those of the supervisor, `reports` what is sent upwards,
-`monitoring` metrics and snapshots, `mesh_status` what subscribers get; `payloads`, `output` and `mesh` have what they are made of.
-This module says which role may send which message to which.
+`monitoring` metrics and snapshots, `mesh_status` what subscribers get; `payloads`, `output` and `mesh` have what they
+are made of. This module says which role may send which message to which.
 """
 
 from __future__ import annotations
