@@ -174,7 +174,7 @@ class Dashboard {
       case "actors":
         this.actors.show(message);
         break;
-      case "told":
+      case "reply":
         this.tell(message.text);
         break;
       case "gone":

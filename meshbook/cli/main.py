@@ -300,7 +300,7 @@ def end_mesh(connection: keys.ConnectionInfo) -> str:
     threading.Thread(target=ask, name=f"end-{connection.name}", daemon=True).start()
     if connected.wait(_REPLY_TIMEOUT_S) and _has_exited(connection, _STOP_GRACE_S):
         return "has ended"
-    for number, words in ((signal.SIGTERM, "was told to end by a signal, and has"), (signal.SIGKILL, "was killed")):
+    for number, words in ((signal.SIGTERM, "was ended by a signal (SIGTERM), and has"), (signal.SIGKILL, "was killed")):
         if _has_exited(connection, 0.0):
             return "has ended"
         with contextlib.suppress(ProcessLookupError):

@@ -21,7 +21,7 @@ from meshbook.wire import keys, messages
 
 # A supervisor replies in milliseconds; one that has not after this time is stopped, swapped out or stuck.
 _REPLY_TIMEOUT_S = 3.0
-_OBSERVER_KIND = "onlooker"  # the client kind of an observer
+_OBSERVER_KIND = "observer"  # the client kind of an observer
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from meshbook.errors import MeshbookError, MeshTimeout
 from meshbook.supervisor.series import Curves, Series
 from meshbook.wire.messages import CollectiveStatus, MeshUpdate, RankStatus, Subscribe
 
-log = logging.getLogger("meshbook.onlooker")
+log = logging.getLogger("meshbook.subscription")
 
 _REPLY_TIMEOUT_S = 5.0
 _MAX_COLLECTIVES_PER_RANK = 64  # of each rank

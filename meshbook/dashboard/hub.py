@@ -205,7 +205,7 @@ class DashboardHub:
             return []
         client.reported_errors.add(what)
         log.error("the picture of %s could not be made", self._session.name, exc_info=error)
-        return [{"kind": "told", "text": f"part of this picture could not be made ({what}); the mesh is not affected"}]
+        return [{"kind": "reply", "text": f"part of this picture could not be made ({what}); the mesh is not affected"}]
 
     # ---- requests
 
@@ -230,10 +230,10 @@ class DashboardHub:
         try:
             replies = self._handle_request(client, message)
         except (MeshbookError, ValueError) as error:
-            replies = [{"kind": "told", "text": str(error)}]
+            replies = [{"kind": "reply", "text": str(error)}]
         except Exception as error:
             log.exception("a front end's %r could not be answered", message.get("kind"))
-            replies = [{"kind": "told", "text": f"{type(error).__name__}: {error}"}]
+            replies = [{"kind": "reply", "text": f"{type(error).__name__}: {error}"}]
         view_id = message.get("view")
         address = {"view": view_id} if isinstance(view_id, str) else {}
         try:
@@ -298,10 +298,10 @@ class DashboardHub:
                 ranks = view.parse_ranks_in_mesh(message.get("ranks"), mesh.ranks)
                 if ranks:
                     mesh.interrupt(ranks)
-                    return [{"kind": "told", "text": f"{name_ranks(ranks)} interrupted"}]
+                    return [{"kind": "reply", "text": f"{name_ranks(ranks)} interrupted"}]
             case "kill":
                 ranks = view.parse_ranks_in_mesh(message.get("ranks"), mesh.ranks)
                 if ranks:
                     mesh.kill(ranks)
-                    return [{"kind": "told", "text": f"{name_ranks(ranks)} killed"}]
+                    return [{"kind": "reply", "text": f"{name_ranks(ranks)} killed"}]
         return []

@@ -12,7 +12,7 @@ are plain data with a `kind`:
     stacks       a merged tree, with `text` to copy
     logs         the last output of one rank
     actors       one row for each actor on the ranks that are shown
-    told         one sentence in reply to a request
+    reply        one sentence in reply to a request
     gone         the mesh has ended
 
 A value is sent with the ranks that have it, because ranks mostly agree: a thousand ranks on the same line take a few

@@ -192,7 +192,7 @@ class ForkStarter:
         """Send a command, now or when the server reads it: while it imports torch, its buffer holds few."""
         data = spawn.encoder.encode(command)
         if len(data) > spawn.MAX_PACKET_BYTES:
-            file = os.memfd_create("meshbook-birth", os.MFD_CLOEXEC)
+            file = os.memfd_create("meshbook-spawn", os.MFD_CLOEXEC)
             with open(file, "wb", closefd=False) as writer:
                 writer.write(data)
             data, fds, fds_to_close = spawn.encoder.encode(spawn.CommandInFile()), [*fds, file], [*fds_to_close, file]
@@ -270,7 +270,7 @@ class FreshStarter:
         out, out_write = make_pipe()
         err, err_write = make_pipe()
         crash_log = CrashLog()
-        with open(os.memfd_create("meshbook-birth", os.MFD_CLOEXEC), "w+b") as config_file:
+        with open(os.memfd_create("meshbook-spawn", os.MFD_CLOEXEC), "w+b") as config_file:
             config_file.write(spawn.encoder.encode(config))  # not a pipe, which takes 64 KiB before it blocks
             config_file.seek(0)
             process = subprocess.Popen(

@@ -193,7 +193,7 @@ def _interrupt(notebook: Notebook, options: argparse.Namespace) -> None:
     mesh = mesh_named(notebook)
     ranks = _selected(mesh, options)
     mesh.interrupt(ranks)
-    print(f"Told {name_ranks(ranks)} to stop.")
+    print(f"Stop was sent to {name_ranks(ranks)}.")
 
 
 def _kill(notebook: Notebook, options: argparse.Namespace) -> None:

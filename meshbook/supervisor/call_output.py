@@ -14,7 +14,7 @@ _MAX_FLUSH_CHARS = 32 << 10  # characters that one flush may output; see host.ag
 
 
 class OutputListener(Protocol):
-    """Is told the output that is sent."""
+    """Receives the output that is sent."""
 
     def __call__(self, call: str, items: tuple[FoldedItem, ...], now: float) -> None: ...
 

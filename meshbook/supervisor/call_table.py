@@ -51,8 +51,8 @@ class ActiveCall:
     awaiting_input: set[int] = field(default_factory=set)  # ranks that wait for input()
     deferred: SendToHosts | None = None  # not sent yet
     stop_deadline: float = 0.0  # after a Stop: when commands no longer wait for its ranks to return
-    stopping_ranks: set[int] = field(default_factory=set)  # ranks that were told to stop it
-    is_stopped: bool = False  # all ranks that still ran it were told to stop
+    stopping_ranks: set[int] = field(default_factory=set)  # ranks that were sent a Stop of it
+    is_stopped: bool = False  # all ranks that still ran it were sent a Stop
     is_holding: bool = False  # ranks hold back the collectives that follow it
     failure: str = ""  # of process groups: the first rank that could not form them, and why
 
@@ -88,11 +88,11 @@ class ActiveCall:
         return tuple(rank for rank in self.ranks if rank not in self.done_ranks and rank not in exited)
 
     def stop(self, ranks: Iterable[int], deadline: float) -> None:
-        """Record that ranks were told to stop it."""
-        told = set(ranks)
-        self.is_stopped = self.is_stopped or set(self.remaining_ranks()) <= told
+        """Record that ranks were sent a Stop of it."""
+        stopping = set(ranks)
+        self.is_stopped = self.is_stopped or set(self.remaining_ranks()) <= stopping
         self.stop_deadline = deadline
-        self.stopping_ranks |= told & set(self.ranks)
+        self.stopping_ranks |= stopping & set(self.ranks)
 
 
 class CallTable:

@@ -2,7 +2,7 @@
 
 After a call that failed on some rank, all ranks are compared: groups that are out of step must be re-formed. While a
 call runs, ranks that have finished it are queried whether they have left its collectives, so that those that wait for
-them can be told.
+them get an error.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class CallScheduler:
         mesh_changed: returns the effect that reports the mesh's current state to all clients.
 
     Attributes:
-        ends_on_error: ranks that wait in a collective for a rank that has left the call are told so.
+        ends_on_error: ranks that wait in a collective for a rank that has left the call get an error.
     """
 
     def __init__(

@@ -73,7 +73,7 @@ class _CallProgress:
     next_probe_at: float = 0.0  # no probe before this time
     num_probes: int = 0
     is_reported: bool = False  # a finding was reported to the user
-    is_settled: bool = False
+    is_concluded: bool = False
     is_probing: bool = False
 
 
@@ -144,7 +144,7 @@ class StallDetector:
         for call_progress in self._calls.values():
             if (
                 not call_progress.is_probing
-                and not call_progress.is_settled
+                and not call_progress.is_concluded
                 and now >= call_progress.next_probe_at
                 and self._is_stalled(call_progress, now)
             ):
@@ -170,14 +170,14 @@ class StallDetector:
             return
         call_progress.is_probing = False
         call_progress.is_reported = call_progress.is_reported or is_reported
-        call_progress.is_settled = call_progress.is_settled or is_certain or call_progress.num_probes >= _MAX_PROBES
+        call_progress.is_concluded = call_progress.is_concluded or is_certain or call_progress.num_probes >= _MAX_PROBES
         call_progress.next_probe_at = now + _PROBE_AGAIN_S * 2 ** (call_progress.num_probes - 1)
 
     def may_report(self, call: str, *, is_certain: bool) -> bool:
         """Whether a finding on this call may be reported to the user: once, and once more if it is certain."""
         call_progress = self._calls.get(call)
         return (
-            call_progress is not None and not call_progress.is_settled and (is_certain or not call_progress.is_reported)
+            call_progress is not None and not call_progress.is_concluded and (is_certain or not call_progress.is_reported)
         )
 
     def _is_stalled(self, call_progress: _CallProgress, now: float) -> bool:

@@ -114,8 +114,8 @@ def test_the_lines_of_a_cell_that_begins_with_empty_ones_are_shown(mesh: Mesh) -
 
 
 def test_a_cell_that_stands_still_is_explained_under_it_unasked_once(mesh: Mesh) -> None:
-    with MeshSubscription(mesh.session, max_updates_per_s=10) as onlooker, Hanging(mesh) as hanging:
-        picture = snapshot_when(onlooker, lambda picture: bool(picture.findings))
+    with MeshSubscription(mesh.session, max_updates_per_s=10) as subscription, Hanging(mesh) as hanging:
+        picture = snapshot_when(subscription, lambda picture: bool(picture.findings))
         assert picture.findings[0].ranks == (1,)
         assert picture.ranks[0].waits_in is not None
         when(lambda: bool(hanging.said))
@@ -166,11 +166,11 @@ def test_a_front_end_that_is_killed_amid_the_news_is_forgotten_and_others_hear_o
         "import sys\nfrom meshbook.controller.starting import attach\n"
         "from meshbook.controller.subscription import MeshSubscription\n"
         f"mesh = attach({mesh.name!r}, kind='vanishing', observer=True)\n"
-        "onlooker = MeshSubscription(mesh.session, max_updates_per_s=10)\n"
-        "onlooker.listeners.append(lambda picture: print(len(picture.ranks), flush=True))\n"
+        "subscription = MeshSubscription(mesh.session, max_updates_per_s=10)\n"
+        "subscription.listeners.append(lambda picture: print(len(picture.ranks), flush=True))\n"
         "sys.stdin.read()"
     )
-    with MeshSubscription(mesh.session, max_updates_per_s=10) as onlooker:
+    with MeshSubscription(mesh.session, max_updates_per_s=10) as subscription:
         with subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
             assert other.stdout is not None
             try:
@@ -179,12 +179,12 @@ def test_a_front_end_that_is_killed_amid_the_news_is_forgotten_and_others_hear_o
                 assert any("vanishing" in client for client in mesh.status().clients)
             finally:
                 other.kill()
-        snapshot_when(onlooker, lambda picture: not any("vanishing" in client for client in picture.clients))
-        at = onlooker.snapshot.at
-        snapshot_when(onlooker, lambda picture: picture.at > at)
+        snapshot_when(subscription, lambda picture: not any("vanishing" in client for client in picture.clients))
+        at = subscription.snapshot.at
+        snapshot_when(subscription, lambda picture: picture.at > at)
 
 
-def test_several_onlookers_share_a_connection_and_one_that_fails_or_leaves_is_its_own_affair(mesh: Mesh) -> None:
+def test_several_subscriptions_share_a_connection_and_one_that_fails_or_leaves_is_its_own_affair(mesh: Mesh) -> None:
     def fail(picture: MeshSnapshot) -> None:
         raise RuntimeError("this listener is broken")
 
@@ -204,12 +204,12 @@ def test_several_onlookers_share_a_connection_and_one_that_fails_or_leaves_is_it
 def test_the_last_picture_outlives_the_mesh_and_says_why_there_is_no_more() -> None:
     with create_mesh(1, torch=False) as mesh:
         connection = SupervisorConnection(keys.find_connection(mesh.name), kind="cli", observer=True)
-        onlooker = MeshSubscription(connection, max_updates_per_s=10)
+        subscription = MeshSubscription(connection, max_updates_per_s=10)
         mesh.stop()
-        picture = snapshot_when(onlooker, lambda picture: picture.ended is not None)
+        picture = snapshot_when(subscription, lambda picture: picture.ended is not None)
     assert picture.ended == "stopped by a script"
     assert picture.ranks[0].state == "dead"
-    onlooker.close()
+    subscription.close()
     connection.close()
 
 
@@ -265,7 +265,7 @@ def test_what_is_asked_wrongly_is_refused_with_a_sentence(mesh: Mesh) -> None:
         except UsageError as error:
             refused.append(error)
 
-    with MeshSubscription(mesh.session, max_updates_per_s=10) as onlooker:
-        onlooker.listeners.append(ask)
+    with MeshSubscription(mesh.session, max_updates_per_s=10) as subscription:
+        subscription.listeners.append(ask)
         when(lambda: bool(refused))
     assert "ask from another thread" in str(refused[0])

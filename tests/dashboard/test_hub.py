@@ -101,7 +101,7 @@ def test_a_picture_that_cannot_be_made_is_logged_and_said_once_and_the_next_one_
         mesh.run("x = 1", echo=False)
     page.wait_for(lambda message: message["kind"] == "layout")
     desk.remove_client(page.audience)
-    assert [message["text"] for message in page.told if message["kind"] == "told"] == [
+    assert [message["text"] for message in page.told if message["kind"] == "reply"] == [
         "part of this picture could not be made (KeyError: 'a rank that nobody knows'); the mesh is not affected"
     ]
     assert [record.levelname for record in caplog.records if record.exc_info] == ["ERROR"]
@@ -123,7 +123,7 @@ def test_requests_are_answered_while_a_cell_runs_each_to_who_asked_and_once(mesh
             desk.on_request(page.audience, {"kind": "why", "view": "a", "id": "a-2"})
         page.wait_for(lambda message: message["kind"] == "findings" and message["asked"])
         desk.on_request(page.audience, {"kind": "stacks", "ranks": "<b>", "view": "a", "id": "a-3"})
-        assert "list of ranks" in page.wait_for(lambda message: message["kind"] == "told")["text"]
+        assert "list of ranks" in page.wait_for(lambda message: message["kind"] == "reply")["text"]
         for nonsense in (None, 7, [], {}, {"kind": "no such thing"}, {"kind": "logs", "rank": "x"}, {"kind": ["kill"]}):
             desk.on_request(page.audience, nonsense)
         assert len([message for message in page.told if message["kind"] == "findings" and message["asked"]]) == 1

@@ -375,7 +375,7 @@ def test_logs_show_what_a_rank_printed(typed: Terminal, capsys: pytest.CaptureFi
 def test_interrupt_stops_a_cell_in_the_background(typed: Terminal, capsys: pytest.CaptureFixture[str]) -> None:
     future = typed("%%mesh --bg\nimport time\nwhile True: time.sleep(10)")
     typed("%mesh interrupt dp=0-1")
-    assert "Told ranks 0-1 to stop." in capsys.readouterr().out
+    assert "Stop was sent to ranks 0-1." in capsys.readouterr().out
     assert type(future.exception(30)).__name__ == "CellInterrupted"
 
 

@@ -27,7 +27,7 @@ async def supervise(actor: Any, name: str, failure: MeshFailure, *, on_loop: boo
             handled = await handled
         return None if handled else failure
     except BaseException as error:
-        text = f"{name}.__supervise__ raised {type(error).__name__}: {error}, when it was told: {failure}"
+        text = f"{name}.__supervise__ raised {type(error).__name__}: {error}, when it was called with: {failure}"
         return MeshFailure(failure.mesh_name, failure.ranks, text, "".join(traceback.format_exception(error)))
 
 

@@ -218,7 +218,7 @@ class ActorRunner:
                 try:
                     self._handle_call(item)
                 except BaseException:  # sending the reply failed: the actor continues with the next call
-                    log.exception("the end of a call of actor %s could not be told", self.name)
+                    log.exception("the end of a call of actor %s could not be reported", self.name)
             elif isinstance(item, StopRequest):
                 _run_to_end(hooks.clean_up(self.actor, self._record.label, self._stop_cause, on_loop=False))
                 self._finish_shutdown(item)

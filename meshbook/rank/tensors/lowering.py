@@ -9,7 +9,7 @@ This module handles local tensors and operations only. `rank/tensors/replay.py` 
 tensor belongs to which handle, and whether a step equals the recorded one.
 
 What cannot be traced (random numbers, whose streams DTensor advances outside of operations; Meshbook's own operations)
-is an *opaque* call ("island"): the operation itself is called again, on newly wrapped tensors. Floats that may differ
+is an *opaque* call: the operation itself is called again, on newly wrapped tensors. Floats that may differ
 from step to step are inputs if the operation passes them on unchanged; any other float must be equal for the function
 to be valid.
 """
@@ -97,7 +97,7 @@ class Lowering(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 input_names,
                 False,
                 self._op_index,
-                op_name="island",
+                op_name="opaque",
                 mutated_storages=mutated_storages,
             )
         )

@@ -217,7 +217,7 @@ def eliminate_dead_code(nodes: list[CallNode], returned: Sequence[str]) -> list[
     for node in reversed(nodes):
         has_effect = node.mutated_storages or not any(node.outputs)  # an assertion returns nothing, and may raise
         has_effect = (
-            has_effect or node.op_name.startswith(("_c10d", "c10d")) or node.op_name in ("island", "flat_all_reduce")
+            has_effect or node.op_name.startswith(("_c10d", "c10d")) or node.op_name in ("opaque", "flat_all_reduce")
         )
         has_effect = has_effect and node.op_name != WRAP  # it only creates an object
         if has_effect or any(name in live for name in node.outputs):

@@ -1,7 +1,7 @@
 """Messages for subscribers: the current status of a mesh, and its changes.
 
 A number of `RankStatus` with a row in `METRICS` is stored over time, drawn as a chart and exported to Prometheus as the
-row says; nothing else needs to be told of it.
+row says; nothing else is sent of it.
 """
 
 from __future__ import annotations
