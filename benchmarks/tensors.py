@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks import gpt, workbench
 from benchmarks.report import Report
 from meshbook.controller.mesh import Mesh, create_mesh
-from meshbook.tensors import remote
+from meshbook.tensors import dispatch, remote
 from meshbook.tensors.creation import distribute, engine_of
 
 RANKS = 2
@@ -91,10 +91,10 @@ def train_step(report: Report, mesh: Mesh, gate: Path, rounds: int) -> None:
         step().item()
     torchs = TorchsPart(step)
     engine.flush()
-    before = engine.num_ops
+    before = engine.sender.num_ops
     step()
     engine.flush()
-    sent = engine.num_ops - before
+    sent = engine.sender.num_ops - before
 
     def spent() -> float:
         seconds = time.thread_time()
@@ -165,7 +165,7 @@ class TorchsPart:
         self._step = step
         self._given: list[Any] = []
         self._inside = False
-        with self._in_place_of_ours(self._noting(remote.torch_dispatch), self._noting(remote.execute_template)):
+        with self._in_place_of_ours(self._noting(dispatch.torch_dispatch), self._noting(dispatch.execute_template)):
             step()
 
     def seconds(self) -> float:
@@ -207,14 +207,14 @@ class TorchsPart:
     def _in_place_of_ours(arrive: Callable[..., Any], perform: Callable[..., Any]) -> Iterator[None]:
         patch = mock.patch.object
         arrived: Any = staticmethod(arrive)
-        with patch(remote.RemoteTensor, "__torch_dispatch__", arrived), patch(remote, "perform", perform):
+        with patch(remote.RemoteTensor, "__torch_dispatch__", arrived), patch(dispatch, "execute_template", perform):
             yield
 
 
 def _like(given: Any) -> Any:
     if isinstance(given, list):
         return tuple(map(_like, given))
-    return given and remote.wrap_handle(given.spec, given)
+    return given and dispatch.wrap_handle(given.spec, given)
 
 
 def native_step() -> float:

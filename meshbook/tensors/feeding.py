@@ -29,9 +29,9 @@ from meshbook.ids import Ranks
 from meshbook.rank import expressions
 from meshbook.rank.tensors import feeding
 from meshbook.tensors.creation import engine_of
-from meshbook.tensors.engine import TensorEngine, TensorHandle
-from meshbook.tensors.plan import contiguous_strides
-from meshbook.tensors.remote import wrap_handle
+from meshbook.tensors.dispatch import wrap_handle
+from meshbook.tensors.engine import TensorEngine
+from meshbook.tensors.specs import TensorHandle
 
 # Seconds between checks of whether the loop has been left, while a thread waits for something else.
 _POLL_S = 0.2
@@ -349,9 +349,7 @@ def _to_global_batch(mesh: Mesh, axis: str, sent: _SentBatch) -> Any:
         if not isinstance(leaf, _LeafMeta):
             return leaf
         placements = _batch_placements(engine, axis, leaf.shape)
-        return wrap_handle(
-            engine.planner.spec(leaf.shape, contiguous_strides(leaf.shape), 0, leaf.dtype, placements), next(handles)
-        )
+        return wrap_handle(engine.specs.intern(leaf.shape, leaf.dtype, placements), next(handles))
 
     return batches.map_leaves(sent.skeleton, to_remote_tensor)
 
