@@ -12,14 +12,13 @@ import difflib
 import itertools
 import keyword
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from meshbook.errors import MeshShapeError
-from meshbook.ids import Ranks, format_ranks, name_ranks, parse_ranks
+from meshbook.ids import Ranks, format_ranks, name_ranks
 
 # The only axis of a mesh that is given as a number of ranks.
 RANK_AXIS = "rank"
@@ -27,7 +26,6 @@ RANK_AXIS = "rank"
 # on some 100,000 GPUs.
 MAX_RANKS = 1 << 17
 
-_NUMBER = re.compile(r"\d+")
 Slice = slice  # the builtin, under a name that `MeshAxes.slice` does not hide from type checkers
 
 
@@ -46,24 +44,7 @@ class MeshAxes:
     ranks: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if len(self.names) != len(self.shape):
-            raise MeshShapeError(
-                f"{_pluralize(len(self.shape), 'size')} {self.shape} but "
-                f"{_pluralize(len(self.names), 'name')} {self.names}; give each axis one size and one name"
-            )
-        for name, size in zip(self.names, self.shape, strict=True):
-            _check_name(name)
-            _check_size(name, size)
-        duplicates = [name for name in self.names if self.names.count(name) > 1]
-        if duplicates:
-            raise MeshShapeError(
-                f"axis {duplicates[0]} is there twice in ({', '.join(self.names)}); give each its own name"
-            )
-        if math.prod(self.shape) != len(self.ranks) or len(set(self.ranks)) != len(self.ranks):
-            raise MeshShapeError(
-                f"mesh axes {_product(self.names, self.shape)} need {_pluralize(math.prod(self.shape), 'rank')}, "
-                f"but {len(set(self.ranks))} are given"
-            )
+        _check_axes(self.names, self.shape, self.ranks)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Constructors
@@ -96,53 +77,16 @@ class MeshAxes:
             )
         if shape is not None:
             names = tuple(mesh_dim_names) if mesh_dim_names is not None else _default_names(len(shape))
-            return cls._complete(names, tuple(shape))
+            return _complete_axes(names, tuple(shape))
         if by_nodes:
-            return cls._complete(
+            return _complete_axes(
                 ("node", "gpu"), (1 if nodes is None else nodes, 1 if gpus_per_node is None else gpus_per_node)
             )
         if isinstance(axes, Mapping):
-            return cls._complete(tuple(axes), tuple(axes.values()))
+            return _complete_axes(tuple(axes), tuple(axes.values()))
         if not _is_int(axes):
             raise MeshShapeError(f"a mesh's size is a number or a dict of axes, not {axes!r}")
-        return cls._complete((RANK_AXIS,), (axes,))  # type: ignore[arg-type]  # _is_int has seen to it
-
-    @classmethod
-    def parse(cls, text: str) -> MeshAxes:
-        """Parse `dp=2,tp=2`, or a bare number of ranks, as typed after `--axes` and `-n`.
-
-        Raises:
-            MeshShapeError: the text is neither.
-        """
-        words = _split_words(text)
-        if len(words) == 1 and words[0].isdecimal():
-            return cls.of(int(words[0]))
-        axes: dict[str, int] = {}
-        for word in words:
-            name, equals, size = (part.strip() for part in word.partition("="))
-            if not equals or not name or not size.isdecimal():
-                raise MeshShapeError(f"{text!r} does not name the axes of a mesh; write them like dp=2,tp=2")
-            if name in axes:
-                raise MeshShapeError(f"axis {name} is there twice in {text!r}; give each its own name")
-            axes[name] = int(size)
-        if not axes:
-            raise MeshShapeError("no axes are named; write them like dp=2,tp=2")
-        return cls.of(axes)
-
-    @classmethod
-    def _complete(cls, names: tuple[str, ...], shape: tuple[int, ...]) -> MeshAxes:
-        if len(names) == len(shape):  # else __post_init__ raises
-            if not names:
-                raise MeshShapeError("a mesh has at least one axis; write it like 4 or {'dp': 2, 'tp': 2}")
-            for name, size in zip(names, shape, strict=True):
-                _check_size(name, size)
-            if math.prod(shape) > MAX_RANKS:
-                raise MeshShapeError(
-                    f"mesh axes {_product(names, shape)} need {math.prod(shape):,} ranks; "
-                    f"a mesh has at most {MAX_RANKS:,}"
-                )
-            return cls(names, shape, tuple(range(math.prod(shape))))
-        return cls(names, shape, ())
+        return _complete_axes((RANK_AXIS,), (axes,))  # type: ignore[arg-type]  # _is_int has seen to it
 
     # -----------------------------------------------------------------------------------------------------------------
     # Inspection
@@ -172,8 +116,8 @@ class MeshAxes:
         return {rank: index for index, rank in enumerate(self.ranks)}
 
     @cached_property
-    def _strides(self) -> tuple[int, ...]:
-        return tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
+    def _sizes_and_strides(self) -> tuple[tuple[int, int], ...]:
+        return tuple((size, math.prod(self.shape[dim + 1 :])) for dim, size in enumerate(self.shape))
 
     def index(self, rank: int) -> int:
         """Return the index of a global rank in grid order: 0 .. size - 1.
@@ -191,10 +135,8 @@ class MeshAxes:
             MeshShapeError: the rank is not in this mesh.
         """
         index = self.index(rank)
-        return {
-            name: index // stride % size
-            for name, size, stride in zip(self.names, self.shape, self._strides, strict=True)
-        }
+        pairs = zip(self.names, self._sizes_and_strides, strict=True)
+        return {name: index // stride % size for name, (size, stride) in pairs}
 
     def rank_at(self, /, **point: int) -> int:
         """Return the global rank at a point. Each axis with a size above 1 must be given.
@@ -203,7 +145,8 @@ class MeshAxes:
             MeshShapeError: an axis does not exist, is missing, or its coordinate is out of range.
         """
         coordinates = {
-            self._axis_index(axis): self._normalize_coordinate(axis, coordinate) for axis, coordinate in point.items()
+            self._axis_index(axis): _normalize_coordinate(axis, self.size_of(axis), coordinate)
+            for axis, coordinate in point.items()
         }
         missing = [name for at, name in enumerate(self.names) if at not in coordinates and self.shape[at] > 1]
         if missing:
@@ -211,7 +154,20 @@ class MeshAxes:
                 [*(f"{axis}={coordinate}" for axis, coordinate in point.items()), *(f"{m}=0" for m in missing)]
             )
             raise MeshShapeError(f"{example or 'a point'} names one rank of {self}; {', '.join(missing)} is not given")
-        return self.ranks[sum(coordinate * self._strides[at] for at, coordinate in coordinates.items())]
+        return self.ranks[sum(coordinate * self._sizes_and_strides[at][1] for at, coordinate in coordinates.items())]
+
+    def ranks_at(self, chosen: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
+        """Return the global ranks at every combination of coordinates, in grid order. Axes not named are complete.
+
+        Raises:
+            MeshShapeError: an axis does not exist, or a coordinate is out of range.
+        """
+        offsets = [[coordinate * stride for coordinate in range(size)] for size, stride in self._sizes_and_strides]
+        for axis, coordinates in chosen.items():
+            at = self._axis_index(axis)
+            size, stride = self._sizes_and_strides[at]
+            offsets[at] = [_normalize_coordinate(axis, size, coordinate) * stride for coordinate in coordinates]
+        return tuple(self.ranks[sum(offset)] for offset in itertools.product(*offsets))
 
     def grid(self) -> Any:
         """Return the ranks as nested lists of this shape, as DeviceMesh accepts them; a bare int without axes."""
@@ -222,8 +178,7 @@ class MeshAxes:
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """Return the groups of ranks that differ along `axis` only: the process groups of that axis."""
-        at = self._axis_index(axis)
-        stride, size = self._strides[at], self.shape[at]
+        size, stride = self._sizes_and_strides[self._axis_index(axis)]
         starts = (index for index in range(self.size) if index // stride % size == 0)
         return tuple(tuple(self.ranks[start + step * stride] for step in range(size)) for start in starts)
 
@@ -236,16 +191,14 @@ class MeshAxes:
         Raises:
             MeshShapeError: an axis does not exist, an index is out of range, or the result is empty.
         """
-        chosen: list[Sequence[int]] = [range(size) for size in self.shape]
-        kept_axes = list(range(len(self.shape)))
-        for axis, part in which.items():
-            at = self._axis_index(axis)
-            if isinstance(part, Slice):
-                chosen[at] = self._slice_range(axis, part)
-            else:
-                chosen[at] = (self._normalize_coordinate(axis, part),)
-                kept_axes.remove(at)
-        return self._submesh(chosen, kept_axes)
+        chosen = {
+            axis: _slice_range(axis, self.size_of(axis), part) if isinstance(part, Slice) else (part,)
+            for axis, part in which.items()
+        }
+        ranks = self.ranks_at(chosen)
+        kept_axes = [name for name in self.names if isinstance(which.get(name, Slice(None)), Slice)]
+        shape = tuple(len(chosen[name]) if name in chosen else self.size_of(name) for name in kept_axes)
+        return MeshAxes(tuple(kept_axes), shape, ranks)
 
     def select(self, index: int | Slice | tuple[int | Slice, ...]) -> MeshAxes:
         """Index along the first axes: `mesh[0]`, `mesh[1:3]` along the first one, `mesh[0, 1:]` along the first two.
@@ -282,24 +235,7 @@ class MeshAxes:
             MeshShapeError: the product of the sizes is not the axis's size.
         """
         at = self._axis_index(axis)
-        axis_size = self.shape[at]
-        if not sizes:
-            raise MeshShapeError(
-                f"axis {axis} is split into named sizes, like split({axis!r}, dp=2, tp={axis_size // 2})"
-            )
-        open_axes = [name for name, size in sizes.items() if size == -1]
-        for name, size in sizes.items():
-            if size != -1:
-                _check_size(name, size)
-        given = math.prod(size for size in sizes.values() if size != -1)
-        if len(open_axes) > 1:
-            raise MeshShapeError(f"only one size may be -1, but {' and '.join(open_axes)} are; give all but one")
-        if axis_size % given or (not open_axes and given != axis_size):
-            raise MeshShapeError(
-                f"axis {axis}={axis_size} cannot be split into {_product(tuple(sizes), tuple(sizes.values()))}"
-                + (f": {axis_size} is not a multiple of {given}" if open_axes else f" = {given}")
-            )
-        filled = {name: axis_size // given if size == -1 else size for name, size in sizes.items()}
+        filled = _fill_sizes(axis, self.shape[at], sizes)
         return MeshAxes(
             (*self.names[:at], *filled, *self.names[at + 1 :]),
             (*self.shape[:at], *filled.values(), *self.shape[at + 1 :]),
@@ -307,41 +243,7 @@ class MeshAxes:
         )
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Typed selections, and checks
-
-    def parse_selection(self, text: str) -> Ranks:
-        """Return the ranks of a selection, sorted: `0,2-3`, `dp=0`, `dp=0,tp=0-1`, `all`.
-
-        A list after an axis belongs to that axis: `dp=0,2-3` selects three coordinates along dp. Spaces may separate
-        words too.
-
-        Raises:
-            MeshShapeError: the text is not a selection, or it is outside this mesh.
-        """
-        if text.strip() in ("", "all", "*"):
-            return tuple(sorted(self.ranks))
-        if "=" not in text:
-            return self.check_ranks(self._parse_numbers(",".join(_split_words(text)), max(self.ranks)))
-        spans: dict[str, list[str]] = {}
-        axis = ""
-        for word in _split_words(text):
-            name, equals, span = word.partition("=")
-            if equals:
-                axis, word = name.strip(), span
-                self._axis_index(axis)
-                if axis in spans:
-                    raise MeshShapeError(f"axis {axis} is chosen twice in {text!r}; write {axis}=0,1 for two places")
-            elif not axis:
-                raise MeshShapeError(f"{text!r} mixes ranks and axes; write 0,2-3 for ranks or dp=0 for an axis")
-            spans.setdefault(axis, []).append(word.strip())
-        chosen: list[Sequence[int]] = [range(size) for size in self.shape]
-        for axis, span_words in spans.items():
-            at = self._axis_index(axis)
-            if span_words in (["all"], ["*"]):
-                continue
-            coordinates = self._parse_numbers(",".join(span_words), self.shape[at], axis)
-            chosen[at] = [self._normalize_coordinate(axis, coordinate) for coordinate in coordinates]
-        return tuple(sorted(self._submesh(chosen, range(len(self.shape))).ranks))
+    # Checks
 
     def check_ranks(self, ranks: Iterable[int]) -> Ranks:
         """Return the same ranks, sorted and without duplicates.
@@ -353,9 +255,9 @@ class MeshAxes:
         unknown = [rank for rank in chosen if rank not in self._index_of]
         if unknown:
             is_are = "is" if len(unknown) == 1 else "are"
-            raise MeshShapeError(f"{name_ranks(unknown)} {is_are} not in {self._describe()}")
+            raise MeshShapeError(f"{name_ranks(unknown)} {is_are} not in {_describe(self)}")
         if not chosen:
-            raise MeshShapeError(f"no ranks are chosen of {self._describe()}")
+            raise MeshShapeError(f"no ranks are chosen of {_describe(self)}")
         return chosen
 
     def require(self, num_running: int) -> None:
@@ -371,18 +273,6 @@ class MeshAxes:
                 f"%mesh start -n {self.size}"
             )
 
-    # -----------------------------------------------------------------------------------------------------------------
-
-    def _submesh(self, chosen: Sequence[Sequence[int]], kept_axes: Iterable[int]) -> MeshAxes:
-        """Return the ranks at every combination of coordinates, over the axes that are kept."""
-        offsets = [
-            [coordinate * stride for coordinate in coordinates]
-            for coordinates, stride in zip(chosen, self._strides, strict=True)
-        ]
-        ranks = tuple(self.ranks[sum(offset)] for offset in itertools.product(*offsets))
-        order = tuple(kept_axes)
-        return MeshAxes(tuple(self.names[at] for at in order), tuple(len(chosen[at]) for at in order), ranks)
-
     def _axis_index(self, axis: str) -> int:
         if axis in self.names:
             return self.names.index(axis)
@@ -392,57 +282,90 @@ class MeshAxes:
         hint = f"did you mean {close[0]}?" if close else f"its axes are {', '.join(self.names)}"
         raise MeshShapeError(f"there is no axis {axis!r} in the mesh {self}; {hint}")
 
-    def _normalize_coordinate(self, axis: str, coordinate: int) -> int:
-        """Return a coordinate along an axis; a negative one counts from the end, as in Python."""
-        size = self.size_of(axis)
-        if not _is_int(coordinate):
-            raise MeshShapeError(f"{axis}={coordinate!r} is neither an int nor a slice")
-        if not -size <= coordinate < size:
-            span = f"0-{size - 1}" if size > 1 else "0"
-            raise MeshShapeError(f"{axis}={coordinate} is out of range: axis {axis} has size {size} ({span})")
-        return coordinate % size
 
-    def _slice_range(self, axis: str, part: Slice) -> range:
-        size = self.size_of(axis)
-        for bound in (part.start, part.stop, part.step):
-            if bound is not None and not _is_int(bound):
-                raise MeshShapeError(f"{axis}={_format_slice(part)} has a bound that is not an int")
-        if part.step is not None and part.step <= 0:
-            raise MeshShapeError(
-                f"{axis}={_format_slice(part)} has step {part.step}; ranks keep their order: use 1 or more"
-            )
-        coordinates = range(size)[part]
-        if not coordinates:
-            raise MeshShapeError(f"{axis}={_format_slice(part)} leaves nothing of axis {axis}, which has size {size}")
-        return coordinates
+def _check_axes(names: Sequence[str], shape: Sequence[int], ranks: Sequence[int]) -> None:
+    if len(names) != len(shape):
+        raise MeshShapeError(
+            f"{_pluralize(len(shape), 'size')} {shape} but {_pluralize(len(names), 'name')} {names}; "
+            "give each axis one size and one name"
+        )
+    for name, size in zip(names, shape, strict=True):
+        _check_name(name)
+        _check_size(name, size)
+    duplicates = [name for name in names if names.count(name) > 1]
+    if duplicates:
+        raise MeshShapeError(f"axis {duplicates[0]} is there twice in ({', '.join(names)}); give each its own name")
+    if math.prod(shape) != len(ranks) or len(set(ranks)) != len(ranks):
+        raise MeshShapeError(
+            f"mesh axes {_product(names, shape)} need {_pluralize(math.prod(shape), 'rank')}, "
+            f"but {len(set(ranks))} are given"
+        )
 
-    def _parse_numbers(self, text: str, limit: int, axis: str = "") -> Ranks:
-        """Parse `0,2-3` as numbers. Rejects numbers above `limit` before a range is expanded."""
-        for number in map(int, _NUMBER.findall(text)):
-            if number > limit:
-                if axis:
-                    self._normalize_coordinate(axis, number)
-                self.check_ranks((number,))
-        try:
-            return parse_ranks(text)
-        except ValueError as error:
-            if axis:
-                raise MeshShapeError(
-                    f"{axis}={text} does not name places on an axis; write it like {axis}=0 or {axis}=0,2-3"
-                ) from error
-            raise MeshShapeError(str(error)) from error
 
-    def _describe(self) -> str:
-        return f"this mesh of {_pluralize(self.size, 'rank')} ({format_ranks(self.ranks)})"
+def _complete_axes(names: tuple[str, ...], shape: tuple[int, ...]) -> MeshAxes:
+    """Return the axes of a complete mesh."""
+    if len(names) != len(shape):
+        return MeshAxes(names, shape, ())  # raises
+    if not names:
+        raise MeshShapeError("a mesh has at least one axis; write it like 4 or {'dp': 2, 'tp': 2}")
+    for name, size in zip(names, shape, strict=True):
+        _check_size(name, size)
+    if math.prod(shape) > MAX_RANKS:
+        raise MeshShapeError(
+            f"mesh axes {_product(names, shape)} need {math.prod(shape):,} ranks; a mesh has at most {MAX_RANKS:,}"
+        )
+    return MeshAxes(names, shape, tuple(range(math.prod(shape))))
+
+
+def _fill_sizes(axis: str, axis_size: int, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the sizes into which an axis is split, with the one that is -1 filled in."""
+    if not sizes:
+        raise MeshShapeError(f"axis {axis} is split into named sizes, like split({axis!r}, dp=2, tp={axis_size // 2})")
+    open_axes = [name for name, size in sizes.items() if size == -1]
+    for name, size in sizes.items():
+        if size != -1:
+            _check_size(name, size)
+    given = math.prod(size for size in sizes.values() if size != -1)
+    if len(open_axes) > 1:
+        raise MeshShapeError(f"only one size may be -1, but {' and '.join(open_axes)} are; give all but one")
+    if axis_size % given or (not open_axes and given != axis_size):
+        raise MeshShapeError(
+            f"axis {axis}={axis_size} cannot be split into {_product(tuple(sizes), tuple(sizes.values()))}"
+            + (f": {axis_size} is not a multiple of {given}" if open_axes else f" = {given}")
+        )
+    return {name: axis_size // given if size == -1 else size for name, size in sizes.items()}
+
+
+def _normalize_coordinate(axis: str, size: int, coordinate: int) -> int:
+    """Return a coordinate along an axis; a negative one counts from the end, as in Python."""
+    if not _is_int(coordinate):
+        raise MeshShapeError(f"{axis}={coordinate!r} is neither an int nor a slice")
+    if not -size <= coordinate < size:
+        span = f"0-{size - 1}" if size > 1 else "0"
+        raise MeshShapeError(f"{axis}={coordinate} is out of range: axis {axis} has size {size} ({span})")
+    return coordinate % size
+
+
+def _slice_range(axis: str, size: int, part: Slice) -> range:
+    for bound in (part.start, part.stop, part.step):
+        if bound is not None and not _is_int(bound):
+            raise MeshShapeError(f"{axis}={_format_slice(part)} has a bound that is not an int")
+    if part.step is not None and part.step <= 0:
+        raise MeshShapeError(
+            f"{axis}={_format_slice(part)} has step {part.step}; ranks keep their order: use 1 or more"
+        )
+    coordinates = range(size)[part]
+    if not coordinates:
+        raise MeshShapeError(f"{axis}={_format_slice(part)} leaves nothing of axis {axis}, which has size {size}")
+    return coordinates
+
+
+def _describe(axes: MeshAxes) -> str:
+    return f"this mesh of {_pluralize(axes.size, 'rank')} ({format_ranks(axes.ranks)})"
 
 
 def _default_names(count: int) -> tuple[str, ...]:
     return (RANK_AXIS,) if count == 1 else tuple(f"axis{index}" for index in range(count))
-
-
-def _split_words(text: str) -> list[str]:
-    """Split at commas or spaces; spaces around `=` do not split."""
-    return re.sub(r"\s*=\s*", "=", text).replace(",", " ").split()
 
 
 def _is_int(value: object) -> bool:

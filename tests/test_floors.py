@@ -26,6 +26,7 @@ FLOORS = {
     "version": 0,
     "mesh_axes": 1,
     "placement": 1,
+    "axes_text": 2,
     "wire.messages": 1,  # words only, so that folding, which is about words, needs no sockets
     "wire": 2,
     "fold": 2,
@@ -81,9 +82,9 @@ CONFINED = {
 
 # Modules that decide and do not act: a test drives them without a process, a socket or a clock of their own.
 PURE = (
-    "ids", "errors", "mesh_axes", "placement", "wire.messages", "wire.codec", "fold", "diagnose", "supervisor.state",
-    "supervisor.monitoring", "supervisor.snapshot_requests", "supervisor.series", "supervisor.stalls",
-    "supervisor.telemetry",
+    "ids", "errors", "mesh_axes", "axes_text", "placement", "wire.messages", "wire.codec", "fold", "diagnose",
+    "supervisor.state", "supervisor.monitoring", "supervisor.snapshot_requests", "supervisor.series",
+    "supervisor.stalls", "supervisor.telemetry", "tensors.faults", "tensors.placement_rules",
 )  # fmt: skip
 ACTING = {"asyncio", "multiprocessing", "os", "select", "selectors", "socket", "subprocess", "threading", "time", "zmq"}
 

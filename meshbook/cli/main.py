@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from meshbook.axes_text import parse_axes
 from meshbook.controller.connection import SupervisorConnection
 from meshbook.controller.listing import fetch_mesh_info, list_meshes
 from meshbook.controller.mesh import Mesh, attach
@@ -171,7 +172,7 @@ def _seconds(text: str) -> float:
 
 def _axes(text: str) -> MeshAxes:
     try:
-        return MeshAxes.parse(text)
+        return parse_axes(text)
     except MeshbookError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

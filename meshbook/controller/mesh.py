@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
+from meshbook.axes_text import parse_selection
 from meshbook.controller import batches, extensions, marimo, remote, reports
 from meshbook.controller.background_output import background_output_of
 from meshbook.controller.config import read_defaults
@@ -568,7 +569,7 @@ class Mesh:
 
     def _parse_ranks(self, ranks: Sequence[int] | int | str) -> Ranks:
         if isinstance(ranks, str):
-            return self._axes.parse_selection(ranks)
+            return parse_selection(ranks, self._axes)
         return self._axes.check_ranks((ranks,) if isinstance(ranks, int) else ranks)
 
 

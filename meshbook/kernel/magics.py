@@ -23,6 +23,7 @@ from typing import Any, NoReturn, cast
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class
 
+from meshbook.axes_text import parse_axes, parse_selection
 from meshbook.controller.listing import fetch_mesh_info, list_meshes
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.remote import RemoteValue
@@ -321,7 +322,7 @@ class MeshMagics(Magics):
 
     def _mesh_options(self, options: argparse.Namespace) -> dict[str, Any]:
         """Return the options of `start` and `restart` as keyword arguments of `Notebook.start`."""
-        axes = MeshAxes.parse(options.axes) if options.axes else None
+        axes = parse_axes(options.axes) if options.axes else None
         count = None
         if options.count is not None:
             if not options.count.isdecimal():
@@ -358,7 +359,7 @@ class MeshMagics(Magics):
 
     def _stacks(self, options: argparse.Namespace) -> Stacks:
         mesh = self._current_mesh()
-        ranks = mesh.grid.parse_selection(" ".join(options.ranks))
+        ranks = parse_selection(" ".join(options.ranks), mesh.grid)
         return mesh.stacks(ranks, twice=options.twice, threads=options.threads)
 
     def _health(self, options: argparse.Namespace) -> Table:
@@ -429,7 +430,7 @@ class MeshMagics(Magics):
 
     def _interrupt(self, options: argparse.Namespace) -> None:
         mesh = self._current_mesh()
-        ranks = mesh.grid.parse_selection(" ".join(options.ranks))
+        ranks = parse_selection(" ".join(options.ranks), mesh.grid)
         mesh.interrupt(ranks)
         print(f"Told {name_ranks(ranks)} to stop.")
 
@@ -437,7 +438,7 @@ class MeshMagics(Magics):
         if not options.ranks:
             raise UsageError(f"which ranks? Write it like: %mesh kill 2, or %mesh kill all. {self._ranks_hint()}")
         mesh = self._current_mesh()
-        ranks = mesh.grid.parse_selection(" ".join(options.ranks))
+        ranks = parse_selection(" ".join(options.ranks), mesh.grid)
         mesh.kill(ranks)
         print(f"Killed {name_ranks(ranks)}.")
 

@@ -22,6 +22,7 @@ from IPython.core import page
 from IPython.core.error import StdinNotImplementedError
 from IPython.core.interactiveshell import InteractiveShell
 
+from meshbook.axes_text import parse_axes, parse_selection
 from meshbook.controller import mesh as meshes
 from meshbook.controller.background_output import background_output_of
 from meshbook.controller.config import Defaults, read_defaults
@@ -688,7 +689,7 @@ class Notebook:
             UsageError: nothing was omitted, or nothing of these ranks.
         """
         mesh = self._get_mesh(None)
-        wanted = mesh.grid.parse_selection(ranks) if isinstance(ranks, str) else tuple(ranks or mesh.ranks)
+        wanted = parse_selection(ranks, mesh.grid) if isinstance(ranks, str) else tuple(ranks or mesh.ranks)
         for number, shown in self._omitted_displays.for_ranks(wanted):
             self._show_note(f"{name_ranks(shown.ranks)}, cell {number}:")
             item = cast(Display, shown.item)
@@ -853,7 +854,7 @@ class Notebook:
 def _resolve_axes(ranks: int | None, axes: str | Mapping[str, int] | None, default: Callable[[], int]) -> MeshAxes:
     if axes is None:
         return MeshAxes.of(default() if ranks is None else ranks)
-    grid = MeshAxes.parse(axes) if isinstance(axes, str) else MeshAxes.of(axes)
+    grid = parse_axes(axes) if isinstance(axes, str) else MeshAxes.of(axes)
     if ranks is not None:
         grid.require(ranks)
     return grid

@@ -108,7 +108,7 @@ def torch_dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) ->
             key.append(kind)
             key.append(arg)
     if has_local_operands:
-        args, kwargs = _upload_local_operands(func, args, kwargs or {})
+        args, kwargs = _upload_local_operands(func, args, kwargs)
         return torch_dispatch(func, types, args, kwargs)
     engine: TensorEngine = tensors[0]._handle.spec.engine
     cache_key = tuple(key)
@@ -310,6 +310,7 @@ def _dispatch_functional_variant(func: Any, template: Template, args: Any, kwarg
 
 def _upload_local_operands(func: Any, args: Any, kwargs: Any) -> Any:
     """Return the arguments with local tensors uploaded, each replicated on every rank."""
+    kwargs = kwargs or {}
     remote = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, MeshTensor)]
     engine = remote[0].engine
     placements = None

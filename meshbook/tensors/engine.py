@@ -111,10 +111,11 @@ class TensorEngine:
             raise self.sender.error.with_traceback(None)
         if self.faults.is_alert:
             self.faults.check_operands(numbers)
+        ops = self.queue
         # All modes are compared only once per batch: the comparison takes half as long as an operation.
-        if not len(self.queue) or _is_deterministic() is not self._sent_deterministic:
+        if not ops.pending.ops or _is_deterministic() is not self._sent_deterministic:
             self.sync_modes()
-        if self.queue.append(numbers, call_site):
+        if ops.append(numbers, call_site):
             self.flush()
 
     def sync_modes(self) -> None:

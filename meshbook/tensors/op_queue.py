@@ -97,6 +97,7 @@ class OpQueue:
     Attributes:
         lock: guards everything that is queued; reentrant, because a finalizer may queue while something is queued.
         freed_ids: ids of tensors that no longer exist; finalizers append to it, at any moment.
+        pending: what the next batch contains; changed by this class only.
     """
 
     def __init__(self, wake: Callable[[], None], batch_size: int) -> None:
@@ -108,7 +109,7 @@ class OpQueue:
         self.lock = threading.RLock()
         self.freed_ids: deque[int] = deque()
         self._wake = wake
-        self._next = PendingBatch()
+        self.pending = PendingBatch()
         self._held: HeldOps | None = None  # the last of the pending operations, while they wait for the end of a step
         self._batch_size = self._threshold = batch_size
         self._step: UndoableStep | None = None  # the optimizer step that is being issued
@@ -117,16 +118,16 @@ class OpQueue:
 
     def __len__(self) -> int:
         """The number of pending operations."""
-        return len(self._next.ops)
+        return len(self.pending.ops)
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing waits to be sent, except templates and evictions."""
-        return not self._next.must_be_sent and not self.freed_ids
+        return not self.pending.must_be_sent and not self.freed_ids
 
     @property
     def has_uploads(self) -> bool:
-        return bool(self._next.uploads or self._next.feeds)
+        return bool(self.pending.uploads or self.pending.feeds)
 
     # ---- adding
 
@@ -135,7 +136,7 @@ class OpQueue:
         if len(self.freed_ids) >= _FREE_BATCH_SIZE and self._held is None:
             self._append_frees()
         with self.lock:
-            ops = self._next.ops
+            ops = self.pending.ops
             ops.append((numbers, call_site))  # atomic: an interrupt leaves no operation without call site
             size = len(ops)
         if size == 1:
@@ -145,7 +146,7 @@ class OpQueue:
     def extend(self, ops: Iterable[PendingOp]) -> None:
         """Add operations without asking for their sending."""
         with self.lock:
-            self._next.ops += ops
+            self.pending.ops += ops
 
     def _append_frees(self) -> None:
         with defer_sigint():
@@ -156,23 +157,23 @@ class OpQueue:
     def add_template(self, body: bytes) -> None:
         """Add the body of a template, which ranks need before operations that use it."""
         with self.lock:
-            self._next.templates.append(body)
+            self.pending.templates.append(body)
 
     def add_evictions(self, numbers: Iterable[int]) -> None:
         """Let ranks forget templates after the next batch."""
         with self.lock:
-            self._next.evicted += numbers
+            self.pending.evicted += numbers
 
     def add_upload(self, upload: messages.TensorUpload) -> None:
         with self.lock:
-            self._next.uploads.append(upload)
+            self.pending.uploads.append(upload)
         self._wake()
 
     def add_feed(self, rows: messages.ShardedUpload) -> Future[Any]:
         """Add rows; return the future of the end of their batch."""
         acknowledged: Future[Any] = Future()
         with self.lock:
-            self._next.feeds.append((rows, acknowledged))
+            self.pending.feeds.append((rows, acknowledged))
         self._wake()
         return acknowledged
 
@@ -181,7 +182,7 @@ class OpQueue:
     @property
     def is_full(self) -> bool:
         """Whether the pending operations fill a batch."""
-        return len(self._next.ops) >= self._threshold
+        return len(self.pending.ops) >= self._threshold
 
     def set_batch_size(self, size: int) -> None:
         """Set the number of operations that fill a batch."""
@@ -195,16 +196,16 @@ class OpQueue:
         with self.lock:
             self._end_hold_early()
             self._append_frees()
-            if not self._next.must_be_sent and not even_if_empty:
+            if not self.pending.must_be_sent and not even_if_empty:
                 return None
-            taken, self._next = self._next, PendingBatch()
+            taken, self.pending = self.pending, PendingBatch()
             self._num_taken += 1
             return taken
 
     def put_back(self, batch: PendingBatch) -> None:
         """Add again what was taken and could not be sent, before everything else."""
         with self.lock:
-            self._next.prepend(batch)
+            self.pending.prepend(batch)
             self._num_taken -= 1
             if self._held is not None:
                 self._held.start += len(batch.ops)
@@ -212,7 +213,7 @@ class OpQueue:
     def restore(self, templates: list[bytes], freed: list[int]) -> None:
         """Add again the templates and freed ids of a batch that ranks may not have run."""
         with self.lock:
-            self._next.templates[:0] = templates
+            self.pending.templates[:0] = templates
         self.freed_ids.extend(freed)
 
     # ---- held steps
@@ -224,7 +225,7 @@ class OpQueue:
     def hold(self, held: HeldOps) -> None:
         """Hold operations back from here until `release`."""
         with self.lock:
-            held.start, self._held = len(self._next.ops), held
+            held.start, self._held = len(self.pending.ops), held
             self._threshold = held.start + _MAX_HELD_OPS
 
     def release(self, held: HeldOps, rewriter: OpRewriter | None) -> None:
@@ -243,7 +244,7 @@ class OpQueue:
                 self._held, self._threshold = None, self._batch_size
 
     def _rewrite(self, start: int, rewriter: OpRewriter) -> None:
-        ops = self._next.ops
+        ops = self.pending.ops
         stop = len(ops)
         freed = _drain(self.freed_ids)
         try:
@@ -259,7 +260,7 @@ class OpQueue:
         held = self._held
         if held is None:
             return
-        num_held = len(self._next.ops) - held.start
+        num_held = len(self.pending.ops) - held.start
         if num_held == 0:
             held.start, self._threshold = 0, _MAX_HELD_OPS
             return
@@ -279,11 +280,11 @@ class OpQueue:
     def begin_step(self, step: UndoableStep) -> None:
         """Begin an optimizer step: up to `end_step`, operations run on all ranks or none, and are sent in one piece."""
         with self.lock:
-            self._step, self._step_start = step, (len(self._next.ops), self._num_taken)
+            self._step, self._step_start = step, (len(self.pending.ops), self._num_taken)
 
     def end_step(self, step: UndoableStep) -> None:
         with self.lock:
-            self._next.steps.append(step)
+            self.pending.steps.append(step)
             self._step = None
         self._wake()
 
@@ -298,7 +299,7 @@ class OpQueue:
             start, num_taken = self._step_start
             if num_taken != self._num_taken:
                 return False
-            ops = self._next.ops
+            ops = self.pending.ops
             for numbers, _ in ops[start:]:
                 if not numbers[0]:
                     self.freed_ids.extend(numbers[2:])  # type: ignore[arg-type]
