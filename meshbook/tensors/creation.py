@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -95,12 +94,6 @@ class activate(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._engine = engine_of(mesh)
-
-    def __enter__(self) -> Any:
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        super().__exit__(kind, error, tb)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

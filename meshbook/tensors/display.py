@@ -67,15 +67,6 @@ def title_of(shape: Sequence[int], dtype: torch.dtype, placements: Sequence[Any]
     return f"{tuple(shape)} {str(dtype).removeprefix('torch.')} · {layout} · {format_bytes(size)}"
 
 
-def text_of(shape: Sequence[int], dtype: torch.dtype, placements: Sequence[Any] | None, axes: MeshAxes) -> str:
-    """Return the drawing as text: a line for each box."""
-    lines = [title_of(shape, dtype, placements, axes)]
-    if placements is not None:
-        for box in shard_boxes(shape, placements, axes)[:_MAX_BOXES_DRAWN]:
-            lines.append(f"  rank{'s' if len(box.ranks) > 1 else ''} {format_ranks(box.ranks)}: {box}")
-    return "\n".join(lines)
-
-
 def html_of(shape: Sequence[int], dtype: torch.dtype, placements: Sequence[Any] | None, axes: MeshAxes) -> str:
     """Return the drawing: the tensor split into coloured boxes, beside it the mesh in the same colours."""
     title = html.escape(title_of(shape, dtype, placements, axes))

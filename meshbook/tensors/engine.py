@@ -27,7 +27,7 @@ from meshbook.controller.console import Console
 from meshbook.controller.results import error_from
 from meshbook.controller.session import Session, render_error
 from meshbook.controller.sigint import defer_sigint
-from meshbook.errors import CellInterrupted, MeshbookError, NotAttached, RankLost
+from meshbook.errors import CellInterrupted, MeshbookError, RankLost
 from meshbook.ids import Ranks
 from meshbook.mesh_axes import MeshAxes
 from meshbook.rank.tensors.modes import Modes
@@ -95,9 +95,6 @@ class TensorEngine:
     def is_open(self) -> bool:
         """Whether operations may be issued."""
         return self.sender.error is None and self.session.ended is None and not self.session.connection.closed
-
-    def close(self) -> None:
-        self.sender.fail(NotAttached("these tensors were let go of"))
 
     # ---- operations
 

@@ -95,12 +95,9 @@ class Feed(Iterator[Any]):
     ) -> None:
         self._mesh, self._axis, self._view = mesh, axis, view
         self._engine = engine_of(mesh) if view == "global" else None
-        even_check = _EvenSplitCheck(axis, mesh.size(axis), drop_last=drop_last, uneven=uneven)
-        self._prefetcher = _Prefetcher(
-            _BatchSender(mesh, axis, self._engine),
-            even_check.iter_checked(batches.iterate_batches(source, batch_size)),
-            prefetch,
-        )
+        pulled = batches.iterate_batches(source, batch_size)
+        checked = _iter_checked(pulled, axis, mesh.size(axis), drop_last=drop_last, uneven=uneven)
+        self._prefetcher = _Prefetcher(_BatchSender(mesh, axis, self._engine), checked, prefetch)
         self._finalizer = weakref.finalize(self, self._prefetcher.stop)
 
     def __iter__(self) -> Feed:
@@ -141,27 +138,21 @@ class Feed(Iterator[Any]):
         self.close()
 
 
-class _EvenSplitCheck:
-    """The rule for batches that do not divide evenly: an error, dropped (the last one), or sharded unevenly."""
-
-    def __init__(self, axis: str, num_shards: int, *, drop_last: bool, uneven: bool) -> None:
-        self._axis, self._num_shards = axis, num_shards
-        self._drop_last, self._uneven = drop_last, uneven
-
-    def iter_checked(self, source: Iterator[Any]) -> Iterator[Any]:
-        dropped: tuple[int, Any] | None = None
-        for number, batch in enumerate(source):
-            if dropped is not None:  # the dropped batch was not the last one
-                raise batches.uneven_error(dropped[1], dropped[0], self._axis, self._num_shards, last=False)
-            normalized = batches.normalize(batch)
-            if not batches.leaves(normalized):
-                raise UsageError(f"batch {number} is a {type(batch).__name__} without any tensor, array or table in it")
-            if self._uneven or batches.is_even(normalized, self._num_shards):
-                yield normalized
-            elif self._drop_last:
-                dropped = number, normalized
-            else:
-                raise batches.uneven_error(normalized, number, self._axis, self._num_shards, last=True)
+def _iter_checked(source: Iterator[Any], axis: str, num_shards: int, *, drop_last: bool, uneven: bool) -> Iterator[Any]:
+    """Yield the batches, normalized; of those that do not divide evenly, raise, drop the last one, or yield it."""
+    dropped: tuple[int, Any] | None = None
+    for number, batch in enumerate(source):
+        if dropped is not None:  # the dropped batch was not the last one
+            raise batches.uneven_error(dropped[1], dropped[0], axis, num_shards, last=False)
+        normalized = batches.normalize(batch)
+        if not batches.leaves(normalized):
+            raise UsageError(f"batch {number} is a {type(batch).__name__} without any tensor, array or table in it")
+        if uneven or batches.is_even(normalized, num_shards):
+            yield normalized
+        elif drop_last:
+            dropped = number, normalized
+        else:
+            raise batches.uneven_error(normalized, number, axis, num_shards, last=True)
 
 
 class _BatchSender:

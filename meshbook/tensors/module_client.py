@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -77,9 +78,9 @@ class ModuleClient:
         self._forward_specs: dict[Any, _ForwardSpec] = {}
         self.mutated_buffers: tuple[int, ...] = ()  # indices of buffers that forwards have changed
         self._first_forward_ids = itertools.count(1)
-        self._graph_token_spec = engine.specs.intern((0,), torch.float32, None)
-        outputs = [*self.specs, self._graph_token_spec]
-        *wrapped, self._lifetime_token = self._run_op(
+        self.graph_token_spec = engine.specs.intern((0,), torch.float32, None)
+        outputs = [*self.specs, self.graph_token_spec]
+        *wrapped, self._lifetime_token = self.run_op(
             ("tensors",), "module_tensors", (key,), [], [], outputs, communicates=False
         )
         for tensor in wrapped:
@@ -94,7 +95,7 @@ class ModuleClient:
         """Return the indices of parameters that require a gradient now: a frozen one may be unfrozen again."""
         return tuple(index for index in self.parameter_indices if self.tensors[index].requires_grad)
 
-    def _run_op(
+    def run_op(
         self,
         key_parts: Any,
         function: str,
@@ -183,8 +184,6 @@ class ModuleClient:
     ) -> _ForwardSpec:
         """Run the first forward of a kind, which describes the results of later ones. The ranks store its results."""
         rng_state = torch.get_rng_state()
-        seed = dispatch.new_seed()
-        trainable_or_none = None if inputs_with_grad is None else trainable_indices
         call_options = (
             modes.non_default_modes(),
             self.key,
@@ -192,9 +191,9 @@ class ModuleClient:
             training,
             autocast_dtype,
             inputs_with_grad,
-            trainable_or_none,
+            None if inputs_with_grad is None else trainable_indices,
             self.mutated_buffers,
-            seed,
+            dispatch.new_seed(),
         )
         descriptions = call_on_ranks(self.engine, modules.module_first, *call_options, *call_args)
         forward_spec = _ForwardSpec(descriptions, self.engine)
@@ -219,64 +218,42 @@ class ModuleClient:
         return dispatch.upload(self.engine, tensor.detach(), (Replicate(),) * len(self.engine.axes.shape))
 
 
+@dataclass
 class _ForwardCall:
     """One forward and its backward."""
 
-    def __init__(
-        self,
-        client: ModuleClient,
-        forward_spec: _ForwardSpec,
-        forward_key: Any,
-        call_args: Any,
-        trainable_indices: tuple[int, ...],
-        floats: list[float],
-        first_forward_id: int | None,
-    ) -> None:
-        self.client, self.forward_spec, self.forward_key, self.call_args, self.floats = (
-            client,
-            forward_spec,
-            forward_key,
-            call_args,
-            floats,
-        )
-        self.trainable_indices = trainable_indices  # of parameters
-        self.first_forward_id = first_forward_id  # of a forward whose results the ranks already store
+    client: ModuleClient
+    forward_spec: _ForwardSpec
+    forward_key: Any
+    call_args: Any
+    trainable_indices: tuple[int, ...]  # of parameters
+    floats: list[float]
+    first_forward_id: int | None  # of a forward whose results the ranks already store
 
     def run(self, tensors: list[Any], inputs_with_grad: tuple[int, ...] | None) -> tuple[list[Any], Any]:
         """Run the forward; return the outputs and, with a graph, the graph token."""
         training, autocast_dtype, args, kwargs = self.call_args
         forward_spec, client = self.forward_spec, self.client
-        outputs = forward_spec.specs if inputs_with_grad is None else [*forward_spec.specs, client._graph_token_spec]
+        outputs = forward_spec.specs if inputs_with_grad is None else [*forward_spec.specs, client.graph_token_spec]
         if self.first_forward_id is not None:
-            first_forward_id = float(self.first_forward_id)
-            made = client._run_op(
-                (*self.forward_key, inputs_with_grad),
-                "module_first_result",
-                (client.key, FLOAT),
-                [],
-                [first_forward_id],
-                outputs,
+            key_parts, floats = (*self.forward_key, inputs_with_grad), [float(self.first_forward_id)]
+            made = client.run_op(key_parts, "module_first_result", (client.key, FLOAT), [], floats, outputs)
+        else:
+            seeds = [dispatch.new_seed()] if forward_spec.uses_rng else []
+            message_args = (
+                client.key,
+                training,
+                autocast_dtype,
+                inputs_with_grad,
+                None if inputs_with_grad is None else self.trainable_indices,
+                client.mutated_buffers,
+                tuple(tuple(spec.shape) for spec in forward_spec.specs),
+                FLOAT if seeds else None,
+                args,
+                kwargs,
             )
-            return (made, None) if inputs_with_grad is None else (made[:-1], made[-1])
-        expected_shapes = tuple(tuple(spec.shape) for spec in forward_spec.specs)
-        seeds = [dispatch.new_seed()] if forward_spec.uses_rng else []
-        trainable_indices = None if inputs_with_grad is None else self.trainable_indices
-        seed = FLOAT if seeds else None
-        mutated_buffers = client.mutated_buffers
-        args = (
-            client.key,
-            training,
-            autocast_dtype,
-            inputs_with_grad,
-            trainable_indices,
-            mutated_buffers,
-            expected_shapes,
-            seed,
-            args,
-            kwargs,
-        )
-        key_parts = (*self.forward_key, inputs_with_grad, mutated_buffers)
-        made = client._run_op(key_parts, "module_forward", args, tensors, seeds + self.floats, outputs)
+            key_parts = (*self.forward_key, inputs_with_grad, client.mutated_buffers)
+            made = client.run_op(key_parts, "module_forward", message_args, tensors, seeds + self.floats, outputs)
         return (made, None) if inputs_with_grad is None else (made[:-1], made[-1])
 
 
@@ -330,7 +307,7 @@ class _RemoteForward(torch.autograd.Function):
         specs = input_grad_specs + [client.specs[index] for index in forward_spec.params_with_grad]
         args = (client.key, tuple(forward_spec.params_with_grad), [TENSOR] * len(given), output_indices, TENSOR)
         key_parts = (*call.forward_key, tuple(forward_spec.params_with_grad), output_indices)
-        made = client._run_op(key_parts, "module_backward", args, [*given, graph_token], [], specs)
+        made = client.run_op(key_parts, "module_backward", args, [*given, graph_token], [], specs)
         found: list[Any] = [None] * ctx.num_inputs
         for at, grad in zip(ctx.wanting, made, strict=False):
             found[at] = grad

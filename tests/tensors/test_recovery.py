@@ -188,7 +188,7 @@ def test_what_overwrites_heals(mesh: Mesh, overwrite: Callable[[Any], Any]) -> N
     w = meshbook.distribute(torch.ones(1, 4), mesh)
     with engine_of(mesh).sender.lock:
         w.add_(broken(mesh))
-    engine_of(mesh).fetch_state(())  # the controller has heard of it
+    engine_of(mesh).faults.fetch_state(())  # the controller has heard of it
     overwrite(w)
     assert w.sum().item() == 0
 
