@@ -82,7 +82,8 @@ class FaultGuard:
 
     def _told(self, error: OperationFailed) -> OperationFailed:
         """Have the ranks asked before the next operation: what they left unchanged can be used from now on."""
-        self._needs_resync = self.is_alert = True
+        with self._lock:
+            self._needs_resync = self.is_alert = True
         return error
 
     def _refresh(self) -> None:
@@ -181,9 +182,7 @@ class FaultGuard:
         """Have the ranks drop the faults of tensors that kept their values."""
         if ids:
             self._queue.extend([([CLEAR_FAULTS, len(ids), *ids], ())])
-            self._mark_overwritten(ids)
-        else:
-            self._refresh()
+        self._mark_overwritten(ids)
 
     def is_lost(self, id: int) -> bool:
         """Whether ranks are known to have no value for this id."""
