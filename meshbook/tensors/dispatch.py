@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.tensor import Replicate
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
@@ -26,7 +25,7 @@ from meshbook.tensors.base import MeshTensor
 from meshbook.tensors.call_sites import capture_call_site
 from meshbook.tensors.engine import TensorEngine
 from meshbook.tensors.schemas import makes_views, written_leaves
-from meshbook.tensors.specs import Template, TensorHandle, TensorSpec
+from meshbook.tensors.specs import Template, TensorHandle, TensorSpec, contiguous_strides
 
 aten = torch.ops.aten
 
@@ -68,7 +67,7 @@ def _wrapper_args_of(spec: TensorSpec) -> tuple[Any, ...]:
 
     Contiguous strides are left out, because torch then reads the arguments a third faster.
     """
-    layout_args = (None, None) if spec.stride == make_contiguous_strides_for(spec.shape) else (spec.stride, 0)
+    layout_args = (None, None) if spec.stride == contiguous_strides(spec.shape) else (spec.stride, 0)
     spec.wrapper_args = (tensor_class, spec.shape, *layout_args, None, spec.dtype, torch.strided, _CPU)
     return spec.wrapper_args
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -24,7 +23,7 @@ from meshbook.controller.sigint import defer_sigint
 from meshbook.rank.tensors import operators
 from meshbook.tensors.call_sites import capture_call_site
 from meshbook.tensors.engine import TensorEngine
-from meshbook.tensors.specs import TensorHandle, TensorSpec
+from meshbook.tensors.specs import TensorHandle, TensorSpec, contiguous_strides
 
 aten = torch.ops.aten
 
@@ -129,7 +128,7 @@ def _view_metas(function: Any, spec: TensorSpec, args: Any, kwargs: Any) -> list
 
 def box_of(shape: Sequence[int], view: torch.Tensor) -> tuple[tuple[int | None, int, int, int], ...] | None:
     """Return, for each dim of a contiguous tensor of that shape: the view's dim, first index, step and length."""
-    steps, remainder = make_contiguous_strides_for(tuple(shape)), int(view.storage_offset())
+    steps, remainder = contiguous_strides(tuple(shape)), int(view.storage_offset())
     box: list[tuple[int | None, int, int, int]] = []
     for step in steps:
         box.append((None, remainder // step, 1, 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -67,7 +68,7 @@ class SpecTable:
             stride: None: contiguous.
         """
         shape = tuple(shape)
-        stride = make_contiguous_strides_for(shape) if stride is None else tuple(stride)
+        stride = contiguous_strides(shape) if stride is None else tuple(stride)
         key = (shape, stride, dtype, placements, is_copied_view)
         found = self._specs.get(key)
         if found is None:
@@ -150,6 +151,12 @@ class Template:
         )
         single = self.outputs[0] if self.returns == "one" else None
         self.fast_path_output = single if isinstance(single, TensorSpec) and not self.needs_slow_path else None
+
+
+@functools.lru_cache(maxsize=4096)
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor of this shape. Cached: torch's takes 17 us, a tenth of an upload."""
+    return tuple(make_contiguous_strides_for(shape))
 
 
 def format_placements(placements: Sequence[Any] | None) -> str:
