@@ -31,7 +31,7 @@ from benchmarks import gpt, workbench
 from benchmarks.report import Report
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import create_mesh
-from meshbook.tensors import remote
+from meshbook.tensors import dispatch, remote
 from meshbook.tensors.creation import distribute, engine_of
 from meshbook.tensors.modules import module_to_mesh
 
@@ -127,7 +127,7 @@ class TorchsPart:
         self._step = step
         self._given: list[Any] = []
         self._inside = False
-        with self._in_place_of_ours(self._noting(remote.torch_dispatch), self._noting(remote.execute_template)):
+        with self._in_place_of_ours(self._noting(dispatch.torch_dispatch), self._noting(dispatch.execute_template)):
             step()
 
     def seconds(self) -> float:
@@ -169,14 +169,14 @@ class TorchsPart:
     def _in_place_of_ours(arrive: Callable[..., Any], perform: Callable[..., Any]) -> Iterator[None]:
         patch = mock.patch.object
         arrived: Any = staticmethod(arrive)
-        with patch(remote.RemoteTensor, "__torch_dispatch__", arrived), patch(remote, "execute_template", perform):
+        with patch(remote.RemoteTensor, "__torch_dispatch__", arrived), patch(dispatch, "execute_template", perform):
             yield
 
 
 def _like(given: Any) -> Any:
     if isinstance(given, list):
         return tuple(map(_like, given))
-    return given and remote.wrap_handle(given.spec, given)
+    return given and dispatch.wrap_handle(given.spec, given)
 
 
 def tiny_loop(report: Report, mesh: Mesh, rounds: int, operations: int) -> float:

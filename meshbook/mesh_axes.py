@@ -181,6 +181,13 @@ class MeshAxes:
             rows = [rows[start : start + size] for start in range(0, len(rows), size)]
         return rows[0]
 
+    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """Return the groups of ranks that differ along `axis` only: the process groups of that axis."""
+        at = self.axis_index(axis)
+        stride, size = self._strides[at], self.shape[at]
+        starts = (index for index in range(self.size) if index // stride % size == 0)
+        return tuple(tuple(self.ranks[start + step * stride] for step in range(size)) for start in starts)
+
     # -----------------------------------------------------------------------------------------------------------------
     # Slicing and renaming. Each returns a new MeshAxes over the same global ranks.
 

@@ -94,7 +94,7 @@ PURE = (
     "supervisor.effects", "supervisor.group_state", "supervisor.history", "supervisor.monitoring",
     "supervisor.position_queries", "supervisor.rank_table", "supervisor.scheduler", "supervisor.series",
     "supervisor.snapshot_requests", "supervisor.stalls", "supervisor.startup", "supervisor.state",
-    "supervisor.telemetry", "wire.codec", "wire.messages",
+    "supervisor.telemetry", "tensors.faults", "tensors.placement_rules", "wire.codec", "wire.messages",
 )  # fmt: skip
 ACTING = {"asyncio", "multiprocessing", "os", "select", "selectors", "socket", "subprocess", "threading", "time", "zmq"}
 

@@ -203,6 +203,19 @@ def test_a_single_point_is_a_mesh_without_axes():
 
 @steady
 @given(meshes, st.data())
+def test_groups_along_an_axis_part_the_mesh(mesh, data):
+    axis = data.draw(st.sampled_from(mesh.names))
+    groups = mesh.groups(axis)
+    assert sorted(rank for group in groups for rank in group) == list(mesh.ranks)
+    for group in groups:
+        assert len(group) == mesh.size_of(axis)
+        others = [{name: at for name, at in mesh.point(rank).items() if name != axis} for rank in group]
+        assert all(point == others[0] for point in others)
+        assert [mesh.point(rank)[axis] for rank in group] == list(range(len(group)))
+
+
+@steady
+@given(meshes, st.data())
 def test_a_slice_holds_exactly_the_ranks_at_its_places(mesh, data):
     which: dict[str, int | slice] = {}
     for name, size in mesh.axes.items():

@@ -176,9 +176,9 @@ class StallDetector:
     def may_report(self, call: str, *, is_certain: bool) -> bool:
         """Whether a finding on this call may be reported to the user: once, and once more if it is certain."""
         call_progress = self._calls.get(call)
-        return (
-            call_progress is not None and not call_progress.is_concluded and (is_certain or not call_progress.is_reported)
-        )
+        if call_progress is None or call_progress.is_concluded:
+            return False
+        return is_certain or not call_progress.is_reported
 
     def _is_stalled(self, call_progress: _CallProgress, now: float) -> bool:
         ranks = call_progress.ranks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -15,15 +14,15 @@ from meshbook.controller.remote import RemoteValue, handle_tensor_meta
 from meshbook.errors import MeshShapeError, PlacementError
 from meshbook.placement import parse_placements
 from meshbook.rank.tensors import operators
-from meshbook.tensors import optimizers, overrides, remote
-from meshbook.tensors.engine import TensorEngine, capture_call_site
-from meshbook.tensors.plan import contiguous_strides
+from meshbook.tensors import dispatch, optimizers
+from meshbook.tensors.call_sites import capture_call_site
+from meshbook.tensors.engine import TensorEngine
+from meshbook.tensors.remote import RemoteTensor
 from meshbook.tensors.views import placements_of
 from meshbook.wire.messages import TensorMeta
 
 _engines_lock = threading.Lock()
-assert overrides.OVERRIDES  # imported so that they are registered before the first tensor exists
-assert optimizers.__name__
+assert optimizers.__name__  # imported so that steps of optimizers are wrapped
 
 
 def engine_of(mesh: Mesh) -> TensorEngine:
@@ -63,9 +62,7 @@ def _check_slice(mesh: Mesh) -> None:
         )
 
 
-def distribute(
-    tensor: torch.Tensor, mesh: Mesh, placements: Any = None, *, sharding_spec: Any = None
-) -> remote.RemoteTensor:
+def distribute(tensor: torch.Tensor, mesh: Mesh, placements: Any = None, *, sharding_spec: Any = None) -> RemoteTensor:
     """Place a tensor on a mesh. Copies it into shared memory once; does not wait for the ranks.
 
     Args:
@@ -78,13 +75,13 @@ def distribute(
     Raises:
         PlacementError: they do not fit the tensor or the mesh; the text shows the arithmetic.
     """
-    if isinstance(tensor, remote.RemoteTensor):
+    if isinstance(tensor, RemoteTensor):
         raise PlacementError("this tensor is on a mesh already; x.redistribute(...) places it otherwise")
     engine = engine_of(mesh)
     checked_placements = placements_of(tensor.shape, engine.axes, placements, sharding_spec)
     if any(placement.is_partial() for placement in checked_placements):
         raise PlacementError("a whole tensor is not a part of a sum; place it with Shard(dim) or Replicate()")
-    result = remote.upload(engine, tensor, checked_placements)
+    result: RemoteTensor = dispatch.upload(engine, tensor, checked_placements)
     result.requires_grad_(tensor.requires_grad)
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(result, requires_grad=tensor.requires_grad)  # type: ignore[return-value]
@@ -98,17 +95,11 @@ class activate(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._engine = engine_of(mesh)
 
-    def __enter__(self) -> Any:
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        super().__exit__(kind, error, tb)  # type: ignore[no-untyped-call]
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves = pytree.tree_leaves((args, kwargs))
-        if any(isinstance(leaf, remote.RemoteTensor) for leaf in leaves):
-            return remote.dispatch(func, args, kwargs)
+        if any(isinstance(leaf, RemoteTensor) for leaf in leaves):
+            return dispatch.dispatch(func, args, kwargs)
         if any(isinstance(leaf, torch.Tensor) for leaf in leaves):
             return func(*args, **kwargs)
         if not _returns_one_tensor(func):
@@ -125,7 +116,7 @@ def _returns_one_tensor(func: Any) -> bool:
 _SHAPE_FROM_FLOATS = (torch.ops.aten.arange, torch.ops.aten.range)
 
 
-def run_factory(engine: TensorEngine, func: Any, args: Any, kwargs: dict[str, Any]) -> remote.RemoteTensor:
+def run_factory(engine: TensorEngine, func: Any, args: Any, kwargs: dict[str, Any]) -> RemoteTensor:
     """Run a factory function on every rank separately. Random results differ between ranks."""
     kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory", "layout")}
     leaves = pytree.tree_leaves((args, kwargs))
@@ -139,15 +130,13 @@ def run_factory(engine: TensorEngine, func: Any, args: Any, kwargs: dict[str, An
         *(len(arg) if isinstance(arg, (list, tuple)) else None for arg in args),
         *(float if leaf.__class__ is float and not floats_in_key else (leaf.__class__, leaf) for leaf in leaves),
     )
-    template = engine.cache.get(key)
-    if template is None:
-        plan_kwargs = kwargs | {"device": torch.device("cpu")}
-        template = engine.plan_and_cache(key, engine.planner.plan, func, args, plan_kwargs, [])
-    made: remote.RemoteTensor = remote.execute_template(engine, template, func, args, kwargs, [0], [], floats)
+    plan_kwargs = kwargs | {"device": torch.device("cpu")}
+    template = engine.templates.find_or_plan(key, engine.planner.plan, func, args, plan_kwargs, [])
+    made: RemoteTensor = dispatch.execute_template(engine, template, func, args, kwargs, [0], [], floats)
     return made
 
 
-def adopt(mesh: Mesh, key: str, meta: TensorMeta) -> remote.RemoteTensor | None:
+def adopt(mesh: Mesh, key: str, meta: TensorMeta) -> RemoteTensor | None:
     """Return a remote tensor for the one that ranks have under a key (`name:w`), with its storage. Does not wait.
 
     Args:
@@ -164,18 +153,16 @@ def adopt(mesh: Mesh, key: str, meta: TensorMeta) -> remote.RemoteTensor | None:
     except (MeshShapeError, PlacementError):
         return None
     dtype = getattr(torch, meta.dtype)
-    stride = tuple(meta.stride) if meta.stride is not None else contiguous_strides(meta.shape)
-    spec = engine.planner.spec(meta.shape, stride, 0, dtype, placements)
-    cache_key = ("adopt", key, spec)
-    template = engine.cache.get(cache_key)
-    if template is None:
-        adopt_args = (key, tuple(meta.shape), meta.dtype, placements, operators.MESH)
-        template = engine.plan_and_cache(cache_key, engine.planner.plan_tensor_source, "adopt", adopt_args, spec)
+    spec = engine.specs.intern(meta.shape, dtype, placements, meta.stride)
+    adopt_args = (key, tuple(meta.shape), meta.dtype, placements, operators.MESH)
+    template = engine.templates.find_or_plan(
+        ("adopt", key, spec), engine.planner.plan_rank_function, "adopt", adopt_args, [spec], returns="one"
+    )
     handle = engine.new_handle()
     # another name, or a repeated look-up of the same one, may share the storage
     handle.version_counter = engine.foreign_version_counter
     engine.emit([template.number, handle.id], capture_call_site())
-    tensor = remote.wrap_handle(spec, handle)
+    tensor: RemoteTensor = dispatch.wrap_handle(spec, handle)
     if meta.requires_grad and (dtype.is_floating_point or dtype.is_complex):
         tensor.requires_grad_()
     return tensor

@@ -6,16 +6,18 @@ A drawing needs shape, placements and the mesh, never the data. Ranks that hold 
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from meshbook.controller.tables import format_bytes
 from meshbook.ids import format_ranks
 from meshbook.mesh_axes import MeshAxes
 from meshbook.rank.tensors.summary import summarize
-from meshbook.tensors.plan import spans_of
+from meshbook.tensors.shards import is_sharded, spans_of
 
 # Distinct for most colour-blind readers, light enough for dark text on them (after Okabe and Ito), then shades.
 COLOURS = ("#8ecae6", "#ffb703", "#95d5b2", "#f4a6c0", "#c9b6e4", "#f0e68c", "#d9c2a7", "#b8c0cc")
@@ -45,8 +47,8 @@ class ShardBox:
 def shard_boxes(shape: Sequence[int], placements: Sequence[Any], axes: MeshAxes) -> list[ShardBox]:
     """Return the distinct boxes of a tensor, in the order of the first rank that holds each."""
     ranks_by_box: dict[tuple[tuple[int, int], ...], list[int]] = {}
-    for position, rank in enumerate(axes.ranks):
-        ranks_by_box.setdefault(spans_of(shape, placements, axes, position), []).append(rank)
+    for rank in axes.ranks:
+        ranks_by_box.setdefault(spans_of(shape, placements, axes, rank), []).append(rank)
     return [
         ShardBox(spans, tuple(ranks), index % len(COLOURS)) for index, (spans, ranks) in enumerate(ranks_by_box.items())
     ]
@@ -54,27 +56,15 @@ def shard_boxes(shape: Sequence[int], placements: Sequence[Any], axes: MeshAxes)
 
 def title_of(shape: Sequence[int], dtype: torch.dtype, placements: Sequence[Any] | None, axes: MeshAxes) -> str:
     """Return one line: shape, dtype, the placement over each axis, and the size in bytes."""
-    size = dtype.itemsize
-    for length in shape:
-        size *= length
+    size = math.prod(shape, start=dtype.itemsize)
     if placements is None:
         layout = f"one on each of {axes.size} ranks"
     else:
-        names = axes.names or ("rank",)
         layout = ", ".join(
             f"{name}={axes.size_of(name)}: {_placement_text(placement)}"
-            for name, placement in zip(names, placements, strict=True)
+            for name, placement in zip(axes.names, placements, strict=True)
         )
-    return f"{tuple(shape)} {str(dtype).removeprefix('torch.')} · {layout} · {_format_bytes(size)}"
-
-
-def text_of(shape: Sequence[int], dtype: torch.dtype, placements: Sequence[Any] | None, axes: MeshAxes) -> str:
-    """Return the drawing as text: a line for each box."""
-    lines = [title_of(shape, dtype, placements, axes)]
-    if placements is not None:
-        for box in shard_boxes(shape, placements, axes)[:_MAX_BOXES_DRAWN]:
-            lines.append(f"  rank{'s' if len(box.ranks) > 1 else ''} {format_ranks(box.ranks)}: {box}")
-    return "\n".join(lines)
+    return f"{tuple(shape)} {str(dtype).removeprefix('torch.')} · {layout} · {format_bytes(size)}"
 
 
 def html_of(shape: Sequence[int], dtype: torch.dtype, placements: Sequence[Any] | None, axes: MeshAxes) -> str:
@@ -125,8 +115,7 @@ def _tensor_svg(shape: Sequence[int], placements: Sequence[Any], boxes: Sequence
 def _mesh_svg(axes: MeshAxes, boxes: Sequence[ShardBox]) -> str:
     """Draw the mesh: its last axis across, all others down, each rank in the colour of its box."""
     colour = {rank: COLOURS[box.colour] for box in boxes for rank in box.ranks}
-    shape = axes.shape or (1,)
-    columns = shape[-1]
+    columns = axes.shape[-1]
     ranks = list(axes.ranks)[: _MAX_BOXES_DRAWN * 4]
     cell = 26
     drawn = []
@@ -149,11 +138,7 @@ def _drawn_dims(shape: Sequence[int], placements: Sequence[Any]) -> tuple[int | 
     """Return the two dims to draw, down and across: sharded ones first, then others."""
     if not shape:
         return None, None
-    cut = list(
-        dict.fromkeys(
-            placement.dim for placement in placements if not placement.is_replicate() and not placement.is_partial()
-        )
-    )
+    cut = list(dict.fromkeys(placement.dim for placement in placements if is_sharded(placement)))
     others = [dim for dim in (*range(len(shape) - 2, len(shape)), *range(len(shape))) if dim >= 0 and dim not in cut]
     chosen = sorted(dict.fromkeys([*cut, *others]), key=lambda dim: dim not in cut)[:2]
     first, *remaining = sorted(chosen)
@@ -174,15 +159,6 @@ def _placement_text(placement: Any) -> str:
     if placement.is_partial():
         return f"parts of a {placement.reduce_op}"
     return f"dim {placement.dim} cut"
-
-
-def _format_bytes(size: int) -> str:
-    amount = float(size)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if amount < 1024 or unit == "GiB":
-            break
-        amount /= 1024
-    return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -30,9 +30,9 @@ from meshbook.ids import Ranks
 from meshbook.rank import expressions
 from meshbook.rank.tensors import feeding
 from meshbook.tensors.creation import engine_of
-from meshbook.tensors.engine import TensorEngine, TensorHandle
-from meshbook.tensors.plan import contiguous_strides
-from meshbook.tensors.remote import wrap_handle
+from meshbook.tensors.dispatch import wrap_handle
+from meshbook.tensors.engine import TensorEngine
+from meshbook.tensors.specs import TensorHandle
 
 # Seconds between checks of whether the loop has been left, while a thread waits for something else.
 _POLL_S = 0.2
@@ -96,12 +96,9 @@ class Feed(Iterator[Any]):
     ) -> None:
         self._mesh, self._axis, self._view = mesh, axis, view
         self._engine = engine_of(mesh) if view == "global" else None
-        even_check = _EvenSplitCheck(axis, mesh.size(axis), drop_last=drop_last, uneven=uneven)
-        self._prefetcher = _Prefetcher(
-            _BatchSender(mesh, axis, self._engine),
-            even_check.iter_checked(batches.iterate_batches(source, batch_size)),
-            prefetch,
-        )
+        pulled = batches.iterate_batches(source, batch_size)
+        checked = _iter_checked(pulled, axis, mesh.size(axis), drop_last=drop_last, uneven=uneven)
+        self._prefetcher = _Prefetcher(_BatchSender(mesh, axis, self._engine), checked, prefetch)
         self._finalizer = weakref.finalize(self, self._prefetcher.stop)
 
     def __iter__(self) -> Feed:
@@ -142,27 +139,21 @@ class Feed(Iterator[Any]):
         self.close()
 
 
-class _EvenSplitCheck:
-    """The rule for batches that do not divide evenly: an error, dropped (the last one), or sharded unevenly."""
-
-    def __init__(self, axis: str, num_shards: int, *, drop_last: bool, uneven: bool) -> None:
-        self._axis, self._num_shards = axis, num_shards
-        self._drop_last, self._uneven = drop_last, uneven
-
-    def iter_checked(self, source: Iterator[Any]) -> Iterator[Any]:
-        dropped: tuple[int, Any] | None = None
-        for number, batch in enumerate(source):
-            if dropped is not None:  # the dropped batch was not the last one
-                raise batches.uneven_error(dropped[1], dropped[0], self._axis, self._num_shards, last=False)
-            normalized = batches.normalize(batch)
-            if not batches.leaves(normalized):
-                raise UsageError(f"batch {number} is a {type(batch).__name__} without any tensor, array or table in it")
-            if self._uneven or batches.is_even(normalized, self._num_shards):
-                yield normalized
-            elif self._drop_last:
-                dropped = number, normalized
-            else:
-                raise batches.uneven_error(normalized, number, self._axis, self._num_shards, last=True)
+def _iter_checked(source: Iterator[Any], axis: str, num_shards: int, *, drop_last: bool, uneven: bool) -> Iterator[Any]:
+    """Yield the batches, normalized; of those that do not divide evenly, raise, drop the last one, or yield it."""
+    dropped: tuple[int, Any] | None = None
+    for number, batch in enumerate(source):
+        if dropped is not None:  # the dropped batch was not the last one
+            raise batches.uneven_error(dropped[1], dropped[0], axis, num_shards, last=False)
+        normalized = batches.normalize(batch)
+        if not batches.leaves(normalized):
+            raise UsageError(f"batch {number} is a {type(batch).__name__} without any tensor, array or table in it")
+        if uneven or batches.is_even(normalized, num_shards):
+            yield normalized
+        elif drop_last:
+            dropped = number, normalized
+        else:
+            raise batches.uneven_error(normalized, number, axis, num_shards, last=True)
 
 
 class _BatchSender:
@@ -350,9 +341,7 @@ def _to_global_batch(mesh: Mesh, axis: str, sent: _SentBatch) -> Any:
         if not isinstance(leaf, _LeafMeta):
             return leaf
         placements = _batch_placements(engine, axis, leaf.shape)
-        return wrap_handle(
-            engine.planner.spec(leaf.shape, contiguous_strides(leaf.shape), 0, leaf.dtype, placements), next(handles)
-        )
+        return wrap_handle(engine.specs.intern(leaf.shape, leaf.dtype, placements), next(handles))
 
     return batches.map_leaves(sent.skeleton, to_remote_tensor)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +21,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from meshbook.controller.sigint import defer_sigint
 from meshbook.rank.tensors import operators
-from meshbook.tensors.engine import TensorEngine, TensorHandle, capture_call_site
-from meshbook.tensors.plan import Template, TensorSpec, contiguous_strides
+from meshbook.tensors.call_sites import capture_call_site
+from meshbook.tensors.engine import TensorEngine
+from meshbook.tensors.specs import TensorHandle, TensorSpec, contiguous_strides
 
 aten = torch.ops.aten
 
@@ -128,7 +128,7 @@ def _view_metas(function: Any, spec: TensorSpec, args: Any, kwargs: Any) -> list
 
 def box_of(shape: Sequence[int], view: torch.Tensor) -> tuple[tuple[int | None, int, int, int], ...] | None:
     """Return, for each dim of a contiguous tensor of that shape: the view's dim, first index, step and length."""
-    steps, remainder = contiguous_strides(shape), int(view.storage_offset())
+    steps, remainder = contiguous_strides(tuple(shape)), int(view.storage_offset())
     box: list[tuple[int | None, int, int, int]] = []
     for step in steps:
         box.append((None, remainder // step, 1, 1))
@@ -211,17 +211,9 @@ def _write_to_base(base: Any, tensor: Any, view_meta: ViewMeta, redistribute: Ca
         tensor = redistribute(tensor, placements)
     engine: TensorEngine = tensor._spec.engine
     key = ("write_view", base._spec, tensor._spec, view_meta)
-    template = engine.cache.get(key)
-    if template is None:
-        template = engine.plan_and_cache(key, _plan_write, engine, view_meta)
-    engine.emit([template.number, base._handle.id, tensor._handle.id], capture_call_site())
-
-
-def _plan_write(engine: TensorEngine, view_meta: ViewMeta) -> Template:
-    number = next(engine.planner._numbers)
     args = (operators.TENSOR, operators.TENSOR, view_meta.box, view_meta.size, view_meta.stride, view_meta.offset)
-    message = operators.TemplateMessage(number, "meshbook::write_view", args, {}, (), "none", (0,), False, False)
-    return Template(number, None, (), "none", mutates=(0,), body=pickle.dumps(message, 5), name=message.function)
+    template = engine.templates.find_or_plan(key, engine.planner.plan_rank_function, "write_view", args, mutates=(0,))
+    engine.emit([template.number, base._handle.id, tensor._handle.id], capture_call_site())
 
 
 def _placements_for_write(base_spec: TensorSpec, view_meta: ViewMeta) -> tuple[Any, ...]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,9 +21,9 @@ from torch.optim import Optimizer
 
 from meshbook.controller.sigint import defer_sigint
 from meshbook.errors import OperationFailed
-from meshbook.rank.tensors.operators import FLOAT, MESH, TENSOR, TemplateMessage
-from meshbook.tensors.engine import FAULT_CALLBACKS, TensorEngine, capture_call_site
-from meshbook.tensors.plan import Template
+from meshbook.rank.tensors.operators import FLOAT, MESH, TENSOR
+from meshbook.tensors.call_sites import capture_call_site
+from meshbook.tensors.engine import FAULT_CALLBACKS, TensorEngine
 from meshbook.tensors.remote import RemoteTensor
 
 _serials = itertools.count(1)
@@ -55,7 +54,7 @@ class OptimizerStep:
         self._saved_scalars += [(state, name, copy) for (state, name, _), copy in zip(scalars, copies, strict=True)]
 
     def undo(self) -> None:
-        """See `engine.UndoableStep`."""
+        """See `op_queue.UndoableStep`."""
         optimizer = self._optimizer()
         if optimizer is None:
             return
@@ -99,28 +98,19 @@ def ids_used_by_step(optimizer: Optimizer) -> list[int]:
 
 
 def _emit_begin_step(engine: TensorEngine, ids: list[int], serial: int) -> None:
-    template = engine.cache.get(("begin_step", len(ids)))
-    if template is None:
-        template = engine.plan_and_cache(
-            ("begin_step", len(ids)), _plan_step_marker, engine, "begin_step", ([TENSOR] * len(ids), MESH, FLOAT)
-        )
+    template = engine.templates.find_or_plan(
+        ("begin_step", len(ids)),
+        engine.planner.plan_rank_function,
+        "begin_step",
+        ([TENSOR] * len(ids), MESH, FLOAT),
+        communicates=True,
+    )
     engine.emit([template.number, *ids, float(serial)], capture_call_site(3))
 
 
 def _emit_end_step(engine: TensorEngine, serial: int) -> None:
-    template = engine.cache.get("end_step")
-    if template is None:
-        template = engine.plan_and_cache("end_step", _plan_step_marker, engine, "end_step", (FLOAT,))
+    template = engine.templates.find_or_plan("end_step", engine.planner.plan_rank_function, "end_step", (FLOAT,))
     engine.emit([template.number, float(serial)], capture_call_site(3))
-
-
-def _plan_step_marker(engine: TensorEngine, name: str, args: tuple[Any, ...]) -> Template:
-    is_begin = name == "begin_step"
-    number = next(engine.planner._numbers)
-    message = TemplateMessage(number, f"meshbook::{name}", args, {}, (), "none", (), is_begin, False)
-    return Template(
-        number, None, (), "none", communicates=is_begin, body=pickle.dumps(message, 5), name=message.function
-    )
 
 
 def _make_atomic(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,18 +120,18 @@ def _make_atomic(step: Callable[..., Any]) -> Callable[..., Any]:
     def stepped(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         engine = _engine_of(self)
         # With a closure, a step contains forwards and backwards, and waits for values.
-        if engine is None or args or kwargs.get("closure") is not None or engine.is_in_optimizer_step:
+        if engine is None or args or kwargs.get("closure") is not None or engine.queue.is_in_step:
             return step(self, *args, **kwargs)
-        engine.check_ids(())  # undoes a step that ranks have not taken, before this one reads the state
+        engine.faults.check_ids(())  # undoes a step that ranks have not taken, before this one reads the state
         ids = ids_used_by_step(self)
         try:
-            engine.check_ids(ids)
+            engine.faults.check_ids(ids)
         except OperationFailed:
             drop_lost_tensors(self, engine)
             raise
         with defer_sigint():
             optimizer_step = OptimizerStep(self)
-            engine.begin_step(optimizer_step)
+            engine.queue.begin_step(optimizer_step)
             try:
                 _emit_begin_step(engine, ids, optimizer_step.serial)
                 result = step(self, **kwargs)
@@ -150,11 +140,12 @@ def _make_atomic(step: Callable[..., Any]) -> Callable[..., Any]:
                 if engine.cancel_step():
                     optimizer_step.undo()
                 else:
-                    engine.end_step(optimizer_step)
+                    engine.queue.end_step(optimizer_step)
                 raise
-            engine.end_step(optimizer_step)
-        engine.flush_if_full()
-        engine.check_ids(ids)
+            engine.queue.end_step(optimizer_step)
+        if engine.queue.is_full:
+            engine.flush()
+        engine.faults.check_ids(ids)
         return result
 
     stepped._meshbook_whole = True  # type: ignore[attr-defined]
@@ -185,7 +176,7 @@ def drop_lost_tensors(optimizer: Optimizer, engine: TensorEngine) -> list[tuple[
 
 
 def _is_lost(value: Any, engine: TensorEngine) -> bool:
-    return isinstance(value, RemoteTensor) and value.engine is engine and engine.is_lost(value._handle.id)
+    return isinstance(value, RemoteTensor) and value.engine is engine and engine.faults.is_lost(value._handle.id)
 
 
 # Optimizers with remote parameters.

@@ -13,15 +13,47 @@ import torch
 from torch.distributed.tensor import Replicate
 
 from meshbook.rank.tensors import operators
-from meshbook.tensors.remote import (
+from meshbook.tensors import values
+from meshbook.tensors.base import MeshTensor
+from meshbook.tensors.dispatch import (
+    MAX_INLINE_OPERAND_BYTES,
     Override,
-    RemoteTensor,
     call_rank_function,
     dispatch_without_override,
-    register_overrides,
+    upload,
+    wrap_handle,
 )
 
 aten = torch.ops.aten
+
+
+def _alias(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return another Python object for the same tensor: the ranks have nothing to do."""
+    tensor = args[0]
+    return wrap_handle(tensor._spec, tensor._handle)
+
+
+def _item(func: Any, args: Any, kwargs: Any) -> Any:
+    return values.item(args[0])
+
+
+def _copy(func: Any, args: Any, kwargs: Any) -> Any:
+    """Fetch for a copy_ into a local tensor; send an operation for one into a remote tensor."""
+    target, source = args[0], args[1]
+    if isinstance(target, MeshTensor):
+        if not isinstance(source, MeshTensor) and source.numel() * source.element_size() > MAX_INLINE_OPERAND_BYTES:
+            if source.shape != target.shape or target._spec.placements is None:
+                source = source.to(target.dtype).expand(target.shape)
+            placements = target._spec.placements
+            source = upload(target.engine, source.contiguous(), placements)
+            args = (target, source, *args[2:])
+        return dispatch_without_override(func, args, kwargs)
+    target.copy_(source.full_tensor())
+    return target
+
+
+def _dispatch_floats_in_key(func: Any, args: Any, kwargs: Any) -> Any:
+    return dispatch_without_override(func, args, kwargs, floats_in_key=True)
 
 
 def _equal(func: Any, args: Any, kwargs: Any) -> bool:
@@ -34,7 +66,7 @@ def _equal(func: Any, args: Any, kwargs: Any) -> bool:
 def _fill(func: Any, args: Any, kwargs: Any) -> Any:
     """Fill with a tensor: DTensor has rules for filling with numbers, and for copies, only."""
     target, value = args
-    if not isinstance(value, RemoteTensor):
+    if not isinstance(value, MeshTensor):
         return target.fill_(value.item())
     return target.copy_(value.expand(target.shape))
 
@@ -104,7 +136,7 @@ def _materialize_view(func: Any, args: Any, kwargs: Any) -> Any:
     """Compute the conjugate or negative values.
 
     torch only marks a tensor as conjugated or negated, and has each operation apply the mark. DTensor loses the mark,
-    and a RemoteTensor has none.
+    and a MeshTensor has none.
     """
     return _MATERIALIZED_VIEWS[func](args[0])
 
@@ -244,7 +276,7 @@ def _are_replicated(*tensors: Any) -> bool:
     return all(
         tensor._spec.placements is None or all(placement.is_replicate() for placement in tensor._spec.placements)
         for tensor in tensors
-        if isinstance(tensor, RemoteTensor)
+        if isinstance(tensor, MeshTensor)
     )
 
 
@@ -259,7 +291,7 @@ _SHIFTS = {
 }
 
 
-def _is_evenly_sharded(tensor: RemoteTensor) -> bool:
+def _is_evenly_sharded(tensor: MeshTensor) -> bool:
     return tensor._spec.placements is None or all(
         _is_even_along(tensor, placement, axis) for axis, placement in enumerate(tensor._spec.placements)
     )
@@ -281,10 +313,10 @@ def _mean(func: Any, args: Any, kwargs: Any) -> Any:
     return tensor.sum(dims, keepdim, dtype=dtype) / count
 
 
-def _is_even_along(tensor: RemoteTensor, placement: Any, axis: int) -> bool:
+def _is_even_along(tensor: MeshTensor, placement: Any, axis: int) -> bool:
     if placement.is_replicate() or placement.is_partial():
         return True
-    return bool(tensor.shape[placement.dim] % tensor.engine.planner.mesh.size(axis) == 0)
+    return bool(tensor.shape[placement.dim] % tensor.engine.axes.shape[axis] == 0)
 
 
 def _refuse_data_dependent(hint: str) -> Callable[..., Any]:
@@ -302,6 +334,15 @@ _MASK_HINT = "Use torch.where(mask, x, other) or x * mask, which keep the shape"
 _RUN_ON_RANKS_HINT = "Run it where the data is: mesh.execute(fn, x)"
 
 OVERRIDES: dict[Any, Override] = {
+    aten.detach.default: _alias,
+    aten.alias.default: _alias,
+    aten.lift_fresh.default: _alias,
+    aten._local_scalar_dense.default: _item,
+    aten.item.default: _item,
+    aten.copy_.default: _copy,
+    # The norm's order determines the placement of partial results, and how they are reduced later.
+    aten.linalg_vector_norm.default: _dispatch_floats_in_key,
+    aten._foreach_norm.Scalar: _dispatch_floats_in_key,
     aten._conj.default: _materialize_view,
     aten._neg_view.default: _materialize_view,
     aten.equal.default: _equal,
@@ -357,4 +398,3 @@ for _packets, _override in (
     ((aten.squeeze_, aten.unsqueeze_, aten.t_, aten.transpose_), _reshape_in_place),
 ):
     OVERRIDES |= {getattr(packet, name): _override for packet in _packets for name in packet.overloads()}  # type: ignore[no-untyped-call]
-register_overrides(OVERRIDES)

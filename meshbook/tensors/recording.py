@@ -21,7 +21,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from meshbook.tensors import engine as engines
-from meshbook.tensors.engine import HeldOps, PendingOp, TensorEngine
+from meshbook.tensors.engine import TensorEngine
+from meshbook.tensors.op_queue import HeldOps, PendingOp
 from meshbook.tensors.traces import TraceCache
 
 P = ParamSpec("P")
@@ -145,7 +146,7 @@ class Recorded(Generic[P, T]):
     def _rewrite_ops(
         self, engine: TensorEngine, ops: list[PendingOp], freed_ids: list[int]
     ) -> tuple[PendingOp, set[int]] | None:
-        """See `engine.OpRewriter`."""
+        """See `op_queue.OpRewriter`."""
         stats = self._stats
         stats.num_ops = len(ops)
         if not ops:

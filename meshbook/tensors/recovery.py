@@ -6,7 +6,6 @@ has no replica: it is reported instead.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +15,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshbook.errors import UsageError
-from meshbook.rank.tensors.operators import MESH, TENSOR, TemplateMessage
-from meshbook.tensors.engine import Fault, TensorEngine, capture_call_site
-from meshbook.tensors.plan import Template
+from meshbook.rank.tensors.operators import MESH, TENSOR
+from meshbook.tensors.call_sites import capture_call_site
+from meshbook.tensors.engine import TensorEngine
+from meshbook.tensors.faults import TensorFault
 from meshbook.tensors.remote import RemoteTensor
 
 
@@ -85,7 +85,7 @@ def recover(*things: nn.Module | Optimizer | RemoteTensor) -> Recovery:
     found: dict[str, list[Any]] = {"whole": [], "restored": [], "half_written": [], "lost": []}
     engines = {id(tensor.engine): tensor.engine for tensor in named.values()}.values()
     for engine in engines:
-        engine.resync()  # also drops what can be computed again
+        engine.faults.resync()  # also drops what can be computed again
     remaining = _tensors_by_name(things)
     for engine in engines:
         _Inspection(engine, {name: tensor for name, tensor in remaining.items() if tensor.engine is engine}).repair(
@@ -132,9 +132,9 @@ class _Inspection:
     def __init__(self, engine: TensorEngine, tensors: dict[str, RemoteTensor]) -> None:
         self.engine, self.tensors = engine, tensors
         ids = [tensor._handle.id for tensor in tensors.values()]
-        states = engine.fetch_state(ids)
+        states = engine.faults.fetch_state(ids)
         self.hashes = {id: {rank: states[rank]["hashes"][at] for rank in engine.ranks} for at, id in enumerate(ids)}
-        self.faults: dict[int, tuple[Fault, dict[int, int], bool]] = engine.faults_of(ids)
+        self.faults = engine.faults.of(ids)
 
     def repair(self, found: dict[str, list[Any]]) -> None:
         source = self._choose_source()
@@ -155,7 +155,7 @@ class _Inspection:
                 found["half_written"].append(name)
             else:
                 found["whole"].append(name)
-        self.engine.clear_faults(ids_to_clear)
+        self.engine.faults.clear(ids_to_clear)
         for tensor in to_copy:
             self._broadcast_from(tensor, source)
 
@@ -163,8 +163,9 @@ class _Inspection:
         """Return the rank to copy from: one that completed all operations in flight, or else one that ran none."""
 
         def damage(rank: int) -> tuple[int, int, int]:
-            num_skipped = sum(counts.get(rank, 0) for _, counts, _ in self.faults.values())
-            num_partial = sum(write_started and rank in counts for _, counts, write_started in self.faults.values())
+            known = self.faults.values()
+            num_skipped = sum(fault.skipped_writes.get(rank, 0) for fault in known)
+            num_partial = sum(fault.write_started and rank in fault.skipped_writes for fault in known)
             return num_partial, num_skipped, rank
 
         return min(self.engine.ranks, key=damage)
@@ -189,13 +190,12 @@ class _Inspection:
         hashes = self.hashes[tensor._handle.id]
         return any(len({hashes[rank] for rank in group}) > 1 for group in self._replica_groups(tensor))
 
-    def _is_half_written(self, tensor: RemoteTensor, fault: tuple[Fault, dict[int, int], bool]) -> bool:
+    def _is_half_written(self, tensor: RemoteTensor, fault: TensorFault) -> bool:
         """Whether shards are of two steps, or one shard may be."""
-        _, counts, write_started = fault
-        if write_started:
+        if fault.write_started:
             return True
         is_replicated = any(len(group) == len(self.engine.ranks) for group in self._replica_groups(tensor))
-        return not is_replicated and len({counts.get(rank, 0) for rank in self.engine.ranks}) > 1
+        return not is_replicated and len({fault.skipped_writes.get(rank, 0) for rank in self.engine.ranks}) > 1
 
     def _broadcast_from(self, tensor: RemoteTensor, source: int) -> None:
         engine, axes = self.engine, self.engine.axes
@@ -203,19 +203,13 @@ class _Inspection:
         for axis, (name, placement) in enumerate(zip(axes.names, tensor.placements or (), strict=True)):
             if not placement.is_replicate() or axes.shape[axis] == 1:
                 continue
-            key = ("broadcast_from", axis, point[name])
-            template = engine.cache.get(key)
-            if template is None:
-                template = engine.plan_and_cache(key, _plan_broadcast, engine, axis, point[name])
+            template = engine.templates.find_or_plan(
+                ("broadcast_from", axis, point[name]),
+                engine.planner.plan_rank_function,
+                "broadcast_from",
+                (TENSOR, MESH, axis, point[name]),
+                mutates=(0,),
+                communicates=True,
+                overwrites=True,
+            )
             engine.emit([template.number, tensor._handle.id], capture_call_site())
-
-
-def _plan_broadcast(engine: TensorEngine, axis: int, position: int) -> Template:
-    number = next(engine.planner._numbers)
-    args = (TENSOR, MESH, axis, position)
-    name = "meshbook::broadcast_from"
-    message = TemplateMessage(number, name, args, {}, (), "none", (0,), True, False, overwrites=True)
-    body = pickle.dumps(message, 5)
-    return Template(
-        number, None, (), "none", mutates=(0,), communicates=True, body=body, name=message.function, overwrites=True
-    )

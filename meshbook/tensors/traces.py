@@ -18,9 +18,9 @@ from torch.utils import _pytree as pytree
 
 from meshbook.rank.tensors.operators import FLOAT, MESH, TENSOR, TemplateMessage
 from meshbook.rank.tensors.replay import RecordedOp, RecordedStep
-from meshbook.tensors import engine as engines
-from meshbook.tensors.engine import CallSite, TensorEngine
-from meshbook.tensors.plan import Template, TensorSpec
+from meshbook.tensors.call_sites import CallSite, innermost_frame
+from meshbook.tensors.engine import TensorEngine
+from meshbook.tensors.specs import TensorSpec
 
 # Traces that one function may have on a mesh, for different shapes and branches; the least recently used is evicted.
 _MAX_VARIANTS = 16
@@ -77,7 +77,7 @@ class TraceCache:
         if found is None:
             if len(self._arities) > 1 << 15:
                 self._arities.clear()
-            template = self.engine.templates[number]
+            template = self.engine.templates.by_number[number]
             message: TemplateMessage = pickle.loads(template.body)
             leaves = pytree.tree_leaves((message.args, message.kwargs))
             num_in = sum(leaf is TENSOR for leaf in leaves)
@@ -119,7 +119,7 @@ class StepTrace:
         arities: Sequence[tuple[int, int, int]],  # see `TraceCache.arity_of`
         can_merge: bool,
     ) -> None:
-        self.recording: Template | None = None
+        self.recording: int | None = None  # the template number of its recording
         self.num_recordings = 0
         self.can_merge = can_merge
         self.num_ops = len(arities)
@@ -179,7 +179,7 @@ class StepTrace:
             ids: the result of `ids_of`.
         """
         assert self.recording is not None
-        return [self.recording.number, *self._input_ids(ids), *self.result_ids(ids), *self._floats_of(stream)]
+        return [self.recording, *self._input_ids(ids), *self.result_ids(ids), *self._floats_of(stream)]
 
     # ---- recording on the ranks
 
@@ -189,7 +189,7 @@ class StepTrace:
         Args:
             alive: names of tensors that outlive it.
         """
-        engine, templates = self._engine, self._engine.templates
+        engine, templates = self._engine, self._engine.templates.by_number
         if not all(number in templates for number in self._template_numbers):
             return False
         self.evict()
@@ -209,11 +209,11 @@ class StepTrace:
             ops=tuple(ops),
             template_bodies={number: templates[number].body for number in set(self._template_numbers)},
             results=tuple(index_of_name[name] for name in self._live_names),
-            frames=tuple(map(engines.innermost_frame, self._call_sites)),
+            frames=tuple(map(innermost_frame, self._call_sites)),
             can_merge=self.can_merge,
         )
         message = TemplateMessage(
-            number=next(engine.planner._numbers),
+            number=engine.planner.next_number(),
             function="meshbook::replay",
             args=(
                 MESH,
@@ -230,9 +230,8 @@ class StepTrace:
             communicates=True,
             seeded=False,
         )
-        body = pickle.dumps(message, 5)
-        self.recording = Template(message.number, None, (), "list", body=body, name=message.function, communicates=True)
-        engine.add_template(body)
+        self.recording = message.number
+        engine.queue.add_template(pickle.dumps(message, 5))
         finalizer = self._finalizer = weakref.finalize(
             self, _evict_recording, weakref.ref(engine), self._key, message.number
         )
@@ -241,7 +240,7 @@ class StepTrace:
 
     def _mutated_inputs(self) -> set[int]:
         """Return the indices of the step's inputs that it changes."""
-        templates = self._engine.templates
+        templates = self._engine.templates.by_number
         index_of_name = {name: at for at, name in enumerate(self._inputs)}
         mutated, at = set(), 0
         base_of: dict[int, int] = {}  # the base of each view that the step makes
@@ -268,11 +267,10 @@ def _evict_recording(engine_of: weakref.ref[TensorEngine], key: str, recording: 
     engine = engine_of()
     if engine is None or not engine.is_open:
         return
-    number = next(engine.planner._numbers)
-    message = TemplateMessage(number, "meshbook::forget_replay", (key,), {}, (), "none", (), False, False)
-    engine.add_template(pickle.dumps(message, 5))
-    engine.enqueue([([number], ())])
-    engine.evict([number, recording])
+    template = engine.planner.plan_rank_function("forget_replay", (key,))
+    engine.queue.add_template(template.body)
+    engine.queue.extend([([template.number], ())])
+    engine.templates.evict([template.number, recording])
 
 
 _keys = itertools.count(1)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from meshbook.errors import MeshShapeError, TransferError
-from meshbook.tensors.plan import format_placements, spans_of
+from meshbook.tensors.base import MeshTensor
+from meshbook.tensors.shards import spans_of
+from meshbook.tensors.specs import format_placements
 from meshbook.wire import messages
-
-if TYPE_CHECKING:
-    from meshbook.tensors import remote
 
 Box = tuple[tuple[int, int], ...]  # start and stop along each dim
 
@@ -25,7 +24,7 @@ MIN_SHARED_READ_BYTES = 1 << 20
 _MAX_SHOWN_ELEMENTS = 1000
 
 
-def item(tensor: remote.RemoteTensor) -> Any:
+def item(tensor: MeshTensor) -> Any:
     """Return the single element. Partial values are reduced first. Blocks."""
     if tensor.numel() != 1:
         raise RuntimeError(f"a tensor with {tensor.numel()} elements cannot be converted to a number")
@@ -46,7 +45,7 @@ def item(tensor: remote.RemoteTensor) -> Any:
 
 
 @_disable_current_modes()
-def full_tensor(tensor: remote.RemoteTensor, *, force: bool = False) -> torch.Tensor:
+def full_tensor(tensor: MeshTensor, *, force: bool = False) -> torch.Tensor:
     """See `RemoteTensor.full_tensor`."""
     engine, spec = tensor.engine, tensor._spec
     copies = engine.axes.size if spec.placements is None else 1
@@ -62,14 +61,14 @@ def full_tensor(tensor: remote.RemoteTensor, *, force: bool = False) -> torch.Te
         boxes = {rank: ((position, position + 1), *local_box) for position, rank in enumerate(engine.axes.ranks)}
         return read(tensor, "local", (len(boxes), *shape), boxes)
     holders: dict[Box, int] = {}
-    for position, rank in enumerate(engine.axes.ranks):
-        holders.setdefault(spans_of(shape, spec.placements, engine.axes, position), rank)
+    for rank in engine.axes.ranks:
+        holders.setdefault(spans_of(shape, spec.placements, engine.axes, rank), rank)
     boxes = {rank: box for box, rank in holders.items() if all(stop > start for start, stop in box)}
     return read(tensor, "parts", shape, boxes or {engine.axes.ranks[0]: tuple((0, length) for length in shape)})
 
 
 @_disable_current_modes()  # the result is assembled here, even inside `mesh.activate()`
-def local(tensor: remote.RemoteTensor, rank: int) -> torch.Tensor:
+def local(tensor: MeshTensor, rank: int) -> torch.Tensor:
     """See `RemoteTensor.local`."""
     engine = tensor.engine
     if rank not in engine.ranks:
@@ -77,13 +76,13 @@ def local(tensor: remote.RemoteTensor, rank: int) -> torch.Tensor:
     spec = tensor._spec
     spans = [(0, length) for length in spec.shape]
     if spec.placements is not None:
-        spans = list(spans_of(spec.shape, spec.placements, engine.axes, engine.axes.ranks.index(rank)))
+        spans = list(spans_of(spec.shape, spec.placements, engine.axes, rank))
     shape = tuple(stop - start for start, stop in spans)
     return read(tensor, "local", shape, {rank: tuple((0, length) for length in shape)})
 
 
 def read(
-    tensor: remote.RemoteTensor, how: Literal["parts", "local"], shape: tuple[int, ...], boxes: dict[int, Box]
+    tensor: MeshTensor, how: Literal["parts", "local"], shape: tuple[int, ...], boxes: dict[int, Box]
 ) -> torch.Tensor:
     """Return a tensor of this shape, assembled from the boxes of these ranks. Blocks.
 
@@ -112,7 +111,7 @@ def read(
 
 
 def fetch(
-    tensor: remote.RemoteTensor, how: Any, ranks: tuple[int, ...], buffer: messages.FetchBuffer | None = None
+    tensor: MeshTensor, how: Any, ranks: tuple[int, ...], buffer: messages.FetchBuffer | None = None
 ) -> dict[int, Any]:
     """Return the replies of these ranks, except those that wrote into the buffer. Blocks."""
     request = messages.Fetch(mode=how, id=tensor._handle.id, ranks=tuple(sorted(ranks)), buffer=buffer)
@@ -120,7 +119,7 @@ def fetch(
     return {rank: answers[rank]["value"] for rank in ranks if buffer is None or "value" in answers[rank]}
 
 
-def format_repr(tensor: remote.RemoteTensor) -> str:
+def format_repr(tensor: MeshTensor) -> str:
     """Format a repr: small tensors with their values, which blocks; large ones without."""
     spec = tensor._spec
     grad = ", requires_grad=True" if tensor.requires_grad and tensor.is_leaf else ""
@@ -137,7 +136,7 @@ def format_repr(tensor: remote.RemoteTensor) -> str:
     return f"RemoteTensor({numbers.removeprefix('tensor(').rpartition(')')[0]}{suffix}"
 
 
-def key_of(tensor: remote.RemoteTensor, session: Any) -> str:
+def key_of(tensor: MeshTensor, session: Any) -> str:
     """Return its key on its ranks. Commands run in order, so the operation that makes it has run by then."""
     if tensor.engine.session is not session:
         raise TransferError(
@@ -147,7 +146,7 @@ def key_of(tensor: remote.RemoteTensor, session: Any) -> str:
     return f"tensor:{tensor.engine.name}#{tensor._handle.id}"
 
 
-def refuse_pickling(tensor: remote.RemoteTensor) -> NoReturn:
+def refuse_pickling(tensor: MeshTensor) -> NoReturn:
     raise TransferError(
         f"a RemoteTensor {tuple(tensor.shape)} lives on the ranks of {tensor.engine.session.name!r} and cannot be "
         "pickled here; take x.full_tensor() first, or pass it to mesh.execute, where it is the rank's own tensor"

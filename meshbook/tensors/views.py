@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -15,9 +15,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from meshbook.errors import MeshShapeError, PlacementError
 from meshbook.mesh_axes import MeshAxes
 from meshbook.rank.tensors import operators
-
-if TYPE_CHECKING:
-    from meshbook.tensors import remote
+from meshbook.tensors.base import MeshTensor
+from meshbook.tensors.dispatch import call_rank_function, upload_grad
 
 _REDUCTIONS = ("sum", "avg", "max", "min", "product")
 
@@ -39,10 +38,10 @@ def placements_of(
     if sharding_spec is not None:
         return _from_sharding_spec(shape, axes, sharding_spec)
     if placements is None:
-        return (Replicate(),) * len(axes.shape or (1,))
+        return (Replicate(),) * len(axes.shape)
     if not isinstance(placements, (list, tuple)):
         placements = [placements]
-    if len(placements) != len(axes.shape or (1,)):
+    if len(placements) != len(axes.shape):
         raise PlacementError(
             f"{len(placements)} placements for a mesh of {len(axes.shape)} axes ({axes}); give one per axis, such as "
             f"[{', '.join(['Shard(0)', *['Replicate()'] * (len(axes.shape) - 1)])}]"
@@ -85,9 +84,7 @@ def _from_sharding_spec(shape: Sequence[int], axes: MeshAxes, spec: Any) -> tupl
                     "dim of a tensor"
                 )
             dim_of_axis[axis] = dim
-    return tuple(Shard(dim_of_axis[name]) if name in dim_of_axis else Replicate() for name in axes.names) or (
-        Replicate(),
-    )
+    return tuple(Shard(dim_of_axis[name]) if name in dim_of_axis else Replicate() for name in axes.names)
 
 
 def check_even(shape: Sequence[int], placements: Sequence[Any], axes: MeshAxes) -> None:
@@ -110,8 +107,8 @@ def check_even(shape: Sequence[int], placements: Sequence[Any], axes: MeshAxes) 
 
 
 def _save_for_backward(ctx: Any, result: Any) -> Any:
-    """Store the spec and type of a function's result for its backward; return the result."""
-    ctx.spec, ctx.kind = result._spec, type(result)
+    """Store the spec of a function's result for its backward; return the result."""
+    ctx.spec = result._spec
     return result
 
 
@@ -120,14 +117,14 @@ def _grad_on_mesh(ctx: Any, grad: Any) -> Any:
 
     torch makes zeros in this process for a tensor that became a mask in place (`gt_`), and for one that is not used.
     """
-    return grad if isinstance(grad, ctx.kind) else ctx.kind._upload_grad(ctx.spec, grad)
+    return grad if isinstance(grad, MeshTensor) else upload_grad(ctx.spec, grad)
 
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any, placements: tuple[Any, ...]) -> Any:
         ctx.before = tensor._spec.placements
-        return _save_for_backward(ctx, tensor._call_rank_function(operators.redistribute, tensor, placements))
+        return _save_for_backward(ctx, call_rank_function(operators.redistribute, tensor.engine, tensor, placements))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -143,7 +140,7 @@ def redistribute_to(tensor: Any, placements: tuple[Any, ...]) -> Any:
     return _Redistribute.apply(tensor, placements)  # type: ignore[no-untyped-call]
 
 
-def redistribute(tensor: remote.RemoteTensor, placements: Any, sharding_spec: Any) -> remote.RemoteTensor:
+def redistribute(tensor: MeshTensor, placements: Any, sharding_spec: Any) -> Any:
     _require_global(tensor, "redistribute")
     requested = placements_of(tensor.shape, tensor.engine.axes, placements, sharding_spec)
     current = tensor._spec.placements
@@ -156,16 +153,16 @@ def redistribute(tensor: remote.RemoteTensor, placements: Any, sharding_spec: An
             )
     if requested == current:
         return tensor
-    return _Redistribute.apply(tensor, requested)  # type: ignore[no-any-return, no-untyped-call]
+    return _Redistribute.apply(tensor, requested)  # type: ignore[no-untyped-call]
 
 
 class _AsGlobal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any, placements: tuple[Any, ...]) -> Any:
         ctx.placements = placements
-        sizes = zip(placements, tensor.engine.axes.shape, strict=False)  # a mesh of one rank has no axes
+        sizes = zip(placements, tensor.engine.axes.shape, strict=True)
         ctx.num_copies = math.prod(size for placement, size in sizes if placement.is_replicate())
-        result = tensor._call_rank_function(operators.as_global, tensor, operators.MESH, placements)
+        result = call_rank_function(operators.as_global, tensor.engine, tensor, operators.MESH, placements)
         return _save_for_backward(ctx, result)
 
     @staticmethod
@@ -180,7 +177,7 @@ class _AsLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Any:
         ctx.placements = tensor._spec.placements
-        return _save_for_backward(ctx, tensor._call_rank_function(operators.as_local, tensor))
+        return _save_for_backward(ctx, call_rank_function(operators.as_local, tensor.engine, tensor))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -191,25 +188,25 @@ class _AsLocal(torch.autograd.Function):
         return _AsGlobal.apply(_grad_on_mesh(ctx, grad), placements)  # type: ignore[no-untyped-call]
 
 
-def as_global(tensor: remote.RemoteTensor, placements: Any) -> remote.RemoteTensor:
+def as_global(tensor: MeshTensor, placements: Any) -> Any:
     _require_local(tensor, "as_global")
     wanted = placements_of(tensor.shape, tensor.engine.axes, placements)
-    return _AsGlobal.apply(tensor, wanted)  # type: ignore[no-any-return, no-untyped-call]
+    return _AsGlobal.apply(tensor, wanted)  # type: ignore[no-untyped-call]
 
 
-def as_local(tensor: remote.RemoteTensor) -> remote.RemoteTensor:
+def as_local(tensor: MeshTensor) -> Any:
     if tensor._spec.placements is None:
         return tensor
     axes = tensor.engine.axes
     check_even(tensor.shape, tensor._spec.placements, axes)  # a per-rank tensor has one shape
-    return _AsLocal.apply(tensor)  # type: ignore[no-any-return, no-untyped-call]
+    return _AsLocal.apply(tensor)  # type: ignore[no-untyped-call]
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any, axis: int, op: str) -> Any:
         ctx.axis, ctx.op, ctx.size = axis, op, tensor.engine.axes.shape[axis]
-        result = tensor._call_rank_function(operators.reduce_local, tensor, operators.MESH, axis, op)
+        result = call_rank_function(operators.reduce_local, tensor.engine, tensor, operators.MESH, axis, op)
         return _save_for_backward(ctx, result)
 
     @staticmethod
@@ -220,20 +217,20 @@ class _Reduce(torch.autograd.Function):
         return (total / ctx.size if ctx.op == "avg" else total), None, None
 
 
-def reduce(tensor: remote.RemoteTensor, axis: str, op: str) -> remote.RemoteTensor:
+def reduce(tensor: MeshTensor, axis: str, op: str) -> Any:
     _require_local(tensor, "reduce")
     if op not in _REDUCTIONS:
         raise PlacementError(f"{op!r} is not a reduction; use one of {', '.join(_REDUCTIONS)}")
     tensor.engine.axes.size_of(axis)
     at = tensor.engine.axes.names.index(axis)
-    return _Reduce.apply(tensor, at, op)  # type: ignore[no-any-return, no-untyped-call]
+    return _Reduce.apply(tensor, at, op)  # type: ignore[no-untyped-call]
 
 
 class _SliceMesh(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any, axis: int, position: int) -> Any:
         ctx.axis, ctx.place = axis, position
-        result = tensor._call_rank_function(operators.slice_local, tensor, operators.MESH, axis, position)
+        result = call_rank_function(operators.slice_local, tensor.engine, tensor, operators.MESH, axis, position)
         return _save_for_backward(ctx, result)
 
     @staticmethod
@@ -246,7 +243,7 @@ class _ZeroExceptAt(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any, axis: int, position: int) -> Any:
         ctx.axis, ctx.place = axis, position
-        result = tensor._call_rank_function(operators.zero_except_at, tensor, operators.MESH, axis, position)
+        result = call_rank_function(operators.zero_except_at, tensor.engine, tensor, operators.MESH, axis, position)
         return _save_for_backward(ctx, result)
 
     @staticmethod
@@ -254,7 +251,7 @@ class _ZeroExceptAt(torch.autograd.Function):
         return _ZeroExceptAt.apply(_grad_on_mesh(ctx, grad), ctx.axis, ctx.place), None, None  # type: ignore[no-untyped-call]
 
 
-def slice_mesh(tensor: remote.RemoteTensor, positions: Mapping[str, int]) -> remote.RemoteTensor:
+def slice_mesh(tensor: MeshTensor, positions: Mapping[str, int]) -> Any:
     _require_local(tensor, "slice_mesh")
     axes = tensor.engine.axes
     found: Any = tensor
@@ -263,16 +260,16 @@ def slice_mesh(tensor: remote.RemoteTensor, positions: Mapping[str, int]) -> rem
         if not -size <= position < size:
             raise MeshShapeError(f"{axis}={position} is out of range: axis {axis} has size {size} (0-{size - 1})")
         found = _SliceMesh.apply(found, axes.names.index(axis), position % size)  # type: ignore[no-untyped-call]
-    return found  # type: ignore[no-any-return]
+    return found
 
 
-def _require_global(tensor: remote.RemoteTensor, method: str) -> None:
+def _require_global(tensor: MeshTensor, method: str) -> None:
     if tensor._spec.placements is None:
         raise PlacementError(
             f"{method} is for tensors seen as one; every rank has its own here: t.as_global(placements)"
         )
 
 
-def _require_local(tensor: remote.RemoteTensor, method: str) -> None:
+def _require_local(tensor: MeshTensor, method: str) -> None:
     if tensor._spec.placements is not None:
         raise PlacementError(f"{method} is for per-rank tensors; this one is seen as one: t.as_local().{method}(...)")

@@ -10,7 +10,7 @@ import meshbook
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import OperationFailed
 from meshbook.mesh_axes import MeshAxes
-from meshbook.tensors.engine import describe_collective_mismatch
+from meshbook.tensors.faults import describe_collective_mismatch
 
 GRID = MeshAxes.of({"dp": 2, "tp": 2})
 

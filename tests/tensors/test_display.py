@@ -43,10 +43,8 @@ def test_parts_of_a_sum_scalars_empty_pieces_and_per_rank_tensors_can_be_drawn()
     assert "one number" in display.html_of((), torch.float32, (Replicate(), Replicate()), AXES)
     assert display.html_of((1, 4), torch.float32, (Shard(0), Shard(0)), AXES).count("<title>") == 1
     assert "one on each of 4 ranks" in display.html_of((2,), torch.float32, None, AXES)
-    assert display.text_of((4,), torch.float32, (Shard(0), Replicate()), AXES).splitlines()[1:] == [
-        "  ranks 0-1: [0:2]",
-        "  ranks 2-3: [2:4]",
-    ]
+    boxes = display.shard_boxes((4,), (Shard(0), Replicate()), AXES)
+    assert [(box.ranks, str(box)) for box in boxes] == [((0, 1), "[0:2]"), ((2, 3), "[2:4]")]
 
 
 @pytest.mark.parametrize("placements", [[Shard(0), Replicate()], [Shard(0), Shard(1)], [Replicate(), Replicate()]])
@@ -69,10 +67,10 @@ def test_stats_of_parts_of_a_sum_and_of_other_kinds(mesh22: Mesh) -> None:
 
 def test_a_tensor_shows_itself_in_html_without_asking_the_ranks(mesh22: Mesh) -> None:
     x = meshbook.distribute(torch.zeros(8, 8), mesh22, [Shard(1), Replicate()])
-    before = x.engine.num_batches
+    before = x.engine.sender.num_batches
     page = x._repr_html_()
     assert "dp=2: dim 1 cut" in page
-    assert x.engine.num_batches == before
+    assert x.engine.sender.num_batches == before
 
 
 @pytest.mark.parametrize(

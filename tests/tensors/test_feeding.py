@@ -172,14 +172,13 @@ def test_ranks_with_nothing_to_do_get_a_batchs_operations_before_the_next_is_wai
 
     def source() -> Iterator[torch.Tensor]:
         for step in range(4):
-            left.append(len(engine._pending_ops))
+            left.append(len(engine.queue))
             yield torch.arange(4.0) + step
 
     sums = []
     for batch in mesh2.feed(source(), prefetch=0):
         sums.append((batch + 1).mul(2).sub(3).add(4).sum())
-        with engine._state_changed:
-            assert engine._state_changed.wait_for(lambda: not engine._in_flight, 60)
+        assert engine.sender.in_flight.wait_until_fewer(1, 60)
     assert [total.item() for total in sums] == [24, 32, 40, 48]
     assert set(left) == {0}
 

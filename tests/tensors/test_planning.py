@@ -16,7 +16,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.remote import name_tensor_meta
 from meshbook.errors import OperationFailed
 from meshbook.rank.tensors import dtensor_patches
-from meshbook.tensors import plan
+from meshbook.tensors import meta_run
 from meshbook.tensors.creation import adopt
 
 
@@ -27,13 +27,13 @@ def test_torchs_own_functions_stay_in_their_places_while_an_operation_is_planned
         return dist.get_rank, dist.get_world_size, device_mesh.get_rank
 
     own, seen = now(), []
-    watch = plan._OpObserver.__torch_dispatch__
+    watch = meta_run._OpObserver.__torch_dispatch__
 
     def looked(self: Any, *args: Any, **kwargs: Any) -> Any:
         seen.append(now())
         return watch(self, *args, **kwargs)
 
-    monkeypatch.setattr(plan._OpObserver, "__torch_dispatch__", looked)
+    monkeypatch.setattr(meta_run._OpObserver, "__torch_dispatch__", looked)
     x = meshbook.distribute(torch.ones(2, 6, 5, 7), mesh2, [Shard(0)])
     weight = meshbook.distribute(torch.ones(6, 6, 3, 3), mesh2)
     assert x.redistribute([Shard(1)]).sum().item() == 420

@@ -169,7 +169,7 @@ def broken(mesh: Mesh) -> Any:
 
 def test_what_was_not_begun_left_its_target_as_it_was(mesh: Mesh) -> None:
     w = meshbook.distribute(torch.ones(1, 4), mesh)
-    with engine_of(mesh)._send_lock:  # before the fault is known here
+    with engine_of(mesh).sender.lock:  # before the fault is known here
         w.add_(broken(mesh))
     with pytest.raises(OperationFailed, match="index out of range"):
         w.sum().item()
@@ -189,9 +189,9 @@ def test_what_was_not_begun_left_its_target_as_it_was(mesh: Mesh) -> None:
 )
 def test_what_overwrites_heals(mesh: Mesh, overwrite: Callable[[Any], Any]) -> None:
     w = meshbook.distribute(torch.ones(1, 4), mesh)
-    with engine_of(mesh)._send_lock:
+    with engine_of(mesh).sender.lock:
         w.add_(broken(mesh))
-    engine_of(mesh).fetch_state(())  # the controller has heard of it
+    engine_of(mesh).faults.fetch_state(())  # the controller has heard of it
     overwrite(w)
     assert w.sum().item() == 0
 
@@ -233,7 +233,7 @@ def test_a_stop_reaches_ranks_that_python_waits_for_before_it_sends_more(mesh: M
     busy = mesh.run(f"while not os.path.exists({str(opened)!r}): time.sleep(0.01)", wait=False)
     y = x + 1
     engine.flush()  # behind the cell
-    engine._must_drain = True  # as where groups have broken: one batch after the other
+    engine.sender._must_drain = True  # as where groups have broken: one batch after the other
 
     def press() -> None:
         while session.foreground.is_idle:  # until it waits for the batch
@@ -262,7 +262,7 @@ def test_a_stop_while_python_issues_a_step_takes_all_of_it_back(mesh: Mesh, monk
 
     def stopped(self: Any, numbers: Any, where: Any) -> None:
         nonlocal count
-        count += self.is_in_optimizer_step
+        count += self.queue.is_in_step
         if count == 5:
             raise KeyboardInterrupt
         emit(self, numbers, where)
@@ -271,7 +271,7 @@ def test_a_stop_while_python_issues_a_step_takes_all_of_it_back(mesh: Mesh, monk
         patch.setattr(type(engine), "emit", stopped)
         with pytest.raises(KeyboardInterrupt):
             training.step(GOOD)
-    assert not engine.is_in_optimizer_step
+    assert not engine.queue.is_in_step
     training.opt.zero_grad()
     got = [training.step(GOOD).item() for _ in range(3)]
     torch.testing.assert_close(torch.tensor(got), torch.tensor(alone(3)), rtol=1e-4, atol=1e-5)
@@ -301,7 +301,7 @@ def test_what_was_changed_on_some_ranks_only_is_refused_until_recover_has_told(m
     mesh.run("ids, table = torch.tensor([9 if rank else 1]), torch.ones(4, 4)")
     ids, table = mesh["ids"], mesh["table"]
     parts = copy.as_local()
-    with engine_of(mesh)._send_lock:  # in one batch
+    with engine_of(mesh).sender.lock:  # in one batch
         parts.add_(torch.nn.functional.embedding(ids, table)[0])  # fails on rank 1 alone
     with pytest.raises(OperationFailed, match="index out of range"):
         parts.local(1)
@@ -316,7 +316,7 @@ def test_what_was_changed_through_a_view_on_some_ranks_only_is_refused(mesh: Mes
     copy = meshbook.distribute(torch.arange(4.0), mesh)
     mesh.run("ids, table = torch.tensor([9 if rank else 1]), torch.ones(4, 4)")
     ids, table = mesh["ids"], mesh["table"]
-    with engine_of(mesh)._send_lock:  # in one batch
+    with engine_of(mesh).sender.lock:  # in one batch
         copy.as_local()[:2].add_(torch.nn.functional.embedding(ids, table)[0, :2])  # fails on rank 1 alone
     with pytest.raises(OperationFailed, match="index out of range"):
         copy.local(1)

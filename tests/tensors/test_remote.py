@@ -23,9 +23,11 @@ import meshbook
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.starting import attach, create_mesh
 from meshbook.errors import CellInterrupted, OperationFailed, PlacementError, RankLost, TransferError
-from meshbook.tensors import engine as engines
+from meshbook.tensors import template_cache
+from meshbook.tensors.batches import MAX_IN_FLIGHT
+from meshbook.tensors.call_sites import CallSite, capture_call_site
 from meshbook.tensors.creation import distribute, engine_of
-from meshbook.tensors.engine import CallSite, TensorEngine, capture_call_site
+from meshbook.tensors.engine import TensorEngine
 from meshbook.tensors.remote import RemoteTensor
 from tests.controller.test_run import when
 
@@ -684,14 +686,14 @@ def test_a_million_temporaries_leave_nothing_behind(mesh2: Mesh) -> None:
         torch.linalg.cholesky(-torch.outer(a, a)).sum().item()
     assert live(mesh2) == before
     engine = engine_of(mesh2)
-    assert len(engine._pending_ops) == len(engine.freed_ids) == 0
-    assert len(engine._in_flight) == 0
+    assert len(engine.queue) == len(engine.queue.freed_ids) == 0
+    assert len(engine.sender.in_flight) == 0
 
 
 def test_kinds_of_operations_that_are_not_used_any_more_are_forgotten_on_both_sides(
     mesh2: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engines, "_MAX_TEMPLATES", 40)
+    monkeypatch.setattr(template_cache, "_MAX_TEMPLATES", 40)
     engine = engine_of(mesh2)
     x = distribute(torch.arange(4), mesh2, [Shard(0)])
     before = max(answer["templates"] for answer in engine.wait().values())  # with those of steps that are recorded
@@ -701,7 +703,7 @@ def test_kinds_of_operations_that_are_not_used_any_more_are_forgotten_on_both_si
         x.sum()  # in every round, so that it stays
     assert torch.equal(torch.stack(used).full_tensor(), torch.outer(torch.arange(200), torch.arange(4)))
     engine.wait()
-    assert len(engine.cache) + len(engine._old_cache) == len(engine.templates) <= 80
+    assert len(engine.templates) == len(engine.templates.by_number) <= 80
     assert all(len(engine.templates) <= answer["templates"] <= before + 80 for answer in engine.wait().values())
     assert (x * 3).tolist() == [0, 3, 6, 9]  # was forgotten
     assert torch.equal((x * 199).full_tensor(), torch.arange(4) * 199)
@@ -723,7 +725,7 @@ def test_a_batch_that_stop_meets_on_its_way_out_is_not_sent_twice(mesh2: Mesh, m
         with pytest.raises(KeyboardInterrupt):
             engine.flush()
     assert x.tolist() == [1.0] * 4
-    assert not engine._in_flight
+    assert not engine.sender.in_flight
 
 
 def test_no_python_runs_as_a_tensor_is_let_go_of_where_a_ctrl_c_would_be_dropped(mesh2: Mesh) -> None:
@@ -745,10 +747,9 @@ def test_python_does_not_run_away_from_the_ranks(mesh2: Mesh) -> None:
         os.kill(pid, signal.SIGSTOP)
 
     def go_on() -> None:
-        with engine._state_changed:  # nobody tells when a batch is sent: looked at again every so often
-            deadline = time.monotonic() + 30
-            while len(engine._in_flight) < engines._MAX_IN_FLIGHT and time.monotonic() < deadline:
-                engine._state_changed.wait(0.05)
+        deadline = time.monotonic() + 30
+        while len(engine.sender.in_flight) < MAX_IN_FLIGHT and time.monotonic() < deadline:
+            engine.sender.in_flight.wait_until_fewer(1, 0.05)  # nobody tells when a batch is sent
         for pid in pids.values():
             os.kill(pid, signal.SIGCONT)
 
@@ -757,12 +758,12 @@ def test_python_does_not_run_away_from_the_ranks(mesh2: Mesh) -> None:
         resumed.start()
         for _ in range(20_000):
             x = x * 1.0
-            most = max(most, len(engine._in_flight))
+            most = max(most, len(engine.sender.in_flight))
         resumed.join(40)
     finally:
         for pid in pids.values():
             os.kill(pid, signal.SIGCONT)
-    assert most == engines._MAX_IN_FLIGHT
+    assert most == MAX_IN_FLIGHT
     assert x.sum().item() == 2
 
 

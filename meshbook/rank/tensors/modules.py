@@ -257,8 +257,8 @@ def _output_tensors(resident: ResidentModule, result: Any) -> list[Any]:
     flat = pytree.tree_leaves(result)
     if unsupported := [leaf for leaf in flat if not isinstance(leaf, (torch.Tensor, int, float, str, type(None)))]:
         raise TypeError(
-            f"the module's forward gave a {type(unsupported[0]).__name__}, in which Meshbook cannot find the tensors; return "
-            "tensors, or tuples, lists and dicts of them"
+            f"the module's forward gave a {type(unsupported[0]).__name__}, in which Meshbook cannot find the tensors; "
+            "return tensors, or tuples, lists and dicts of them"
         )
     outputs: list[Any] = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
     if resident.runs_locally:  # DTensors of a submesh

@@ -1,0 +1,94 @@
+"""What DTensor's errors mean, by their texts, and how they are told in terms of the mesh.
+
+The one place that depends on the wording of torch's messages.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from meshbook.errors import PlacementError
+from meshbook.mesh_axes import MeshAxes
+from meshbook.rank.tensors.operators import name_of
+from meshbook.tensors.specs import TensorSpec
+
+aten = torch.ops.aten
+
+_UNEVEN = re.compile(
+    r"output dimension (?P<dim>\d+) \(size (?P<length>\d+)\) is not evenly divisible by mesh dimension (?P<axis>\d+)"
+)
+_SHARDED_DIM = re.compile(
+    r"along the sharded dimension|without redistribution, which is disallowed|redistribute the tensor before"
+)
+_NO_RULE = re.compile(r"does not have a sharding strategy|not supported with DTensor|Meta tensors|^aten.nonzero")
+
+
+def is_placement_change(error: Exception) -> bool:
+    """Whether an in-place operation would need other placements of the tensor that it changes."""
+    return "in-place operations that require placement changes" in str(error)
+
+
+def is_uneven(function: Any, error: Exception) -> bool:
+    """Whether a dim of the result does not divide evenly over an axis, in an operation that the user wrote."""
+    # _unsafe_view is internal to matmul: the user cannot act on an error about it.
+    return function is not aten._unsafe_view.default and _UNEVEN.search(str(error)) is not None
+
+
+def is_about_sharded_dim(error: Exception) -> bool:
+    """Whether the operation would work if its first input were replicated."""
+    return _SHARDED_DIM.search(str(error)) is not None
+
+
+def is_missing_rule(function: Any, error: Exception) -> bool:
+    """Whether DTensor has no rule for the operation."""
+    text = str(error).strip()
+    return (
+        isinstance(error, NotImplementedError)
+        or _NO_RULE.search(text) is not None
+        or text.split("\n\n")[0] == name_of(function).replace("::", ".")
+        or type(error).__name__ in ("DynamicOutputShapeException", "DataDependentOutputException")
+    )
+
+
+def translate(function: Any, error: Exception, specs: Sequence[TensorSpec], axes: MeshAxes) -> Exception:
+    """Return torch's error, restated in terms of the tensors as the user knows them."""
+    text = str(error).strip().split("\n\nSharding propagation failed")[0].strip()
+    operands = ", ".join(map(repr, specs[:4]))
+    mesh_text = f"on a mesh of {axes}"
+    op_name = name_of(function).partition("::")[2].partition(".")[0]
+    if text.startswith("aten.nonzero") and op_name == "index":
+        return NotImplementedError(
+            f"x[mask] of {operands} {mesh_text}: the shape of its result depends on the data, which is on the "
+            "ranks. torch.where(mask, x, other) keeps the shape, and x[mask] = value changes x; or run it where "
+            "the data is, mesh.execute(fn, x), or on the whole tensor here, x.full_tensor()"
+        )
+    if function is aten.mkldnn_rnn_layer.default:
+        return NotImplementedError(
+            f"lstm of {operands} {mesh_text}: on a CPU it is one operation of oneDNN's, for which DTensor has no "
+            "rule. `with torch.backends.mkldnn.flags(enabled=False):` it is made of others; "
+            "meshbook.module_to_mesh(module, mesh) sees to that by itself"
+        )
+    if is_missing_rule(function, error):
+        return NotImplementedError(
+            f"{op_name} of {operands} {mesh_text}: DTensor has no rule for it (or the shape of its result depends "
+            f"on data). Ways round: run it on the ranks, mesh.execute(fn, x); or on the whole tensor here, "
+            f"x.full_tensor(); or first bring x to every rank, x.redistribute([Replicate()] * {len(axes.shape)})"
+        )
+    uneven = _UNEVEN.search(text)
+    if uneven is not None:
+        dim, length, axis = uneven["dim"], int(uneven["length"]), int(uneven["axis"])
+        size = axes.shape[axis]
+        return PlacementError(
+            f"{op_name} of {operands}: dim {dim} of {length} rows cannot be sharded evenly over "
+            f"{axes.names[axis]}={size}: {length} = {size} * {length // size} + {length % size}. "
+            f"Redistribute the tensor first so that {axes.names[axis]} cuts another dim, or none"
+        )
+    text = f"{text} ({op_name} of {operands} {mesh_text})"
+    try:
+        return type(error)(text)
+    except Exception:
+        return RuntimeError(text)
