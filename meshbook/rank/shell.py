@@ -62,15 +62,12 @@ from traitlets.config import Config
 
 from meshbook.clock import perf_counter
 from meshbook.errors import MeshbookError
-from meshbook.ids import CallId
-from meshbook.rank import introspection, shell_commands, tracebacks
+from meshbook.rank import shell_commands, tracebacks
 from meshbook.rank.capture import OutputBuffer
 from meshbook.rank.interrupt import InterruptGate
 from meshbook.rank.namespace import NamespaceTracker
 from meshbook.rank.preview import encode_mime, preview, to_json_data, type_name
 from meshbook.wire.messages import ClearOutput, Display, Notice, Preview, RankError, RunCell
-
-__all__ = ["CellRun", "InterruptGate", "RankShell", "preload"]
 
 # How many of `_1`, `_i1`, `_2`, ... exist at a time.
 MAX_NUMBERED_NAMES: Final = 200
@@ -936,28 +933,3 @@ def _has_exception_group(error: BaseException | None) -> bool:
         seen.add(id(error))
         error = error.__cause__ or error.__context__
     return False
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Before the fork
-
-
-def preload() -> None:
-    """Do once, in the process that ranks are forked from, what every rank would do at its first cell and first error.
-
-    Starts no thread, leaves no file open and no shell behind; takes 0.2 s.
-    """
-    environment = dict(os.environ)
-    output = OutputBuffer(redirect_fds=False)
-    output.install()
-    shell = RankShell.make(output=output)
-    try:
-        for source in ("1 + 1", "def f():\n    return 1 / 0\n\nf()", "%who", "x = ["):
-            shell.run(RunCell(call=CallId("preload"), ranks=(), source=source))
-        introspection.complete(shell, "sys.st", 6)
-        introspection.inspect(shell, "print", 5, 1)
-    finally:
-        shell.close()
-        output.uninstall()
-        os.environ.clear()
-        os.environ.update(environment)

@@ -28,7 +28,8 @@ from meshbook.rank import shell as shell_module
 from meshbook.rank import tracebacks
 from meshbook.rank.capture import OutputBuffer
 from meshbook.rank.interrupt import InterruptGate
-from meshbook.rank.shell import CellRun, RankShell, preload
+from meshbook.rank.preload import preload
+from meshbook.rank.shell import CellRun, RankShell
 from meshbook.wire.messages import ClearOutput, Display, RankError, RunCell, Text
 
 DEADLINE_S = 20.0
