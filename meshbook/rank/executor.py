@@ -19,6 +19,7 @@ from meshbook.ids import CallId
 from meshbook.rank import limits, tracebacks
 from meshbook.rank.call_state import CallState
 from meshbook.rank.capture import OutputBuffer
+from meshbook.rank.code_runner import CodeRunner
 from meshbook.rank.interrupt import InterruptGate
 from meshbook.rank.objects import RankObjects
 from meshbook.rank.rank_groups import RankGroups
@@ -40,6 +41,7 @@ class Executor:
         rank: int,
         state: CallState,
         shell: RankShell,
+        runner: CodeRunner,
         groups: RankGroups,
         objects: RankObjects,
         *,
@@ -48,7 +50,7 @@ class Executor:
         reporter: Reporter,
         crash_log: CrashLog,
     ) -> None:
-        self._rank, self._state, self._shell = rank, state, shell
+        self._rank, self._state, self._shell, self._runner = rank, state, shell, runner
         self._groups, self._objects = groups, objects
         self._output, self._gate, self._reporter, self._crash_log = output, gate, reporter, crash_log
         self._handlers: dict[type, Callable[[Any], Outcome]] = {
@@ -97,14 +99,14 @@ class Executor:
         except KeyboardInterrupt:  # between two lines of Meshbook, when no user code is running
             outcome = Outcome(status="interrupted")
         except BaseException as error:
-            outcome = Outcome(status="error", error=self._shell.describe_error(error))
+            outcome = Outcome(status="error", error=self._runner.describe_error(error))
         if outcome.status == "interrupted" and torch is not None:
             torch.set_grad_enabled(grad_enabled)  # an interrupt can end `no_grad` before it has restored the mode
         seconds = perf_counter() - started
         try:
             self._report_finished(command.call, label, outcome, seconds)
         except BaseException as error:  # raised by a signal handler, as in `serve`; or the outcome cannot be encoded
-            outcome = Outcome(status="error", error=self._shell.describe_error(error))
+            outcome = Outcome(status="error", error=self._runner.describe_error(error))
             self._report_finished(command.call, label, outcome, seconds)
 
     def _report_finished(self, call: CallId, label: str, outcome: Outcome, seconds: float) -> None:
@@ -129,7 +131,7 @@ class Executor:
     # ---- commands
 
     def _run_cell(self, command: messages.RunCell) -> Outcome:
-        run = self._shell.run(command)
+        run = self._runner.run(command)
         value = None
         if run.has_result and not command.silent:
             value = self._describe_value(command.call, run.result, command.inline_limit, retain=True)
@@ -143,7 +145,7 @@ class Executor:
         if command.is_cancelled:
             tensors.skip_batch(command)
             return Outcome(status="ok")
-        ran = self._shell.call(lambda: tensors.run(command))
+        ran = self._runner.call(lambda: tensors.run(command))
         if ran.status != "ok":
             tensors.skip_batch(command)
             return Outcome(status=ran.status, error=ran.error)
@@ -164,7 +166,7 @@ class Executor:
     def _call_and_describe(
         self, command: messages.CallFunction | messages.Evaluate, function: Callable[[], Any]
     ) -> Outcome:
-        called = self._shell.call(function)
+        called = self._runner.call(function)
         if called.status != "ok":
             return Outcome(status=called.status, error=called.error)
         if command.always_retain:
@@ -201,4 +203,4 @@ class Executor:
         return Outcome(status="ok", reply={"backend": backend})
 
     def _describe_value(self, call: str, result: Any, inline_limit: int, *, retain: bool) -> Value:
-        return self._objects.describe(call, result, self._shell.preview(result), inline_limit, retain=retain)
+        return self._objects.describe(call, result, self._runner.preview(result), inline_limit, retain=retain)

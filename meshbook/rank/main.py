@@ -27,6 +27,7 @@ from meshbook.rank import actor_hooks
 from meshbook.rank.blas import set_blas_threads
 from meshbook.rank.call_state import CallState
 from meshbook.rank.capture import OutputBuffer
+from meshbook.rank.code_runner import CodeRunner
 from meshbook.rank.device import choose_device
 from meshbook.rank.executor import Executor
 from meshbook.rank.interrupt import InterruptGate
@@ -60,10 +61,11 @@ def run_rank(config: spawn.RankConfig, pipes: tuple[int, int], crash_log_fd: int
     output.install()
     reporter = Reporter(context, config, output)
     shell = RankShell.make(output=output, gate=gate)
-    running_file = lambda: shell.running_file  # noqa: E731
+    runner = CodeRunner(shell, output, gate)
+    running_file = lambda: runner.running_file  # noqa: E731
     rank, device, state = config.rank, choose_device(config), CallState(config.rank)
     groups = RankGroups(
-        config, device, state, context, crash_log, running_file=running_file, describe_error=shell.describe_error
+        config, device, state, context, crash_log, running_file=running_file, describe_error=runner.describe_error
     )
     objects = RankObjects(
         rank,
@@ -73,17 +75,17 @@ def run_rank(config: spawn.RankConfig, pipes: tuple[int, int], crash_log_fd: int
         process_groups=lambda: groups.process_groups,
         defer_interrupts=gate.defer_interrupts,
     )
-    user_input = InputRequester(rank, state, output, reporter, is_allowed=lambda: shell.allow_input)
-    shell.request_input = user_input.request
+    user_input = InputRequester(rank, state, output, reporter, is_allowed=lambda: runner.allow_input)
+    shell.terminal.request_input = user_input.request
     executor = Executor(
-        rank, state, shell, groups, objects, output=output, gate=gate, reporter=reporter, crash_log=crash_log
+        rank, state, shell, runner, groups, objects, output=output, gate=gate, reporter=reporter, crash_log=crash_log
     )
     snapshotter = Snapshotter(
         rank,
         threading.get_ident(),
         state,
         groups.ring,
-        shell,
+        runner,
         is_awaiting_input=lambda: user_input.is_waiting,
         current_operation=lambda: objects.current_operation,
     )

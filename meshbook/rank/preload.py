@@ -7,6 +7,8 @@ import os
 from meshbook.ids import CallId
 from meshbook.rank import introspection
 from meshbook.rank.capture import OutputBuffer
+from meshbook.rank.code_runner import CodeRunner
+from meshbook.rank.interrupt import InterruptGate
 from meshbook.rank.shell import RankShell
 from meshbook.wire.messages import RunCell
 
@@ -19,10 +21,12 @@ def preload() -> None:
     environment = dict(os.environ)
     output = OutputBuffer(redirect_fds=False)
     output.install()
-    shell = RankShell.make(output=output)
+    gate = InterruptGate()
+    shell = RankShell.make(output=output, gate=gate)
+    runner = CodeRunner(shell, output, gate)
     try:
         for source in ("1 + 1", "def f():\n    return 1 / 0\n\nf()", "%who", "x = ["):
-            shell.run(RunCell(call=CallId("preload"), ranks=(), source=source))
+            runner.run(RunCell(call=CallId("preload"), ranks=(), source=source))
         introspection.complete(shell, "sys.st", 6)
         introspection.inspect(shell, "print", 5, 1)
     finally:

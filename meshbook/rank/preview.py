@@ -10,7 +10,6 @@ waited for. torch is never imported here, only detected.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import itertools
 import marshal
@@ -19,19 +18,19 @@ import struct
 import sys
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from IPython.lib import pretty
 
+from meshbook.rank.mime import WIDGET_VIEW, encode_mime, to_json_data
+from meshbook.rank.text import escape_surrogates, truncate
 from meshbook.wire.messages import Preview, TensorMeta
 
 if TYPE_CHECKING:
     from IPython.core.formatters import DisplayFormatter
 
 MAX_HTML_CHARS: Final = 100_000
-# Limit of one MIME type of one display. A front end stores every output in its page, so larger ones are impractical.
-MAX_DISPLAY_BYTES: Final = 8 << 20
 # Content up to this size is hashed, in 0.1 ms; beyond it, a comparison costs more than it is worth.
 MAX_DIGEST_BYTES: Final = 64 << 10
 # Limit for nested lists, dicts and sets, 3 ms at most; a flat list of numbers is hashed at once and counts a 50th.
@@ -39,8 +38,6 @@ MAX_DIGEST_ITEMS: Final = 4_000
 # Single elements are read from a device one by one, and each read waits for the device.
 MAX_SCALARS_READ: Final = 16
 
-# Views of widgets: the objects behind them are on the rank, where no front end can reach them.
-_WIDGET_VIEW: Final = "application/vnd.jupyter.widget-view+json"
 _ADDRESS_PATTERN: Final = re.compile(r" at 0x[0-9a-fA-F]+")
 _PLAIN_TYPES: Final = frozenset({int, float, complex, bool, str, bytes, type(None), type(Ellipsis)})
 _CONTAINER_TYPES: Final = frozenset({list, tuple, dict, set, frozenset})
@@ -116,14 +113,14 @@ def _preview_plain(obj: Any, kind: type, limit: int, formatter: DisplayFormatter
     name = kind.__name__
     if kind is str or kind is bytes:
         if len(obj) > limit:
-            text, cut = _truncate(repr(obj[:limit]), limit), True
+            text, cut = truncate(repr(obj[:limit]), limit), True
         else:
             text = repr(obj)
             cut = len(text) > limit
             if cut:
-                text = _truncate(text, limit)
+                text = truncate(text, limit)
             elif kind is str and not text.isascii():
-                text = _escape_surrogates(text)
+                text = escape_surrogates(text)
         if not cut:
             return Preview(kind="plain", type=name, text=text, digest=_digest_text(name, text))
         data = obj.encode("utf-8", "surrogatepass") if kind is str and len(obj) <= MAX_DIGEST_BYTES else obj
@@ -222,7 +219,7 @@ def _preview_object(
             return Preview(kind="object", type=type_name(kind), text="", metadata={"displayed": True})
     html = data.pop("text/html", None)
     data.pop("text/plain", None)
-    data.pop(_WIDGET_VIEW, None)
+    data.pop(WIDGET_VIEW, None)
     truncated = False
     if html is not None and (not isinstance(html, str) or len(html) > MAX_HTML_CHARS):
         html, truncated = None, True
@@ -237,7 +234,7 @@ def _preview_object(
         kind="plain" if plain else "object",
         type=type_name(kind),
         text=text,
-        html=None if html is None else _escape_surrogates(html),
+        html=None if html is None else escape_surrogates(html),
         data={mime: encode_mime(mime, value) for mime, value in data.items()},
         metadata=to_json_data(metadata),
         digest=digest,
@@ -266,8 +263,8 @@ def _pretty_print(obj: Any, limit: int, formatter: DisplayFormatter | None, safe
         return _describe_repr_error(type(obj), error), False, False
     text = stream.text()
     if cut or len(text) > limit:
-        text, cut = _truncate(text, limit), True
-    return _escape_surrogates(text), cut or printer.is_truncated, printer.is_plain
+        text, cut = truncate(text, limit), True
+    return escape_surrogates(text), cut or printer.is_truncated, printer.is_plain
 
 
 class _TextLimitReached(Exception):
@@ -443,7 +440,7 @@ def _describe_repr_error(kind: type, error: BaseException) -> str:
         detail = f": {str(error)[:200]}"
     except Exception:
         detail = ""
-    return _escape_surrogates(f"<{type_name(kind)}: showing it raised {type(error).__name__}{detail}>")
+    return escape_surrogates(f"<{type_name(kind)}: showing it raised {type(error).__name__}{detail}>")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -470,7 +467,7 @@ def _preview_tensor(obj: Any, limit: int, safe: bool) -> Preview:
     return Preview(
         kind="tensor",
         type=type_name(kind),
-        text=_truncate(text, limit),
+        text=truncate(text, limit),
         tensor=meta,
         digest=digest,
         truncated=not elements or "…" in elements or len(text) > limit,
@@ -628,56 +625,3 @@ def _describe_optimizer(obj: Any) -> str:
         f"{type(obj).__name__}({', '.join(shown)}): {len(groups)} group{'' if len(groups) == 1 else 's'}, "
         f"{tensors} tensor{'' if tensors == 1 else 's'}"
     )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Encodable texts and data
-
-
-def _truncate(text: str, limit: int) -> str:
-    return text if len(text) <= limit else f"{text[: max(0, limit - 1)]}…"
-
-
-def _escape_surrogates(text: str) -> str:
-    """Escape lone surrogates, which cannot be encoded."""
-    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
-
-
-def encode_mime(mime: str, value: Any) -> Any:
-    """Return a display's data of one MIME type in encodable form; bytes in base64, as in Jupyter."""
-    if isinstance(value, (bytes, bytearray, memoryview)):
-        size = len(bytes(value))
-        if size <= MAX_DISPLAY_BYTES:
-            return base64.b64encode(bytes(value)).decode("ascii")
-    elif isinstance(value, str):
-        size = len(value)
-        if size <= MAX_DISPLAY_BYTES:
-            return _escape_surrogates(value)
-    else:
-        return to_json_data(value)
-    if mime == "text/plain":
-        return _escape_surrogates(_truncate(str(value), MAX_DISPLAY_BYTES))
-    return f"<{mime} of {size:,} bytes not shown: larger than {MAX_DISPLAY_BYTES:,}>"
-
-
-def to_json_data(value: Any) -> Any:
-    """Return structured data with JSON types only."""
-    kind = type(value)
-    if kind in (int, float, bool, type(None)):
-        return value
-    if kind is str or isinstance(value, str):
-        return _escape_surrogates(str(value))
-    if isinstance(value, (bytes, bytearray, memoryview)):
-        return base64.b64encode(bytes(value)).decode("ascii")
-    if isinstance(value, dict):
-        return {str(key): to_json_data(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [to_json_data(item) for item in value]
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value)
-    item: Callable[[], Any] | None = getattr(value, "item", None)  # a numpy number
-    if callable(item) and getattr(value, "ndim", 1) == 0:
-        return to_json_data(item())
-    return str(value)

@@ -27,10 +27,11 @@ from meshbook.rank.capture import OutputBuffer
 from meshbook.rank.device import select_device
 from meshbook.rank.main_thread import MainThreadProbe
 from meshbook.rank.output_pacing import OutputPacer
-from meshbook.rank.probes import Probes, are_probes_enabled, sanitize_text
+from meshbook.rank.probes import Probes, are_probes_enabled
 from meshbook.rank.reporter import Reporter, connect_to_host
 from meshbook.rank.ring import CollectiveRing
 from meshbook.rank.snapshot import Snapshotter
+from meshbook.rank.text import sanitize_text
 from meshbook.wire import codec, messages, spawn
 from meshbook.wire.loop import Loop
 

@@ -21,8 +21,9 @@ from msgspec.structs import replace
 from meshbook.clock import monotonic
 from meshbook.rank import locks
 from meshbook.rank.call_state import CallState, FinishedCall
-from meshbook.rank.probes import describe_collective, sanitize_text
+from meshbook.rank.probes import describe_collective
 from meshbook.rank.ring import CollectiveRing
+from meshbook.rank.text import sanitize_text
 from meshbook.wire.messages import (
     MAX_END_FRAMES,
     MAX_STACKS,
@@ -46,10 +47,12 @@ _MAX_OPEN_COLLECTIVES = 64
 
 
 class RunningCode(Protocol):
-    """Where the running cell is: a RankShell."""
+    """Where the running cell is: a CodeRunner."""
 
     running_file: str | None
-    awaited_coroutine: Any
+
+    @property
+    def awaited_coroutine(self) -> Any: ...
 
 
 class Snapshotter:
@@ -61,7 +64,7 @@ class Snapshotter:
         main_thread: int,
         state: CallState,
         ring: CollectiveRing,
-        shell: RunningCode,
+        running_code: RunningCode,
         *,
         is_awaiting_input: Callable[[], bool],
         current_operation: Callable[[], CurrentOp | None],
@@ -71,7 +74,8 @@ class Snapshotter:
             main_thread: identifier of the thread that runs cells.
             current_operation: returns the running operation on remote tensors.
         """
-        self._rank, self._main_thread, self._state, self._ring, self._shell = rank, main_thread, state, ring, shell
+        self._rank, self._main_thread, self._state, self._ring = rank, main_thread, state, ring
+        self._running_code = running_code
         self._is_awaiting_input, self._current_operation = is_awaiting_input, current_operation
 
     def take(
@@ -85,9 +89,11 @@ class Snapshotter:
         """
         now = monotonic()
         running, finished = self._state.running, self._state.finished
-        threads = tuple(collect_thread_stacks(self._main_thread, self._shell.awaited_coroutine)) if stacks else ()
+        threads = (
+            tuple(collect_thread_stacks(self._main_thread, self._running_code.awaited_coroutine)) if stacks else ()
+        )
         cell = None if running is None else running.label or None
-        file = self._shell.running_file
+        file = self._running_code.running_file
         operation = self._current_operation()
         if operation is not None and operation.line is not None:
             threads = tuple(as_called_by_controller(operation, stack) if stack.is_main else stack for stack in threads)
