@@ -25,9 +25,10 @@ from meshbook.rank.capture import OutputBuffer
 from meshbook.rank.cell_compiler import CellCompiler, has_top_level_await
 from meshbook.rank.interrupt import InterruptGate
 from meshbook.rank.namespace import NamespaceTracker
-from meshbook.rank.preview import preview, type_name
+from meshbook.rank.preview import preview
 from meshbook.rank.process_guard import ExitForkedChildren, ProcessGuard
 from meshbook.rank.shell import RankShell
+from meshbook.rank.static_descriptions import type_name
 from meshbook.wire.messages import Preview, RankError, RunCell
 
 T = TypeVar("T")

@@ -24,7 +24,8 @@ import msgspec
 from IPython.core.completer import completions_sorting_key
 from IPython.utils.tokenutil import token_at_cursor
 
-from meshbook.rank.preview import preview, type_name
+from meshbook.rank.preview import preview
+from meshbook.rank.static_descriptions import type_name
 from meshbook.rank.static_values import (
     MISSING,
     instance_dict,
