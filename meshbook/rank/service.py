@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import zmq
 
@@ -26,10 +26,11 @@ from meshbook.rank.call_state import CallState
 from meshbook.rank.capture import OutputBuffer
 from meshbook.rank.device import select_device
 from meshbook.rank.main_thread import MainThreadProbe
+from meshbook.rank.objects import RankObjects
 from meshbook.rank.output_pacing import OutputPacer
 from meshbook.rank.probes import Probes, are_probes_enabled
+from meshbook.rank.rank_groups import RankGroups
 from meshbook.rank.reporter import Reporter, connect_to_host
-from meshbook.rank.ring import CollectiveRing
 from meshbook.rank.snapshot import Snapshotter
 from meshbook.rank.text import sanitize_text
 from meshbook.wire import codec, messages, spawn
@@ -49,37 +50,6 @@ _FINAL_OUTPUT_TIMEOUT_S = 1.0  # how long an exiting rank waits for the host to 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
-class GroupActions(Protocol):
-    """What the host may order for the rank's process groups: a RankGroups."""
-
-    ring: CollectiveRing
-
-    def abort(self, reason: str, *, interrupt: bool) -> None: ...
-    def hold_after(self, about: CallId) -> None: ...
-    def positions_checked(self, command: messages.ResumeCollectives) -> None: ...
-    def ranks_left(self, command: messages.RanksLeft) -> None: ...
-    def complete_futures(self) -> None: ...
-
-
-class _Pool(Protocol):
-    def trim(self, idle_s: float) -> object: ...
-
-
-class _Reader(Protocol):
-    def drain_released(self) -> tuple[str, ...]: ...
-
-
-class ObjectActions(Protocol):
-    """What the host may order for the values that clients have handles to: a RankObjects."""
-
-    @property
-    def pool(self) -> _Pool: ...
-    @property
-    def reader(self) -> _Reader: ...
-    def release(self, refs: tuple[str, ...], segments: tuple[str, ...]) -> None: ...
-    def drop_client(self, client: str) -> None: ...
-
-
 class Service:
     """The service thread; call `start()` once."""
 
@@ -89,8 +59,8 @@ class Service:
         config: spawn.RankConfig,
         device: str,
         state: CallState,
-        groups: GroupActions,
-        objects: ObjectActions,
+        groups: RankGroups,
+        objects: RankObjects,
         *,
         output: OutputBuffer,
         reporter: Reporter,
@@ -327,5 +297,8 @@ class Service:
 
 
 def read_rss_bytes() -> int:
-    with open("/proc/self/statm", "rb") as file:
-        return int(file.read().split()[1]) * _PAGE_BYTES
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * _PAGE_BYTES
+    except OSError:  # no file descriptors left; a rank without heartbeats would count as silent
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -11,6 +11,7 @@ import builtins
 import inspect
 import sys
 import types
+from collections.abc import Mapping
 from typing import Any, Final
 
 MISSING: Final = object()
@@ -20,22 +21,20 @@ _TRUSTED_PACKAGES: Final = frozenset({"torch", "numpy"})
 _C_DESCRIPTORS: Final = (types.GetSetDescriptorType, types.MemberDescriptorType)
 
 
-def resolve_statically(namespace: dict[str, Any], expression: str) -> Any:
+def resolve_statically(namespace: Mapping[str, Any], expression: str | ast.expr) -> Any:
     """Return the value of an expression of names, attributes and constant subscripts.
 
     Returns `MISSING` if it cannot be determined without running user code.
     """
     try:
-        tree = ast.parse(expression.strip(), mode="eval")
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return MISSING
-    try:
-        return _resolve_node(tree.body, namespace)
-    except Exception:  # a dictionary modified meanwhile, an unhashable key
+        node = expression if isinstance(expression, ast.expr) else ast.parse(expression.strip(), mode="eval").body
+        return _resolve_node(node, namespace)
+    # not an expression; a dictionary modified meanwhile, an unhashable key, a slot without a value
+    except Exception:
         return MISSING
 
 
-def _resolve_node(node: ast.expr, namespace: dict[str, Any]) -> Any:
+def _resolve_node(node: ast.expr, namespace: Mapping[str, Any]) -> Any:
     match node:
         case ast.Name(id=name):
             found = namespace.get(name, MISSING)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import types
@@ -13,6 +14,7 @@ import pytest
 import zmq
 
 from meshbook.errors import ProtocolError
+from meshbook.rank import service
 from meshbook.rank.call_state import CallState
 from meshbook.rank.capture import OutputBuffer
 from meshbook.rank.reporter import Reporter
@@ -170,6 +172,14 @@ def test_a_rank_that_cannot_measure_itself_goes_on_beating(
     assert host.hear(messages.RankHeartbeat).metrics is None
 
 
+def test_a_rank_without_file_descriptors_goes_on_beating(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(service, "open", fails, raising=False)
+    assert host.hear(messages.RankHeartbeat).rss_bytes > 0
+
+
 def test_a_question_that_raises_anything_is_answered(host: Host, rank: Rank) -> None:
     def raises(*args: object) -> None:
         raise KeyboardInterrupt("from __getattr__ of the user's")
@@ -192,12 +202,12 @@ def test_the_thread_uses_the_ranks_gpu_once_cuda_is_in_use(monkeypatch: pytest.M
     chosen: list[str] = []
     cuda = types.SimpleNamespace(is_initialized=lambda: in_use, set_device=chosen.append)
     monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
-    service = Service.__new__(Service)
-    service._device, service._is_device_selected = "cuda:3", False
+    thread = Service.__new__(Service)
+    thread._device, thread._is_device_selected = "cuda:3", False
     in_use = False
-    service._select_device()  # asking for a device would initialise CUDA, on this thread
+    thread._select_device()  # asking for a device would initialise CUDA, on this thread
     assert chosen == []
     in_use = True
-    service._select_device()
-    service._select_device()
+    thread._select_device()
+    thread._select_device()
     assert chosen == ["cuda:3"]
