@@ -67,14 +67,7 @@ def run_rank(config: spawn.RankConfig, pipes: tuple[int, int], crash_log_fd: int
     groups = RankGroups(
         config, device, state, context, crash_log, running_file=running_file, describe_error=runner.describe_error
     )
-    objects = RankObjects(
-        rank,
-        device,
-        shell.user_ns,
-        state,
-        process_groups=lambda: groups.process_groups,
-        defer_interrupts=gate.defer_interrupts,
-    )
+    objects = RankObjects(rank, device, shell.user_ns, state, groups, defer_interrupts=gate.defer_interrupts)
     user_input = InputRequester(rank, state, output, reporter, is_allowed=lambda: runner.allow_input)
     shell.terminal.request_input = user_input.request
     executor = Executor(

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from meshbook.errors import TransferError
 from meshbook.rank import expressions
 from meshbook.rank.call_state import CallState
+from meshbook.rank.rank_groups import RankGroups
 from meshbook.rank.value_store import ValueStore
 from meshbook.wire import pickling
 from meshbook.wire.buffers import SegmentPool, SegmentReader
 from meshbook.wire.messages import Payload, Preview, Value
 
-if TYPE_CHECKING:  # they import torch, which a mesh may not have
-    from meshbook.rank.groups import ProcessGroups
+if TYPE_CHECKING:  # it imports torch, which a mesh may not have
     from meshbook.rank.tensors.engine import CurrentOp, RankTensors
 
 # Plain values (numbers, short strings, small tuples of them) up to this size are sent in the report of their cell.
@@ -39,20 +39,19 @@ class RankObjects:
         device: str,
         namespace: MutableMapping[str, Any],
         state: CallState,
+        groups: RankGroups,
         *,
-        process_groups: Callable[[], ProcessGroups | None],
         defer_interrupts: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """
         Args:
             namespace: in which cells run.
-            process_groups: returns the process groups, once they are formed.
         """
         self.pool = SegmentPool()
         self.reader = SegmentReader()
         self.resolvers: dict[str, Callable[[str], Any]] = {}
         self._rank, self._device, self._namespace, self._state = rank, device, namespace, state
-        self._process_groups, self._defer_interrupts = process_groups, defer_interrupts
+        self._groups, self._defer_interrupts = groups, defer_interrupts
         self._values = ValueStore(self.pool)
         self._tensors: RankTensors | None = None  # set once a client has used it
 
@@ -69,7 +68,7 @@ class RankObjects:
             self._tensors = RankTensors(
                 self._rank,
                 torch.device(self._device),
-                self._process_groups(),
+                self._groups.process_groups,
                 load=self.unpickle,
                 dump=lambda thing: self._values.dump(self._state.running_call_id or "", thing),
                 resolve=self.resolve,
