@@ -11,28 +11,22 @@ its limit. Does not depend on calls, sockets, or the consumer.
 
 from __future__ import annotations
 
-import codecs
 import contextlib
-import ctypes
-import fcntl
-import io
 import os
-import select
 import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Final, Literal, NoReturn
+from typing import Any, Final
 
 from meshbook.clock import monotonic, sleep
-from meshbook.wire.messages import Display, Notice, OutputItem, Text
+from meshbook.rank.captured_streams import CapturedStream, StreamName
+from meshbook.rank.output_items import Truncation, estimate_chars, merge_texts
+from meshbook.rank.standard_pipes import StandardPipe, StandardPipes, write_all
+from meshbook.rank.text import escape_surrogates
+from meshbook.wire.messages import Display, OutputItem, Text
 
-StreamName = Literal["stdout", "stderr"]
-
-# Capacity of each pipe, so that C code that prints while it holds the GIL (nothing can be read then) does not block at
-# once. 1 MiB is the limit for an unprivileged process on Linux (/proc/sys/fs/pipe-max-size).
-PIPE_BYTES: Final = 1 << 20
 # Size of one read from a pipe; equal to the default capacity of a pipe.
 READ_BYTES: Final = 1 << 16
 # Text is sealed into items of about this many characters, the unit in which excess output is dropped.
@@ -45,9 +39,6 @@ MAX_PUMP_BYTES: Final = 4 << 20
 # negligible CPU load.
 FLOOD_PAUSE_S: Final = 0.005
 WAIT_SLICE_S: Final = 0.1
-
-_F_SETPIPE_SZ: Final = getattr(fcntl, "F_SETPIPE_SZ", 1031)
-_IOLBF: Final = 1  # <stdio.h>: line buffered
 
 
 class OutputBuffer:
@@ -93,41 +84,29 @@ class OutputBuffer:
         self._unsealed: list[str] = []
         self._unsealed_stream: StreamName = "stdout"
         self._head_size = self._tail_size = self._unsealed_size = 0
-        self._truncation = _Truncation()
+        self._truncation = Truncation()
         self._is_truncating = False  # nothing pops: drop output at once until something does
         # Signalled when the buffer stops being empty. An eventfd, so that any poller can wait for it.
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_wake_pending = False
         self._pump_thread: int | None = None  # the thread that calls `pump`
         self._muted_threads: set[int] = set()  # identifiers of muted threads
-        self._pipes: list[_Pipe] = []
+        self._pipes: list[StandardPipe] = []
         self._poll: Callable[[int], list[tuple[int, int]]] | None = None
-        self._saved_streams: _SavedStreams | None = None
+        self._standard_pipes: StandardPipes | None = None
+        self._saved_streams: tuple[Any, Any] | None = None  # what Python wrote to before `install`
         self._is_forked_child = False  # in a forked child, where the buffer belongs to the parent
         _live_buffers.add(self)
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # Redirecting the process's output
+    # ---- Redirecting the process's output
 
     def install(self) -> None:
         """Redirect `sys.stdout`, `sys.stderr` and descriptors 1 and 2 to this buffer."""
-        saved = _SavedStreams(sys.stdout, sys.stderr)
-        _flush_streams(sys.stdout, sys.stderr)
+        saved = sys.stdout, sys.stderr
+        _flush_streams(*saved)
         if self._redirect_fds:
-            if self._fds is None:
-                saved.fds = (os.dup(1), os.dup(2))
-                out, err = _redirect_to_pipe(1), _redirect_to_pipe(2)
-            else:
-                out, err = self._fds
-            self._pipes = [_Pipe(out, 1, "stdout"), _Pipe(err, 2, "stderr")]
-            poll = select.poll()
-            for pipe in self._pipes:
-                os.set_blocking(pipe.fd, False)
-                with contextlib.suppress(OSError):  # above the user's limit: the default size suffices
-                    fcntl.fcntl(pipe.fd, _F_SETPIPE_SZ, PIPE_BYTES)
-                poll.register(pipe.fd, select.POLLIN)
-            self._poll = poll.poll
-            _line_buffer_libc()
+            self._standard_pipes = StandardPipes(self._fds)
+            self._pipes, self._poll = self._standard_pipes.pipes, self._standard_pipes.poll
         self._saved_streams = saved
         sys.stdout = CapturedStream(self, "stdout", 1)
         sys.stderr = CapturedStream(self, "stderr", 2)
@@ -138,16 +117,11 @@ class OutputBuffer:
         if saved is None:
             return
         self._flush_into_buffer(saved)
-        sys.stdout, sys.stderr = saved.stdout, saved.stderr
-        self._poll = None
-        pipes, self._pipes = self._pipes, []
-        if saved.fds is not None:
-            for number, fd in zip((1, 2), saved.fds, strict=True):
-                os.dup2(fd, number)
-                os.close(fd)
-        for pipe in pipes:
-            os.close(pipe.fd)
-            os.close(pipe.write_end)
+        sys.stdout, sys.stderr = saved
+        self._poll, self._pipes = None, []
+        if self._standard_pipes is not None:
+            self._standard_pipes.close()
+            self._standard_pipes = None
 
     def __del__(self) -> None:
         with contextlib.suppress(OSError):
@@ -162,13 +136,12 @@ class OutputBuffer:
         with self._lock:
             self._signal_reader()
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # Input
+    # ---- Input
 
     def write(self, stream: StreamName, text: str) -> None:
         """Add text. Blocks, for a bounded time, while the buffer is full."""
         if self._is_forked_child:
-            _write_all(1 if stream == "stdout" else 2, text.encode("utf-8", "backslashreplace"))
+            write_all(1 if stream == "stdout" else 2, text.encode("utf-8", "backslashreplace"))
             return
         if self._muted_threads and threading.get_ident() in self._muted_threads:
             return
@@ -187,15 +160,11 @@ class OutputBuffer:
             if self._head_size + self._tail_size + self._unsealed_size > self._max_chars:
                 self._enforce_limit()
 
-    def put(self, item: OutputItem, size: int | None = None) -> None:
-        """Add a display, a clear or a notice; text goes through `write`.
-
-        Args:
-            size: its size in characters; None: measured here.
-        """
+    def put(self, item: OutputItem) -> None:
+        """Add a display, a clear or a notice; text goes through `write`."""
         if self._is_forked_child:
             if isinstance(item, Display) and "text/plain" in item.data:
-                _write_all(1, f"{item.data['text/plain']}\n".encode("utf-8", "backslashreplace"))
+                write_all(1, f"{item.data['text/plain']}\n".encode("utf-8", "backslashreplace"))
             return
         if self._muted_threads and threading.get_ident() in self._muted_threads:
             return
@@ -203,7 +172,7 @@ class OutputBuffer:
             if self._poll is not None and self._poll(0):
                 self._read_pipes()
             self._seal()
-            self._store_item(item, (_estimate_chars(item) if size is None else size) + ITEM_OVERHEAD_CHARS)
+            self._store_item(item, estimate_chars(item) + ITEM_OVERHEAD_CHARS)
             if not self._is_wake_pending:
                 self._signal_reader()
             if self._size() > self._max_chars:
@@ -234,15 +203,14 @@ class OutputBuffer:
         if self._saved_streams is not None and not self._is_forked_child:
             self._flush_into_buffer(self._saved_streams)
 
-    def _flush_into_buffer(self, saved: _SavedStreams) -> None:
-        _flush_streams(saved.stdout, saved.stderr, sys.__stdout__, sys.__stderr__)
-        if not self._pipes:
+    def _flush_into_buffer(self, saved: tuple[Any, Any]) -> None:
+        _flush_streams(*saved, sys.__stdout__, sys.__stderr__)
+        if self._standard_pipes is None:
             return
-        for pipe in self._pipes:
-            pipe.restore_target_fd()
+        self._standard_pipes.restore_target_fds()
         with self._lock:
             self._read_pipes()  # makes room in the pipe for the flush below
-        _flush_libc()
+        self._standard_pipes.flush_libc()
         with self._lock:
             self._read_pipes()
             for pipe in self._pipes:
@@ -250,22 +218,21 @@ class OutputBuffer:
                 if remainder:
                     self._append(pipe.stream, remainder)
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # Output
+    # ---- Output
 
     def pop_items(self) -> tuple[OutputItem, ...]:
         """Remove and return everything, in order; adjacent texts of one stream are merged."""
         with self._lock:
             self._seal()
             head, tail, truncation = self._head, [item for item, _ in self._tail], self._truncation
-            self._head, self._tail, self._truncation = [], deque(), _Truncation()
+            self._head, self._tail, self._truncation = [], deque(), Truncation()
             self._head_size = self._tail_size = 0
             self._is_wake_pending = self._is_truncating = False
             self._space_freed.notify_all()
         if truncation:
             truncation.align_to_lines(head, tail)
             head.append(truncation.to_notice())
-        return _merge_texts([*head, *tail])
+        return merge_texts([*head, *tail])
 
     def has_pending(self) -> bool:
         """Whether there is anything to pop."""
@@ -283,8 +250,7 @@ class OutputBuffer:
             if outermost:
                 self._muted_threads.discard(ident)
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # Called with the lock held
+    # ---- Called with the lock held
 
     def _size(self) -> int:
         return self._head_size + self._tail_size + self._unsealed_size
@@ -317,9 +283,7 @@ class OutputBuffer:
         self._unsealed_size = 0
         if not text:
             return
-        if not text.isascii():
-            # Lone surrogates (from an undecodable file name, for example) cannot be encoded.
-            text = text.encode("utf-8", "backslashreplace").decode()
+        text = escape_surrogates(text)
         self._store_item(Text(self._unsealed_stream, text), len(text) + ITEM_OVERHEAD_CHARS)
 
     def _store_item(self, item: OutputItem, size: int) -> None:
@@ -359,7 +323,7 @@ class OutputBuffer:
                     data = os.read(pipe.fd, READ_BYTES)
                 except BlockingIOError:
                     break
-                if not data:  # impossible while `_Pipe.write_end` is open
+                if not data:  # impossible while `StandardPipe.write_end` is open
                     break
                 budget -= len(data)
                 found = True
@@ -373,225 +337,7 @@ class OutputBuffer:
         self._is_forked_child = True
         self._lock = threading.RLock()
         self._space_freed = threading.Condition(self._lock)
-        self._poll = None
-        self._pipes = []
-
-
-class CapturedStream(io.TextIOBase):
-    """`sys.stdout` or `sys.stderr` of a rank: text goes to the buffer, `fileno` is the real descriptor."""
-
-    encoding = "utf-8"
-    errors = "backslashreplace"
-    newlines = None
-    mode = "w"
-    line_buffering = True
-    write_through = True
-
-    def __init__(self, output: OutputBuffer, stream: StreamName, fd: int) -> None:
-        self.name = f"<{stream}>"
-        self.buffer = _CapturedBytes(output, stream, fd)
-        self._output = output
-        self._stream: StreamName = stream
-        self._fd = fd
-
-    def write(self, text: str, /) -> int:
-        if not isinstance(text, str):
-            raise TypeError(f"write() argument must be str, not {type(text).__name__}")
-        if text:
-            self._output.write(self._stream, text)
-        return len(text)
-
-    def writable(self) -> bool:
-        return True
-
-    def isatty(self) -> bool:
-        return False
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def flush(self) -> None:
-        """Do nothing: every write is already in the buffer, in order."""
-
-    def close(self) -> None:
-        """Do nothing: a cell that closes its stdout must not silence later cells."""
-
-    def reconfigure(self, **_options: Any) -> None:
-        """Do nothing: the rank sets encoding and buffering."""
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a rank's output stream cannot be pickled: it writes to this process's notebook output")
-
-
-class _CapturedBytes(io.BufferedIOBase):
-    """The `buffer` of a CapturedStream: decodes bytes as UTF-8, also when a character arrives in two pieces."""
-
-    mode = "wb"
-
-    def __init__(self, output: OutputBuffer, stream: StreamName, fd: int) -> None:
-        self.name = f"<{stream}>"
-        self._output = output
-        self._stream: StreamName = stream
-        self._fd = fd
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def write(self, data: Any, /) -> int:
-        view = memoryview(data).cast("B")
-        text = self._decoder.decode(bytes(view))
-        if text:
-            self._output.write(self._stream, text)
-        return len(view)
-
-    def writable(self) -> bool:
-        return True
-
-    def isatty(self) -> bool:
-        return False
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def flush(self) -> None:
-        """Do nothing: only an incomplete character is buffered here."""
-
-    def close(self) -> None:
-        """Do nothing, as CapturedStream does."""
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Helpers
-
-
-class _Pipe:
-    """The read end of a pipe whose write end is descriptor 1 or 2."""
-
-    def __init__(self, fd: int, target_fd: int, stream: StreamName) -> None:
-        self.fd = fd
-        self.target_fd = target_fd
-        self.stream: StreamName = stream
-        # A separate write end: user code may close descriptor 1, and a pipe without writers is always readable, which
-        # would keep every poller awake.
-        self.write_end = os.dup(target_fd)
-        os.set_inheritable(self.write_end, False)
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def restore_target_fd(self) -> None:
-        """Reopen the descriptor if user code has closed it.
-
-        Otherwise the next file that is opened would get its number, and with it the output of C code and subprocesses.
-        """
-        try:
-            os.fstat(self.target_fd)
-        except OSError:
-            os.dup2(self.write_end, self.target_fd)
-
-    def decode(self, data: bytes, *, final: bool = False) -> str:
-        text = self._decoder.decode(data, final)
-        if final:
-            self._decoder.reset()
-        return text
-
-
-class _SavedStreams:
-    """What the process wrote to before the redirection."""
-
-    def __init__(self, stdout: Any, stderr: Any) -> None:
-        self.stdout = stdout
-        self.stderr = stderr
-        self.fds: tuple[int, int] | None = None
-
-
-class _Truncation:
-    """Counts what was dropped from the middle of the output."""
-
-    def __init__(self) -> None:
-        self.lines = self.nbytes = self.displays = 0
-
-    def __bool__(self) -> bool:
-        return bool(self.nbytes or self.displays)
-
-    def add(self, item: OutputItem) -> None:
-        if isinstance(item, Text):
-            self._add_text(item.text)
-        elif isinstance(item, Display):
-            self.displays += 1
-
-    def _add_text(self, text: str) -> None:
-        self.lines += text.count("\n")
-        self.nbytes += len(text.encode())
-
-    def align_to_lines(self, head: list[OutputItem], tail: list[OutputItem]) -> None:
-        """Extend the gap to line ends, so that no partial line is shown."""
-        if head and isinstance(last := head[-1], Text) and "\n" in last.text:
-            split_at = last.text.rindex("\n") + 1
-            self._add_text(last.text[split_at:])
-            head[-1] = Text(last.stream, last.text[:split_at])
-        if tail and isinstance(first := tail[0], Text) and "\n" in first.text:
-            split_at = first.text.index("\n") + 1
-            self._add_text(first.text[:split_at])
-            tail[0] = Text(first.stream, first.text[split_at:])
-
-    def to_notice(self) -> Notice:
-        parts = []
-        if self.nbytes:
-            parts.append(f"{_format_count(self.lines, 'line')} ({_format_count(self.nbytes, 'byte')})")
-        if self.displays:
-            parts.append(_format_count(self.displays, "display"))
-        return Notice(f"{' and '.join(parts)} left out here: printed faster than the output could be taken away")
-
-
-def _format_count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def _merge_texts(items: list[OutputItem]) -> tuple[OutputItem, ...]:
-    merged: list[OutputItem] = []
-    texts: list[str] = []
-    stream: StreamName = "stdout"
-    for item in items:
-        if isinstance(item, Text):
-            if texts and item.stream != stream:
-                merged.append(Text(stream, "".join(texts)))
-                texts = []
-            stream = item.stream
-            texts.append(item.text)
-            continue
-        if texts:
-            merged.append(Text(stream, "".join(texts)))
-            texts = []
-        merged.append(item)
-    if texts:
-        merged.append(Text(stream, "".join(texts)))
-    return tuple(item for item in merged if not (isinstance(item, Text) and not item.text))
-
-
-def _estimate_chars(item: OutputItem) -> int:
-    """Return the approximate size of an item in characters.
-
-    Structured data counts by its repr: it is rare and usually small.
-    """
-    if not isinstance(item, Display):
-        return 0
-    return sum(len(value) if isinstance(value, (str, bytes)) else len(repr(value)) for value in item.data.values())
-
-
-def _redirect_to_pipe(target_fd: int) -> int:
-    """Make descriptor `target_fd` the write end of a new pipe; return the read end."""
-    read, write = os.pipe()
-    os.dup2(write, target_fd)  # inheritable, unlike the original, so that subprocesses write to it
-    os.close(write)
-    return read
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        try:
-            view = view[os.write(fd, view) :]
-        except BlockingIOError:
-            select.select([], [fd], [])
-        except OSError:  # the reader is closed
-            return
+        self._poll, self._pipes, self._standard_pipes = None, [], None
 
 
 def _flush_streams(*streams: Any) -> None:
@@ -599,39 +345,6 @@ def _flush_streams(*streams: Any) -> None:
         if stream is not None and not isinstance(stream, CapturedStream):
             with contextlib.suppress(Exception):  # closed, or replaced by the user
                 stream.flush()
-
-
-class _Libc:
-    """C's own stdout, whose buffer is invisible to Python."""
-
-    def __init__(self) -> None:
-        self.flush: Callable[[], object] | None = None
-        try:
-            library = ctypes.CDLL(None)
-            stdout = ctypes.c_void_p.in_dll(library, "stdout")
-            library.fflush.argtypes = [ctypes.c_void_p]
-            library.setvbuf.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
-        except (OSError, ValueError, AttributeError):  # a C library with other names
-            return
-        # Only stdout: stderr is never buffered, and fflush(NULL) takes the lock of every open FILE, so one thread that
-        # blocks in a read of another FILE would hang the rank here.
-        self.flush = lambda: library.fflush(stdout)
-        # Line buffered, as on a terminal, so that printf's lines arrive as they are written and in order with Python's.
-        library.setvbuf(stdout, None, _IOLBF, 0)
-
-
-_libc: _Libc | None = None
-
-
-def _line_buffer_libc() -> None:
-    global _libc
-    if _libc is None:
-        _libc = _Libc()
-
-
-def _flush_libc() -> None:
-    if _libc is not None and _libc.flush is not None:
-        _libc.flush()
 
 
 # A process-wide set, because fork hooks are process-wide and cannot be removed: DataLoader workers and other forked

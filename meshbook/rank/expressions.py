@@ -47,8 +47,6 @@ BINARY: Final[Mapping[str, tuple[Callable[[Any, Any], Any], str, int]]] = {
     "mod": (operator.mod, "%", 11),
     "pow": (operator.pow, "**", 13),
 }
-_UNARY_OPS: Final = {act: op for op, (act, _, _) in UNARY.items()}
-_BINARY_OPS: Final = {act: op for op, (act, _, _) in BINARY.items()}
 _MAX_PRECEDENCE: Final = 15
 _MAX_ARGUMENT_CHARS: Final = 40  # of one argument in the source form
 
@@ -76,13 +74,6 @@ class ResultRef:
     def key(self) -> str:
         """The reference as one string."""
         return f"ref:{self.call}"
-
-
-@dataclass(frozen=True, slots=True)
-class FunctionRoot:
-    """A function that is sent with the expression, to be called on the rank."""
-
-    function: Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +114,7 @@ class Expression:
     Keys, arguments and operands may be Expressions themselves, also inside tuples, lists, sets, dicts and slices.
     """
 
-    root: NameRef | ResultRef | FunctionRoot
+    root: NameRef | ResultRef
     steps: tuple[ExpressionStep, ...] = ()
 
     def attr(self, name: str) -> Expression:
@@ -164,23 +155,6 @@ class Expression:
         for step in self.steps:
             text, precedence = _render_step(text, precedence, step)
         return text, precedence
-
-
-def call_function(function: Callable[..., Any], *args: Any) -> Expression:
-    """Return the Expression of `function(*args)`, called on the rank; operators become steps.
-
-    Args:
-        args: at least one of them an Expression.
-    """
-    if len(args) == 1 and isinstance(args[0], Expression) and function in _UNARY_OPS:
-        return args[0].unary(_UNARY_OPS[function])
-    if len(args) == 2 and function in _BINARY_OPS:
-        left, right = args
-        if isinstance(left, Expression):
-            return left.binary(_BINARY_OPS[function], right)
-        if isinstance(right, Expression):
-            return right.binary(_BINARY_OPS[function], left, reflected=True)
-    return Expression(FunctionRoot(function)).call(args)
 
 
 def evaluate(
@@ -235,14 +209,12 @@ def evaluate(
 
 
 def _resolve_root(
-    root: NameRef | ResultRef | FunctionRoot,
+    root: NameRef | ResultRef,
     namespace: Mapping[str, Any],
     results: Mapping[str, Any],
     resolve: Callable[[str], Any] | None,
 ) -> Any:
     match root:
-        case FunctionRoot(function):
-            return function
         case NameRef(name):
             if name in namespace:
                 return namespace[name]
@@ -272,12 +244,10 @@ def _contains_expression(part: Any) -> bool:
 # Source form
 
 
-def _render_root(root: NameRef | ResultRef | FunctionRoot) -> tuple[str, int]:
+def _render_root(root: NameRef | ResultRef) -> tuple[str, int]:
     match root:
         case NameRef(name):
             return name, _MAX_PRECEDENCE
-        case FunctionRoot(function):
-            return getattr(function, "__qualname__", None) or repr(function), _MAX_PRECEDENCE
         case ResultRef(call, source):
             if not source:
                 return f"<{call}>", _MAX_PRECEDENCE

@@ -43,12 +43,12 @@ def serve(fd: int, *, with_torch: bool, listen_path: str) -> NoReturn:
     for name in _PRELOADED_MODULES if with_torch else ():
         importlib.import_module(name)
     from meshbook.rank import main as _rank_main  # after torch, so that its threads setting applies
-    from meshbook.rank.service import ACTORS_ENTRY_POINT
-    from meshbook.rank.shell import preload
+    from meshbook.rank.actor_hooks import ACTORS_MODULE
+    from meshbook.rank.preload import preload
 
     if with_torch:  # light ranks are for actors and seldom run a cell, so startup time matters more
         preload()
-    importlib.import_module(ACTORS_ENTRY_POINT.partition(":")[0])
+    importlib.import_module(ACTORS_MODULE)
 
     if with_torch:
         import torch

@@ -19,8 +19,7 @@ from meshbook.clock import monotonic
 from meshbook.wire.stop_timing import SIGINT_DEBOUNCE_S
 
 # The signal that wakes the main thread for `interrupt_call`. Nothing else uses it, so it is never taken for a SIGINT.
-# None where the system has no real-time signals: then only SIGINT interrupts a main thread that has begun its work.
-_CALL_SIGNAL: int | None = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
+_CALL_SIGNAL = signal.SIGRTMAX - 3
 
 
 class InterruptGate:
@@ -53,21 +52,14 @@ class InterruptGate:
     def install(self) -> None:
         """Handle SIGINT from now on. Main thread only."""
         self._previous_sigint_handler = signal.signal(signal.SIGINT, self._on_sigint)
-        if _CALL_SIGNAL is not None:
-            self._previous_call_handler = signal.signal(_CALL_SIGNAL, self._on_call_signal)
+        self._previous_call_handler = signal.signal(_CALL_SIGNAL, self._on_call_signal)
         self._installed = True
 
     def uninstall(self) -> None:
         """Restore the former handlers."""
         signal.signal(signal.SIGINT, self._previous_sigint_handler)
-        if _CALL_SIGNAL is not None:
-            signal.signal(_CALL_SIGNAL, self._previous_call_handler)
+        signal.signal(_CALL_SIGNAL, self._previous_call_handler)
         self._installed = False
-
-    @property
-    def is_armed(self) -> bool:
-        """Whether a SIGINT would raise now."""
-        return self._armed
 
     def begin(self) -> None:
         """Mark the beginning of a call on the main thread. Nests.
@@ -81,7 +73,7 @@ class InterruptGate:
                 if signal.getsignal(signal.SIGINT) != self._on_sigint:
                     signal.signal(signal.SIGINT, self._on_sigint)
                 if not self._handles_call_signal():
-                    signal.signal(_CALL_SIGNAL, self._on_call_signal)  # type: ignore[arg-type]
+                    signal.signal(_CALL_SIGNAL, self._on_call_signal)
         self._depth += 1
 
     def end(self) -> None:
@@ -109,12 +101,12 @@ class InterruptGate:
         again.
         """
         self._requested_call = call_id
-        if self._installed and _CALL_SIGNAL is not None and self.call_id == call_id and self._handles_call_signal():
+        if self._installed and self.call_id == call_id and self._handles_call_signal():
             signal.pthread_kill(threading.main_thread().ident or 0, _CALL_SIGNAL)
 
     def _handles_call_signal(self) -> bool:
-        """Whether the call signal has the gate's handler, or does not exist: its default action ends the process."""
-        return _CALL_SIGNAL is None or signal.getsignal(_CALL_SIGNAL) == self._on_call_signal
+        """Whether the call signal has the gate's handler: its default action ends the process."""
+        return signal.getsignal(_CALL_SIGNAL) == self._on_call_signal
 
     def arm(self) -> None:
         """Arm the gate: user code follows.

@@ -1,8 +1,7 @@
 """Completion, inspection and previews of names, for the service thread.
 
 The main thread may be in the middle of user code, so nothing here runs user code, blocks, or prints. Where IPython's
-own guarded evaluation gives up (the layers of a torch Module are found by `__getattr__`), expressions are resolved
-statically: through instance dictionaries, descriptors of C types and the built-in containers.
+own guarded evaluation gives up, expressions are resolved by `static_values`.
 """
 
 # mypy: allow-untyped-calls
@@ -11,13 +10,11 @@ statically: through instance dictionaries, descriptors of C types and the built-
 from __future__ import annotations
 
 import ast
-import builtins
 import inspect as std_inspect
 import itertools
 import keyword
 import linecache
 import re
-import sys
 import textwrap
 import types
 from collections.abc import Iterable
@@ -27,7 +24,16 @@ import msgspec
 from IPython.core.completer import completions_sorting_key
 from IPython.utils.tokenutil import token_at_cursor
 
-from meshbook.rank.preview import preview, type_name
+from meshbook.rank.preview import preview
+from meshbook.rank.static_descriptions import type_name
+from meshbook.rank.static_values import (
+    MISSING,
+    instance_dict,
+    is_torch_module,
+    is_torch_tensor,
+    module_dicts,
+    resolve_statically,
+)
 
 if TYPE_CHECKING:
     from meshbook.rank.shell import RankShell
@@ -36,16 +42,23 @@ MAX_MATCHES: Final = 1000
 MAX_PEEK_CHARS: Final = 400
 MAX_SOURCE_CHARS: Final = 50_000
 
-_MISSING: Final = object()
-# An expression of names, attributes and simple subscripts, and the beginning of an attribute after it.
-_ATTRIBUTE_TAIL: Final = re.compile(r"((?:[^\W\d]\w*)(?:\.[^\W\d]\w*|\[[^\[\]\n]*\])*)\s*\.(\w*)\Z")
-# The same, and the beginning of a key in brackets after it.
-_SUBSCRIPT_TAIL: Final = re.compile(
-    r"((?:[^\W\d]\w*)(?:\.[^\W\d]\w*|\[[^\[\]\n]*\])*)\s*\[\s*(['\"]?)([^'\"\[\]\n]*)\Z"
+# An expression of names, attributes and simple subscripts.
+_EXPRESSION: Final = r"((?:[^\W\d]\w*)(?:\.[^\W\d]\w*|\[[^\[\]\n]*\])*)"
+_EXPRESSION_TAIL: Final = re.compile(_EXPRESSION + r"\Z")
+# The same, and the beginning of an attribute, or of a key in brackets, after it.
+_ATTRIBUTE_TAIL: Final = re.compile(_EXPRESSION + r"\s*\.(\w*)\Z")
+_SUBSCRIPT_TAIL: Final = re.compile(_EXPRESSION + r"\s*\[\s*(['\"]?)([^'\"\[\]\n]*)\Z")
+_FUNCTION_TYPES: Final = frozenset(
+    {
+        types.FunctionType,
+        types.MethodType,
+        types.BuiltinFunctionType,
+        types.MethodDescriptorType,
+        types.WrapperDescriptorType,
+        types.MethodWrapperType,
+        types.ClassMethodDescriptorType,
+    }
 )
-# Python code in these packages may run: it is not the user's, and no attribute takes long to compute.
-_TRUSTED_PACKAGES: Final = frozenset({"torch", "numpy"})
-_C_DESCRIPTORS: Final = (types.GetSetDescriptorType, types.MemberDescriptorType)
 
 
 def complete(shell: RankShell, code: str, cursor: int) -> dict[str, Any]:
@@ -59,29 +72,20 @@ def complete(shell: RankShell, code: str, cursor: int) -> dict[str, Any]:
             "attribute", "param", "magic", ...; "" where unknown).
     """
     cursor = max(0, min(cursor, len(code)))
-    start = cursor
+    before = code[:cursor]
     with shell.output.muted():  # IPython prints the tracebacks of failing matchers
-        ipython_matches = _ipython_completions(shell, code[:cursor], code)
-    if ipython_matches:
-        start = min(match_start for match_start, _, _ in ipython_matches)
-        texts = [(code[start:match_start] + text, kind) for match_start, text, kind in ipython_matches]
-        if code[start:cursor].startswith(".") and all(text.startswith(".") for text, _ in texts):
-            start += 1
-            texts = [(text[1:], kind) for text, kind in texts]
-    else:
-        texts = []
-    subscript_tail = _SUBSCRIPT_TAIL.search(code[:cursor])
-    attribute_tail = _ATTRIBUTE_TAIL.search(code[:cursor])
+        start, texts = _aligned(before, _ipython_completions(shell, before, code))
+    subscript_tail, attribute_tail = _SUBSCRIPT_TAIL.search(before), _ATTRIBUTE_TAIL.search(before)
     if subscript_tail is not None and not any(kind == "dict key" for _, kind in texts):
-        keys = _key_completions(
-            resolve_statically(shell, subscript_tail.group(1)), subscript_tail.group(2), subscript_tail.group(3)
-        )
+        expression, quote, prefix = subscript_tail.groups()
+        keys = _key_completions(resolve_statically(shell.user_ns, expression), quote, prefix)
         if keys:
-            start, texts = subscript_tail.start(3) if subscript_tail.group(2) else cursor, keys
+            start, texts = subscript_tail.start(3) if quote else cursor, keys
     elif attribute_tail is not None and not texts:
+        expression, prefix = attribute_tail.groups()
         start = attribute_tail.start(2)
-        texts = _attribute_completions(resolve_statically(shell, attribute_tail.group(1)), attribute_tail.group(2))
-    if code[:start].rpartition("\n")[2].strip() and not code[start:cursor].startswith("%"):
+        texts = _attribute_completions(resolve_statically(shell.user_ns, expression), prefix)
+    if before[:start].rpartition("\n")[2].strip() and not before[start:].startswith("%"):
         # a magic is only valid at the start of a line
         texts = [(text, kind) for text, kind in texts if kind != "magic"]
     kinds: dict[str, str] = {}
@@ -106,14 +110,14 @@ def inspect(shell: RankShell, code: str, cursor: int, detail: int = 0) -> dict[s
     cursor = max(0, min(cursor, len(code)))
     name = _magic_at(code, cursor) or token_at_cursor(code, cursor)
     subscripted = _subscripted_at(code, cursor)
-    if subscripted is not None and resolve_statically(shell, subscripted) is not _MISSING:
+    if subscripted is not None and resolve_statically(shell.user_ns, subscripted) is not MISSING:
         name = subscripted
     if not name:
         return {"found": False, "data": {}, "name": ""}
     if name.startswith("%"):
         return _inspect_magic(shell, name, detail)
-    obj = resolve_statically(shell, name)
-    if obj is _MISSING:
+    obj = resolve_statically(shell.user_ns, name)
+    if obj is MISSING:
         if shell.find_line_magic(name) is not None or shell.find_cell_magic(name) is not None:
             return _inspect_magic(shell, name, detail)
         return {"found": False, "data": {}, "name": name}
@@ -129,8 +133,8 @@ def peek(shell: RankShell, names: Iterable[str]) -> dict[str, Any]:
     """
     previews: dict[str, Any] = {}
     for name in names:
-        obj = resolve_statically(shell, name)
-        if obj is _MISSING:
+        obj = resolve_statically(shell.user_ns, name)
+        if obj is MISSING:
             previews[name] = None
         else:
             previews[name] = msgspec.to_builtins(preview(obj, text_limit=MAX_PEEK_CHARS, rich=False, safe=True))
@@ -138,132 +142,18 @@ def peek(shell: RankShell, names: Iterable[str]) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Resolving an expression without running it
-
-
-def resolve_statically(shell: RankShell, expression: str) -> Any:
-    """Return the value of an expression of names, attributes and constant subscripts.
-
-    Returns `_MISSING` if it cannot be determined without running user code.
-    """
-    try:
-        tree = ast.parse(expression.strip(), mode="eval")
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return _MISSING
-    try:
-        return _resolve_node(tree.body, shell.user_ns)
-    except Exception:  # a dictionary modified meanwhile, an unhashable key
-        return _MISSING
-
-
-def _resolve_node(node: ast.expr, namespace: dict[str, Any]) -> Any:
-    match node:
-        case ast.Name(id=name):
-            found = namespace.get(name, _MISSING)
-            return vars(builtins).get(name, _MISSING) if found is _MISSING else found
-        case ast.Attribute(value=value, attr=name):
-            obj = _resolve_node(value, namespace)
-            return obj if obj is _MISSING else _get_attribute(obj, name)
-        case ast.Subscript(value=value, slice=key):
-            obj = _resolve_node(value, namespace)
-            try:
-                constant = ast.literal_eval(key)
-            except ValueError:
-                return _MISSING
-            return obj if obj is _MISSING else _get_item(obj, constant)
-    return _MISSING
-
-
-def _get_attribute(obj: Any, name: str) -> Any:
-    kind = type(obj)
-    if issubclass(kind, types.ModuleType):
-        return _instance_dict(obj).get(name, _MISSING)
-    if _is_torch_module(kind):
-        for members in _module_dicts(obj):
-            if name in members:
-                return members[name]
-    static = std_inspect.getattr_static(obj, name, _MISSING)
-    if static is _MISSING:
-        return _MISSING
-    if issubclass(kind, type):
-        return _bind_class_attribute(static, obj)
-    if name in _instance_dict(obj):
-        return static
-    return _bind_instance_attribute(static, obj, kind)
-
-
-def _bind_class_attribute(static: Any, owner: type) -> Any:
-    if isinstance(static, staticmethod):
-        return static.__func__
-    if isinstance(static, classmethod):
-        function = static.__func__
-        return types.MethodType(function, owner) if isinstance(function, types.FunctionType) else _MISSING
-    return static
-
-
-def _bind_instance_attribute(static: Any, obj: Any, kind: type) -> Any:
-    """Return what a class attribute evaluates to when it is read through an instance."""
-    static_type = type(static)
-    if static_type is types.FunctionType:
-        return types.MethodType(static, obj)
-    if static_type is staticmethod or static_type is classmethod:
-        return _bind_class_attribute(static, kind)
-    if static_type in _C_DESCRIPTORS:
-        # On a user's tensor class, even reading the shape runs its code.
-        if _is_torch_tensor(kind) and kind.__module__.partition(".")[0] != "torch":
-            return _MISSING
-        return static.__get__(obj, kind)
-    if static_type is types.MethodDescriptorType or static_type is types.WrapperDescriptorType:
-        return static.__get__(obj, kind)
-    if static_type is property:
-        function = static.fget
-        root = getattr(function, "__module__", None) or ""
-        return static.__get__(obj, kind) if root.partition(".")[0] in _TRUSTED_PACKAGES else _MISSING
-    return static if std_inspect.getattr_static(static_type, "__get__", _MISSING) is _MISSING else _MISSING
-
-
-def _get_item(obj: Any, key: Any) -> Any:
-    kind = type(obj)
-    if kind in (list, tuple):
-        return obj[key] if isinstance(key, int) and -len(obj) <= key < len(obj) else _MISSING
-    if issubclass(kind, dict):
-        return dict.get(obj, key, _MISSING)
-    if _is_torch_module(kind):
-        modules = _instance_dict(obj).get("_modules") or {}
-        if isinstance(key, int) and key < 0:
-            key += len(modules)
-        return modules.get(str(key), _MISSING)
-    return _MISSING
-
-
-def _instance_dict(obj: Any) -> dict[str, Any]:
-    """Return the object's own attributes, without calling the object: a class may define its own `__dict__`."""
-    for owner in type(obj).__mro__:
-        descriptor = vars(owner).get("__dict__")
-        if descriptor is not None:
-            attributes = descriptor.__get__(obj) if type(descriptor) in _C_DESCRIPTORS else None
-            return attributes if type(attributes) is dict else {}
-    return {}
-
-
-def _module_dicts(obj: Any) -> list[dict[str, Any]]:
-    """Return the dictionaries that a torch Module's `__getattr__` searches."""
-    attributes = _instance_dict(obj)
-    return [attributes.get(name) or {} for name in ("_parameters", "_buffers", "_modules")]
-
-
-def _is_torch_module(kind: type) -> bool:
-    torch = sys.modules.get("torch.nn")
-    return torch is not None and issubclass(kind, torch.Module)
-
-
-def _is_torch_tensor(kind: type) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and issubclass(kind, torch.Tensor)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Completion
+
+
+def _aligned(before: str, completions: list[tuple[int, str, str]]) -> tuple[int, list[tuple[str, str]]]:
+    """Return one start for all completions at the end of `before`, and their texts from there, with their types."""
+    if not completions:
+        return len(before), []
+    start = min(match_start for match_start, _, _ in completions)
+    texts = [(before[start:match_start] + text, kind) for match_start, text, kind in completions]
+    if before[start:].startswith(".") and all(text.startswith(".") for text, _ in texts):
+        return start + 1, [(text[1:], kind) for text, kind in texts]
+    return start, texts
 
 
 def _ipython_completions(shell: RankShell, before: str, code: str) -> list[tuple[int, str, str]]:
@@ -296,12 +186,12 @@ def _ipython_completions(shell: RankShell, before: str, code: str) -> list[tuple
 
 def _attribute_completions(obj: Any, prefix: str) -> list[tuple[str, str]]:
     """Return the attribute names of an object that start with `prefix`, those with underscores last."""
-    if obj is _MISSING:
+    if obj is MISSING:
         return []
     kind = type(obj)
-    names: set[str] = set(_instance_dict(obj))
-    if _is_torch_module(kind):
-        names.update(*_module_dicts(obj))
+    names: set[str] = set(instance_dict(obj))
+    if is_torch_module(kind):
+        names.update(*module_dicts(obj))
     for owner in type.mro(obj) if issubclass(kind, type) else kind.__mro__:
         names.update(vars(owner))
     chosen = sorted(
@@ -344,7 +234,7 @@ def _subscripted_at(code: str, cursor: int) -> str | None:
     end = cursor
     while end < len(code) and (code[end].isalnum() or code[end] == "_"):
         end += 1
-    match = re.search(r"((?:[^\W\d]\w*)(?:\.[^\W\d]\w*|\[[^\[\]\n]*\])*)\Z", code[:end])
+    match = _EXPRESSION_TAIL.search(code[:end])
     return match.group(1) if match is not None and "[" in match.group(1) else None
 
 
@@ -364,30 +254,21 @@ def _render_inspection(shell: RankShell, name: str, obj: Any, detail: int) -> st
     IPython's own inspector calls `str`, `len` and more on the object.
     """
     kind = type(obj)
-    is_class = issubclass(kind, type)
-    is_function = not is_class and callable(obj) and hasattr(kind, "__name__") and _is_function(kind)
-    sections: list[tuple[str, str]] = []
-    signature = _signature(obj, name, kind)
-    if signature:
-        sections.append(("Init signature" if is_class else "Signature", shell.inspector.format(signature).rstrip()))
-    if not is_class and not is_function:
-        sections.append(("Type", type_name(kind)))
-        sections.append(("String form", preview(obj, text_limit=MAX_PEEK_CHARS, rich=False, safe=True).text))
-        length = _length(obj, kind)
-        if length is not None:
-            sections.append(("Length", f"{length:,}"))
-    documented = obj if is_class or is_function or kind is types.ModuleType else kind
-    source = _source_text(shell, documented) if detail else None
-    if source:
-        sections.append(("Source", shell.inspector.format(source[:MAX_SOURCE_CHARS]).rstrip()))
+    if issubclass(kind, type) or kind in _FUNCTION_TYPES:
+        sections = [
+            *_signature_section(shell, obj, name, "Init signature" if issubclass(kind, type) else "Signature"),
+            *_document_sections(shell, obj, detail, "Docstring"),
+            ("Type", kind.__name__),
+        ]
     else:
-        document = _docstring(documented)
-        sections.append(("Docstring" if documented is obj else "Class docstring", document or "<no docstring>"))
-    file = _source_file(documented)
-    if file:
-        sections.append(("File", file))
-    if is_class or is_function:
-        sections.append(("Type", kind.__name__))
+        documented, title = (obj, "Docstring") if kind is types.ModuleType else (kind, "Class docstring")
+        sections = [
+            *_signature_section(shell, obj, name, "Signature"),
+            ("Type", type_name(kind)),
+            ("String form", preview(obj, text_limit=MAX_PEEK_CHARS, rich=False, safe=True).text),
+            *([] if (length := _length(obj, kind)) is None else [("Length", f"{length:,}")]),
+            *_document_sections(shell, documented, detail, title),
+        ]
     width = max(len(title) for title, _ in sections)
     return "\n".join(
         f"\x1b[31m{title}:\x1b[39m{' ' * (width - len(title))}{chr(10) if chr(10) in body else ' '}{body}"
@@ -395,24 +276,28 @@ def _render_inspection(shell: RankShell, name: str, obj: Any, detail: int) -> st
     )
 
 
-def _is_function(kind: type) -> bool:
-    return kind in (
-        types.FunctionType,
-        types.MethodType,
-        types.BuiltinFunctionType,
-        types.MethodDescriptorType,
-        types.WrapperDescriptorType,
-        types.MethodWrapperType,
-        types.ClassMethodDescriptorType,
-    )
+def _signature_section(shell: RankShell, obj: Any, name: str, title: str) -> list[tuple[str, str]]:
+    signature = _signature(obj, name, type(obj))
+    return [(title, shell.inspector.format(signature).rstrip())] if signature else []
+
+
+def _document_sections(shell: RankShell, documented: Any, detail: int, title: str) -> list[tuple[str, str]]:
+    """Return the source, if wanted and known, else the docstring; and the file."""
+    source = _source_text(shell, documented) if detail else None
+    if source:
+        sections = [("Source", shell.inspector.format(source[:MAX_SOURCE_CHARS]).rstrip())]
+    else:
+        sections = [(title, _docstring(documented) or "<no docstring>")]
+    file = _source_file(documented)
+    return [*sections, ("File", file)] if file else sections
 
 
 def _signature(obj: Any, name: str, kind: type) -> str | None:
     """Return `name(a, b=1)`; for a callable instance, the signature comes from its class."""
     target = obj
-    if not issubclass(kind, type) and not _is_function(kind):
-        call = std_inspect.getattr_static(kind, "__call__", _MISSING)
-        forward = std_inspect.getattr_static(kind, "forward", _MISSING) if _is_torch_module(kind) else _MISSING
+    if not issubclass(kind, type) and kind not in _FUNCTION_TYPES:
+        call = std_inspect.getattr_static(kind, "__call__", MISSING)
+        forward = std_inspect.getattr_static(kind, "forward", MISSING) if is_torch_module(kind) else MISSING
         target = forward if type(forward) is types.FunctionType else call
         if type(target) is not types.FunctionType:
             return None
@@ -432,7 +317,7 @@ def _signature(obj: Any, name: str, kind: type) -> str | None:
 def _length(obj: Any, kind: type) -> int | None:
     if kind in (list, tuple, dict, set, frozenset, str, bytes, bytearray, range):
         return len(obj)
-    if _is_torch_tensor(kind) and kind.__module__.partition(".")[0] == "torch" and obj.dim():
+    if is_torch_tensor(kind) and kind.__module__.partition(".")[0] == "torch" and obj.dim():
         return int(obj.shape[0])
     return None
 
@@ -440,7 +325,7 @@ def _length(obj: Any, kind: type) -> int | None:
 def _docstring(obj: Any) -> str | None:
     document = std_inspect.getattr_static(obj, "__doc__", None)
     if not isinstance(document, str):  # of a method or a C function: a descriptor, which runs no user code
-        document = getattr(obj, "__doc__", None) if _is_function(type(obj)) or type(obj) is type else None
+        document = getattr(obj, "__doc__", None) if type(obj) in _FUNCTION_TYPES or type(obj) is type else None
     return std_inspect.cleandoc(document) if isinstance(document, str) and document.strip() else None
 
 

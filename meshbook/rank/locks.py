@@ -1,8 +1,7 @@
 """Finds the lock that a thread waits for, by its name in the user's code, and the thread that holds it.
 
 The interpreter does not report either: a thread in `with lock:` is a frame stopped at that instruction. So the source
-of the instruction is read, and the name in it is looked up in the frame's scopes. Attributes are read from instance
-dictionaries only, because anything else might run user code.
+of the instruction is read, and the name in it is looked up in the frame's scopes, without running user code.
 """
 
 from __future__ import annotations
@@ -13,13 +12,15 @@ import itertools
 import linecache
 import re
 import threading
+from collections import ChainMap
 from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
+from meshbook.rank.static_values import resolve_statically
+
 _LOCK_TYPE, _RLOCK_TYPE = type(threading.Lock()), type(threading.RLock())
 _OWNER_PATTERN = re.compile(r"owner=(\d+)")
-_MISSING = object()
 
 # Instructions at which a frame stops while it waits to enter a `with` block.
 _WITH_ENTRY_OPS = ("BEFORE_WITH", "LOAD_SPECIAL")
@@ -42,7 +43,7 @@ def find_awaited_lock(frame: FrameType, thread_names: Mapping[int, str]) -> tupl
     expression = _lock_expression(frame)
     if expression is None:
         return None, None
-    lock = _resolve_statically(expression, frame)
+    lock = resolve_statically(ChainMap(frame.f_locals, frame.f_globals), expression)
     if type(lock) not in (_LOCK_TYPE, _RLOCK_TYPE) or not _is_locked(lock):
         return None, None
     owner = _OWNER_PATTERN.search(repr(lock)) if type(lock) is _RLOCK_TYPE else None
@@ -74,20 +75,6 @@ def _parse_source_at(frame: FrameType, position: tuple[int | None, ...] | None) 
         return ast.parse(source[start:end].decode().strip(), mode="eval").body
     except (SyntaxError, ValueError):
         return None
-
-
-def _resolve_statically(expression: ast.expr, frame: FrameType) -> Any:
-    match expression:
-        case ast.Name(id=name):
-            scopes: tuple[Mapping[str, Any], ...] = (frame.f_locals, frame.f_globals)
-            return next((scope[name] for scope in scopes if name in scope), _MISSING)
-        case ast.Attribute(value=value, attr=attribute):
-            try:
-                attributes = object.__getattribute__(_resolve_statically(value, frame), "__dict__")
-            except AttributeError:
-                return _MISSING
-            return attributes.get(attribute, _MISSING) if isinstance(attributes, dict) else _MISSING
-    return _MISSING
 
 
 def _is_locked(lock: Any) -> bool:

@@ -17,16 +17,28 @@ import random
 import resource
 import signal
 import sys
+import threading
 import traceback
 from typing import Any, NoReturn
 
 import zmq
 
+from meshbook.rank import actor_hooks
 from meshbook.rank.blas import set_blas_threads
+from meshbook.rank.call_state import CallState
 from meshbook.rank.capture import OutputBuffer
+from meshbook.rank.code_runner import CodeRunner
+from meshbook.rank.device import choose_device
 from meshbook.rank.executor import Executor
-from meshbook.rank.service import Reporter, Service
-from meshbook.rank.shell import InterruptGate, RankShell
+from meshbook.rank.interrupt import InterruptGate
+from meshbook.rank.objects import RankObjects
+from meshbook.rank.queries import make_query_handlers
+from meshbook.rank.rank_groups import RankGroups
+from meshbook.rank.reporter import Reporter
+from meshbook.rank.service import Service
+from meshbook.rank.shell import RankShell
+from meshbook.rank.snapshot import Snapshotter
+from meshbook.rank.user_input import InputRequester
 from meshbook.wire import messages, spawn
 from meshbook.wire.crash_log import CrashLog
 from meshbook.wire.process_control import allow_ptrace_by, die_with_parent, start_new_process_group
@@ -49,11 +61,42 @@ def run_rank(config: spawn.RankConfig, pipes: tuple[int, int], crash_log_fd: int
     output.install()
     reporter = Reporter(context, config, output)
     shell = RankShell.make(output=output, gate=gate)
-    executor = Executor(config, shell, output, gate, reporter, crash_log)
-    shell.request_input = executor.request_input
-    service = Service(context, config, executor, output, reporter)
-    device = executor.choose_device()
-    ready = messages.RankReady(rank=config.rank, pid=os.getpid(), device=device, token=config.token)
+    runner = CodeRunner(shell, output, gate)
+    running_file = lambda: runner.running_file  # noqa: E731
+    rank, device, state = config.rank, choose_device(config), CallState(config.rank)
+    groups = RankGroups(
+        config, device, state, context, crash_log, running_file=running_file, describe_error=runner.describe_error
+    )
+    objects = RankObjects(rank, device, shell.user_ns, state, groups, defer_interrupts=gate.defer_interrupts)
+    user_input = InputRequester(rank, state, output, reporter, is_allowed=lambda: runner.allow_input)
+    shell.terminal.request_input = user_input.request
+    executor = Executor(
+        rank, state, shell, runner, groups, objects, output=output, gate=gate, reporter=reporter, crash_log=crash_log
+    )
+    snapshotter = Snapshotter(
+        rank,
+        threading.get_ident(),
+        state,
+        groups.ring,
+        runner,
+        is_awaiting_input=lambda: user_input.is_waiting,
+        current_operation=lambda: objects.current_operation,
+    )
+    service = Service(
+        context,
+        config,
+        device,
+        state,
+        groups,
+        objects,
+        output=output,
+        reporter=reporter,
+        snapshotter=snapshotter,
+        query_handlers=make_query_handlers(shell, groups, objects, device),
+        interrupt_call=gate.interrupt_call,
+        running_file=running_file,
+    )
+    ready = messages.RankReady(rank=rank, pid=os.getpid(), device=device, token=config.token)
     service.start(ready)
     reporter.send(ready)
     exit_code = 1
@@ -63,7 +106,7 @@ def run_rank(config: spawn.RankConfig, pipes: tuple[int, int], crash_log_fd: int
     except BaseException:  # an error of Meshbook, because user code is caught where it runs; log it before the exit
         traceback.print_exc()
     finally:
-        _shut_down(executor, service, exit_code)
+        _shut_down(groups, objects, service, exit_code)
 
 
 def _configure_process(config: spawn.RankConfig) -> None:
@@ -121,12 +164,14 @@ def fork_by_default() -> None:
         multiprocessing.set_start_method("fork")
 
 
-def _shut_down(executor: Executor, service: Service, exit_code: int) -> NoReturn:
+def _shut_down(groups: RankGroups, objects: RankObjects, service: Service, exit_code: int) -> NoReturn:
     """Exit without waiting for user threads that may never end."""
     with contextlib.suppress(BaseException):
-        service.end_actors()
+        actor_hooks.end_actors()
     with contextlib.suppress(BaseException):
-        executor.close()
+        groups.close()
+    with contextlib.suppress(BaseException):
+        objects.pool.close()
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
     with contextlib.suppress(BaseException):

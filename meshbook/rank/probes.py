@@ -14,6 +14,7 @@ from typing import Any
 from meshbook.clock import monotonic, process_time
 from meshbook.rank.ring import Collective, CollectiveRing
 from meshbook.rank.scalars import ScalarLog
+from meshbook.rank.text import sanitize_text
 from meshbook.wire.messages import CollectiveInfo, Frame, Gpu, Health, RankMetrics
 
 # Limit of collectives per heartbeat beside the open ones; the newest are reported. Describing one takes about 10 us, so
@@ -173,11 +174,3 @@ def describe_collective(collective: Collective, now: float) -> CollectiveInfo:
         failure=None if collective.error is None else sanitize_text(collective.error),
         generation=collective.generation,
     )
-
-
-def sanitize_text(text: str, limit: int = 500) -> str:
-    """Return user text without lone surrogates, which cannot be encoded, and with bounded length."""
-    if type(text) is str and len(text) <= limit and text.isascii():
-        return text
-    cut = text if len(text) <= limit else f"{text[: limit // 2]}...{text[-limit // 2 :]}"
-    return str(cut).encode("utf-8", "replace").decode()

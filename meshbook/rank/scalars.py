@@ -13,6 +13,7 @@ from typing import Any
 
 from meshbook.clock import monotonic
 from meshbook.errors import UsageError
+from meshbook.rank.text import escape_surrogates
 from meshbook.wire.messages import Scalar
 
 # Calls stored between two heartbeats; the oldest are dropped. Ten times what a loop with any computation makes.
@@ -81,7 +82,7 @@ class ScalarLog:
             calls = thinned
         now = self._clock()
         reported = [
-            Scalar(_sanitize_name(name), step, value, now - logged_at)
+            Scalar(escape_surrogates(name[:_MAX_NAME_CHARS])[:_MAX_NAME_CHARS], step, value, now - logged_at)
             for _, step, logged_at, scalars in calls
             for name, value in scalars.items()
         ]
@@ -140,14 +141,6 @@ def _to_step(step: Any) -> int:
         return int(step)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         raise UsageError(f"meshbook.log takes a whole number for step, and was given {step!r:.60}") from None
-
-
-def _sanitize_name(name: str) -> str:
-    return name if name.isascii() and len(name) <= _MAX_NAME_CHARS else _truncate_name(name)
-
-
-def _truncate_name(name: str) -> str:
-    return name[:_MAX_NAME_CHARS].encode("utf-8", "replace").decode()
 
 
 # Global, because a process is one rank for its lifetime, and `meshbook.log` is a function of the process.

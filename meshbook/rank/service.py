@@ -8,89 +8,46 @@ first of each kind is reported to the user.
 
 from __future__ import annotations
 
-import importlib
 import os
 import resource
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
-import msgspec
 import zmq
 
-from meshbook.clock import monotonic, sleep
+from meshbook.clock import monotonic
 from meshbook.ids import CallId
-from meshbook.rank import introspection, scalars, snapshot
+from meshbook.rank import actor_hooks, scalars
+from meshbook.rank.call_state import CallState
 from meshbook.rank.capture import OutputBuffer
-from meshbook.rank.probes import Probes, are_probes_enabled, sanitize_text
-from meshbook.wire import codec, keys, messages, spawn
+from meshbook.rank.device import select_device
+from meshbook.rank.main_thread import MainThreadProbe
+from meshbook.rank.objects import RankObjects
+from meshbook.rank.output_pacing import OutputPacer
+from meshbook.rank.probes import Probes, are_probes_enabled
+from meshbook.rank.rank_groups import RankGroups
+from meshbook.rank.reporter import Reporter, connect_to_host
+from meshbook.rank.snapshot import Snapshotter
+from meshbook.rank.text import sanitize_text
+from meshbook.wire import codec, messages, spawn
 from meshbook.wire.loop import Loop
-
-if TYPE_CHECKING:
-    from meshbook.rank.executor import Executor
 
 T = TypeVar("T")
 
 HEARTBEAT_S = 1.0
 
-# How long output is batched before it is sent: not noticeable to a reader, but longer than print() takes for its parts.
-_OUTPUT_BATCH_S = 0.03
-
-# Output limit of one rank: a burst, then a rate per second. Beyond it the buffer in `capture` fills, and its middle is
-# dropped with a notice. 512 KiB/s from each of several ranks already exceeds a front end's own limit (1 MB/s), and far
-# exceeds what anyone reads.
-_OUTPUT_BURST_BYTES = 2 << 20
-_OUTPUT_BYTES_PER_S = 512 << 10
-
 # Seconds that an unused shared segment is retained for the next value to send.
 _IDLE_SEGMENT_S = 30.0
 
-# Actors are a sibling package of ranks, not a dependency, so they are imported by name, and only on request.
-ACTORS_ENTRY_POINT = "meshbook.actors.runtime.rank_hooks:enable_actors"
-# Number of samples, and seconds between them, to detect whether the main thread moves.
-_PROGRESS_SAMPLES, _PROGRESS_SAMPLE_S = 5, 0.002
 # Limit of one traceback in the rank's log.
 _MAX_TRACEBACK_CHARS = 8000
 _FINAL_OUTPUT_TIMEOUT_S = 1.0  # how long an exiting rank waits for the host to confirm its final output
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-
-
-class Reporter:
-    """Sends reports for both threads: output in order, each piece numbered, on the sending thread's socket."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], config: spawn.RankConfig, output: OutputBuffer) -> None:
-        self._config, self._output = config, output
-        self._lock = threading.Lock()
-        self._seq = 0
-        self.work_socket = connect_to_host(context, config.work_address, config.rank)
-        self.call_id: CallId | None = None  # the call that the output belongs to: the running one, else the last
-
-    def send(self, report: messages.RankReport) -> None:
-        """Send a report. Main thread only."""
-        self.work_socket.send_multipart(codec.encode(report))
-
-    def pop_remaining_output(self) -> tuple[tuple[messages.OutputItem, ...], int]:
-        """Return the unsent output, and the number of the last piece that was sent."""
-        with self._lock:
-            return self._output.pop_items(), self._seq
-
-    def send_output(self, socket: zmq.Socket[bytes]) -> int:
-        """Send the available output on `socket`; return its approximate size in bytes."""
-        with self._lock:
-            items = self._output.pop_items()
-            if not items:
-                return 0
-            self._seq += 1
-            body = codec.encode_body(
-                messages.RankOutput(rank=self._config.rank, call=self.call_id, seq=self._seq, items=items)
-            )
-            socket.send_multipart([codec.PROTOCOL, body])
-            return len(body)
 
 
 class Service:
@@ -100,19 +57,34 @@ class Service:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         config: spawn.RankConfig,
-        executor: Executor,
+        device: str,
+        state: CallState,
+        groups: RankGroups,
+        objects: RankObjects,
+        *,
         output: OutputBuffer,
         reporter: Reporter,
+        snapshotter: Snapshotter,
+        query_handlers: Mapping[type, Callable[[Any], Any]],
+        interrupt_call: Callable[[CallId], None],
+        running_file: Callable[[], str | None],
     ) -> None:
-        self._context, self._config, self._executor = context, config, executor
-        self._output, self._reporter = output, reporter
+        """
+        Args:
+            query_handlers: by message type, the function that answers it with the content of a `RankReply`.
+            interrupt_call: interrupts this call, even if the main thread has not begun it yet; never the one after it.
+            running_file: returns the file name of the running cell.
+        """
+        self._context, self._config, self._device, self._state = context, config, device, state
+        self._groups, self._objects = groups, objects
+        self._output, self._reporter, self._snapshotter = output, reporter, snapshotter
+        self._query_handlers, self._interrupt_call, self._running_file = query_handlers, interrupt_call, running_file
         self.thread: threading.Thread | None = None
-        self._main_thread = threading.get_ident()
+        self._main_thread = MainThreadProbe(threading.get_ident())
         log = scalars.ScalarLog()
         scalars.install(log)
-        self._probes = Probes(config.rank, executor.ring, log) if are_probes_enabled() else None
-        self._budget = float(_OUTPUT_BURST_BYTES)
-        self._budget_updated_at = monotonic()
+        self._probes = Probes(config.rank, groups.ring, log) if are_probes_enabled() else None
+        self._pacer = OutputPacer(monotonic())
         self._is_exiting = self._is_final_output_sent = False
         self._exit_confirmed = threading.Event()  # the host has received everything
         self._is_device_selected = False  # this thread's current CUDA device is the rank's
@@ -120,16 +92,6 @@ class Service:
         self._reported_failures: set[tuple[str, type]] = set()  # reported to the user
         self._loop = Loop(on_error=self._report_failure)
         self._socket: zmq.Socket[bytes]
-        self._flush_deadline: float | None = None
-        self._query_handlers: dict[type, Callable[[Any], Any]] = {
-            messages.Complete: lambda ask: introspection.complete(executor.shell, ask.code, ask.cursor),
-            messages.Inspect: lambda ask: introspection.inspect(executor.shell, ask.code, ask.cursor, ask.detail),
-            messages.PreviewNames: lambda ask: introspection.peek(executor.shell, ask.names),
-            messages.QueryPositions: lambda ask: msgspec.to_builtins(executor.position(ask.about_call)),
-            messages.OpenActors: lambda ask: _load_entry_point(ACTORS_ENTRY_POINT)(
-                executor.resolve, executor.resolvers, partial(select_device, executor.device)
-            ),
-        }
 
     def start(self, ready: messages.RankReady) -> None:
         self.thread = threading.Thread(target=self._run, args=(ready,), name="meshbook-service", daemon=True)
@@ -187,25 +149,21 @@ class Service:
             self._is_final_output_sent = True
             self._reporter.send_output(self._socket)
             self._send(messages.RankExiting(rank=self._config.rank))
-        elif self._flush_deadline is None:
-            self._schedule_flush(_OUTPUT_BATCH_S)
+        else:
+            self._schedule_flush(self._pacer.output_ready(monotonic()))
 
-    def _schedule_flush(self, delay_s: float) -> None:
-        self._flush_deadline = monotonic() + delay_s
-        self._loop.call_later(delay_s, self._flush_output)
+    def _schedule_flush(self, delay_s: float | None) -> None:
+        if delay_s is not None:
+            self._loop.call_later(delay_s, self._flush_output)
 
     def _flush_output(self) -> None:
-        """Send output if the budget allows; if not, try again later."""
+        """Send output if the pacer allows; if not, try again later."""
         self._activity = "sending output"
-        now = monotonic()
-        self._record_wakeup(self._flush_deadline)
-        self._flush_deadline = None
-        self._budget = min(_OUTPUT_BURST_BYTES, self._budget + (now - self._budget_updated_at) * _OUTPUT_BYTES_PER_S)
-        self._budget_updated_at = now
-        if self._budget <= 0:
-            self._schedule_flush(4 * _OUTPUT_BATCH_S)
-        else:
-            self._budget -= self._reporter.send_output(self._socket)
+        self._record_wakeup(self._pacer.deadline)
+        retry_in_s = self._pacer.flush_due(monotonic())
+        if retry_in_s is None:
+            self._pacer.sent(self._reporter.send_output(self._socket))
+        self._schedule_flush(retry_in_s)
 
     # ---- commands
 
@@ -225,19 +183,19 @@ class Service:
             return
         match command:
             case messages.Interrupt(target=target) if target is not None:
-                self._executor.interrupt_call(target)
+                self._interrupt_call(target)
             case messages.AbortCollectives(reason=reason, interrupt=interrupt):
-                self._executor.unblock(reason, interrupt=interrupt)
+                self._groups.abort(reason, interrupt=interrupt)
             case messages.HoldCollectives(about_call=about):
-                self._executor.hold_collectives_after(about)
+                self._groups.hold_after(about)
             case messages.ResumeCollectives():
-                self._executor.groups_checked(command)
+                self._groups.positions_checked(command)
             case messages.RanksLeft():
-                self._executor.ranks_left(command)
+                self._groups.ranks_left(command)
             case messages.Release(refs=refs, segments=segments, client=client):
-                self._executor.release(refs, segments)
+                self._objects.release(refs, segments)
                 if client is not None:
-                    self._executor.drop_client(client)
+                    self._objects.drop_client(client)
             case messages.TakeSnapshots():
                 self._send_snapshot(command)
             case messages.Exit() if self._is_exiting:
@@ -255,28 +213,19 @@ class Service:
         CUDA calls (such as querying an event) use the thread's device, which is GPU 0 at first: every rank would create
         a context there, half a gigabyte each.
         """
-        if self._is_device_selected or not self._executor.device.startswith("cuda:"):
+        if self._is_device_selected or not self._device.startswith("cuda:"):
             return
         torch: Any = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
-            select_device(self._executor.device)
+            select_device(self._device)
             self._is_device_selected = True
 
     def _exit_process(self) -> None:
         try:
-            self.end_actors()
+            actor_hooks.end_actors()
             self.send_final_output()
         finally:
             os._exit(0)
-
-    def end_actors(self) -> None:
-        """End the rank's actors before the rank itself.
-
-        Blocks, for ACTORS_GRACE_S at most. Call it on any thread but the service thread.
-        """
-        actors = sys.modules.get(ACTORS_ENTRY_POINT.partition(":")[0])
-        if actors is not None:
-            actors.end_actors()
 
     def send_final_output(self) -> None:
         """Send what the exiting process has printed. Call it on any thread but the service thread.
@@ -291,21 +240,18 @@ class Service:
     def _send_snapshot(self, command: messages.TakeSnapshots) -> None:
         """Send a snapshot of this rank; a failure is reported in it as a problem."""
         rank = self._config.rank
-        actors = sys.modules.get(ACTORS_ENTRY_POINT.partition(":")[0])
         try:
-            rank_snapshot = snapshot.take_snapshot(
-                self._executor,
-                main_thread=self._main_thread,
+            snapshot = self._snapshotter.take(
                 health=None if self._probes is None else self._probes.health,
                 num_collectives=command.num_collectives,
                 stacks=command.stacks,
-                endpoints=() if actors is None else actors.snapshot_endpoints(),
+                endpoints=actor_hooks.snapshot_endpoints(),
             )
-            frames = codec.encode(messages.RankSnapshotReply(rank=rank, call=command.call, snapshot=rank_snapshot))
+            frames = codec.encode(messages.RankSnapshotReply(rank=rank, call=command.call, snapshot=snapshot))
         except Exception as error:
             problem = f"the rank could not look at itself ({sanitize_text(f'{type(error).__name__}: {error}')})"
-            failed_snapshot = messages.RankSnapshot(rank=rank, problem=problem)
-            frames = codec.encode(messages.RankSnapshotReply(rank=rank, call=command.call, snapshot=failed_snapshot))
+            snapshot = messages.RankSnapshot(rank=rank, problem=problem)
+            frames = codec.encode(messages.RankSnapshotReply(rank=rank, call=command.call, snapshot=snapshot))
         self._socket.send_multipart(frames)
 
     # ---- heartbeats
@@ -320,84 +266,39 @@ class Service:
         self._record_wakeup(scheduled_at)
         self._schedule_heartbeat(HEARTBEAT_S)
         self._attempt("choosing the GPU of this thread", self._select_device)
-        self._attempt("completing futures", self._executor.complete_futures)
-        self._attempt("giving back shared memory", lambda: self._executor.pool.trim(_IDLE_SEGMENT_S))
-        probes, device = self._probes, self._executor.device
+        self._attempt("completing futures", self._groups.complete_futures)
+        self._attempt("giving back shared memory", lambda: self._objects.pool.trim(_IDLE_SEGMENT_S))
+        probes = self._probes
         measured = None
         if probes is not None:
-            measured = self._attempt("measuring", lambda: probes.measure(device, self._is_main_thread_progressing))
+            measured = self._attempt("measuring", lambda: probes.measure(self._device, self._is_progressing))
+        line = self._attempt("finding the line of the cell", lambda: self._main_thread.line_in(self._running_file()))
         self._send(
             messages.RankHeartbeat(
                 rank=self._config.rank,
-                call=self._executor.running_call_id,
-                line=self._attempt("finding the line of the cell", self._running_cell_line),
+                call=self._state.running_call_id,
+                line=line,
                 rss_bytes=read_rss_bytes(),
                 peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-                released_segments=self._executor.reader.drain_released(),
+                released_segments=self._objects.reader.drain_released(),
                 metrics=measured,
             )
         )
-        if self._flush_deadline is None and self._output.has_pending():
-            self._schedule_flush(0.0)
+        if self._output.has_pending():
+            self._schedule_flush(self._pacer.output_ready(monotonic(), 0.0))
 
     def _record_wakeup(self, scheduled_at: float | None) -> None:
         """Record how late this thread runs after monotonic time `scheduled_at`: another thread may hold the GIL."""
         if self._probes is not None and scheduled_at is not None:
             self._probes.record_wakeup_delay(monotonic() - scheduled_at)
 
-    def _is_main_thread_progressing(self) -> bool:
-        """Whether the main thread is idle or makes progress, that is, has moved some moments later."""
-        if self._executor.running_call_id is None:
-            return True
-        before = self._main_thread_position()
-        for _ in range(_PROGRESS_SAMPLES):
-            sleep(_PROGRESS_SAMPLE_S)
-            if self._main_thread_position() != before:
-                return True
-        return False
-
-    def _main_thread_position(self) -> tuple[int, int]:
-        frame = sys._current_frames().get(self._main_thread)
-        return (0, 0) if frame is None else (id(frame.f_code), frame.f_lasti)
-
-    def _running_cell_line(self) -> int | None:
-        """Return the line of the running cell that the main thread executes, ignoring called functions."""
-        filename = self._executor.shell.running_file
-        if filename is None:
-            return None
-        frame = sys._current_frames().get(self._main_thread)
-        while frame is not None:
-            if frame.f_code.co_filename == filename:
-                return frame.f_lineno
-            frame = frame.f_back
-        return None
-
-
-def _load_entry_point(entry_point: str) -> Any:
-    module, _, name = entry_point.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
-def select_device(device: str) -> None:
-    """Make a rank's GPU the calling thread's current device. A new thread has GPU 0; no-op for a rank on the CPU."""
-    if device.startswith("cuda:"):
-        import torch
-
-        torch.cuda.set_device(device)
+    def _is_progressing(self) -> bool:
+        return self._state.running is None or self._main_thread.has_moved()
 
 
 def read_rss_bytes() -> int:
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * _PAGE_BYTES
-    except OSError:
+    except OSError:  # no file descriptors left; a rank without heartbeats would count as silent
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def connect_to_host(context: zmq.Context[zmq.Socket[bytes]], address: str, rank: int) -> zmq.Socket[bytes]:
-    """Return a rank's DEALER socket to one of its host's sockets."""
-    socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.IDENTITY, b"r%d" % rank)
-    keys.configure_socket(socket, max_message_bytes=codec.MAX_MESSAGE_BYTES)
-    socket.connect(address)
-    return socket

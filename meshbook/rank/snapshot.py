@@ -12,14 +12,18 @@ import os
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Protocol
+
+from msgspec.structs import replace
 
 from meshbook.clock import monotonic
-from meshbook.ids import CallId
 from meshbook.rank import locks
-from meshbook.rank.probes import describe_collective, sanitize_text
+from meshbook.rank.call_state import CallState, FinishedCall
+from meshbook.rank.probes import describe_collective
 from meshbook.rank.ring import CollectiveRing
+from meshbook.rank.text import sanitize_text
 from meshbook.wire.messages import (
     MAX_END_FRAMES,
     MAX_STACKS,
@@ -28,13 +32,11 @@ from meshbook.wire.messages import (
     CollectiveInfo,
     Frame,
     Health,
-    Outcome,
     RankSnapshot,
     ThreadStack,
 )
 
 if TYPE_CHECKING:
-    from meshbook.rank.executor import Executor
     from meshbook.rank.tensors.engine import CurrentOp
 
 # Executes operations on remote tensors; it imports torch, so it cannot be imported here.
@@ -44,72 +46,79 @@ _ENGINE_FILE = "meshbook/rank/tensors/engine.py"
 _MAX_OPEN_COLLECTIVES = 64
 
 
-class RunningCall(NamedTuple):
-    """The call on the main thread."""
+class RunningCode(Protocol):
+    """Where the running cell is: a CodeRunner."""
 
-    call: CallId
-    label: str
-    started_at: float  # monotonic
+    running_file: str | None
 
-
-class FinishedCall(NamedTuple):
-    """How the last call ended."""
-
-    call: CallId
-    label: str
-    outcome: Outcome
-    ended_at: float  # monotonic
+    @property
+    def awaited_coroutine(self) -> Any: ...
 
 
-def take_snapshot(
-    executor: Executor,
-    *,
-    main_thread: int,
-    health: Health | None,
-    num_collectives: int,
-    stacks: bool,
-    endpoints: tuple[ActiveEndpoint, ...] = (),
-) -> RankSnapshot:
-    """Return what this rank is doing now; the host adds what it knows better. Called on the service thread.
+class Snapshotter:
+    """Describes what this rank is doing. Service thread only."""
 
-    Args:
-        main_thread: identifier of the thread that runs cells.
-        num_collectives: how many of the ring to report, beside the open ones.
-        endpoints: the endpoints that the rank's actors are executing.
-    """
-    now = monotonic()
-    running_call, finished_call, file = executor.running_call, executor.last_finished_call, executor.shell.running_file
-    cell = None if running_call is None else running_call.label or None
-    operation = executor.current_operation
-    threads = tuple(collect_thread_stacks(main_thread, executor.shell.awaited_coroutine)) if stacks else ()
-    if operation is not None and operation.line is not None:
-        threads = tuple(as_called_by_controller(operation, stack) if stack.is_main else stack for stack in threads)
-        main = next((stack for stack in threads if stack.is_main), None)
-        file = operation.line.file if main is None or not main.frames else main.frames[0].file
-        cell = operation.cells.get(file)
-    collectives = describe_ring(executor.ring, num_collectives, now)
-    last = executor.ring.last
-    error, error_file, error_line = _last_error(finished_call) if running_call is None else (None, None, None)
-    return RankSnapshot(
-        rank=executor.config.rank,
-        source="inside",
-        call=None if running_call is None else running_call.call,
-        cell=cell,
-        file=error_file if file is None else sanitize_text(file),
-        cell_line=error_line if file is None else _main_thread_cell_line(threads, file),
-        running_s=None if running_call is None else now - running_call.started_at,
-        stacks=threads,
-        collectives=collectives,
-        num_collectives=0 if last is None else last.seq,
-        health=health,
-        awaiting_input=executor.awaiting_input,
-        last_status=None if finished_call is None or running_call is not None else finished_call.outcome.status,
-        finished_s_ago=None if finished_call is None or running_call is not None else now - finished_call.ended_at,
-        last_error=error,
-        last_cell=None if finished_call is None else finished_call.label or None,
-        last_call=None if finished_call is None else finished_call.call,
-        endpoints=endpoints,
-    )
+    def __init__(
+        self,
+        rank: int,
+        main_thread: int,
+        state: CallState,
+        ring: CollectiveRing,
+        running_code: RunningCode,
+        *,
+        is_awaiting_input: Callable[[], bool],
+        current_operation: Callable[[], CurrentOp | None],
+    ) -> None:
+        """
+        Args:
+            main_thread: identifier of the thread that runs cells.
+            current_operation: returns the running operation on remote tensors.
+        """
+        self._rank, self._main_thread, self._state, self._ring = rank, main_thread, state, ring
+        self._running_code = running_code
+        self._is_awaiting_input, self._current_operation = is_awaiting_input, current_operation
+
+    def take(
+        self, *, health: Health | None, num_collectives: int, stacks: bool, endpoints: tuple[ActiveEndpoint, ...] = ()
+    ) -> RankSnapshot:
+        """Return what this rank is doing now; the host adds what it knows better.
+
+        Args:
+            num_collectives: how many of the ring to report, beside the open ones.
+            endpoints: the endpoints that the rank's actors are executing.
+        """
+        now = monotonic()
+        running, finished = self._state.running, self._state.finished
+        threads = (
+            tuple(collect_thread_stacks(self._main_thread, self._running_code.awaited_coroutine)) if stacks else ()
+        )
+        cell = None if running is None else running.label or None
+        file = self._running_code.running_file
+        operation = self._current_operation()
+        if operation is not None and operation.line is not None:
+            threads = tuple(as_called_by_controller(operation, stack) if stack.is_main else stack for stack in threads)
+            main = _main_stack(threads)
+            file = operation.line.file if main is None or not main.frames else main.frames[0].file
+            cell = operation.cells.get(file)
+        last = self._ring.last
+        snapshot = RankSnapshot(
+            rank=self._rank,
+            source="inside",
+            cell=cell,
+            file=None if file is None else sanitize_text(file),
+            cell_line=None if file is None else _main_thread_cell_line(threads, file),
+            stacks=threads,
+            collectives=describe_ring(self._ring, num_collectives, now),
+            num_collectives=0 if last is None else last.seq,
+            health=health,
+            awaiting_input=self._is_awaiting_input(),
+            endpoints=endpoints,
+        )
+        if finished is not None:
+            snapshot = replace(snapshot, last_cell=finished.label or None, last_call=finished.call)
+        if running is not None:
+            return replace(snapshot, call=running.call, running_s=now - running.started_at)
+        return snapshot if finished is None else _with_finished_call(snapshot, finished, now)
 
 
 def describe_ring(ring: CollectiveRing, limit: int, now: float) -> tuple[CollectiveInfo, ...]:
@@ -258,21 +267,27 @@ def _thread_names() -> dict[int, tuple[str, int | None]]:
 
 def _main_thread_cell_line(stacks: tuple[ThreadStack, ...], file: str) -> int | None:
     """Return the line of the cell that the main thread executes, ignoring called functions."""
-    main = next((stack for stack in stacks if stack.is_main), None)
+    main = _main_stack(stacks)
     return None if main is None else innermost_line(main.frames, file)
+
+
+def _main_stack(stacks: tuple[ThreadStack, ...]) -> ThreadStack | None:
+    return next((stack for stack in stacks if stack.is_main), None)
 
 
 def innermost_line(frames: tuple[Frame, ...], file: str) -> int | None:
     return next((frame.line for frame in reversed(frames) if frame.file == file), None)
 
 
-def _last_error(finished_call: FinishedCall | None) -> tuple[str | None, str | None, int | None]:
-    """Return the error of the last call, if it failed: what was raised, and in which file and line of the cell."""
-    error = None if finished_call is None else finished_call.outcome.error
+def _with_finished_call(snapshot: RankSnapshot, finished: FinishedCall, now: float) -> RankSnapshot:
+    """Return the snapshot of an idle rank with the end of its last call, and where that failed."""
+    snapshot = replace(snapshot, last_status=finished.outcome.status, finished_s_ago=now - finished.ended_at)
+    error = finished.outcome.error
     if error is None:
-        return None, None, None
+        return snapshot
     text = sanitize_text(f"{error.ename}: {error.evalue}" if error.evalue else error.ename)
-    if not error.frames:
-        return text, None, None
+    snapshot = replace(snapshot, last_error=text)
+    if snapshot.file is not None or not error.frames:
+        return snapshot
     file = error.frames[0].file
-    return text, file, innermost_line(error.frames, file)
+    return replace(snapshot, file=file, cell_line=innermost_line(error.frames, file))

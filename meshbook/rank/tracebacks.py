@@ -15,13 +15,15 @@ import sys
 import traceback
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import IPython
+from IPython.core.error import UsageError
 
 from meshbook.diagnose.source_files import is_user_file
 from meshbook.errors import CollectiveAborted
 from meshbook.rank import limits
+from meshbook.rank.text import escape_surrogates
 from meshbook.wire.messages import Frame, RankError
 
 # The message of a CUDA or compiler error can be megabytes; a notebook shows its beginning and its end.
@@ -43,7 +45,8 @@ _ASYNCIO_FOLDER: Final = os.path.dirname(os.path.abspath(asyncio.__file__)) + os
 # compile, an interrupt before its first line. An exception that has only Meshbook's frames and ends in another file is
 # a defect of Meshbook and retains them.
 _USER_FACING_FILES: Final = tuple(
-    os.path.join(_MESHBOOK_FOLDER, "rank", name) for name in ("expressions.py", "shell.py", "interrupt.py")
+    os.path.join(_MESHBOOK_FOLDER, "rank", name)
+    for name in ("expressions.py", "code_runner.py", "cell_compiler.py", "interrupt.py")
 )
 
 
@@ -82,8 +85,30 @@ def to_rank_error(error: BaseException, renderer: Renderer) -> RankError:
         traceback=_truncate_rendered(rendered),
         frames=_extract_frames(error.__traceback__),
         pickled=_pickle_error(error),
-        notes=tuple(_escape_surrogates(_truncate_text(note)) for note in _error_notes(error)),
+        notes=tuple(escape_surrogates(_truncate_text(note)) for note in _error_notes(error)),
     )
+
+
+def render(error: BaseException, interactive_tb: Any, syntax_tb: Any) -> list[str]:
+    """Return IPython's traceback of an exception.
+
+    Args:
+        interactive_tb: the shell's formatter of tracebacks.
+        syntax_tb: its formatter of syntax errors.
+    """
+    kind, tb = type(error), error.__traceback__
+    if isinstance(error, UsageError):
+        return [f"UsageError: {error}"]
+    own = getattr(error, "_render_traceback_", None)
+    if callable(own):
+        return [str(part) for part in own()]
+    if isinstance(error, SyntaxError) and not _has_user_frames(tb):
+        return list(syntax_tb.structured_traceback(kind, error, []))
+    if _has_exception_group(error):  # IPython cannot render them
+        return ["".join(traceback.format_exception(kind, error, tb)).rstrip("\n")]
+    if isinstance(error, SyntaxError):
+        return list(syntax_tb.structured_traceback(kind, error, traceback.extract_tb(tb)))
+    return list(interactive_tb.structured_traceback(kind, error, tb, tb_offset=0))
 
 
 def strip_meshbook_frames(error: BaseException) -> None:
@@ -147,6 +172,25 @@ def _without_meshbook_frames(tb: TracebackType | None) -> TracebackType | None:
     return _rebuild_traceback(remaining)
 
 
+def _has_exception_group(error: BaseException | None) -> bool:
+    """Whether an exception, or one that is shown as its cause or context, is a group."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, BaseExceptionGroup):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _has_user_frames(tb: TracebackType | None) -> bool:
+    """Whether any code but IPython's and Meshbook's ran. If so, a SyntaxError is that of a module, not of the cell."""
+    return any(
+        entry.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in ("IPython", "codeop", "meshbook")
+        for entry in _iter_traceback(tb)
+    )
+
+
 def _rebuild_traceback(entries: list[TracebackType]) -> TracebackType | None:
     rebuilt: TracebackType | None = None
     for entry in reversed(entries):
@@ -179,7 +223,7 @@ def _error_text(error: BaseException) -> str:
         text = str(error)
     except Exception as failure:
         text = f"<its __str__ raised {type(failure).__name__}>"
-    return _escape_surrogates(_truncate_text(text))
+    return escape_surrogates(_truncate_text(text))
 
 
 def _error_notes(error: BaseException) -> list[str]:
@@ -204,7 +248,7 @@ def _truncate_text(text: str) -> str:
 def _truncate_rendered(rendered: list[str]) -> tuple[str, ...]:
     """Return the strings of a traceback; if it is too long, only the first and the last of them."""
     strings = [
-        _escape_surrogates(text if len(text) <= MAX_TRACEBACK_CHARS // 2 else _truncate_text(text)) for text in rendered
+        escape_surrogates(text if len(text) <= MAX_TRACEBACK_CHARS // 2 else _truncate_text(text)) for text in rendered
     ]
     total = sum(map(len, strings))
     if total <= MAX_TRACEBACK_CHARS:
@@ -220,11 +264,6 @@ def _truncate_rendered(rendered: list[str]) -> tuple[str, ...]:
         remaining_chars -= len(strings[-1])
         last.append(strings.pop())
     return (*first, f"    [... {len(strings)} parts of this traceback left out]\n", *reversed(last))
-
-
-def _escape_surrogates(text: str) -> str:
-    """Escape lone surrogates, which cannot be encoded."""
-    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 class _PickleTooLarge(Exception):

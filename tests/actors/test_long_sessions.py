@@ -23,7 +23,7 @@ from meshbook.actors.runtime.faults import ActorError, MeshFailure, SupervisionE
 from meshbook.actors.runtime.futures import Future
 from meshbook.actors.runtime.refs import ProcMeshRef
 from meshbook.actors.runtime.transport import local_transport
-from meshbook.rank import service
+from meshbook.rank import device
 from tests.actors.example_actors import Counter, Gate
 
 WAIT_S = 20
@@ -202,7 +202,7 @@ def test_every_thread_of_an_actor_has_its_ranks_gpu(
     alive: lives.ActorRegistry, monkeypatch: pytest.MonkeyPatch, Class: type
 ) -> None:
     monkeypatch.setattr(torch, "cuda", AnyCuda())
-    alive.use_device = partial(service.select_device, "cuda:3")
+    alive.use_device = partial(device.select_device, "cuda:3")
     actor = this_proc().spawn("on a gpu", Class)
     assert actor._apply(_current_device).get(WAIT_S).item() == "cuda:3"
     assert actor._apply_concurrently(_current_device).get(WAIT_S).item() == "cuda:3"
@@ -228,7 +228,7 @@ def test_a_gpu_that_cannot_be_used_is_an_error_of_the_actor(
             raise RuntimeError("CUDA error: device-side assert triggered")
 
     monkeypatch.setattr(torch, "cuda", Broken())
-    alive.use_device = partial(service.select_device, "cuda:3")
+    alive.use_device = partial(device.select_device, "cuda:3")
     actor = this_proc().spawn("without its gpu", Counter)
     with pytest.raises((SupervisionError, ActorError), match="device-side assert"):
         actor.add.call_one().get(WAIT_S)

@@ -15,8 +15,8 @@ from tests.controller.test_run import when
 
 HELD = """
 import gc
-executor = next(one for one in gc.get_objects() if type(one).__name__ == "Executor")
-len(executor._value_store), executor.pool.used_bytes >> 20
+objects = next(one for one in gc.get_objects() if type(one).__name__ == "RankObjects")
+len(objects._values), objects.pool.used_bytes >> 20
 """
 
 CLIENT = """

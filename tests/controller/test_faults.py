@@ -331,14 +331,14 @@ def test_what_a_rank_has_started_ends_with_it_but_for_what_has_a_session_of_its_
 def test_an_error_in_a_ranks_service_thread_is_told_in_the_next_cell_and_the_rank_lives_on(mesh: Mesh) -> None:
     mesh.run(
         "import gc\n"
-        "executor = next(o for o in gc.get_objects() if type(o).__name__ == 'Executor')\n"
+        "objects = next(o for o in gc.get_objects() if type(o).__name__ == 'RankObjects')\n"
         "def release(refs, segments): raise RuntimeError('cannot start new thread')\n"
-        "if rank == 1: executor.release = release",
+        "if rank == 1: objects.release = release",
         echo=False,
     )
     mesh.session.connection.send(messages.Release(ranks=(0, 1), refs=("x",)))
     when(lambda: "in release" in mesh.logs(1))
-    told = mesh.run("vars(executor).pop('release', None) and None", echo=False).output
+    told = mesh.run("vars(objects).pop('release', None) and None", echo=False).output
     assert "carrying out Release: RuntimeError: cannot start new thread. The rank goes on" in told
     assert "cannot start" not in mesh.run("pass", echo=False).output
     assert mesh.status().ranks[1].state == "idle"

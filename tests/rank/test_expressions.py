@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-import operator
 import pickle
 from typing import Any
 
 import pytest
 
-from meshbook.rank.expressions import BINARY, UNARY, Expression, NameRef, ResultRef, call_function, evaluate
+from meshbook.rank.expressions import BINARY, UNARY, Expression, NameRef, ResultRef, evaluate
 
 x = Expression(NameRef("x"))
 y = Expression(NameRef("y"))
@@ -108,16 +107,6 @@ def test_unary_operators_compute_what_python_computes(op: str) -> None:
     assert follow(x.unary(op), x=value) == UNARY[op][0](value)
 
 
-def test_functions_are_called_with_followed_arguments_and_operators_become_steps() -> None:
-    target = Model()
-    follow(call_function(setattr, x, "lr", y), x=target, y=0.5)
-    assert vars(target) == {"lr": 0.5}
-    assert call_function(operator.add, x, 1) == x.binary("add", 1)
-    assert call_function(operator.sub, 1, x) == x.binary("sub", 1, reflected=True)
-    assert call_function(operator.neg, x) == x.unary("neg")
-    assert follow(call_function(operator.index, x), x=True) == 1
-
-
 @pytest.mark.parametrize(
     ("path", "spelling"),
     [
@@ -139,7 +128,6 @@ def test_functions_are_called_with_followed_arguments_and_operators_become_steps
         (x.binary("lt", 3).binary("and", x.binary("gt", 1)), "(x < 3) & (x > 1)"),
         (x.binary("contains", 3), "3 in x"),
         (x.unary("len"), "len(x)"),
-        (call_function(setattr, x, "a", 1), "setattr(x, 'a', 1)"),
         (Expression(ResultRef("c-1", "x + 1")).attr("shape"), "(x + 1).shape"),
         (Expression(ResultRef("c-1", "x.mean()")).attr("shape"), "x.mean().shape"),
         (Expression(ResultRef("c-1")).attr("shape"), "<c-1>.shape"),

@@ -13,6 +13,8 @@ import torch
 from meshbook.ids import CallId
 from meshbook.rank import introspection
 from meshbook.rank.capture import OutputBuffer
+from meshbook.rank.code_runner import CodeRunner
+from meshbook.rank.interrupt import InterruptGate
 from meshbook.rank.shell import RankShell
 from meshbook.wire.messages import Preview, RunCell
 
@@ -90,8 +92,9 @@ def shell() -> Iterator[RankShell]:
         patch.delenv(name)
     for name in ("ps1", "ps2", "ps3"):
         patch.setattr(sys, name, "", raising=False)
-    shell = RankShell.make(output=OutputBuffer(redirect_fds=False))
-    run = shell.run(RunCell(CallId("c"), (), CELL, execution_count=1))
+    output, gate = OutputBuffer(redirect_fds=False), InterruptGate()
+    shell = RankShell.make(output=output, gate=gate)
+    run = CodeRunner(shell, output, gate).run(RunCell(CallId("c"), (), CELL, execution_count=1))
     assert run.status == "ok", run.error
     yield shell
     shell.close()
@@ -324,7 +327,7 @@ def test_questions_are_answered_while_a_cell_runs_and_binds_names(shell: RankShe
 
     thread = threading.Thread(target=ask)
     thread.start()
-    run = shell.run(
+    run = CodeRunner(shell, shell.output, InterruptGate()).run(
         RunCell(
             CallId("c"),
             (),

@@ -18,6 +18,7 @@ from IPython.core.formatters import DisplayFormatter
 from torch import nn
 
 from meshbook.rank import preview as module
+from meshbook.rank import preview_printer
 from meshbook.rank.preview import preview
 from meshbook.wire.messages import Preview, TensorMeta
 
@@ -274,7 +275,7 @@ def test_tensors_inside_other_things_are_short_and_single_numbers_are_read() -> 
     shown = preview({"loss": torch.tensor(0.25), "w": torch.zeros(1000, 1000)})
     assert shown.text == "{'loss': tensor float32 ()  0.25, 'w': tensor float32 (1000, 1000)}"
     assert shown.kind == "object"
-    assert preview([torch.tensor(1.0)] * 100).text.count("  1") == module.MAX_SCALARS_READ
+    assert preview([torch.tensor(1.0)] * 100).text.count("  1") == preview_printer.MAX_SCALARS_READ
 
 
 def test_of_a_large_tensor_only_a_few_elements_are_touched() -> None:

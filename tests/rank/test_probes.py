@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from meshbook.rank import probes
-from meshbook.rank.probes import Probes, sanitize_text
+from meshbook.rank.probes import Probes
 from meshbook.rank.ring import CollectiveRing, GroupLabel
 from meshbook.rank.scalars import ScalarLog
+from meshbook.rank.text import sanitize_text
 
 
 class Clock:

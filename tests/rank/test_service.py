@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import types
@@ -13,9 +14,12 @@ import pytest
 import zmq
 
 from meshbook.errors import ProtocolError
+from meshbook.rank import service
+from meshbook.rank.call_state import CallState
 from meshbook.rank.capture import OutputBuffer
+from meshbook.rank.reporter import Reporter
 from meshbook.rank.ring import CollectiveRing
-from meshbook.rank.service import Reporter, Service
+from meshbook.rank.service import Service
 from meshbook.wire import codec, messages, spawn
 
 WAIT_MS = 30_000
@@ -31,15 +35,11 @@ class _Reader:
 
 
 class Rank:
-    """What the service thread uses of an executor."""
+    """What the service thread uses of a rank: its groups and its objects, of which there are none."""
 
     def __init__(self) -> None:
-        self.running_call_id = None
-        self.device = "cpu"
         self.ring = CollectiveRing()
         self.pool, self.reader = _Pool(), _Reader()
-        self.shell = types.SimpleNamespace(running_file=None)
-        self.resolve = self.resolvers = None
         self.released: list[str] = []
         self.fails: BaseException | None = None
 
@@ -75,7 +75,23 @@ class Host:
         )
         self.output = OutputBuffer(redirect_fds=False)
         reporter = Reporter(self.context, told, self.output)
-        self.thread = Service(self.context, told, rank, self.output, reporter)  # type: ignore[arg-type]
+        self.answers: dict[type, Callable[[Any], Any]] = {messages.PreviewNames: lambda ask: {}}
+        parts: Any = rank
+        nothing: Any = None
+        self.thread = Service(
+            self.context,
+            told,
+            "cpu",
+            CallState(0),
+            parts,
+            parts,
+            output=self.output,
+            reporter=reporter,
+            snapshotter=nothing,
+            query_handlers=self.answers,
+            interrupt_call=nothing,
+            running_file=lambda: None,
+        )
         self.thread.start(messages.RankReady(rank=0, pid=os.getpid(), device="cpu", token=""))
         self.hear(messages.RankReady)
 
@@ -156,11 +172,19 @@ def test_a_rank_that_cannot_measure_itself_goes_on_beating(
     assert host.hear(messages.RankHeartbeat).metrics is None
 
 
+def test_a_rank_without_file_descriptors_goes_on_beating(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(service, "open", fails, raising=False)
+    assert host.hear(messages.RankHeartbeat).rss_bytes > 0
+
+
 def test_a_question_that_raises_anything_is_answered(host: Host, rank: Rank) -> None:
     def raises(*args: object) -> None:
         raise KeyboardInterrupt("from __getattr__ of the user's")
 
-    host.thread._query_handlers[messages.PreviewNames] = raises
+    host.answers[messages.PreviewNames] = raises
     host.tell(messages.PreviewNames(call="c1", ranks=(0,), names=("x",)))  # type: ignore[arg-type]
     answer = host.hear(messages.RankReply).content
     assert answer == {"error": "KeyboardInterrupt: from __getattr__ of the user's"}
@@ -174,16 +198,16 @@ def test_output_goes_on_after_a_failure(host: Host, rank: Rank) -> None:
     assert host.hear(messages.RankOutput).items == (messages.Text("stdout", "still here\n"),)
 
 
-def test_the_thread_uses_the_ranks_gpu_once_cuda_is_in_use(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_uses_the_ranks_gpu_once_cuda_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[str] = []
     cuda = types.SimpleNamespace(is_initialized=lambda: in_use, set_device=chosen.append)
     monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
-    service = Service.__new__(Service)
-    service._executor, service._is_device_selected = rank, False  # type: ignore[assignment]
-    rank.device, in_use = "cuda:3", False
-    service._select_device()  # asking for a device would initialise CUDA, on this thread
+    thread = Service.__new__(Service)
+    thread._device, thread._is_device_selected = "cuda:3", False
+    in_use = False
+    thread._select_device()  # asking for a device would initialise CUDA, on this thread
     assert chosen == []
     in_use = True
-    service._select_device()
-    service._select_device()
+    thread._select_device()
+    thread._select_device()
     assert chosen == ["cuda:3"]

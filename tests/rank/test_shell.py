@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import gc
 import importlib
 import linecache
@@ -24,11 +23,12 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 from meshbook.ids import CallId
-from meshbook.rank import shell as shell_module
-from meshbook.rank import tracebacks
+from meshbook.rank import shell_storage, tracebacks
 from meshbook.rank.capture import OutputBuffer
+from meshbook.rank.code_runner import CellRun, CodeRunner
 from meshbook.rank.interrupt import InterruptGate
-from meshbook.rank.shell import CellRun, RankShell, preload
+from meshbook.rank.preload import preload
+from meshbook.rank.shell import RankShell
 from meshbook.wire.messages import ClearOutput, Display, RankError, RunCell, Text
 
 DEADLINE_S = 20.0
@@ -42,13 +42,14 @@ class Rank:
         self.gate = InterruptGate()
         self.gate.install()
         self.shell = RankShell.make(output=self.output, gate=self.gate)
+        self.runner = CodeRunner(self.shell, self.output, self.gate)
 
     def run(self, source: str, **fields: Any) -> CellRun:
         self.output.pop_items()
         stdout, stderr = sys.stdout, sys.stderr
         self.output.install()
         try:
-            return self.shell.run(RunCell(CallId("c-1"), (0,), textwrap.dedent(source), **fields))
+            return self.runner.run(RunCell(CallId("c-1"), (0,), textwrap.dedent(source), **fields))
         finally:
             self.output.uninstall()
             sys.stdout, sys.stderr = stdout, stderr
@@ -70,7 +71,7 @@ class Rank:
     def line(self, thread: int) -> int | None:
         """The line of the running cell that a thread is at, below whatever it called."""
         frame = sys._current_frames().get(thread)
-        while frame is not None and frame.f_code.co_filename != self.shell.running_file:
+        while frame is not None and frame.f_code.co_filename != self.runner.running_file:
             frame = frame.f_back
         return None if frame is None else frame.f_lineno
 
@@ -166,7 +167,7 @@ def test_a_cell_that_runs_again_under_its_number_replaces_itself_and_nothing_els
 def test_the_namespace_does_not_grow_with_every_cell(rank: Rank) -> None:
     for number in range(1, 400):
         rank.ok(f"{number}", execution_count=number)
-    assert len(rank.shell.user_ns) < shell_module.MAX_NUMBERED_NAMES + 50
+    assert len(rank.shell.user_ns) < shell_storage.MAX_NUMBERED_NAMES + 50
     assert rank.ok("_399, _i399, In[5], Out[5]", execution_count=400).result == (399, "399", "5", 5)
 
 
@@ -354,10 +355,13 @@ def test_exit_says_how_to_end_the_mesh_and_ends_nothing(rank: Rank, source: str)
 def test_os_exit_ends_the_process() -> None:
     source = """
         from meshbook.rank.capture import OutputBuffer
+        from meshbook.rank.code_runner import CodeRunner
+        from meshbook.rank.interrupt import InterruptGate
         from meshbook.rank.shell import RankShell
         from meshbook.wire.messages import RunCell
-        shell = RankShell.make(output=OutputBuffer(redirect_fds=False))
-        shell.run(RunCell("c", (), "import os; os._exit(7)"))
+        output, gate = OutputBuffer(redirect_fds=False), InterruptGate()
+        shell = RankShell.make(output=output, gate=gate)
+        CodeRunner(shell, output, gate).run(RunCell("c", (), "import os; os._exit(7)"))
         """
     assert subprocess.run([sys.executable, "-c", textwrap.dedent(source)], timeout=60).returncode == 7
 
@@ -524,7 +528,7 @@ def test_the_line_of_a_running_cell_can_be_found_from_another_thread(rank: Rank)
     rank.shell.user_ns["look"] = lambda: seen.append(rank.line(main))
     rank.ok("import threading\nt = threading.Thread(target=look)\nt.start()\nt.join()")
     assert seen[0] in (3, 4)
-    assert rank.shell.running_file is None
+    assert rank.runner.running_file is None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -532,11 +536,11 @@ def test_the_line_of_a_running_cell_can_be_found_from_another_thread(rank: Rank)
 
 
 def test_a_call_gives_its_value_or_its_failure(rank: Rank) -> None:
-    called = rank.shell.call(lambda: {"a": 1})
+    called = rank.runner.call(lambda: {"a": 1})
     assert (called.status, called.has_result, called.result) == ("ok", True, {"a": 1})
-    called = rank.shell.call(lambda: None)
+    called = rank.runner.call(lambda: None)
     assert (called.has_result, called.result) == (True, None)
-    called = rank.shell.call(lambda: 1 / 0)
+    called = rank.runner.call(lambda: 1 / 0)
     assert called.status == "error"
     assert called.error is not None
     assert called.error.frames[-1].file == __file__
@@ -547,7 +551,7 @@ def test_a_failure_at_an_instruction_that_has_no_line_is_told(rank: Rank) -> Non
         raise ValueError("no")
 
     fail.__code__ = fail.__code__.replace(co_linetable=b"")
-    called = rank.shell.call(fail)
+    called = rank.runner.call(fail)
     assert called.error is not None
     assert (called.error.ename, called.error.evalue) == ("ValueError", "no")
 
@@ -558,8 +562,8 @@ def test_a_call_is_interruptible(rank: Rank) -> None:
         while True:
             pass
 
-    assert rank.interrupted(lambda: rank.shell.call(spin)).status == "interrupted"
-    assert rank.shell.call(lambda: 5).result == 5
+    assert rank.interrupted(lambda: rank.runner.call(spin)).status == "interrupted"
+    assert rank.runner.call(lambda: 5).result == 5
 
 
 def test_a_preview_by_the_users_own_repr_is_interruptible(rank: Rank) -> None:
@@ -568,9 +572,9 @@ def test_a_preview_by_the_users_own_repr_is_interruptible(rank: Rank) -> None:
             signal.raise_signal(signal.SIGINT)
             return "never"
 
-    shown = rank.shell.preview(Endless())
+    shown = rank.runner.preview(Endless())
     assert "interrupted while it was being shown" in shown.text
-    assert rank.shell.preview([1]).text == "[1]"
+    assert rank.runner.preview([1]).text == "[1]"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -581,14 +585,14 @@ def test_input_and_getpass_ask_whoever_composed_the_rank(rank: Rank) -> None:
     asked: list[tuple[str, bool, bool]] = []
 
     def ask(prompt: str, password: bool) -> str:
-        asked.append((prompt, password, rank.shell.allow_input))
+        asked.append((prompt, password, rank.runner.allow_input))
         return "answer"
 
-    rank.shell.request_input = ask
+    rank.shell.terminal.request_input = ask
     run = rank.ok("import getpass\ninput('name? '), input(), getpass.getpass()", allow_input=True)
     assert run.result == ("answer", "answer", "answer")
     assert asked == [("name? ", False, True), ("", False, True), ("Password: ", True, True)]
-    assert not rank.shell.allow_input
+    assert not rank.runner.allow_input
 
 
 def test_input_with_nobody_to_ask_is_an_error_of_the_cell(rank: Rank) -> None:
@@ -775,14 +779,16 @@ def alone(source: str) -> None:
     begin = """
         import sys
         from meshbook.rank.capture import OutputBuffer
+        from meshbook.rank.code_runner import CodeRunner
+        from meshbook.rank.interrupt import InterruptGate
         from meshbook.rank.shell import RankShell
         from meshbook.wire.messages import Display, RunCell, Text
-        output = OutputBuffer(redirect_fds=False)
-        shell = RankShell.make(output=output)
+        output, gate = OutputBuffer(redirect_fds=False), InterruptGate()
+        runner = CodeRunner(RankShell.make(output=output, gate=gate), output, gate)
         def run(source):
             output.install()
             try:
-                done = shell.run(RunCell("c", (), source))
+                done = runner.run(RunCell("c", (), source))
             finally:
                 output.uninstall()
             assert done.status == "ok", done.error
@@ -816,7 +822,7 @@ def test_preloading_leaves_no_trace(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_closing_a_shell_gives_the_process_back(rank: Rank) -> None:
     hook, ask = sys.breakpointhook, input
-    other = RankShell.make(output=OutputBuffer(redirect_fds=False))
+    other = RankShell.make(output=OutputBuffer(redirect_fds=False), gate=InterruptGate())
     assert sys.breakpointhook != hook
     assert input != ask
     other.close()
@@ -826,6 +832,6 @@ def test_closing_a_shell_gives_the_process_back(rank: Rank) -> None:
 
 def test_no_event_loop_is_made_before_a_cell_awaits(rank: Rank) -> None:
     rank.ok("1 + 1")
-    assert rank.shell._loop is None
+    assert not rank.shell.event_loop.exists
     rank.ok("import asyncio\nawait asyncio.sleep(0)")
-    assert isinstance(rank.shell._loop, asyncio.AbstractEventLoop)
+    assert rank.shell.event_loop.exists

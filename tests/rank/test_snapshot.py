@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 
+from meshbook.ids import CallId
 from meshbook.rank import snapshot
+from meshbook.rank.call_state import CallState
 from meshbook.rank.ring import CollectiveRing, GroupLabel
+from meshbook.rank.snapshot import Snapshotter
 from meshbook.wire import codec, messages
 from meshbook.wire.messages import ThreadStack
 
@@ -198,6 +201,10 @@ class Holder:
         self.lock = threading.RLock()
 
 
+class SharedHolder:
+    lock = threading.RLock()
+
+
 def wait_in_with(holder: Holder, there: threading.Event) -> None:
     there.set()
     with holder.lock:
@@ -219,6 +226,7 @@ def wait_in_acquire(a: threading.Lock, there: threading.Event) -> None:
     ("function", "lock", "waits_on", "held_by"),
     [
         (wait_in_with, Holder(), "lock `holder.lock`", threading.main_thread().name),
+        (wait_in_with, SharedHolder(), "lock `holder.lock`", threading.main_thread().name),
         (wait_in_with_of_one_line, threading.Lock(), "lock `lock`", None),
         (wait_in_acquire, threading.Lock(), "lock `a`", None),
     ],
@@ -262,3 +270,43 @@ def test_looking_for_a_lock_runs_no_code_of_the_users(stand: Callable[..., Stand
 
     stand(lambda wait: Trap(wait).acquire()).stack()
     assert asked == []
+
+
+class Idle:
+    """A rank without a cell."""
+
+    running_file: str | None = None
+    awaited_coroutine = None
+
+
+def take(state: CallState, code: Idle) -> messages.RankSnapshot:
+    snapshotter = Snapshotter(
+        0,
+        threading.get_ident(),
+        state,
+        CollectiveRing(),
+        code,
+        is_awaiting_input=lambda: False,
+        current_operation=lambda: None,
+    )
+    return snapshotter.take(health=None, num_collectives=5, stacks=True)
+
+
+def test_an_idle_rank_tells_how_its_last_call_ended_and_where_it_failed() -> None:
+    state, code = CallState(0), Idle()
+    state.began(CallId("c-1"), "cell 7", now=snapshot.monotonic(), last_seq=0)
+    code.running_file = __file__
+    busy = take(state, code)
+    assert (busy.call, busy.cell, busy.file, busy.last_status) == ("c-1", "cell 7", __file__, None)
+    assert busy.cell_line is not None
+    code.running_file = None
+    frames = (messages.Frame(file="In[7]", line=3, function="<module>"), messages.Frame("lib.py", 9, "f"))
+    error = messages.RankError(ename="ValueError", evalue="no", traceback=(), frames=frames)
+    state.ended(CallId("c-1"), "cell 7", messages.Outcome(status="error", error=error), now=snapshot.monotonic())
+    idle = take(state, code)
+    assert (idle.call, idle.cell, idle.running_s) == (None, None, None)
+    assert (idle.last_status, idle.last_cell, idle.last_call) == ("error", "cell 7", "c-1")
+    assert (idle.last_error, idle.file, idle.cell_line) == ("ValueError: no", "In[7]", 3)
+    state.began(CallId("c-2"), "", now=snapshot.monotonic(), last_seq=0)
+    again = take(state, code)
+    assert (again.call, again.cell, again.last_error, again.last_cell) == ("c-2", None, None, "cell 7")

@@ -1,0 +1,31 @@
+"""The questions that a rank answers while its main thread may be busy, by message type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from meshbook.rank import actor_hooks, introspection
+from meshbook.rank.device import select_device
+from meshbook.rank.objects import RankObjects
+from meshbook.rank.rank_groups import RankGroups
+from meshbook.rank.shell import RankShell
+from meshbook.wire import messages
+
+
+def make_query_handlers(
+    shell: RankShell, groups: RankGroups, objects: RankObjects, device: str
+) -> dict[type, Callable[[Any], Any]]:
+    """Return the functions that answer queries; each returns the content of a `RankReply`."""
+    return {
+        messages.Complete: lambda ask: introspection.complete(shell, ask.code, ask.cursor),
+        messages.Inspect: lambda ask: introspection.inspect(shell, ask.code, ask.cursor, ask.detail),
+        messages.PreviewNames: lambda ask: introspection.peek(shell, ask.names),
+        messages.QueryPositions: lambda ask: msgspec.to_builtins(groups.position(ask.about_call)),
+        messages.OpenActors: lambda ask: actor_hooks.enable_actors(
+            objects.resolve, objects.resolvers, partial(select_device, device)
+        ),
+    }

@@ -1,0 +1,264 @@
+"""The process groups of a rank among its calls: formed, held, resumed and aborted as calls and the host require.
+
+`call_state` decides; this module carries its effects out on `groups`. torch is imported only when groups are formed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import zmq
+
+from meshbook.errors import CollectiveAborted, RankLost
+from meshbook.ids import CallId
+from meshbook.rank import departures, positions, probes
+from meshbook.rank.call_state import CallEffect, CallState
+from meshbook.rank.ring import Collective, CollectiveRing
+from meshbook.wire import spawn
+from meshbook.wire.crash_log import CrashLog
+from meshbook.wire.messages import FormGroups, Outcome, RankError, RankPosition, RanksLeft, ResumeCollectives
+
+if TYPE_CHECKING:  # they import torch, which a mesh may not have
+    from meshbook.rank.groups import ProcessGroups
+    from meshbook.rank.store import MeshStore
+
+# Seconds that ranks wait for each other while process groups are formed.
+_FORM_TIMEOUT_S = 60.0
+
+# Seconds between checks whether a collective waits for a rank that has left the call.
+_LEFT_POLL_S = 0.1
+
+
+class RankGroups:
+    """Forms the rank's process groups, and applies the ends of calls, Stops and departures to them.
+
+    Attributes:
+        ring: the collectives of this rank.
+    """
+
+    def __init__(
+        self,
+        config: spawn.RankConfig,
+        device: str,
+        state: CallState,
+        context: zmq.Context[zmq.Socket[bytes]],
+        crash_log: CrashLog,
+        *,
+        running_file: Callable[[], str | None],
+        describe_error: Callable[[BaseException], RankError],
+    ) -> None:
+        """
+        Args:
+            context: for the connection to the mesh's store.
+            running_file: returns the file name of the running cell.
+        """
+        self.ring = CollectiveRing(detailed=probes.are_probes_enabled())
+        self._config, self._device, self._state = config, device, state
+        self._context, self._crash_log = context, crash_log
+        self._running_file, self._describe_error = running_file, describe_error
+        self._groups: ProcessGroups | None = None
+        self._store: MeshStore | None = None  # for all generations of the groups
+
+    @property
+    def process_groups(self) -> ProcessGroups | None:
+        """The process groups; None before the first `form`."""
+        return self._groups
+
+    # ---- the main thread
+
+    def form(self, command: FormGroups) -> tuple[dict[str, Any], str | None]:
+        """Form the process groups of this generation. Return the names that user code finds, and the backend."""
+        config = self._config
+        names: dict[str, Any] = {
+            "rank": config.rank,
+            "local_rank": config.local_rank,
+            "world_size": config.world_size,
+        }
+        if not config.spec.torch:
+            return names, None
+        import torch
+        import torch.distributed as dist
+
+        device = torch.device(self._device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        names |= {"device": device, "torch": torch, "dist": dist}
+        if not config.spec.process_group:
+            return names, None
+        if self._groups is None:
+            from meshbook.rank.groups import ProcessGroups
+            from meshbook.rank.store import MeshStore
+
+            self._store = MeshStore(self._context, command.store_address, config.token, timeout_s=_FORM_TIMEOUT_S)
+            self._groups = ProcessGroups(self.ring, collective_timeout_s=config.spec.group_timeout_s)
+            if probes.are_probes_enabled():
+                self._groups.observers.append(_CrashLogObserver(self._crash_log, self._running_file))
+        assert self._store is not None  # created with the groups
+        self._state.groups_forming()
+        names["mesh"] = self._groups.form(
+            command.generation,
+            rank=config.rank,
+            world_size=config.world_size,
+            store=self._store,
+            device=device,
+            timeout_s=_FORM_TIMEOUT_S,
+            axes=config.spec.axes,
+        )
+        return names, dist.get_backend()
+
+    def call_began(self, call: CallId, label: str, now: float) -> None:
+        self._carry_out(self._state.began(call, label, now=now, last_seq=self._last_seq()))
+
+    def conclude(self, call: CallId, outcome: Outcome) -> Outcome:
+        """Apply the end of a call to the process groups, and return its outcome corrected by their state."""
+        groups = self._groups
+        if groups is None:
+            self._state.concluded(call, succeeded=True)  # there is nothing to hold
+            return outcome
+        cause = groups.abort_failure
+        if (
+            outcome.status == "ok"
+            and cause is not None
+            and isinstance(cause.error, CollectiveAborted)
+            and not cause.was_raised
+            and self._state.release_error is not None
+            and groups.has_nccl
+        ):  # an aborted NCCL collective returns as if successful, and results computed from it are garbage
+            outcome = Outcome(status="error", error=self._describe_error(cause.error))
+        departed = self._state.departed(call)
+        if departed and outcome.error is not None:
+            transport_cause = departures.find_transport_cause(
+                outcome.error,
+                reversed(self.ring.since(self._state.seq_before(call, 0))),
+                departed,
+                rank=self._config.rank,
+                running_file=self._running_file(),
+            )
+            if transport_cause is not None:
+                self._state.transport_failed(transport_cause)
+                outcome = msgspec.structs.replace(outcome, error=self._describe_error(transport_cause))
+        succeeded = outcome.status == "ok"
+        groups.call_ended(succeeded=succeeded)
+        self._carry_out(self._state.concluded(call, succeeded=succeeded))
+        return msgspec.structs.replace(outcome, groups_broken=True) if groups.is_broken else outcome
+
+    def close(self) -> None:
+        """Leave the process groups without waiting for the other ranks."""
+        if self._groups is not None:
+            self._groups.close()
+
+    # ---- the service thread
+
+    def abort(self, reason: str, *, interrupt: bool) -> None:
+        """Free the main thread from a collective that it waits in; on an interrupt only if it waits in one."""
+        if self._groups is None or (interrupt and not self._groups.is_waiting):
+            return
+        self._groups.abort(KeyboardInterrupt(reason) if interrupt else RankLost(reason))
+
+    def position(self, about: CallId) -> RankPosition:
+        """Return this rank's position in the order of its collectives."""
+        state, groups = self._state, self._groups
+        running, finished = state.running_call_id, state.finished
+        since = state.seq_before(about, self._last_seq())  # not begun here: it ran no collectives
+        labels = [] if groups is None else [group.label for group in groups.all_groups()]
+        return RankPosition(
+            rank=self._config.rank,
+            last_call=None if finished is None else finished.call,
+            last_status="" if finished is None else finished.outcome.status,
+            cause=state.leave_reason,
+            is_held_or_idle=running is None or groups is None or groups.is_held,
+            is_idle=running is None,
+            has_other_collective_threads=positions.has_other_collective_threads(self.ring),
+            num_groups_created=0 if groups is None else groups.num_groups_created,
+            groups=positions.group_positions(labels, self.ring, since),
+        )
+
+    def hold_after(self, about: CallId) -> None:
+        """Hold collectives after an interrupted call ends here, until it has ended on all ranks."""
+        if self._groups is not None:
+            self._carry_out(self._state.stop_reported(about))
+
+    def positions_checked(self, command: ResumeCollectives) -> None:
+        """Apply the result of a position check: the call has ended on all ranks, and these groups are out of step."""
+        if self._groups is not None:
+            self._groups.invalidate_named(command.broken_groups, command.reason, generation=command.generation)
+            self._carry_out(self._state.positions_checked(command.about_call))
+
+    def ranks_left(self, command: RanksLeft) -> None:
+        """Record that other ranks have left a call that this rank runs or will run."""
+        self._carry_out(self._state.ranks_left(command.call, command.left_positions))
+
+    def complete_futures(self) -> None:
+        """Complete the futures of collectives that have ended unnoticed."""
+        if self._groups is not None:
+            self._groups.complete_futures()
+
+    # ---- effects
+
+    def _carry_out(self, effects: tuple[CallEffect, ...]) -> None:
+        for effect in effects:
+            groups = self._groups
+            assert groups is not None  # there are no effects before groups are formed
+            if effect is CallEffect.HOLD:
+                groups.hold_collectives()
+            elif effect is CallEffect.RESUME:
+                groups.resume_collectives()
+            else:
+                thread = threading.Thread(
+                    target=self._watch_departures, args=(groups,), name="meshbook-left", daemon=True
+                )
+                try:
+                    thread.start()
+                except BaseException:
+                    self._state.watch_ended()
+                    raise
+
+    def _watch_departures(self, groups: ProcessGroups) -> None:
+        """Break the groups as soon as a collective of the running call waits for a rank that has left the call."""
+        pause = threading.Event()
+        try:
+            while groups.abort_failure is None:
+                watched = self._state.watched_departures()
+                if watched is None:
+                    return
+                call, departed = watched
+                generation = groups.generation
+                error = departures.find_doomed_wait(
+                    self.ring.running(),
+                    groups.connecting,
+                    departed,
+                    rank=self._config.rank,
+                    running_file=self._running_file(),
+                )
+                if error is not None and self._state.release_from(call, error):
+                    groups.abort(error, generation=generation)
+                pause.wait(_LEFT_POLL_S)
+        except BaseException:
+            self._state.watch_ended()
+            raise
+        self._state.watch_ended()
+
+    def _last_seq(self) -> int:
+        last = self.ring.last
+        return 0 if last is None else last.seq
+
+
+class _CrashLogObserver:
+    """Records each collective where the host finds it should this process die in it; takes about 2 us."""
+
+    def __init__(self, crash_log: CrashLog, running_file: Callable[[], str | None]) -> None:
+        self._crash_log, self._running_file = crash_log, running_file
+
+    def begun(self, collective: Collective, arguments: tuple[Any, ...]) -> None:
+        line = collective.line
+        where = ""
+        if line is not None:
+            location = "the cell" if line.file == self._running_file() else line.file
+            where = f", at line {line.line} of {location}"
+        self._crash_log.set_note(f"{collective.op} #{collective.group_seq} of {collective.label.ranks_text}{where}")
+
+    def finished(self, collective: Collective, arguments: tuple[Any, ...]) -> None:
+        pass

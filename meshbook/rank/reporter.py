@@ -1,0 +1,53 @@
+"""Reports of a rank to its host: its sockets, and its output in order, whichever thread sends it."""
+
+from __future__ import annotations
+
+import threading
+
+import zmq
+
+from meshbook.ids import CallId
+from meshbook.rank.capture import OutputBuffer
+from meshbook.wire import codec, keys, messages, spawn
+
+
+class Reporter:
+    """Sends reports for both threads: output in order, each piece numbered, on the sending thread's socket."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], config: spawn.RankConfig, output: OutputBuffer) -> None:
+        self._config, self._output = config, output
+        self._lock = threading.Lock()
+        self._seq = 0
+        self.work_socket = connect_to_host(context, config.work_address, config.rank)
+        self.call_id: CallId | None = None  # the call that the output belongs to: the running one, else the last
+
+    def send(self, report: messages.RankReport) -> None:
+        """Send a report. Main thread only."""
+        self.work_socket.send_multipart(codec.encode(report))
+
+    def pop_remaining_output(self) -> tuple[tuple[messages.OutputItem, ...], int]:
+        """Return the unsent output, and the number of the last piece that was sent."""
+        with self._lock:
+            return self._output.pop_items(), self._seq
+
+    def send_output(self, socket: zmq.Socket[bytes]) -> int:
+        """Send the available output on `socket`; return its approximate size in bytes."""
+        with self._lock:
+            items = self._output.pop_items()
+            if not items:
+                return 0
+            self._seq += 1
+            body = codec.encode_body(
+                messages.RankOutput(rank=self._config.rank, call=self.call_id, seq=self._seq, items=items)
+            )
+            socket.send_multipart([codec.PROTOCOL, body])
+            return len(body)
+
+
+def connect_to_host(context: zmq.Context[zmq.Socket[bytes]], address: str, rank: int) -> zmq.Socket[bytes]:
+    """Return a rank's DEALER socket to one of its host's sockets."""
+    socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.IDENTITY, b"r%d" % rank)
+    keys.configure_socket(socket, max_message_bytes=codec.MAX_MESSAGE_BYTES)
+    socket.connect(address)
+    return socket
