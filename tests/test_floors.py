@@ -1,12 +1,14 @@
-"""Imports point strictly down, and what is heavy or impure is imported only where it is needed.
+"""Imports point strictly down, heavy packages are imported only where they are needed, and nothing grows too large.
 
-The tables below are the rule; docs/architecture.md draws the first of them. Every import statement of the package is
-read, those inside functions and those for type checkers only included: what a file cannot name, it cannot lean on.
+The tables below are the rule; docs/architecture.md draws the first of them. Every import of the package is read: those
+inside functions, those for type checkers only, and modules that are named in strings.
 """
 
 from __future__ import annotations
 
 import ast
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -58,7 +60,9 @@ FLOORS = {
 CONFINED = {
     "torch": {
         "rank": "cells use it, and the process group is one",
-        "wire.pickling": "tensors travel as buffers",
+        "wire.pickler": "tensors travel as buffers",
+        "wire.pickling": "... outside torch's modes",
+        "wire.unpickler": "tensors travel as buffers",
         "actors.buffer": "tensors' memory, read and written from other processes",
         "actors.memory": "the same, by kinds of memory",
         "tensors": "remote tensors are torch's, and their shapes are found with it",
@@ -98,11 +102,55 @@ PURE = (
 )  # fmt: skip
 ACTING = {"asyncio", "multiprocessing", "os", "select", "selectors", "socket", "subprocess", "threading", "time", "zmq"}
 
+# Modules that are named in a string across floors: (who names it, what is named), and why.
+NAMED_IN_STRINGS = {
+    ("actors.unhandled_faults", "actor"): "where a program may have put its own hook, looked up in sys.modules",
+    ("cli.kernels", "kernel"): "the command line of another process",
+    ("host.starter", "rank.forkserver"): "the command line of another process",
+    ("host.starter", "rank.main"): "the command line of another process",
+    (
+        "rank.actor_hooks",
+        "actors.runtime.rank_hooks",
+    ): "what answers messages about actors, imported with the first of them",
+}
+
+# What is counted, and how large it may be at most.
+LIMITS = {
+    "lines of a file": 500,
+    "lines of a class": 300,
+    "methods of a class": 30,
+    "branches of a function": 20,
+    "classes of one name": 1,
+}
+# What is larger, by (count, dotted name), and why.
+LARGER = {
+    ("lines of a class", "controller.mesh.Mesh"): "the public face of a mesh: documented methods of a few lines each",
+    ("methods of a class", "controller.mesh.Mesh"): "the same",
+    ("lines of a file", "rank.process_group"): "to be divided",
+    ("lines of a class", "rank.process_group.WatchedGroup"): "to be divided",
+    ("methods of a class", "rank.process_group.WatchedGroup"): "to be divided",
+    ("branches of a function", "rank.process_group._make_collective_method.collective"): "to be divided",
+    ("lines of a file", "rank.groups"): "to be divided",
+    ("lines of a class", "rank.groups.ProcessGroups"): "to be divided",
+    ("methods of a class", "rank.groups.ProcessGroups"): "to be divided",
+    ("lines of a file", "wire.buffers"): "to be divided",
+}
+
+# Words that once were Meshbook's own, and what is said for them.
+REPLACED = {
+    "birth": "spawn request", "cabin": "ActorRunner", "glance": "sample", "grounds": "proc backend",
+    "island": "stuck group", "lastwords": "crash log", "lifeline": "parent-death signal", "onlooker": "observer",
+    "parcel": "payload", "parcels": "payloads", "settle": "complete, resolve, flush, wait",
+    "settled": "completed, resolved", "told": "reported, sent, given",
+}  # fmt: skip
+
+# An import's name for a module of ours, perhaps with what it has: "meshbook.rank.main", "meshbook.rank.main:run".
+NAME_OF_MODULE = re.compile(r"(meshbook(?:\.[a-z_]+)+)(?::[\w.]*)?")
+
 
 class Import(NamedTuple):
     line: int
     target: str  # dotted, "meshbook.wire.codec" or "torch.distributed"
-    typing_only: bool
 
 
 def modules() -> dict[str, str]:
@@ -115,26 +163,26 @@ def modules() -> dict[str, str]:
 
 
 def imports(name: str, source: str, known: Mapping[str, str]) -> Iterator[Import]:
-    """Every import of a module; `from meshbook.wire import codec` counts as one of `meshbook.wire.codec`."""
-    tree = ast.parse(source)
-    for_types = {
-        id(inner)
-        for block in ast.walk(tree)
-        if isinstance(block, ast.If) and ast.unparse(block.test).endswith("TYPE_CHECKING")
-        for statement in block.body
-        for inner in ast.walk(statement)
-    }
-    for node in ast.walk(tree):
-        typing_only = id(node) in for_types
+    """Every import of a module; `from meshbook.wire import codec` counts as one of `meshbook.wire.codec`, and so does a
+    string with that name, but for loggers' names and what NAMED_IN_STRINGS allows."""
+    loggers = set[int]()
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield Import(node.lineno, alias.name, typing_only)
+                yield Import(node.lineno, alias.name)
         elif isinstance(node, ast.ImportFrom):
             base = ".".join(filter(None, [_package(name, known, node.level), node.module]))
             for alias in node.names:
                 inner_module = f"{base}.{alias.name}"
                 is_module = inner_module.removeprefix("meshbook.") in known and base.split(".")[0] == "meshbook"
-                yield Import(node.lineno, inner_module if is_module else base, typing_only)
+                yield Import(node.lineno, inner_module if is_module else base)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("getLogger"):
+            loggers |= {id(argument) for argument in node.args}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in loggers:
+            named = NAME_OF_MODULE.fullmatch(node.value)
+            target = named[1].removeprefix("meshbook.") if named else None
+            if target in known and (name, target) not in NAMED_IN_STRINGS:
+                yield Import(node.lineno, f"meshbook.{target}")
 
 
 def _package(name: str, known: Mapping[str, str], level: int) -> str:
@@ -166,7 +214,7 @@ def trespasses(sources: Mapping[str, str]) -> list[str]:
         if own is None:
             found.append(f"meshbook.{name} has no floor: give it one in FLOORS")
             continue
-        for line, target, _ in imports(name, source, sources):
+        for line, target in imports(name, source, sources):
             where = f"{'meshbook.' + name if name else 'meshbook'}, line {line}"
             top, _, rest = target.partition(".")
             if top == "meshbook":
@@ -186,12 +234,12 @@ def trespasses(sources: Mapping[str, str]) -> list[str]:
 
 
 def circles(sources: Mapping[str, str]) -> list[str]:
-    """Modules that import each other, directly or round a few corners, imports for type checkers aside."""
+    """Modules that import each other, directly or through others."""
     edges = {
         name: {
             target.removeprefix("meshbook.")
-            for _, target, typing_only in imports(name, source, sources)
-            if target.startswith("meshbook.") and not typing_only
+            for _, target in imports(name, source, sources)
+            if target.startswith("meshbook.")
         }
         & (sources.keys() - {name})
         for name, source in sources.items()
@@ -209,6 +257,74 @@ def circles(sources: Mapping[str, str]) -> list[str]:
     for name in sorted(edges):
         walk(name, ())
     return found
+
+
+def counts(sources: Mapping[str, str]) -> Iterator[tuple[str, str, int]]:
+    """Each count of LIMITS with the dotted name of what was counted, and the number."""
+    names = Counter[str]()
+    for module, source in sources.items():
+        yield "lines of a file", module, source.count("\n")
+        for dotted, node in definitions(module, ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                names[node.name] += 1
+                yield "lines of a class", dotted, (node.end_lineno or 0) - node.lineno + 1
+                yield "methods of a class", dotted, sum(isinstance(inner, FUNCTION) for inner in node.body)
+            else:
+                yield "branches of a function", dotted, sum(map(branches, own_nodes(node)))
+    for class_name, number in names.items():
+        yield "classes of one name", class_name, number
+
+
+FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def definitions(
+    within: str, node: ast.AST
+) -> Iterator[tuple[str, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Every class and function below a node, by its dotted name."""
+    for inner in ast.iter_child_nodes(node):
+        named = isinstance(inner, (ast.ClassDef, *FUNCTION))
+        dotted = f"{within}.{inner.name}" if named else within  # type: ignore[attr-defined]
+        if isinstance(inner, (ast.ClassDef, *FUNCTION)):
+            yield dotted, inner
+        yield from definitions(dotted, inner)
+
+
+def own_nodes(function: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function, without those of functions and classes inside it."""
+    for inner in ast.iter_child_nodes(function):
+        yield inner
+        if not isinstance(inner, (*FUNCTION, ast.ClassDef, ast.Lambda)):
+            yield from own_nodes(inner)
+
+
+def branches(node: ast.AST) -> int:
+    """How many more ways there are through a function because of this node."""
+    if isinstance(node, ast.BoolOp):
+        return len(node.values) - 1
+    forks = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.comprehension, ast.match_case)
+    return isinstance(node, (*forks, ast.Assert))
+
+
+def replaced_words(sources: Mapping[str, str]) -> list[str]:
+    """One sentence for each word of REPLACED in the text of a module: its names, comments and strings."""
+    pattern = re.compile(rf"(?<![A-Za-z])({'|'.join(REPLACED)})(?![a-z])", re.IGNORECASE)
+    return [
+        f"meshbook.{module}, line {source.count(chr(10), 0, found.start()) + 1}: for {found[0]!r} we say"
+        f" {REPLACED[found[0].lower()]}"
+        for module, source in sources.items()
+        for found in pattern.finditer(source)
+    ]
+
+
+def test_nothing_is_larger_than_the_limits_without_a_reason() -> None:
+    larger = {(count, name): number for count, name, number in counts(modules()) if number > LIMITS[count]}
+    assert {key: number for key, number in larger.items() if key not in LARGER} == {}
+    assert LARGER.keys() - larger.keys() == set(), "these have become smaller: take them out of LARGER"
+
+
+def test_replaced_words_do_not_come_back() -> None:
+    assert replaced_words(modules()) == []
 
 
 def test_imports_point_strictly_down() -> None:
@@ -251,6 +367,7 @@ def test_every_entry_of_the_table_stands_for_something() -> None:
         ("", "def attach():\n    import torch.nn", "torch may be imported only in rank"),
         ("host.agent", "from ray.util import placement_group", "ray may be imported only in engines"),
         ("supervisor.state", "import zmq", "this module decides and does not act; zmq belongs to the edge"),
+        ("wire.codec", "module = 'meshbook.supervisor.state:MeshState'", "(wire) imports meshbook.supervisor.state"),
         ("fold.lines", "from time import sleep", "this module decides and does not act; time belongs to the edge"),
     ],
 )
@@ -281,5 +398,31 @@ def test_a_planted_circle_is_found() -> None:
         "wire.codec": "import meshbook.wire.loop",
     }
     assert circles(house) == ["wire.codec -> wire.loop -> wire.keys -> wire.codec"]
-    apart = {**house, "wire.keys": "if TYPE_CHECKING:\n    from meshbook.wire import codec"}
-    assert circles(apart) == []
+    typing = {**house, "wire.keys": "if TYPE_CHECKING:\n    from meshbook.wire import codec"}
+    assert circles(typing) == ["wire.codec -> wire.loop -> wire.keys -> wire.codec"]
+    in_a_string = {**house, "wire.keys": "codec = import_module('meshbook.wire.codec')"}
+    assert circles(in_a_string) == ["wire.codec -> wire.loop -> wire.keys -> wire.codec"]
+    logger = {**house, "wire.keys": "log = logging.getLogger('meshbook.wire.codec')"}
+    assert circles(logger) == []
+
+
+def test_what_is_too_large_is_counted() -> None:
+    branchy = "def f(x):\n" + "    if x and x or not x: pass\n" * 7 + "    def g(): return [1 for _ in x]\n"
+    large = "class Large:\n" + "    def f(self): ...\n" * 31
+    found = {
+        (count, name): number for count, name, number in counts({"a": branchy, "b": large, "c": "class Large: ..."})
+    }
+    assert found["branches of a function", "a.f"] == 21
+    assert found["branches of a function", "a.f.g"] == 1
+    assert found["methods of a class", "b.Large"] == 31
+    assert found["lines of a class", "b.Large"] == 32
+    assert found["lines of a file", "a"] == 9
+    assert found["classes of one name", "Large"] == 2
+
+
+def test_a_replaced_word_is_found_in_names_and_in_prose() -> None:
+    source = "def was_told(): ...\n# what the Cabin has\nsettlement = 'a birthday'"
+    assert [said.split(": for ")[0] for said in replaced_words({"a": source})] == [
+        "meshbook.a, line 1",
+        "meshbook.a, line 2",
+    ]

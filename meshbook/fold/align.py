@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 
 from meshbook.fold.entries import (
     FoldedLineEntry,
-    TemplateCache,
+    LineTemplates,
     TruncationEntry,
     folded_line_entry,
     is_special,
@@ -52,7 +52,7 @@ class Aligner:
     def __init__(
         self, sources: Iterable[tuple[int, Ranks]], *, per_entry_ranks: bool, limit_chars: int, mergeable: bool
     ) -> None:
-        self._templates = TemplateCache()
+        self._templates = LineTemplates()
         self._queues = {
             source: SourceQueue(ranks, self._templates, limit_chars, per_entry_ranks=per_entry_ranks)
             for source, ranks in sorted(sources)

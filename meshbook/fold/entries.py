@@ -125,7 +125,7 @@ def truncation_notice(truncation: Truncation) -> RankDisplay:
     return RankDisplay(tuple(sorted(truncation.ranks)), truncation.notice())
 
 
-class TemplateCache:
+class LineTemplates:
     """The templates of entries; those of plain lines are computed once."""
 
     def __init__(self) -> None:

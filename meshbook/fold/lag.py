@@ -11,7 +11,7 @@ import operator
 from collections import deque
 from collections.abc import Collection, Sequence
 
-from meshbook.fold.entries import TemplateCache
+from meshbook.fold.entries import LineTemplates
 from meshbook.fold.numbers import TextTemplate
 from meshbook.fold.source_queue import LOOKAHEAD, SourceQueue
 
@@ -22,7 +22,7 @@ MAX_LAG_LINES = 16
 class LagDetector:
     """Remembers what was emitted without a source, and finds the sources that are behind."""
 
-    def __init__(self, queues: Collection[SourceQueue], templates: TemplateCache) -> None:
+    def __init__(self, queues: Collection[SourceQueue], templates: LineTemplates) -> None:
         self._templates = templates
         # By source: lines that were emitted without it, which was late.
         self._missed: dict[SourceQueue, deque[TextTemplate]] = {queue: deque(maxlen=LOOKAHEAD) for queue in queues}

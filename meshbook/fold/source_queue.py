@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from meshbook.fold.entries import (
     ItemEntry,
-    TemplateCache,
+    LineTemplates,
     TruncationEntry,
     is_special,
     num_chars_of,
@@ -49,7 +49,7 @@ class SourceQueue:
         "start",
     )  # fmt: skip
 
-    def __init__(self, ranks: Ranks, templates: TemplateCache, limit_chars: int, *, per_entry_ranks: bool) -> None:
+    def __init__(self, ranks: Ranks, templates: LineTemplates, limit_chars: int, *, per_entry_ranks: bool) -> None:
         self.ranks = ranks
         self._templates, self._limit_chars = templates, limit_chars
         self.entries: list[str] = []

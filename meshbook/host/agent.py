@@ -1,21 +1,17 @@
 """A host's agent: it carries out what the host's ledger decides, and tells the ledger what happens.
 
 Commands enter through `handle`, folded reports leave through `report`; the supervisor may run in the same process (the
-local engine) or behind a socket (`host/main.py`), which makes no difference here. The agent owns the two sockets that
-reach the ranks, their processes, the timers, and the collector of snapshots. What is decided is in `host/ledger.py`.
+local engine) or behind a socket (`host/main.py`), which makes no difference here. The agent has the sockets that reach
+the ranks (`rank_sockets`), their processes (`launcher`, `rank_processes`), the timers and the snapshots; what is decided
+is in `host/ledger.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import hmac
 import logging
 import os
 import signal
 import socket as sockets
-import sys
-import termios
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -23,24 +19,21 @@ from typing import Any
 
 import zmq
 
-from meshbook.errors import ProtocolError, VersionMismatch, describe_exit
+from meshbook.errors import describe_exit
 from meshbook.host import instructions as do
-from meshbook.host import procfs
 from meshbook.host.launcher import RankLauncher, kill_unwanted
 from meshbook.host.ledger import HostLedger
 from meshbook.host.logring import last_lines_of
+from meshbook.host.rank_processes import RankProcesses, read_pipes
 from meshbook.host.rank_record import HEARTBEAT_S, RankRecord
+from meshbook.host.rank_sockets import RankSockets
 from meshbook.host.snapshots import SnapshotCollector, SnapshotTarget
 from meshbook.host.starter import RankProcess
-from meshbook.wire import codec, keys, messages
+from meshbook.wire import codec, messages
 from meshbook.wire.loop import Loop
 from meshbook.wire.process_control import ACTORS_GRACE_S
-from meshbook.wire.rate_limited_log import RateLimitedLog
 
 log = logging.getLogger("meshbook.host")
-
-# Messages of one rank that may be in a socket when it exits: it sends output at most 33 times a second.
-_MAX_LAST_MESSAGES = 256
 
 # Commands for the service threads of living ranks, which nobody waits for.
 _FORWARDED = (
@@ -75,31 +68,19 @@ class HostAgent:
             report: called with every report, from the loop.
             mergeable: other hosts' output will be folded with ours.
         """
-        self._loop, self._token, self._host, self._report = loop, token, host, report
+        self._loop, self._host, self._report = loop, host, report
         self.hostname = sockets.gethostname()
         self.ledger = HostLedger(mergeable=mergeable)
         self._todo: deque[do.Instruction] = deque()
         self._is_carrying_out = False
-        self._processes: dict[int, RankProcess] = {}  # by rank
-        # peers of our sockets that have shown the token
-        self._authenticated: set[tuple[zmq.Socket[bytes], bytes]] = set()
-        self._rejections = RateLimitedLog(log)
+        self._processes = RankProcesses()
         self._on_all_exited: Callable[[], None] | None = None
-        self._work = self._bind(context, f"ipc://{folder}/h{host}-work.sock")
-        self._service = self._bind(context, f"ipc://{folder}/h{host}-service.sock")
-        addresses = f"ipc://{folder}/h{host}-work.sock", f"ipc://{folder}/h{host}-service.sock"
-        self.launcher = RankLauncher(loop, folder, host, token, addresses, self)
+        self._sockets = RankSockets(loop, context, folder, host, token, self.ledger.ranks, self._on_report)
+        self.launcher = RankLauncher(loop, folder, host, token, self._sockets.addresses, self)
         self._snapshots = SnapshotCollector(
             loop, self.hostname, lambda rank, body: self._carry_out(self.ledger.ranks[rank].to_service(body)), report
         )
         self._heartbeat_timer = loop.call_later(HEARTBEAT_S, self._tick)
-
-    def _bind(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
-        socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
-        keys.configure_socket(socket, max_message_bytes=codec.MAX_MESSAGE_BYTES)
-        socket.bind(address)
-        self._loop.watch_socket(socket, lambda frames: self._on_message(socket, frames))
-        return socket
 
     # ---- commands from the supervisor
 
@@ -163,9 +144,7 @@ class HostAgent:
         """Close the sockets. Call after `stop`."""
         self._heartbeat_timer.cancel()
         self._snapshots.close()
-        for socket in (self._work, self._service):
-            self._loop.unwatch(socket)
-            socket.close()
+        self._sockets.close()
 
     # ---- instructions
 
@@ -189,64 +168,33 @@ class HostAgent:
     def _carry_out_one(self, instruction: do.Instruction) -> None:
         match instruction:
             case do.SendWork(rank, body):
-                self._work.send_multipart([b"r%d" % rank, codec.PROTOCOL, body])
+                self._sockets.send_work(rank, body)
             case do.SendService(rank, body):
-                self._service.send_multipart([b"r%d" % rank, codec.PROTOCOL, body])
+                self._sockets.send_service(rank, body)
             case do.SendReport(report):
                 self._report(report)
             case do.SetAlarm(after_s, action):
                 self._loop.call_later(after_s, lambda: self._carry_out(action(self._loop.clock.monotonic())))
             case do.SignalRank(rank, number):
-                self._send_signal(rank, number)
+                self._processes.signal(rank, number)
             case do.ContinueStopped(ranks, is_first):
-                continued = tuple(rank for rank in ranks if self._process_state(rank) == "T")
+                continued = tuple(rank for rank in ranks if self._processes.state(rank) == "T")
                 for rank in continued:
-                    self._send_signal(rank, signal.SIGCONT)
+                    self._processes.signal(rank, signal.SIGCONT)
                 self._carry_out(self.ledger.stops.continued(continued) if is_first else [])
             case do.InspectStuck(ranks):
-                states = {rank: self._process_state(rank) for rank in ranks}
+                states = {rank: self._processes.state(rank) for rank in ranks}
                 self._carry_out(self.ledger.stops.stuck(states, self._loop.clock.monotonic()))
             case do.SendHeartbeat():
                 self._report_heartbeat()
 
-    def _send_signal(self, rank: int, number: int) -> None:
-        process = self._processes.get(rank)
-        if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, number)
-
-    def _process_state(self, rank: int) -> str | None:
-        process = self._processes.get(rank)
-        return None if process is None else procfs.process_state(process.pid)
-
     # ---- reports from ranks
 
-    def _on_message(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> None:
-        peer = frames[0]
-        is_authenticated = (socket, peer) in self._authenticated
-        try:
-            message = (codec.rank_reports if is_authenticated else codec.rank_hellos).decode(frames[1:])
-        except (ProtocolError, VersionMismatch) as error:
-            self._rejections.warning("a message from %r was refused: %s", peer[:16], error)
-            return
-        if message.rank not in self.ledger.ranks or peer != b"r%d" % message.rank:
-            self._rejections.warning("a report from %r speaks for rank %s, and was refused", peer[:16], message.rank)
-            return
-        if isinstance(message, messages.RankReady):
-            if not hmac.compare_digest(message.token.encode(), self._token.encode()):
-                self._rejections.warning(
-                    "a peer without the mesh's token says it is rank %s, and was refused", message.rank
-                )
-                return
-            self._authenticated.add((socket, peer))
-        self._on_report(socket, message)
-
-    def _on_report(self, socket: zmq.Socket[bytes], message: Any) -> None:
+    def _on_report(self, message: Any, is_work: bool) -> None:
         """Pass on a report of a rank that has shown the token."""
         ledger, now = self.ledger, self._loop.clock.monotonic()
         match message:
             case messages.RankReady():
-                is_work = socket is self._work
                 self._carry_out(ledger.socket_ready(message.rank, work=is_work, device=message.device, now=now))
             case messages.RankOutput():
                 self._carry_out(ledger.output_received(message, now))
@@ -275,7 +223,8 @@ class HostAgent:
             return
         now = self._loop.clock.monotonic()
         for record in self.ledger.overdue_ranks(now):
-            self._read_pipes(record.rank)
+            if (process := self._processes.get(record.rank)) is not None:
+                self._read_pipes(record.rank, process)
         self._report_heartbeat()
         self._carry_out(self.ledger.calls.report_progress(now))
 
@@ -306,7 +255,8 @@ class HostAgent:
         if record.exit_reason is not None:  # another rank could not be started, so the mesh failed to start
             kill_unwanted(process)
             return
-        record.pid, self._processes[rank] = process.pid, process
+        record.pid = process.pid
+        self._processes.add(rank, process)
         if self.launcher.fork_unsafe_notice is not None:
             record.pending_notices.append(self.launcher.fork_unsafe_notice)
         self._snapshots.rank_started(rank)
@@ -320,8 +270,8 @@ class HostAgent:
         self._check_all_exited()
 
     def fork_server_exited(self, cause: str) -> None:
-        for process in list(self._processes.values()):
-            self.process_exited(process.pid, signal.SIGKILL, cause)
+        for pid in self._processes.pids():
+            self.process_exited(pid, signal.SIGKILL, cause)
 
     def process_exited(self, pid: int, status: int, cause: str | None = None) -> None:
         """Handle the exit of a rank's process.
@@ -330,20 +280,20 @@ class HostAgent:
             status: as returned by waitpid.
             cause: what ended it, if known; then `status` has no meaning.
         """
-        record = next((self.ledger.ranks[rank] for rank, one in self._processes.items() if one.pid == pid), None)
-        if record is None:
+        found = self._processes.pop(pid)
+        if found is None:
             return
-        process = self._processes.pop(record.rank)
+        record, process = self.ledger.ranks[found[0]], found[1]
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) and cause is None else None
         code = os.WEXITSTATUS(status) if os.WIFEXITED(status) and cause is None else None
         oom_killed = number == signal.SIGKILL and not record.is_killed_by_us and self._snapshots.has_recent_oom_kill()
         record.exit_reason = cause or describe_exit(number, code)
         if oom_killed:
             record.exit_reason += " because the host ran out of memory"
-        self._drain_sockets()
+        self._sockets.drain(len(self.ledger.ranks))
         now = self._loop.clock.monotonic()
         self._carry_out(self.ledger.finish_pending(record.rank, now))  # it ended before its last output arrived
-        unread_output = self._read_process_pipes(record.rank, process)
+        unread_output = self._read_pipes(record.rank, process)
         exited = messages.RankExited(
             rank=record.rank,
             pid=pid,
@@ -362,44 +312,9 @@ class HostAgent:
         self._carry_out(self.ledger.rank_lost(record.rank, now))
         self._check_all_exited()
 
-    def _drain_sockets(self) -> None:
-        """Handle the reports of a dead rank that are still in the sockets, before its exit is reported.
-
-        Messages of other ranks are interleaved with them and keep arriving: the number of rounds is bounded by the most
-        messages that each rank can have sent.
-        """
-        for socket in (self._work, self._service):
-            for _ in range(_MAX_LAST_MESSAGES * len(self.ledger.ranks)):
-                if not socket.poll(0):
-                    break
-                frames = socket.recv_multipart()
-                try:
-                    self._on_message(socket, frames)
-                except Exception:  # the exit must be reported in any case
-                    log.exception("a report from %r could not be handled", frames[0][:16])
-
-    def _read_pipes(self, rank: int) -> None:
-        process = self._processes.get(rank)
-        if process is not None:
-            self._read_process_pipes(rank, process)
-
-    def _read_process_pipes(self, rank: int, process: RankProcess) -> str:
-        """Return the unread content of the rank's stdout and stderr.
-
-        Output that arrives during the read is ignored: a child process of the rank may write without end.
-        """
-        unread_output = ""
-        for fd, stream in ((process.out, "stdout"), (process.err, "stderr")):
-            data = b""
-            with contextlib.suppress(OSError):
-                data = os.read(fd, num_unread_bytes(fd))
-            if data:
-                text = messages.Text(stream=stream, text=data.decode("utf-8", "replace"))  # type: ignore[arg-type]
-                self._carry_out(self.ledger.text_read(rank, text, self._loop.clock.monotonic()))
-                unread_output += text.text
-        return unread_output
-
-
-def num_unread_bytes(fd: int) -> int:
-    """Return the number of bytes in a pipe."""
-    return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder)
+    def _read_pipes(self, rank: int, process: RankProcess) -> str:
+        """Fold the unread output of a rank; return it."""
+        texts = read_pipes(process)
+        for text in texts:
+            self._carry_out(self.ledger.text_read(rank, text, self._loop.clock.monotonic()))
+        return "".join(text.text for text in texts)

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from meshbook.clock import monotonic, sleep
 from meshbook.rank.captured_streams import CapturedStream, StreamName
-from meshbook.rank.output_items import Truncation, estimate_chars, merge_texts
+from meshbook.rank.output_items import OutputTruncation, estimate_chars, merge_texts
 from meshbook.rank.standard_pipes import StandardPipe, StandardPipes, write_all
 from meshbook.rank.text import escape_surrogates
 from meshbook.wire.messages import Display, OutputItem, Text
@@ -84,7 +84,7 @@ class OutputBuffer:
         self._unsealed: list[str] = []
         self._unsealed_stream: StreamName = "stdout"
         self._head_size = self._tail_size = self._unsealed_size = 0
-        self._truncation = Truncation()
+        self._truncation = OutputTruncation()
         self._is_truncating = False  # nothing pops: drop output at once until something does
         # Signalled when the buffer stops being empty. An eventfd, so that any poller can wait for it.
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -225,7 +225,7 @@ class OutputBuffer:
         with self._lock:
             self._seal()
             head, tail, truncation = self._head, [item for item, _ in self._tail], self._truncation
-            self._head, self._tail, self._truncation = [], deque(), Truncation()
+            self._head, self._tail, self._truncation = [], deque(), OutputTruncation()
             self._head_size = self._tail_size = 0
             self._is_wake_pending = self._is_truncating = False
             self._space_freed.notify_all()

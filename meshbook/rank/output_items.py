@@ -6,7 +6,7 @@ from meshbook.rank.captured_streams import StreamName
 from meshbook.wire.messages import Display, Notice, OutputItem, Text
 
 
-class Truncation:
+class OutputTruncation:
     """Counts what was dropped from the middle of the output."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What DTensor's errors mean, by their texts, and how they are told in terms of the mesh.
+"""What DTensor's errors mean, by their texts, and how they read in terms of the mesh.
 
 The one place that depends on the wording of torch's messages.
 """

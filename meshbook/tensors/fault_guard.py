@@ -78,9 +78,9 @@ class FaultGuard:
         """Return the error of a value that ranks could not compute; they are (rank, report)."""
         with self._lock:
             found = [self._table.register(report, (rank,)) for rank, report in reports]
-            return self._told(self._table.error_from(min(found, key=lambda fault: fault.urgency)))
+            return self._reported(self._table.error_from(min(found, key=lambda fault: fault.urgency)))
 
-    def _told(self, error: OperationFailed) -> OperationFailed:
+    def _reported(self, error: OperationFailed) -> OperationFailed:
         """Have the ranks asked before the next operation: what they left unchanged can be used from now on."""
         with self._lock:
             self._needs_resync = self.is_alert = True
@@ -132,7 +132,7 @@ class FaultGuard:
     def _raise_fault(self, id: int) -> None:
         is_half_written = self._table.is_half_written(id)
         error = self._table.error_of(id)
-        raise error if is_half_written else self._told(error)
+        raise error if is_half_written else self._reported(error)
 
     def _mark_overwritten(self, ids: Iterable[int]) -> None:
         with self._lock:

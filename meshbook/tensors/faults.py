@@ -35,7 +35,7 @@ class Fault:
 
     @property
     def urgency(self) -> tuple[bool, bool, int]:
-        """The order in which faults are told: causes first, in the order of their operations."""
+        """The order in which faults are reported: causes first, in the order of their operations."""
         return self.secondary, self.interrupted, self.number
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from meshbook.fold.entries import TemplateCache, item_entry, num_chars_of, output_of
+from meshbook.fold.entries import LineTemplates, item_entry, num_chars_of, output_of
 from meshbook.fold.lag import LagDetector
 from meshbook.fold.source_queue import SourceQueue
 from meshbook.wire.messages import Display, RankDisplay
 
 
-def queue(*lines: str, rank: int = 0, limit_chars: int = 1000, templates: TemplateCache | None = None) -> SourceQueue:
-    made = SourceQueue((rank,), templates or TemplateCache(), limit_chars, per_entry_ranks=False)
+def queue(*lines: str, rank: int = 0, limit_chars: int = 1000, templates: LineTemplates | None = None) -> SourceQueue:
+    made = SourceQueue((rank,), templates or LineTemplates(), limit_chars, per_entry_ranks=False)
     made.push(lines, sum(map(len, lines)), 0.0, special=False)
     return made
 
@@ -52,7 +52,7 @@ def test_a_queue_that_is_too_full_loses_its_middle_and_counts_it() -> None:
 
 
 def test_a_source_whose_line_went_out_without_it_is_behind_until_it_comes() -> None:
-    templates = TemplateCache()
+    templates = LineTemplates()
     late, ahead = queue(templates=templates), queue("step 1", "step 2", rank=1, templates=templates)
     lag = LagDetector([late, ahead], templates)
     lag.note_emitted([ahead], ["step 1"])

@@ -12,8 +12,9 @@ import pytest
 import zmq
 
 from meshbook.host import starter as starters
-from meshbook.host.agent import HostAgent, num_unread_bytes
+from meshbook.host.agent import HostAgent
 from meshbook.host.launcher import _read_tail
+from meshbook.host.rank_processes import num_unread_bytes
 from meshbook.host.rank_record import RankRecord
 from meshbook.host.starter import ForkStarter, FreshStarter, RankProcess, make_pipe
 from meshbook.wire import messages, spawn
@@ -178,10 +179,10 @@ def test_a_rank_that_goes_on_reporting_does_not_hold_up_the_news_of_anothers_end
         agent = HostAgent(Loop(), context, tmp_path, "token", 0, lambda report: None)
         agent.ledger.ranks.update({rank: RankRecord(rank) for rank in range(2)})
         heard: list[object] = []
-        monkeypatch.setattr(agent, "_on_message", lambda socket, frames: heard.append(frames) or 1 / 0)
+        monkeypatch.setattr(agent._sockets, "_on_message", lambda socket, frames: heard.append(frames) or 1 / 0)
         for socket in ("_work", "_service"):
-            monkeypatch.setattr(agent, socket, _Endless())
-        agent._drain_sockets()
+            monkeypatch.setattr(agent._sockets, socket, _Endless())
+        agent._sockets.drain(len(agent.ledger.ranks))
         assert len(heard) == 2 * 2 * 256
         monkeypatch.undo()
         agent.close()
