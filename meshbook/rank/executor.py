@@ -170,7 +170,7 @@ class Executor:
         if called.status != "ok":
             return Outcome(status=called.status, error=called.error)
         if command.always_retain:
-            self._objects.retain(command.call, called.result)
+            self._objects.values.store(command.call, called.result)
         value = self._describe_value(command.call, called.result, command.inline_limit, retain=command.retain)
         if command.always_retain:
             value = msgspec.structs.replace(value, ref=command.call)

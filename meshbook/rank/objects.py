@@ -30,6 +30,7 @@ class RankObjects:
     Attributes:
         pool: shared segments that hold the large buffers of sent values.
         reader: the segments of others that values here were read from.
+        values: the values behind handles to results.
         resolvers: kind of reference -> function that resolves its key.
     """
 
@@ -52,7 +53,7 @@ class RankObjects:
         self.resolvers: dict[str, Callable[[str], Any]] = {}
         self._rank, self._device, self._namespace, self._state = rank, device, namespace, state
         self._groups, self._defer_interrupts = groups, defer_interrupts
-        self._values = ValueStore(self.pool)
+        self.values = ValueStore(self.pool)
         self._tensors: RankTensors | None = None  # set once a client has used it
 
     # ---- remote tensors
@@ -70,7 +71,7 @@ class RankObjects:
                 torch.device(self._device),
                 self._groups.process_groups,
                 load=self.unpickle,
-                dump=lambda thing: self._values.dump(self._state.running_call_id or "", thing),
+                dump=lambda thing: self.values.dump(self._state.running_call_id or "", thing),
                 resolve=self.resolve,
                 defer_interrupts=self._defer_interrupts,
             )
@@ -90,9 +91,9 @@ class RankObjects:
         """Return this rank's object for a handle in the arguments: `name:x`, `ref:<call>`, `tensor:<engine>#<id>`."""
         kind, _, key = reference.partition(":")
         if kind == "ref":
-            if key not in self._values:
+            if key not in self.values:
                 raise TransferError(f"the object behind this handle was released on rank {self._rank}")
-            return self._values[key]
+            return self.values[key]
         if kind == "tensor":
             return self.tensors.resolve(key)
         if kind in self.resolvers:
@@ -102,7 +103,7 @@ class RankObjects:
         return self._namespace[key]
 
     def evaluate(self, expression: expressions.Expression) -> Any:
-        return expressions.evaluate(expression, self._namespace, self._values, self.resolve)
+        return expressions.evaluate(expression, self._namespace, self.values, self.resolve)
 
     def inject_globals(self, function: Any) -> None:
         """Add missing globals to a notebook function that was sent by value.
@@ -131,20 +132,13 @@ class RankObjects:
         if payload is not None:
             return Value(preview=preview, payload=payload)
         if not retain:
-            return Value(preview=preview, payload=self._values.dump(call, result))
-        self._values.store(call, result)
+            return Value(preview=preview, payload=self.values.dump(call, result))
+        self.values.store(call, result)
         return Value(preview=preview, ref=call)
-
-    def retain(self, call: str, result: Any) -> None:
-        """Keep the result of a call until its client releases it or disconnects."""
-        self._values.store(call, result)
-
-    def release(self, refs: tuple[str, ...], segments: tuple[str, ...]) -> None:
-        self._values.release(refs, segments)
 
     def drop_client(self, client: str) -> None:
         """Release the data held for a client that has disconnected."""
-        self._values.drop_client(client)
+        self.values.drop_client(client)
         if self._tensors is not None:
             self._tensors.drop_client(client)
 

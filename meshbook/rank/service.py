@@ -193,7 +193,7 @@ class Service:
             case messages.RanksLeft():
                 self._groups.ranks_left(command)
             case messages.Release(refs=refs, segments=segments, client=client):
-                self._objects.release(refs, segments)
+                self._objects.values.release(refs, segments)
                 if client is not None:
                     self._objects.drop_client(client)
             case messages.TakeSnapshots():

@@ -192,13 +192,9 @@ def as_called_by_controller(operation: CurrentOp, stack: ThreadStack) -> ThreadS
     issuing_frames = (line, Frame(file=REMOTE_OPERATION_FILE, line=0, function=name))
     cut_at = stack.truncated_at - engine_index - 1 + len(issuing_frames)
     is_cut = stack.num_truncated > 0 and cut_at >= len(issuing_frames)
-    return ThreadStack(
-        name=stack.name,
+    return replace(
+        stack,
         frames=(*issuing_frames, *stack.frames[engine_index + 1 :]),
-        is_main=stack.is_main,
-        native_id=stack.native_id,
-        waits_on=stack.waits_on,
-        held_by=stack.held_by,
         num_truncated=stack.num_truncated if is_cut else 0,
         truncated_at=cut_at if is_cut else 0,
     )

@@ -16,7 +16,7 @@ from tests.controller.test_run import when
 HELD = """
 import gc
 objects = next(one for one in gc.get_objects() if type(one).__name__ == "RankObjects")
-len(objects._values), objects.pool.used_bytes >> 20
+len(objects.values), objects.pool.used_bytes >> 20
 """
 
 CLIENT = """

@@ -333,12 +333,12 @@ def test_an_error_in_a_ranks_service_thread_is_told_in_the_next_cell_and_the_ran
         "import gc\n"
         "objects = next(o for o in gc.get_objects() if type(o).__name__ == 'RankObjects')\n"
         "def release(refs, segments): raise RuntimeError('cannot start new thread')\n"
-        "if rank == 1: objects.release = release",
+        "if rank == 1: objects.values.release = release",
         echo=False,
     )
     mesh.session.connection.send(messages.Release(ranks=(0, 1), refs=("x",)))
     when(lambda: "in release" in mesh.logs(1))
-    told = mesh.run("vars(objects).pop('release', None) and None", echo=False).output
+    told = mesh.run("vars(objects.values).pop('release', None) and None", echo=False).output
     assert "carrying out Release: RuntimeError: cannot start new thread. The rank goes on" in told
     assert "cannot start" not in mesh.run("pass", echo=False).output
     assert mesh.status().ranks[1].state == "idle"

@@ -39,7 +39,7 @@ class Rank:
 
     def __init__(self) -> None:
         self.ring = CollectiveRing()
-        self.pool, self.reader = _Pool(), _Reader()
+        self.pool, self.reader, self.values = _Pool(), _Reader(), self
         self.released: list[str] = []
         self.fails: BaseException | None = None
 
