@@ -45,12 +45,12 @@ test: $(VENV)/installed-dev $(if $(PEERS),$(VENV)/installed-peers)
 
 # Tests that import no torch and start no rank: rules, messages, folding, diagnosis, loops.
 PURE := tests/diagnose tests/fold tests/test_ids.py tests/test_mesh_axes.py tests/test_selections.py \
-	$(addprefix tests/actors/test_,mailbox.py) \
 	$(addprefix tests/controller/test_,call_errors.py connection.py console.py pending_requests.py stop_presses.py) \
 	$(addprefix tests/controller/test_,subscription.py tables.py) \
 	$(addprefix tests/dashboard/test_,charts.py view.py) \
 	$(addprefix tests/host/test_,beats.py cores.py gpus.py ledger.py) \
-	$(addprefix tests/rank/test_,blas.py capture.py expressions.py main.py namespace.py ring.py service.py) \
+	$(addprefix tests/rank/test_,blas.py call_state.py capture.py departures.py digests.py expressions.py) \
+	$(addprefix tests/rank/test_,main.py namespace.py output_pacing.py ring.py service.py) \
 	$(addprefix tests/supervisor/test_,call_table.py clients.py desync.py driver.py group_state.py history.py) \
 	$(addprefix tests/supervisor/test_,logfile.py monitoring.py rank_table.py series.py snapshot_requests.py) \
 	$(addprefix tests/supervisor/test_,stalls.py state.py) \
