@@ -331,7 +331,7 @@ def _stop_and_close(connection: SupervisorConnection, ended: threading.Event, st
     try:
         if stop and not connection.closed and not ended.is_set():
             connection.continue_supervisor()  # a supervisor stopped by SIGSTOP could not exit
-            connection.request(messages.StopMesh(call=connection.next_call_id(), now=True))
+            connection.request(messages.StopMesh(call=connection.next_call_id()))
             ended.wait(_STOP_TIMEOUT_S)
     except MeshbookError:
         pass

@@ -2,8 +2,8 @@
 
 Commands enter through `handle`, folded reports leave through `report`; the supervisor may run in the same process (the
 local engine) or behind a socket (`host/main.py`), which makes no difference here. The agent has the sockets that reach
-the ranks (`rank_sockets`), their processes (`launcher`, `rank_processes`), the timers and the snapshots; `host/ledger.py`
-has what is decided.
+the ranks (`rank_sockets`), their processes (`launcher`, `rank_processes`), the timers and the snapshots; the ledger
+(`host/ledger.py`) decides.
 """
 
 from __future__ import annotations

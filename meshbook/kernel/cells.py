@@ -121,7 +121,6 @@ class CellRunner:
             label=label,
             allow_input=not background and self._front_end.allows_input,
             setup=setup,
-            background=background,
         )
         if background:
             return self._run_in_background(session, command, output)

@@ -39,7 +39,6 @@ class RunCell(Message):
     silent: bool = False  # no output, no value
     allow_input: bool = False  # input() may prompt the client
     setup: bool = False  # stored, and run again on ranks that join
-    background: bool = False
     inline_limit: int = 0  # the outcome includes the value if it pickles to at most this many bytes
 
 
@@ -161,7 +160,6 @@ class QueryHistory(Message):
 
 class StopMesh(Message):
     call: CallId
-    now: bool = False  # do not wait for running cells
 
 
 class Ping(Message):
