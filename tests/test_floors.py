@@ -133,7 +133,6 @@ LARGER = {
     ("lines of a file", "rank.groups"): "to be divided",
     ("lines of a class", "rank.groups.ProcessGroups"): "to be divided",
     ("methods of a class", "rank.groups.ProcessGroups"): "to be divided",
-    ("lines of a file", "wire.buffers"): "to be divided",
 }
 
 # Words that once were Meshbook's own, and what is said for them.

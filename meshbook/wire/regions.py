@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from meshbook.errors import TransferError
-from meshbook.wire.buffers import MappedFile
+from meshbook.wire.memory_files import MappedFile
 
 MAX_REGIONS = 65_536  # of one process; the slot table is a sparse file, so unused words cost nothing
 MAX_MAPPED_FILES = 4096  # of one owner that a reader retains: mapping 1 GB again costs 30 ms in page faults

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshbook.errors import TransferError
-from meshbook.wire.buffers import copy_to_fresh_pages
+from meshbook.wire.memory_files import copy_to_fresh_pages
 from meshbook.wire.messages import Payload
 
 if TYPE_CHECKING:

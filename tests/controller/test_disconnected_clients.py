@@ -59,9 +59,9 @@ def test_a_client_that_goes_leaves_nothing_but_names_on_the_ranks(how: str) -> N
 def test_a_value_that_fits_no_message_is_an_error_and_the_mesh_works_on() -> None:
     with create_mesh(1, torch=False) as mesh:
         mesh.run(
-            "import numpy as np; from meshbook.wire import buffers, codec, pickling\n"
+            "import numpy as np; from meshbook.wire import codec, pickling, segments\n"
             "def none_left(*arguments): raise OSError(24, 'Too many open files')\n"
-            "buffers._Segment.create = none_left; big = np.ones(1 << 19)\n"
+            "segments.Segment.create = none_left; big = np.ones(1 << 19)\n"
             "pickling.MAX_MESSAGE_BYTES = codec.MAX_MESSAGE_BYTES = 1 << 20"
         )
         with pytest.raises(CellError, match=r"4 MiB .* a message takes 1 MiB.*in parts"):
