@@ -24,7 +24,7 @@ def test_the_first_frame_is_the_protocol_version() -> None:
 
 def test_a_newer_peer_is_refused_with_which_end_to_upgrade() -> None:
     with pytest.raises(VersionMismatch, match="upgrade Meshbook here"):
-        codec.client_commands.decode([b"meshbook/3", b""])
+        codec.client_commands.decode([b"meshbook/4", b""])
 
 
 def test_an_older_peer_is_refused_with_which_end_to_upgrade() -> None:

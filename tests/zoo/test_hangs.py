@@ -20,6 +20,7 @@ import pytest
 from meshbook.controller.console import Console
 from meshbook.controller.mesh import Mesh
 from meshbook.controller.reports import Why
+from meshbook.controller.running import submit_command
 from meshbook.controller.starting import create_mesh
 from meshbook.errors import CellError, RankLost
 from tests.zoo.hangs import HANGS, Hang
@@ -39,7 +40,7 @@ def let_loose(mesh: Mesh, source: str, *, asks: bool = False) -> Any:
     command = mesh._session.cell_command(source, mesh.ranks, allow_input=asks, label="the cell")
     console = Console(mesh.ranks, echo=False)
     if not asks:
-        return mesh._run_command(command, console, None, wait=False)
+        return submit_command(mesh._session, command, console)
     session = mesh._session
     source = session.request(command, on_output=console, on_input=lambda _: None)  # somebody who never answers
     return session.future(source, command, lambda finished: finished)
