@@ -126,13 +126,6 @@ LIMITS = {
 LARGER = {
     ("lines of a class", "controller.mesh.Mesh"): "the public face of a mesh: documented methods of a few lines each",
     ("methods of a class", "controller.mesh.Mesh"): "the same",
-    ("lines of a file", "rank.process_group"): "to be divided",
-    ("lines of a class", "rank.process_group.WatchedGroup"): "to be divided",
-    ("methods of a class", "rank.process_group.WatchedGroup"): "to be divided",
-    ("branches of a function", "rank.process_group._make_collective_method.collective"): "to be divided",
-    ("lines of a file", "rank.groups"): "to be divided",
-    ("lines of a class", "rank.groups.ProcessGroups"): "to be divided",
-    ("methods of a class", "rank.groups.ProcessGroups"): "to be divided",
 }
 
 # Words that once were Meshbook's own, and what is said for them.

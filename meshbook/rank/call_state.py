@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from meshbook.errors import CollectiveAborted
 from meshbook.ids import CallId
-from meshbook.rank import departures
+from meshbook.rank.process_groups import departures
 from meshbook.wire.messages import Outcome, RankPosition
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ from meshbook.rank.capture import OutputBuffer
 from meshbook.rank.code_runner import CodeRunner
 from meshbook.rank.interrupt import InterruptGate
 from meshbook.rank.objects import RankObjects
-from meshbook.rank.rank_groups import RankGroups
+from meshbook.rank.process_groups.rank_groups import RankGroups
 from meshbook.rank.reporter import Reporter
 from meshbook.rank.shell import RankShell
 from meshbook.wire import codec, messages

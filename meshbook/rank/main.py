@@ -32,8 +32,8 @@ from meshbook.rank.device import choose_device
 from meshbook.rank.executor import Executor
 from meshbook.rank.interrupt import InterruptGate
 from meshbook.rank.objects import RankObjects
+from meshbook.rank.process_groups.rank_groups import RankGroups
 from meshbook.rank.queries import make_query_handlers
-from meshbook.rank.rank_groups import RankGroups
 from meshbook.rank.reporter import Reporter
 from meshbook.rank.service import Service
 from meshbook.rank.shell import RankShell

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from meshbook.clock import monotonic, process_time
-from meshbook.rank.ring import Collective, CollectiveRing
+from meshbook.rank.process_groups.ring import Collective, CollectiveRing
 from meshbook.rank.scalars import ScalarLog
 from meshbook.rank.text import sanitize_text
 from meshbook.wire.messages import CollectiveInfo, Frame, Gpu, Health, RankMetrics

@@ -11,7 +11,7 @@ import msgspec
 from meshbook.rank import actor_hooks, introspection
 from meshbook.rank.device import select_device
 from meshbook.rank.objects import RankObjects
-from meshbook.rank.rank_groups import RankGroups
+from meshbook.rank.process_groups.rank_groups import RankGroups
 from meshbook.rank.shell import RankShell
 from meshbook.wire import messages
 

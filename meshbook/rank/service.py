@@ -29,7 +29,7 @@ from meshbook.rank.main_thread import MainThreadProbe
 from meshbook.rank.objects import RankObjects
 from meshbook.rank.output_pacing import OutputPacer
 from meshbook.rank.probes import Probes, are_probes_enabled
-from meshbook.rank.rank_groups import RankGroups
+from meshbook.rank.process_groups.rank_groups import RankGroups
 from meshbook.rank.reporter import Reporter, connect_to_host
 from meshbook.rank.snapshot import Snapshotter
 from meshbook.rank.text import sanitize_text

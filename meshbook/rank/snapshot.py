@@ -22,7 +22,7 @@ from meshbook.clock import monotonic
 from meshbook.rank import locks
 from meshbook.rank.call_state import CallState, FinishedCall
 from meshbook.rank.probes import describe_collective
-from meshbook.rank.ring import CollectiveRing
+from meshbook.rank.process_groups.ring import CollectiveRing
 from meshbook.rank.text import sanitize_text
 from meshbook.wire.messages import (
     MAX_END_FRAMES,

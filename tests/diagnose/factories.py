@@ -15,7 +15,7 @@ STDLIB = "/usr/lib/python3.11"
 IN_COLLECTIVE = (
     Frame(f"{TORCH}/distributed/c10d_logger.py", 81, "wrapper"),
     Frame(f"{TORCH}/distributed/distributed_c10d.py", 2900, "all_reduce"),
-    Frame("/env/lib/python3.11/site-packages/meshbook/rank/watched.py", 236, "collective"),
+    Frame("/env/lib/python3.11/site-packages/meshbook/rank/process_groups/watched_group.py", 236, "collective"),
 )
 
 

@@ -30,6 +30,13 @@ def test_every_place_leads_to_a_kind_or_is_looked_into():
         assert re.match(r"(waits|forms|sleeps)\b", place.phrase)
 
 
+def test_every_place_in_meshbooks_own_code_exists():
+    for file, functions, _ in WAIT_SITES:
+        if file.startswith("meshbook/"):
+            source = (ROOT / file).read_text()
+            assert [name for name in functions or () if f"def {name}(" not in source] == [], file
+
+
 def test_the_documentation_has_every_kind_and_no_other():
     table = re.findall(r"^\| `([a-z-]+)` \|", (ROOT / "docs" / "debugging.md").read_text(), re.MULTILINE)
     assert table == sorted(KINDS, key=lambda kind: -KINDS[kind].weight)

@@ -34,7 +34,9 @@ def test_the_cells_frame_is_outermost() -> None:
 
 
 def test_without_a_cell_it_begins_below_meshbooks_own() -> None:
-    whole = stack(*PLUMBING, ("/home/me/train.py", "step"), (f"{OWN}/rank/process_group.py", "collective"))
+    whole = stack(
+        *PLUMBING, ("/home/me/train.py", "step"), (f"{OWN}/rank/process_groups/watched_group.py", "collective")
+    )
     assert functions(stacks.trim_to_user_frames(whole, None)) == ["step", "collective"]
     assert functions(stacks.trim_to_user_frames(whole, "another file")) == ["step", "collective"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from meshbook.errors import CollectiveAborted
-from meshbook.rank import departures
-from meshbook.rank.ring import GroupLabel
+from meshbook.rank.process_groups import departures
+from meshbook.rank.process_groups.ring import GroupLabel
 from meshbook.wire.messages import Frame, Outcome, RankError, RankPosition
 from tests.rank.test_positions import Rank
 

@@ -251,18 +251,18 @@ def test_a_rank_severed_between_two_questions_to_the_store_waits_for_nobody(trio
 
 
 def sever_while_reaching(here: RankContext) -> str:
-    link = here.groups._connect_backend
+    link = here.groups.connector._connect_backend
 
     def ask_and_be_severed(kind: str, store: Any, group: Any) -> Any:
         store.set("asked", "1")
         here.groups.abort(RankLost("gone"))
         return link(kind, store, group)
 
-    here.groups._connect_backend = ask_and_be_severed
+    here.groups.connector._connect_backend = ask_and_be_severed
     try:
         return wait_in(here, "new_group")
     finally:
-        here.groups._connect_backend = link
+        here.groups.connector._connect_backend = link
 
 
 def wait_until_reaching(here: RankContext) -> None:
@@ -292,11 +292,11 @@ def test_a_reduce_scatter_ends_when_the_rank_that_it_waits_for_has_severed_its_c
 
 
 def hold(here: RankContext) -> None:
-    here.groups.hold_collectives()
+    here.groups.table.hold()
 
 
 def go_on(here: RankContext) -> None:
-    here.groups.resume_collectives()
+    here.groups.table.resume()
 
 
 def break_the_world(here: RankContext) -> None:
@@ -304,7 +304,7 @@ def break_the_world(here: RankContext) -> None:
 
     name = dist.group.WORLD.group_name
     here.groups.invalidate_named((name,), "out of step", generation=here.groups.generation)
-    here.groups.resume_collectives()
+    here.groups.table.resume()
 
 
 def wait_until_held(here: RankContext) -> None:
@@ -315,7 +315,7 @@ def wait_until_held(here: RankContext) -> None:
     deadline = time.monotonic() + SOON_S
     while time.monotonic() < deadline:
         frame: Any = sys._current_frames()[main]
-        while frame is not None and frame.f_code.co_name != "_wait_until_allowed":
+        while frame is not None and frame.f_code.co_name != "wait_until_allowed":
             frame = frame.f_back
         if frame is not None:
             return
@@ -368,7 +368,7 @@ def fail_a_batch(here: RankContext) -> tuple[bool, int]:
         pass
     finally:
         group._inner = inner
-    return group.failure is not None, len(here.ring.running())
+    return group.health.failure is not None, len(here.ring.running())
 
 
 def test_a_batch_whose_end_raises_is_not_under_way_any_more_and_breaks_its_group(trio: World) -> None:
@@ -556,7 +556,7 @@ def wait_for_gloo_to_notice(here: RankContext) -> None:
     while time.monotonic() < deadline:
         frame: Any = sys._current_frames()[main]
         while frame is not None:
-            if frame.f_code.co_name == "_finish_failed":
+            if frame.f_code.co_name == "finish_failed":
                 return
             frame = frame.f_back
         pause.wait(0.001)
@@ -759,7 +759,7 @@ def form_badly(here: RankContext, axes: dict[str, int], epoch: int) -> None:
     import torch
     import zmq
 
-    from meshbook.rank.store import MeshStore
+    from meshbook.rank.process_groups.store import MeshStore
 
     store = here.stored["bad store"] = MeshStore(zmq.Context(), "ipc:///nowhere", "")
     here.groups.form(

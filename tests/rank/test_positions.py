@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from meshbook.rank import positions
-from meshbook.rank.ring import Collective, CollectiveRing, GroupLabel
+from meshbook.rank.process_groups import positions
+from meshbook.rank.process_groups.ring import Collective, CollectiveRing, GroupLabel
 from meshbook.wire.messages import ACTOR_THREAD_PREFIX, GroupPosition, RankPosition
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from meshbook.rank import probes
 from meshbook.rank.probes import Probes
-from meshbook.rank.ring import CollectiveRing, GroupLabel
+from meshbook.rank.process_groups.ring import CollectiveRing, GroupLabel
 from meshbook.rank.scalars import ScalarLog
 from meshbook.rank.text import sanitize_text
 

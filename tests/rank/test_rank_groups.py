@@ -10,8 +10,8 @@ import torch
 
 from meshbook.ids import CallId
 from meshbook.rank.call_state import CallState
-from meshbook.rank.groups import ProcessGroups
-from meshbook.rank.rank_groups import RankGroups
+from meshbook.rank.process_groups.groups import ProcessGroups
+from meshbook.rank.process_groups.rank_groups import RankGroups
 from meshbook.wire.messages import FormGroups, Outcome, ResumeCollectives
 
 STOPPED = CallId("a-1")
@@ -42,7 +42,7 @@ class Rank:
 
     @property
     def is_held(self) -> bool:
-        held: bool = self.groups.process_groups.is_held
+        held: bool = self.groups.process_groups.table.is_held
         return held
 
 
@@ -71,7 +71,7 @@ def test_a_call_that_was_taken_back_before_groups_were_formed_anew_holds_nothing
 ) -> None:
     rank = Rank()
     rank.groups.hold_after(STOPPED)
-    monkeypatch.setattr(ProcessGroups, "form", lambda groups, *_, **__: groups.resume_collectives())
+    monkeypatch.setattr(ProcessGroups, "form", lambda groups, *_, **__: groups.table.resume())
     monkeypatch.setattr(torch.distributed, "get_backend", lambda: "gloo")
     rank.groups.form(FormGroups(call=CallId("form-1"), ranks=(0,), generation=2, store_address=""))
     rank.begin()

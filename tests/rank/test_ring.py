@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from meshbook.rank import ring as ring_module
-from meshbook.rank.ring import MAX_RECORDED_TENSORS, Collective, CollectiveRing, GroupLabel
+from meshbook.rank.process_groups import ring as ring_module
+from meshbook.rank.process_groups.ring import MAX_RECORDED_TENSORS, Collective, CollectiveRing, GroupLabel
 
 
 class FakeTensor:

@@ -17,8 +17,8 @@ from meshbook.errors import ProtocolError
 from meshbook.rank import service
 from meshbook.rank.call_state import CallState
 from meshbook.rank.capture import OutputBuffer
+from meshbook.rank.process_groups.ring import CollectiveRing
 from meshbook.rank.reporter import Reporter
-from meshbook.rank.ring import CollectiveRing
 from meshbook.rank.service import Service
 from meshbook.wire import codec, messages, spawn
 

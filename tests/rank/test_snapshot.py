@@ -14,7 +14,7 @@ import pytest
 from meshbook.ids import CallId
 from meshbook.rank import snapshot
 from meshbook.rank.call_state import CallState
-from meshbook.rank.ring import CollectiveRing, GroupLabel
+from meshbook.rank.process_groups.ring import CollectiveRing, GroupLabel
 from meshbook.rank.snapshot import Snapshotter
 from meshbook.wire import codec, messages
 from meshbook.wire.messages import ThreadStack

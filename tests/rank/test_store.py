@@ -13,7 +13,7 @@ import zmq
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import DistStoreError
 
-from meshbook.rank.store import MeshStore
+from meshbook.rank.process_groups.store import MeshStore
 from meshbook.supervisor.store import StoreServer
 from meshbook.wire.loop import Loop
 

@@ -236,8 +236,8 @@ class RankContext:
         self.groups: Any = None
         self.ring: Any = None
         if not plain:
-            from meshbook.rank.groups import ProcessGroups
-            from meshbook.rank.ring import CollectiveRing
+            from meshbook.rank.process_groups.groups import ProcessGroups
+            from meshbook.rank.process_groups.ring import CollectiveRing
 
             self.ring = CollectiveRing()
             self.groups = ProcessGroups(self.ring)
@@ -247,7 +247,7 @@ def _mesh_store(here: RankContext, address: str) -> Any:
     """The world's store, one for all its epochs."""
     import zmq
 
-    from meshbook.rank.store import MeshStore
+    from meshbook.rank.process_groups.store import MeshStore
 
     if "store" not in here.stored:
         here.stored["store"] = MeshStore(zmq.Context(), address, TOKEN, timeout_s=DEADLINE_S)
@@ -286,7 +286,7 @@ def _wait_until_stuck(here: RankContext) -> None:
     while time.monotonic() < deadline:
         frame = sys._current_frames()[main]
         # Slices of a wait end and begin again, so what counts is the frame, and not the instruction, of the wait.
-        position = (id(frame), 0 if frame.f_code.co_name == "_wait_in_slices" else frame.f_lasti)
+        position = (id(frame), 0 if frame.f_code.co_name == "wait_in_slices" else frame.f_lasti)
         if position != last_position or not here.ring.running():
             last_position, since = position, time.monotonic()
         elif time.monotonic() - since > MIN_STUCK_S:
@@ -365,7 +365,7 @@ def _fork_server_main(requests: socket.socket) -> NoReturn:
     import torch.distributed.fsdp
     import torch.distributed.tensor
 
-    import meshbook.rank.groups  # noqa: F401  so that ranks share it
+    import meshbook.rank.process_groups.groups  # noqa: F401  so that ranks share it
     from meshbook.wire.process_control import die_with_parent
 
     torch.set_num_threads(1)

@@ -31,7 +31,7 @@ from meshbook.wire.messages import BatchCallSites, Frame, RunOps, ShardedUpload
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from meshbook.rank.groups import ProcessGroups
+    from meshbook.rank.process_groups.groups import ProcessGroups
 
 # Callbacks of modules that store state for a client; called with its name when it has disconnected, from any thread.
 ON_CLIENT_DROPPED: list[Callable[[str], None]] = []

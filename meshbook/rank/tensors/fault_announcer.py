@@ -8,7 +8,7 @@ from meshbook.clock import monotonic, sleep
 from meshbook.rank.tensors.tensor_store import Poison, TensorStore
 
 if TYPE_CHECKING:
-    from meshbook.rank.groups import ProcessGroups
+    from meshbook.rank.process_groups.groups import ProcessGroups
 
 # Seconds that a rank waits for the others to announce the same fault before it assumes that they are blocked without
 # it.
@@ -31,7 +31,7 @@ class FaultAnnouncer:
         groups releases them.
         """
         groups = self._groups
-        tcp_store = None if groups is None else groups._store
+        tcp_store = None if groups is None else groups.store
         # Only an abort releases all ranks: a group broken by one neighbour's closed connection still blocks other
         # neighbours.
         if groups is None or tcp_store is None or groups.abort_failure is not None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
-from meshbook.rank.interrupted_steps import reset_interrupted_step
+from meshbook.rank.process_groups.interrupted_steps import reset_interrupted_step
 from meshbook.rank.tensors import building
 from meshbook.rank.tensors import modes as torch_modes
 

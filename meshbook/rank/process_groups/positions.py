@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
-from meshbook.rank.ring import Collective, CollectiveRing, GroupLabel
+from meshbook.rank.process_groups.ring import Collective, CollectiveRing, GroupLabel
 from meshbook.wire.messages import ACTOR_THREAD_PREFIX, POINT_TO_POINT, GroupPosition, RankPosition
 
 

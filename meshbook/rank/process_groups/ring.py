@@ -242,7 +242,7 @@ class CollectiveRing:
         self._skip_prefixes: tuple[str, ...] = ("<frozen ", RECORDED_STEP_FILE)
         self._skip_cache: dict[str, bool] = {}  # by file name: a dict look-up costs a tenth of a prefix test
         # contextlib's frames lie between the user's `with` and the library that ends a coalesced collective in it.
-        for path in (Path(__file__).resolve().parent.parent, contextlib.__file__, *skip):
+        for path in (Path(__file__).resolve().parents[2], contextlib.__file__, *skip):
             self.skip_frames_of(path)
         self._last: Collective | None = None
         self.num_captures = 0

@@ -14,16 +14,17 @@ import zmq
 
 from meshbook.errors import CollectiveAborted, RankLost
 from meshbook.ids import CallId
-from meshbook.rank import departures, positions, probes
+from meshbook.rank import probes
 from meshbook.rank.call_state import CallEffect, CallState
-from meshbook.rank.ring import Collective, CollectiveRing
+from meshbook.rank.process_groups import departures, positions
+from meshbook.rank.process_groups.ring import Collective, CollectiveRing
 from meshbook.wire import spawn
 from meshbook.wire.crash_log import CrashLog
 from meshbook.wire.messages import FormGroups, Outcome, RankError, RankPosition, RanksLeft, ResumeCollectives
 
 if TYPE_CHECKING:  # they import torch, which a mesh may not have
-    from meshbook.rank.groups import ProcessGroups
-    from meshbook.rank.store import MeshStore
+    from meshbook.rank.process_groups.groups import ProcessGroups
+    from meshbook.rank.process_groups.store import MeshStore
 
 # Seconds that ranks wait for each other while process groups are formed.
 _FORM_TIMEOUT_S = 60.0
@@ -89,8 +90,8 @@ class RankGroups:
         if not config.spec.process_group:
             return names, None
         if self._groups is None:
-            from meshbook.rank.groups import ProcessGroups
-            from meshbook.rank.store import MeshStore
+            from meshbook.rank.process_groups.groups import ProcessGroups
+            from meshbook.rank.process_groups.store import MeshStore
 
             self._store = MeshStore(self._context, command.store_address, config.token, timeout_s=_FORM_TIMEOUT_S)
             self._groups = ProcessGroups(self.ring, collective_timeout_s=config.spec.group_timeout_s)
@@ -125,7 +126,7 @@ class RankGroups:
             and isinstance(cause.error, CollectiveAborted)
             and not cause.was_raised
             and self._state.release_error is not None
-            and groups.has_nccl
+            and groups.table.has_nccl
         ):  # an aborted NCCL collective returns as if successful, and results computed from it are garbage
             outcome = Outcome(status="error", error=self._describe_error(cause.error))
         departed = self._state.departed(call)
@@ -163,13 +164,13 @@ class RankGroups:
         state, groups = self._state, self._groups
         running, finished = state.running_call_id, state.finished
         since = state.seq_before(about, self._last_seq())  # not begun here: it ran no collectives
-        labels = [] if groups is None else [group.label for group in groups.all_groups()]
+        labels = [] if groups is None else [group.label for group in groups.table]
         return RankPosition(
             rank=self._config.rank,
             last_call=None if finished is None else finished.call,
             last_status="" if finished is None else finished.outcome.status,
             cause=state.leave_reason,
-            is_held_or_idle=running is None or groups is None or groups.is_held,
+            is_held_or_idle=running is None or groups is None or groups.table.is_held,
             is_idle=running is None,
             has_other_collective_threads=positions.has_other_collective_threads(self.ring),
             num_groups_created=0 if groups is None else groups.num_groups_created,
@@ -194,7 +195,7 @@ class RankGroups:
     def complete_futures(self) -> None:
         """Complete the futures of collectives that have ended unnoticed."""
         if self._groups is not None:
-            self._groups.complete_futures()
+            self._groups.table.complete_futures()
 
     # ---- effects
 
@@ -203,9 +204,9 @@ class RankGroups:
             groups = self._groups
             assert groups is not None  # there are no effects before groups are formed
             if effect is CallEffect.HOLD:
-                groups.hold_collectives()
+                groups.table.hold()
             elif effect is CallEffect.RESUME:
-                groups.resume_collectives()
+                groups.table.resume()
             else:
                 thread = threading.Thread(
                     target=self._watch_departures, args=(groups,), name="meshbook-left", daemon=True
@@ -228,7 +229,7 @@ class RankGroups:
                 generation = groups.generation
                 error = departures.find_doomed_wait(
                     self.ring.running(),
-                    groups.connecting,
+                    groups.connector.connecting,
                     departed,
                     rank=self._config.rank,
                     running_file=self._running_file(),

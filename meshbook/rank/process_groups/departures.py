@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 from meshbook.diagnose.source_files import cell_label, is_user_file
 from meshbook.errors import CollectiveAborted
-from meshbook.rank import positions
-from meshbook.rank.ring import Collective, GroupLabel, UserLine
+from meshbook.rank.process_groups import positions
+from meshbook.rank.process_groups.ring import Collective, GroupLabel, UserLine
 from meshbook.wire.messages import Outcome, RankError, RankPosition
 
 

@@ -1,0 +1,36 @@
+"""Why a process group cannot be used any more, and what its users get."""
+
+from __future__ import annotations
+
+import copy
+
+from meshbook.errors import MeshbookError
+
+
+class GroupBroken(MeshbookError, RuntimeError):
+    """Raised for a collective on a process group whose connections were aborted. The collective was not started."""
+
+
+class GroupFailure:
+    """Why a group cannot be used any more.
+
+    Attributes:
+        error: what threads that wait in the group raise; None if each has an error of its own.
+        reason: one line for every later caller.
+    """
+
+    def __init__(self, reason: str, error: BaseException | None = None) -> None:
+        self.reason = reason
+        self.error = error
+        self.was_raised = False  # a thread has raised the error
+
+    def error_to_raise(self) -> BaseException | None:
+        """Return a copy of the error for one more thread, because raising writes a traceback into an exception."""
+        if self.error is None:
+            return None
+        self.was_raised = True
+        try:
+            again = copy.copy(self.error)
+        except Exception:  # its constructor does not accept its own args
+            return self.error
+        return again if type(again) is type(self.error) else self.error

@@ -1,0 +1,106 @@
+"""The generation of a process's groups: all of them are formed together, and aborted together.
+
+Each generation has its own prefix in the store, `e<number>/<group>`, so keys of a former generation are never read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from meshbook.rank.process_groups.failures import GroupBroken, GroupFailure
+from meshbook.rank.process_groups.store import MeshStore
+
+
+class Generation:
+    """The current generation.
+
+    Attributes:
+        number: None before the first.
+        store: None before the first, and once the world group is destroyed.
+        abort_failure: what all groups were aborted with since they were formed.
+        connect_timeout_s: seconds to wait for other ranks while groups are formed; None at other times.
+        lock: held while the number or the failure changes.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self.store: Store | None = None
+        self.abort_failure: GroupFailure | None = None
+        self.connect_timeout_s: float | None = None
+        self.lock = threading.Lock()
+        self._num_rendezvous = 0  # threads that wait for the store or for peers to connect
+
+    def begin(self, number: int, store: Store, connect_timeout_s: float) -> None:
+        """Start a generation, which is being formed until `formed`."""
+        with self.lock:
+            self.number, self.abort_failure = number, None
+        self.store, self.connect_timeout_s = store, connect_timeout_s
+
+    def formed(self) -> None:
+        """Record that forming has ended, well or not."""
+        self.connect_timeout_s = None
+
+    def fail(self, failure: GroupFailure) -> GroupFailure:
+        """Record why no group can be used, unless that is known; return what is recorded."""
+        with self.lock:
+            if self.abort_failure is None:
+                self.abort_failure = failure
+            return self.abort_failure
+
+    def cancel_rendezvous(self) -> None:
+        """End the waits for the store. The failure is set before; the lock is held."""
+        if self._num_rendezvous > 0 and isinstance(self.store, MeshStore):
+            self.store.cancel_waits()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a thread waits for other ranks to form a group. Any thread."""
+        return self._num_rendezvous > 0
+
+    @contextlib.contextmanager
+    def rendezvous(self) -> Iterator[None]:
+        """Wrap a wait for the store or for peers, so that an abort ends it with the abort error."""
+        store = self.store
+        with store.cancel_scope() if isinstance(store, MeshStore) else contextlib.nullcontext():
+            with self.lock:
+                self.check_not_aborted()
+                self._num_rendezvous += 1
+            try:
+                yield
+            except RuntimeError:
+                abort_error = self.abort_failure.error_to_raise() if self.abort_failure is not None else None
+                if abort_error is not None:
+                    raise abort_error from None
+                raise
+            finally:
+                with self.lock:
+                    self._num_rendezvous -= 1
+
+    def check_not_aborted(self) -> None:
+        """Raise if all groups are aborted.
+
+        Raises:
+            BaseException: the abort error, while groups are formed.
+            GroupBroken: at other times.
+        """
+        if self.abort_failure is not None:
+            forming = self.connect_timeout_s is not None
+            raise (self.abort_failure.error_to_raise() if forming else None) or GroupBroken(
+                f"a process group cannot be connected while all are broken ({self.abort_failure.reason}). They are "
+                "formed again before the next cell: run the cell again"
+            )
+
+    def prefix_store(self, path: str = "") -> PrefixStore:
+        """Return the store with this generation's prefix, and `path` in it."""
+        assert self.store is not None  # a generation has begun
+        return PrefixStore(f"e{self.number}/{path}" if path else f"e{self.number}", self.store)
+
+    def limit_waits(self, timeout_s: float) -> None:
+        """Set the timeout of the store's waits."""
+        assert self.store is not None
+        self.store.set_timeout(timedelta(seconds=timeout_s))

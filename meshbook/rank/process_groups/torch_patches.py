@@ -1,0 +1,176 @@
+"""Patches of torch that make every process group of this process a `WatchedGroup`.
+
+`init_process_group` and `new_group` both create groups by one function of torch. Two more are patched, because they
+treat a `WatchedGroup` differently from torch's own groups, or lose the type of its errors.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from meshbook.rank.process_groups.failures import GroupBroken, GroupFailure
+from meshbook.rank.process_groups.watched_group import WatchedGroup
+
+# torch's module of process groups; its state has no other API.
+c10d: Any = dist.distributed_c10d
+
+# The backend name of these groups while torch creates them. Users never see it: `dist.get_backend()` returns the name
+# that they requested.
+_BACKEND_NAME = "meshbook"
+
+
+class GroupFactory(Protocol):
+    def __call__(
+        self,
+        name: str,
+        ranks: Any,
+        rank: int,
+        store: Store,
+        backends: Mapping[str, str],
+        timeout: timedelta,
+        options: Any,
+    ) -> WatchedGroup:
+        """Create a group.
+
+        Args:
+            ranks: global ranks of its members.
+            rank: of this process, in the group.
+            backends: the backend of each device type.
+        """
+
+
+class TorchPatches:
+    """Installs the patches, and takes them back.
+
+    Attributes:
+        is_backward_incomplete: a backward pass did not complete since this was last set to False.
+    """
+
+    def __init__(self, create_group: GroupFactory, abort_failure: Callable[[], GroupFailure | None]) -> None:
+        """
+        Args:
+            abort_failure: returns what all groups were aborted with since they were formed.
+        """
+        self.is_backward_incomplete = False
+        self._create_group, self._abort_failure = create_group, abort_failure
+        self._requested_backends: dict[str, str] = {}  # of the group being created
+        self._originals: list[tuple[Any, str, Any]] = []  # module, name, original function
+
+    def install(self) -> None:
+        """Patch torch, unless it is patched."""
+        if self._originals:
+            return
+        dist.Backend.register_backend(_BACKEND_NAME, self._backend_created, extended_api=True, devices=["cpu", "cuda"])
+        helper, one_by_one = c10d._new_process_group_helper, c10d.batch_isend_irecv
+        backward = torch.autograd.graph._engine_run_backward
+        signature = inspect.signature(helper)
+
+        def new_process_group(*args: Any, **kwargs: Any) -> Any:
+            return self._new_process_group(helper, signature.bind(*args, **kwargs))
+
+        def batch_isend_irecv(p2p_op_list: Any) -> Any:
+            return _batch_isend_irecv(one_by_one, p2p_op_list)
+
+        def engine_run_backward(*args: Any, **kwargs: Any) -> Any:
+            return self._run_backward(backward, args, kwargs)
+
+        self._patch(c10d, "_new_process_group_helper", new_process_group)
+        self._patch(c10d, "batch_isend_irecv", batch_isend_irecv)
+        self._patch(dist, "batch_isend_irecv", batch_isend_irecv)
+        self._patch(torch.autograd.graph, "_engine_run_backward", engine_run_backward)
+        self._patch(torch.autograd, "_engine_run_backward", engine_run_backward)
+
+    def remove(self) -> None:
+        """Restore torch's own functions."""
+        for module, name, function in self._originals:
+            setattr(module, name, function)
+        self._originals.clear()
+
+    def _patch(self, module: Any, name: str, function: Callable[..., Any]) -> None:
+        self._originals.append((module, name, getattr(module, name)))
+        setattr(module, name, function)
+
+    def _new_process_group(self, helper: Callable[..., Any], call: inspect.BoundArguments) -> Any:
+        """Call torch's helper so that it creates a WatchedGroup under the requested name."""
+        requested = dist.Backend(call.arguments["backend"])
+        config = c10d.BackendConfig(requested)
+        kinds = {device: str(kind) for device, kind in config.get_device_backend_map().items()}
+        if not set(kinds.values()) <= {"gloo", "nccl"} or getattr(c10d._world, "comms", None):
+            return helper(*call.args, **call.kwargs)  # fake, MPI, UCC, torchcomms: cannot be aborted here
+        if "nccl" in kinds.values():
+            kinds.setdefault("cpu", "gloo")  # NCCL alone refuses CPU tensors; supporting them does no harm
+        call.arguments["backend"] = _BACKEND_NAME
+        # With a bound device torch would split NCCL communicators off the default group's, which ties their lifetimes
+        # together. Separate communicators can be aborted and replaced one by one.
+        call.arguments["device_id"] = None
+        world: Any = dist.group.WORLD
+        bound_device = world.bound_device_id if world is not None else None
+        self._requested_backends = kinds
+        if bound_device is not None:
+            world.bound_device_id = None
+        try:
+            group, store = helper(*call.args, **call.kwargs)
+        finally:
+            if bound_device is not None:
+                world.bound_device_id = bound_device
+        if isinstance(group, WatchedGroup):
+            c10d._world.pg_map[group] = requested, store
+            c10d._world.pg_backend_config[group] = str(config)
+        return group, store
+
+    def _backend_created(self, backend_opts: Any, options: Any = None) -> WatchedGroup:
+        """Create a group. Called by torch's helper."""
+        return self._create_group(
+            str(backend_opts.group_id),
+            backend_opts.global_ranks_in_group or range(backend_opts.group_size),  # empty for the world
+            backend_opts.group_rank,
+            backend_opts.store,
+            self._requested_backends,
+            backend_opts.timeout,
+            options,
+        )
+
+    def _run_backward(self, backward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run autograd's engine, and restore the type of its errors.
+
+        DDP waits inside it in C++, where every error becomes a RuntimeError, also that of an interrupt.
+        """
+        failure_before, ended = self._abort_failure(), False
+        try:
+            result = backward(*args, **kwargs)
+            ended = True
+            return result
+        except RuntimeError as error:
+            failure = self._abort_failure()
+            replacement = failure.error_to_raise() if failure is not None and failure is not failure_before else None
+            if replacement is None and "KeyboardInterrupt: " in str(error):
+                replacement = KeyboardInterrupt()
+            if replacement is None or isinstance(error, GroupBroken):
+                raise
+            raise replacement from None
+        finally:
+            self.is_backward_incomplete = self.is_backward_incomplete or not ended
+
+
+def _batch_isend_irecv(one_by_one: Callable[[Any], Any], p2p_op_list: Any) -> Any:
+    """Replace `dist.batch_isend_irecv`, which batches only for a group whose type is exactly ProcessGroup.
+
+    NCCL needs the batch: sent one by one, two ranks that each send first wait for each other.
+    """
+    c10d._check_p2p_op_list(p2p_op_list)
+    group = p2p_op_list[0].group or dist.group.WORLD
+    device = p2p_op_list[0].tensor.device
+    if not isinstance(group, WatchedGroup) or not group._get_backend(device).supports_coalescing:
+        return one_by_one(p2p_op_list)
+    with c10d._coalescing_manager(group, device, async_ops=True) as batch:
+        for op in p2p_op_list:
+            peer = {"group_dst" if op.op is dist.isend else "group_src": op.group_peer}
+            op.op(op.tensor, group=op.group, tag=op.tag, **peer)
+    return batch.works

@@ -1,0 +1,183 @@
+"""Operations in flight of a watched group, and their futures."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+from torch._C._distributed_c10d import Work
+
+from meshbook.rank.process_groups.cuda import finish_on_stream
+from meshbook.rank.process_groups.failures import GroupBroken
+from meshbook.rank.process_groups.group_health import NO_TIMEOUT, GroupHealth
+from meshbook.rank.process_groups.ring import Collective
+
+
+class WatchedWork(Work):
+    """An operation in flight, as returned for `async_op=True`, `isend` and callers in C++."""
+
+    def __init__(
+        self,
+        health: GroupHealth,
+        record: Collective,
+        work: Any,
+        in_slices: bool | None,
+        observed_arguments: tuple[Any, ...] | None,
+    ) -> None:
+        """
+        Args:
+            in_slices: None for NCCL, whose waits do not block.
+            observed_arguments: None without observers.
+        """
+        super().__init__()
+        self._health = health
+        self._record = record
+        self._work = work
+        self._connection_version = health.connection_version
+        self._in_slices = in_slices
+        self._observed_arguments = observed_arguments
+        self._future: Any = None
+        this = weakref.ref(self)  # a strong reference from the ring would keep the tensors alive
+
+        def is_finished() -> bool:
+            watched = this()
+            # Dropped without a wait: its state can no longer be queried, and does not matter.
+            return watched is None or bool(watched._work.is_completed())
+
+        self.is_finished = is_finished
+        health.ring.set_completion_check(record, is_finished, on_device=in_slices is None)
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        health, record, work = self._health, self._record, self._work
+        try:
+            if self._in_slices:
+                health.wait_in_slices(work, timeout)
+            else:
+                # On NCCL this only orders streams, unless there is a timeout; then it blocks until the device is done.
+                work.wait(timeout) if timeout else work.wait()
+                if self._in_slices is None:
+                    finish_on_stream(health.ring, record)
+                    health.raise_if_aborted(record)
+        except BaseException as error:
+            if timeout and isinstance(error, RuntimeError) and health.failure is None and not work.is_completed():
+                raise  # the caller's own timeout: the operation continues, and may be waited for again
+            try:
+                raised = health.finish_failed(record, error, self._connection_version, work, launched=True)
+            except BaseException as signal_error:
+                raised = health.finish_failed(record, signal_error, self._connection_version, work, launched=True)
+            if raised is error:
+                raise
+            raise raised from None
+        if self._in_slices is not None:
+            health.ring.finish(record)
+        if self._observed_arguments is not None:
+            arguments, self._observed_arguments = self._observed_arguments, None
+            health.notify_finished(record, arguments)
+        return True
+
+    def get_future(self) -> Any:
+        """Return a future of the operation's tensors. On gloo it raises the abort error of the group, also in C++."""
+        if self._in_slices is None:
+            # Its value belongs to streams, which a new future would not track. This one runs callbacks at once, on a
+            # stream that waits for the operation.
+            future = self._work.get_future()
+            future.add_done_callback(lambda _: finish_on_stream(self._health.ring, self._record))
+            return future
+        if self._future is None:
+            # the future may outlive this object
+            self._health.ring.set_completion_check(self._record, None)
+            self._future = _AbortableFuture(self._health, self._record, self._work).future
+        return self._future
+
+
+def _delegated(name: str) -> Callable[..., Any]:
+    """Return a method that delegates to the real operation."""
+
+    def method(self: WatchedWork, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._work, name)(*args, **kwargs)
+
+    method.__name__ = name
+    method.__qualname__ = f"WatchedWork.{name}"
+    return method
+
+
+for _name in (
+    "_get_duration",
+    "_get_op_type",
+    "_source_rank",
+    "block_current_stream",
+    "exception",
+    "get_future_result",
+    "is_completed",
+    "is_success",
+    "result",
+    "source_rank",
+    "synchronize",
+):
+    if hasattr(Work, _name):
+        setattr(WatchedWork, _name, _delegated(_name))
+
+
+class _AbortableFuture:
+    """A future of a gloo operation that `abort` can complete as well.
+
+    DDP's reducer waits for such futures in C++, where a future cannot carry a Python exception: it takes the value and
+    searches it for tensors. So a failed future holds an object that raises when it is accessed.
+    """
+
+    def __init__(self, health: GroupHealth, record: Collective, work: Any) -> None:
+        self._health, self._record, self._connection_version = health, record, health.connection_version
+        self.future: torch.futures.Future[Any] = torch.futures.Future()
+        self._inner: Any = None
+        failure = health.add_future(record, self)
+        if failure is not None:
+            self.fail(failure.error_to_raise() or GroupBroken(failure.reason))
+        self._inner = work.get_future()
+        self._inner.add_done_callback(self._on_inner_done)
+
+    def poll(self) -> None:
+        """Complete it if gloo's future is done and its callback was lost.
+
+        torch drops a KeyboardInterrupt in a callback.
+        """
+        if self._inner is not None and self._inner.done():
+            self._on_inner_done(self._inner)
+
+    def fail(self, error: BaseException) -> None:
+        """Complete it with an error, unless it is complete."""
+        if self._health.claim_future(self._record):
+            self._health.ring.finish(self._record, error)
+            self._set_error(error)
+
+    def _on_inner_done(self, future: Any) -> None:
+        """Pass on gloo's result. Called on gloo's own thread."""
+        try:
+            value = future.value()
+        except Exception as error:
+            raised = self._health.finish_failed(self._record, error, self._connection_version, None, launched=True)
+            if self._health.claim_future(self._record):
+                self._set_error(raised)
+            return
+        if self._health.claim_future(self._record):
+            self._health.ring.finish(self._record)
+            self.future.set_result(value)
+
+    def _set_error(self, error: BaseException) -> None:
+        self.future._set_unwrap_func(_RaiseOnAccess.raise_error)
+        self.future.set_result(_RaiseOnAccess(error))
+
+
+class _RaiseOnAccess:
+    """Raises on access: in Python when the future unwraps it, in C++ in the pickler that searches for tensors."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def raise_error(self) -> NoReturn:
+        raise self._error
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise self._error
