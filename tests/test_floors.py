@@ -335,6 +335,14 @@ def test_every_entry_of_the_table_stands_for_something() -> None:
     assert {place for place in places if not any(stands_in(other, (place,)) for other in known)} == set()
 
 
+def test_what_the_documentation_names_is_there() -> None:
+    folders = "|".join(path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name[0] != "_")
+    for page in (ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+        for named in re.findall(rf"`((?:{folders})/[a-z_/.]*)`", page.read_text()):
+            path = PACKAGE / named
+            assert path.exists() or path.with_suffix(".py").exists(), f"{page.name} names {named}"
+
+
 @pytest.mark.parametrize(
     ("module", "source", "complaint"),
     [

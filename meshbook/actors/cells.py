@@ -94,7 +94,7 @@ async def _run_async(code_objects: list[Any], namespace: dict[str, Any]) -> Any:
 def _preview_or_none(value: Any) -> dict[str, Any] | None:
     if value is None:
         return None
-    from meshbook.rank.preview import preview
+    from meshbook.rank.previews.preview import preview
 
     shown: dict[str, Any] = msgspec.to_builtins(preview(value, text_limit=2000, rich=False))
     return shown

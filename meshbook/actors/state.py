@@ -22,7 +22,7 @@ from meshbook.controller import extensions
 from meshbook.controller.remote import PROBED_PREFIXES, RemoteHandle, common_tensor_meta, group_previews
 from meshbook.errors import TransferError, ValuesDiffer
 from meshbook.ids import Ranks, name_ranks
-from meshbook.rank.expressions import BINARY, UNARY
+from meshbook.rank.previews.expressions import BINARY, UNARY
 from meshbook.wire.messages import OutcomeGroup, Preview
 
 PathStep = tuple[str, Any]  # ("attr", name) or ("item", key)
@@ -212,7 +212,7 @@ def preview_path(actor: Any, steps: tuple[PathStep, ...], names: bool) -> tuple[
 
     Without an object at the path: None, and the attributes that exist instead or the error.
     """
-    from meshbook.rank.preview import preview  # lazy, because it imports IPython
+    from meshbook.rank.previews.preview import preview  # lazy, because it imports IPython
 
     reached = actor
     for index, (kind, key) in enumerate(steps):

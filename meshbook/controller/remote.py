@@ -19,7 +19,7 @@ from meshbook.errors import MeshNameError, TransferError
 from meshbook.fold import rendering
 from meshbook.ids import Ranks, name_ranks
 from meshbook.marimo.page import marimo_mime
-from meshbook.rank.expressions import BINARY, Expression, NameRef, ResultRef
+from meshbook.rank.previews.expressions import BINARY, Expression, NameRef, ResultRef
 from meshbook.wire import messages
 from meshbook.wire.messages import Outcome, OutcomeGroup, Preview, TensorMeta, Value
 

@@ -12,7 +12,7 @@ from meshbook.controller.session import Session
 from meshbook.data import batches
 from meshbook.mesh_axes import MeshAxes
 from meshbook.placement import shard_spans
-from meshbook.rank import expressions
+from meshbook.rank.previews import expressions
 
 
 def scatter(session: Session, axes: MeshAxes, batch: Any, axis: str, dim: int) -> RemoteValue:

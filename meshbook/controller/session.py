@@ -21,7 +21,7 @@ from meshbook.controller.transfer import ValueTransfer
 from meshbook.errors import MeshbookError, MeshTimeout, NotAttached, StartError
 from meshbook.ids import Ranks
 from meshbook.mesh_axes import MeshAxes
-from meshbook.rank import expressions
+from meshbook.rank.previews import expressions
 from meshbook.wire import messages
 
 _STOP_TIMEOUT_S = 15.0

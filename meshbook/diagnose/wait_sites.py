@@ -110,7 +110,7 @@ WAIT_SITES: Final[tuple[tuple[str, tuple[str, ...] | None, WaitSite], ...]] = (
     ("threading.py", ("acquire", "__enter__"), _SEMAPHORE),
     ("filelock/_api.py", None, _FILE),
     ("fasteners/process_lock.py", None, _FILE),
-    ("meshbook/rank/no_terminal.py", ("_input", "_getpass"), _INPUT),
+    ("meshbook/rank/cells/no_terminal.py", ("_input", "_getpass"), _INPUT),
     ("getpass.py", None, _INPUT),
     ("pdb.py", ("interaction", "cmdloop", "_cmdloop"), _DEBUGGER),
     ("bdb.py", None, _DEBUGGER),

@@ -14,7 +14,7 @@ from meshbook.controller.mesh import Mesh
 from meshbook.controller.remote import RemoteValue
 from meshbook.controller.session import Session
 from meshbook.errors import MeshbookError
-from meshbook.rank import expressions
+from meshbook.rank.previews import expressions
 from meshbook.wire.messages import OutcomeGroup
 
 # Names on every rank from its start, not bound by a cell. `torch`, `dist` and `mesh` exist there too, but a handle to a

@@ -16,15 +16,16 @@ import zmq
 
 from meshbook.clock import monotonic, perf_counter
 from meshbook.ids import CallId
-from meshbook.rank import limits, tracebacks
+from meshbook.rank import limits
 from meshbook.rank.call_state import CallState
-from meshbook.rank.capture import OutputBuffer
-from meshbook.rank.code_runner import CodeRunner
+from meshbook.rank.cells import tracebacks
+from meshbook.rank.cells.code_runner import CodeRunner
+from meshbook.rank.cells.shell import RankShell
 from meshbook.rank.interrupt import InterruptGate
 from meshbook.rank.objects import RankObjects
+from meshbook.rank.output.capture import OutputBuffer
 from meshbook.rank.process_groups.rank_groups import RankGroups
 from meshbook.rank.reporter import Reporter
-from meshbook.rank.shell import RankShell
 from meshbook.wire import codec, messages
 from meshbook.wire.crash_log import CrashLog
 from meshbook.wire.messages import Outcome, Value

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
-from meshbook.rank.static_values import resolve_statically
+from meshbook.rank.previews.static_values import resolve_statically
 
 _LOCK_TYPE, _RLOCK_TYPE = type(threading.Lock()), type(threading.RLock())
 _OWNER_PATTERN = re.compile(r"owner=(\d+)")

@@ -26,19 +26,19 @@ import zmq
 from meshbook.rank import actor_hooks
 from meshbook.rank.blas import set_blas_threads
 from meshbook.rank.call_state import CallState
-from meshbook.rank.capture import OutputBuffer
-from meshbook.rank.code_runner import CodeRunner
+from meshbook.rank.cells.code_runner import CodeRunner
+from meshbook.rank.cells.shell import RankShell
+from meshbook.rank.cells.user_input import InputRequester
 from meshbook.rank.device import choose_device
 from meshbook.rank.executor import Executor
 from meshbook.rank.interrupt import InterruptGate
 from meshbook.rank.objects import RankObjects
+from meshbook.rank.output.capture import OutputBuffer
 from meshbook.rank.process_groups.rank_groups import RankGroups
 from meshbook.rank.queries import make_query_handlers
 from meshbook.rank.reporter import Reporter
 from meshbook.rank.service import Service
-from meshbook.rank.shell import RankShell
 from meshbook.rank.snapshot import Snapshotter
-from meshbook.rank.user_input import InputRequester
 from meshbook.wire import messages, spawn
 from meshbook.wire.crash_log import CrashLog
 from meshbook.wire.process_control import allow_ptrace_by, die_with_parent, start_new_process_group

@@ -9,8 +9,8 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from meshbook.errors import TransferError
-from meshbook.rank import expressions
 from meshbook.rank.call_state import CallState
+from meshbook.rank.previews import expressions
 from meshbook.rank.process_groups.rank_groups import RankGroups
 from meshbook.rank.value_store import ValueStore
 from meshbook.wire import pickling

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import BuiltinFunctionType, ModuleType
 from typing import Final, NoReturn
 
-from meshbook.rank import tracebacks
+from meshbook.rank.cells import tracebacks
 from meshbook.wire.messages import Notice
 
 # Saved separately, because the code that uses `_BUILTINS` runs when builtins are missing.

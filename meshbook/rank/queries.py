@@ -8,11 +8,12 @@ from typing import Any
 
 import msgspec
 
-from meshbook.rank import actor_hooks, introspection
+from meshbook.rank import actor_hooks
+from meshbook.rank.cells.shell import RankShell
 from meshbook.rank.device import select_device
 from meshbook.rank.objects import RankObjects
+from meshbook.rank.previews import introspection
 from meshbook.rank.process_groups.rank_groups import RankGroups
-from meshbook.rank.shell import RankShell
 from meshbook.wire import messages
 
 

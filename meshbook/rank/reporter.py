@@ -7,7 +7,7 @@ import threading
 import zmq
 
 from meshbook.ids import CallId
-from meshbook.rank.capture import OutputBuffer
+from meshbook.rank.output.capture import OutputBuffer
 from meshbook.wire import codec, keys, messages, spawn
 
 

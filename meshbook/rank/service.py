@@ -23,11 +23,11 @@ from meshbook.clock import monotonic
 from meshbook.ids import CallId
 from meshbook.rank import actor_hooks, scalars
 from meshbook.rank.call_state import CallState
-from meshbook.rank.capture import OutputBuffer
 from meshbook.rank.device import select_device
 from meshbook.rank.main_thread import MainThreadProbe
 from meshbook.rank.objects import RankObjects
-from meshbook.rank.output_pacing import OutputPacer
+from meshbook.rank.output.capture import OutputBuffer
+from meshbook.rank.output.output_pacing import OutputPacer
 from meshbook.rank.probes import Probes, are_probes_enabled
 from meshbook.rank.process_groups.rank_groups import RankGroups
 from meshbook.rank.reporter import Reporter, connect_to_host

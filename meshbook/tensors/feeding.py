@@ -27,7 +27,7 @@ from meshbook.controller.remote import RemoteValue
 from meshbook.data import batches
 from meshbook.errors import MeshbookError, UsageError
 from meshbook.ids import Ranks
-from meshbook.rank import expressions
+from meshbook.rank.previews import expressions
 from meshbook.rank.tensors import feeding
 from meshbook.tensors.creation import engine_of
 from meshbook.tensors.dispatch import wrap_handle

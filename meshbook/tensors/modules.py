@@ -18,7 +18,7 @@ from torch import nn
 from meshbook.controller import remote as handles
 from meshbook.controller.mesh import Mesh
 from meshbook.errors import PlacementError, UsageError
-from meshbook.rank import expressions
+from meshbook.rank.previews import expressions
 from meshbook.rank.tensors import building, modes, resident_module
 from meshbook.tensors import dispatch
 from meshbook.tensors.base import MeshTensor

@@ -22,7 +22,7 @@ len(objects.values), objects.pool.used_bytes >> 20
 CLIENT = """
 import os, sys, meshbook
 from meshbook.controller.remote import _evaluate, RemoteValue
-from meshbook.rank import expressions
+from meshbook.rank.previews import expressions
 m = meshbook.attach("left-behind")
 m.run("import numpy as np; big = np.ones(1 << 19); large = np.ones(1 << 21)")
 value = RemoteValue(m.session, expressions.Expression(expressions.NameRef("big")), m.ranks)

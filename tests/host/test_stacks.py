@@ -21,7 +21,7 @@ def stack(*frames: tuple[str, str], main: bool = True, num_cut: int = 0, cut_at:
     return ThreadStack("MainThread", told, is_main=main, num_truncated=num_cut, truncated_at=cut_at)
 
 
-PLUMBING = (("<frozen runpy>", "_run"), (f"{OWN}/rank/main.py", "run_rank"), (f"{OWN}/rank/shell.py", "run"))
+PLUMBING = (("<frozen runpy>", "_run"), (f"{OWN}/rank/main.py", "run_rank"), (f"{OWN}/rank/cells/shell.py", "run"))
 
 
 def functions(told: ThreadStack) -> list[str]:

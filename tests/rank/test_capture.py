@@ -13,7 +13,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from meshbook.rank.capture import OutputBuffer
+from meshbook.rank.output.capture import OutputBuffer
 from meshbook.wire.messages import ClearOutput, Display, Notice, OutputItem, Text
 
 DEADLINE_S = 20.0

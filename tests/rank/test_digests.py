@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from meshbook.rank.digests import MAX_DIGEST_ITEMS, digest_plain
+from meshbook.rank.previews.digests import MAX_DIGEST_ITEMS, digest_plain
 
 
 def _circle() -> list[Any]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from meshbook.rank.expressions import BINARY, UNARY, Expression, NameRef, ResultRef, evaluate
+from meshbook.rank.previews.expressions import BINARY, UNARY, Expression, NameRef, ResultRef, evaluate
 
 x = Expression(NameRef("x"))
 y = Expression(NameRef("y"))

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from meshbook.ids import CallId
-from meshbook.rank import introspection
-from meshbook.rank.capture import OutputBuffer
-from meshbook.rank.code_runner import CodeRunner
+from meshbook.rank.cells.code_runner import CodeRunner
+from meshbook.rank.cells.shell import RankShell
 from meshbook.rank.interrupt import InterruptGate
-from meshbook.rank.shell import RankShell
+from meshbook.rank.output.capture import OutputBuffer
+from meshbook.rank.previews import introspection
 from meshbook.wire.messages import Preview, RunCell
 
 DEADLINE_S = 20.0

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from meshbook.rank.cells.tracebacks import to_rank_error
 from meshbook.rank.limits import explain_fd_shortage, explain_full_folder
-from meshbook.rank.tracebacks import to_rank_error
 
 NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 RENDERER = SimpleNamespace(render=lambda error: [str(error)])

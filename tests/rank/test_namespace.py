@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from meshbook.rank.namespace import NamespaceTracker
+from meshbook.rank.cells.namespace import NamespaceTracker
 
 
 class Space:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshbook.rank.output_pacing import BATCH_S, BURST_BYTES, BYTES_PER_S, OutputPacer
+from meshbook.rank.output.output_pacing import BATCH_S, BURST_BYTES, BYTES_PER_S, OutputPacer
 
 
 def test_output_is_sent_once_per_batch() -> None:

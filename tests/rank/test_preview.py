@@ -17,9 +17,9 @@ import torch
 from IPython.core.formatters import DisplayFormatter
 from torch import nn
 
-from meshbook.rank import preview as module
-from meshbook.rank import preview_printer
-from meshbook.rank.preview import preview
+from meshbook.rank.previews import preview as module
+from meshbook.rank.previews import preview_printer
+from meshbook.rank.previews.preview import preview
 from meshbook.wire.messages import Preview, TensorMeta
 
 
@@ -471,6 +471,8 @@ def test_every_preview_can_travel(formatter: DisplayFormatter) -> None:
 def test_torch_is_not_imported_for_a_preview() -> None:
     import subprocess
 
-    source = "import sys; from meshbook.rank.preview import preview; preview([object()]); print('torch' in sys.modules)"
+    source = (
+        "import sys; from meshbook.rank.previews import preview as p; p.preview([{}]); print('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", source], check=True, capture_output=True, timeout=60)
     assert done.stdout == b"False\n"

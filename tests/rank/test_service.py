@@ -16,7 +16,7 @@ import zmq
 from meshbook.errors import ProtocolError
 from meshbook.rank import service
 from meshbook.rank.call_state import CallState
-from meshbook.rank.capture import OutputBuffer
+from meshbook.rank.output.capture import OutputBuffer
 from meshbook.rank.process_groups.ring import CollectiveRing
 from meshbook.rank.reporter import Reporter
 from meshbook.rank.service import Service

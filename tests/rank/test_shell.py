@@ -23,12 +23,12 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 from meshbook.ids import CallId
-from meshbook.rank import shell_storage, tracebacks
-from meshbook.rank.capture import OutputBuffer
-from meshbook.rank.code_runner import CellRun, CodeRunner
+from meshbook.rank.cells import shell_storage, tracebacks
+from meshbook.rank.cells.code_runner import CellRun, CodeRunner
+from meshbook.rank.cells.shell import RankShell
 from meshbook.rank.interrupt import InterruptGate
+from meshbook.rank.output.capture import OutputBuffer
 from meshbook.rank.preload import preload
-from meshbook.rank.shell import RankShell
 from meshbook.wire.messages import ClearOutput, Display, RankError, RunCell, Text
 
 DEADLINE_S = 20.0
@@ -354,10 +354,10 @@ def test_exit_says_how_to_end_the_mesh_and_ends_nothing(rank: Rank, source: str)
 
 def test_os_exit_ends_the_process() -> None:
     source = """
-        from meshbook.rank.capture import OutputBuffer
-        from meshbook.rank.code_runner import CodeRunner
+        from meshbook.rank.output.capture import OutputBuffer
+        from meshbook.rank.cells.code_runner import CodeRunner
         from meshbook.rank.interrupt import InterruptGate
-        from meshbook.rank.shell import RankShell
+        from meshbook.rank.cells.shell import RankShell
         from meshbook.wire.messages import RunCell
         output, gate = OutputBuffer(redirect_fds=False), InterruptGate()
         shell = RankShell.make(output=output, gate=gate)
@@ -778,10 +778,10 @@ def alone(source: str) -> None:
     """Run source in a new process that has a rank's shell: `run(cell)` gives what the cell showed."""
     begin = """
         import sys
-        from meshbook.rank.capture import OutputBuffer
-        from meshbook.rank.code_runner import CodeRunner
+        from meshbook.rank.output.capture import OutputBuffer
+        from meshbook.rank.cells.code_runner import CodeRunner
         from meshbook.rank.interrupt import InterruptGate
-        from meshbook.rank.shell import RankShell
+        from meshbook.rank.cells.shell import RankShell
         from meshbook.wire.messages import Display, RunCell, Text
         output, gate = OutputBuffer(redirect_fds=False), InterruptGate()
         runner = CodeRunner(RankShell.make(output=output, gate=gate), output, gate)

@@ -12,7 +12,7 @@ import select
 from collections.abc import Callable
 from typing import Final
 
-from meshbook.rank.captured_streams import StreamName
+from meshbook.rank.output.captured_streams import StreamName
 
 # Capacity of each pipe, so that C code that prints while it holds the GIL (nothing can be read then) does not block at
 # once. 1 MiB is the limit for an unprivileged process on Linux (/proc/sys/fs/pipe-max-size).

@@ -14,6 +14,7 @@ import pickle
 import sys
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Protocol
 
@@ -38,7 +39,7 @@ INNERMOST_FRAMES_OF_INTERRUPT: Final = 2  # number of innermost frames shown alt
 # Exceptions contain messages; larger ones contain data that should be fetched as data.
 MAX_PICKLE_BYTES: Final = 16 << 10
 
-_MESHBOOK_FOLDER: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_MESHBOOK_FOLDER: Final = str(Path(__file__).resolve().parents[2]) + os.sep
 _IPYTHON_FOLDER: Final = os.path.dirname(os.path.abspath(IPython.__file__)) + os.sep
 _ASYNCIO_FOLDER: Final = os.path.dirname(os.path.abspath(asyncio.__file__)) + os.sep
 # Meshbook's files whose frames represent an action of the user: a missing name in an expression, a cell that does not
@@ -46,7 +47,7 @@ _ASYNCIO_FOLDER: Final = os.path.dirname(os.path.abspath(asyncio.__file__)) + os
 # a defect of Meshbook and retains them.
 _USER_FACING_FILES: Final = tuple(
     os.path.join(_MESHBOOK_FOLDER, "rank", name)
-    for name in ("expressions.py", "code_runner.py", "cell_compiler.py", "interrupt.py")
+    for name in ("previews/expressions.py", "cells/code_runner.py", "cells/compiler.py", "interrupt.py")
 )
 
 

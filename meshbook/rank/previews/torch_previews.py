@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from meshbook.rank.digests import digest_tensor
-from meshbook.rank.static_descriptions import describe_repr_error, type_name
+from meshbook.rank.previews.digests import digest_tensor
+from meshbook.rank.previews.static_descriptions import describe_repr_error, type_name
 from meshbook.rank.text import truncate
 from meshbook.wire.messages import Preview, TensorMeta
 

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from IPython.lib import pretty
 
-from meshbook.rank.digests import CONTAINER_TYPES, NUMBER_TYPES, PLAIN_TYPES
-from meshbook.rank.static_descriptions import describe_repr_error, describe_statically, is_value_type
-from meshbook.rank.text import escape_surrogates, truncate
-from meshbook.rank.torch_previews import (
+from meshbook.rank.previews.digests import CONTAINER_TYPES, NUMBER_TYPES, PLAIN_TYPES
+from meshbook.rank.previews.static_descriptions import describe_repr_error, describe_statically, is_value_type
+from meshbook.rank.previews.torch_previews import (
     describe_module,
     describe_optimizer,
     first_elements,
@@ -23,6 +22,7 @@ from meshbook.rank.torch_previews import (
     tensor_class_label,
     tensor_meta,
 )
+from meshbook.rank.text import escape_surrogates, truncate
 
 if TYPE_CHECKING:
     from IPython.core.formatters import DisplayFormatter

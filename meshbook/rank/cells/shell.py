@@ -33,13 +33,13 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.text import LSString, SList
 from traitlets.config import Config
 
-from meshbook.rank import shell_commands, tracebacks
-from meshbook.rank.capture import OutputBuffer
-from meshbook.rank.cell_event_loop import CellEventLoop
-from meshbook.rank.displays import RankDisplayHook, RankDisplayPublisher
+from meshbook.rank.cells import shell_commands, tracebacks
+from meshbook.rank.cells.displays import RankDisplayHook, RankDisplayPublisher
+from meshbook.rank.cells.event_loop import CellEventLoop
+from meshbook.rank.cells.no_terminal import Exiter, TerminalReplacement
+from meshbook.rank.cells.shell_storage import InMemoryProfileDir, MemoryStore, RankHistory, without_database
 from meshbook.rank.interrupt import InterruptGate
-from meshbook.rank.no_terminal import Exiter, TerminalReplacement
-from meshbook.rank.shell_storage import InMemoryProfileDir, MemoryStore, RankHistory, without_database
+from meshbook.rank.output.capture import OutputBuffer
 
 _INLINE_BACKEND: Final = "module://matplotlib_inline.backend_inline"
 

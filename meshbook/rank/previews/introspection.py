@@ -24,9 +24,9 @@ import msgspec
 from IPython.core.completer import completions_sorting_key
 from IPython.utils.tokenutil import token_at_cursor
 
-from meshbook.rank.preview import preview
-from meshbook.rank.static_descriptions import type_name
-from meshbook.rank.static_values import (
+from meshbook.rank.previews.preview import preview
+from meshbook.rank.previews.static_descriptions import type_name
+from meshbook.rank.previews.static_values import (
     MISSING,
     instance_dict,
     is_torch_module,
@@ -36,7 +36,7 @@ from meshbook.rank.static_values import (
 )
 
 if TYPE_CHECKING:
-    from meshbook.rank.shell import RankShell
+    from meshbook.rank.cells.shell import RankShell
 
 MAX_MATCHES: Final = 1000
 MAX_PEEK_CHARS: Final = 400

@@ -13,7 +13,7 @@ from typing import Any
 from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
 
-from meshbook.rank.mime import WIDGET_VIEW, encode_mime, to_json_data
+from meshbook.rank.cells.mime import WIDGET_VIEW, encode_mime, to_json_data
 from meshbook.wire.messages import ClearOutput, Display
 
 

@@ -14,7 +14,8 @@ import re
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
-from meshbook.rank.digests import (
+from meshbook.rank.cells.mime import WIDGET_VIEW, encode_mime, to_json_data
+from meshbook.rank.previews.digests import (
     CONTAINER_TYPES,
     MAX_DIGEST_BYTES,
     PLAIN_TYPES,
@@ -23,11 +24,10 @@ from meshbook.rank.digests import (
     digest_plain,
     digest_text,
 )
-from meshbook.rank.mime import WIDGET_VIEW, encode_mime, to_json_data
-from meshbook.rank.preview_printer import pretty_print
-from meshbook.rank.static_descriptions import describe_repr_error, type_name
+from meshbook.rank.previews.preview_printer import pretty_print
+from meshbook.rank.previews.static_descriptions import describe_repr_error, type_name
+from meshbook.rank.previews.torch_previews import preview_tensor
 from meshbook.rank.text import escape_surrogates, truncate
-from meshbook.rank.torch_previews import preview_tensor
 from meshbook.wire.messages import Preview
 
 if TYPE_CHECKING:

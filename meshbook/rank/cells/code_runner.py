@@ -20,15 +20,15 @@ from typing import Any, Literal, TypeVar
 import IPython.core.display_functions
 from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult
 
-from meshbook.rank import tracebacks
-from meshbook.rank.capture import OutputBuffer
-from meshbook.rank.cell_compiler import CellCompiler, has_top_level_await
+from meshbook.rank.cells import tracebacks
+from meshbook.rank.cells.compiler import CellCompiler, has_top_level_await
+from meshbook.rank.cells.namespace import NamespaceTracker
+from meshbook.rank.cells.shell import RankShell
 from meshbook.rank.interrupt import InterruptGate
-from meshbook.rank.namespace import NamespaceTracker
-from meshbook.rank.preview import preview
+from meshbook.rank.output.capture import OutputBuffer
+from meshbook.rank.previews.preview import preview
+from meshbook.rank.previews.static_descriptions import type_name
 from meshbook.rank.process_guard import ExitForkedChildren, ProcessGuard
-from meshbook.rank.shell import RankShell
-from meshbook.rank.static_descriptions import type_name
 from meshbook.wire.messages import Preview, RankError, RunCell
 
 T = TypeVar("T")

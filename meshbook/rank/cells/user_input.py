@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from meshbook.rank.call_state import CallState
-from meshbook.rank.capture import OutputBuffer
+from meshbook.rank.output.capture import OutputBuffer
 from meshbook.rank.reporter import Reporter
 from meshbook.wire import codec
 from meshbook.wire.messages import InputReply, RankInputRequest

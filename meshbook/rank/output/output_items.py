@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshbook.rank.captured_streams import StreamName
+from meshbook.rank.output.captured_streams import StreamName
 from meshbook.wire.messages import Display, Notice, OutputItem, Text
 
 

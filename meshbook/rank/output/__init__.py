@@ -1,0 +1,1 @@
+"""The output of a rank: captured from Python's streams and from file descriptors, in order, bounded and paced."""
